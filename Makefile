@@ -1,0 +1,54 @@
+# Every target creates .venv itself and is quick when nothing changed.
+#   make train PYTHON=python3.12 ARGS="--train-iters 20"
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv train test test-full lint format bench compat docs
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+venv: $(STAMP)  ## create .venv with the package, its extras and the tools
+
+$(STAMP): setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; ok = (3, 10) <= sys.version_info[:2] <= (3, 13); \
+		ok or sys.exit("mindspeed_dsa needs Python 3.10 to 3.13, and $(PYTHON) is %d.%d: " \
+		"name another one with make PYTHON=python3.12" % sys.version_info[:2])'
+	@# A virtual environment without pip is one whose creation was cut short: start it afresh.
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[megatron,viz,dev]'
+	@touch $@
+
+train: $(STAMP)  ## train a small DeepSeek-V3.2-shaped model with DSA on real text
+	$(BIN)/python examples/pretrain_dsa.py --output-dir runs/quickstart $(ARGS)
+
+test: $(STAMP)  ## quick tests: one case per parallel layout
+	$(BIN)/python -m pytest -m "not full" $(ARGS)
+
+test-full: $(STAMP)  ## every test
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## rewrite the sources as lint wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## cost of the patch engine
+	$(BIN)/python -m benchmarks patch-engine $(ARGS)
+
+compat: $(STAMP)  ## read released megatron-core wheels again into mindspeed_dsa/compat
+	$(BIN)/python -m mindspeed_dsa.compat refresh $(ARGS)
+
+docs: $(STAMP)  ## write the generated pages
+	$(BIN)/python -m mindspeed_dsa.compat docs

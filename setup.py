@@ -1,0 +1,43 @@
+"""Package metadata and extras; everything about tools is in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+README = Path(__file__).with_name("README.md")
+
+EXTRAS = {
+    # What megatron-core imports on a machine without an accelerator. `tokenizers` reads the Hugging
+    # Face tokenizer file that the example job accepts.
+    "megatron": ["torch>=2.6", "megatron-core>=0.12.1,<0.20", "numpy", "tokenizers"],
+    "triton": ["triton>=3.2; platform_system == 'Linux'"],
+    "npu": ["torch_npu>=2.6; platform_system == 'Linux'"],
+    "viz": ["matplotlib", "tensorboard", "tqdm"],
+    "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis"],
+}
+EXTRAS["dev"] = [*EXTRAS["test"], "ruff", "mypy"]
+
+setup(
+    name="mindspeed_dsa",
+    version="0.1.0",
+    description="Accelerates Megatron training without touching Megatron, DeepSeek Sparse Attention first",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10,<3.14",
+    packages=find_packages(include=["mindspeed_dsa", "mindspeed_dsa.*"]),
+    package_data={"mindspeed_dsa": ["py.typed"], "mindspeed_dsa.compat": ["*.json"]},
+    install_requires=["wrapt>=1.16", "packaging>=24.2"],
+    extras_require=EXTRAS,
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)
