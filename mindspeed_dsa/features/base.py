@@ -1,0 +1,136 @@
+"""What a feature is: one declaration that answers everything about one switch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mindspeed_dsa.patches.spec import Patch
+
+ENV_PREFIX = "MINDSPEED_DSA_"
+Platform = Literal["cpu", "cuda", "npu"]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One command line flag; rows drive argparse, environment names, API keywords and ``--help``.
+
+    ``kind`` ``bool`` is a ``store_true`` switch; ``auto`` is a tri-state switch
+    (``--name`` / ``--no-name``, default ``None``: the feature decides); ``value`` takes an
+    argument of ``type``. ``host`` marks a flag that belongs to Megatron: it is read (argv,
+    environment, API) to decide what to switch on, and never added to a parser.
+    """
+
+    name: str
+    help: str
+    kind: Literal["bool", "auto", "value"] = "bool"
+    type: Callable[[str], Any] = str
+    default: Any = None
+    choices: tuple[Any, ...] | None = None
+    nargs: str | int | None = None
+    metavar: str | None = None
+    aliases: tuple[str, ...] = ()
+    host: bool = False
+
+    @property
+    def dest(self) -> str:
+        """API keyword and argparse destination: ``use_fused_dsa``."""
+        return self.name.lstrip("-").replace("-", "_")
+
+    @property
+    def env(self) -> str:
+        """Environment variable: ``MINDSPEED_DSA_USE_FUSED_DSA``."""
+        return ENV_PREFIX + self.dest.upper()
+
+    @property
+    def unset(self) -> Any:
+        """The value when nobody sets the flag."""
+        return False if self.kind == "bool" and self.default is None else self.default
+
+
+@dataclass(frozen=True)
+class Requires:
+    """What must be true of the machine before a feature may be switched on."""
+
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Distribution name to PEP 440 range, e.g. ``{"megatron-core": ">=0.16,<0.19"}``."""
+    platforms: tuple[Platform, ...] = ("cpu", "cuda", "npu")
+    features: tuple[str, ...] = ()
+    """Names of features that must be on as well."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Importable top-level package to the command that installs it."""
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Another feature that cannot be on at the same time, with the reason and the way out."""
+
+    feature: str
+    why: str
+
+
+def _no_problems(args: Any) -> Sequence[str]:
+    return ()
+
+
+def _switch_is_on(name: str) -> Callable[[Any], bool]:
+    return lambda settings: bool(getattr(settings, name, False))
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One switchable change to Megatron.
+
+    Attributes:
+        name: kebab-case identity, as doctor and the documentation print it.
+        summary: one line.
+        flags: the first one is the switch, unless ``active`` says otherwise; host flags that
+            ``active`` or ``validate`` read are listed too.
+        patches: rows for the engine.
+        requires, conflicts: declared, checked before anything is mutated.
+        active: decides from the settings (attribute access by ``dest``, ``platform``) whether the
+            feature is on; by default: the first flag is true.
+        validate: gets Megatron's full argument namespace (or the settings, when there is none);
+            returns every problem at once, each naming who, what, and what to do.
+        doc: page under ``docs/features/``.
+        on_finalize: lazy ``"module:function"``; called without arguments right before the model is
+            built, after all sites are verified.
+    """
+
+    name: str
+    summary: str
+    flags: tuple[Flag, ...] = ()
+    patches: tuple[Patch, ...] = ()
+    requires: Requires = field(default_factory=Requires)
+    conflicts: tuple[Conflict, ...] = ()
+    active: Callable[[Any], bool] | None = None
+    validate: Callable[[Any], Sequence[str]] = _no_problems
+    doc: str = ""
+    on_finalize: str = ""
+
+    def is_active(self, settings: Any) -> bool:
+        """Whether these settings switch the feature on."""
+        if self.active is not None:
+            return self.active(settings)
+        return bool(self.flags) and _switch_is_on(self.flags[0].dest)(settings)
+
+
+EXPERIMENTAL_ATTENTION_VARIANT = Flag(
+    "--experimental-attention-variant",
+    "Megatron's own flag; 'dsa' switches on the repairs that DeepSeek Sparse Attention needs.",
+    kind="value",
+    host=True,
+)
+
+
+def repair(switch: str) -> Callable[[Any], bool]:
+    """Activation rule of a repair: as the switch says, else on where the model uses DSA."""
+
+    def active(settings: Any) -> bool:
+        choice = getattr(settings, switch, None)
+        if choice is not None:
+            return bool(choice)
+        return getattr(settings, "experimental_attention_variant", None) == "dsa"
+
+    return active

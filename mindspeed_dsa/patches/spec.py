@@ -1,0 +1,92 @@
+"""What a patch is: one frozen row that says where, what kind, with what, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from mindspeed_dsa.patches.errors import PatchDeclarationError
+
+Kind = Literal["replace", "wrap", "value", "entry"]
+KINDS: tuple[Kind, ...] = ("replace", "wrap", "value", "entry")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change to one attribute of somebody else's module.
+
+    Attributes:
+        target: ``"package.module:name"``, ``"package.module:Class.method"``; for ``entry`` the
+            dictionary, with the key in :attr:`key`.
+        kind: ``replace``: the function named by ``impl`` takes the place of the target.
+            ``wrap``: ``impl`` is a decorator, called once with the function it wraps and
+            returning a plain function. ``value``: the object that ``impl`` names is put in place
+            as it is (a constant, a class, a property). ``entry``: that object becomes the
+            dictionary's item under :attr:`key`.
+        impl: lazy ``"package.module:name"``; imported when the target's module is there.
+        why: one sentence for doctor, the docs and the table of patched symbols.
+        params: parameter names of the target that ``impl`` relies on; checked before anything is
+            mutated.
+        versions: PEP 440 range of the target package's distribution (Megatron-core for
+            ``megatron``); outside of it the site is skipped with the reason.
+        required: a target that is missing, drifted or still reachable through a stale reference
+            fails the run when true, and is only reported when false.
+        priority: wrappers of one target nest by it; the highest is outermost. Ties: feature order.
+        key: the dictionary key of an ``entry``.
+        stale: what a reference to the original that cannot be rebound (a default argument, a
+            closure, a container) means for a required site: ``error``, or ``report`` where the
+            target's own package keeps such tables and they do no harm.
+    """
+
+    target: str
+    kind: Kind
+    impl: str
+    why: str
+    params: tuple[str, ...] = ()
+    versions: str = ""
+    required: bool = True
+    priority: int = 0
+    key: Any = None
+    stale: Literal["error", "report"] = "error"
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise PatchDeclarationError(
+                f"{self.target}: kind {self.kind!r} is unknown; use one of {', '.join(KINDS)}"
+            )
+        for field in ("target", "impl"):
+            module, _, name = getattr(self, field).partition(":")
+            if not module or not name:
+                raise PatchDeclarationError(
+                    f"{field} {getattr(self, field)!r} must read 'package.module:name'"
+                )
+        if not self.why:
+            raise PatchDeclarationError(f"{self.target}: say in `why` what the patch is for")
+        if (self.key is None) == (self.kind == "entry"):
+            raise PatchDeclarationError(f"{self.target}: `key` goes with kind 'entry' and no other")
+
+    @property
+    def module(self) -> str:
+        """Dotted module part of the target."""
+        return self.target.partition(":")[0]
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Attribute path below the module: ``("Class", "method")``."""
+        return tuple(self.target.partition(":")[2].split("."))
+
+    def under_root(self, root: str) -> Patch:
+        """The same row for a fork whose top-level package is ``root`` instead of ``megatron``."""
+        head, dot, rest = self.module.partition(".")
+        if head != "megatron" or root == "megatron":
+            return self
+        return replace(self, target=f"{root}{dot}{rest}:{'.'.join(self.path)}")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A patch together with the feature that asks for it and that feature's place in the order."""
+
+    feature: str
+    patch: Patch
+    order: int = 0
