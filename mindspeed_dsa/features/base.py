@@ -94,6 +94,10 @@ class Feature:
         validate: gets Megatron's full argument namespace (or the settings, when there is none);
             returns every problem at once, each naming who, what, and what to do.
         doc: page under ``docs/features/``.
+        platform_support: true for redirections without which Megatron does not run on the platform at
+            all; doctor and the benchmarks count them apart from features that a user switched on.
+        companion: true for a feature that serves the others; it is decided last and may look at
+            ``settings.features_on``.
         on_finalize: lazy ``"module:function"``; called without arguments right before the model is
             built, after all sites are verified.
     """
@@ -107,6 +111,8 @@ class Feature:
     active: Callable[[Any], bool] | None = None
     validate: Callable[[Any], Sequence[str]] = _no_problems
     doc: str = ""
+    platform_support: bool = False
+    companion: bool = False
     on_finalize: str = ""
 
     def is_active(self, settings: Any) -> bool:

@@ -1,0 +1,67 @@
+"""Non-invasive acceleration of Megatron, DeepSeek Sparse Attention first.
+
+Importing this package imports neither torch nor Megatron; names below are loaded when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mindspeed_dsa.features import register, unregister
+    from mindspeed_dsa.features.base import Conflict, Feature, Flag, Requires
+    from mindspeed_dsa.patches import MindSpeedDSAError, Patch, PatchError, SettingsError
+    from mindspeed_dsa.session import add_arguments, disable, enable, enabled, finalize, report, validate
+
+_HOME = {
+    "register": "features",
+    "unregister": "features",
+    "Conflict": "features.base",
+    "Feature": "features.base",
+    "Flag": "features.base",
+    "Requires": "features.base",
+    "MindSpeedDSAError": "patches",
+    "Patch": "patches",
+    "PatchError": "patches",
+    "SettingsError": "patches",
+    "add_arguments": "session",
+    "disable": "session",
+    "enable": "session",
+    "enabled": "session",
+    "finalize": "session",
+    "report": "session",
+    "validate": "session",
+}
+
+__all__ = [
+    "Conflict",
+    "Feature",
+    "Flag",
+    "MindSpeedDSAError",
+    "Patch",
+    "PatchError",
+    "Requires",
+    "SettingsError",
+    "add_arguments",
+    "disable",
+    "enable",
+    "enabled",
+    "finalize",
+    "register",
+    "report",
+    "unregister",
+    "validate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,227 @@
+"""One session: settings -> features -> plan -> check -> arm, and the way back.
+
+There is at most one session a process, because there is one Megatron a process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from mindspeed_dsa import checks, features, platforms, settings, start_report, versions
+from mindspeed_dsa.features.base import Feature
+from mindspeed_dsa.patches import Claim, PatchManager, SettingsError
+from mindspeed_dsa.patches.site import load
+from mindspeed_dsa.settings import Settings
+
+
+@dataclass
+class Session:
+    """Resolved settings, the features they switch on, and the engine that holds their patches."""
+
+    settings: Settings
+    features: list[Feature]
+    manager: PatchManager
+    finalized: bool = False
+    log_folder: str | None = None
+    """Where the job keeps its logs, once its arguments are known."""
+
+
+_lock = threading.RLock()
+_current: Session | None = None
+_api: dict[str, Any] = {}
+_argv: tuple[str, ...] = ()
+
+
+def enable(**switches: Any) -> None:
+    """Switch features on from code, for launchers that own the command line (Ray, Hydra, verl).
+
+    Args:
+        **switches: flags by their ``dest`` names, e.g. ``use_fused_dsa=True`` or
+            ``experimental_attention_variant="dsa"``; they outrank environment and command line, and
+            add to what earlier calls set.
+
+    Raises:
+        SettingsError: unknown switch, value that does not fit, or a combination that cannot be; what
+            was enabled before stays as it was.
+        PatchError: a required patch cannot be applied; nothing stays patched.
+    """
+    with _lock:
+        _start({**_api, **switches}, _argv)
+
+
+def enable_from_argv(argv: Sequence[str]) -> None:
+    """What ``import mindspeed_dsa.megatron_adaptor`` does; raises as :func:`enable` does."""
+    with _lock:
+        _start(_api, tuple(argv))
+
+
+def disable() -> None:
+    """Undo every patch and forget every switch."""
+    global _current, _api, _argv
+    with _lock:
+        if _current is not None:
+            _current.manager.undo()
+        _current, _api, _argv = None, {}, ()
+
+
+@contextlib.contextmanager
+def enabled(**switches: Any) -> Iterator[None]:
+    """:func:`enable` for the length of a ``with`` block; afterwards everything is as it was before."""
+    with _lock:
+        was_on, api, argv = _current is not None, _api, _argv
+    enable(**switches)
+    try:
+        yield
+    finally:
+        with _lock:
+            disable()
+            if was_on:
+                _start(api, argv)
+
+
+def current() -> Session | None:
+    """The running session, if any."""
+    return _current
+
+
+def resolve(api: Mapping[str, Any], argv: Sequence[str]) -> tuple[Settings, list[Feature]]:
+    """Settings and active features; imports torch only to find out about the platform.
+
+    Raises:
+        SettingsError: as :func:`enable`.
+    """
+    known = features.all_features()
+    resolved = settings.read([*settings.GENERAL_FLAGS, *features.all_flags()], api=api, argv=argv)
+    resolved.platform = platforms.detect(getattr(resolved, "mindspeed_platform", "auto"))
+    active: list[Feature] = []
+    for feature in known:
+        if feature.is_active(resolved):
+            active.append(feature)
+            resolved.features_on = (*resolved.features_on, feature.name)
+    problems = checks.problems(active, resolved)
+    if problems:
+        raise SettingsError("mindspeed_dsa: " + "\n  - ".join(["features cannot be switched on:", *problems]))
+    return resolved, active
+
+
+def make_manager(resolved: Settings, active: Sequence[Feature]) -> PatchManager:
+    """An engine with these features' patches planned and checked."""
+    root = resolved.megatron_root
+    manager = PatchManager(
+        root=root,
+        version_of=lambda package: versions.of_package(package, root),
+        static_check=versions.static_check(root),
+    )
+    manager.plan(
+        Claim(feature.name, patch, order) for order, feature in enumerate(active) for patch in feature.patches
+    )
+    manager.check()
+    return manager
+
+
+def _start(api: Mapping[str, Any], argv: Sequence[str]) -> None:
+    global _current, _api, _argv
+    resolved, active = resolve(api, argv)  # raises before anything of the old session is touched
+    previous = _current
+    if previous is not None:
+        previous.manager.undo()
+        _current = None
+    try:
+        platforms.prepare(resolved.platform, needed=bool(active))
+        manager = make_manager(resolved, active)
+        manager.arm()
+    except Exception:
+        if previous is not None:
+            _current = _rearm(previous)
+        raise
+    _current, _api, _argv = Session(resolved, active, manager), dict(api), tuple(argv)
+    start_report.announce_platform(resolved, previous.settings if previous else None)
+
+
+def _rearm(session: Session) -> Session:
+    manager = make_manager(session.settings, session.features)
+    manager.arm()
+    return Session(session.settings, session.features, manager)
+
+
+def finalize(report_dir: str | None = None) -> None:
+    """Verify every patch site; call it before the model is built.
+
+    Jobs that build a Megatron-core language model need not: the first model does it.
+
+    Args:
+        report_dir: folder for ``mindspeed_dsa.json``; default: the setting, or beside the job's logs.
+
+    Raises:
+        PatchError: lists every failed required site; everything has been undone.
+    """
+    with _lock:
+        session = _current
+        if session is None:
+            return
+        session.manager.finalize()
+        for feature in session.features:
+            if feature.on_finalize:
+                load(feature.on_finalize)()
+        session.finalized = True
+    folder = report_dir or session.settings.mindspeed_report_dir or session.log_folder
+    start_report.publish(session.settings, session.features, session.manager.report(), folder)
+
+
+def finalize_once() -> None:
+    """:func:`finalize`, unless it has been done since the patches were armed."""
+    session = _current
+    if session is not None and not session.finalized:
+        session.finalized = True  # a model built by a finalize hook must not come back here
+        finalize()
+
+
+def report() -> list[dict[str, Any]]:
+    """The state of every patch site, as plain data."""
+    session = _current
+    return [] if session is None else [site.as_dict() for site in session.manager.report()]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags of all features to any argparse parser, and suggestions for misspelt ones."""
+    settings.add_flags(parser, "mindspeed_dsa", settings.GENERAL_FLAGS)
+    for feature in features.all_features():
+        settings.add_flags(parser, f"mindspeed_dsa: {feature.name}", feature.flags)
+    known = features.all_flags()
+    plain_error = parser.error
+
+    def error(message: str) -> NoReturn:
+        hints = settings.near_misses(message.split(), known)
+        plain_error(message + "".join(f" ({typed}: did you mean {meant}?)" for typed, meant in hints.items()))
+
+    parser.error = error  # type: ignore[method-assign]
+    return parser
+
+
+def write_back(namespace: argparse.Namespace) -> None:
+    """Make a job's argument namespace agree with the settings: API and environment outrank argv."""
+    if _current is None:
+        return
+    for dest, setting in _current.settings.chosen().items():
+        if setting.source in ("API", "environment"):
+            setattr(namespace, dest, setting.value)
+
+
+def validate(args: Any) -> None:
+    """Ask every active feature about the job's full arguments; to be called before process groups start.
+
+    Raises:
+        SettingsError: all problems of all features in one message.
+    """
+    session = _current
+    if session is None:
+        return
+    session.log_folder = getattr(args, "tensorboard_dir", None) or getattr(args, "save", None)
+    problems = [f"{f.name}: {text}" for f in session.features for text in f.validate(args)]
+    if problems:
+        raise SettingsError("mindspeed_dsa: " + "\n  - ".join(["these arguments cannot be used:", *problems]))

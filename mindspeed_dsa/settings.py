@@ -1,0 +1,245 @@
+"""Where a switch comes from: API call, environment, command line or default, and which one won."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import itertools
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from mindspeed_dsa.features.base import ENV_PREFIX, Flag
+from mindspeed_dsa.patches.errors import SettingsError
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+MEGATRON_ROOT = Flag(
+    "--megatron-root",
+    "Top-level package that stands for 'megatron' in an in-house fork, e.g. corp_megatron.",
+    kind="value",
+    default="megatron",
+)
+REPORT_DIR = Flag(
+    "--mindspeed-report-dir",
+    "Folder for mindspeed_dsa.json, the record of features and patch sites; default: beside the "
+    "TensorBoard logs or the checkpoints, where the job has them.",
+    kind="value",
+)
+GENERAL_FLAGS = (MEGATRON_ROOT, REPORT_DIR)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One switch: its value and who set it."""
+
+    value: Any
+    source: str
+    """``API``, ``environment``, ``argv`` or ``default``."""
+    detail: str = ""
+    """What to look for: the variable or the flag as it was written."""
+
+    @property
+    def who(self) -> str:
+        """For doctor: ``environment (MINDSPEED_DSA_X=1)``."""
+        return f"{self.source} ({self.detail})" if self.detail else self.source
+
+
+class Settings:
+    """Resolved switches, read as attributes by their ``dest`` names.
+
+    Two attributes are no switches: ``platform`` (``cpu``, ``cuda`` or ``npu``) and ``features_on``,
+    the names of the features found active so far.
+    """
+
+    def __init__(self, values: Mapping[str, Setting], mentioned: Sequence[str] = ()) -> None:
+        self._values = dict(values)
+        self.mentioned = tuple(mentioned)
+        """Our own flags, near misses of them, and requests for help that stand on the command line."""
+        self.platform = ""
+        self.features_on: tuple[str, ...] = ()
+
+    def __getattr__(self, dest: str) -> Any:
+        if dest.startswith("_"):
+            raise AttributeError(dest)
+        try:
+            return self._values[dest].value
+        except KeyError:
+            raise AttributeError(f"there is no switch {dest!r}") from None
+
+    def setting(self, dest: str) -> Setting:
+        """Value and origin of one switch."""
+        return self._values[dest]
+
+    def chosen(self) -> dict[str, Setting]:
+        """Only what somebody set."""
+        return {dest: s for dest, s in self._values.items() if s.source != "default"}
+
+
+def read(
+    flags: Iterable[Flag],
+    *,
+    api: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    argv: Sequence[str] = (),
+) -> Settings:
+    """Resolve every flag: API over environment over command line over default.
+
+    Raises:
+        SettingsError: an API keyword or a variable with our prefix that no flag knows, or a value
+            that does not fit; all of them in one message.
+    """
+    flags = unique(flags)
+    api = dict(api or {})
+    environ = os.environ if environ is None else environ
+    problems = _unknown(flags, api, environ)
+    from_argv, mentioned, argv_problems = _read_argv(flags, argv)
+    problems += argv_problems
+    values: dict[str, Setting] = {}
+    for flag in flags:
+        try:
+            if flag.dest in api:
+                values[flag.dest] = Setting(api[flag.dest], "API", f"{flag.dest}={api[flag.dest]!r}")
+                _check_choice(flag, api[flag.dest], f"API keyword {flag.dest}")
+            elif flag.env in environ:
+                text = environ[flag.env]
+                values[flag.dest] = Setting(_from_text(flag, text), "environment", f"{flag.env}={text}")
+            elif flag.dest in from_argv:
+                values[flag.dest] = Setting(from_argv[flag.dest], "argv", flag.name)
+            else:
+                values[flag.dest] = Setting(flag.unset, "default")
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise SettingsError("mindspeed_dsa: " + "; ".join(problems))
+    return Settings(values, mentioned)
+
+
+def unique(flags: Iterable[Flag]) -> list[Flag]:
+    """Each flag once, in order; two features may read the same one.
+
+    Raises:
+        SettingsError: two different flags share a name.
+    """
+    found: dict[str, Flag] = {}
+    for flag in flags:
+        if found.setdefault(flag.dest, flag) != flag:
+            raise SettingsError(f"flag {flag.name} is declared twice with different meanings; rename one")
+    return list(found.values())
+
+
+def add_flags(parser: argparse.ArgumentParser, title: str, flags: Iterable[Flag]) -> None:
+    """Add our own flags to a parser; host flags, and names that the parser has already, are left out."""
+    taken = parser._option_string_actions
+    missing = [flag for flag in flags if not flag.host and flag.name not in taken]
+    if not missing:
+        return
+    group = parser.add_argument_group(title)
+    for flag in missing:
+        _add_flag(group, flag)
+
+
+def near_misses(tokens: Iterable[str], flags: Iterable[Flag]) -> dict[str, str]:
+    """Misspelt flags of ours among the tokens of a command line, each with what was meant."""
+    names = {name for flag in flags for name in (flag.name, *flag.aliases) if not flag.host}
+    names |= {"--no-" + name[2:] for name in names}
+    found = {}
+    for token in tokens:
+        name = token.partition("=")[0]
+        if name.startswith("--") and name not in names:
+            close = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
+            if close:
+                found[name] = close[0]
+    return found
+
+
+def _add_flag(group: argparse._ActionsContainer, flag: Flag) -> None:
+    names = (flag.name, *flag.aliases)
+    text = flag.help.replace("%", "%%")
+    if flag.kind == "bool":
+        group.add_argument(*names, dest=flag.dest, action="store_true", default=flag.unset, help=text)
+    elif flag.kind == "auto":
+        group.add_argument(
+            *names, dest=flag.dest, action=argparse.BooleanOptionalAction, default=flag.unset, help=text
+        )
+    else:
+        group.add_argument(
+            *names,
+            dest=flag.dest,
+            type=flag.type,
+            default=flag.default,
+            choices=flag.choices,
+            nargs=flag.nargs,
+            metavar=flag.metavar,
+            help=text,
+        )
+
+
+class _SilentParser(argparse.ArgumentParser):
+    """Reads our flags out of somebody else's command line, without exiting on what it cannot read."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _read_argv(flags: list[Flag], argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """``(values given, our flags that were mentioned, problems)``."""
+    parser = _SilentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for flag in flags:
+        _add_flag(parser, flag)
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    tokens = [token for token in itertools.takewhile(lambda t: t != "--", argv) if token.startswith("-")]
+    own = {name for flag in flags if not flag.host for name in (flag.name, *flag.aliases)}
+    own |= {"--no-" + name[2:] for name in own}
+    mentioned = [token for token in tokens if token.partition("=")[0] in own or token in ("-h", "--help")]
+    mentioned += near_misses(tokens, flags)
+    try:
+        namespace, _ = parser.parse_known_args(list(argv))
+    except ValueError as error:
+        return {}, mentioned, [f"{error}; see `python -m mindspeed_dsa features`"]
+    return vars(namespace), mentioned, []
+
+
+def _unknown(flags: list[Flag], api: Mapping[str, Any], environ: Mapping[str, str]) -> list[str]:
+    problems = []
+    known = {flag.dest for flag in flags}
+    for dest in api:
+        if dest not in known:
+            problems.append(f"there is no switch {dest!r}{_suggest(dest, known)}")
+    known = {flag.env for flag in flags}
+    for name in environ:
+        if name.startswith(ENV_PREFIX) and name not in known:
+            problems.append(f"environment variable {name} is unknown{_suggest(name, known)}")
+    return problems
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return hint + " (`python -m mindspeed_dsa features` lists them all)"
+
+
+def _from_text(flag: Flag, text: str) -> Any:
+    if flag.kind in ("bool", "auto"):
+        if text.lower() in _TRUE:
+            return True
+        if text.lower() in _FALSE:
+            return False
+        raise ValueError(f"{flag.env}={text}: use one of {', '.join(_TRUE)} or {', '.join(_FALSE)}")
+    words = text.split() if flag.nargs not in (None, "?") else [text]
+    try:
+        converted = [flag.type(word) for word in words]
+    except (TypeError, ValueError):
+        raise ValueError(f"{flag.env}={text}: not a valid {getattr(flag.type, '__name__', 'value')}") from None
+    value = converted if flag.nargs not in (None, "?") else converted[0]
+    _check_choice(flag, value, flag.env)
+    return value
+
+
+def _check_choice(flag: Flag, value: Any, who: str) -> None:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    if flag.choices is not None and any(v not in flag.choices for v in values):
+        raise ValueError(f"{who}={value!r}: choose from {', '.join(map(str, flag.choices))}")

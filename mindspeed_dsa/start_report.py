@@ -1,0 +1,101 @@
+"""What a run says of us when it starts: one line for the platform, one table, one JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mindspeed_dsa import versions
+from mindspeed_dsa.features.base import Feature
+from mindspeed_dsa.patches import SiteReport
+from mindspeed_dsa.settings import Settings
+
+REPORT_FILE = "mindspeed_dsa.json"
+
+
+def announce_platform(settings: Settings, before: Settings | None) -> None:
+    """Say once that the CPU stands in for an accelerator."""
+    if settings.platform == "cpu" and (before is None or before.platform != "cpu"):
+        _say("mindspeed_dsa: no accelerator in use, Megatron runs on the CPU platform (gloo)")
+
+
+def publish(
+    settings: Settings, features: Sequence[Feature], sites: Sequence[SiteReport], folder: str | None
+) -> None:
+    """On rank 0: print the table, and write the same as JSON into ``folder``, if there is one."""
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    _say(table(settings, features, sites))
+    if folder:
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(as_dict(settings, features, sites), indent=1)
+        (path / REPORT_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def table(settings: Settings, features: Sequence[Feature], sites: Sequence[SiteReport]) -> str:
+    """Features that are on, who set them, and the state of their sites."""
+    megatron = versions.of_megatron(settings.megatron_root) or "not found"
+    rows = [("feature", "set by", "sites")]
+    for feature in features:
+        states: dict[str, int] = {}
+        for site in sites:
+            if feature.name in site.features:
+                states[site.state] = states.get(site.state, 0) + 1
+        rows.append((feature.name, who_set(feature, settings), counted(states)))
+    lines = aligned(rows)
+    rule = "-" * max(map(len, lines))
+    head = f"mindspeed_dsa on {settings.platform}, megatron-core {megatron}: {len(features)} features on"
+    lines = [head, rule, lines[0], rule, *lines[1:], rule]
+    lines += [f"note: {site.target}: {text}" for site in sites for text in _remarks(site)]
+    return "\n".join(lines)
+
+
+def as_dict(settings: Settings, features: Sequence[Feature], sites: Sequence[SiteReport]) -> dict[str, Any]:
+    """The same as plain data."""
+    return {
+        "versions": versions.installed(settings.megatron_root),
+        "platform": settings.platform,
+        "features": [{"name": f.name, "on": True, "set_by": who_set(f, settings)} for f in features],
+        "sites": [site.as_dict() for site in sites],
+    }
+
+
+def who_set(feature: Feature, settings: Settings) -> str:
+    """The settings behind a feature's being on or off, in words."""
+    chosen = settings.chosen()
+    setters = [chosen[flag.dest].who for flag in feature.flags if flag.dest in chosen]
+    if setters:
+        return ", ".join(setters)
+    if feature.platform_support:
+        return f"platform {settings.platform}"
+    return "default"
+
+
+def counted(states: dict[str, int]) -> str:
+    """``3 applied, 1 pending``."""
+    return ", ".join(f"{count} {state}" for state, count in states.items()) or "no patches"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of text, padded."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def _remarks(site: SiteReport) -> list[str]:
+    found = list(site.notes)
+    if site.state in ("foreign", "failed"):
+        found.append(site.reason)
+    if site.required and site.stale:
+        found.append(f"the original is still held by {', '.join(site.stale)}")
+    return found
+
+
+def _say(text: str) -> None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(text, file=sys.stderr, flush=True)

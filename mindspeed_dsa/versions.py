@@ -1,0 +1,75 @@
+"""Which releases are installed, found without importing them."""
+
+from __future__ import annotations
+
+import ast
+import platform
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from mindspeed_dsa.patches.manager import StaticCheck
+
+MEGATRON_DISTRIBUTION = "megatron-core"
+
+
+def of_package(package: str, root: str = "megatron") -> str | None:
+    """Version of a top-level package; for Megatron (``root``) as its own sources say."""
+    if package == root:
+        return of_megatron(root)
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def of_distribution(distribution: str, root: str = "megatron") -> str | None:
+    """Version of a distribution; Megatron-core's from the package that ``root`` names."""
+    return of_megatron(root) if distribution == MEGATRON_DISTRIBUTION else of_package(distribution)
+
+
+def of_megatron(root: str = "megatron") -> str | None:
+    """Megatron-core's version from ``core/package_info.py``.
+
+    A checkout on the path hides an installed wheel, and a fork has no metadata at all, so the
+    sources are asked first.
+    """
+    spec = find_spec(root)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        file = Path(folder) / "core" / "package_info.py"
+        if file.is_file():
+            found = version_in_source(file.read_text(encoding="utf-8"))
+            if found:
+                return found
+    try:
+        return metadata.version(MEGATRON_DISTRIBUTION) if root == "megatron" else None
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def version_in_source(text: str) -> str | None:
+    """The version that a ``package_info.py`` declares with MAJOR, MINOR, PATCH and PRE_RELEASE."""
+    values: dict[str, object] = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            try:
+                values[node.targets[0].id] = ast.literal_eval(node.value)
+            except ValueError:
+                continue
+    try:
+        return f"{values['MAJOR']}.{values['MINOR']}.{values['PATCH']}{values.get('PRE_RELEASE', '')}"
+    except KeyError:
+        return None
+
+
+def static_check(root: str) -> StaticCheck | None:
+    """The engine's look at sources; wired up by the drift check."""
+    return None
+
+
+def installed(root: str = "megatron") -> dict[str, str | None]:
+    """Versions that a bug report needs."""
+    names = ("mindspeed_dsa", "torch", "torch_npu", "triton", "transformer_engine", "wrapt")
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    found[MEGATRON_DISTRIBUTION] = of_megatron(root)
+    return found | {name: of_package(name) for name in names}
