@@ -4,7 +4,7 @@ arguments, closures, containers, bound methods, class attributes."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CellType, FrameType, FunctionType, MethodType, ModuleType
@@ -21,7 +21,7 @@ class StaleReference:
     holder: str
 
 
-def find(originals: Iterable[Any], own: Iterable[Any]) -> list[StaleReference]:
+def find(originals: Iterable[Any], own: Sequence[Any]) -> list[StaleReference]:
     """Search the garbage collector's heap, once per level, for holders of the ``originals``.
 
     Args:
@@ -31,7 +31,7 @@ def find(originals: Iterable[Any], own: Iterable[Any]) -> list[StaleReference]:
     wanted = list({id(original): original for original in originals}.values())
     if not wanted:
         return []
-    ignored = {id(thing) for thing in own} | {id(wanted)}
+    ignored = {id(thing) for thing in own} | {id(own), id(wanted)}
     parents = _parents(wanted, ignored)
     ignored.add(id(parents))
     found = []

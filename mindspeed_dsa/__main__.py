@@ -1,0 +1,43 @@
+"""``python -m mindspeed_dsa COMMAND``: doctor, features, explain, diff, compare."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from mindspeed_dsa.patches.errors import MindSpeedDSAError
+
+COMMANDS = {
+    "doctor": "what is installed, which features are on and who set them, and the state of every patch site",
+    "features": "all features with their switches",
+    "explain": "one flag or feature: what it does, needs, excludes and patches",
+    "diff": "static check of every patch target against a wheel, a version or a checkout",
+    "compare": "the same job with and without named features, side by side",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if argv[0] not in COMMANDS:
+        print(f"mindspeed_dsa: there is no command {argv[0]!r}\n\n{_usage()}", file=sys.stderr)
+        return 2
+    try:
+        status: int = import_module(f"mindspeed_dsa.cli.{argv[0]}").run(argv[1:])
+    except MindSpeedDSAError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return status
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name.ljust(width)}  {text}" for name, text in COMMANDS.items()]
+    return "\n".join(["usage: python -m mindspeed_dsa COMMAND [--help]", "", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""``doctor``: versions, device, every feature, every patch site; exit status 1 on a problem."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from mindspeed_dsa import features, session, settings, start_report, versions
+from mindspeed_dsa.patches import MindSpeedDSAError, PatchError, SiteReport
+
+
+def run(argv: Sequence[str]) -> int:
+    """Examine this machine under the given flags, print, undo everything."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mindspeed_dsa doctor",
+        description="Examines this installation. Flags of features, and Megatron's own, may follow: "
+        "doctor shows what they would do.",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
+    options, flags = parser.parse_known_args(list(argv))
+    # Megatron and torch print while they are imported; stdout belongs to the answer.
+    with contextlib.redirect_stdout(sys.stderr):
+        findings = examine(flags)
+    print(json.dumps(findings, indent=1) if options.json else as_text(findings))
+    return 1 if findings["problems"] else 0
+
+
+def examine(argv: Sequence[str]) -> dict[str, Any]:
+    """``{versions, platform, features, sites, problems}``; patches for real, then undoes."""
+    problems = [
+        f"{typed} is no flag of this library; did you mean {meant}?"
+        for typed, meant in settings.near_misses(argv, features.all_flags()).items()
+    ]
+    before = session.current()
+    sites: list[SiteReport] = []
+    try:
+        session.enable_from_argv(argv)
+    except PatchError as error:
+        problems += error.problems
+    except MindSpeedDSAError as error:
+        problems.append(str(error))
+    running = session.current()
+    if running is not None and running is not before:
+        problems += _verify(running)
+        sites = running.manager.report()
+        problems += [f"{s.target}: {s.reason}" for s in sites if s.state == "foreign"]
+    findings = {
+        "versions": versions.installed(running.settings.megatron_root if running else "megatron"),
+        "platform": _platform(running),
+        "features": _features(running),
+        "sites": [site.as_dict() for site in sites],
+        "problems": list(dict.fromkeys(problems)),
+    }
+    session.disable()
+    return findings
+
+
+def _verify(running: session.Session) -> list[str]:
+    """Import what the sites wait for, so that their states are facts; then look for stale references."""
+    problems = []
+    for site in running.manager.report():
+        if site.state != "pending":
+            continue
+        module = site.target.partition(":")[0]
+        try:
+            import_module(module)
+        except Exception as error:  # whatever a foreign module does when imported is a finding
+            if site.required:
+                problems.append(f"{', '.join(site.features)}: {module} cannot be imported: {error!r}")
+    try:
+        running.manager.finalize()
+    except PatchError as error:
+        problems += error.problems
+    return problems
+
+
+def _platform(running: session.Session | None) -> dict[str, Any]:
+    if running is None:
+        return {"name": "unknown"}
+    from mindspeed_dsa import platforms
+
+    return {"name": running.settings.platform, **platforms.describe(running.settings.platform)}
+
+
+def _features(running: session.Session | None) -> list[dict[str, Any]]:
+    on = {feature.name for feature in running.features} if running else set()
+    return [
+        {
+            "name": feature.name,
+            "on": feature.name in on,
+            "switch": feature.flags[0].name if feature.flags else None,
+            "set_by": start_report.who_set(feature, running.settings) if running else "unknown",
+            "summary": feature.summary,
+        }
+        for feature in features.all_features()
+    ]
+
+
+def as_text(findings: dict[str, Any]) -> str:
+    """The findings for a reader."""
+    lines = ["versions:"]
+    lines += [f"  {name}: {version or 'not installed'}" for name, version in findings["versions"].items()]
+    lines += ["", "platform: " + ", ".join(f"{key} {value}" for key, value in findings["platform"].items())]
+    rows = [("feature", "state", "switch", "set by")]
+    rows += [
+        (row["name"], "on" if row["on"] else "off", row["switch"] or "(automatic)", row["set_by"])
+        for row in findings["features"]
+    ]
+    lines += ["", *start_report.aligned(rows)]
+    if findings["sites"]:
+        rows = [("state", "site", "stack, outermost first", "remarks")]
+        rows += [
+            (site["state"], site["target"], " > ".join(site["stack"]), "; ".join(_remarks(site)))
+            for site in findings["sites"]
+        ]
+        lines += ["", *start_report.aligned(rows)]
+    lines += ["", *(f"PROBLEM: {text}" for text in findings["problems"])]
+    if not findings["problems"]:
+        lines.append("no problems found")
+    return "\n".join(lines)
+
+
+def _remarks(site: dict[str, Any]) -> list[str]:
+    remarks = [site["reason"]] if site["reason"] else []
+    if site["rebound"]:
+        remarks.append(f"{site['rebound']} names rebound")
+    if site["stale"]:
+        remarks.append(f"original also held by {', '.join(site['stale'])}")
+    return remarks + list(site["notes"])

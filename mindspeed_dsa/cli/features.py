@@ -1,0 +1,30 @@
+"""``features``: all features with their switches."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from mindspeed_dsa import features, start_report
+from mindspeed_dsa.features.base import Feature
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the list."""
+    argparse.ArgumentParser(
+        prog="python -m mindspeed_dsa features", description="Lists all features with their switches."
+    ).parse_args(list(argv))
+    rows = [("feature", "switch", "megatron-core", "what it does")]
+    rows += [(f.name, _switch(f), _range(f), f.summary) for f in features.all_features()]
+    print("\n".join(start_report.aligned(rows)))
+    print("\n`python -m mindspeed_dsa explain NAME` tells more about one of them.")
+    return 0
+
+
+def _switch(feature: Feature) -> str:
+    own = [flag for flag in feature.flags if not flag.host]
+    return own[0].name if own else "(automatic)"
+
+
+def _range(feature: Feature) -> str:
+    return feature.requires.versions.get("megatron-core", "any")

@@ -1,0 +1,90 @@
+"""The commands, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mindspeed_dsa.__main__ import COMMANDS, main
+from tests import fork
+
+
+def command(*argv, env=None):
+    return subprocess.run(
+        [sys.executable, "-m", "mindspeed_dsa", *argv], capture_output=True, text=True, env=env, timeout=120
+    )
+
+
+def test_every_command_is_there_and_explains_itself(capsys):
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    for name in COMMANDS:
+        assert name in printed
+        with pytest.raises(SystemExit) as status:
+            main([name, "--help"])
+        assert status.value.code == 0
+        assert f"mindspeed_dsa {name}" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_refused(capsys):
+    assert main(["docter"]) == 2
+    assert "docter" in capsys.readouterr().err
+
+
+def test_explain_by_flag_environment_and_feature(capsys):
+    for name in ("--mindspeed-platform", "MINDSPEED_DSA_MINDSPEED_PLATFORM", "mindspeed_platform"):
+        assert main(["explain", name]) == 0
+        assert "--mindspeed-platform" in capsys.readouterr().out
+    assert main(["explain", "verify-before-model"]) == 0
+    assert "LanguageModule.__init__" in capsys.readouterr().out
+    assert main(["explain", "verify-before-modell"]) == 2
+    assert "did you mean verify-before-model?" in capsys.readouterr().err
+
+
+def test_doctor_lists_every_feature_when_all_are_off(capsys):
+    from mindspeed_dsa.features import all_features
+
+    done = command("doctor", "--json")
+    findings = json.loads(done.stdout)
+    assert done.returncode == 0, findings["problems"]
+    assert set(findings) == {"versions", "platform", "features", "sites", "problems"}
+    assert [row["name"] for row in findings["features"]] == [f.name for f in all_features()]
+    assert findings["versions"]["megatron-core"]
+
+
+def test_doctor_with_dsa_patches_for_real():
+    done = command("doctor", "--json", "--experimental-attention-variant", "dsa")
+    findings = json.loads(done.stdout)
+    assert done.returncode == 0, findings["problems"]
+    states = {site["target"]: site["state"] for site in findings["sites"]}
+    assert any(".dsa:" in target and state == "applied" for target, state in states.items())
+    repair = next(row for row in findings["features"] if row["name"] == "dsa-spec-dispatch")
+    assert repair["on"]
+    assert repair["set_by"] == "argv (--experimental-attention-variant)"
+
+
+def test_doctor_reports_a_problem_with_status_1():
+    done = command("doctor", "--experimental-attention-variant", "dsa", "--dsa-spec-dispach")
+    assert done.returncode == 1
+    assert "did you mean --dsa-spec-dispatch?" in done.stdout
+
+
+@pytest.mark.parametrize("order", ["before", "after", "twice"])
+def test_the_one_liner_in_a_script(tmp_path, order):
+    root = fork.write(tmp_path)
+    line = "import mindspeed_dsa.megatron_adaptor"
+    consumer = f"from {root}.training.initialize import initialize"
+    script = {
+        "before": [line, consumer],
+        "after": [consumer, line],
+        "twice": [line, consumer, line, "import importlib; importlib.reload(mindspeed_dsa.megatron_adaptor)"],
+    }[order]
+    path = tmp_path / "train.py"
+    path.write_text("\n".join([*script, "args = initialize()", "print('num_layers', args.num_layers)"]))
+    argv = [sys.executable, str(path), "--num-layers", "3", "--megatron-root", root]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert "num_layers 3" in done.stdout, done.stderr
+    assert "Traceback" not in done.stderr

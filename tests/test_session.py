@@ -1,0 +1,206 @@
+"""From switches to patches and back, on a small fork of Megatron."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+import mindspeed_dsa
+from mindspeed_dsa import Conflict, Feature, Flag, Patch, PatchError, Requires, SettingsError, session
+from tests import fork
+
+
+@pytest.fixture
+def megatron(tmp_path, monkeypatch):
+    """The fork's root package, importable; features and modules are taken away afterwards."""
+    root = fork.write(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("MINDSPEED_DSA_MEGATRON_ROOT", root)
+    registered = []
+
+    def register(name="counting", impl="count", kind="wrap", **kwargs):
+        feature = Feature(
+            name=name,
+            summary="a test feature",
+            flags=kwargs.pop("flags", (Flag(f"--use-{name}", "switch"),)),
+            patches=(Patch("megatron.core.layers:scale", kind, f"{root}_impl:{impl}", "test"),),
+            **kwargs,
+        )
+        registered.append(mindspeed_dsa.register(feature))
+        return feature
+
+    yield register
+    mindspeed_dsa.disable()
+    for feature in registered:
+        mindspeed_dsa.unregister(feature.name)
+    for name in [name for name in sys.modules if name.partition(".")[0] in (root, f"{root}_impl")]:
+        del sys.modules[name]
+
+
+def calls():
+    return sys.modules["corp_megatron_impl"].CALLS
+
+
+@pytest.mark.parametrize("imported_first", [True, False])
+def test_enable_reaches_the_consumer_in_both_import_orders(megatron, imported_first):
+    megatron()
+    if imported_first:
+        import corp_megatron.core.consumer
+    mindspeed_dsa.enable(use_counting=True)
+    import corp_megatron.core.consumer as consumer
+
+    assert consumer.use(3) == 6
+    assert calls() == [(3,)]
+    mindspeed_dsa.disable()
+    assert consumer.use(3) == 6
+    assert calls() == [(3,)], "a call after disable() still went through the patch"
+    assert consumer.rescale is sys.modules["corp_megatron.core.layers"].scale
+
+
+def test_nothing_on_patches_nothing(megatron):
+    megatron()
+    mindspeed_dsa.enable()
+    assert [site for site in mindspeed_dsa.report() if site["target"].startswith("corp_")] == []
+
+
+def test_enabled_restores_what_was_before(megatron):
+    megatron()
+    megatron("tens", "tenfold", "replace")
+    import corp_megatron.core.consumer as consumer
+
+    mindspeed_dsa.enable(use_counting=True)
+    with mindspeed_dsa.enabled(use_tens=True):
+        assert consumer.use(3) == 30
+        assert len(calls()) == 1, "the wrapper goes around the replacement"
+    assert consumer.use(3) == 6
+    assert len(calls()) == 2
+    assert session.current().settings.use_tens is False
+
+
+def test_a_refused_enable_leaves_the_running_session_alone(megatron):
+    megatron()
+    megatron("tens", "missing", "replace")
+    import corp_megatron.core.consumer as consumer
+
+    mindspeed_dsa.enable(use_counting=True)
+    with pytest.raises(SettingsError, match="did you mean use_counting"):
+        mindspeed_dsa.enable(use_countin=True)
+    with pytest.raises(PatchError, match="missing"):
+        mindspeed_dsa.enable(use_tens=True)
+    assert consumer.use(3) == 6
+    assert len(calls()) == 1, "counting was on before and must be on still"
+
+
+def test_two_replacements_name_both_features(megatron):
+    megatron("tens", "tenfold", "replace")
+    megatron("tens-too", "tenfold", "replace")
+    with pytest.raises(PatchError) as caught:
+        mindspeed_dsa.enable(use_tens=True, use_tens_too=True)
+    assert "both tens " in str(caught.value)
+    assert "tens-too" in str(caught.value)
+
+
+def test_requirements_and_conflicts_are_told_at_once(megatron):
+    megatron(
+        "needy",
+        requires=Requires(
+            versions={"megatron-core": ">=0.17", "no-such-distribution": ">=1"},
+            packages={"no_such_package": "pip install no-such-package"},
+            features=("counting",),
+            platforms=("npu",),
+        ),
+        conflicts=(Conflict("tens", "they disagree; choose one"),),
+    )
+    megatron("tens", "tenfold", "replace")
+    megatron()
+    with pytest.raises(SettingsError) as caught:
+        mindspeed_dsa.enable(use_needy=True, use_tens=True)
+    for words in (
+        "needs megatron-core >=0.17, but 0.16.1 is installed",
+        "no-such-distribution",
+        "pip install no-such-package",
+        "needs the feature counting",
+        "runs on npu, but this is platform",
+        "cannot be combined with tens: they disagree; choose one",
+        "API (use_needy=True)",
+    ):
+        assert words in str(caught.value)
+
+
+def test_the_forks_own_parser_gets_flags_and_checks(megatron, monkeypatch, tmp_path, capsys):
+    megatron(
+        flags=(Flag("--use-counting", "count them"), Flag("--count-to", "limit", kind="value", type=int)),
+        validate=lambda args: [f"{args.derived} is odd; use another"] if args.num_layers == 7 else [],
+    )
+    argv = ["--num-layers", "4", "--use-counting", "--count-to", "5"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *argv])
+    monkeypatch.setenv("MINDSPEED_DSA_COUNT_TO", "9")
+    session.enable_from_argv(argv)
+    from corp_megatron.training.initialize import initialize
+
+    args = initialize()
+    assert (args.use_counting, args.num_layers) == (True, 4)
+    assert args.count_to == 9, "the environment outranks the command line"
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--num-layers", "7", "--use-counting"])
+    with pytest.raises(SettingsError, match="counting: 14 is odd; use another"):
+        initialize()
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--use-countng"])
+    with pytest.raises(SystemExit) as exit_status:
+        initialize()
+    assert exit_status.value.code == 2
+    assert "--use-countng: did you mean --use-counting?" in capsys.readouterr().err
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
+    with pytest.raises(SystemExit):
+        initialize()
+    assert "count them" in capsys.readouterr().out
+
+
+def test_help_shows_the_flags_with_everything_off(megatron, monkeypatch, capsys):
+    megatron()
+    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
+    session.enable_from_argv(["--help"])
+    from corp_megatron.training.initialize import initialize
+
+    with pytest.raises(SystemExit):
+        initialize()
+    assert "--use-counting" in capsys.readouterr().out
+
+
+def test_the_first_model_verifies_and_reports(megatron, tmp_path, capsys):
+    megatron()
+    mindspeed_dsa.enable(use_counting=True, mindspeed_report_dir=str(tmp_path / "logs"))
+    import corp_megatron.core.consumer
+    from corp_megatron.core.models.common.language_module.language_module import LanguageModule
+
+    assert LanguageModule("config").config == "config"
+    LanguageModule("again")
+    printed = capsys.readouterr().err
+    assert printed.count("API (use_counting=True)") == 1, "the table is printed once"
+    record = json.loads((tmp_path / "logs" / "mindspeed_dsa.json").read_text())
+    states = {site["target"]: site["state"] for site in record["sites"]}
+    assert states["corp_megatron.core.layers:scale"] == "applied"
+
+
+def test_a_stale_reference_stops_the_first_model(megatron):
+    megatron()
+    import corp_megatron.core.layers as layers
+    from corp_megatron.core.models.common.language_module.language_module import LanguageModule
+
+    def holder(function=layers.scale):
+        return function(1)
+
+    mindspeed_dsa.enable(use_counting=True)
+    with pytest.raises(PatchError, match="default argument of .*holder"):
+        LanguageModule()
+    assert layers.scale is holder.__defaults__[0], "everything was undone"
+
+
+def test_a_name_is_taken_once(megatron):
+    megatron()
+    with pytest.raises(SettingsError, match="exists already"):
+        megatron()

@@ -1,0 +1,109 @@
+"""Where a switch comes from, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from mindspeed_dsa import settings
+from mindspeed_dsa.features.base import Flag
+from mindspeed_dsa.patches import SettingsError
+
+SWITCH = Flag("--use-thing", "a switch")
+TRI = Flag("--thing-repair", "a repair", kind="auto")
+COUNT = Flag("--thing-count", "a number", kind="value", type=int, default=3, choices=(1, 3, 5))
+LIST = Flag("--thing-list", "several", kind="value", type=float, nargs="+")
+HOST = Flag("--host-flag", "Megatron's", kind="value", host=True)
+FLAGS = (SWITCH, TRI, COUNT, LIST, HOST)
+
+
+def read(api=None, environ=None, argv=()):
+    return settings.read(FLAGS, api=api, environ=environ or {}, argv=argv)
+
+
+def test_defaults_and_their_origin():
+    resolved = read()
+    assert (resolved.use_thing, resolved.thing_repair, resolved.thing_count) == (False, None, 3)
+    assert resolved.setting("thing_count").who == "default"
+    assert resolved.chosen() == {}
+
+
+def test_api_beats_environment_beats_argv():
+    argv = ["--thing-count", "1", "--unrelated", "x"]
+    environ = {"MINDSPEED_DSA_THING_COUNT": "3"}
+    assert read(argv=argv).setting("thing_count").who == "argv (--thing-count)"
+    assert read(argv=argv).thing_count == 1
+    both = read(argv=argv, environ=environ).setting("thing_count")
+    assert (both.value, both.source) == (3, "environment")
+    all_three = read(argv=argv, environ=environ, api={"thing_count": 5}).setting("thing_count")
+    assert (all_three.value, all_three.source) == (5, "API")
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("ON", True), ("no", False), ("0", False)])
+def test_switches_from_the_environment(text, value):
+    assert read(environ={"MINDSPEED_DSA_THING_REPAIR": text}).thing_repair is value
+
+
+def test_tri_state_on_the_command_line():
+    assert read(argv=["--thing-repair"]).thing_repair is True
+    assert read(argv=["--no-thing-repair"]).thing_repair is False
+
+
+def test_host_flags_are_read_in_both_spellings():
+    assert read(argv=["--host-flag", "dsa"]).host_flag == "dsa"
+    assert read(argv=["--host-flag=dsa"]).host_flag == "dsa"
+
+
+def test_several_values():
+    assert read(argv=["--thing-list", "1", "2.5"]).thing_list == [1.0, 2.5]
+    assert read(environ={"MINDSPEED_DSA_THING_LIST": "1 2.5"}).thing_list == [1.0, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"api": {"use_thingg": True}}, ["use_thingg", "did you mean use_thing?"]),
+        ({"environ": {"MINDSPEED_DSA_USE_THINGS": "1"}}, ["did you mean MINDSPEED_DSA_USE_THING?"]),
+        ({"environ": {"MINDSPEED_DSA_USE_THING": "maybe"}}, ["maybe", "true", "off"]),
+        ({"environ": {"MINDSPEED_DSA_THING_COUNT": "x"}}, ["MINDSPEED_DSA_THING_COUNT=x", "int"]),
+        ({"argv": ["--thing-count", "2"]}, ["--thing-count", "1, 3, 5"]),
+        ({"api": {"thing_count": 2}}, ["thing_count=2", "1, 3, 5"]),
+    ],
+)
+def test_refusals_say_what_and_what_instead(kwargs, words):
+    with pytest.raises(SettingsError) as caught:
+        read(**kwargs)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_all_refusals_come_in_one_message():
+    with pytest.raises(SettingsError) as caught:
+        read(api={"bogus": 1}, environ={"MINDSPEED_DSA_THING_COUNT": "2"})
+    assert "bogus" in str(caught.value)
+    assert "MINDSPEED_DSA_THING_COUNT" in str(caught.value)
+
+
+def test_one_name_cannot_mean_two_things():
+    with pytest.raises(SettingsError, match="--use-thing is declared twice"):
+        settings.unique([SWITCH, Flag("--use-thing", "something else")])
+
+
+def test_what_is_mentioned():
+    assert read(argv=["--lr", "1e-3", "-x"]).mentioned == ()
+    assert read(argv=["--use-thing"]).mentioned == ("--use-thing",)
+    assert read(argv=["--use-thingg"]).mentioned == ("--use-thingg",)
+    assert read(argv=["--help"]).mentioned == ("--help",)
+    assert read(argv=["--", "--use-thing"]).mentioned == ()
+    assert read(argv=["--host-flag", "dsa"]).mentioned == ()
+
+
+def test_flags_in_somebody_elses_parser():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--thing-count", type=str, default="the job's own")
+    settings.add_flags(parser, "ours", FLAGS)
+    args = parser.parse_args(["--use-thing", "--no-thing-repair"])
+    assert (args.use_thing, args.thing_repair, args.thing_count) == (True, False, "the job's own")
+    assert not hasattr(args, "host_flag")
+    assert "a switch" in parser.format_help()
