@@ -1,0 +1,236 @@
+"""Checks patches against source code, before anything is imported or mutated.
+
+Answers, for each patch: does the target exist, does it take the parameters that the implementation
+relies on, and is it still the code that was known when the feature was written?
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from mindspeed_dsa.patches.fingerprint import fingerprint
+from mindspeed_dsa.patches.resolve import Found, Resolver
+from mindspeed_dsa.patches.source_tree import SourceTree
+from mindspeed_dsa.patches.spec import Patch
+
+KnownSources = Mapping[str, Mapping[str, str]]
+"""Label of a target, written against the original root package, to release to fingerprint."""
+
+State = Literal["ok", "changed", "missing", "parameter", "out-of-range", "unknown"]
+FATAL: frozenset[State] = frozenset({"missing", "parameter"})
+"""States in which a required patch cannot be applied."""
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What the source says about one target.
+
+    Attributes:
+        exists: ``None`` where the source cannot tell (inherited from code that is not at hand, made
+            up when imported).
+        reason: why it does not exist, or why that cannot be told.
+        params: parameter names; of a class those of its constructor; ``None`` if they cannot be told.
+            Of several alternative definitions, the names that any of them takes.
+        has_var_keyword: whether it takes ``**kwargs``.
+        fingerprint: see `mindspeed_dsa.patches.fingerprint`; over all alternatives.
+        file, line: where it is defined.
+        defined_in: ``"module:qualname"`` of the definition, behind re-exports and base classes.
+    """
+
+    exists: bool | None
+    reason: str = ""
+    params: tuple[str, ...] | None = None
+    has_var_keyword: bool = False
+    fingerprint: str = ""
+    file: str = ""
+    line: int = 0
+    defined_in: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to say about one patch; ``fatal`` if it stops a required patch."""
+
+    state: State
+    message: str
+
+    @property
+    def fatal(self) -> bool:
+        """Whether the patch cannot be applied."""
+        return self.state in FATAL
+
+
+def label(patch: Patch) -> str:
+    """How messages and records name the target."""
+    return patch.target if patch.key is None else f"{patch.target}[{patch.key!r}]"
+
+
+def out_of_range(patch: Patch, version: str | None) -> bool:
+    """Whether the patch is declared not to apply to this release; unknown versions are never outside."""
+    if version is None or not patch.versions:
+        return False
+    return not SpecifierSet(patch.versions).contains(version, prereleases=True)
+
+
+@dataclass
+class Checker:
+    """Checks patches against one source tree.
+
+    Args:
+        tree: where the sources are.
+        version: release of the target package, if known.
+        known: fingerprints of the targets in known releases.
+        root: the package that stands for ``original_root`` in this tree.
+        original_root: the package that targets and records are written against.
+    """
+
+    tree: SourceTree
+    version: str | None = None
+    known: KnownSources = field(default_factory=dict)
+    root: str = "megatron"
+    original_root: str = "megatron"
+
+    def __post_init__(self) -> None:
+        self._resolver = Resolver(self.tree)
+
+    def inspect(self, patch: Patch) -> TargetFacts:
+        """What the source says about the patch's target (of an entry: about the dictionary)."""
+        result = self._resolver.resolve(patch.module, patch.path)
+        if not result.found:
+            return TargetFacts(None if result.unknown else False, result.unknown or result.missing)
+        first = result.found[0]
+        params: list[str] | None = []
+        has_var_keyword = False
+        for item in result.found:
+            names, takes_any = self._parameters(item)
+            has_var_keyword |= takes_any
+            params = None if params is None or names is None else [*params, *names]
+        nodes = [item.node for item in result.found if item.node is not None]
+        if patch.kind == "entry":
+            nodes = [value for node in nodes for value in _entry(node, patch.key)]
+        return TargetFacts(
+            exists=True,
+            params=None if params is None else tuple(dict.fromkeys(params)),
+            has_var_keyword=has_var_keyword,
+            fingerprint=fingerprint(nodes, (self.root, self.original_root)) if nodes else "",
+            file=first.module.file,
+            line=first.line,
+            defined_in=f"{first.module.name}:{first.qualname}",
+        )
+
+    def check(self, patch: Patch) -> list[Finding]:
+        """Everything to say about the patch; an empty list if all is well."""
+        if out_of_range(patch, self.version):
+            return [Finding("out-of-range", f"{self.version} is outside {patch.versions}")]
+        facts = self.inspect(patch)
+        if facts.exists is None:
+            return [Finding("unknown", f"{label(patch)} cannot be judged from source: {facts.reason}")]
+        if not facts.exists:
+            return [Finding("missing", f"{label(patch)} does not exist: {facts.reason}")]
+        return [*self._missing_parameters(patch, facts), *self._changed(patch, facts)]
+
+    def __call__(self, patch: Patch) -> tuple[list[str], list[str]]:
+        """The same as ``(problems, notes)``, the shape that the patch manager asks for."""
+        findings = self.check(patch)
+        problems = [finding.message for finding in findings if finding.fatal]
+        return problems, [finding.message for finding in findings if finding.state == "changed"]
+
+    def _missing_parameters(self, patch: Patch, facts: TargetFacts) -> list[Finding]:
+        if facts.params is None or facts.has_var_keyword:
+            return []
+        missing = [name for name in patch.params if name not in facts.params]
+        if not missing:
+            return []
+        text = (
+            f"{label(patch)} has no parameter {', '.join(missing)}: it is defined with "
+            f"({', '.join(facts.params)}) at {facts.file}:{facts.line}"
+        )
+        return [Finding("parameter", text)]
+
+    def _changed(self, patch: Patch, facts: TargetFacts) -> list[Finding]:
+        releases = self.known.get(self._original_label(patch), {})
+        if not facts.fingerprint or not releases:
+            return []
+        release = _recorded(self.version, releases)
+        known = [releases[release]] if release else list(releases.values())
+        if facts.fingerprint in known:
+            return []
+        against = f"release {release}" if release else f"all recorded releases ({', '.join(releases)})"
+        consequence = {
+            "replace": "this feature replaces it and your change would be lost",
+            "wrap": "this feature calls it and works around it; check that both agree",
+        }.get(patch.kind, "this feature puts another object in its place")
+        text = (
+            f"your fork changed this function; {consequence}: {label(patch)} at {facts.file}:{facts.line} "
+            f"differs from {against}"
+        )
+        return [Finding("changed", text)]
+
+    def _original_label(self, patch: Patch) -> str:
+        text = label(patch)
+        if text.split(".")[0].split(":")[0] == self.root:
+            return self.original_root + text[len(self.root) :]
+        return text
+
+    # -- parameters ----------------------------------------------------------------------------
+
+    def _parameters(self, item: Found) -> tuple[list[str] | None, bool]:
+        node = item.node
+        if isinstance(node, ast.ClassDef):
+            return self._constructor(item)
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            return None, False
+        arguments = node.args
+        names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        return names, arguments.kwarg is not None
+
+    def _constructor(self, item: Found) -> tuple[list[str] | None, bool]:
+        result = self._resolver.resolve(item.module.name, (*item.qualname.split("."), "__init__"))
+        if not result.found:
+            return None, False
+        constructor = result.found[0]
+        if isinstance(constructor.node, ast.ClassDef):
+            return ["self", *self._fields(constructor)], False
+        return self._parameters(constructor)
+
+    def _fields(self, item: Found) -> list[str]:
+        """Fields of a dataclass, inherited ones first."""
+        assert isinstance(item.node, ast.ClassDef)
+        names: list[str] = []
+        for _, resolution in self._resolver.bases(item):
+            for base in resolution.found[:1]:
+                if isinstance(base.node, ast.ClassDef):
+                    names += self._fields(base)
+        names += [
+            statement.target.id
+            for statement in item.node.body
+            if isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and "ClassVar" not in ast.unparse(statement.annotation)
+        ]
+        return names
+
+
+def _entry(node: ast.AST, key: object) -> list[ast.AST]:
+    """The expression stored under a constant key of a dictionary display."""
+    if not isinstance(node, ast.Dict):
+        return []
+    items = zip(node.keys, node.values, strict=True)
+    return [value for name, value in items if isinstance(name, ast.Constant) and name.value == key]
+
+
+def _recorded(version: str | None, releases: Mapping[str, str]) -> str | None:
+    """The recorded release that a version is, local labels and spelling aside."""
+    if version is None:
+        return None
+    try:
+        public = Version(Version(version).public)
+        return next((release for release in releases if Version(release) == public), None)
+    except InvalidVersion:
+        return None

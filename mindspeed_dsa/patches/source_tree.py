@@ -1,0 +1,174 @@
+"""Sources of packages that are found and read the way Python would, and never imported."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import sys
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+from mindspeed_dsa.patches.bindings import Scope, scope_of
+
+
+@dataclass(frozen=True)
+class ModuleSource:
+    """One module's source text; parsed once, when first asked for.
+
+    ``text`` is ``None`` for a module without readable source (compiled, or another kind of loader).
+    """
+
+    name: str
+    file: str
+    text: str | None
+    is_package: bool
+
+    @cached_property
+    def scope(self) -> Scope | None:
+        """What the module's top level binds; ``None`` when ``unreadable`` says why."""
+        if self.text is None:
+            return None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the code's own escape sequences are not our business
+                return scope_of(ast.parse(self.text).body)
+        except (SyntaxError, ValueError):
+            return None
+
+    @property
+    def unreadable(self) -> str:
+        """Why there is nothing to look at; empty if there is."""
+        if self.text is None:
+            return f"{self.name} has no Python source ({self.file})"
+        if self.scope is None:
+            running = "{}.{}".format(*sys.version_info)
+            return f"{self.file} cannot be parsed by Python {running}; it may be written for a later one"
+        return ""
+
+
+class SourceTree:
+    """Finds modules by name below some folders, or among what is installed.
+
+    Packages are resolved with Python's own finders (regular packages, namespace packages spread over
+    several folders, editable installs), but no module, not even a parent package, is executed.
+
+    Args:
+        folders: like ``sys.path``; ``None`` stands for the interpreter's own path.
+        fallback: another tree for top-level packages that are not below ``folders``.
+        label: how a message names this tree.
+    """
+
+    def __init__(
+        self, folders: Sequence[str] | None = None, *, fallback: SourceTree | None = None, label: str = ""
+    ) -> None:
+        PathFinder.invalidate_caches()
+        self.label = label or ("installed packages" if folders is None else ", ".join(folders))
+        self._folders = None if folders is None else list(folders)
+        self._fallback = fallback
+        self._specs: dict[str, ModuleSpec | None] = {}
+        self._modules: dict[str, ModuleSource | None] = {}
+        self._unpacked: tempfile.TemporaryDirectory[str] | None = None
+        self._display = ("", "")
+
+    @classmethod
+    def installed(cls) -> SourceTree:
+        """What ``import`` would find in this interpreter."""
+        return cls()
+
+    @classmethod
+    def folder(cls, path: str | Path) -> SourceTree:
+        """A checkout, or a ``site-packages`` folder: the one that holds the top-level package."""
+        return cls([str(path)], fallback=cls())
+
+    @classmethod
+    def wheel(cls, path: str | Path) -> SourceTree:
+        """A wheel; its Python files are unpacked into a temporary folder that lives as long as the tree.
+
+        Raises:
+            zipfile.BadZipFile: the file is no wheel.
+        """
+        unpacked = tempfile.TemporaryDirectory(prefix="mindspeed_dsa-wheel-")
+        with zipfile.ZipFile(path) as archive:
+            archive.extractall(unpacked.name, [n for n in archive.namelist() if n.endswith(".py")])
+        tree = cls([unpacked.name], fallback=cls(), label=Path(path).name)
+        tree._unpacked = unpacked
+        tree._display = (unpacked.name, Path(path).name)
+        return tree
+
+    def module(self, name: str) -> ModuleSource | None:
+        """The module's source, or ``None`` if there is no such module."""
+        if name not in self._modules:
+            self._modules[name] = self._read(name)
+        return self._modules[name]
+
+    def _read(self, name: str) -> ModuleSource | None:
+        if self._fallback is not None and self._spec(name.partition(".")[0]) is None:
+            return self._fallback.module(name)
+        spec = self._spec(name)
+        if spec is None:
+            return None
+        is_package = spec.submodule_search_locations is not None
+        if not spec.has_location or spec.origin is None:
+            return ModuleSource(name, name, "" if is_package else None, is_package)
+        text = None
+        if spec.origin.endswith(".py"):
+            text = importlib.util.decode_source(_content(spec))
+        return ModuleSource(name, spec.origin.replace(*self._display, 1), text, is_package)
+
+    def _spec(self, name: str) -> ModuleSpec | None:
+        if name not in self._specs:
+            self._specs[name] = self._find(name)
+        return self._specs[name]
+
+    def _find(self, name: str) -> ModuleSpec | None:
+        parent, _, tail = name.rpartition(".")
+        path = self._folders
+        if parent:
+            package = self._spec(parent)
+            if package is None or package.submodule_search_locations is None:
+                return None
+            path = list(package.submodule_search_locations)
+        for finder in [PathFinder] if self._folders is not None else _finders():
+            try:
+                spec = finder.find_spec(name, path)
+            except (ImportError, KeyError, ValueError):
+                # A namespace package inside another one asks sys.modules for its parent, which is not
+                # there; found below.
+                continue
+            if spec is not None:
+                return spec
+        return _namespace(name, [os.path.join(folder, tail) for folder in path or ()])
+
+
+def _finders() -> list[Any]:
+    """The interpreter's finders, without wrapt's: that one imports parents when it is asked."""
+    return [
+        finder
+        for finder in sys.meta_path
+        if hasattr(finder, "find_spec") and not type(finder).__module__.startswith("wrapt")
+    ]
+
+
+def _namespace(name: str, folders: list[str]) -> ModuleSpec | None:
+    existing = [folder for folder in folders if os.path.isdir(folder)]
+    if not existing:
+        return None
+    spec = ModuleSpec(name, None, is_package=True)
+    spec.submodule_search_locations = existing
+    return spec
+
+
+def _content(spec: ModuleSpec) -> bytes:
+    file = Path(str(spec.origin))
+    if file.is_file():
+        return file.read_bytes()
+    data: bytes = spec.loader.get_data(str(file))  # type: ignore[union-attr]  # a zip file on sys.path
+    return data
