@@ -185,7 +185,7 @@ class Resolver:
                     if inherited.found:
                         return inherited
                     result.unknown = result.unknown or inherited.unknown
-            if not resolution.found and not _is_bare_builtin(base, name):
+            if not resolution.found and not _adds_nothing(base, name):
                 result.unknown = result.unknown or (
                     f"{name} may come from {ast.unparse(base)}, whose source is not at hand"
                 )
@@ -212,8 +212,11 @@ def _absolute(module: ModuleSource, imported: Imported) -> str:
     return f"{package}.{imported.module}" if imported.module else package
 
 
-def _is_bare_builtin(base: ast.expr, name: str) -> bool:
-    """A builtin base that has no such attribute."""
+def _adds_nothing(base: ast.expr, name: str) -> bool:
+    """A base without such an attribute whose source is compiled: builtins, and typing's markers."""
+    marker = base.value if isinstance(base, ast.Subscript) else base
+    if ast.unparse(marker).rpartition(".")[2] in ("Generic", "Protocol"):
+        return True
     builtin = getattr(builtins, base.id, None) if isinstance(base, ast.Name) else None
     return isinstance(builtin, type) and not hasattr(builtin, name)
 
