@@ -97,7 +97,7 @@ def resolve(api: Mapping[str, Any], argv: Sequence[str]) -> tuple[Settings, list
     """
     known = features.all_features()
     resolved = settings.read([*settings.GENERAL_FLAGS, *features.all_flags()], api=api, argv=argv)
-    resolved.platform = platforms.detect(getattr(resolved, "mindspeed_platform", "auto"))
+    resolved.platform = _platform(resolved.mindspeed_platform)
     active: list[Feature] = []
     for feature in known:
         if feature.is_active(resolved):
@@ -107,6 +107,13 @@ def resolve(api: Mapping[str, Any], argv: Sequence[str]) -> tuple[Settings, list
     if problems:
         raise SettingsError("mindspeed_dsa: " + "\n  - ".join(["features cannot be switched on:", *problems]))
     return resolved, active
+
+
+def _platform(requested: str) -> str:
+    """Detected once a session: when the CPU stands in for a GPU, torch can no longer be asked."""
+    if _current is not None and _current.settings.mindspeed_platform == requested:
+        return _current.settings.platform
+    return platforms.detect(requested)
 
 
 def make_manager(resolved: Settings, active: Sequence[Feature]) -> PatchManager:

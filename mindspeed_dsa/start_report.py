@@ -68,7 +68,9 @@ def as_dict(settings: Settings, features: Sequence[Feature], sites: Sequence[Sit
 def who_set(feature: Feature, settings: Settings) -> str:
     """The settings behind a feature's being on or off, in words."""
     chosen = settings.chosen()
-    setters = [chosen[flag.dest].who for flag in feature.flags if flag.dest in chosen]
+    on = feature.name in settings.features_on
+    # A host flag explains why something is on; why it is off, only its own switch does.
+    setters = [chosen[f.dest].who for f in feature.flags if f.dest in chosen and (on or not f.host)]
     if setters:
         return ", ".join(setters)
     if feature.platform_support:

@@ -130,5 +130,7 @@ def _remarks(site: dict[str, Any]) -> list[str]:
     if site["rebound"]:
         remarks.append(f"{site['rebound']} names rebound")
     if site["stale"]:
-        remarks.append(f"original also held by {', '.join(site['stale'])}")
+        holders = list(dict.fromkeys(site["stale"]))
+        more = f" and {len(holders) - 2} more" if len(holders) > 2 else ""
+        remarks.append(f"original also held by {', '.join(holders[:2])}{more}")
     return remarks + list(site["notes"])

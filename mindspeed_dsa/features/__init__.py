@@ -8,6 +8,18 @@ from mindspeed_dsa.features.base import Feature, Flag
 from mindspeed_dsa.patches.errors import SettingsError
 
 _DECLARATIONS: tuple[str, ...] = (
+    "platform.cpu",
+    "platform.p2p_ordering",
+    "attention.spec_dispatch",
+    "attention.local_provider",
+    "attention.hadamard",
+    "attention.loss_scale",
+    "attention.loss_gate",
+    "attention.recompute",
+    "attention.loss_tracker",
+    "attention.indexer_tp_grads",
+    "attention.rope_first",
+    "attention.normalised_query",
     "training.arguments",
     "training.verify",
 )

@@ -161,6 +161,11 @@ class PatchManager:
         # locks, and another thread may hold one of those while it waits for ours.
         ready: list[tuple[Site, list[Any]]] = []
         for site in sites:
+            if site.implementation_is_initializing():
+                # An implementation imports Megatron, which fires our hook, which wants that very
+                # implementation: the hook that began it all will find this site overdue.
+                site.state = "pending"
+                continue
             try:
                 ready.append((site, site.implementations()))
             except Exception as error:

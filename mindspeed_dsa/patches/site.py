@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import wrapt
 
-from mindspeed_dsa.patches import compose
+from mindspeed_dsa.patches import compose, hooks
 from mindspeed_dsa.patches.errors import PatchDeclarationError
 from mindspeed_dsa.patches.spec import Claim, Patch
 
@@ -102,6 +103,11 @@ class Site:
             return ""
         missing = sorted(wanted - set(parameters))
         return f"{self.label} has no parameter {', '.join(missing)}" if missing else ""
+
+    def implementation_is_initializing(self) -> bool:
+        """Whether an implementation's module is on the import stack right now."""
+        modules = (claim.patch.impl.partition(":")[0] for claim in self.claims)
+        return any(hooks.is_initializing(sys.modules[name]) for name in modules if name in sys.modules)
 
     def implementations(self) -> list[Any]:
         """Import what the rows name. Done before any lock is taken: it runs foreign module code."""
