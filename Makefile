@@ -22,6 +22,7 @@ $(STAMP): setup.py constraints.txt
 		"name another one with make PYTHON=python3.12" % sys.version_info[:2])'
 	@# A virtual environment without pip is one whose creation was cut short: start it afresh.
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@echo "setting up $(VENV): once, a few minutes at most"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt --editable '.[megatron,viz,dev]'
 	@touch $@

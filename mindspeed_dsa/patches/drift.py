@@ -11,16 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
-
+from mindspeed_dsa.patches import ranges
 from mindspeed_dsa.patches.fingerprint import fingerprint
 from mindspeed_dsa.patches.resolve import Found, Resolver
 from mindspeed_dsa.patches.source_tree import SourceTree
 from mindspeed_dsa.patches.spec import Patch
 
-KnownSources = Mapping[str, Mapping[str, str]]
-"""Label of a target, written against the original root package, to release to fingerprint."""
+KnownSources = Mapping[str, dict[str, str]]
+"""Label of a target, written against the original root package, to release (oldest first) to fingerprint."""
 
 State = Literal["ok", "changed", "missing", "parameter", "out-of-range", "unknown"]
 FATAL: frozenset[State] = frozenset({"missing", "parameter"})
@@ -66,16 +64,20 @@ class Finding:
         return self.state in FATAL
 
 
-def label(patch: Patch) -> str:
-    """How messages and records name the target."""
-    return patch.target if patch.key is None else f"{patch.target}[{patch.key!r}]"
-
-
-def out_of_range(patch: Patch, version: str | None) -> bool:
-    """Whether the patch is declared not to apply to this release; unknown versions are never outside."""
-    if version is None or not patch.versions:
-        return False
-    return not SpecifierSet(patch.versions).contains(version, prereleases=True)
+def assess(patch: Patch, facts: TargetFacts) -> list[Finding]:
+    """Whether a target with these facts exists and takes what the implementation relies on."""
+    if facts.exists is None:
+        return [Finding("unknown", f"{patch.label} cannot be judged from source: {facts.reason}")]
+    if not facts.exists:
+        return [Finding("missing", f"{patch.label} does not exist: {facts.reason}")]
+    if facts.params is None or facts.has_var_keyword:
+        return []
+    missing = [name for name in patch.params if name not in facts.params]
+    if not missing:
+        return []
+    place = f" at {facts.file}:{facts.line}" if facts.file else ""
+    text = f"{patch.label} has no parameter {', '.join(missing)}: it takes ({', '.join(facts.params)}){place}"
+    return [Finding("parameter", text)]
 
 
 @dataclass
@@ -101,7 +103,11 @@ class Checker:
 
     def inspect(self, patch: Patch) -> TargetFacts:
         """What the source says about the patch's target (of an entry: about the dictionary)."""
-        result = self._resolver.resolve(patch.module, patch.path)
+        path = patch.path
+        in_namespace = patch.kind == "entry" and path[-1] == "__dict__"
+        if in_namespace:  # an entry of a module's own dictionary is one of its names
+            path = (*path[:-1], str(patch.key))
+        result = self._resolver.resolve(patch.module, path)
         if not result.found:
             return TargetFacts(None if result.unknown else False, result.unknown or result.missing)
         first = result.found[0]
@@ -112,7 +118,7 @@ class Checker:
             has_var_keyword |= takes_any
             params = None if params is None or names is None else [*params, *names]
         nodes = [item.node for item in result.found if item.node is not None]
-        if patch.kind == "entry":
+        if patch.kind == "entry" and not in_namespace:
             nodes = [value for node in nodes for value in _entry(node, patch.key)]
         return TargetFacts(
             exists=True,
@@ -126,32 +132,17 @@ class Checker:
 
     def check(self, patch: Patch) -> list[Finding]:
         """Everything to say about the patch; an empty list if all is well."""
-        if out_of_range(patch, self.version):
-            return [Finding("out-of-range", f"{self.version} is outside {patch.versions}")]
+        reason = ranges.outside(patch, self._version_of)
+        if reason:
+            return [Finding("out-of-range", reason)]
         facts = self.inspect(patch)
-        if facts.exists is None:
-            return [Finding("unknown", f"{label(patch)} cannot be judged from source: {facts.reason}")]
-        if not facts.exists:
-            return [Finding("missing", f"{label(patch)} does not exist: {facts.reason}")]
-        return [*self._missing_parameters(patch, facts), *self._changed(patch, facts)]
+        return [*assess(patch, facts), *self._changed(patch, facts)]
 
     def __call__(self, patch: Patch) -> tuple[list[str], list[str]]:
         """The same as ``(problems, notes)``, the shape that the patch manager asks for."""
         findings = self.check(patch)
         problems = [finding.message for finding in findings if finding.fatal]
         return problems, [finding.message for finding in findings if finding.state == "changed"]
-
-    def _missing_parameters(self, patch: Patch, facts: TargetFacts) -> list[Finding]:
-        if facts.params is None or facts.has_var_keyword:
-            return []
-        missing = [name for name in patch.params if name not in facts.params]
-        if not missing:
-            return []
-        text = (
-            f"{label(patch)} has no parameter {', '.join(missing)}: it is defined with "
-            f"({', '.join(facts.params)}) at {facts.file}:{facts.line}"
-        )
-        return [Finding("parameter", text)]
 
     def _changed(self, patch: Patch, facts: TargetFacts) -> list[Finding]:
         releases = self.known.get(self._original_label(patch), {})
@@ -161,19 +152,24 @@ class Checker:
         known = [releases[release]] if release else list(releases.values())
         if facts.fingerprint in known:
             return []
-        against = f"release {release}" if release else f"all recorded releases ({', '.join(releases)})"
         consequence = {
             "replace": "this feature replaces it and your change would be lost",
-            "wrap": "this feature calls it and works around it; check that both agree",
+            "wrap": "this feature wraps it; check that its wrapper still fits",
         }.get(patch.kind, "this feature puts another object in its place")
-        text = (
-            f"your fork changed this function; {consequence}: {label(patch)} at {facts.file}:{facts.line} "
-            f"differs from {against}"
-        )
+        thing = "function" if patch.kind in ("replace", "wrap") else "definition"
+        place = f"{patch.label} at {facts.file}:{facts.line}"
+        if release:
+            text = f"your fork changed this {thing}; {consequence}: {place} is not that of {release}"
+        else:
+            span = " to ".join(dict.fromkeys((next(iter(releases)), next(reversed(releases)))))
+            text = f"no known release has this {thing}; {consequence}: {place} differs from {span}"
         return [Finding("changed", text)]
 
+    def _version_of(self, package: str) -> str | None:
+        return self.version if package == self.root else None
+
     def _original_label(self, patch: Patch) -> str:
-        text = label(patch)
+        text = patch.label
         if text.split(".")[0].split(":")[0] == self.root:
             return self.original_root + text[len(self.root) :]
         return text
@@ -229,6 +225,8 @@ def _recorded(version: str | None, releases: Mapping[str, str]) -> str | None:
     """The recorded release that a version is, local labels and spelling aside."""
     if version is None:
         return None
+    from packaging.version import InvalidVersion, Version  # slow to import, needed for drift only
+
     try:
         public = Version(Version(version).public)
         return next((release for release in releases if Version(release) == public), None)

@@ -185,7 +185,8 @@ class Resolver:
                     if inherited.found:
                         return inherited
                     result.unknown = result.unknown or inherited.unknown
-            if not resolution.found and not _adds_nothing(base, name):
+            is_class = any(isinstance(parent.node, ast.ClassDef) for parent in resolution.found)
+            if not is_class and not _adds_nothing(base, name):
                 result.unknown = result.unknown or (
                     f"{name} may come from {ast.unparse(base)}, whose source is not at hand"
                 )

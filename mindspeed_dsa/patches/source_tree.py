@@ -6,15 +6,13 @@ import ast
 import importlib.util
 import os
 import sys
-import tempfile
 import warnings
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mindspeed_dsa.patches.bindings import Scope, scope_of
 
@@ -75,7 +73,7 @@ class SourceTree:
         self._fallback = fallback
         self._specs: dict[str, ModuleSpec | None] = {}
         self._modules: dict[str, ModuleSource | None] = {}
-        self._unpacked: tempfile.TemporaryDirectory[str] | None = None
+        self._unpacked: object = None  # keeps the folder alive
         self._display = ("", "")
 
     @classmethod
@@ -89,19 +87,28 @@ class SourceTree:
         return cls([str(path)], fallback=cls())
 
     @classmethod
-    def wheel(cls, path: str | Path) -> SourceTree:
-        """A wheel; its Python files are unpacked into a temporary folder that lives as long as the tree.
+    def archive(cls, file: str | Path | IO[bytes], label: str = "") -> SourceTree:
+        """A wheel, or another zip file with packages at its top.
+
+        Its Python files are unpacked into a temporary folder that lives as long as the tree.
 
         Raises:
-            zipfile.BadZipFile: the file is no wheel.
+            zipfile.BadZipFile: the file is no zip file.
         """
-        unpacked = tempfile.TemporaryDirectory(prefix="mindspeed_dsa-wheel-")
-        with zipfile.ZipFile(path) as archive:
+        import tempfile  # both are slow to import, and the engine itself reads installed sources only
+        import zipfile
+
+        unpacked = tempfile.TemporaryDirectory(prefix="mindspeed_dsa-sources-")
+        with zipfile.ZipFile(file) as archive:
             archive.extractall(unpacked.name, [n for n in archive.namelist() if n.endswith(".py")])
-        tree = cls([unpacked.name], fallback=cls(), label=Path(path).name)
+        tree = cls([unpacked.name], fallback=cls(), label=label or Path(str(file)).name)
         tree._unpacked = unpacked
-        tree._display = (unpacked.name, Path(path).name)
+        tree._display = (unpacked.name, tree.label)
         return tree
+
+    def holds(self, name: str) -> bool:
+        """Whether the module is in this tree itself, its fallback aside."""
+        return self._spec(name) is not None
 
     def module(self, name: str) -> ModuleSource | None:
         """The module's source, or ``None`` if there is no such module."""
@@ -110,7 +117,7 @@ class SourceTree:
         return self._modules[name]
 
     def _read(self, name: str) -> ModuleSource | None:
-        if self._fallback is not None and self._spec(name.partition(".")[0]) is None:
+        if self._fallback is not None and not self.holds(name.partition(".")[0]):
             return self._fallback.module(name)
         spec = self._spec(name)
         if spec is None:

@@ -142,7 +142,7 @@ def tree(request, tmp_path):
     with zipfile.ZipFile(wheel, "w") as archive:
         for name in PACKAGE:
             archive.write(tmp_path / name, name)
-    return SourceTree.wheel(wheel)
+    return SourceTree.archive(wheel)
 
 
 @pytest.mark.parametrize(("target", "params", "defined_in"), FOUND, ids=[row[0] for row in FOUND])
@@ -225,6 +225,10 @@ def test_entries(tmp_path):
     assert gelu.fingerprint != silu.fingerprint
     assert new.exists
     assert new.fingerprint == ""
+    name = check.inspect(patch("megatron.core.layers:__dict__", "entry", key="fused"))
+    assert name.params == ("x", "bias")
+    gone = patch("megatron.core.layers:__dict__", "entry", key="unfused")
+    assert check.inspect(gone).exists is False
 
 
 def test_namespace_package_over_two_folders(tmp_path):

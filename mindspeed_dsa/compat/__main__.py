@@ -1,0 +1,44 @@
+"""``python -m mindspeed_dsa.compat refresh | docs``: what ``make compat`` and ``make docs`` run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from mindspeed_dsa.compat import pages, records
+from mindspeed_dsa.compat.refresh import refresh
+from mindspeed_dsa.patches.errors import MindSpeedDSAError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the record, or the generated pages; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m mindspeed_dsa.compat", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    reading = commands.add_parser("refresh", help="read the released wheels and write the record and pages")
+    reading.add_argument("--wheels", type=Path, help="folder to keep wheels in (default: the user's cache)")
+    reading.add_argument(
+        "--megatron-lm",
+        type=Path,
+        metavar="CLONE",
+        help="clone of Megatron-LM with its core_v tags, for targets in megatron.training; without it "
+        "they stay as recorded",
+    )
+    commands.add_parser("docs", help="write the generated pages from the record")
+    options = parser.parse_args(argv)
+    try:
+        if options.command == "refresh":
+            previous = records.load() if records.FILE.exists() else records.Records({})
+            found = refresh(previous, options.wheels, options.megatron_lm)
+            records.FILE.write_text(records.dump(found), encoding="utf-8")
+            records.load.cache_clear()
+        for path in pages.write_all(pages.docs_folder()):
+            print(f"wrote {path}")
+    except MindSpeedDSAError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

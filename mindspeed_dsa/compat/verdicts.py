@@ -1,0 +1,58 @@
+"""Whether a feature works with a release, from the record alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from mindspeed_dsa.compat.records import ROOT, Records
+from mindspeed_dsa.features.base import Feature
+from mindspeed_dsa.patches import ranges
+from mindspeed_dsa.patches.drift import assess
+from mindspeed_dsa.versions import MEGATRON_DISTRIBUTION
+
+Word = Literal["works", "not needed", "not in this release", "not supported", "fails", "not recorded"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One cell of the compatibility table, with the reason where it is not plain."""
+
+    word: Word
+    reason: str = ""
+
+
+def judge(feature: Feature, release: str, records: Records) -> Verdict:
+    """Static verdict on one feature with one release of Megatron-core.
+
+    A release below the declared ranges lacks what the feature acts on. A release above a patch's
+    range brings the change itself, and above the feature's own requirement it is not supported.
+    """
+    required = feature.requires.versions.get(MEGATRON_DISTRIBUTION, "")
+    if required and not SpecifierSet(required).contains(release, prereleases=True):
+        if _is_below(release, required):
+            return Verdict("not in this release")
+        return Verdict("not supported", f"it needs Megatron-core {required}")
+    patches = [patch for patch in feature.patches if patch.module.partition(".")[0] == ROOT]
+    inside = [patch for patch in patches if not ranges.outside(patch, lambda package: release)]
+    if patches and not inside and len(patches) == len(feature.patches):
+        older = all(_is_below(release, patch.versions) for patch in patches)
+        return Verdict("not in this release" if older else "not needed")
+    problems = []
+    for patch in inside:
+        facts = records.of(patch, release)
+        if facts is None:
+            if patch.required:
+                return Verdict("not recorded", f"{patch.target} was not read in {release}")
+            continue
+        problems += [f.message for f in assess(patch, facts) if f.fatal and patch.required]
+    return Verdict("fails", "; ".join(problems)) if problems else Verdict("works")
+
+
+def _is_below(release: str, specifiers: str) -> bool:
+    """Whether a release outside the range is older than the range."""
+    lower = [s for s in SpecifierSet(specifiers) if s.operator in (">=", ">", "~=", "==")]
+    return any(Version(release) < Version(s.version.removesuffix(".*")) for s in lower)

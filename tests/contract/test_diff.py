@@ -1,0 +1,189 @@
+"""``python -m mindspeed_dsa diff`` on installed sources, wheels, checkouts and a changed fork."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from mindspeed_dsa import features
+from mindspeed_dsa.__main__ import main
+from mindspeed_dsa.compat import records
+from mindspeed_dsa.features.base import Feature, Requires
+from mindspeed_dsa.patches.source_tree import SourceTree
+from mindspeed_dsa.patches.spec import Patch
+from tests.patches.drift_packages import write
+
+INFO = 'MAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = ""\n'
+FILES = {
+    "megatron/core/package_info.py": INFO,
+    "megatron/core/a.py": "def attend(query, key):\n    return query @ key\n",
+    "megatron/core/b.py": "class Layer:\n    def forward(self, x): ...\n",
+}
+ROWS = (
+    Patch("megatron.core.a:attend", "replace", "impl:f", "faster", params=("query",)),
+    Patch("megatron.core.b:Layer.forward", "wrap", "impl:g", "counts", params=("x",)),
+    Patch("megatron.core.b:Layer.gone", "wrap", "impl:g", "counts", required=False),
+    Patch("megatron.core.b:Layer.future", "wrap", "impl:g", "counts", versions=">=0.17"),
+    Patch("torch.cuda:current_device", "wrap", "impl:g", "no matter of Megatron"),
+)
+
+
+@pytest.fixture(autouse=True)
+def one_feature(monkeypatch, tmp_path):
+    """One feature of our own, whose record is made from the unchanged files."""
+    monkeypatch.setattr(
+        "mindspeed_dsa.cli.diff.all_features", lambda: (Feature("f", "does f", patches=ROWS),)
+    )
+    from mindspeed_dsa.patches.drift import Checker
+
+    check = Checker(SourceTree.folder(write(tmp_path / "recorded", FILES)), "0.16.1")
+    facts = {row.target: {"0.16.1": check.inspect(row)} for row in ROWS[:2]}
+    monkeypatch.setattr("mindspeed_dsa.compat.records.load", lambda: records.Records(facts))
+
+
+def diff(capsys, *argv):
+    status = main(["diff", *map(str, argv), "--json"])
+    captured = capsys.readouterr()
+    return status, json.loads(captured.out) if captured.out else captured.err
+
+
+def states(found):
+    return {site["target"].rpartition(":")[2]: site["state"] for site in found["features"][0]["sites"]}
+
+
+def test_unchanged_checkout(tmp_path, capsys):
+    status, found = diff(capsys, write(tmp_path / "checkout", FILES))
+    assert status == 0
+    assert found["release"] == "0.16.1"
+    assert found["problems"] == []
+    assert states(found) == {
+        "attend": "ok",
+        "Layer.forward": "ok",
+        "Layer.gone": "missing",
+        "Layer.future": "out-of-range",
+    }
+
+
+def test_text_names_features_sites_and_sums_up(tmp_path, capsys):
+    assert main(["diff", str(write(tmp_path / "checkout", FILES))]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("megatron 0.16.1 in ")
+    assert "\nf\n  ok                replace megatron.core.a:attend\n" in text
+    assert "missing           wrap    megatron.core.b:Layer.gone (optional)" in text
+    assert text.endswith("4 targets: 2 ok, 1 missing, 1 out of range; 0 would stop a feature\n")
+
+
+def test_fork_with_another_root_and_one_changed_function(tmp_path, capsys):
+    fork = {name.replace("megatron/", "src/corp_megatron/"): text for name, text in FILES.items()}
+    fork["src/corp_megatron/core/a.py"] = fork["src/corp_megatron/core/a.py"].replace("@", "*")
+    folder = write(tmp_path / "fork", fork)
+    for named in (folder, folder / "src", folder / "src" / "corp_megatron"):
+        status, found = diff(capsys, named, "--root", "corp_megatron")
+        assert status == 0
+        assert states(found)["attend"] == "changed"
+        assert states(found)["Layer.forward"] == "ok"
+        (message,) = found["features"][0]["sites"][0]["messages"]
+        assert message.startswith("your fork changed this function; this feature replaces it")
+        assert "corp_megatron" in message
+    status, message = diff(capsys, folder)
+    assert status == 2
+    assert "there is no package megatron.core" in message
+    assert "but there is corp_megatron" in message
+    assert "--megatron-root" in message
+
+
+def test_required_target_that_is_gone_or_takes_other_parameters(tmp_path, capsys):
+    files = dict(FILES)
+    files["megatron/core/a.py"] = "def attend(q, k): ...\n"
+    files["megatron/core/b.py"] = "class Layer:\n    def forwards(self, x): ...\n"
+    status, found = diff(capsys, write(tmp_path / "new", files))
+    assert status == 1
+    assert states(found)["attend"] == "parameter"
+    assert states(found)["Layer.forward"] == "missing"
+    assert len(found["problems"]) == 2
+    assert "f: megatron.core.a:attend has no parameter query" in found["problems"][0]
+    assert "is it forwards now?" in found["problems"][1]
+
+
+def test_feature_that_refuses_the_release_does_not_fail(tmp_path, capsys, monkeypatch):
+    refusing = Feature("f", "does f", patches=ROWS, requires=Requires(versions={"megatron-core": ">=0.17"}))
+    monkeypatch.setattr("mindspeed_dsa.cli.diff.all_features", lambda: (refusing,))
+    files = {**FILES, "megatron/core/a.py": ""}
+    status, found = diff(capsys, write(tmp_path / "old", files))
+    assert status == 0
+    assert found["features"][0]["refused"] == "it needs megatron-core >=0.17"
+    assert states(found)["attend"] == "missing"
+
+
+def test_wheel_and_release(tmp_path, capsys, monkeypatch):
+    write(tmp_path / "checkout", FILES)
+    wheel = tmp_path / "cache" / "megatron_core-0.16.1-cp312-x.whl"
+    wheel.parent.mkdir()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in FILES:
+            archive.write(tmp_path / "checkout" / name, name)
+    monkeypatch.setattr("mindspeed_dsa.compat.wheels.cache_folder", lambda: wheel.parent)
+    for named in (wheel, "0.16.1"):
+        status, found = diff(capsys, named)
+        assert status == 0
+        assert found["source"] == wheel.name
+        assert states(found)["attend"] == "ok"
+
+
+def test_sources_that_do_not_say_their_release(tmp_path, capsys):
+    files = {**FILES, "megatron/core/package_info.py": ""}
+    folder = write(tmp_path / "checkout", files)
+    status, found = diff(capsys, folder)
+    assert found["release"] is None
+    assert status == 1, "without a release no range can be applied, and Layer.future is not there"
+    status, found = diff(capsys, folder, "--release", "0.16.1")
+    assert status == 0
+    assert found["release"] == "0.16.1"
+
+
+@pytest.mark.parametrize("named", ["nonsense", Path(__file__)])
+def test_what_is_no_source_is_refused(named, capsys):
+    status, message = diff(capsys, named)
+    assert status == 2
+    assert str(named) in message
+
+
+def test_installed_megatron_with_the_real_features(monkeypatch, capsys):
+    monkeypatch.undo()
+    status, found = diff(capsys, "installed")
+    assert found["problems"] == []
+    assert status == 0
+    assert [row["name"] for row in found["features"]] == [feature.name for feature in features.all_features()]
+
+
+def test_real_fork_of_the_installed_release(monkeypatch, capsys, tmp_path):
+    """Megatron-core copied under another name, imports rewritten, one patched function edited."""
+    monkeypatch.undo()
+    core = Path(SourceTree.installed().module("megatron.core").file).parent
+    fork = tmp_path / "corp_megatron" / "core"
+    shutil.copytree(core, fork, ignore=shutil.ignore_patterns("*.so", "*.pyc", "__pycache__"))
+    for file in fork.rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        file.write_text(text.replace("megatron.core", "corp_megatron.core"), encoding="utf-8")
+    status, found = diff(capsys, tmp_path, "--megatron-root", "corp_megatron")
+    assert status == 0, found["problems"]
+    assert _changed(found) == []
+    module = fork / "models" / "common" / "language_module" / "language_module.py"
+    text = module.read_text(encoding="utf-8")
+    edited = text.replace(
+        "super().__init__(config=config)", "super().__init__(config=config)\n        self.own = 1"
+    )
+    assert edited != text
+    module.write_text(edited, encoding="utf-8")
+    status, found = diff(capsys, tmp_path, "--megatron-root", "corp_megatron")
+    assert status == 0, "drift is reported, it does not stop a feature"
+    assert _changed(found) == ["LanguageModule.__init__"]
+
+
+def _changed(found):
+    sites = [site for feature in found["features"] for site in feature["sites"]]
+    return [site["target"].rpartition(":")[2] for site in sites if site["state"] == "changed"]

@@ -1,0 +1,91 @@
+"""Reading releases again: from wheels, from tags for what wheels lack, and keeping what cannot be read."""
+
+from __future__ import annotations
+
+import subprocess
+import zipfile
+
+import pytest
+
+from mindspeed_dsa.compat import refresh as refreshing
+from mindspeed_dsa.compat import wheels
+from mindspeed_dsa.compat.records import Records
+from mindspeed_dsa.features.base import Feature
+from mindspeed_dsa.patches.drift import TargetFacts
+from mindspeed_dsa.patches.errors import MindSpeedDSAError
+from mindspeed_dsa.patches.source_tree import SourceTree
+from mindspeed_dsa.patches.spec import Patch
+from tests.patches.drift_packages import write
+
+CORE = Patch("megatron.core.a:f", "wrap", "implementation:f", "a test wants it")
+TRAINING = Patch("megatron.training.b:g", "wrap", "implementation:g", "a test wants it")
+
+
+@pytest.fixture
+def releases(tmp_path, monkeypatch):
+    """Two releases as wheels without ``megatron.training``, in a folder that counts as the cache."""
+    monkeypatch.setattr(refreshing, "RELEASES", ("0.16.0", "0.16.1"))
+    features = (Feature("f", "does f", patches=(CORE, TRAINING)),)
+    rows = [(feature, patch) for feature in features for patch in feature.patches]
+    monkeypatch.setattr(refreshing, "megatron_patches", lambda: rows)
+    for release, text in (("0.16.0", "def f(x): ...\n"), ("0.16.1", "def f(x, y): ...\n")):
+        with zipfile.ZipFile(tmp_path / f"megatron_core-{release}-cp312-x.whl", "w") as archive:
+            archive.writestr("megatron/core/__init__.py", "")
+            archive.writestr("megatron/core/a.py", text)
+    return tmp_path
+
+
+def test_reads_wheels_and_keeps_what_they_lack(releases):
+    kept = TargetFacts(True, params=("z",))
+    found = refreshing.refresh(Records({"megatron.training.b:g": {"0.16.0": kept}}), releases)
+    assert found.facts["megatron.core.a:f"]["0.16.0"].params == ("x",)
+    assert found.facts["megatron.core.a:f"]["0.16.1"].params == ("x", "y")
+    assert found.facts["megatron.training.b:g"] == {"0.16.0": kept}
+
+
+def test_reads_tags_of_a_clone(releases, tmp_path):
+    clone = tmp_path / "clone"
+    write(clone, {"megatron/training/b.py": "def g(args): ...\n", "megatron/core/a.py": "def other(): ...\n"})
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.org", "-C", str(clone)]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "t"], check=True)
+    subprocess.run([*git, "tag", "core_v0.16.0"], check=True)
+    with pytest.raises(MindSpeedDSAError, match=r"core_v0\.16\.1"):
+        refreshing.refresh(Records({}), releases, clone)
+    subprocess.run([*git, "tag", "core_v0.16.1"], check=True)
+    found = refreshing.refresh(Records({}), releases, clone)
+    assert found.facts["megatron.training.b:g"]["0.16.0"].params == ("args",)
+    assert found.facts["megatron.core.a:f"]["0.16.0"].params == ("x",), "the wheel comes first"
+
+
+def test_package_that_a_whole_release_lacks(releases, tmp_path, monkeypatch):
+    monkeypatch.setattr(refreshing, "_tag", lambda clone, release: SourceTree.folder(tmp_path))
+    found = refreshing.refresh(Records({}), releases, tmp_path)
+    assert found.facts["megatron.training.b:g"]["0.16.1"].exists is False
+    assert refreshing.refresh(Records({}), releases).facts["megatron.training.b:g"] == {}
+
+
+def test_release_that_pip_cannot_fetch(tmp_path, monkeypatch):
+    asked = []
+
+    def refuse(release, interpreter, folder):
+        asked.append(interpreter)
+        return "ERROR: No matching distribution found"
+
+    monkeypatch.setattr(wheels, "_download", refuse)
+    with pytest.raises(MindSpeedDSAError, match=r"megatron-core 0\.99 \(ERROR: No matching distribution"):
+        wheels.fetch("0.99", tmp_path)
+    assert asked == ["3.12", "3.11", "3.10"]
+
+
+def test_wheel_is_fetched_once(tmp_path, monkeypatch):
+    def download(release, interpreter, folder):
+        if interpreter == "3.11":  # an old release without a wheel for 3.12
+            (folder / f"megatron_core-{release}-cp311-x.whl").touch()
+        return ""
+
+    monkeypatch.setattr(wheels, "_download", download)
+    first = wheels.fetch("0.12.1", tmp_path / "cache")
+    monkeypatch.setattr(wheels, "_download", None)
+    assert wheels.fetch("0.12.1", tmp_path / "cache") == first
