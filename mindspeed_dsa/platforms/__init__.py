@@ -1,7 +1,113 @@
-"""Platforms."""
+"""What differs between devices, behind one small interface. Importing this loads no torch."""
 
-def detect(requested="auto"):
-    return "cpu" if requested == "auto" else requested
+from __future__ import annotations
 
-def prepare(name, needed):
-    pass
+import sys
+from importlib.util import find_spec
+from typing import Any, get_args
+
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.platforms.base import Event, MemoryFigures, Platform, PlatformName, Stream
+from mindspeed_dsa.platforms.cpu import CpuPlatform
+from mindspeed_dsa.platforms.cuda import CudaPlatform
+from mindspeed_dsa.platforms.npu import NpuPlatform
+
+__all__ = [
+    "CHOICES",
+    "Event",
+    "MemoryFigures",
+    "Platform",
+    "Stream",
+    "current",
+    "describe",
+    "detect",
+    "get",
+    "prepare",
+]
+
+CHOICES: tuple[str, ...] = ("auto", *get_args(PlatformName))
+
+_PLATFORMS: dict[str, Platform] = {p.name: p for p in (CpuPlatform(), CudaPlatform(), NpuPlatform())}
+_current: Platform | None = None
+
+
+def get(name: str) -> Platform:
+    """The platform of that name.
+
+    Raises:
+        SettingsError: there is none.
+    """
+    try:
+        return _PLATFORMS[name]
+    except KeyError:
+        raise SettingsError(f"platform {name!r} is unknown; choose from {', '.join(CHOICES)}") from None
+
+
+def detect(requested: str = "auto") -> str:
+    """The platform to run on; imports torch (so that it is complete when patches arrive), no Megatron.
+
+    Args:
+        requested: ``cpu``, ``cuda``, ``npu``, or ``auto`` for the first of NPU, GPU and CPU that is there.
+
+    Raises:
+        SettingsError: unknown name, no torch, or a device that was asked for and is not there.
+    """
+    platform = None if requested == "auto" else get(requested)
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise SettingsError("torch is not installed; pip install torch") from error
+    if platform is None:
+        if find_spec("torch_npu") is not None and _npu_answers():
+            return "npu"
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if not platform.is_available():
+        raise SettingsError(
+            f"platform {requested} was asked for, but torch sees no such device; check driver and "
+            "visible devices, or use --mindspeed-platform auto (or cpu)"
+        )
+    return platform.name
+
+
+def _npu_answers() -> bool:
+    """Whether an NPU is there; a torch_npu that cannot be loaded is told of, never passed over."""
+    try:
+        return _PLATFORMS["npu"].is_available()
+    except SettingsError as error:
+        print(f"mindspeed_dsa: {error}; going on without the NPU", file=sys.stderr, flush=True)
+        return False
+
+
+def prepare(name: str, needed: bool = True) -> Platform:
+    """Make a platform the current one.
+
+    Args:
+        name: what :func:`detect` returned.
+        needed: whether anything is going to be switched on; if not, nothing in torch is touched.
+
+    Raises:
+        SettingsError: the device cannot be used.
+    """
+    global _current
+    platform = get(name)
+    if needed:
+        platform.prepare()
+    _current = platform
+    return platform
+
+
+def current() -> Platform:
+    """The platform chosen by :func:`prepare`, else the detected one."""
+    return _current if _current is not None else get(detect())
+
+
+def describe(name: str) -> dict[str, Any]:
+    """Device facts for ``doctor``."""
+    platform = get(name)
+    memory = platform.memory()
+    return {
+        "device": platform.device_name(),
+        "backend": platform.backend,
+        "memory_total_bytes": memory.total,
+        "memory_free_bytes": memory.free,
+    }

@@ -1,0 +1,174 @@
+"""Stock Megatron on a machine without an accelerator: what it asks of ``torch.cuda``, the host answers.
+
+``torch.cuda.is_available()`` stays as it is (false), so that torch itself, torch.compile, DataLoader
+and checkpointing behave as on any CPU build; Megatron is told through its own ``allow_no_cuda``.
+Only names that Megatron-core or Megatron-LM's training loop uses are redirected.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed_dsa.features.base import Feature, Flag
+from mindspeed_dsa.patches.spec import Kind, Patch
+from mindspeed_dsa.platforms import CHOICES
+
+_TORCH = "mindspeed_dsa.features.platform.cpu_torch"
+_MEGATRON = "mindspeed_dsa.features.platform.cpu_megatron"
+
+PLATFORM = Flag(
+    "--mindspeed-platform",
+    "Device to run on; 'auto' takes the first of NPU, GPU and CPU that is there.",
+    kind="value",
+    default="auto",
+    choices=CHOICES,
+)
+
+_CUDA: tuple[tuple[str, Kind, str, str], ...] = (
+    # target below torch.cuda, kind, implementation, why
+    (":current_device", "replace", "current_device", "tensors made on the current device are CPU tensors"),
+    (":device_count", "replace", "device_count", "Megatron builds its groups and seeds only if there is one"),
+    (":set_device", "replace", "set_device", "there is one device to choose"),
+    (":synchronize", "replace", "synchronize", "host work is done when a call returns"),
+    (":get_device_capability", "replace", "get_device_capability", "no CUDA architecture: (0, 0)"),
+    (":device_memory_used", "replace", "device_memory_used", "memory in use on the host"),
+    (".memory:memory_allocated", "replace", "memory_current", "resident set of the process"),
+    (".memory:memory_reserved", "replace", "memory_current", "resident set of the process"),
+    (".memory:max_memory_allocated", "replace", "memory_peak", "peak resident set of the process"),
+    (".memory:max_memory_reserved", "replace", "memory_peak", "peak resident set of the process"),
+    (".memory:reset_peak_memory_stats", "replace", "reset_peak", "the peak resident set starts again"),
+    (".memory:memory_stats", "replace", "memory_stats", "the same figures under the allocator's keys"),
+    (".memory:mem_get_info", "replace", "mem_get_info", "free and total memory of the host"),
+    (".streams:Stream", "value", "CpuStream", "streams are inert, there is no queue"),
+    (".streams:Event", "value", "CpuEvent", "events are inert and read the host clock"),
+    (":stream", "replace", "stream", "a side stream is the same order of work"),
+    (":set_stream", "replace", "set_stream", "remembers the stream for current_stream"),
+    (":current_stream", "replace", "current_stream", "the stream chosen last"),
+    (":default_stream", "replace", "default_stream", "the one default stream"),
+    (".graphs:is_current_stream_capturing", "replace", "never_capturing", "there are no CUDA graphs"),
+    (".nvtx:_nvtx", "value", "NO_NVTX", "range markers go nowhere"),
+    (".random:get_rng_state", "replace", "get_rng_state", "dropout draws from the CPU generator"),
+    (".random:set_rng_state", "replace", "set_rng_state", "dropout draws from the CPU generator"),
+    (".random:get_rng_state_all", "replace", "get_rng_state_all", "dropout draws from the CPU generator"),
+    (".random:set_rng_state_all", "replace", "set_rng_state_all", "dropout draws from the CPU generator"),
+    (".random:manual_seed", "replace", "manual_seed", "seeds the CPU generator"),
+    (".random:manual_seed_all", "replace", "manual_seed", "seeds the CPU generator"),
+    (".random:initial_seed", "replace", "initial_seed", "seed of the CPU generator"),
+)
+_TENSOR_TYPES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
+_FACTORIES = (
+    *("tensor", "as_tensor", "scalar_tensor", "empty", "empty_strided", "zeros", "ones", "full"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "arange", "linspace", "eye"),
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like"),
+)
+_TENSOR_METHODS: tuple[tuple[str, Kind, str, str], ...] = (
+    ("to", "wrap", "tensor_to", "a move to 'cuda' stays on the CPU"),
+    ("cuda", "replace", "tensor_cuda", "CPU tensors are where Megatron wants them"),
+    ("type", "wrap", "tensor_type", "a CPU type's name equals the torch.cuda name that optimizers ask for"),
+    ("pin_memory", "replace", "tensor_pin_memory", "there is no pinned memory: an ordinary copy"),
+    ("record_stream", "replace", "tensor_record_stream", "no queue outlives the tensor"),
+)
+_BACKENDS = ("init_process_group", "new_group")
+
+
+def _torch_patch(target: str, kind: Kind, impl: str, why: str, required: bool = True) -> Patch:
+    # torch keeps tables of its own functions (overrides, dynamo, jit); they may go on naming the originals.
+    return Patch(f"torch{target}", kind, impl, why, required=required, stale="report")
+
+
+_PATCHES = (
+    *(_torch_patch(f".cuda{target}", kind, f"{_TORCH}:{impl}", why) for target, kind, impl, why in _CUDA),
+    *(
+        _torch_patch(
+            f".cuda:{name}Tensor",
+            "value",
+            f"torch:{name}Tensor",
+            "isinstance and constructors mean the CPU type",
+        )
+        for name in _TENSOR_TYPES
+    ),
+    *(
+        _torch_patch(f":{name}", "wrap", f"{_TORCH}:factory", "device='cuda' is the CPU; no pinned memory")
+        for name in _FACTORIES
+    ),
+    *(
+        _torch_patch(f":Tensor.{name}", kind, f"{_TORCH}:{impl}", why)
+        for name, kind, impl, why in _TENSOR_METHODS
+    ),
+    *(
+        _torch_patch(
+            f".distributed.distributed_c10d:{name}",
+            "wrap",
+            f"{_TORCH}:over_gloo",
+            "what is asked of NCCL is done by gloo",
+        )
+        for name in _BACKENDS
+    ),
+    _torch_patch(
+        ".jit._builtins:_find_builtin",
+        "wrap",
+        f"{_TORCH}:find_redirected",
+        "torch.jit.script still knows the redirected factories as operators",
+        required=False,
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
+        "replace",
+        f"{_MEGATRON}:set_device_rng_state",
+        "the tracker's states are states of the CPU generator",
+        params=("new_state",),
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
+        "wrap",
+        f"{_MEGATRON}:fork_quietly",
+        "one generator serves host and device here, so its change inside a fork deserves no warning",
+        required=False,
+    ),
+    Patch(
+        "megatron.core.jit:__dict__",
+        "entry",
+        f"{_MEGATRON}:leave_eager",
+        "jit_fuser leaves functions as they are: on a CPU, compiling them costs more than it saves",
+        key="jit_fuser",
+    ),
+    Patch(
+        "megatron.training.utils:get_device_arch_version",
+        "replace",
+        f"{_MEGATRON}:no_device_arch",
+        "no CUDA architecture: 0",
+        required=False,
+    ),
+    Patch(
+        "megatron.training.initialize:initialize_megatron",
+        "wrap",
+        f"{_MEGATRON}:allow_no_cuda",
+        "Megatron's own permission to run without CUDA",
+        params=("allow_no_cuda",),
+        required=False,
+    ),
+    Patch(
+        "megatron.legacy.fused_kernels:load",
+        "replace",
+        f"{_MEGATRON}:no_kernels_to_load",
+        "there are no CUDA kernels to build",
+        required=False,
+    ),
+)
+
+
+def _on_cpu(settings: Any) -> bool:
+    return bool(settings.platform == "cpu")
+
+
+FEATURES = (
+    Feature(
+        name="cpu-platform",
+        summary="Redirects what Megatron asks of torch.cuda to the host: it trains on a CPU with gloo.",
+        flags=(PLATFORM,),
+        patches=_PATCHES,
+        active=_on_cpu,
+        doc="cpu-platform",
+        platform_support=True,
+    ),
+)

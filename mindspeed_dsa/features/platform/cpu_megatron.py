@@ -1,0 +1,81 @@
+"""What the CPU platform changes in Megatron itself."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_Function = Callable[..., Any]
+
+
+def set_device_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    """Stand-in for ``_set_cuda_rng_state``: sets the CPU generator.
+
+    Args:
+        new_state: uint8 tensor as from ``torch.get_rng_state``.
+        device: ignored, there is one.
+        graph_safe: must be false, CUDA graphs do not exist here.
+
+    Raises:
+        ValueError: a CUDA-graph-safe state was asked for.
+    """
+    if graph_safe:
+        raise ValueError("the CPU platform has no CUDA graphs; drop --cuda-graph-impl")
+    torch.set_rng_state(new_state)
+
+
+class _HostStateFilter(logging.Filter):
+    """Drops the tracker's warning that the host's random state has changed."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "CPU RNG state changed" not in record.msg
+
+
+_FILTER = _HostStateFilter()
+
+
+def fork_quietly(original: _Function) -> _Function:
+    """Decorate ``CudaRNGStatesTracker.fork``.
+
+    The tracker warns when the host's generator moves inside a fork. Here it is the generator that
+    the fork is about, and the tracker restores it.
+    """
+    logger = logging.getLogger(original.__module__)
+
+    @contextlib.contextmanager
+    def fork(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.callback(logger.removeFilter, _FILTER)
+            stack.enter_context(original(self, *args, **kwargs))
+            stack.callback(logger.addFilter, _FILTER)  # first to run: the warning comes when the fork is left
+            yield
+
+    return fork
+
+
+def leave_eager(function: _Function) -> _Function:
+    """Stand-in for ``jit_fuser``."""
+    return function
+
+
+def allow_no_cuda(original: _Function) -> _Function:
+    """Decorate ``initialize_megatron``."""
+
+    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
+        kwargs["allow_no_cuda"] = True
+        return original(*args, **kwargs)
+
+    return initialize_megatron
+
+
+def no_device_arch() -> int:
+    """Stand-in for ``get_device_arch_version``: no CUDA architecture."""
+    return 0
+
+
+def no_kernels_to_load(args: Any) -> None:
+    """Stand-in for ``fused_kernels.load``, which calls nvcc."""

@@ -1,0 +1,80 @@
+"""NVIDIA GPUs: a thin cover over ``torch.cuda``, shared with other accelerators of the same shape."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mindspeed_dsa.platforms.base import Event, MemoryFigures, Platform, PlatformName, Stream
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CudaPlatform(Platform):
+    """One GPU per process; NCCL between them."""
+
+    name: ClassVar[PlatformName] = "cuda"
+    device_type = "cuda"
+    backend = "nccl"
+    asynchronous = True
+
+    @property
+    def _module(self) -> Any:
+        import torch
+
+        return torch.cuda
+
+    def prepare(self) -> None:
+        """Nothing to do."""
+
+    def is_available(self) -> bool:
+        return bool(self._module.is_available())
+
+    @property
+    def device(self) -> torch.device:
+        import torch
+
+        return torch.device(self.device_type, self._module.current_device())
+
+    def device_name(self) -> str:
+        return str(self._module.get_device_name())
+
+    def current_stream(self) -> Stream:
+        stream: Stream = self._module.current_stream()
+        return stream
+
+    def new_stream(self) -> Stream:
+        stream: Stream = self._module.Stream()
+        return stream
+
+    def use_stream(self, stream: Stream) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self._module.stream(stream)
+        return context
+
+    def new_event(self, timing: bool = False) -> Event:
+        event: Event = self._module.Event(enable_timing=timing)
+        return event
+
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        tensor.record_stream(stream)
+
+    def synchronize(self) -> None:
+        self._module.synchronize()
+
+    def empty_pinned(self, size: Any, dtype: torch.dtype) -> torch.Tensor:
+        import torch
+
+        return torch.empty(size, dtype=dtype, device="cpu", pin_memory=True)
+
+    def memory(self) -> MemoryFigures:
+        free, total = self._module.mem_get_info()
+        return MemoryFigures(
+            current=self._module.memory_allocated(),
+            peak=self._module.max_memory_allocated(),
+            total=total,
+            free=free,
+        )
+
+    def reset_peak_memory(self) -> None:
+        self._module.reset_peak_memory_stats()
