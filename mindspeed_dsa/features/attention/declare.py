@@ -1,0 +1,60 @@
+"""What the declarations of this folder have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mindspeed_dsa.features.base import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag, Requires, repair
+from mindspeed_dsa.patches.spec import Patch
+
+DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
+MLA = "megatron.core.transformer.multi_latent_attention"
+SPECS = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
+HERE = "mindspeed_dsa.features.attention"
+
+
+def nothing_to_check(args: Any) -> Sequence[str]:
+    """For repairs that fit every combination of arguments."""
+    return ()
+
+
+def dsa_repair(
+    name: str,
+    summary: str,
+    switch_help: str,
+    patches: Sequence[Patch],
+    validate: Callable[[Any], Sequence[str]] = nothing_to_check,
+    host_flags: Sequence[Flag] = (),
+) -> Feature:
+    """A repair of Megatron's DSA: on where the model uses DSA, unless its switch says otherwise.
+
+    Releases that have fixed the defect are left out by the rows' ``versions``.
+    """
+    switch = Flag(f"--{name}", f"{switch_help} Default: on where the model uses DSA.", kind="auto")
+    return Feature(
+        name=name,
+        summary=summary,
+        flags=(switch, EXPERIMENTAL_ATTENTION_VARIANT, *host_flags),
+        patches=tuple(patches),
+        active=repair(switch.dest),
+        validate=validate,
+        doc=f"{name}.md",
+    )
+
+
+def dsa_option(name: str, summary: str, switch: Flag, versions: str, patches: Sequence[Patch]) -> Feature:
+    """A choice that Megatron's releases in ``versions`` do not offer; off unless asked for."""
+    return Feature(
+        name=name,
+        summary=summary,
+        flags=(switch, EXPERIMENTAL_ATTENTION_VARIANT),
+        patches=tuple(patches),
+        requires=Requires(versions={"megatron-core": versions}),
+        doc=f"{name}.md",
+    )
+
+
+def host_flag(name: str) -> Flag:
+    """One of Megatron's own flags that a check reads."""
+    return Flag(name, "Megatron's own flag.", kind="value", host=True)

@@ -1,0 +1,68 @@
+"""The two places where Megatron's indexer differs from the published DeepSeek-V3.2 inference code.
+
+Imports Megatron only when called: these functions are fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def apply_rope_first(self: Any, x: Tensor, rotary_pos_emb: Tensor, mscale: float) -> Tensor:
+    """Rotate the first ``qk_pos_emb_head_dim`` dimensions of each indexer head, half against half.
+
+    For position ``p`` and frequency ``f``: ``(a, b) -> (a cos pf - b sin pf, b cos pf + a sin pf)``
+    with ``a`` in the first and ``b`` in the second half of the rotary dimensions.
+
+    Args:
+        self: the ``DSAIndexer``.
+        x: ``[seqlen, batch, heads, index_head_dim]``.
+        rotary_pos_emb: ``[seqlen, 1, 1, qk_pos_emb_head_dim]``, angles.
+        mscale: YaRN's magnitude, 1 for plain RoPE.
+
+    Returns:
+        Tensor of the shape and dtype of ``x``.
+    """
+    from megatron.core.models.common.embeddings import apply_rotary_pos_emb
+
+    size = self.qk_pos_emb_head_dim
+    rotary, plain = x.split([size, self.index_head_dim - size], dim=-1)
+    # Megatron de-interleaves rotary dimensions whenever the model has latent attention.
+    config = copy.copy(self.config)
+    config.multi_latent_attention = False
+    config.rotary_interleaved = False
+    rotary = apply_rotary_pos_emb(
+        rotary, rotary_pos_emb, config=config, cu_seqlens=None, mscale=mscale, cp_group=self.pg_collection.cp
+    )
+    return torch.cat([rotary, plain], dim=-1)
+
+
+def normalise_latent_query(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``get_query_key_value_tensors``: what it returns fourth is the indexer's input alone."""
+
+    def get_query_key_value_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
+        query, key, value, q_compressed, *rest = original(self, *args, **kwargs)
+        if self.config.experimental_attention_variant == "dsa" and self.config.q_lora_rank is not None:
+            with torch.no_grad():  # the indexer detaches its inputs
+                q_compressed = _norm_of(self.linear_q_up_proj, q_compressed, self.config)
+        return query, key, value, q_compressed, *rest
+
+    return get_query_key_value_tensors
+
+
+def _norm_of(layer: Any, hidden_states: Tensor, config: Any) -> Tensor:
+    """Apply the norm that is fused into a layer; without one it was applied before, or there is none."""
+    weight = getattr(layer, "layer_norm_weight", None)
+    if weight is None:
+        return hidden_states
+    if config.layernorm_zero_centered_gamma:
+        weight = weight + 1
+    if config.normalization == "RMSNorm":
+        return F.rms_norm(hidden_states, weight.shape, weight, config.layernorm_epsilon)
+    return F.layer_norm(hidden_states, weight.shape, weight, layer.layer_norm_bias, config.layernorm_epsilon)

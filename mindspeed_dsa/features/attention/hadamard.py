@@ -1,0 +1,36 @@
+"""The indexer's Hadamard rotation without ``fast_hadamard_transform``, for any float type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mindspeed_dsa.features.attention.declare import DSA, HERE, dsa_repair, host_flag
+from mindspeed_dsa.patches.spec import Patch
+
+
+def _check(args: Any) -> Sequence[str]:
+    size = getattr(args, "dsa_indexer_head_dim", None)
+    if size is None or (size > 0 and size & (size - 1) == 0):
+        return ()
+    return (f"--dsa-indexer-head-dim {size}: the Hadamard rotation needs a power of two; use 64 or 128",)
+
+
+FEATURE = dsa_repair(
+    "dsa-hadamard",
+    summary="Rotates indexer queries and keys on any device and in any float type.",
+    switch_help="Rotate in plain PyTorch where fast_hadamard_transform is missing or does not apply.",
+    validate=_check,
+    host_flags=(host_flag("--dsa-indexer-head-dim"),),
+    patches=(
+        Patch(
+            f"{DSA}:rotate_activation",
+            "wrap",
+            f"{HERE}.hadamard_impl:rotate_anywhere",
+            "asserts bfloat16 and a CUDA-only package",
+            params=("x",),
+            versions=">=0.16,<0.20",
+        ),
+    ),
+)
+FEATURES = (FEATURE,)

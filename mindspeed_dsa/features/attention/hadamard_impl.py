@@ -1,0 +1,65 @@
+"""Orthonormal Walsh-Hadamard transform in natural (Sylvester) order, as a matrix product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from megatron.core.transformer.experimental_attention_variant import dsa
+from torch import Tensor
+
+
+@lru_cache(maxsize=8)
+def sylvester_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The symmetric ``[size, size]`` matrix of +1 and -1 with ``H[i, j] = (-1) ** popcount(i & j)``.
+
+    Raises:
+        ValueError: ``size`` is no power of two.
+    """
+    if size < 1 or size & (size - 1):
+        raise ValueError(
+            f"the Hadamard rotation needs a power of two, but the indexer's head size is {size}; "
+            "set dsa_indexer_head_dim to 64 or 128"
+        )
+    # The matrix is kept: one that is born in an evaluation under inference_mode could not train later.
+    with torch.inference_mode(False):
+        matrix = torch.ones(1, 1, dtype=dtype, device=device)
+        while matrix.size(0) < size:
+            top = torch.cat([matrix, matrix], dim=1)
+            matrix = torch.cat([top, torch.cat([matrix, -matrix], dim=1)], dim=0)
+        return matrix
+
+
+def hadamard_rotation(activation: Tensor) -> Tensor:
+    """Multiply the last dimension by the orthonormal Hadamard matrix.
+
+    Sums in fp32 (fp64 for fp64 input) and rounds once, at the end, to the input's dtype. Being
+    orthonormal it leaves ``query @ key`` unchanged up to rounding; it is its own inverse.
+
+    Args:
+        activation: ``[..., size]``, ``size`` a power of two; any floating dtype.
+
+    Returns:
+        Tensor of the same shape and dtype.
+
+    Raises:
+        ValueError: ``size`` is no power of two.
+    """
+    size = activation.size(-1)
+    dtype = torch.promote_types(activation.dtype, torch.float32)
+    matrix = sylvester_matrix(size, dtype, activation.device)
+    rotated: Tensor = activation.to(dtype) @ matrix * size**-0.5
+    return rotated.to(activation.dtype)
+
+
+def rotate_anywhere(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's CUDA package where it applies, the matrix product elsewhere."""
+
+    def rotate_activation(x: Tensor) -> Any:
+        if dsa.hadamard_transform is not None and x.is_cuda and x.dtype == torch.bfloat16:
+            return original(x)
+        return hadamard_rotation(x)
+
+    return rotate_activation

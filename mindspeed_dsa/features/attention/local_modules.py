@@ -1,0 +1,142 @@
+"""Building blocks that Megatron has only as Transformer Engine modules, in plain PyTorch.
+
+Constructor arguments, parameter names and the marks on parameters are those of the Transformer
+Engine counterparts, so that specs, gradient synchronisation and checkpoints need not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
+from torch import Tensor
+from torch.nn import Parameter
+
+
+def _same_on_every_tensor_parallel_rank() -> AbstractContextManager[Any]:
+    """Random state that all ranks of a tensor parallel group share."""
+    tracker = get_cuda_rng_tracker()
+    return tracker.fork(get_data_parallel_rng_tracker_name()) if tracker.is_initialized() else nullcontext()
+
+
+class DuplicatedLinear(torch.nn.Module):
+    """Linear layer whose weight is a full copy on every tensor parallel rank.
+
+    Stands in for ``TELinear(parallel_mode="duplicated")``. Checkpoints treat it as replicated.
+    With sequence parallelism its input is one rank's part of the sequence, so the gradient of its
+    weight is a partial sum; the weight is marked for Megatron's reduction over tensor parallel ranks.
+
+    Args:
+        input_size, output_size: features in and out.
+        config: Megatron's configuration; its ``params_dtype`` is the weights' dtype.
+        init_method: fills the weight in place.
+        bias: add a bias, initialised to zero.
+        skip_bias_add: return the bias instead of adding it.
+        parallel_mode: only ``"duplicated"``.
+        tp_group, tp_comm_buffer_name, gather_output, is_expert, skip_weight_param_allocation, name:
+            accepted for the sake of Megatron's call sites; they say nothing about a full copy, and what
+            contradicts one is refused.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Callable[[Tensor], Any],
+        bias: bool = True,
+        skip_bias_add: bool = False,
+        parallel_mode: str = "duplicated",
+        tp_group: Any = None,
+        tp_comm_buffer_name: str | None = None,
+        gather_output: bool = False,
+        is_expert: bool = False,
+        skip_weight_param_allocation: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        if parallel_mode != "duplicated" or is_expert or skip_weight_param_allocation:
+            raise ValueError(
+                "DuplicatedLinear is a full copy on every rank and owns its weight: got "
+                f"parallel_mode={parallel_mode!r}, is_expert={is_expert}, "
+                f"skip_weight_param_allocation={skip_weight_param_allocation}; use ColumnParallelLinear "
+                "or RowParallelLinear for anything else"
+            )
+        self.config = config
+        self.skip_bias_add = skip_bias_add
+        place = {
+            "device": None if config.use_cpu_initialization else torch.cuda.current_device(),
+            "dtype": config.params_dtype,
+        }
+        self.weight = Parameter(torch.empty(output_size, input_size, **place))
+        self.bias = Parameter(torch.zeros(output_size, **place)) if bias else None
+        if config.perform_initialization:
+            self._initialize(init_method)
+        for parameter in self.parameters():
+            parameter.allreduce = True  # type: ignore[attr-defined]
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def _initialize(self, init_method: Callable[[Tensor], Any]) -> None:
+        if self.config.use_cpu_initialization:
+            # As Megatron's parallel layers do: draw in fp32 from the generator all ranks share.
+            master = torch.empty_like(self.weight, dtype=torch.float32)
+            init_method(master)
+            self.weight.copy_(master)
+        else:
+            with _same_on_every_tensor_parallel_rank():
+                init_method(self.weight)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``[..., input_size]`` to ``([..., output_size], bias or None)``."""
+        if self.skip_bias_add:
+            return F.linear(hidden_states, self.weight), self.bias
+        return F.linear(hidden_states, self.weight, self.bias), None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are never delayed here; part of the interface of Megatron's layers."""
+
+
+class LayerNormColumnParallelLinear(ColumnParallelLinear):
+    """Norm and column parallel linear in one module, with Transformer Engine's parameter names.
+
+    ``layer_norm_weight`` (and ``layer_norm_bias``) are full copies on every tensor parallel rank;
+    ``weight`` is split along its output dimension. Takes the arguments of ``ColumnParallelLinear``.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        if config.normalization not in ("RMSNorm", "LayerNorm"):
+            raise ValueError(
+                f"LayerNormColumnParallelLinear knows RMSNorm and LayerNorm, not {config.normalization!r}; "
+                "set --normalization accordingly"
+            )
+        self.eps = config.layernorm_epsilon
+        self.zero_centered_gamma = bool(config.layernorm_zero_centered_gamma)
+        like = {"device": self.weight.device, "dtype": config.params_dtype}
+        fill = torch.zeros if self.zero_centered_gamma else torch.ones
+        self.layer_norm_weight = Parameter(fill(input_size, **like))
+        self.layer_norm_bias = (
+            Parameter(torch.zeros(input_size, **like)) if config.normalization == "LayerNorm" else None
+        )
+        for parameter in (self.layer_norm_weight, self.layer_norm_bias):
+            if parameter is not None:
+                parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def normalize(self, hidden_states: Tensor) -> Tensor:
+        """The norm alone: ``[..., input_size]`` to the same shape and dtype."""
+        weight = self.layer_norm_weight + 1 if self.zero_centered_gamma else self.layer_norm_weight
+        shape = weight.shape
+        if self.layer_norm_bias is None:
+            return F.rms_norm(hidden_states, shape, weight, self.eps)
+        return F.layer_norm(hidden_states, shape, weight, self.layer_norm_bias, self.eps)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """``[s, b, input_size]`` to ``([s, b, output_size / TP], bias or None)``."""
+        return super().forward(self.normalize(hidden_states), *args, **kwargs)

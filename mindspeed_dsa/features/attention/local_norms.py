@@ -1,0 +1,45 @@
+"""PyTorch norms that Megatron's sequence parallelism can be used with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class SequenceParallelLayerNorm(torch.nn.LayerNorm):
+    """LayerNorm whose weights Megatron reduces over tensor parallel ranks under sequence parallelism."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.zero_centered_gamma = _prepare_norm(self, config)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """``[..., hidden_size]`` to the same shape and dtype."""
+        weight = self.weight + 1 if self.zero_centered_gamma else self.weight
+        return F.layer_norm(hidden_states, self.normalized_shape, weight, self.bias, self.eps)
+
+
+class SequenceParallelRMSNorm(torch.nn.RMSNorm):
+    """RMSNorm whose weight Megatron reduces over tensor parallel ranks under sequence parallelism."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.zero_centered_gamma = _prepare_norm(self, config)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """``[..., hidden_size]`` to the same shape and dtype."""
+        weight = self.weight + 1 if self.zero_centered_gamma else self.weight
+        return F.rms_norm(hidden_states, self.normalized_shape, weight, self.eps)
+
+
+def _prepare_norm(norm: torch.nn.Module, config: Any) -> bool:
+    """Mark the parameters; with ``layernorm_zero_centered_gamma`` the stored weight is gamma - 1."""
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    zero_centered = bool(config.layernorm_zero_centered_gamma)
+    if zero_centered:
+        torch.nn.init.zeros_(norm.weight)  # type: ignore[arg-type]
+    return zero_centered

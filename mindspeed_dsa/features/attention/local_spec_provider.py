@@ -1,0 +1,43 @@
+"""The provider from which Megatron's spec functions take the modules of a local DSA model."""
+
+from __future__ import annotations
+
+import warnings
+from importlib.util import find_spec
+from typing import Any
+
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+from mindspeed_dsa.features.attention.local_modules import DuplicatedLinear, LayerNormColumnParallelLinear
+
+
+class LocalDSASpecProvider(LocalSpecProvider):
+    """Megatron's local modules, completed by what the DSA specs ask of a provider."""
+
+    def linear(self) -> type:
+        """The full copy on every tensor parallel rank: down projections and indexer."""
+        return DuplicatedLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        """True, so that parameters are named as in a Transformer Engine build of the model."""
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        """Norm and column parallel linear in one module."""
+        return LayerNormColumnParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, **kwargs: Any) -> Any:
+        """Megatron's choice, without its side effect on the module's default norm."""
+        return WrappedTorchNorm if rms_norm else super().layer_norm(rms_norm=False, for_qk=for_qk, **kwargs)
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *args: Any) -> Any:
+        """Experts one after the other where the grouped GEMM kernels are not installed: same values."""
+        if moe_use_grouped_gemm and find_spec("grouped_gemm") is None:
+            warnings.warn(
+                "dsa-local-provider: --moe-grouped-gemm needs the grouped_gemm package, which is not "
+                "installed; the experts run one after the other instead",
+                stacklevel=2,
+            )
+            moe_use_grouped_gemm = False
+        return super().grouped_mlp_modules(moe_use_grouped_gemm, *args)

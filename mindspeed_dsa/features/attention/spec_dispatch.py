@@ -1,0 +1,76 @@
+"""DSA reachable: Megatron's spec functions know the variant, for the decoder and for MTP."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from mindspeed_dsa.features.attention.declare import HERE, SPECS, dsa_repair
+from mindspeed_dsa.patches.spec import Patch
+
+
+def dispatch_dsa(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``experimental_attention_variant="dsa"`` builds the DSA spec; other variants pass through."""
+
+    def get_experimental_attention_variant_module_spec(config: Any, backend: Any = None) -> Any:
+        if config.experimental_attention_variant != "dsa":
+            return original(config, backend)
+        from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+
+        if backend is None:
+            backend = specs._get_backend_spec_provider(config=config)
+        spec = specs.get_dsa_module_spec_for_backend(config=config, backend=backend)
+        # The block builder asks whether the input norm is part of the attention module; MLA's is not.
+        spec.metainfo["fuse_input_layernorm"] = False
+        return spec
+
+    return get_experimental_attention_variant_module_spec
+
+
+def layer_specs_with_dsa(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Layer specs for MTP: a standard core attention cannot take what MLA hands to a DSA one."""
+
+    def get_gpt_decoder_layer_specs(config: Any, *args: Any, **kwargs: Any) -> Any:
+        if config.experimental_attention_variant != "dsa":
+            return original(config, *args, **kwargs)
+        from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+
+        # The block spec holds the layers of one pipeline stage, the caller wants those of the model.
+        whole = copy.copy(config)
+        whole.pipeline_model_parallel_size = 1
+        whole.virtual_pipeline_model_parallel_size = None
+        whole.pipeline_model_parallel_layout = None
+        whole.num_layers_in_first_pipeline_stage = None
+        whole.num_layers_in_last_pipeline_stage = None
+        whole.account_for_embedding_in_pipeline_split = False
+        whole.account_for_loss_in_pipeline_split = False
+        return specs.get_transformer_block_with_experimental_attention_variant_spec(whole).layer_specs
+
+    return get_gpt_decoder_layer_specs
+
+
+FEATURE = dsa_repair(
+    "dsa-spec-dispatch",
+    summary="Makes --experimental-attention-variant dsa build a model.",
+    switch_help="Let Megatron's spec functions build DSA layers.",
+    patches=(
+        Patch(
+            f"{SPECS}:get_experimental_attention_variant_module_spec",
+            "wrap",
+            f"{HERE}.spec_dispatch:dispatch_dsa",
+            "the dispatcher refuses 'dsa', and the DSA spec lacks what the block builder reads",
+            params=("config", "backend"),
+            versions=">=0.16,<0.18",
+        ),
+        Patch(
+            "megatron.core.models.gpt.gpt_layer_specs:get_gpt_decoder_layer_specs",
+            "wrap",
+            f"{HERE}.spec_dispatch:layer_specs_with_dsa",
+            "MTP layers get a core attention that fails on the inputs of DSA",
+            params=("config",),
+            versions=">=0.16,<0.19",
+        ),
+    ),
+)
+FEATURES = (FEATURE,)

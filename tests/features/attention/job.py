@@ -1,0 +1,290 @@
+"""A tiny MLA + DSA + MoE model and its training step, in whatever layout; runs inside the pool's workers."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+VOCABULARY = 64
+SEQUENCE = 16
+DSA_ON = {"experimental_attention_variant": "dsa"}
+
+
+def start(
+    switches: Mapping[str, Any] | None = None, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1
+) -> None:
+    """Features on, Megatron's process groups and generators ready."""
+    import mindspeed_dsa
+
+    mindspeed_dsa.enable(**{**DSA_ON, **(switches or {})})
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        expert_model_parallel_size=ep,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+
+
+def config(**overrides: Any) -> Any:
+    """DeepSeek-V3.2's shape in miniature: first layer dense, then experts and a shared expert."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    layers = overrides.get("num_layers", 2)
+    values: dict[str, Any] = {
+        "num_layers": layers,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 64,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 8,
+        "multi_latent_attention": True,
+        "rope_type": "rope",
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "apply_rope_fusion": False,
+        "num_moe_experts": 4,
+        "moe_layer_freq": [0] + [1] * (layers - 1),
+        "moe_ffn_hidden_size": 16,
+        "moe_router_topk": 2,
+        "moe_shared_expert_intermediate_size": 16,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": 4,
+        "dsa_indexer_head_dim": 16,
+        "dsa_indexer_topk": 6,
+        "dsa_indexer_loss_coeff": 1.0,
+        "dsa_indexer_use_sparse_loss": True,
+        "transformer_impl": "local",
+        "params_dtype": torch.float32,
+        "pipeline_dtype": torch.float32,
+    }
+    return MLATransformerConfig(**{**values, **overrides})
+
+
+def gpt_model(cfg: Any, vp_stage: int | None = None, mtp: bool = False) -> Any:
+    """One pipeline chunk with weights that depend on their names alone, never on the layout."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+
+    spec = specs.get_transformer_block_with_experimental_attention_variant_spec(cfg, vp_stage=vp_stage)
+    mtp_spec = None
+    if mtp:
+        layers = gpt_layer_specs.get_gpt_decoder_layer_specs(cfg, use_transformer_engine=False)
+        mtp_spec = gpt_layer_specs.get_gpt_mtp_block_spec(cfg, layers[-1], use_transformer_engine=False)
+    model = GPTModel(
+        config=cfg,
+        transformer_layer_spec=spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        position_embedding_type="rope",
+        vp_stage=vp_stage,
+        mtp_block_spec=mtp_spec,
+    )
+    fill_by_name(model)
+    return model
+
+
+def global_names(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Parameters by the name they have in a model on one rank."""
+    offset = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
+    named = {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        if parts[:2] == ["decoder", "layers"]:
+            parts[2] = str(int(parts[2]) + offset)
+        named[".".join(parts)] = parameter
+    return named
+
+
+@torch.no_grad()
+def fill_by_name(model: torch.nn.Module) -> None:
+    for name, parameter in global_names(model).items():
+        full = _full_shape(parameter)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        noise = torch.randn(full, generator=generator)
+        weight = 1 + 0.1 * noise if "norm" in name and not name.endswith("bias") else 0.2 * noise
+        parameter.copy_(shard(name, weight, parameter))
+
+
+def shard(name: str, full: Tensor, parameter: torch.nn.Parameter) -> Tensor:
+    """This tensor parallel rank's part of a full weight."""
+    from megatron.core import parallel_state
+
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    if full.shape == parameter.shape:
+        return full
+    if "linear_fc1" in name:  # the gate's rows first, then the values'
+        return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
+    return full.chunk(size, dim=parameter.partition_dim)[rank]
+
+
+def _full_shape(parameter: torch.nn.Parameter) -> list[int]:
+    from megatron.core import parallel_state
+
+    shape = list(parameter.shape)
+    if getattr(parameter, "tensor_model_parallel", False):
+        shape[parameter.partition_dim] *= parallel_state.get_tensor_model_parallel_world_size()
+    return shape
+
+
+def samples(count: int, seed: int = 0) -> Tensor:
+    """``[count, SEQUENCE + 1]`` token ids."""
+    return torch.randint(0, VOCABULARY, (count, SEQUENCE + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(cfg: Any, loss_mask: Tensor, output: Tensor) -> Any:
+    total, count = (output.float() * loss_mask).sum(), loss_mask.sum().to(torch.int)
+    if cfg.calculate_per_token_loss:
+        return total, count, {"lm loss": torch.stack([total.detach(), count])}
+    return total / count, {"lm loss": (total / count).detach()}
+
+
+def forward_step(cfg: Any, iterator: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    tokens = next(iterator)
+    positions = torch.arange(SEQUENCE).expand(tokens.size(0), -1)
+    output = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:].contiguous())
+    return output, partial(loss_of, cfg, torch.ones(tokens.size(0), SEQUENCE))
+
+
+def train_step(
+    cfg: Any, chunks: list[Any], microbatches: list[Tensor], ddp: Mapping[str, Any] | None = None
+) -> Any:
+    """One pass of Megatron's own schedule and gradient finalisation; gradients lie in ``main_grad``."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **(ddp or {}))
+    wrapped = [
+        DistributedDataParallel(cfg, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    cfg.finalize_model_grads_func = finalize_model_grads
+    if ddp_config.overlap_grad_reduce:
+        cfg.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    return get_forward_backward_func()(
+        forward_step_func=partial(_forward_step_of, cfg),
+        data_iterator=[iter(microbatches) for _ in wrapped] if len(wrapped) > 1 else iter(microbatches),
+        model=wrapped if len(wrapped) > 1 else wrapped[0],
+        num_microbatches=len(microbatches),
+        seq_length=SEQUENCE,
+        micro_batch_size=microbatches[0].size(0),
+        forward_only=False,
+    )
+
+
+def _forward_step_of(cfg: Any, iterator: Any, model: Any, *unused: Any) -> Any:
+    return forward_step(cfg, iterator, model)
+
+
+def gradients(chunks: list[Any], only: str = "") -> dict[str, Tensor]:
+    """Finished gradients by global name; those of one tensor parallel rank."""
+    found = {}
+    for chunk in chunks:
+        for name, parameter in global_names(chunk).items():
+            if only in name:
+                found[name] = parameter.main_grad.detach().clone()
+    return found
+
+
+def run(
+    switches: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    num_microbatches: int = 1,
+    micro_batch_size: int = 4,
+    ddp: Mapping[str, Any] | None = None,
+    only: str = "",
+    grad_scale: float | None = None,
+    **layout: Any,
+) -> dict[str, Any]:
+    """A whole training step; returns losses and gradients."""
+    start(switches, **layout)
+    from megatron.core import parallel_state
+
+    tp, pp, vpp = layout.get("tp", 1), layout.get("pp", 1), layout.get("vpp")
+    cfg = config(
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        expert_model_parallel_size=layout.get("ep", 1),
+        **(overrides or {}),
+    )
+    if grad_scale is not None:
+        cfg.grad_scale_func = lambda loss: loss * grad_scale
+    chunks = [gpt_model(cfg, vp_stage=stage if vpp else None) for stage in range(vpp or 1)]
+    ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    batch = samples(num_microbatches * micro_batch_size * ranks)
+    mine = batch.view(num_microbatches, ranks, micro_batch_size, -1)[:, rank]
+    losses = train_step(cfg, chunks, list(mine), ddp)
+    return {
+        "losses": [entry["lm loss"] for entry in losses] if losses else [],
+        "gradients": gradients(chunks, only),
+        "split": split_dimensions(chunks),
+    }
+
+
+def split_dimensions(chunks: list[Any]) -> dict[str, int | None]:
+    """Along which dimension tensor parallelism splits a parameter."""
+    return {
+        name: parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+        for chunk in chunks
+        for name, parameter in global_names(chunk).items()
+    }
+
+
+def put_together(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Whole gradients from those of all tensor (or pipeline) parallel ranks; copies must agree."""
+    whole: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for rank in ranks for name in rank["gradients"]):
+        parts = [rank["gradients"][name] for rank in ranks if name in rank["gradients"]]
+        dimension = next(rank["split"][name] for rank in ranks if name in rank["split"])
+        if dimension is None or len(parts) == 1:
+            for part in parts[1:]:
+                torch.testing.assert_close(part, parts[0], rtol=0, atol=0, msg=f"copies of {name} differ")
+            whole[name] = parts[0]
+        elif "linear_fc1" in name:
+            halves = [part.chunk(2) for part in parts]
+            whole[name] = torch.cat([half[0] for half in halves] + [half[1] for half in halves])
+        else:
+            whole[name] = torch.cat(parts, dim=dimension)
+    return whole
+
+
+def assert_same_gradients(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float = 1e-4
+) -> None:
+    """Every parameter's gradient, to a share of its own largest entry."""
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        atol = rtol * float(gradient.abs().max())
+        assert atol > 0 or "expert" in name or "bias" in name, f"{name} has no gradient to compare"
+        assert (actual[name] - gradient).abs().max() <= atol, name

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.features.attention.job import assert_same_gradients, put_together
+
+RUN = "tests.features.attention.job:run"
+
+
+@pytest.fixture(scope="module")
+def one_rank(pool):
+    return put_together(pool.run(RUN, 1))
+
+
+def test_tensor_and_sequence_parallel_gradients_are_those_of_one_rank(pool, one_rank):
+    assert_same_gradients(put_together(pool.run(RUN, 2, tp=2)), one_rank)
+
+
+def test_without_the_repair_the_indexers_gradients_are_added_up(pool, one_rank):
+    summed = put_together(pool.run(RUN, 2, tp=2, switches={"dsa_indexer_tp_grads": False}))
+    for name, gradient in one_rank.items():
+        factor = 2 if "indexer" in name else 1
+        atol = 1e-4 * float(gradient.abs().max())
+        torch.testing.assert_close(summed[name], factor * gradient, rtol=0, atol=atol)
