@@ -33,10 +33,12 @@ class TargetFacts:
         exists: ``None`` where the source cannot tell (inherited from code that is not at hand, made
             up when imported).
         reason: why it does not exist, or why that cannot be told.
-        params: parameter names; of a class those of its constructor; ``None`` if they cannot be told.
+        params: parameter names; of a class those of its constructor; ``None`` if they cannot be told,
+            or stand in another package than the target.
             Of several alternative definitions, the names that any of them takes.
         has_var_keyword: whether it takes ``**kwargs``.
-        fingerprint: see `mindspeed_dsa.patches.fingerprint`; over all alternatives.
+        fingerprint: see `mindspeed_dsa.patches.fingerprint`; over all alternatives, and empty for what
+            stands in another package than the target.
         file, line: where it is defined.
         defined_in: ``"module:qualname"`` of the definition, behind re-exports and base classes.
     """
@@ -111,6 +113,9 @@ class Checker:
         if not result.found:
             return TargetFacts(None if result.unknown else False, result.unknown or result.missing)
         first = result.found[0]
+        defined_in = f"{first.module.name}:{first.qualname}"
+        if first.package != self._package(patch):  # inherited: another package's release changes it
+            return TargetFacts(True, file=first.module.file, line=first.line, defined_in=defined_in)
         params: list[str] | None = []
         has_var_keyword = False
         for item in result.found:
@@ -127,7 +132,7 @@ class Checker:
             fingerprint=fingerprint(nodes, (self.root, self.original_root)) if nodes else "",
             file=first.module.file,
             line=first.line,
-            defined_in=f"{first.module.name}:{first.qualname}",
+            defined_in=defined_in,
         )
 
     def check(self, patch: Patch) -> list[Finding]:
@@ -139,7 +144,12 @@ class Checker:
         return [*assess(patch, facts), *self._changed(patch, facts)]
 
     def __call__(self, patch: Patch) -> tuple[list[str], list[str]]:
-        """The same as ``(problems, notes)``, the shape that the patch manager asks for."""
+        """The same as ``(problems, notes)``, the shape that the patch manager asks for.
+
+        Only the root package is judged: others (torch) fill their modules from C when imported.
+        """
+        if self._package(patch) != self.root:
+            return [], []
         findings = self.check(patch)
         problems = [finding.message for finding in findings if finding.fatal]
         return problems, [finding.message for finding in findings if finding.state == "changed"]
@@ -168,6 +178,10 @@ class Checker:
     def _version_of(self, package: str) -> str | None:
         return self.version if package == self.root else None
 
+    @staticmethod
+    def _package(patch: Patch) -> str:
+        return patch.module.partition(".")[0]
+
     def _original_label(self, patch: Patch) -> str:
         text = patch.label
         if text.split(".")[0].split(":")[0] == self.root:
@@ -191,6 +205,8 @@ class Checker:
         if not result.found:
             return None, False
         constructor = result.found[0]
+        if constructor.package != item.package:
+            return None, False
         if isinstance(constructor.node, ast.ClassDef):
             return ["self", *self._fields(constructor)], False
         return self._parameters(constructor)

@@ -22,6 +22,11 @@ class Found:
     line: int = 0
 
     @property
+    def package(self) -> str:
+        """Top-level package that it is written in."""
+        return self.module.package
+
+    @property
     def is_definition(self) -> bool:
         """Whether it is a function or a class rather than a value or a module."""
         return isinstance(self.node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda))
@@ -122,7 +127,9 @@ class Resolver:
             return self._import(module, binding, seen)
         if isinstance(binding.node, (ast.Name, ast.Attribute)):
             alias = self._expression(module, binding.node, seen)
-            if alias.found:
+            # `fuse = torch.compile` is the package's own choice: another package's release must not
+            # change what is known of it.
+            if alias.found and alias.found[0].package == module.package:
                 return alias
         return Resolution([Found(module, qualname, binding.node, binding.line)])
 

@@ -29,6 +29,11 @@ class ModuleSource:
     text: str | None
     is_package: bool
 
+    @property
+    def package(self) -> str:
+        """Top-level package of the module."""
+        return self.name.partition(".")[0]
+
     @cached_property
     def scope(self) -> Scope | None:
         """What the module's top level binds; ``None`` when ``unreadable`` says why."""

@@ -103,6 +103,14 @@ def test_release_that_was_never_recorded(tmp_path):
     assert "differs from 0.16.1" in finding.message
 
 
+def test_manager_is_told_nothing_about_other_packages(tmp_path):
+    """torch sets attributes from C that its sources do not show."""
+    check = checker(tmp_path, {"megatron/core/a.py": SOURCE}, version="0.16.1")
+    row = patch("argparse:made_from_c", versions="<0.1")
+    assert check(row) == ([], [])
+    assert states(check.check(row)) == ["missing"], "nor is the version one of Megatron's"
+
+
 def test_fork_with_another_root(tmp_path):
     """Renaming the package is no change; changing the function is."""
     fork = SOURCE.replace("megatron", "corp_megatron")
@@ -179,10 +187,10 @@ def test_200_sites_among_2000_modules_take_well_under_a_second(tmp_path):
     tree = SourceTree.folder(write(tmp_path, files))
     rows = [patch(f"megatron.pkg_{i // 10}.stub_{10 * i}:name_{i % 50}", params=("x",)) for i in range(200)]
     recorded = {row.target: {"1.0": "0" * 16} for row in rows}
-    start = time.perf_counter()
+    start = time.process_time()  # of this process: the machine may be busy
     check = Checker(tree, version="1.0", known=recorded)
     found = [finding.state for row in rows for finding in check.check(row)]
-    elapsed = time.perf_counter() - start
+    elapsed = time.process_time() - start
     assert found == ["changed"] * 200
     assert elapsed < 1.0
 
