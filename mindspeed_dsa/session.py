@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from mindspeed_dsa import checks, features, platforms, settings, start_report, versions
+from mindspeed_dsa import checks, compat, features, platforms, settings, start_report, versions
 from mindspeed_dsa.features.base import Feature
 from mindspeed_dsa.patches import Claim, PatchManager, SettingsError
 from mindspeed_dsa.patches.site import load
@@ -122,7 +122,7 @@ def make_manager(resolved: Settings, active: Sequence[Feature]) -> PatchManager:
     manager = PatchManager(
         root=root,
         version_of=lambda package: versions.of_package(package, root),
-        static_check=versions.static_check(root),
+        static_check=compat.static_check(root),
     )
     manager.plan(
         Claim(feature.name, patch, order) for order, feature in enumerate(active) for patch in feature.patches

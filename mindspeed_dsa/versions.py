@@ -8,8 +8,6 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from mindspeed_dsa.patches.manager import StaticCheck
-
 MEGATRON_DISTRIBUTION = "megatron-core"
 
 
@@ -60,11 +58,6 @@ def version_in_source(text: str) -> str | None:
         return f"{values['MAJOR']}.{values['MINOR']}.{values['PATCH']}{values.get('PRE_RELEASE', '')}"
     except KeyError:
         return None
-
-
-def static_check(root: str) -> StaticCheck | None:
-    """The engine's look at sources; wired up by the drift check."""
-    return None
 
 
 def installed(root: str = "megatron") -> dict[str, str | None]:
