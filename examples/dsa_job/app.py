@@ -1,0 +1,82 @@
+"""From the command line to an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import mindspeed_dsa
+from dsa_job import runs
+from dsa_job.arguments import parse_args
+from dsa_job.corpus import find_text
+from dsa_job.errors import JobError, UsageError
+from dsa_job.tokenizer import build_tokenizer
+from dsa_job.validation import World, check, padded_vocab_size
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job; 0: done, 1: failure, 2: refused, 3: loss not finite, 130: Ctrl-C."""
+    world = World()
+    # What Megatron says about optional packages is true and of no use here.
+    warnings.filterwarnings(
+        "ignore", message=".*(not installed|full scope is deprecated)", module=r"megatron\."
+    )
+    try:
+        world = World.from_environment()
+        args = parse_args(argv)
+        check(args, world)
+        enable_features(args)
+        run = prepare(args, world)
+        from dsa_job.training import train
+
+        train(args, run=run, quiet=world.rank != 0)
+    except (JobError, mindspeed_dsa.MindSpeedDSAError) as error:
+        if world.local_rank == 0:  # all ranks come to the same verdict; one per machine says it
+            problems = error.problems if isinstance(error, UsageError) else [str(error)]
+            print("\n".join(f"pretrain_dsa.py: {text}" for text in problems), file=sys.stderr, flush=True)
+        return error.exit_code if isinstance(error, JobError) else UsageError.exit_code
+    except Exception:
+        if world.size == 1:
+            raise
+        # Ending at once closes this rank's connections: the others notice, wherever they wait.
+        print(f"rank {world.rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        os._exit(1)
+    return 0
+
+
+def enable_features(args: argparse.Namespace) -> None:
+    """Switch on what these arguments ask for; the attention variant decides about the DSA repairs.
+
+    Raises:
+        mindspeed_dsa.SettingsError: an impossible combination.
+    """
+    mindspeed_dsa.enable(experimental_attention_variant=args.experimental_attention_variant or "none")
+    mindspeed_dsa.validate(args)
+
+
+def prepare(args: argparse.Namespace, world: World) -> runs.Run | None:
+    """Look at files before there is a process group, and choose the run's folder on rank 0.
+
+    Raises:
+        UsageError: data, tokenizer, checkpoint or folder cannot be used.
+    """
+    from dsa_job import checkpoint
+
+    args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(args.tokenizer_model).vocab_size)
+    if args.train_iters:
+        find_text(args.data)
+    if args.load:
+        checkpoint.check_fits(args, checkpoint.folder_of(Path(args.load), checkpoint.choose(args)))
+    if world.rank or not args.train_iters:
+        return None
+    try:
+        run = runs.open_run(Path(args.output_dir), runs.settings(args), checkpoint.latest, args.new_run)
+    except OSError as error:
+        raise UsageError(f"--output-dir {args.output_dir} cannot be used: {error}") from error
+    print(run.why, flush=True)
+    return run

@@ -1,0 +1,88 @@
+"""Process groups: one process needs no launcher, several come from torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from dsa_job.validation import World
+
+
+def initialize(args: argparse.Namespace, world: World) -> bool:
+    """Join the default process group unless it exists; returns whether it was created here."""
+    if dist.is_initialized():
+        return False
+    backend = args.distributed_backend or default_backend()
+    timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+    if backend != "gloo":
+        torch.cuda.set_device(world.local_rank)
+    if world.size == 1:
+        # A store inside the process: no port, so any number of jobs run side by side.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
+    return True
+
+
+def default_backend() -> str:
+    """Collective library of the device that is there."""
+    if getattr(torch, "npu", None) is not None and torch.npu.is_available():
+        return "hccl"
+    # On the CPU platform torch.cuda answers as if a device were there; the build does not.
+    return "nccl" if torch.version.cuda and device().type == "cuda" else "gloo"
+
+
+def device() -> torch.device:
+    """Where this process keeps its tensors."""
+    current = torch.cuda.current_device()
+    return current if isinstance(current, torch.device) else torch.device("cuda", current)
+
+
+@contextlib.contextmanager
+def model_parallel(args: argparse.Namespace) -> Iterator[None]:
+    """Megatron's groups and random number generators for the time of one job."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        distributed_timeout_minutes=max(1, int(args.distributed_timeout_minutes)),
+    )
+    try:
+        tensor_parallel.model_parallel_cuda_manual_seed(seed(args))
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def seed(args: argparse.Namespace) -> int:
+    """Seed of this pipeline rank; Megatron adds the tensor parallel rank where it matters."""
+    return int(args.seed) + 100 * parallel_state.get_pipeline_model_parallel_rank()
+
+
+def any_rank(*flags: bool) -> tuple[bool, ...]:
+    """Whether each flag is set on any rank."""
+    values = torch.tensor([float(flag) for flag in flags], device=device())
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return tuple(bool(value) for value in values.tolist())
+
+
+def max_over_ranks(value: float) -> float:
+    """The largest of all ranks' values, in float32."""
+    tensor = torch.tensor([value], dtype=torch.float32, device=device())
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return float(tensor)
+
+
+def max_bytes(value: int) -> int:
+    """The largest of all ranks' counts of bytes."""
+    tensor = torch.tensor([value], dtype=torch.int64, device=device())
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return int(tensor)

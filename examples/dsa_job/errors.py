@@ -1,0 +1,37 @@
+"""Errors that end the job with one clear message instead of a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class JobError(Exception):
+    """Ends the job; ``exit_code`` becomes the exit code of the process."""
+
+    exit_code = 1
+
+
+class UsageError(JobError):
+    """What the user asked for cannot be done.
+
+    Args:
+        problems: all of them at once, each saying what is wrong and what to do.
+    """
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[str] | str) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class NonFiniteLossError(JobError):
+    """The loss or the gradient norm became NaN or infinite; the weights of that step are not saved."""
+
+    exit_code = 3
+
+
+class Interrupted(JobError):
+    """Ctrl-C; a checkpoint was written."""
+
+    exit_code = 130

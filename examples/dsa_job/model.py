@@ -1,0 +1,107 @@
+"""The model: Megatron's GPTModel with MLA, sparse attention and experts, wrapped for data parallelism."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+
+def model_config(args: argparse.Namespace) -> MLATransformerConfig:
+    """Megatron's configuration; every flag that has the name of a field goes there."""
+    fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    given = {name: value for name, value in vars(args).items() if name in fields}
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    given.update(
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        batch_p2p_comm=not args.overlap_p2p_comm,
+        deallocate_pipeline_outputs=True,
+        deterministic_mode=bool(args.deterministic_mode),
+    )
+    if not args.num_moe_experts:
+        given.update(
+            moe_layer_freq=1, moe_router_enable_expert_bias=False, moe_shared_expert_intermediate_size=None
+        )
+    return MLATransformerConfig(**{name: value for name, value in given.items() if value is not None})
+
+
+def build_model(args: argparse.Namespace, config: MLATransformerConfig) -> list[DistributedDataParallel]:
+    """The chunks that this pipeline rank holds; one unless the pipeline is interleaved."""
+    chunks = args.virtual_pipeline_model_parallel_size
+    modules: list[Any] = [
+        _build_chunk(args, config, stage) for stage in (range(chunks) if chunks else [None])
+    ]
+    for module in modules:
+        for parameter in module.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        module.cuda(torch.cuda.current_device())
+    if args.bf16:
+        modules = [Float16Module(config, module) for module in modules]
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        overlap_param_gather=args.overlap_param_gather,
+        align_param_gather=args.align_param_gather,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        bucket_size=_bucket_size(args),
+    )
+    return [
+        # Communication of all chunks but the first runs beside compute anyway: no buckets for them.
+        DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
+        for index, module in enumerate(modules)
+    ]
+
+
+def _bucket_size(args: argparse.Namespace) -> int | None:
+    """Parameters per bucket; without overlap one bucket holds all."""
+    if not args.overlap_grad_reduce:
+        return None
+    return args.ddp_bucket_size or max(40_000_000, 1_000_000 * parallel_state.get_data_parallel_world_size())
+
+
+def _build_chunk(args: argparse.Namespace, config: MLATransformerConfig, stage: int | None) -> GPTModel:
+    transformer_engine = args.transformer_impl == "transformer_engine"
+    if args.experimental_attention_variant:
+        block = get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=stage)
+    else:
+        block = get_gpt_decoder_block_spec(config, transformer_engine, vp_stage=stage)
+    mtp = None
+    if args.mtp_num_layers:
+        mtp = get_gpt_mtp_block_spec(config, block, transformer_engine, vp_stage=stage)
+    where = {} if stage is None else {"ignore_virtual": False, "vp_stage": stage}
+    model = GPTModel(
+        config,
+        block,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        rotary_base=args.rotary_base,
+        mtp_block_spec=mtp,
+        vp_stage=stage,
+    )
+    model.vp_stage = stage
+    return model
+
+
+def parameter_count(model: list[DistributedDataParallel]) -> int:
+    """Parameters on this rank."""
+    return sum(parameter.numel() for chunk in model for parameter in chunk.parameters())

@@ -1,0 +1,169 @@
+"""One training step and one evaluation, through Megatron's pipeline schedules."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
+
+from dsa_job.data import Batch
+from dsa_job.distributed import any_rank, max_over_ranks
+from dsa_job.errors import NonFiniteLossError
+
+LossAndCount = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
+
+def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> LossAndCount:
+    """Sum of the token losses of a microbatch, number of tokens, and both for the report.
+
+    Args:
+        loss_mask: float32 ``[micro_batch_size, seq_length]``; 1 where a token counts.
+        losses: cross entropy in nats, ``[micro_batch_size, seq_length]``.
+    """
+    total = torch.sum(losses.float() * loss_mask)
+    tokens = loss_mask.sum().to(torch.int)
+    return total, tokens, {"sums": torch.stack([total.detach(), tokens.float()])}
+
+
+def forward_step(
+    data: Iterator[Batch], model: torch.nn.Module
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossAndCount]]:
+    """Forward pass of one microbatch, as Megatron's schedules ask for it."""
+    batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(data).items()}
+    output = model(
+        batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"]
+    )
+    return output, partial(loss_function, batch["loss_mask"])
+
+
+class Stepper:
+    """Model, optimizer and schedule, moved one step at a time.
+
+    Args:
+        args: arguments of the job.
+        config: Megatron's model configuration; its hooks for gradient and parameter traffic are set here.
+        model: chunks of this rank.
+        optimizer, scheduler: Megatron's.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, config: Any, model: list[Any], optimizer: Any, scheduler: Any
+    ) -> None:
+        self.args, self.config = args, config
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.microbatches = args.global_batch_size // (
+            args.micro_batch_size * parallel_state.get_data_parallel_world_size()
+        )
+        config.grad_scale_func = optimizer.scale_loss
+        config.finalize_model_grads_func = finalize_model_grads
+        if args.overlap_grad_reduce:
+            config.no_sync_func = _per_chunk([chunk.no_sync for chunk in model])
+            if args.align_grad_reduce:
+                config.grad_sync_func = _per_chunk([chunk.start_grad_sync for chunk in model])
+        if args.overlap_param_gather and args.align_param_gather:
+            config.param_sync_func = _per_chunk([chunk.start_param_sync for chunk in model])
+
+    def train_step(self, step: int, data: list[Iterator[Batch]]) -> tuple[float, float | None, float]:
+        """One optimizer step; ``(lm loss, indexer loss, gradient norm)``, the same on every rank.
+
+        Raises:
+            NonFiniteLossError: on every rank, before the weights change if the loss is to blame.
+        """
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        clear_aux_losses_tracker()
+        sums = self._forward_backward(data, forward_only=False)
+        self._refuse_non_finite(step, sums)
+        lm_loss = self._mean_loss(sums)
+        _, grad_norm, _ = self.optimizer.step()
+        self.scheduler.step(increment=self.args.global_batch_size)
+        indexer_loss = self._indexer_loss(step)
+        norm = float("-inf") if grad_norm is None else float(grad_norm)  # None: no weights on this rank
+        if any_rank(grad_norm is not None and not math.isfinite(norm))[0]:
+            raise NonFiniteLossError(
+                f"step {step}: the gradient norm is not a finite number, the loss was {lm_loss} (rank "
+                f"{dist.get_rank()}); lower --lr, or look at the data; the last checkpoint is from before it"
+            )
+        return lm_loss, indexer_loss, max_over_ranks(norm)
+
+    def evaluate(self, data: list[Iterator[Batch]], rounds: int) -> float:
+        """Mean loss in nats per token over ``rounds`` global batches; leaves no trace in the model."""
+        for chunk in self.model:
+            chunk.eval()
+        with self.complete_parameters(), torch.no_grad():
+            sums = [part for _ in range(rounds) for part in self._forward_backward(data, forward_only=True)]
+        for chunk in self.model:
+            chunk.train()
+        return self._mean_loss(sums)
+
+    @contextlib.contextmanager
+    def complete_parameters(self) -> Iterator[None]:
+        """Finish a parameter gather that would overlap the next forward pass, and put it off meanwhile."""
+        if self.args.overlap_param_gather:
+            for chunk in self.model:
+                chunk.disable_forward_pre_hook(param_sync=True)
+        yield
+        if self.args.overlap_param_gather:
+            for chunk in self.model:
+                chunk.enable_forward_pre_hook()
+
+    def _forward_backward(self, data: list[Iterator[Batch]], forward_only: bool) -> list[torch.Tensor]:
+        """Loss sum and token count of each microbatch, float32 ``[2]``; empty but on the last stage."""
+        reports = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=data if len(self.model) > 1 else data[0],
+            model=self.model,
+            num_microbatches=self.microbatches,
+            seq_length=self.args.seq_length,
+            micro_batch_size=self.args.micro_batch_size,
+            forward_only=forward_only,
+        )
+        return [report["sums"] for report in reports]
+
+    def _refuse_non_finite(self, step: int, sums: list[torch.Tensor]) -> None:
+        bad = not all(bool(torch.isfinite(part).all()) for part in sums)
+        if not any_rank(bad)[0]:
+            return
+        verdicts: list[bool | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(verdicts, bad)
+        ranks = ", ".join(str(rank) for rank, verdict in enumerate(verdicts) if verdict)
+        raise NonFiniteLossError(
+            f"step {step}: the loss is not a finite number on rank {ranks}; this step did not change the "
+            "weights; lower --lr, or look at the data; the last checkpoint is from before it"
+        )
+
+    def _mean_loss(self, sums: list[torch.Tensor]) -> float:
+        """Mean over all tokens of all data parallel ranks, known to every rank."""
+        if not sums:  # only the last pipeline stage computes a loss
+            return max_over_ranks(float("-inf"))
+        total = torch.stack(sums).sum(dim=0)  # [2]: sum of losses, number of tokens
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        return max_over_ranks(float(total[0] / total[1]))
+
+    def _indexer_loss(self, step: int) -> float | None:
+        """Mean over layers and microbatches, its coefficient included; ``None`` where there is none."""
+        if not (self.args.experimental_attention_variant == "dsa" and self.args.dsa_indexer_loss_coeff):
+            return None
+        from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+        losses: dict[str, torch.Tensor] = {}
+        DSAIndexerLossLoggingHelper.track_indexer_metrics(
+            loss_scale=1 / self.microbatches, iteration=step, writer=None, total_loss_dict=losses
+        )
+        return float(losses["indexer loss"]) if losses else None
+
+
+def _per_chunk(functions: list[Any]) -> Any:
+    """Megatron wants one function for one chunk, and a list for several."""
+    return functions[0] if len(functions) == 1 else functions

@@ -1,0 +1,299 @@
+"""The job: build everything, train, evaluate, save, report."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import mindspeed_dsa
+from dsa_job import checkpoint, corpus, data, distributed, runs
+from dsa_job.errors import Interrupted, JobError, UsageError
+from dsa_job.model import build_model, model_config, parameter_count
+from dsa_job.optimizer import build_optimizer, build_scheduler
+from dsa_job.reporting import Record, Reporter
+from dsa_job.step import Stepper
+from dsa_job.tokenizer import build_tokenizer
+from dsa_job.validation import World, padded_vocab_size
+
+OnStep = Callable[[Record], None]
+OnEnd = Callable[[Stepper], None]
+
+
+def train(
+    args: argparse.Namespace,
+    on_step: OnStep | None = None,
+    on_end: OnEnd | None = None,
+    run: runs.Run | None = None,
+    quiet: bool = True,
+) -> list[Record]:
+    """Run the job and return one record per step made by this call, on every rank.
+
+    The default process group is joined if there is none and left as it was found; Megatron's model
+    parallel state is created and destroyed here, so that one process can run any number of jobs one
+    after the other. The features that the job needs must be enabled before.
+
+    Args:
+        args: from :func:`dsa_job.arguments.parse_args`, checked by :func:`dsa_job.validation.check`.
+        on_step: called with every record on every rank.
+        on_end: called after the last step on every rank, while model and optimizer still exist.
+        run: the run's folder, on rank 0; without it no files are written but checkpoints where
+            ``--save`` says.
+        quiet: print nothing.
+
+    Raises:
+        UsageError: data or checkpoint turn out not to fit.
+        NonFiniteLossError: the loss or gradient norm is not finite.
+        Interrupted: Ctrl-C; a checkpoint was written if checkpoints are.
+    """
+    world = World.from_environment()
+    joined = distributed.initialize(args, world)
+    try:
+        args = _agree(args, run)
+        with _deterministic(args), distributed.model_parallel(args), _CtrlC() as interrupt:
+            records = _Job(args, run, interrupt, quiet).run(on_step, on_end)
+    except JobError:  # raised on every rank
+        _leave(joined)
+        raise
+    _leave(joined)
+    return records
+
+
+def _leave(joined: bool) -> None:
+    if joined and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _agree(args: argparse.Namespace, run: runs.Run | None) -> argparse.Namespace:
+    """Arguments for this job alone: what rank 0 chose where only one rank can choose."""
+    chosen: list[dict[str, Any] | None] = [None]
+    if dist.get_rank() == 0:
+        save, load, cache = args.save, args.load, args.data_cache_path
+        if run is not None:
+            save = save or str(run.checkpoints)
+            load = save if run.resumed else load
+            cache = cache or str(Path(args.output_dir) / "data-cache")
+        chosen[0] = {"save": None if args.no_save else save, "load": load, "data_cache_path": cache}
+        if run is not None and run.resumed:
+            # A run that began from other weights goes on from its own.
+            chosen[0].update(ckpt_step=None, finetune=False, no_load_optim=False, no_load_rng=False)
+        if not args.train_iters:  # initial weights: the rest has no state yet
+            chosen[0].update(no_save_optim=True, no_save_rng=True)
+    dist.broadcast_object_list(chosen, src=0)
+    assert chosen[0] is not None
+    args = argparse.Namespace(**{**vars(args), **chosen[0]})
+    if args.deterministic_mode is None:
+        args.deterministic_mode = distributed.device().type == "cpu"
+    return args
+
+
+@contextlib.contextmanager
+def _deterministic(args: argparse.Namespace) -> Iterator[None]:
+    """Sums in a fixed order; on a CPU with several threads some are not otherwise."""
+    before = torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    if args.deterministic_mode:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+class _CtrlC:
+    """Notes the first Ctrl-C so that the step can end; one that comes seconds later ends at once."""
+
+    patience_s = 5.0  # torchrun passes the terminal's own signal on a second time
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+
+    def __enter__(self) -> _CtrlC:
+        try:
+            self._before = signal.signal(signal.SIGINT, self._handle)
+        except ValueError:  # not the main thread: somebody else takes care of signals
+            self._before = None
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.first is not None and now - self.first > self.patience_s:
+            raise KeyboardInterrupt
+        if self.first is None:
+            self.first = now
+
+
+class _Job:
+    """Everything of one job between its process groups' birth and death."""
+
+    def __init__(
+        self, args: argparse.Namespace, run: runs.Run | None, interrupt: _CtrlC, quiet: bool
+    ) -> None:
+        self.args, self.interrupt = args, interrupt
+        self.start = time.monotonic()
+        _seed(distributed.seed(args))
+        tokenizer = build_tokenizer(args.tokenizer_model)
+        args.padded_vocab_size = padded_vocab_size(args, tokenizer.vocab_size)
+        self.corpus: corpus.Corpus | None = None
+        if args.train_iters:
+            self.corpus = data.build_corpus(args, tokenizer)
+            self.train_data, self.heldout_data = data.build_datasets(args, tokenizer, self.corpus)
+        mindspeed_dsa.finalize()
+        config = model_config(args)
+        model = build_model(args, config)
+        optimizer = build_optimizer(args, model)
+        scheduler = build_scheduler(args, optimizer)
+        self.stepper = Stepper(args, config, model, optimizer, scheduler)
+        self.progress = checkpoint.Progress()
+        if args.save and dist.get_rank() == 0:
+            checkpoint.remove_partial(Path(args.save))
+        if args.load:
+            self._load(model, optimizer, scheduler)
+        self.saved = self.progress.iteration if run is not None and run.resumed else None
+        self.wall_before = self.progress.wall_s
+        folder = run.folder if run is not None else None
+        self.reporter = Reporter(args, folder, self.progress.iteration, quiet)
+
+    def _load(self, model: list[Any], optimizer: Any, scheduler: Any) -> None:
+        where: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                where[0] = checkpoint.folder_of(Path(self.args.load), checkpoint.choose(self.args))
+                checkpoint.check_fits(self.args, where[0])
+            except UsageError as error:
+                where[0] = error
+        dist.broadcast_object_list(where, src=0)
+        if isinstance(where[0], UsageError):
+            raise where[0]
+        self.progress = checkpoint.load(self.args, where[0], model, optimizer, scheduler)
+
+    def run(self, on_step: OnStep | None, on_end: OnEnd | None) -> list[Record]:
+        records: list[Record] = []
+        try:
+            self._introduce()
+            if self.args.train_iters:
+                self._steps(records, on_step)
+            if self.args.save and self.saved != self.progress.iteration:
+                self._save()
+            if on_end is not None:
+                on_end(self.stepper)
+            if self.corpus is not None and self.progress.iteration >= self.args.train_iters:
+                self.reporter.finish(self.corpus.unigram_entropy, self._wall())
+        finally:
+            self.reporter.close()
+        return records
+
+    def _introduce(self) -> None:
+        args, say = self.args, self.reporter.say
+        total = parameter_count(self.stepper.model)
+        say(
+            f"model: {args.num_layers} layers, {total:,} parameters on rank 0, "
+            f"{'bfloat16' if args.bf16 else 'float32'}"
+        )
+        if args.experimental_attention_variant == "dsa":
+            say(
+                f"sparse attention: {args.dsa_indexer_n_heads} index heads choose {args.dsa_indexer_topk} of "
+                f"up to {args.seq_length} keys"
+            )
+        if self.corpus is not None:
+            say(f"data: {corpus.describe(self.corpus)}")
+
+    def _steps(self, records: list[Record], on_step: OnStep | None) -> None:
+        args, progress = self.args, self.progress
+        chunks = len(self.stepper.model)
+        stream = data.batches(args, self.train_data, progress.consumed_train_samples, chunks)
+        if progress.iteration == 0:
+            self._evaluate()
+        self.reporter.start(progress.iteration)
+        while progress.iteration < args.train_iters:
+            record = self._step(stream)
+            records.append(record)
+            self.reporter.step(record)
+            if on_step is not None:
+                on_step(record)
+            step, last = progress.iteration, progress.iteration == args.train_iters
+            if last or (args.eval_interval and step % args.eval_interval == 0):
+                self._evaluate()
+            if args.save and args.save_interval and step % args.save_interval == 0 and not last:
+                self._save()
+            if distributed.any_rank(self.interrupt.first is not None)[0] and not last:
+                self._stop_for_ctrl_c()
+            if args.exit_interval and step % args.exit_interval == 0:
+                return
+
+    def _step(self, stream: list[Iterator[data.Batch]]) -> Record:
+        args, progress = self.args, self.progress
+        begin = time.perf_counter()
+        lm_loss, indexer_loss, grad_norm = self.stepper.train_step(progress.iteration + 1, stream)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+        progress.iteration += 1
+        progress.consumed_train_samples += args.global_batch_size
+        return {
+            "step": progress.iteration,
+            "lm_loss": lm_loss,
+            "indexer_loss": indexer_loss,
+            "grad_norm": grad_norm,
+            "tokens_per_s": args.global_batch_size * args.seq_length / seconds,
+            "step_time_s": seconds,
+            "peak_memory_bytes": distributed.max_bytes(torch.cuda.max_memory_allocated()),
+        }
+
+    def _evaluate(self) -> None:
+        if self.heldout_data is None:
+            return
+        # Always the same samples, so that the losses can be compared.
+        stream = data.batches(self.args, self.heldout_data, 0, len(self.stepper.model))
+        self.reporter.evaluation(self.progress.iteration, self.stepper.evaluate(stream, self.args.eval_iters))
+
+    def _wall(self) -> float:
+        return self.wall_before + time.monotonic() - self.start
+
+    def _save(self) -> None:
+        self.progress.wall_s = distributed.max_over_ranks(self._wall())
+        stepper = self.stepper
+        with stepper.complete_parameters():
+            where = checkpoint.save(
+                self.args,
+                Path(self.args.save),
+                self.progress,
+                stepper.model,
+                stepper.optimizer,
+                stepper.scheduler,
+            )
+        self.saved = self.progress.iteration
+        self.reporter.say(f"step {self.saved:>5} | saved {where}")
+
+    def _stop_for_ctrl_c(self) -> None:
+        if not self.args.save:
+            raise Interrupted(
+                f"stopped by Ctrl-C after step {self.progress.iteration}; nothing was saved (--no-save)"
+            )
+        if self.saved != self.progress.iteration:
+            self._save()
+        raise Interrupted(
+            f"stopped by Ctrl-C after step {self.progress.iteration}; a checkpoint is in {self.args.save}; "
+            "the same command goes on from there"
+        )
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
