@@ -7,87 +7,154 @@ of these faults and costs what a closure costs.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
-from types import FunctionType
+from collections.abc import Callable, Iterator, Sequence
+from types import CellType, FunctionType
 from typing import Any
 
 from mindspeed_dsa.patches.errors import PatchDeclarationError
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+_METHODS = (staticmethod, classmethod)
 
 
 def underlying(raw: Any) -> Any:
     """The function inside a static method, class method or property; else ``raw`` itself."""
-    if isinstance(raw, (staticmethod, classmethod)):
+    if isinstance(raw, _METHODS):
         return raw.__func__
     if isinstance(raw, property):
         return raw.fget
     return raw
 
 
-def compose(raw: Any, replacement: Any | None, wrappers: Sequence[tuple[str, Decorator]]) -> Any:
+def compose(
+    raw: Any,
+    replacement: Any | None,
+    wrappers: Sequence[tuple[str, Decorator]],
+    place: tuple[str, str] | None = None,
+) -> Any:
     """Build what is to stand in the place of ``raw``, in the same kind of descriptor.
 
     Args:
         raw: the object as it lies in its owner's ``__dict__`` (descriptors included).
         replacement: function to use instead of the original, or ``None``.
         wrappers: ``(impl name, decorator)``, innermost first.
+        place: module and qualified name of the target where they are not the original's own: it was
+            inherited, and pickle must find the patch where it lies.
 
     Raises:
-        PatchDeclarationError: a replacement or a decorator's result is no plain function.
+        PatchDeclarationError: the target is no function, or a replacement or a decorator's result is
+            no plain function.
     """
     original = underlying(raw)
+    if isinstance(original, type):
+        raise PatchDeclarationError(
+            f"{original!r} is a class, and a function in its place breaks isinstance and subclasses; "
+            "patch its methods, or use kind 'value' with a class"
+        )
     if not callable(original):
         raise PatchDeclarationError(
-            f"{original!r} cannot be called, so it cannot be wrapped or replaced as a function; use kind 'value'"
+            f"{original!r} cannot be called, so no function can wrap or replace it; use kind 'value'"
         )
     current = original
     if replacement is not None:
-        current = _clone(replacement, "the replacement")
+        current = clone(replacement, "the replacement")
     for name, decorate in wrappers:
-        current = _clone(decorate(current), f"what the decorator {name} returned")
-    return _in_descriptor(raw, _dress(current, original))
+        current = clone(decorate(current), f"what the decorator {name} returned")
+    return _in_descriptor(raw, _dress(current, original, place))
 
 
-def _clone(function: Any, what: str) -> FunctionType:
+def clone(function: Any, what: str) -> FunctionType:
     """A fresh function object, so that naming it never changes the implementation's own."""
     if not isinstance(function, FunctionType):
         raise PatchDeclarationError(
             f"{what} is a {type(function).__name__}, but must be a plain Python function "
             "(proxies and callable objects break torch.compile, deepcopy and pickle)"
         )
-    clone = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    copy = FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
-    clone.__kwdefaults__ = function.__kwdefaults__
-    clone.__annotations__ = function.__annotations__
-    clone.__dict__.update(function.__dict__)
-    return clone
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__annotations__ = function.__annotations__
+    copy.__doc__ = function.__doc__
+    copy.__dict__.update(function.__dict__)
+    return copy
 
 
-def _dress(function: FunctionType, original: Any) -> FunctionType:
+def put_at(function: FunctionType, module: str, qualname: str) -> FunctionType:
+    """Name a function after a place, where pickle will look for it."""
+    function.__module__ = module
+    function.__qualname__ = qualname
+    function.__name__ = qualname.rpartition(".")[2]
+    return function
+
+
+def _dress(function: FunctionType, original: Any, place: tuple[str, str] | None) -> FunctionType:
     """Give ``function`` the identity that pickle, ``inspect`` and readers expect at this place."""
-    for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
+    for attribute in ("__module__", "__name__", "__qualname__"):
         value = getattr(original, attribute, None)
         if value is not None:
             setattr(function, attribute, value)
+    function.__doc__ = getattr(original, "__doc__", None)
+    if place is not None:
+        put_at(function, *place)
     for attribute, value in getattr(original, "__dict__", {}).items():
-        # torch.compile's marks belong to the original's own code object.
+        # Marks of torch.compile belong to the original's own code; one of them (_torchdynamo_inline)
+        # would make compiled callers run the original.
         if not attribute.startswith("_torchdynamo"):
             function.__dict__.setdefault(attribute, value)
     # torch.jit.script and inspect.unwrap follow __wrapped__ back to the unpatched code.
     function.__dict__.pop("__wrapped__", None)
-    try:
+    with contextlib.suppress(TypeError, ValueError):  # builtins without a text signature
         function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    except (TypeError, ValueError):  # builtins without a text signature
-        pass
     return function
 
 
 def _in_descriptor(raw: Any, function: FunctionType) -> Any:
-    if isinstance(raw, (staticmethod, classmethod)):
+    if isinstance(raw, _METHODS):
         return type(raw)(function)
     if isinstance(raw, property):
         return type(raw)(function, raw.fset, raw.fdel, raw.__doc__)
     return function
+
+
+def parts(composed: Any, original: Any) -> Iterator[Any]:
+    """Everything through which a composed object holds ``original``, which itself is left out.
+
+    The descriptor, the closures of the decorators' functions, and in those closures containers and
+    instances of the implementation's own classes. Functions that a module owns are not entered, they
+    are no part of the patch.
+    """
+    outermost = underlying(composed)
+    homes = set()
+    seen = {id(original)}
+    stack: list[Any] = [composed, outermost]
+    while stack:
+        thing = stack.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, FunctionType):
+            if thing is not outermost and "<locals>" not in thing.__qualname__:
+                continue
+            homes.add(thing.__globals__.get("__name__"))
+            stack += [thing.__closure__, thing.__defaults__, thing.__kwdefaults__, thing.__dict__]
+        elif isinstance(thing, CellType):
+            try:
+                stack.append(thing.cell_contents)
+            except ValueError:  # not filled yet
+                continue
+        elif isinstance(thing, (tuple, list)):
+            stack += thing
+        elif isinstance(thing, dict):
+            stack += thing.values()
+        elif type(thing).__module__ in homes and hasattr(thing, "__dict__"):
+            stack.append(vars(thing))
+        elif not isinstance(thing, (staticmethod, classmethod, property)):
+            continue
+        yield thing

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 import wrapt
 
-_module_dict = ModuleType.__dict__["__dict__"].__get__
+_module_dict: Callable[[ModuleType], dict[str, Any]] = vars(ModuleType)["__dict__"].__get__
 
 
 def namespace(module: Any) -> dict[str, Any] | None:
@@ -17,8 +19,13 @@ def namespace(module: Any) -> dict[str, Any] | None:
     return _module_dict(module) if isinstance(module, ModuleType) else None
 
 
+def execution(name: str) -> Any:
+    """An object that stands for the last execution of a module; a reload makes a new one."""
+    return (namespace(sys.modules.get(name)) or {}).get("__spec__")
+
+
 def is_loaded(name: str) -> bool:
-    """Whether the module has been executed to its end."""
+    """Whether the module has been executed to its end (or is lazy, and will be when it is touched)."""
     module = sys.modules.get(name)
     return module is not None and not is_initializing(module)
 
@@ -29,21 +36,46 @@ def is_initializing(module: Any) -> bool:
     return bool(getattr(spec, "_initializing", False))
 
 
+def cannot_be_imported(name: str) -> bool:
+    """Whether there is no such module; asks the finders, and only where that imports no parent."""
+    parent = name.rpartition(".")[0]
+    if name in sys.modules or (parent and not is_loaded(parent)):
+        return False
+    try:
+        return importlib.util.find_spec(name) is None
+    except (ImportError, AttributeError, ValueError):  # the parent is no package
+        return True
+
+
 def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
     """Call ``callback(module)`` right after ``name`` has been executed.
 
-    ``callback`` must not raise: an import hook that raises is lost, and the next import of the
-    module succeeds without it.
-    """
-    wrapt.register_post_import_hook(callback, name)
-
-
-def namespaces(since: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and dictionaries of the loaded modules, in the order in which their import began.
+    A module that is being executed at this moment cannot be hooked any more; nothing is called then.
 
     Args:
-        since: start at this module. What was imported before a module was cannot hold names of it,
-            unless it is still being executed itself; those are included.
+        name: dotted module name.
+        callback: must not raise: an import hook that raises is lost, and the next import of the
+            module succeeds without it.
+    """
+    registering = threading.get_ident()
+
+    def hook(module: ModuleType) -> None:
+        # wrapt calls at once for whatever is in sys.modules, half-executed modules included.
+        if registering == threading.get_ident() and is_initializing(module):
+            return
+        callback(module)
+
+    wrapt.register_post_import_hook(hook, name)
+    registering = 0
+
+
+def namespaces(since: str | None = None) -> Iterator[dict[str, Any]]:
+    """Dictionaries of the loaded modules.
+
+    Args:
+        since: a module that has just been executed. Modules that were complete when its execution
+            began (they stand before it in ``sys.modules``) cannot have imported its names, so they
+            are left out.
     """
     started = since is None
     for name, module in tuple(sys.modules.items()):
@@ -51,10 +83,12 @@ def namespaces(since: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]
         if started or is_initializing(module):
             found = namespace(module)
             if found is not None:
-                yield name, found
+                yield found
 
 
-def holders(wanted: Mapping[int, Any], since: str | None = None) -> Iterator[tuple[dict[str, Any], str, Any]]:
+def bound_names(
+    wanted: Mapping[int, Any], since: str | None = None
+) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Every module-level name bound to one of the ``wanted`` objects: ``(namespace, name, value)``.
 
     Args:
@@ -62,8 +96,11 @@ def holders(wanted: Mapping[int, Any], since: str | None = None) -> Iterator[tup
             equal names.
         since: as for :func:`namespaces`.
     """
-    for _, names in namespaces(since):
-        items = tuple(names.items())  # another thread may import meanwhile
-        for name, value in items:
-            if id(value) in wanted and wanted[id(value)] is value:
+    ids = wanted.keys()
+    for names in namespaces(since):
+        # One pass in C, which no other thread's import can interrupt, before the slow loop.
+        if ids.isdisjoint(map(id, names.values())):
+            continue
+        for name, value in tuple(names.items()):
+            if id(value) in ids:
                 yield names, name, value

@@ -6,28 +6,29 @@ passed; what cannot be kept is undone as a whole.
 
 from __future__ import annotations
 
-import sys
+import gc
+import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import ModuleType
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
-from mindspeed_dsa.patches import compose, hooks, references
+from mindspeed_dsa.patches import compose, hooks, ranges, references
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, PatchError
 from mindspeed_dsa.patches.report import SiteReport, describe
-from mindspeed_dsa.patches.site import Site, contradictions, group
+from mindspeed_dsa.patches.site import Site, State, contradictions, group
 from mindspeed_dsa.patches.spec import Claim, Patch
 
 StaticCheck = Callable[[Patch], tuple[list[str], list[str]]]
 """``patch -> (problems, notes)`` from the source of the target, without importing it."""
 
+_log = logging.getLogger(__name__)
 _HELD = (
     "the original is still held by {holders}; import mindspeed_dsa.megatron_adaptor before the module "
     "that holds it, or have that holder look the name up when it calls"
 )
+_NAMED_HOLDERS = 5  # an error message names so many
 
 
 class PatchManager:
@@ -50,30 +51,38 @@ class PatchManager:
         self._root = root
         self._version_of = version_of
         self._static_check = static_check
+        # Never held while foreign code runs (imports, decorators): another thread may hold the import
+        # lock of the module that this code wants, and wait for ours in its import hook.
         self._lock = threading.RLock()
         self._sites: list[Site] = []
-        self._notes: dict[int, list[str]] = {}
-        self._patched_objects: dict[int, Site] = {}  # originals and patches by id; the sites keep them alive
+        self._outlived: list[Site] = []  # their module was executed again; consumers still hold them
+        self._busy: set[int] = set()  # ids of sites that some thread is preparing
+        self._places: dict[Any, Site] = {}  # what is patched, see _claims_to()
+        self._armed = False
         self._generation = 0  # import hooks cannot be unregistered; old ones see that they are old
 
     # -- plan and check ------------------------------------------------------------------------
 
     def plan(self, claims: Iterable[Claim]) -> None:
-        """Take the claims of all features; nothing is touched."""
-        if any(site.state in ("pending", "applied") for site in self._sites):
-            raise MindSpeedDSAError("patches are armed already; undo() them before planning anew")
-        rooted = [Claim(c.feature, c.patch.under_root(self._root), c.order) for c in claims]
-        inside = []
-        outside = []
-        for claim in rooted:
-            reason = self._out_of_range(claim.patch)
-            if reason:
-                outside.append(Site([claim], state="skipped", reason=reason))
-            else:
-                inside.append(claim)
-        self._sites = [*group(inside), *outside]
-        self._notes = {}
-        self._patched_objects = {}
+        """Take the claims of all features; nothing is touched.
+
+        Raises:
+            PatchDeclarationError: a row's version range cannot be read.
+            MindSpeedDSAError: the patches of the last plan are armed.
+        """
+        with self._lock:
+            if self._armed:
+                raise MindSpeedDSAError("patches are armed already; undo() them before planning anew")
+            self._restore(self._touched())  # what had been re-patched by others and is no more
+            inside, outside = [], []
+            for claim in claims:
+                rooted = Claim(claim.feature, claim.patch.under_root(self._root), claim.order)
+                reason = ranges.outside(rooted.patch, self._version_of)
+                if reason:
+                    outside.append(Site([rooted], state="skipped", reason=reason))
+                else:
+                    inside.append(rooted)
+            self._sites, self._outlived = [*group(inside), *outside], []
 
     def check(self) -> None:
         """Everything that can be known before the first mutation.
@@ -82,133 +91,149 @@ class PatchManager:
             PatchError: lists every contradiction, missing target and missing parameter at once.
         """
         problems = [text for text in map(contradictions, self._sites) if text]
-        for site in self._planned():
-            found = self._check_site(site)
-            if not found:
-                continue
-            if site.required:
+        places: dict[Any, Site] = {}
+        for site in self._in_state("planned"):
+            found = self._check_site(site, places)
+            if found and site.required:
                 problems += [f"{', '.join(site.features)}: {text}" for text in found]
-            else:
+            elif found:
                 site.state, site.reason = "skipped", "; ".join(found)
         if problems:
             raise PatchError(problems, "these patches cannot be applied, nothing was changed")
 
-    def _check_site(self, site: Site) -> list[str]:
+    def _check_site(self, site: Site, places: dict[Any, Site]) -> list[str]:
         problems: list[str] = []
-        if self._static_check is not None:
-            for claim in site.claims:
-                found, notes = self._static_check(claim.patch)
-                problems += found
-                self._notes.setdefault(id(site), []).extend(notes)
+        look = self._static_check or _know_nothing
+        for claim in site.claims:
+            try:
+                found, notes = look(claim.patch)
+            except Exception as error:  # sources that cannot be read are no reason not to start
+                found, notes = [], [f"its source could not be checked: {error!r}"]
+            problems += found
+            site.notes += notes
         if hooks.is_loaded(site.patch.module):
             # The object that is there outranks its source: somebody may have changed it already.
-            problem = site.locate(sys.modules[site.patch.module])
+            problem = site.locate() or _clash(site, places)
+            if not problem:
+                places.update(dict.fromkeys(_claims_to(site), site))
             return [problem] if problem else []
         return list(dict.fromkeys(problems))
 
-    def _out_of_range(self, patch: Patch) -> str:
-        if not patch.versions:
-            return ""
-        package = patch.module.partition(".")[0]
-        version = self._version_of(package)
-        if version is None or SpecifierSet(patch.versions).contains(version, prereleases=True):
-            return ""
-        return f"{package} {version} is outside {patch.versions}"
-
-    def _planned(self) -> list[Site]:
-        return [site for site in self._sites if site.state == "planned"]
+    def _in_state(self, *states: State) -> list[Site]:
+        return [site for site in self._sites if site.state in states]
 
     # -- arm and apply -------------------------------------------------------------------------
 
     def arm(self) -> None:
-        """Patch what is imported, and hook the imports of the rest.
+        """Hook the imports of what is not imported yet, and patch what is.
 
         Raises:
             PatchError: a required site of an imported module failed; everything is undone.
         """
-        present: list[Site] = []
         later: dict[str, list[Site]] = {}
         with self._lock:
-            self._generation += 1
-            for site in self._planned():
-                if hooks.is_loaded(site.patch.module):
-                    present.append(site)
-                else:
-                    site.state = "pending"
+            self._armed = True
+            for site in self._in_state("planned"):
+                site.state = "pending"
+                if not hooks.is_loaded(site.patch.module):
                     later.setdefault(site.patch.module, []).append(site)
-        self._apply(present)
-        self._undo_if_failed()
+        # First the hooks: implementations import modules that have sites of their own.
         for module, sites in later.items():
-            # A module in the middle of its own execution cannot be hooked any more; its sites stay
-            # pending until the next hook fires or finalize() comes.
-            if module not in sys.modules:
-                hooks.when_imported(module, partial(self._on_import, self._generation, sites))
+            hooks.when_imported(module, partial(self._on_import, self._generation, sites))
+        self._apply_loaded()
+        self._undo_if_failed()
 
     def _on_import(self, generation: int, sites: list[Site], module: ModuleType) -> None:
         """Import hook; records failures, never raises."""
-        if generation != self._generation:
-            return
-        self._apply(sites, since=module.__name__)
-        self._apply_overdue()
-
-    def _apply_overdue(self) -> None:
-        """Sites of modules that were being executed when we armed and are complete by now."""
-        self._apply([s for s in self._sites if s.state == "pending" and hooks.is_loaded(s.patch.module)])
-
-    def _apply(self, sites: list[Site], since: str | None = None) -> None:
-        """Install the sites, then rebind every module-level name that still is an original."""
-        # Implementations are imported outside the lock: importing takes the interpreter's module
-        # locks, and another thread may hold one of those while it waits for ours.
-        ready: list[tuple[Site, list[Any]]] = []
+        try:
+            if generation == self._generation:
+                self._apply(sites, since=sites[0].patch.module)
+                self._apply_loaded()
+        except Exception as error:
+            for site in sites:
+                self._fail(site, f"it cannot be patched: {error!r}")
         for site in sites:
-            if site.implementation_is_initializing():
-                # An implementation imports Megatron, which fires our hook, which wants that very
-                # implementation: the hook that began it all will find this site overdue.
-                site.state = "pending"
-                continue
-            try:
-                ready.append((site, site.implementations()))
-            except Exception as error:
-                self._fail(site, f"its implementation cannot be imported: {error!r}")
-        with self._lock:
-            applied = []
-            for site, implementations in ready:
-                if site.state not in ("planned", "pending"):
-                    continue  # another thread was faster
-                try:
-                    problem = site.locate(sys.modules[site.patch.module]) or self._known_object(site)
-                    if problem:
-                        self._fail(site, problem)
-                        continue
-                    site.install(implementations)
-                    applied.append(site)
-                    if _is_composed(site):
-                        self._patched_objects |= {id(site.raw): site, id(site.installed): site}
-                except Exception as error:
-                    self._fail(site, f"it cannot be patched: {error!r}")
-            self._rebind(applied, since)
+            if site.state == "failed":
+                _log.error("mindspeed_dsa: %s; the next finalize() raises this", _words(site))
 
-    def _known_object(self, site: Site) -> str:
-        """Two targets that are one object: the second would stack on the first, or miss it, unseen."""
-        other = self._patched_objects.get(id(site.raw)) if _is_composed(site) else None
-        if other is None or other.state != "applied":
-            return ""
-        if isinstance(site.owner, type) and isinstance(other.owner, type):
-            return ""  # inherited from a class that is patched as well: stacking is meant
-        return f"it is the same object as {other.label}, which is patched; name only one of them"
+    def _apply_loaded(self) -> None:
+        """Sites of modules that are complete by now; some were half executed when we armed."""
+        self._apply([s for s in self._in_state("pending") if hooks.is_loaded(s.patch.module)])
+
+    def _apply(self, sites: Iterable[Site], since: str | None = None) -> None:
+        """Prepare all sites, then install them and rebind the names of what they replace."""
+        with self._lock:
+            generation = self._generation
+            mine = [site for site in sites if site.state == "pending" and id(site) not in self._busy]
+            self._busy.update(map(id, mine))
+        try:
+            ready = self._prepare(mine)
+            with self._lock:
+                # Once something has failed nothing more is changed: finalize() will refuse it all.
+                if generation == self._generation and not self._in_state("failed"):
+                    self._install(ready, since)
+        finally:
+            with self._lock:
+                self._busy.difference_update(map(id, mine))
+
+    def _prepare(self, sites: list[Site]) -> list[Site]:
+        """Compose what is to be installed; foreign code runs here, and nothing is changed."""
+        implementations: dict[int, list[Any]] = {}
+        for site in sites:
+            try:
+                implementations[id(site)] = site.implementations()
+            except Exception as error:
+                # An implementation that is just importing our target is complete later, see
+                # _apply_loaded(); all others are broken.
+                if not site.awaits_implementation():
+                    self._fail(site, f"its implementation cannot be imported: {error!r}")
+        located = []
+        for site in sites:
+            if id(site) in implementations:
+                problem = site.locate()
+                if problem:
+                    self._fail(site, problem)
+                else:
+                    located.append(site)
+        # Base classes first: a patch of an inherited method goes around the patch of the base's own.
+        # Base classes first: a patch of an inherited method goes around the patch of the base's own.
+        located.sort(key=lambda site: len(site.owner.__mro__) if isinstance(site.owner, type) else 0)
+        composed: dict[Any, Site] = {}
+        for site in located:
+            try:
+                site.inherit(composed)
+                site.prepare(implementations[id(site)])
+                composed[id(site.owner), site.slot] = site
+            except Exception as error:
+                self._fail(site, f"it cannot be patched: {error}")
+        return [site for site in located if site.state == "pending"]
+
+    def _install(self, sites: list[Site], since: str | None) -> None:
+        applied = []
+        for site in sites:
+            problem = _clash(site, self._places)
+            try:
+                if not problem:
+                    site.install()
+                    self._places.update(dict.fromkeys(_claims_to(site), site))
+                    applied.append(site)
+            except Exception as error:
+                problem = f"it cannot be patched: {error}"
+            if problem:
+                self._fail(site, problem)
+        self._rebind(applied, since)
 
     @staticmethod
     def _fail(site: Site, reason: str) -> None:
         site.state, site.reason = ("failed" if site.required else "skipped"), reason
 
     def _rebind(self, sites: list[Site], since: str | None = None) -> None:
-        movable = {id(site.raw): site for site in sites if _is_movable(site)}
-        originals = {key: site.raw for key, site in movable.items()}
-        if not originals:
-            return
-        for names, name, value in hooks.holders(originals, since):
-            site = movable[id(value)]
-            names[name] = site.installed
+        """Module-level names that still are an original become the patch."""
+        movable = {id(moved[0]): (site, moved) for site in sites if (moved := site.moved())}
+        originals = {key: moved[0] for key, (_, moved) in movable.items()}
+        for names, name, value in hooks.bound_names(originals, since) if originals else ():
+            site, (_, patch) = movable[id(value)]
+            names[name] = patch
             site.rebound.append((names, name))
 
     # -- finalize ------------------------------------------------------------------------------
@@ -220,37 +245,63 @@ class PatchManager:
             PatchError: one message for all failed required sites and all stale references to
                 required ones; everything is undone before it is raised.
         """
-        self._apply_overdue()
+        self._renew()
+        self._apply_loaded()
+        for site in self._in_state("pending"):
+            if hooks.cannot_be_imported(site.patch.module):
+                self._fail(site, f"there is no module {site.patch.module}")
         with self._lock:
-            applied = [site for site in self._sites if site.state == "applied"]
+            self._refresh()
+            refused = [(site, site.reason) for site in self._in_state("foreign") if site.lost]
+            applied = self._in_state("applied")
             self._rebind(applied)
             self._find_stale(applied)
-            for site in applied:
-                site.mark_if_foreign()
             held = [site for site in applied if site.stale and site.stale_is_error]
-            if held:
+            if held and gc.collect():  # an error must not come of garbage
+                self._find_stale(held)
+            refused += [(site, _HELD.format(holders=_listed(site.stale))) for site in held if site.stale]
+            refused = [(site, reason) for site, reason in refused if site.required]
+            if refused:
                 self.undo()
-            for site in held:
-                self._fail(site, _HELD.format(holders=", ".join(site.stale)))
+            for site, reason in refused:
+                self._fail(site, reason)
         self._undo_if_failed()
 
+    def _renew(self) -> None:
+        """Send back what was patched and is no longer what callers find.
+
+        A reloaded module gets a site of its own; whoever holds the old module's objects keeps them,
+        patched, until undo. A patch of an inherited method is made anew when the base has changed.
+        """
+        with self._lock:
+            self._refresh()
+            for index, site in enumerate(self._sites):
+                if site.state == "foreign" and site.executed_again():
+                    self._outlived.append(site)
+                elif site.state == "applied" and site.base_has_changed():
+                    self._restore([site])
+                else:
+                    continue
+                self._sites[index] = Site(site.claims, state="pending", notes=site.notes)
+                self._places = {place: other for place, other in self._places.items() if other is not site}
+
+    def _refresh(self) -> None:
+        for site in self._sites:
+            site.refresh()
+
     def _find_stale(self, applied: list[Site]) -> None:
-        callables = [site for site in applied if _may_be_held(site)]
-        by_original = {id(compose.underlying(site.raw)): site for site in callables}
-        own: list[Any] = [*applied, *(vars(site) for site in applied), *(site.raw for site in applied)]
+        sites: dict[int, list[Site]] = {}
         for site in applied:
-            own += references.closure_cells(compose.underlying(site.installed))
             site.stale = []
-        own += [callables, applied, by_original]
-        for reference in references.find((compose.underlying(site.raw) for site in callables), own):
-            by_original[id(reference.original)].stale.append(reference.holder)
+            sites.setdefault(_id_of_moved(site), []).append(site)
+        originals = [moved[0] for moved in map(Site.moved, applied) if moved is not None]
+        own = [*self._sites, *self._outlived, *_holding_on_purpose(self._touched())]
+        for reference in references.find(originals, own):
+            for site in sites[id(reference.original)]:
+                site.stale.append(reference.holder)
 
     def _undo_if_failed(self) -> None:
-        problems = [
-            f"{', '.join(site.features)}: {site.label}: {site.reason}"
-            for site in self._sites
-            if site.state == "failed"
-        ]
+        problems = [_words(site) for site in self._in_state("failed")]
         if problems:
             self.undo()
             raise PatchError(problems, "required patches failed, all patches were undone")
@@ -258,49 +309,120 @@ class PatchManager:
     # -- undo and report -----------------------------------------------------------------------
 
     def undo(self) -> None:
-        """Restore the identical objects everywhere; foreign re-patches are left alone."""
+        """Restore the identical objects everywhere; foreign re-patches are left alone.
+
+        Calling it again restores what somebody had patched over and has given back since.
+        """
         with self._lock:
             self._generation += 1
-            touched = [site for site in self._sites if site.installed is not None]
-            for site in reversed(touched):
+            self._armed = False
+            self._places = {}
+            self._restore(self._touched())
+            for site in self._in_state("planned", "pending"):
+                site.state, site.reason = "undone", ""
+
+    def _touched(self) -> list[Site]:
+        return [s for s in (*self._outlived, *self._sites) if s.state in ("applied", "foreign")]
+
+    def _restore(self, sites: list[Site]) -> None:
+        for site in reversed(sites):
+            try:
                 site.restore()
-            # Names bound since the patch was applied hold the patch; those from before were rebound.
-            ours = {id(site.installed): site for site in touched if _is_movable(site) and _is_composed(site)}
-            patched = {key: site.installed for key, site in ours.items()}
-            for names, name, value in hooks.holders(patched) if patched else ():
-                names[name] = ours[id(value)].raw
-            for site in touched:
-                for names, name in site.rebound:
-                    if names.get(name) is site.installed:  # a module that left sys.modules
-                        names[name] = site.raw
-                site.rebound = []
-            for site in self._sites:
-                if site.state in ("planned", "pending"):
-                    site.state, site.reason = "undone", ""
+            except Exception as error:
+                site.state, site.reason = "failed", f"the original cannot be put back: {error}"
+        self._rebind_back(sites)
+        for site in sites:
+            if site.state == "undone":
+                site.release()
+
+    @staticmethod
+    def _rebind_back(sites: list[Site]) -> None:
+        """Names bound to a patch: those that were rebound, and those bound since."""
+        patches: dict[int, Any] = {}
+        behind: dict[int, list[tuple[Site, Any]]] = {}
+        for site in sites:
+            linked = site.linked()
+            if linked is None:
+                continue
+            original, patch = linked
+            patches[id(patch)] = patch
+            behind.setdefault(id(patch), []).append((site, original))
+            for names, name in site.rebound:
+                if names.get(name) is patch:
+                    names[name] = original
+        for names, name, value in hooks.bound_names(patches) if patches else ():
+            while known := [original for site, original in behind[id(value)] if site.can_be_told_by(name)]:
+                names[name] = value = known[0]
+                if id(value) not in behind:  # else a patch that stands on the patch of a base class
+                    break
 
     def report(self) -> list[SiteReport]:
         """The state of every site, foreign re-patches noticed."""
         with self._lock:
-            for site in self._sites:
-                site.mark_if_foreign()
-            return [describe(site, self._notes.get(id(site), [])) for site in self._sites]
+            self._refresh()
+            self._find_left()
+            return [describe(site) for site in self._sites]
+
+    def _find_left(self) -> None:
+        """Who still holds a patch that was undone."""
+        undone = {id(site.left()): site for site in self._in_state("undone") if site.left is not None}
+        undone.pop(id(None), None)
+        for site in undone.values():
+            site.stale = []
+        patches = [site.left() for site in undone.values() if site.left is not None]
+        for reference in references.find(patches, ()):
+            undone[id(reference.original)].stale.append(reference.holder)
 
 
-def _may_be_held(site: Site) -> bool:
-    """Whether a stale reference to the original means anything: functions and classes, not constants."""
-    return callable(compose.underlying(site.raw)) and site.patch.kind != "entry"
+def _know_nothing(patch: Patch) -> tuple[list[str], list[str]]:
+    return [], []
 
 
-def _is_composed(site: Site) -> bool:
-    """Whether what is installed was made for this site alone; a ``value`` may have other owners."""
-    return site.patch.kind in ("replace", "wrap")
+def _id_of_moved(site: Site) -> int:
+    moved = site.moved()
+    return id(None if moved is None else moved[0])
 
 
-def _is_movable(site: Site) -> bool:
-    """Whether other modules' names for the original may be rebound by identity.
+def _holding_on_purpose(sites: list[Site]) -> list[Any]:
+    """Objects of the patches themselves that hold originals, in order to call or restore them."""
+    found: list[Any] = []
+    for site in sites:
+        function = compose.underlying(site.raw)
+        found += compose.parts(site.installed, function)
+        if function is not site.raw:
+            found.append(site.raw)
+    return found
 
-    Module-level functions and classes only: constants such as ``None`` or ``True`` are shared by
-    everybody, and methods are patched where they live.
-    """
-    module_level = isinstance(site.owner, ModuleType) and site.patch.kind != "entry"
-    return module_level and callable(site.raw)
+
+def _words(site: Site) -> str:
+    return f"{', '.join(site.features)}: {site.label}: {site.reason}"
+
+
+def _listed(holders: list[str]) -> str:
+    more = len(holders) - _NAMED_HOLDERS
+    return ", ".join(holders[:_NAMED_HOLDERS]) + (f" and {more} more" if more > 0 else "")
+
+
+def _claims_to(site: Site) -> list[tuple[str, int, Any]]:
+    """What nobody else may patch under another spelling, by identity; the site keeps it alive."""
+    claims: list[tuple[str, int, Any]] = [("place", id(site.owner), site.slot)]
+    moved = site.moved()
+    if moved is not None and isinstance(site.owner, ModuleType):
+        claims.append(("object", id(moved[0]), None))
+        if site.traceable:
+            claims.append(("object", id(moved[1]), None))
+    return claims
+
+
+def _clash(site: Site, places: Mapping[Any, Site]) -> str:
+    """Two targets that are one: the second would stack on the first, or miss it, unseen."""
+    wanted = [("place", id(site.owner), site.slot)]
+    if isinstance(site.owner, ModuleType) and site.moved() is not None:
+        wanted.append(("object", id(site.raw), None))
+    other = next((places[place] for place in wanted if place in places), None)
+    if other is None:
+        return ""
+    return (
+        f"it is the same object as {other.label}, which {', '.join(other.features)} patches; "
+        "both rows must name it alike"
+    )

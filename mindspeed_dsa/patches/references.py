@@ -1,122 +1,96 @@
 """Who still holds an original after it was patched, where no assignment can reach: default
-arguments, closures, containers, bound methods, class attributes."""
+arguments, closures, containers, bound methods, class attributes, instances.
+
+Blind to what the garbage collector does not see: local variables of running functions (they end by
+themselves), objects that C code alone holds, and everything there was before a ``gc.freeze()``.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from types import CellType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-_DEPTH = 3  # original <- container <- container <- something with a name
+from mindspeed_dsa.patches import holders
+from mindspeed_dsa.patches.holders import Path
+
+_DEPTH = 6  # containers between an original and something with a name
+_WIDTH = 500  # paths followed at once
 
 
 @dataclass(frozen=True)
 class StaleReference:
-    """One holder of one original."""
+    """One holder of one original, named so that a reader can search for it."""
 
     original: Any
     holder: str
 
 
-def find(originals: Iterable[Any], own: Sequence[Any]) -> list[StaleReference]:
-    """Search the garbage collector's heap, once per level, for holders of the ``originals``.
+def find(originals: list[Any], own: Iterable[Any]) -> list[StaleReference]:
+    """Search the garbage collector's heap for holders of the ``originals``.
 
     Args:
         originals: functions or classes that were replaced.
         own: objects of the engine itself that hold originals on purpose.
     """
     wanted = list({id(original): original for original in originals}.values())
-    if not wanted:
-        return []
-    ignored = {id(thing) for thing in own} | {id(own), id(wanted)}
-    parents = _parents(wanted, ignored)
-    ignored.add(id(parents))
-    found = []
-    for original in wanted:
-        for holder in parents.get(id(original), ()):
-            description = _describe(holder, original, parents, _DEPTH)
-            if description is not None:
-                found.append(StaleReference(original, description))
-    return found
+    ours = list({id(thing): thing for thing in (*own, wanted, originals)}.values())
+    suspects = _held_by_others(wanted, ours)
+    return _search(suspects, ours) if suspects else []
 
 
-def closure_cells(function: Any) -> Iterator[Any]:
-    """The cells through which a composed function reaches what it wraps, at every depth."""
-    for cell in getattr(function, "__closure__", None) or ():
-        yield cell
-        try:
-            content = cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-        if isinstance(content, FunctionType):
-            yield from closure_cells(content)
+def _held_by_others(wanted: list[Any], ours: list[Any]) -> list[Any]:
+    """Those with more references than our own; counting is far cheaper than searching the heap."""
+    explained = Counter(map(id, gc.get_referents(*ours)))
+    candidates = [*wanted, object()]
+    excess = [sys.getrefcount(candidate) - explained[id(candidate)] for candidate in candidates]
+    nobody_else = excess.pop()  # what an object has that this function alone holds
+    return [candidate for candidate, count in zip(wanted, excess, strict=True) if count > nobody_else]
 
 
-def _parents(wanted: list[Any], ignored: set[int]) -> dict[int, list[Any]]:
-    """Referrers by ``id`` of what they refer to, level by level up to something with a name."""
-    parents: dict[int, list[Any]] = {}
-    frontier: list[Any] = wanted
+def _search(suspects: list[Any], ours: list[Any]) -> list[StaleReference]:
+    """Follow references backwards, all suspects at once, up to holders that have a name."""
+    modules = holders.module_names()
+    bookkeeping = [suspects, ours, *ours]
+    found: dict[tuple[int, str], StaleReference] = {}
+    paths = [Path((original,)) for original in suspects]
     for _ in range(_DEPTH):
-        if not frontier:
+        paths = _one_level(paths[:_WIDTH], modules, bookkeeping, found)
+        if not paths:
             break
-        known = {id(thing) for thing in frontier}
-        referrers = gc.get_referrers(*frontier)
-        skip = ignored | {id(frontier), id(referrers), id(parents)} | {id(held) for held in parents.values()}
-        following: list[Any] = []
-        for referrer in referrers:
-            if id(referrer) in skip or isinstance(referrer, FrameType):
-                continue
-            for child in {id(child): child for child in gc.get_referents(referrer)}.values():
-                if id(child) in known:
-                    parents.setdefault(id(child), []).append(referrer)
-            if not isinstance(referrer, (ModuleType, type, FunctionType)):
-                following.append(referrer)
-        ignored |= {id(frontier), id(referrers)}
-        frontier = following
-    return parents
+    for path in paths:
+        name = f"{holders.described(path)}, deep inside other containers"
+        found.setdefault((id(path.original), name), StaleReference(path.original, name))
+    return list(found.values())
 
 
-def _describe(holder: Any, child: Any, parents: dict[int, list[Any]], depth: int) -> str | None:
-    """A name for ``holder`` that a reader can search for; ``None`` if it is nobody's any more."""
-    if isinstance(holder, ModuleType):
-        return holder.__name__
-    if isinstance(holder, (type, FunctionType)):
-        return _attribute(holder, child)
-    if isinstance(holder, MethodType):
-        return f"a bound method of a {type(holder.__self__).__qualname__}"
-    above = _first_description(holder, parents, depth)
-    if isinstance(holder, CellType):
-        return f"the closure of {above}" if above else None
-    if isinstance(holder, dict):
-        key = next((key for key, value in tuple(holder.items()) if value is child), None)
-        return f"{above or 'a dictionary'}[{key!r}]"
-    if isinstance(holder, partial):
-        return f"a functools.partial in {above}" if above else "a functools.partial"
-    if isinstance(holder, (tuple, list, set, frozenset)):
-        return above or f"a {type(holder).__name__}"
-    if isinstance(holder, (staticmethod, classmethod, property)):
-        return above or f"a {type(holder).__name__}"
-    return f"a {type(holder).__module__}.{type(holder).__qualname__}"
-
-
-def _first_description(holder: Any, parents: dict[int, list[Any]], depth: int) -> str | None:
-    if depth == 0:
-        return None
-    for parent in parents.get(id(holder), ()):
-        description = _describe(parent, holder, parents, depth - 1)
-        if description is not None:
-            return description
-    return None
-
-
-def _attribute(holder: Any, child: Any) -> str:
-    name = f"{holder.__module__}.{holder.__qualname__}"
-    if isinstance(holder, FunctionType):
-        if child is holder.__defaults__ or child is holder.__kwdefaults__:
-            return f"a default argument of {name}"
-        return name
-    key = next((key for key, value in vars(holder).items() if value is child), None)
-    return f"class attribute {name}.{key}" if key else f"class {name}"
+def _one_level(
+    paths: list[Path],
+    modules: Mapping[int, str],
+    bookkeeping: list[Any],
+    found: dict[tuple[int, str], StaleReference],
+) -> list[Path]:
+    """Lengthen all paths by one holder; those that reach a name go to ``found``."""
+    by_end: dict[int, list[Path]] = {}
+    for path in paths:
+        by_end.setdefault(id(path.end), []).append(path)
+    ends = [group[0].end for group in by_end.values()]
+    ignored = {id(thing) for thing in (*bookkeeping, bookkeeping, found, paths, ends)}
+    ignored |= {id(path.chain) for path in paths}
+    longer: dict[tuple[int, int], Path] = {}
+    for holder in gc.get_referrers(*ends):
+        if id(holder) in ignored:
+            continue
+        for end in {id(thing) for thing in gc.get_referents(holder)} & by_end.keys():
+            for path in by_end[end]:
+                if any(holder is thing for thing in path.chain):
+                    continue  # a cycle
+                result = holders.step(path, holder, modules)
+                if isinstance(result, str):
+                    found.setdefault((id(path.original), result), StaleReference(path.original, result))
+                elif result is not None:
+                    longer.setdefault((id(path.original), id(holder)), result)
+    return list(longer.values())

@@ -23,7 +23,7 @@ class SiteReport:
     rebound: int
     """Names in other modules that were bound to the original and now are bound to the patch."""
     stale: list[str]
-    """Holders of the original that cannot be rebound."""
+    """Holders of the original that cannot be rebound; of an undone site, holders of the patch."""
     notes: list[str]
     """Drift that does not stop the site: a function that the fork changed."""
     why: str
@@ -33,7 +33,7 @@ class SiteReport:
         return asdict(self)
 
 
-def describe(site: Site, notes: list[str]) -> SiteReport:
+def describe(site: Site) -> SiteReport:
     """The report of one site."""
     return SiteReport(
         target=site.label,
@@ -45,6 +45,6 @@ def describe(site: Site, notes: list[str]) -> SiteReport:
         required=site.required,
         rebound=len(site.rebound),
         stale=list(site.stale),
-        notes=list(notes),
+        notes=list(site.notes),
         why="; ".join(dict.fromkeys(claim.patch.why for claim in site.claims)),
     )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal
 
 import wrapt
 
-from mindspeed_dsa.patches import compose, hooks
+from mindspeed_dsa.patches import compose, hooks, signatures
 from mindspeed_dsa.patches.errors import PatchDeclarationError
 from mindspeed_dsa.patches.spec import Claim, Patch
 
@@ -28,12 +29,19 @@ def load(dotted: str) -> Any:
     return found
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Site:
     """All claims on one target, composed into one object.
 
-    ``original`` is what lay in the owner's dictionary (``ABSENT`` if it was inherited or new),
-    ``raw`` what was found there or along the MRO, ``installed`` what the engine put in place.
+    Attributes:
+        owner: module, class or dictionary that holds the target.
+        original: what lay in the owner's dictionary; ``ABSENT`` if it was inherited or new.
+        raw: what was found there or along the MRO.
+        installed: what the engine put, or is about to put, in place.
+        execution: stands for the execution of the target's module that was patched.
+        rebound: other modules' names that were bound to the original and now are bound to the patch.
+        stale: who holds the original (after undo: the patch) where no assignment can reach.
+        left: after undo, the patch, as long as somebody else keeps it alive.
     """
 
     claims: list[Claim]
@@ -41,10 +49,13 @@ class Site:
     reason: str = ""
     owner: Any = None
     original: Any = ABSENT
-    raw: Any = None
-    installed: Any = None
+    raw: Any = ABSENT
+    installed: Any = ABSENT
+    execution: Any = None
     rebound: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    left: weakref.ref[Any] | None = None
 
     @property
     def patch(self) -> Patch:
@@ -54,7 +65,12 @@ class Site:
     @property
     def label(self) -> str:
         """The target as doctor and messages print it."""
-        return self.patch.target if self.patch.key is None else f"{self.patch.target}[{self.patch.key!r}]"
+        return self.patch.label
+
+    @property
+    def slot(self) -> Any:
+        """Attribute name, or key, of the target in its owner."""
+        return self.patch.path[-1] if self.patch.kind != "entry" else self.patch.key
 
     @property
     def features(self) -> list[str]:
@@ -71,122 +87,273 @@ class Site:
         """Whether a reference that cannot be rebound fails the run."""
         return any(claim.patch.required and claim.patch.stale == "error" for claim in self.claims)
 
-    def locate(self, module: Any) -> str:
-        """Find owner and object; return a problem, or an empty string.
+    @property
+    def composed(self) -> bool:
+        """Whether a function is made for this site, from replacements and decorators."""
+        return self.patch.kind in ("replace", "wrap")
+
+    @property
+    def traceable(self) -> bool:
+        """Whether what is installed is this site's alone, so that its identity leads back to the original."""
+        return self.composed or (self.patch.kind == "value" and isinstance(self.installed, FunctionType))
+
+    # -- before --------------------------------------------------------------------------------
+
+    def locate(self) -> str:
+        """Find owner and object in the imported module; return a problem, or an empty string.
 
         Looks into dictionaries along the MRO, never through descriptors.
         """
-        path = self.patch.path
         try:
-            owner, name, raw = wrapt.resolve_path(module, ".".join(path))
-        except AttributeError as error:
+            return self._find()
+        except Exception as error:  # a module's own __getattr__ may raise anything
             return f"{self.label} does not exist ({error})"
+
+    def _find(self) -> str:
+        owner, name, raw = self._resolve()
+        self.execution = hooks.execution(self.patch.module)
         if self.patch.kind == "entry":
             if not isinstance(raw, dict):
-                return f"{self.label}: {'.'.join(path)} is a {type(raw).__name__}, not a dictionary"
+                return f"{self.label} does not exist: its owner is a {type(raw).__name__}, no dictionary"
             self.owner, self.raw = raw, raw.get(self.patch.key, ABSENT)
             self.original = self.raw
             return ""
         self.owner, self.raw = owner, raw
+        if not hasattr(owner, "__dict__"):
+            return f"{self.label} lies in a {type(owner).__name__}, which has no dictionary to put a patch in"
         self.original = vars(owner).get(name, ABSENT)
-        return self._missing_parameters()
-
-    def _missing_parameters(self) -> str:
-        wanted = {name for claim in self.claims for name in claim.patch.params}
-        if not wanted:
-            return ""
-        try:
-            parameters = inspect.signature(compose.underlying(self.raw)).parameters
-        except (TypeError, ValueError):
-            return ""
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            return ""
-        missing = sorted(wanted - set(parameters))
+        if isinstance(owner, ModuleType) and self.original is ABSENT and hasattr(type(owner), name):
+            return f"{self.label} is an attribute of the type of the module; patch {type(owner)!r}"
+        wanted = {param for claim in self.claims for param in claim.patch.params}
+        missing = signatures.missing(compose.underlying(raw), wanted) if wanted else ()
         return f"{self.label} has no parameter {', '.join(missing)}" if missing else ""
 
-    def implementation_is_initializing(self) -> bool:
-        """Whether an implementation's module is on the import stack right now."""
-        modules = (claim.patch.impl.partition(":")[0] for claim in self.claims)
-        return any(hooks.is_initializing(sys.modules[name]) for name in modules if name in sys.modules)
+    def _resolve(self) -> tuple[Any, str, Any]:
+        return wrapt.resolve_path(sys.modules[self.patch.module], ".".join(self.patch.path))
 
     def implementations(self) -> list[Any]:
-        """Import what the rows name. Done before any lock is taken: it runs foreign module code."""
+        """Import what the rows name. Runs foreign code, so no lock may be held."""
         return [load(claim.patch.impl) for claim in self.claims]
 
-    def install(self, implementations: Iterable[Any]) -> None:
-        """Compose and set. The site must have been located."""
+    def awaits_implementation(self) -> bool:
+        """Whether an implementation's module is only half executed: it is importing the target's."""
+        modules = (claim.patch.impl.partition(":")[0] for claim in self.claims)
+        return any(hooks.is_initializing(sys.modules.get(module)) for module in modules)
+
+    def inherit(self, composed: Mapping[Any, Site]) -> None:
+        """Go around a patch that a base class is about to get.
+
+        Args:
+            composed: sites to be installed before this one, by ``(id(owner), slot)``.
+        """
+        if not isinstance(self.owner, type) or self.original is not ABSENT:
+            return
+        for base in self.owner.__mro__[1:]:
+            below = composed.get((id(base), self.slot))
+            if below is not None or self.slot in vars(base):
+                self.raw = below.installed if below is not None else self.raw
+                return
+
+    def prepare(self, implementations: Iterable[Any]) -> None:
+        """Compose what is to be installed; the site must have been located.
+
+        Raises:
+            PatchDeclarationError: the implementations do not fit the target.
+        """
         replacement = None
         wrappers = []
-        for claim, implementation in zip(self.claims, implementations):
+        for claim, implementation in zip(self.claims, implementations, strict=True):
             if claim.patch.kind == "wrap":
                 wrappers.append((claim.patch.impl, implementation))
             else:
                 replacement = implementation
-        if self.patch.kind == "entry":
-            self.installed = replacement
-            self.owner[self.patch.key] = replacement
+        if self.composed:
+            if replacement is not None:
+                self._require_fit(replacement)
+            self.installed = compose.compose(self.raw, replacement, wrappers, self._place())
+        elif isinstance(replacement, FunctionType) and self.patch.kind == "value":
+            copy = compose.clone(replacement, "the value")
+            self.installed = compose.put_at(copy, self.patch.module, ".".join(self.patch.path))
         else:
-            self.installed = (
-                replacement
-                if self.patch.kind == "value"
-                else compose.compose(self.raw, replacement, wrappers)
+            self.installed = replacement
+
+    def _require_fit(self, replacement: Any) -> None:
+        method = isinstance(self.owner, type) and not isinstance(self.raw, staticmethod)
+        problems = signatures.misfits(compose.underlying(self.raw), replacement, method)
+        if problems:
+            raise PatchDeclarationError(
+                f"the replacement cannot be called as the original is: {'; '.join(problems)}"
             )
-            setattr(self.owner, self.patch.path[-1], self.installed)
-        self.state = "applied"
+
+    def _place(self) -> tuple[str, str] | None:
+        if isinstance(self.owner, type) and self.original is ABSENT:
+            return self.owner.__module__, f"{self.owner.__qualname__}.{self.slot}"
+        return None
+
+    def linked(self) -> tuple[Any, Any] | None:
+        """The original and the patch as other modules may hold them by names of their own, if they may."""
+        if self.patch.kind == "entry" or not callable(compose.underlying(self.raw)):
+            return None  # constants are shared by everybody
+        if isinstance(self.owner, ModuleType):
+            return self.raw, self.installed
+        if isinstance(self.owner, type) and self.composed:
+            return compose.underlying(self.raw), compose.underlying(self.installed)
+        return None
+
+    def moved(self) -> tuple[Any, Any] | None:
+        """:meth:`linked`, if the names of the original are to follow.
+
+        They stay what they are for an inherited method, which belongs to the base class, and for a
+        function of another package that the target's module merely uses under a name of its own.
+        """
+        linked = self.linked()
+        if linked is None:
+            return None
+        if isinstance(self.owner, ModuleType):
+            return linked if _at_home(self.raw, self.patch.module) else None
+        born_here = getattr(linked[0], "__qualname__", "") == f"{self.owner.__qualname__}.{self.slot}"
+        return linked if born_here and self.original is not ABSENT else None
+
+    # -- during --------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Set what was prepared.
+
+        Raises:
+            PatchDeclarationError: the owner took the assignment and did not keep it.
+        """
+        self._put(self.installed)
+        if self.present() is not self.installed:
+            raise PatchDeclarationError(f"{type(self.owner).__name__} does not keep what is assigned to it")
+        self.state, self.reason = "applied", ""
+
+    def _put(self, thing: Any) -> None:
+        if self.patch.kind == "entry":
+            if thing is ABSENT:
+                del self.owner[self.slot]
+            else:
+                self.owner[self.slot] = thing
+        elif thing is ABSENT:
+            delattr(self.owner, self.slot)
+        else:
+            setattr(self.owner, self.slot, thing)
 
     def present(self) -> Any:
-        """What lies at the site now."""
+        """What lies at the patched place now."""
         if self.patch.kind == "entry":
-            return self.owner.get(self.patch.key, ABSENT)
-        return vars(self.owner).get(self.patch.path[-1], ABSENT)
+            return self.owner.get(self.slot, ABSENT)
+        return vars(self.owner).get(self.slot, ABSENT)
 
-    def mark_if_foreign(self) -> None:
-        """Notice that somebody has patched over us."""
-        if self.state == "applied" and self.present() is not self.installed:
-            self.state = "foreign"
-            self.reason = f"somebody re-patched it with {self.present()!r} after {', '.join(self.features)}"
+    def executed_again(self) -> bool:
+        """Whether the module has been reloaded, or imported anew, since it was patched."""
+        now = hooks.execution(self.patch.module)
+        return now is not None and now is not self.execution
+
+    def base_has_changed(self) -> bool:
+        """Whether a patched inherited method is no longer what the base classes hold."""
+        if not isinstance(self.owner, type) or self.original is not ABSENT:
+            return False
+        bases = (vars(base) for base in self.owner.__mro__[1:])
+        return next((names[self.slot] for names in bases if self.slot in names), self.raw) is not self.raw
+
+    @property
+    def lost(self) -> bool:
+        """Whether somebody put the original back."""
+        return self.state == "foreign" and self._live() is self.raw
+
+    def refresh(self) -> None:
+        """Notice that somebody has patched over us, or has taken that away again."""
+        if self.state not in ("applied", "foreign"):
+            return
+        live = self._live()
+        if live is self.installed:
+            self.state, self.reason = "applied", ""
+            return
+        self.state = "foreign"
+        if self.executed_again():
+            self.reason = f"{self.patch.module} was executed again after {', '.join(self.features)}"
+        elif live is self.raw:
+            self.reason = f"somebody put the original back after {', '.join(self.features)}"
+        else:
+            self.reason = f"somebody re-patched it with {live!r} after {', '.join(self.features)}"
+
+    def _live(self) -> Any:
+        """What a caller finds who looks the target up by its name."""
+        if self.patch.module not in sys.modules:
+            return self.present()
+        try:
+            _, _, raw = self._resolve()
+        except Exception:  # as in locate()
+            return ABSENT
+        return raw.get(self.slot, ABSENT) if self.patch.kind == "entry" and isinstance(raw, dict) else raw
+
+    # -- after ---------------------------------------------------------------------------------
 
     def restore(self) -> None:
         """Put back the very object that was there, unless somebody else has patched over ours."""
-        self.mark_if_foreign()
-        if self.state == "applied":
-            if self.patch.kind == "entry":
-                if self.original is ABSENT:
-                    del self.owner[self.patch.key]
-                else:
-                    self.owner[self.patch.key] = self.original
-            elif self.original is ABSENT:
-                delattr(self.owner, self.patch.path[-1])
-            else:
-                setattr(self.owner, self.patch.path[-1], self.original)
-            self.state, self.reason = "undone", ""
+        if self.present() is not self.installed:
+            if self.state == "applied":
+                self.refresh()
+            return
+        self._put(self.original)
+        self.state, self.reason = "undone", ""
+
+    def can_be_told_by(self, name: str) -> bool:
+        """Whether a name bound to what is installed can only have come from this site's target.
+
+        An object that ``value`` put in place may be bound elsewhere for its own sake; under the
+        target's name, which is not its own, it came from the target.
+        """
+        own_name = getattr(self.installed, "__name__", None)
+        return self.traceable or name == self.slot != own_name
+
+    def release(self) -> None:
+        """Forget the objects of an undone site, and remember the patch only while others hold it."""
+        if self.traceable and isinstance(compose.underlying(self.installed), FunctionType):
+            self.left = weakref.ref(compose.underlying(self.installed))
+        self.owner = self.execution = None
+        self.original = self.raw = self.installed = ABSENT
+        self.rebound, self.stale = [], []
+
+
+def _at_home(thing: Any, package: str) -> bool:
+    """Whether a callable was made in ``package``, or says nothing of where it was made."""
+    says = isinstance(thing, (type, FunctionType, BuiltinFunctionType, MethodType))
+    if not says and "__module__" not in getattr(thing, "__dict__", ()):
+        return True  # an instance names the module of its class, not its own
+    owner = getattr(thing, "__self__", None)  # of a builtin: its module or class
+    candidates = (getattr(thing, "__module__", None), getattr(owner, "__module__", None))
+    home = next((name for name in candidates if isinstance(name, str)), None)
+    return home is None or home.partition(".")[0] == package.partition(".")[0]
 
 
 def group(claims: Iterable[Claim]) -> list[Site]:
-    """One site per target, wrappers ordered innermost first, a replacement before them.
-
-    Raises:
-        PatchDeclarationError: kinds that cannot share a target.
-    """
+    """One site per target: what decides first, then wrappers, innermost first."""
     sites: dict[tuple[str, Any], list[Claim]] = {}
     for claim in claims:
         sites.setdefault((claim.patch.target, claim.patch.key), []).append(claim)
-    for (target, _), shared in sites.items():
+    for shared in sites.values():
         shared.sort(key=lambda claim: (claim.patch.kind == "wrap", claim.patch.priority, claim.order))
-        kinds = {claim.patch.kind for claim in shared}
-        if len(kinds) > 1 and not kinds <= {"replace", "wrap"}:
-            names = ", ".join(f"{claim.feature} ({claim.patch.kind})" for claim in shared)
-            raise PatchDeclarationError(f"{target}: {names} cannot be combined at one target")
     return [Site(shared) for shared in sites.values()]
 
 
 def contradictions(site: Site) -> str:
-    """Two rows that both want to decide what stands at the site; empty if there are none."""
+    """Rows that cannot all have their way at one site; empty if there are none."""
     deciding = [claim for claim in site.claims if claim.patch.kind != "wrap"]
-    if len(deciding) < 2:
+    if not deciding:
         return ""
-    first, second = deciding[0], deciding[1]
-    return (
-        f"{site.label} is replaced by both {first.feature} ({first.patch.impl}) and "
-        f"{second.feature} ({second.patch.impl}); switch one of the two off"
-    )
+    first = deciding[0]
+    said = (first.patch.kind, first.patch.impl)
+    second = next((c for c in deciding if (c.patch.kind, c.patch.impl) != said), None)
+    if second is not None:
+        return (
+            f"{site.label} is replaced by both {first.feature} ({first.patch.impl}) and "
+            f"{second.feature} ({second.patch.impl}); switch one of the two off"
+        )
+    wrapping = [claim.feature for claim in site.claims if claim.patch.kind == "wrap"]
+    if wrapping and first.patch.kind != "replace":
+        return (
+            f"{site.label} is wrapped by {', '.join(wrapping)} and set as a {first.patch.kind} by "
+            f"{first.feature}; switch one of the two off, or declare the {first.patch.kind} as a replacement"
+        )
+    return ""

@@ -9,6 +9,7 @@ from mindspeed_dsa.patches.errors import PatchDeclarationError
 
 Kind = Literal["replace", "wrap", "value", "entry"]
 KINDS: tuple[Kind, ...] = ("replace", "wrap", "value", "entry")
+STALE = ("error", "report")
 
 
 @dataclass(frozen=True)
@@ -17,12 +18,14 @@ class Patch:
 
     Attributes:
         target: ``"package.module:name"``, ``"package.module:Class.method"``; for ``entry`` the
-            dictionary, with the key in :attr:`key`.
+            dictionary, with the key in :attr:`key`. Name a function where it is defined: a name that a
+            module imported from another package is patched in that module alone.
         kind: ``replace``: the function named by ``impl`` takes the place of the target.
             ``wrap``: ``impl`` is a decorator, called once with the function it wraps and
             returning a plain function. ``value``: the object that ``impl`` names is put in place
-            as it is (a constant, a class, a property). ``entry``: that object becomes the
-            dictionary's item under :attr:`key`.
+            (a constant, a class, a descriptor as it is; a plain function as a copy, so that undo can
+            tell apart the sites that share it). ``entry``: that object becomes the dictionary's item
+            under :attr:`key`.
         impl: lazy ``"package.module:name"``; imported when the target's module is there.
         why: one sentence for doctor, the docs and the table of patched symbols.
         params: parameter names of the target that ``impl`` relies on; checked before anything is
@@ -31,7 +34,8 @@ class Patch:
             ``megatron``); outside of it the site is skipped with the reason.
         required: a target that is missing, drifted or still reachable through a stale reference
             fails the run when true, and is only reported when false.
-        priority: wrappers of one target nest by it; the highest is outermost. Ties: feature order.
+        priority: wrappers of one target nest by it, the highest outermost; at equal priority the
+            feature that comes later in the order is the outer one.
         key: the dictionary key of an ``entry``.
         stale: what a reference to the original that cannot be rebound (a default argument, a
             closure, a container) means for a required site: ``error``, or ``report`` where the
@@ -56,7 +60,7 @@ class Patch:
             )
         for field in ("target", "impl"):
             module, _, name = getattr(self, field).partition(":")
-            if not module or not name:
+            if not module or not all(name.split(".")):
                 raise PatchDeclarationError(
                     f"{field} {getattr(self, field)!r} must read 'package.module:name'"
                 )
@@ -64,6 +68,10 @@ class Patch:
             raise PatchDeclarationError(f"{self.target}: say in `why` what the patch is for")
         if (self.key is None) == (self.kind == "entry"):
             raise PatchDeclarationError(f"{self.target}: `key` goes with kind 'entry' and no other")
+        if not isinstance(self.params, tuple):
+            raise PatchDeclarationError(f"{self.target}: `params` is a tuple of names")
+        if self.stale not in STALE:
+            raise PatchDeclarationError(f"{self.target}: `stale` is {' or '.join(STALE)}, not {self.stale!r}")
 
     @property
     def module(self) -> str:
@@ -75,12 +83,20 @@ class Patch:
         """Attribute path below the module: ``("Class", "method")``."""
         return tuple(self.target.partition(":")[2].split("."))
 
+    @property
+    def label(self) -> str:
+        """The target as doctor and messages print it."""
+        return self.target if self.key is None else f"{self.target}[{self.key!r}]"
+
     def under_root(self, root: str) -> Patch:
         """The same row for a fork whose top-level package is ``root`` instead of ``megatron``."""
-        head, dot, rest = self.module.partition(".")
-        if head != "megatron" or root == "megatron":
-            return self
-        return replace(self, target=f"{root}{dot}{rest}:{'.'.join(self.path)}")
+        return replace(self, target=_rooted(self.target, root), impl=_rooted(self.impl, root))
+
+
+def _rooted(dotted: str, root: str) -> str:
+    module, _, path = dotted.partition(":")
+    head, dot, rest = module.partition(".")
+    return f"{root}{dot}{rest}:{path}" if head == "megatron" else dotted
 
 
 @dataclass(frozen=True)

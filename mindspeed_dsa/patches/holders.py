@@ -1,0 +1,215 @@
+"""Names for the holders of an object, from the references that lead to it, read backwards."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import (
+    AsyncGeneratorType,
+    CellType,
+    CoroutineType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    GenericAlias,
+    MappingProxyType,
+    MethodType,
+    TracebackType,
+    UnionType,
+)
+from typing import Any
+
+from mindspeed_dsa.patches import hooks
+
+_LRU = type(functools.lru_cache(hooks.namespace))
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)
+_WRAPPERS = (
+    staticmethod,
+    classmethod,
+    property,
+    functools.partial,
+    functools.partialmethod,
+    MethodType,
+    _LRU,
+)
+# Running code: a local variable ends by itself.
+_RUNNING = (FrameType, GeneratorType, CoroutineType, AsyncGeneratorType, TracebackType)
+_IGNORED = (*_RUNNING, GenericAlias, UnionType, weakref.ref)
+# Instances of these modules' classes do not call what they hold: iterators, annotations, caches of
+# signatures, and the engine's own bookkeeping.
+_SILENT = ("builtins", "itertools", "typing", "inspect", "dataclasses", "abc", "_abc", "annotationlib")
+_ENGINE = __name__.rpartition(".")[0]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Path:
+    """Objects of which each holds the one before; the first is the original."""
+
+    chain: tuple[Any, ...]
+
+    @property
+    def original(self) -> Any:
+        """What is held."""
+        return self.chain[0]
+
+    @property
+    def end(self) -> Any:
+        """The outermost holder found so far."""
+        return self.chain[-1]
+
+
+def module_names() -> dict[int, str]:
+    """Names of the loaded modules by ``id`` of their dictionaries."""
+    modules = tuple(sys.modules.items())
+    return {id(names): name for name, module in modules if (names := hooks.namespace(module)) is not None}
+
+
+def step(path: Path, holder: Any, modules: Mapping[int, str]) -> str | Path | None:
+    """Go from the end of a path to one of its holders.
+
+    Returns:
+        A name, if the holder has one that a reader can search for; a longer path, if it is but a
+        container; ``None`` if the reference can do no harm.
+    """
+    child = path.end
+    if isinstance(holder, _IGNORED):
+        return None
+    if isinstance(holder, dict) and (id(holder) in modules or "__builtins__" in holder):
+        return _in_module(path, holder, modules.get(id(holder)))
+    if isinstance(holder, FunctionType):
+        return _in_function(path, holder)
+    if isinstance(holder, type):
+        return _in_class(path, holder)
+    if isinstance(holder, CellType):
+        return Path((*path.chain, holder))
+    if isinstance(holder, dict) and _key(holder, child) in (None, "__annotations__"):
+        return None  # a key is looked up, not called
+    if isinstance(holder, _CONTAINERS):
+        return Path((*path.chain, holder))
+    if isinstance(holder, _WRAPPERS):
+        # A tuple in a cache is the arguments of a call.
+        return None if isinstance(holder, _LRU) and isinstance(child, tuple) else Path((*path.chain, holder))
+    return _in_instance(path, holder)
+
+
+def _in_module(path: Path, names: dict[str, Any], module: str | None) -> str | None:
+    key = _key(names, path.end)
+    if key is None:
+        return None
+    if module is None:
+        return _written(path, f"{names.get('__name__')}.{key}") + " (of a module that is not in sys.modules)"
+    return _written(path, f"{module}.{key}")
+
+
+def _in_function(path: Path, function: FunctionType) -> str | None:
+    child, inner = path.end, path.chain[-2] if len(path.chain) > 1 else None
+    if _is_part_of(function, path.original):
+        return None
+    name = f"{function.__module__}.{function.__qualname__}"
+    code = function.__code__
+    if function.__closure__ is not None and child is function.__closure__:
+        index = next(i for i, cell in enumerate(function.__closure__) if cell is inner)
+        return _written(path, f"{name} (variable {code.co_freevars[index]} of its closure)", 2)
+    if function.__defaults__ is not None and child is function.__defaults__:
+        index = next(i for i, default in enumerate(function.__defaults__) if default is inner)
+        parameter = code.co_varnames[code.co_argcount - len(function.__defaults__) + index]
+        return _written(path, f"{name} (default of its parameter {parameter})", 1)
+    if function.__kwdefaults__ is not None and child is function.__kwdefaults__:
+        return _written(path, f"{name} (default of its parameter {_key(child, inner)})", 1)
+    if child is function.__dict__:
+        key = _key(child, inner)
+        # A wrapper calls what is in its closure; __wrapped__ is there for readers.
+        return None if key == "__wrapped__" else _written(path, f"{name}.{key}", 1)
+    return None  # annotations
+
+
+def _in_class(path: Path, cls: type) -> str | None:
+    child, inner = path.end, path.chain[-2] if len(path.chain) > 1 else None
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if cls is path.original:
+        return None
+    if child is path.original:
+        return f"{name} (a subclass)" if child in cls.__bases__ else None
+    if isinstance(child, dict):
+        key = _key(child, inner)
+        if key is not None and vars(cls).get(key) is inner and key != "__annotations__":
+            return _written(path, f"{name}.{key}", 1)
+    return None
+
+
+def _in_instance(path: Path, holder: Any) -> str | None:
+    cls = type(holder)
+    if cls.__module__ in _SILENT or cls.__module__.startswith(_ENGINE):
+        return None
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    own = _instance_dict(holder)
+    if own is not None and path.end is own:
+        return f"a {name} (attribute {_written(path, str(_key(own, path.chain[-2])), 1)})"
+    attribute = _key(own or {}, path.end) or _slot(holder, path.end)
+    if attribute is not None:
+        return f"a {name} (attribute {_written(path, attribute)})"
+    # Every instance holds its class.
+    return None if cls is path.end else f"a {name}"
+
+
+def _is_part_of(function: FunctionType, original: Any) -> bool:
+    """Whether a function is the original itself, or a method of it that knows its class."""
+    if isinstance(original, type):
+        inside = function.__qualname__.startswith(f"{original.__qualname__}.")
+        return inside and function.__module__ == original.__module__
+    return function is original
+
+
+def _written(path: Path, root: str, inside: int = 0) -> str:
+    """How source code would write the way from a root down to the original.
+
+    Args:
+        path: objects from the original up.
+        root: text for one of them, or for the holder of the last.
+        inside: how many steps from the end of the path that one is; 0 for the holder of the last.
+    """
+    text = root
+    chain = path.chain[: len(path.chain) - inside]
+    for child, holder in zip(chain[-2::-1], chain[:0:-1], strict=True):
+        if isinstance(holder, (dict, MappingProxyType)):
+            text += f"[{_key(holder, child)!r}]"
+        elif isinstance(holder, (list, tuple, deque)):
+            text += f"[{next((i for i, item in enumerate(holder) if item is child), '?')}]"
+        elif isinstance(holder, functools.partial):
+            text += ".func" if holder.func is child else ""
+        elif isinstance(holder, MethodType):
+            text += ".__func__" if holder.__func__ is child else ".__self__"
+    return text
+
+
+def described(path: Path) -> str:
+    """A path without a root, for want of better."""
+    return _written(path, f"a {type(path.end).__qualname__}")
+
+
+def _key(mapping: Mapping[Any, Any], value: Any) -> Any:
+    return next((key for key, held in tuple(mapping.items()) if held is value), None)
+
+
+def _instance_dict(holder: Any) -> dict[str, Any] | None:
+    try:
+        own = object.__getattribute__(holder, "__dict__")
+    except Exception:  # slots, or a class with ideas of its own
+        return None
+    return own if isinstance(own, dict) else None
+
+
+def _slot(holder: Any, value: Any) -> str | None:
+    for cls in type(holder).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else tuple(slots):
+            try:
+                if object.__getattribute__(holder, name) is value:
+                    return str(name)
+            except Exception:  # not filled
+                continue
+    return None

@@ -1,0 +1,36 @@
+"""Whether a patch is declared for the release that is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mindspeed_dsa.patches.errors import PatchDeclarationError
+from mindspeed_dsa.patches.spec import Patch
+
+
+def outside(patch: Patch, version_of: Callable[[str], str | None]) -> str:
+    """Why the patch does not apply to this release; empty if it does, or if nobody can tell.
+
+    A version that is unknown, or no version by PEP 440 (a fork's commit id), is never outside.
+
+    Raises:
+        PatchDeclarationError: the row's range cannot be read.
+    """
+    if not patch.versions:
+        return ""
+    # Slow to import, and most sessions have no such row.
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        declared = SpecifierSet(patch.versions)
+    except InvalidSpecifier as error:
+        raise PatchDeclarationError(f"{patch.target}: `versions` is no PEP 440 range: {error}") from error
+    package = patch.module.partition(".")[0]
+    version = version_of(package)
+    try:
+        if version is None or declared.contains(Version(version), prereleases=True):
+            return ""
+    except InvalidVersion:
+        return ""
+    return f"{package} {version} is outside {patch.versions}"

@@ -1,0 +1,84 @@
+"""Whether a replacement can be called wherever the original is called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from inspect import Parameter
+from typing import Any
+
+_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+_VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+
+def parameters(function: Any) -> list[Parameter] | None:
+    """Parameters of a callable; ``None`` where they cannot be known (many builtins)."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def missing(function: Any, names: set[str]) -> list[str]:
+    """Those of ``names`` that ``function`` does not take, sorted."""
+    known = parameters(function)
+    if known is None or any(parameter.kind is Parameter.VAR_KEYWORD for parameter in known):
+        return []
+    return sorted(names - {parameter.name for parameter in known})
+
+
+def misfits(original: Callable[..., Any], replacement: Callable[..., Any], method: bool) -> list[str]:
+    """What calls of ``original`` would go wrong with ``replacement``, in words; empty if none.
+
+    Args:
+        original: what callers believe they call.
+        replacement: what they will call.
+        method: whether the first parameter is the instance or class, whose name nobody uses.
+    """
+    old, new = parameters(original), parameters(replacement)
+    if old is None or new is None:
+        return []
+    if method:
+        old, new = old[1:], _without_first(new)
+    return [*_not_accepted(old, new), *_newly_demanded(old, new)]
+
+
+def _without_first(parameters: list[Parameter]) -> list[Parameter]:
+    return parameters[1:] if parameters and parameters[0].kind in _POSITIONAL else parameters
+
+
+def _not_accepted(old: list[Parameter], new: list[Parameter]) -> list[str]:
+    problems = []
+    kinds = {parameter.kind for parameter in new}
+    by_name = {parameter.name for parameter in new if parameter.kind in _BY_NAME}
+    in_order = [parameter.name for parameter in new if parameter.kind in _POSITIONAL]
+    position = 0
+    for parameter in old:
+        if (
+            parameter.kind in _BY_NAME
+            and Parameter.VAR_KEYWORD not in kinds
+            and parameter.name not in by_name
+        ):
+            problems.append(f"it does not take the parameter {parameter.name}")
+        elif parameter.kind in _POSITIONAL and position < len(in_order):
+            if parameter.kind is not Parameter.POSITIONAL_ONLY and in_order[position] != parameter.name:
+                problems.append(f"it takes {in_order[position]} where {parameter.name} is passed by position")
+        elif parameter.kind in _POSITIONAL and Parameter.VAR_POSITIONAL not in kinds:
+            problems.append(f"it does not take {parameter.name} by position")
+        position += parameter.kind in _POSITIONAL
+    return problems
+
+
+def _newly_demanded(old: list[Parameter], new: list[Parameter]) -> list[str]:
+    given = {parameter.name for parameter in old if parameter.default is Parameter.empty}
+    positional_only = sum(parameter.kind is Parameter.POSITIONAL_ONLY for parameter in old)
+    if {parameter.kind for parameter in old} & set(_VARIADIC):
+        return []  # what its callers pass cannot be told
+    return [
+        f"it demands {parameter.name}, which callers need not pass"
+        for parameter in new[positional_only:]
+        if parameter.kind not in _VARIADIC
+        and parameter.default is Parameter.empty
+        and parameter.name not in given
+    ]
