@@ -52,6 +52,7 @@ FEATURES = (
         summary="Adds the features' flags to Megatron-LM's parser and their checks to its validation.",
         active=_wanted,
         companion=True,
+        doc="megatron-arguments.md",
         patches=(
             Patch(
                 "megatron.training.arguments:parse_args",

@@ -27,6 +27,7 @@ FEATURES = (
         "the first model is built.",
         active=lambda settings: bool(settings.features_on),
         companion=True,
+        doc="verify-before-model.md",
         patches=(
             Patch(
                 "megatron.core.models.common.language_module.language_module:LanguageModule.__init__",
