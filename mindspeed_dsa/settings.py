@@ -8,9 +8,9 @@ import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
-from mindspeed_dsa.features.base import ENV_PREFIX, Flag
+from mindspeed_dsa.features.base import ENV_PREFIX, Flag, Platform
 from mindspeed_dsa.patches.errors import SettingsError
 
 _TRUE = ("1", "true", "yes", "on")
@@ -22,13 +22,20 @@ MEGATRON_ROOT = Flag(
     kind="value",
     default="megatron",
 )
+PLATFORM = Flag(
+    "--mindspeed-platform",
+    "Device to run on; 'auto' takes the first of NPU, GPU and CPU that is there.",
+    kind="value",
+    default="auto",
+    choices=("auto", *get_args(Platform)),
+)
 REPORT_DIR = Flag(
     "--mindspeed-report-dir",
     "Folder for mindspeed_dsa.json, the record of features and patch sites; default: beside the "
     "TensorBoard logs or the checkpoints, where the job has them.",
     kind="value",
 )
-GENERAL_FLAGS = (MEGATRON_ROOT, REPORT_DIR)
+GENERAL_FLAGS = (PLATFORM, MEGATRON_ROOT, REPORT_DIR)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 FILES = {
@@ -74,12 +75,21 @@ IMPLEMENTATION = """
     """
 
 
-def write(folder: Path, root: str = "corp_megatron") -> str:
+def write_training(folder: Path) -> None:
+    """Write only ``megatron.training``, beside which an installed ``megatron.core`` is found.
+
+    ``megatron`` is a namespace package: this is what a Megatron-LM checkout on the path looks like.
+    """
+    write(folder, "megatron", [name for name in FILES if name.startswith("training/")])
+    (folder / "megatron" / "__init__.py").unlink()
+
+
+def write(folder: Path, root: str = "corp_megatron", names: Sequence[str] = tuple(FILES)) -> str:
     """Write the fork and ``<root>_impl.py``, the implementation of the tests' features."""
-    for name, text in FILES.items():
+    for name in names:
         path = folder / root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(textwrap.dedent(text).format(root=root), encoding="utf-8")
+        path.write_text(textwrap.dedent(FILES[name]).format(root=root), encoding="utf-8")
         for parent in path.parents:
             if parent == folder:
                 break

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import mindspeed_dsa
-from mindspeed_dsa import Conflict, Feature, Flag, Patch, PatchError, Requires, SettingsError, session
+from mindspeed_dsa import Conflict, Feature, Flag, Patch, PatchError, Requires, SettingsError, features, session
 from tests import fork
 
 
@@ -18,6 +18,8 @@ def megatron(tmp_path, monkeypatch):
     root = fork.write(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("MINDSPEED_DSA_MEGATRON_ROOT", root)
+    # The fork is too small for the platform's own redirections and for DSA.
+    monkeypatch.setattr(features, "_DECLARATIONS", ("training.arguments", "training.verify"))
     registered = []
 
     def register(name="counting", impl="count", kind="wrap", **kwargs):
@@ -62,7 +64,7 @@ def test_enable_reaches_the_consumer_in_both_import_orders(megatron, imported_fi
 def test_nothing_on_patches_nothing(megatron):
     megatron()
     mindspeed_dsa.enable()
-    assert [site for site in mindspeed_dsa.report() if site["target"].startswith("corp_")] == []
+    assert mindspeed_dsa.report() == []
 
 
 def test_enabled_restores_what_was_before(megatron):
@@ -95,7 +97,7 @@ def test_a_refused_enable_leaves_the_running_session_alone(megatron):
 
 def test_two_replacements_name_both_features(megatron):
     megatron("tens", "tenfold", "replace")
-    megatron("tens-too", "tenfold", "replace")
+    megatron("tens-too", "count", "replace")
     with pytest.raises(PatchError) as caught:
         mindspeed_dsa.enable(use_tens=True, use_tens_too=True)
     assert "both tens " in str(caught.value)

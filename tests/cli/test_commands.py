@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -72,19 +73,53 @@ def test_doctor_reports_a_problem_with_status_1():
     assert "did you mean --dsa-spec-dispatch?" in done.stdout
 
 
-@pytest.mark.parametrize("order", ["before", "after", "twice"])
-def test_the_one_liner_in_a_script(tmp_path, order):
-    root = fork.write(tmp_path)
-    line = "import mindspeed_dsa.megatron_adaptor"
-    consumer = f"from {root}.training.initialize import initialize"
-    script = {
-        "before": [line, consumer],
-        "after": [consumer, line],
-        "twice": [line, consumer, line, "import importlib; importlib.reload(mindspeed_dsa.megatron_adaptor)"],
-    }[order]
+def run_script(tmp_path, lines, *argv):
+    fork.write_training(tmp_path)
     path = tmp_path / "train.py"
-    path.write_text("\n".join([*script, "args = initialize()", "print('num_layers', args.num_layers)"]))
-    argv = [sys.executable, str(path), "--num-layers", "3", "--megatron-root", root]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
-    assert "num_layers 3" in done.stdout, done.stderr
-    assert "Traceback" not in done.stderr
+    path.write_text("\n".join(lines))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    return subprocess.run(
+        [sys.executable, str(path), *argv], capture_output=True, text=True, timeout=120, env=env
+    )
+
+
+LINE = "import mindspeed_dsa.megatron_adaptor"
+JOB = "from megatron.training.initialize import initialize; args = initialize()"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [LINE, JOB],
+        ["import megatron.training.initialize", LINE, JOB],
+        [LINE, "import importlib; importlib.reload(mindspeed_dsa.megatron_adaptor)", LINE, JOB],
+    ],
+    ids=["before", "after", "twice"],
+)
+def test_the_one_liner_in_a_script(tmp_path, lines):
+    done = run_script(
+        tmp_path,
+        [*lines, "print(args.num_layers, args.dsa_hadamard)"],
+        *("--num-layers", "3", "--dsa-hadamard"),
+    )
+    assert done.stdout.split() == ["3", "True"], done.stderr
+
+
+def test_the_one_liner_with_a_misspelt_flag(tmp_path):
+    done = run_script(tmp_path, [LINE, JOB], "--dsa-hadamrd")
+    assert done.returncode == 2
+    assert "--dsa-hadamrd: did you mean --dsa-hadamard?" in done.stderr
+
+
+def test_the_one_liner_shows_its_flags_in_help(tmp_path):
+    done = run_script(tmp_path, [LINE, JOB], "--help")
+    assert done.returncode == 0
+    assert "--num-layers" in done.stdout
+    assert "--dsa-hadamard" in done.stdout
+
+
+def test_a_refused_switch_stops_the_script_with_one_clear_message(tmp_path):
+    done = run_script(tmp_path, [LINE, JOB, "print('went on')"], "--mindspeed-platform", "npu")
+    assert done.returncode != 0
+    assert "went on" not in done.stdout
+    assert "npu" in done.stderr.splitlines()[-1]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed_dsa.features.base import Feature
-from mindspeed_dsa.features.platform.cpu import PLATFORM
 from mindspeed_dsa.patches.spec import Patch
+from mindspeed_dsa.settings import PLATFORM
 
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _IMPL = "mindspeed_dsa.features.platform.p2p_ordering_impl"
