@@ -1,0 +1,169 @@
+"""What runs inside the pool's workers: one DSA core attention watched at work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.features.attention import job
+
+
+@contextmanager
+def counted(*names: str) -> Iterator[dict[str, int]]:
+    """Count calls of Megatron's DSA functions by the globals that its own code looks up."""
+    from megatron.core.transformer.experimental_attention_variant import dsa
+
+    counts = dict.fromkeys(names, 0)
+    originals = {name: getattr(dsa, name) for name in names}
+
+    def counting(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(dsa, name, counting(name))
+    try:
+        yield counts
+    finally:
+        for name, original in originals.items():
+            setattr(dsa, name, original)
+
+
+def one_step(
+    overrides: Mapping[str, Any], switches: Mapping[str, Any] | None = None, mode: str = "train"
+) -> dict[str, Any]:
+    """Forward and backward of one microbatch without a schedule, and what was done for it."""
+    job.start(switches)
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    model = job.gpt_model(job.config(**overrides))
+    model.train(mode == "train")
+    saved: list[Tensor] = []
+    names = ("compute_dsa_indexer_loss", "unfused_dsa_fn", "rotate_activation")
+    with counted(*names) as counts, torch.set_grad_enabled(mode != "no_grad"):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            loss = job.per_token_loss(model, job.samples(2)).mean()
+        if mode != "no_grad":
+            loss.backward()
+    scores = [tensor for tensor in saved if list(tensor.shape).count(job.SEQUENCE) == 2]
+    tracker = DSAIndexerLossLoggingHelper.tracker.get("values")
+    return {
+        "loss": loss.item(),
+        "counts": counts,
+        "score matrices kept": len(scores),
+        "tracked": None if tracker is None else tracker.clone(),
+        "gradients": {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()},
+    }
+
+
+def overlapped_step(coefficient: float | None, switches: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A data parallel step whose gradient reduction overlaps the backward pass."""
+    return job.run(
+        switches,
+        {"dsa_indexer_loss_coeff": coefficient},
+        num_microbatches=2,
+        micro_batch_size=1,
+        ddp={"overlap_grad_reduce": True, "bucket_size": 4000},
+    )
+
+
+def track(losses: list[list[tuple[int, float]]], num_layers: int, pp: int) -> dict[str, Any]:
+    """Report ``losses[rank]`` as ``(layer, loss)`` and log the step; what this rank ends up with."""
+    job.start(pp=pp)
+    from megatron.core.transformer.experimental_attention_variant.dsa import (
+        DSAIndexerLossLoggingHelper as helper,
+    )
+
+    for layer, loss in losses[dist.get_rank()]:
+        helper.save_loss_to_tracker(torch.tensor(loss), layer, num_layers)
+    written: list[tuple[str, float, int]] = []
+
+    class Writer:
+        def add_scalar(self, name: str, value: Tensor, iteration: int) -> None:
+            written.append((name, float(value), iteration))
+
+    totals: dict[str, Tensor] = {}
+    helper.track_indexer_metrics(0.5, 7, Writer(), total_loss_dict=totals, per_layer_logging=True)
+    after = {
+        name: helper.tracker[name].sum().item() for name in ("values", "reported") if name in helper.tracker
+    }
+    helper.track_indexer_metrics(0.5, 8, None, total_loss_dict=totals)
+    return {
+        "written": written,
+        "totals": {name: float(value) for name, value in totals.items()},
+        "after": after,
+    }
+
+
+def tracked_over_groups() -> float:
+    """A loss whose parts lie on both ranks, seen on a rank that has none of it."""
+    job.start()
+    from megatron.core.transformer.experimental_attention_variant.dsa import (
+        DSAIndexerLossLoggingHelper as helper,
+    )
+
+    helper.save_loss_to_tracker(
+        torch.tensor(1.0 + dist.get_rank()), 1, 1, avg_group=dist.group.WORLD, reduce_group=None
+    )
+    totals: dict[str, Tensor] = {}
+    helper.track_indexer_metrics(1.0, 1, None, total_loss_dict=totals)
+    return float(totals["indexer loss"])
+
+
+def track_on_another_device(switches: Mapping[str, Any] | None = None) -> str:
+    """The device of the tracker when the loss lies elsewhere than on the current one."""
+    job.start(switches)
+    from megatron.core.transformer.experimental_attention_variant.dsa import (
+        DSAIndexerLossLoggingHelper as helper,
+    )
+
+    helper.save_loss_to_tracker(torch.ones((), device="meta"), 1, 2)
+    return str(helper.tracker["values"].device)
+
+
+def indexer_rotary(seed: int, switches: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Input and output of the indexer's rotary embedding, ``[seq, batch, heads, dim]``, and its angles."""
+    job.start(switches)
+    cfg = job.config(dsa_indexer_head_dim=16, qk_pos_emb_head_dim=8)
+    indexer = job.gpt_model(cfg).decoder.layers[0].self_attention.core_attention.indexer
+    x = torch.randn(job.SEQUENCE, 2, 4, 16, generator=torch.Generator().manual_seed(seed))
+    angles = indexer.rotary_pos_emb(job.SEQUENCE)
+    return {"input": x, "output": indexer._apply_rope(x, angles, 1.0)}
+
+
+def indexer_input(
+    switches: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+) -> dict[str, Tensor]:
+    """The latent query that layer 0's indexer is given, with what it is made of."""
+    job.start(switches)
+    cfg = job.config(**(overrides or {}))
+    model = job.gpt_model(cfg)
+    attention = model.decoder.layers[0].self_attention
+    seen: dict[str, Tensor] = {}
+    forward = attention.core_attention.forward
+
+    def watch(*args: Any, **kwargs: Any) -> Any:
+        seen["qr"] = kwargs["qr"].detach()
+        return forward(*args, **kwargs)
+
+    attention.core_attention.forward = watch
+    attention.linear_q_down_proj.register_forward_hook(
+        lambda m, i, out: seen.__setitem__("latent", out[0].detach())
+    )
+    loss = job.per_token_loss(model, job.samples(2)).mean()
+    loss.backward()
+    parameters = dict(attention.linear_q_up_proj.named_parameters())
+    return {
+        **seen,
+        "weight": parameters["layer_norm_weight"].detach(),
+        "gradient": parameters["layer_norm_weight"].grad,
+        "bias": parameters.get("layer_norm_bias"),
+    }
