@@ -9,20 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_dsa.features.base import Feature, Flag
+from mindspeed_dsa.features.base import Feature
 from mindspeed_dsa.patches.spec import Kind, Patch
-from mindspeed_dsa.platforms import CHOICES
+from mindspeed_dsa.settings import PLATFORM
 
 _TORCH = "mindspeed_dsa.features.platform.cpu_torch"
 _MEGATRON = "mindspeed_dsa.features.platform.cpu_megatron"
-
-PLATFORM = Flag(
-    "--mindspeed-platform",
-    "Device to run on; 'auto' takes the first of NPU, GPU and CPU that is there.",
-    kind="value",
-    default="auto",
-    choices=CHOICES,
-)
 
 _CUDA: tuple[tuple[str, Kind, str, str], ...] = (
     # target below torch.cuda, kind, implementation, why
@@ -131,6 +123,12 @@ _PATCHES = (
         f"{_MEGATRON}:leave_eager",
         "jit_fuser leaves functions as they are: on a CPU, compiling them costs more than it saves",
         key="jit_fuser",
+    ),
+    Patch(
+        "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.is_kernel_available",
+        "replace",
+        f"{_MEGATRON}:no_softmax_kernel",
+        "the fused softmax kernels are CUDA extensions; Megatron's own torch path computes the same",
     ),
     Patch(
         "megatron.training.utils:get_device_arch_version",

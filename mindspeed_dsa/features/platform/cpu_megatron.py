@@ -72,6 +72,11 @@ def allow_no_cuda(original: _Function) -> _Function:
     return initialize_megatron
 
 
+def no_softmax_kernel(self: Any, mask: Any, b: int, np: int, sq: int, sk: int) -> bool:
+    """Stand-in for ``FusedScaleMaskSoftmax.is_kernel_available``: there is none."""
+    return False
+
+
 def no_device_arch() -> int:
     """Stand-in for ``get_device_arch_version``: no CUDA architecture."""
     return 0
