@@ -131,6 +131,14 @@ _PATCHES = (
         "the fused softmax kernels are CUDA extensions; Megatron's own torch path computes the same",
     ),
     Patch(
+        "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
+        "wrap",
+        f"{_MEGATRON}:numpy_if_asked",
+        "split sizes of the experts' all-to-all are on the CPU already, but must become numbers",
+        params=("tensor", "as_numpy"),
+        required=False,
+    ),
+    Patch(
         "megatron.training.utils:get_device_arch_version",
         "replace",
         f"{_MEGATRON}:no_device_arch",

@@ -77,6 +77,20 @@ def no_softmax_kernel(self: Any, mask: Any, b: int, np: int, sq: int, sk: int) -
     return False
 
 
+def numpy_if_asked(original: _Function) -> _Function:
+    """Decorate ``maybe_move_tensor_to_cpu``.
+
+    It leaves a tensor that is on the CPU as it is, even with ``as_numpy``; the token dispatcher hands
+    the result to ``all_to_all_single`` as split sizes, which must be integers.
+    """
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, *args: Any, **kwargs: Any) -> Any:
+        moved = original(tensor, as_numpy, *args, **kwargs)
+        return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
+
+    return maybe_move_tensor_to_cpu
+
+
 def no_device_arch() -> int:
     """Stand-in for ``get_device_arch_version``: no CUDA architecture."""
     return 0
