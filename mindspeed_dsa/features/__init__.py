@@ -20,6 +20,8 @@ _DECLARATIONS: tuple[str, ...] = (
     "attention.indexer_tp_grads",
     "attention.rope_first",
     "attention.normalised_query",
+    "training.metrics",
+    "training.initial_weights",
     "training.arguments",
     "training.verify",
 )

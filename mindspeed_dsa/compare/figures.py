@@ -1,0 +1,140 @@
+"""Figures of the runs: medians, spreads, and from which step on two runs differ."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+Record = dict[str, Any]
+COMPARED = ("lm_loss", "grad_norm", "indexer_loss")
+"""What must agree between the sides if a feature promises that it does."""
+MEASURED = ("step_time_s", "tokens_per_s", "peak_memory_bytes")
+
+
+def read(path: Path) -> list[Record]:
+    """Records by step; of a step that was made twice (before and after a resume) the later one.
+
+    Raises:
+        ValueError: a line is no record.
+    """
+    found: dict[int, Record] = {}
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            record = json.loads(text)
+            found[int(record["step"])] = record
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}, line {number}: no record of a step ({error!r})") from None
+    return [found[step] for step in sorted(found)]
+
+
+def warmup(runs: Sequence[Sequence[Record]], wanted: int) -> int:
+    """Steps to leave out of the times; short runs keep at least one step."""
+    return max(0, min(wanted, *(len(records) - 1 for records in runs)))
+
+
+def measured(runs: Sequence[Sequence[Record]], skip: int) -> dict[str, dict[str, Any]]:
+    """Of one side: for each figure the median over its runs, and each run's own.
+
+    Times are medians over a run's steps without the first ``skip``, memory is a run's largest.
+    """
+    result = {}
+    for name in MEASURED:
+        per_run = []
+        for records in runs:
+            values = [r[name] for r in records if _is_number(r.get(name))]
+            if name != "peak_memory_bytes":
+                values = values[skip:] or values
+            if values:
+                per_run.append(max(values) if name == "peak_memory_bytes" else median(values))
+        if per_run:
+            result[name] = {
+                "median": median(per_run),
+                "runs": per_run,
+                "min": min(per_run),
+                "max": max(per_run),
+            }
+    if "step_time_s" in result:
+        steps = sorted(r["step_time_s"] for records in runs for r in records[skip:])
+        result["step_time_s"]["quartiles_of_steps"] = [_quantile(steps, 0.25), _quantile(steps, 0.75)]
+    return result
+
+
+def ratio(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """B over A: of the medians, and of the runs that followed each other.
+
+    ``within_noise``: the sides' runs overlap, so that their order says nothing; ``None`` for one run each.
+    """
+    pairs = [y / x for x, y in zip(a["runs"], b["runs"], strict=False) if x]
+    several = len(a["runs"]) > 1 and len(b["runs"]) > 1
+    overlap = a["min"] <= b["max"] and b["min"] <= a["max"]
+    return {
+        "of_medians": b["median"] / a["median"] if a["median"] else None,
+        "of_runs": pairs,
+        "within_noise": overlap if several else None,
+    }
+
+
+def difference(a: Sequence[Record], b: Sequence[Record], name: str) -> dict[str, Any] | None:
+    """How one figure of run B departs from run A's, over the steps that both made.
+
+    Returns:
+        ``None`` if neither run has the figure at all; else ``steps``, ``first_step`` (first one at which
+        they are not equal to the last bit, ``None`` if there is none), ``max_abs`` and ``max_rel`` with the
+        step of the former, the figures of the last step, and the first step that is no finite number.
+    """
+    pairs = _pairs(a, b, name)
+    if all(x is None and y is None for _, x, y in pairs):
+        return None
+    first = next((step for step, x, y in pairs if not _same(x, y)), None)
+    gaps = [(abs(y - x), step, x) for step, x, y in pairs if _is_finite(x) and _is_finite(y)]
+    largest = max(gaps, default=None, key=lambda gap: gap[0])
+    return {
+        "steps": len(pairs),
+        "first_step": first,
+        "max_abs": largest[0] if largest else None,
+        "max_abs_step": largest[1] if largest else None,
+        "max_rel": max((gap / abs(x) for gap, _, x in gaps if x), default=None),
+        "last": [pairs[-1][1], pairs[-1][2]] if pairs else [None, None],
+        "not_finite": [_first_not_finite(a, name), _first_not_finite(b, name)],
+    }
+
+
+def noise(runs: Sequence[Sequence[Record]], name: str) -> dict[str, Any] | None:
+    """How far the runs of one side depart from its first; ``None`` for one run."""
+    found = [d for d in (difference(runs[0], other, name) for other in runs[1:]) if d is not None]
+    if not found:
+        return None
+    firsts = [d["first_step"] for d in found if d["first_step"] is not None]
+    return {
+        "first_step": min(firsts, default=None),
+        "max_abs": max((d["max_abs"] for d in found if d["max_abs"] is not None), default=None),
+    }
+
+
+def _pairs(a: Sequence[Record], b: Sequence[Record], name: str) -> list[tuple[int, Any, Any]]:
+    there = {record["step"]: record.get(name) for record in b}
+    return [(r["step"], r.get(name), there[r["step"]]) for r in a if r["step"] in there]
+
+
+def _same(x: Any, y: Any) -> bool:
+    return x == y or (_is_number(x) and _is_number(y) and math.isnan(x) and math.isnan(y))
+
+
+def _first_not_finite(records: Sequence[Record], name: str) -> int | None:
+    return next((r["step"] for r in records if _is_number(r.get(name)) and not math.isfinite(r[name])), None)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value)
+
+
+def _quantile(ordered: Sequence[float], part: float) -> float | None:
+    return ordered[round(part * (len(ordered) - 1))] if ordered else None

@@ -1,0 +1,231 @@
+"""The job: how its command line is made for one run, and how one run is made."""
+
+from __future__ import annotations
+
+import os
+import signal
+import site
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import mindspeed_dsa
+from mindspeed_dsa.patches.errors import SettingsError
+
+METRICS = "metrics.jsonl"
+WEIGHTS = "weights"
+OUT = "{out}"
+"""Stands for the run's folder in a job's command."""
+_PATIENCE_S = 30.0
+_PACKAGE_PARENT = Path(mindspeed_dsa.__file__).resolve().parent.parent
+EXAMPLE = _PACKAGE_PARENT / "examples" / "pretrain_dsa.py"
+
+
+class Job(Protocol):
+    """Something that can be run again and again with other flags."""
+
+    @property
+    def metrics(self) -> str:
+        """File below the run's folder that holds the records, one JSON object a line."""
+
+    def prepare(self, output: Path, flags: Sequence[str]) -> list[str] | None:
+        """Command that writes the initial weights of all runs below ``output``, if there is one."""
+
+    def command(self, output: Path, folder: Path, flags: Sequence[str]) -> list[str]:
+        """Command of one run whose folder is ``folder``."""
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        """What one run's environment needs besides ours."""
+
+
+@dataclass(frozen=True)
+class ExampleJob:
+    """``examples/pretrain_dsa.py``: all runs load one checkpoint of initial weights."""
+
+    flags: tuple[str, ...] = ()
+    nproc: int = 1
+    script: Path = EXAMPLE
+
+    def __post_init__(self) -> None:
+        if not self.script.is_file():
+            raise SettingsError(
+                f"mindspeed_dsa compare: there is no {self.script}: this installation has no examples; "
+                "run in a checkout of the repository, or give your job's command after --"
+            )
+
+    @property
+    def metrics(self) -> str:
+        return f"job/{METRICS}"  # the job wants a folder of its own
+
+    def prepare(self, output: Path, flags: Sequence[str]) -> list[str] | None:
+        if self._has("--load"):
+            return None
+        return [*self._start(), *flags, "--train-iters", "0", "--save", str(output / "initial")]
+
+    def command(self, output: Path, folder: Path, flags: Sequence[str]) -> list[str]:
+        command = self._start()
+        for name, *value in (("--train-iters", "30"), ("--eval-iters", "0"), ("--log-interval", "1")):
+            if not self._has(name):
+                command += [name, *value]
+        command += ["--no-save", "--no-plot", "--no-tensorboard", "--new-run"]
+        command += ["--output-dir", str(folder / Path(self.metrics).parent)]
+        command += ["--data-cache-path", str(output / "data-cache"), "--finetune"]
+        if not self._has("--load"):
+            command += ["--load", str(output / "initial")]
+        return [*command, *flags]
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        return {}
+
+    def _start(self) -> list[str]:
+        return [*launcher(self.nproc), str(self.script), *self.flags]
+
+    def _has(self, name: str) -> bool:
+        return any(token.partition("=")[0] == name for token in self.flags)
+
+
+@dataclass(frozen=True)
+class CommandJob:
+    """Any other command; its weights are whatever its seed or its own checkpoint says.
+
+    Attributes:
+        words: the command; ``{out}`` stands for the run's folder.
+        nproc: processes, for a command that begins with a Python script.
+        own_metrics: file below ``{out}`` that the job writes by itself, or ``None`` to have the feature
+            step-metrics write it.
+    """
+
+    words: tuple[str, ...]
+    nproc: int | None = None
+    own_metrics: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.words[0].endswith(".py") and self.nproc is not None:
+            raise SettingsError(
+                "mindspeed_dsa compare: --nproc is for a job that is given as a Python script; "
+                f"{self.words[0]!r} starts its processes itself, so say there how many"
+            )
+        if self.own_metrics and not any(OUT in word for word in self.words):
+            raise SettingsError(
+                f"mindspeed_dsa compare: --metrics-file {self.own_metrics} lies in the run's folder, and the "
+                f"job must be told where that is: use {OUT} in its command, e.g. --output-dir {OUT}"
+            )
+
+    @property
+    def metrics(self) -> str:
+        return self.own_metrics or METRICS
+
+    def prepare(self, output: Path, flags: Sequence[str]) -> list[str] | None:
+        return None
+
+    def command(self, output: Path, folder: Path, flags: Sequence[str]) -> list[str]:
+        words = [word.replace(OUT, str(folder)) for word in self.words]
+        start = launcher(self.nproc or 1) if words[0].endswith(".py") else []
+        return [*start, *words, *flags]
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        return {} if self.own_metrics else {"MINDSPEED_DSA_STEP_METRICS_FILE": str(folder / METRICS)}
+
+
+def launcher(nproc: int) -> list[str]:
+    """How a Python script is started in this interpreter, alone or under torchrun."""
+    if nproc == 1:
+        return [sys.executable]
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+    return [sys.executable, *run]
+
+
+@dataclass
+class Run:
+    """One run of one side, finished."""
+
+    side: str
+    repeat: int
+    folder: Path
+    command: list[str]
+    exit_code: int
+    wall_s: float
+    problem: str = ""
+    """Why it counts as failed; empty if it does not."""
+
+    @property
+    def name(self) -> str:
+        """``A1``, ``B1``, ``A2``, ..."""
+        return f"{self.side}{self.repeat}" if self.repeat else "initial"
+
+    @property
+    def log(self) -> Path:
+        """What the run wrote to its standard error."""
+        return self.folder / "stderr.txt"
+
+
+def execute(
+    side: str,
+    repeat: int,
+    folder: Path,
+    command: list[str],
+    environment: Mapping[str, str],
+    timeout_s: float | None,
+) -> Run:
+    """Run a command in a process of its own, its output in ``stdout.txt`` and ``stderr.txt``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    env = {**os.environ, **environment}
+    if not _is_installed():  # started from the checkout's folder; the job may be started from another
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PACKAGE_PARENT), env.get("PYTHONPATH")]))
+    begin = time.monotonic()
+    with open(folder / "stdout.txt", "wb") as out, open(folder / "stderr.txt", "wb") as err:
+        try:
+            process = subprocess.Popen(command, stdout=out, stderr=err, env=env, start_new_session=True)
+        except OSError as error:
+            return Run(side, repeat, folder, command, 127, 0.0, f"{command[0]} cannot be started: {error}")
+        problem = ""
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            problem = f"was stopped after {timeout_s:.0f} s (--timeout)"
+            _stop(process)
+        except BaseException:  # Ctrl-C does not reach a session of its own
+            _stop(process)
+            raise
+    wall = time.monotonic() - begin
+    if not problem and process.returncode != 0:
+        problem = f"ended with exit code {process.returncode}"
+    return Run(side, repeat, folder, command, process.returncode, wall, problem)
+
+
+def ours(folder: Path) -> dict[str, str]:
+    """Variables that have the library write its report and the digests of the initial weights."""
+    return {
+        "MINDSPEED_DSA_MINDSPEED_REPORT_DIR": str(folder),
+        "MINDSPEED_DSA_INITIAL_WEIGHTS_DIR": str(folder / WEIGHTS),
+    }
+
+
+def last_lines(path: Path, count: int = 30) -> list[str]:
+    """The end of a log."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
+    except OSError:
+        return []
+
+
+def _is_installed() -> bool:
+    return str(_PACKAGE_PARENT) in [*site.getsitepackages(), site.getusersitepackages()]
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End a job and everything it started; torchrun ends its workers when it is asked to stop."""
+    for number, patience in ((signal.SIGTERM, _PATIENCE_S), (signal.SIGKILL, None)):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(patience)
+            return
+        except ProcessLookupError:
+            process.wait()
+            return
+        except subprocess.TimeoutExpired:
+            continue

@@ -1,0 +1,30 @@
+"""Proof that two jobs start from the same weights: a digest of every parameter before the first step."""
+
+from __future__ import annotations
+
+from mindspeed_dsa.features.base import Feature, Flag
+from mindspeed_dsa.patches.spec import Patch
+
+FEATURE = Feature(
+    name="initial-weights",
+    summary="Writes a digest of every parameter, as the first step finds it, to one JSON file per rank.",
+    flags=(
+        Flag(
+            "--initial-weights-dir",
+            "Write SHA-256 digests of all parameters, taken right before the first forward pass, to "
+            "DIR/weights-rank00000.json and so on.",
+            kind="value",
+            metavar="DIR",
+        ),
+    ),
+    patches=(
+        Patch(
+            "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+            "wrap",
+            "mindspeed_dsa.features.training.initial_weights_impl:with_digest",
+            "every training loop gets its schedule here, and hands it the model",
+        ),
+    ),
+    doc="initial-weights.md",
+)
+FEATURES = (FEATURE,)
