@@ -1,0 +1,214 @@
+"""Processes that play the ranks of a distributed job, reused from case to case.
+
+Starting Python, torch and Megatron takes longer than most cases. A pool starts up to ``size`` worker
+processes when they are first needed and keeps them::
+
+    results = pool.run("tests.distributed.job:train", world_size=4, timeout_s=120, argv=[...])
+
+runs ``train(argv=[...])`` from module ``tests.distributed.job`` in four processes and returns the four
+results, in the order of their ranks. In each process
+
+* a gloo process group over these ranks exists already, on a store of its own, and ``RANK``,
+  ``WORLD_SIZE`` and ``LOCAL_RANK`` are set as torchrun sets them;
+* torch uses one thread;
+* nothing of an earlier case is left: Megatron's groups, buffers, trackers and generators, the features of
+  ``mindspeed_dsa`` and the process group are gone (``worker.forget_everything``).
+
+Arguments and results travel by pickle, so the function is named by a dotted path and results are plain
+data, arrays or tensors on the CPU. When a rank raises, dies or does not answer in time, the case fails with
+:class:`CaseError`: traceback of every rank that raised, the Python stack of every rank that hangs, and the
+last lines that each of them printed. The workers are then replaced, so the next case starts afresh.
+
+The fixture ``pool`` (see ``conftest.py``) is one pool for the whole test session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from tests.distributed import worker
+
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+_GRACE_S = 10.0  # for the other ranks to answer after one has failed
+_LOG_TAIL = 2000  # characters
+
+
+class CaseError(Exception):
+    """A case did not end well on every rank; the message says what each of them did."""
+
+
+@dataclass
+class _Worker:
+    index: int
+    process: BaseProcess
+    pipe: Connection
+    log: Path
+    log_start: int = 0
+
+    def printed(self) -> str:
+        """What the worker printed in this case, the last part of it."""
+        with open(self.log, "rb") as file:
+            file.seek(self.log_start)
+            text = file.read().decode(errors="replace").strip()
+        return text if len(text) <= _LOG_TAIL else "... " + text[-_LOG_TAIL:]
+
+
+class WorkerPool:
+    """Up to ``size`` reusable worker processes; a context manager.
+
+    Args:
+        size: the largest world size that :meth:`run` takes.
+    """
+
+    def __init__(self, size: int = 4) -> None:
+        self.size = size
+        self._workers: list[_Worker] = []
+        self._folder = Path(tempfile.mkdtemp(prefix="worker-pool-"))
+        self._count = itertools.count()
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def run(self, function: str, world_size: int, *, timeout_s: float = 240.0, **arguments: Any) -> list[Any]:
+        """Call ``function(**arguments)`` on ``world_size`` ranks and return their results by rank.
+
+        Args:
+            function: ``"package.module:name"``, importable in a fresh process.
+            world_size: number of ranks, at most ``size``.
+            timeout_s: seconds until ranks that have not answered count as hanging.
+            **arguments: the same for every rank; the function reads its rank from ``torch.distributed``.
+
+        Raises:
+            CaseError: any rank raised, died or hung; the workers have been replaced.
+            ValueError: more ranks than the pool has.
+        """
+        if not 1 <= world_size <= self.size:
+            raise ValueError(f"this pool has {self.size} workers at most; {world_size} ranks were asked for")
+        self._start(world_size)
+        workers = self._workers[:world_size]
+        number = next(self._count)
+        for rank, each in enumerate(workers):
+            each.log_start = each.log.stat().st_size
+            task = worker.Task(function, arguments, rank, world_size, str(self._folder / f"store-{number}"))
+            with contextlib.suppress(BrokenPipeError):  # it died meanwhile, which is noticed below
+                each.pipe.send_bytes(pickle.dumps(task))
+        answers, silent = self._collect(workers, timeout_s)
+        bad = [rank for rank, answer in answers.items() if answer.failure is not None]
+        if not bad and not silent:
+            return [answers[rank].result for rank in range(world_size)]
+        report = _report(function, workers, answers, silent, timeout_s)
+        self._stop()
+        raise CaseError(report)
+
+    def close(self) -> None:
+        """End all workers and remove their files."""
+        self._stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, count: int) -> None:
+        for index in range(len(self._workers), count):
+            log = self._folder / f"worker-{next(self._count)}.log"
+            log.touch()
+            # A server process loads torch once and forks the workers, before any thread was started.
+            context = get_context("forkserver")
+            context.set_forkserver_preload(["torch", "tests.distributed.worker"])
+            ours, theirs = context.Pipe()
+            with _environment(_ENVIRONMENT):
+                process = context.Process(
+                    target=worker.serve, args=(theirs, str(log)), name=f"worker-{index}", daemon=True
+                )
+                process.start()
+            theirs.close()
+            self._workers.append(_Worker(index, process, ours, log))
+
+    def _stop(self) -> None:
+        for each in self._workers:
+            each.pipe.close()  # an idle worker ends by itself
+        for each in self._workers:
+            each.process.kill()
+            each.process.join()
+        self._workers = []
+
+    def _collect(
+        self, workers: Sequence[_Worker], timeout_s: float
+    ) -> tuple[dict[int, worker.Answer], dict[int, str]]:
+        """Answers by rank in the order of their arrival, and what became of ranks without one."""
+        answers: dict[int, worker.Answer] = {}
+        silent: dict[int, str] = {}
+        waiting = {each.pipe: rank for rank, each in enumerate(workers)}
+        deadline = time.monotonic() + timeout_s
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for pipe in connection.wait(list(waiting), left):
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    answers[rank] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, OSError):
+                    workers[rank].process.join(5)
+                    silent[rank] = f"died with exit code {workers[rank].process.exitcode}"
+                if rank in silent or answers[rank].failure is not None:
+                    # What one rank has left, the others wait for in vain.
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        for rank in waiting.values():
+            silent[rank] = "did not answer in time; its Python stack is below"
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(workers[rank].process.pid or 0, signal.SIGUSR1)  # faulthandler prints the stack
+        if waiting:
+            time.sleep(1)
+        return answers, silent
+
+
+def _report(
+    function: str,
+    workers: Sequence[_Worker],
+    answers: dict[int, worker.Answer],
+    silent: dict[int, str],
+    timeout_s: float,
+) -> str:
+    lines = [f"{function} on {len(workers)} ranks failed (timeout {timeout_s:.0f} s)"]
+    for rank, answer in answers.items():
+        if answer.failure is not None:
+            lines += [f"--- rank {rank} raised:", answer.failure.rstrip()]
+    lines += [f"--- rank {rank} {what}" for rank, what in silent.items()]
+    for rank, each in enumerate(workers):
+        if text := each.printed():
+            lines += [f"--- rank {rank} printed:", text]
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Variables for processes started meanwhile; torch's thread pools read them when they are loaded."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,150 @@
+"""The inside of a worker process: take a task, join the process group, run it, forget everything."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Task:
+    """One rank's part of a case.
+
+    Attributes:
+        function: ``"package.module:name"``.
+        arguments: keyword arguments for it.
+        rank, world_size: place in the process group.
+        store: file that does not exist yet, the same for all ranks of the case and for no other case.
+    """
+
+    function: str
+    arguments: Mapping[str, Any]
+    rank: int
+    world_size: int
+    store: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank made of its task: a result, or the traceback of what it raised."""
+
+    result: Any = None
+    failure: str | None = None
+
+
+def serve(pipe: Connection, log: str) -> None:
+    """Work off tasks until the other end closes; everything printed goes to the file ``log``."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on the terminal: the pool ends its workers
+    while True:
+        try:
+            task = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return
+        answer = _run(task)
+        try:
+            content = pickle.dumps(answer)
+        except Exception:
+            content = pickle.dumps(Answer(failure=f"the result cannot be sent:\n{traceback.format_exc()}"))
+        pipe.send_bytes(content)
+
+
+def _run(task: Task) -> Answer:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(task.rank), WORLD_SIZE=str(task.world_size), LOCAL_RANK=str(task.rank))
+    try:
+        store = dist.FileStore(task.store, task.world_size)
+        dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size)
+        module, _, name = task.function.partition(":")
+        function = getattr(importlib.import_module(module), name)
+        result = function(**task.arguments)
+        # A rank that is done must not tear down connections that others still use.
+        dist.barrier()
+        return Answer(result)
+    except BaseException:
+        return Answer(failure=traceback.format_exc())
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        forget_everything()
+
+
+def forget_everything() -> None:
+    """Bring the process back to where it was before a case, as far as anything global was changed."""
+    import torch
+    import torch.distributed as dist
+
+    session = sys.modules.get("mindspeed_dsa.session")
+    if session is not None:
+        session.disable()
+    _forget_megatron()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(0)
+    gc.collect()  # models hold reference cycles
+
+
+def _forget_megatron() -> None:
+    """Everything that Megatron keeps in modules and classes, as far as it was imported."""
+    parallel_state = _loaded("parallel_state")
+    if parallel_state is not None:
+        parallel_state.destroy_model_parallel()
+        parallel_state._HYBRID_DP_CP_GROUPS.clear()
+    if (calculator := _loaded("num_microbatches_calculator")) is not None:
+        calculator.destroy_num_microbatches_calculator()
+    if (generators := _loaded("tensor_parallel.random")) is not None:
+        generators._CUDA_RNG_STATE_TRACKER = None
+        generators._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+    if (moe := _loaded("transformer.moe.moe_utils")) is not None:
+        moe._MOE_LAYER_WISE_LOGGING_TRACKER.clear()
+        moe.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    if (replay := _loaded("transformer.moe.router_replay")) is not None:
+        replay.RouterReplay.clear_global_router_replay_instances()
+    if (mtp := _loaded("transformer.multi_token_prediction")) is not None:
+        import torch
+
+        mtp.MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
+        mtp.MTPLossLoggingHelper.tracker = {}
+    if (dsa := _loaded("transformer.experimental_attention_variant.dsa")) is not None:
+        dsa.DSAIndexerLossLoggingHelper.tracker = {}
+        dsa.DSAIndexerLossAutoScaler.main_loss_backward_scale = None
+    if (ddp := _loaded("distributed.distributed_data_parallel")) is not None:
+        for thing in gc.get_objects():
+            if type(thing) is ddp.DistributedDataParallel:
+                # A token dispatcher keeps a tensor of its last microbatch, whose graph ends in DDP's
+                # hooks, which hold the model. The collector cannot see through autograd's nodes, and
+                # the model would stay for ever.
+                thing.__dict__.clear()
+
+
+def _loaded(name: str) -> Any:
+    return sys.modules.get(f"megatron.core.{name}")
