@@ -44,7 +44,9 @@ def problems(active: Sequence[Feature], settings: Settings) -> list[str]:
                 found.append(f"{feature.name}{switch} needs the feature {other}; switch it on too")
         for conflict in feature.conflicts:
             if conflict.feature in names:
-                found.append(f"{feature.name}{switch} cannot be combined with {conflict.feature}: {conflict.why}")
+                found.append(
+                    f"{feature.name}{switch} cannot be combined with {conflict.feature}: {conflict.why}"
+                )
     return found
 
 

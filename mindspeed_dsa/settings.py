@@ -240,7 +240,9 @@ def _from_text(flag: Flag, text: str) -> Any:
     try:
         converted = [flag.type(word) for word in words]
     except (TypeError, ValueError):
-        raise ValueError(f"{flag.env}={text}: not a valid {getattr(flag.type, '__name__', 'value')}") from None
+        raise ValueError(
+            f"{flag.env}={text}: not a valid {getattr(flag.type, '__name__', 'value')}"
+        ) from None
     value = converted if flag.nargs not in (None, "?") else converted[0]
     _check_choice(flag, value, flag.env)
     return value
