@@ -121,7 +121,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
     cut = argv.index("--") if "--" in argv else len(argv)
     own, words = argv[:cut], argv[cut + 1 :]
     # argparse takes a value such as --no-x for an option; joined to its flag it is a value.
-    for name in ("--a", "--b"):
+    for name in ("--features", "--a", "--b"):
         if name in own[:-1]:
             at = own.index(name)
             own[at : at + 2] = [f"{name}={own[at + 1]}"]
