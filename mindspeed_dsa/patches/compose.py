@@ -14,16 +14,18 @@ from types import CellType, FunctionType
 from typing import Any
 
 from mindspeed_dsa.patches.errors import PatchDeclarationError
+from mindspeed_dsa.patches.proxies import is_a
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 _METHODS = (staticmethod, classmethod)
+_DESCRIPTORS = (*_METHODS, property)
 
 
 def underlying(raw: Any) -> Any:
     """The function inside a static method, class method or property; else ``raw`` itself."""
-    if isinstance(raw, _METHODS):
+    if is_a(raw, _METHODS):
         return raw.__func__
-    if isinstance(raw, property):
+    if is_a(raw, property):
         return raw.fget
     return raw
 
@@ -48,7 +50,7 @@ def compose(
             no plain function.
     """
     original = underlying(raw)
-    if isinstance(original, type):
+    if is_a(original, type):
         raise PatchDeclarationError(
             f"{original!r} is a class, and a function in its place breaks isinstance and subclasses; "
             "patch its methods, or use kind 'value' with a class"
@@ -56,6 +58,11 @@ def compose(
     if not callable(original):
         raise PatchDeclarationError(
             f"{original!r} cannot be called, so no function can wrap or replace it; use kind 'value'"
+        )
+    if isinstance(raw, _DESCRIPTORS) and not is_a(raw, _DESCRIPTORS):
+        raise PatchDeclarationError(
+            f"somebody put a {type(raw).__module__}.{type(raw).__qualname__} around a "
+            f"{raw.__class__.__name__} there, which no function can stand for; be imported before them"
         )
     current = original
     if replacement is not None:
@@ -67,7 +74,7 @@ def compose(
 
 def clone(function: Any, what: str) -> FunctionType:
     """A fresh function object, so that naming it never changes the implementation's own."""
-    if not isinstance(function, FunctionType):
+    if type(function) is not FunctionType:
         raise PatchDeclarationError(
             f"{what} is a {type(function).__name__}, but must be a plain Python function "
             "(proxies and callable objects break torch.compile, deepcopy and pickle)"
@@ -116,9 +123,9 @@ def _dress(function: FunctionType, original: Any, place: tuple[str, str] | None)
 
 
 def _in_descriptor(raw: Any, function: FunctionType) -> Any:
-    if isinstance(raw, _METHODS):
+    if is_a(raw, _METHODS):
         return type(raw)(function)
-    if isinstance(raw, property):
+    if is_a(raw, property):
         return type(raw)(function, raw.fset, raw.fdel, raw.__doc__)
     return function
 
@@ -139,22 +146,22 @@ def parts(composed: Any, original: Any) -> Iterator[Any]:
         if id(thing) in seen:
             continue
         seen.add(id(thing))
-        if isinstance(thing, FunctionType):
+        if is_a(thing, FunctionType):
             if thing is not outermost and "<locals>" not in thing.__qualname__:
                 continue
             homes.add(thing.__globals__.get("__name__"))
             stack += [thing.__closure__, thing.__defaults__, thing.__kwdefaults__, thing.__dict__]
-        elif isinstance(thing, CellType):
+        elif is_a(thing, CellType):
             try:
                 stack.append(thing.cell_contents)
             except ValueError:  # not filled yet
                 continue
-        elif isinstance(thing, (tuple, list)):
+        elif is_a(thing, (tuple, list)):
             stack += thing
-        elif isinstance(thing, dict):
+        elif is_a(thing, dict):
             stack += thing.values()
         elif type(thing).__module__ in homes and hasattr(thing, "__dict__"):
             stack.append(vars(thing))
-        elif not isinstance(thing, (staticmethod, classmethod, property)):
+        elif not is_a(thing, _DESCRIPTORS):
             continue
         yield thing

@@ -24,6 +24,7 @@ from types import (
 from typing import Any
 
 from mindspeed_dsa.patches import hooks
+from mindspeed_dsa.patches.proxies import is_a
 
 _LRU = type(functools.lru_cache(hooks.namespace))
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)
@@ -76,23 +77,23 @@ def step(path: Path, holder: Any, modules: Mapping[int, str]) -> str | Path | No
         container; ``None`` if the reference can do no harm.
     """
     child = path.end
-    if isinstance(holder, _IGNORED):
+    if is_a(holder, _IGNORED):
         return None
-    if isinstance(holder, dict) and (id(holder) in modules or "__builtins__" in holder):
+    if is_a(holder, dict) and (id(holder) in modules or "__builtins__" in holder):
         return _in_module(path, holder, modules.get(id(holder)))
-    if isinstance(holder, FunctionType):
+    if is_a(holder, FunctionType):
         return _in_function(path, holder)
-    if isinstance(holder, type):
+    if is_a(holder, type):
         return _in_class(path, holder)
-    if isinstance(holder, CellType):
+    if is_a(holder, CellType):
         return Path((*path.chain, holder))
-    if isinstance(holder, dict) and _key(holder, child) in (None, "__annotations__"):
+    if is_a(holder, dict) and _key(holder, child) in (None, "__annotations__"):
         return None  # a key is looked up, not called
-    if isinstance(holder, _CONTAINERS):
+    if is_a(holder, _CONTAINERS):
         return Path((*path.chain, holder))
-    if isinstance(holder, _WRAPPERS):
+    if is_a(holder, _WRAPPERS):
         # A tuple in a cache is the arguments of a call.
-        return None if isinstance(holder, _LRU) and isinstance(child, tuple) else Path((*path.chain, holder))
+        return None if is_a(holder, _LRU) and is_a(child, tuple) else Path((*path.chain, holder))
     return _in_instance(path, holder)
 
 
@@ -109,17 +110,19 @@ def _in_function(path: Path, function: FunctionType) -> str | None:
     child, inner = path.end, path.chain[-2] if len(path.chain) > 1 else None
     if _is_part_of(function, path.original):
         return None
-    name = f"{function.__module__}.{function.__qualname__}"
-    code = function.__code__
+    name, code = _function_name(function), function.__code__
     if function.__closure__ is not None and child is function.__closure__:
         index = next(i for i, cell in enumerate(function.__closure__) if cell is inner)
-        return _written(path, f"{name} (variable {code.co_freevars[index]} of its closure)", 2)
+        return _written(path, f"the closure of {name} (variable {code.co_freevars[index]})", 2) + _alias(
+            function
+        )
     if function.__defaults__ is not None and child is function.__defaults__:
         index = next(i for i, default in enumerate(function.__defaults__) if default is inner)
         parameter = code.co_varnames[code.co_argcount - len(function.__defaults__) + index]
-        return _written(path, f"{name} (default of its parameter {parameter})", 1)
+        return _written(path, f"the default argument of {name} (parameter {parameter})", 1)
     if function.__kwdefaults__ is not None and child is function.__kwdefaults__:
-        return _written(path, f"{name} (default of its parameter {_key(child, inner)})", 1)
+        key = _key(child, inner)
+        return _written(path, f"the default argument of {name} (parameter {key})", 1)
     if child is function.__dict__:
         key = _key(child, inner)
         # A wrapper calls what is in its closure; __wrapped__ is there for readers.
@@ -134,7 +137,7 @@ def _in_class(path: Path, cls: type) -> str | None:
         return None
     if child is path.original:
         return f"{name} (a subclass)" if child in cls.__bases__ else None
-    if isinstance(child, dict):
+    if is_a(child, dict):
         key = _key(child, inner)
         if key is not None and vars(cls).get(key) is inner and key != "__annotations__":
             return _written(path, f"{name}.{key}", 1)
@@ -156,6 +159,21 @@ def _in_instance(path: Path, holder: Any) -> str | None:
     return None if cls is path.end else f"a {name}"
 
 
+def _function_name(function: FunctionType) -> str:
+    """Where the code stands: functools.wraps makes a wrapper's own name that of the original."""
+    wraps = "__wrapped__" in function.__dict__
+    here = function.__code__.co_name if wraps else function.__qualname__
+    name = getattr(function.__code__, "co_qualname", here)  # since Python 3.11
+    return f"{function.__globals__.get('__name__')}.{name}"
+
+
+def _alias(function: FunctionType) -> str:
+    """A module-level name of a function that was made by another one."""
+    for names, name, _ in hooks.bound_names({id(function): function}):
+        return f", which is {names.get('__name__')}.{name}"
+    return ""
+
+
 def _is_part_of(function: FunctionType, original: Any) -> bool:
     """Whether a function is the original itself, or a method of it that knows its class."""
     if isinstance(original, type):
@@ -175,13 +193,13 @@ def _written(path: Path, root: str, inside: int = 0) -> str:
     text = root
     chain = path.chain[: len(path.chain) - inside]
     for child, holder in zip(chain[-2::-1], chain[:0:-1], strict=True):
-        if isinstance(holder, (dict, MappingProxyType)):
+        if is_a(holder, (dict, MappingProxyType)):
             text += f"[{_key(holder, child)!r}]"
-        elif isinstance(holder, (list, tuple, deque)):
+        elif is_a(holder, (list, tuple, deque)):
             text += f"[{next((i for i, item in enumerate(holder) if item is child), '?')}]"
-        elif isinstance(holder, functools.partial):
+        elif is_a(holder, functools.partial):
             text += ".func" if holder.func is child else ""
-        elif isinstance(holder, MethodType):
+        elif is_a(holder, MethodType):
             text += ".__func__" if holder.__func__ is child else ".__self__"
     return text
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import wrapt
 
+from mindspeed_dsa.patches.proxies import is_a
+
 _module_dict: Callable[[ModuleType], dict[str, Any]] = vars(ModuleType)["__dict__"].__get__
 
 
 def namespace(module: Any) -> dict[str, Any] | None:
     """A module's dictionary without waking lazy modules; ``None`` for things that are no module."""
-    return _module_dict(module) if isinstance(module, ModuleType) else None
+    return _module_dict(module) if is_a(module, ModuleType) else None
 
 
 def execution(name: str) -> Any:

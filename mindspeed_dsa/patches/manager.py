@@ -9,15 +9,16 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import ModuleType
 from typing import Any
 
-from mindspeed_dsa.patches import compose, hooks, ranges, references
+from mindspeed_dsa.patches import compiled, compose, hooks, ranges, references
+from mindspeed_dsa.patches.conflicts import clash, contradictions, group, places_of
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, PatchError
 from mindspeed_dsa.patches.report import SiteReport, describe
-from mindspeed_dsa.patches.site import Site, State, contradictions, group
+from mindspeed_dsa.patches.site import Site, State
 from mindspeed_dsa.patches.spec import Claim, Patch
 
 StaticCheck = Callable[[Patch], tuple[list[str], list[str]]]
@@ -57,7 +58,7 @@ class PatchManager:
         self._sites: list[Site] = []
         self._outlived: list[Site] = []  # their module was executed again; consumers still hold them
         self._busy: set[int] = set()  # ids of sites that some thread is preparing
-        self._places: dict[Any, Site] = {}  # what is patched, see _claims_to()
+        self._places: dict[Any, Site] = {}  # what is patched, see conflicts.places_of()
         self._armed = False
         self._generation = 0  # import hooks cannot be unregistered; old ones see that they are old
 
@@ -113,9 +114,9 @@ class PatchManager:
             site.notes += notes
         if hooks.is_loaded(site.patch.module):
             # The object that is there outranks its source: somebody may have changed it already.
-            problem = site.locate() or _clash(site, places)
+            problem = site.locate() or clash(site, places)
             if not problem:
-                places.update(dict.fromkeys(_claims_to(site), site))
+                places.update(dict.fromkeys(places_of(site), site))
             return [problem] if problem else []
         return list(dict.fromkeys(problems))
 
@@ -140,7 +141,8 @@ class PatchManager:
         # First the hooks: implementations import modules that have sites of their own.
         for module, sites in later.items():
             hooks.when_imported(module, partial(self._on_import, self._generation, sites))
-        self._apply_loaded()
+        if self._apply_loaded():
+            compiled.forget()
         self._undo_if_failed()
 
     def _on_import(self, generation: int, sites: list[Site], module: ModuleType) -> None:
@@ -156,12 +158,16 @@ class PatchManager:
             if site.state == "failed":
                 _log.error("mindspeed_dsa: %s; the next finalize() raises this", _words(site))
 
-    def _apply_loaded(self) -> None:
+    def _apply_loaded(self) -> bool:
         """Sites of modules that are complete by now; some were half executed when we armed."""
-        self._apply([s for s in self._in_state("pending") if hooks.is_loaded(s.patch.module)])
+        return self._apply([s for s in self._in_state("pending") if hooks.is_loaded(s.patch.module)])
 
-    def _apply(self, sites: Iterable[Site], since: str | None = None) -> None:
-        """Prepare all sites, then install them and rebind the names of what they replace."""
+    def _apply(self, sites: Iterable[Site], since: str | None = None) -> bool:
+        """Prepare all sites, then install them and rebind the names of what they replace.
+
+        Returns:
+            Whether there was anything to do.
+        """
         with self._lock:
             generation = self._generation
             mine = [site for site in sites if site.state == "pending" and id(site) not in self._busy]
@@ -175,6 +181,7 @@ class PatchManager:
         finally:
             with self._lock:
                 self._busy.difference_update(map(id, mine))
+        return bool(mine)
 
     def _prepare(self, sites: list[Site]) -> list[Site]:
         """Compose what is to be installed; foreign code runs here, and nothing is changed."""
@@ -211,11 +218,11 @@ class PatchManager:
     def _install(self, sites: list[Site], since: str | None) -> None:
         applied = []
         for site in sites:
-            problem = _clash(site, self._places)
+            problem = clash(site, self._places)
             try:
                 if not problem:
                     site.install()
-                    self._places.update(dict.fromkeys(_claims_to(site), site))
+                    self._places.update(dict.fromkeys(places_of(site), site))
                     applied.append(site)
             except Exception as error:
                 problem = f"it cannot be patched: {error}"
@@ -246,7 +253,8 @@ class PatchManager:
                 required ones; everything is undone before it is raised.
         """
         self._renew()
-        self._apply_loaded()
+        if self._apply_loaded():
+            compiled.forget()
         for site in self._in_state("pending"):
             if hooks.cannot_be_imported(site.patch.module):
                 self._fail(site, f"there is no module {site.patch.module}")
@@ -260,11 +268,11 @@ class PatchManager:
             if held and gc.collect():  # an error must not come of garbage
                 self._find_stale(held)
             refused += [(site, _HELD.format(holders=_listed(site.stale))) for site in held if site.stale]
-            refused = [(site, reason) for site, reason in refused if site.required]
-            if refused:
-                self.undo()
-            for site, reason in refused:
-                self._fail(site, reason)
+        refused = [(site, reason) for site, reason in refused if site.required]
+        if refused:
+            self.undo()
+        for site, reason in refused:
+            self._fail(site, reason)
         self._undo_if_failed()
 
     def _renew(self) -> None:
@@ -317,9 +325,12 @@ class PatchManager:
             self._generation += 1
             self._armed = False
             self._places = {}
-            self._restore(self._touched())
+            touched = self._touched()
+            self._restore(touched)
             for site in self._in_state("planned", "pending"):
                 site.state, site.reason = "undone", ""
+        if touched:
+            compiled.forget()
 
     def _touched(self) -> list[Site]:
         return [s for s in (*self._outlived, *self._sites) if s.state in ("applied", "foreign")]
@@ -401,28 +412,3 @@ def _words(site: Site) -> str:
 def _listed(holders: list[str]) -> str:
     more = len(holders) - _NAMED_HOLDERS
     return ", ".join(holders[:_NAMED_HOLDERS]) + (f" and {more} more" if more > 0 else "")
-
-
-def _claims_to(site: Site) -> list[tuple[str, int, Any]]:
-    """What nobody else may patch under another spelling, by identity; the site keeps it alive."""
-    claims: list[tuple[str, int, Any]] = [("place", id(site.owner), site.slot)]
-    moved = site.moved()
-    if moved is not None and isinstance(site.owner, ModuleType):
-        claims.append(("object", id(moved[0]), None))
-        if site.traceable:
-            claims.append(("object", id(moved[1]), None))
-    return claims
-
-
-def _clash(site: Site, places: Mapping[Any, Site]) -> str:
-    """Two targets that are one: the second would stack on the first, or miss it, unseen."""
-    wanted = [("place", id(site.owner), site.slot)]
-    if isinstance(site.owner, ModuleType) and site.moved() is not None:
-        wanted.append(("object", id(site.raw), None))
-    other = next((places[place] for place in wanted if place in places), None)
-    if other is None:
-        return ""
-    return (
-        f"it is the same object as {other.label}, which {', '.join(other.features)} patches; "
-        "both rows must name it alike"
-    )

@@ -14,6 +14,7 @@ import wrapt
 
 from mindspeed_dsa.patches import compose, hooks, signatures
 from mindspeed_dsa.patches.errors import PatchDeclarationError
+from mindspeed_dsa.patches.proxies import is_a
 from mindspeed_dsa.patches.spec import Claim, Patch
 
 State = Literal["planned", "pending", "applied", "skipped", "failed", "foreign", "undone"]
@@ -95,7 +96,7 @@ class Site:
     @property
     def traceable(self) -> bool:
         """Whether what is installed is this site's alone, so that its identity leads back to the original."""
-        return self.composed or (self.patch.kind == "value" and isinstance(self.installed, FunctionType))
+        return self.composed or (self.patch.kind == "value" and is_a(self.installed, FunctionType))
 
     # -- before --------------------------------------------------------------------------------
 
@@ -171,14 +172,14 @@ class Site:
             if replacement is not None:
                 self._require_fit(replacement)
             self.installed = compose.compose(self.raw, replacement, wrappers, self._place())
-        elif isinstance(replacement, FunctionType) and self.patch.kind == "value":
+        elif is_a(replacement, FunctionType) and self.patch.kind == "value":
             copy = compose.clone(replacement, "the value")
             self.installed = compose.put_at(copy, self.patch.module, ".".join(self.patch.path))
         else:
             self.installed = replacement
 
     def _require_fit(self, replacement: Any) -> None:
-        method = isinstance(self.owner, type) and not isinstance(self.raw, staticmethod)
+        method = isinstance(self.owner, type) and not is_a(self.raw, staticmethod)
         problems = signatures.misfits(compose.underlying(self.raw), replacement, method)
         if problems:
             raise PatchDeclarationError(
@@ -309,7 +310,7 @@ class Site:
 
     def release(self) -> None:
         """Forget the objects of an undone site, and remember the patch only while others hold it."""
-        if self.traceable and isinstance(compose.underlying(self.installed), FunctionType):
+        if self.traceable and is_a(compose.underlying(self.installed), FunctionType):
             self.left = weakref.ref(compose.underlying(self.installed))
         self.owner = self.execution = None
         self.original = self.raw = self.installed = ABSENT
@@ -318,42 +319,10 @@ class Site:
 
 def _at_home(thing: Any, package: str) -> bool:
     """Whether a callable was made in ``package``, or says nothing of where it was made."""
-    says = isinstance(thing, (type, FunctionType, BuiltinFunctionType, MethodType))
+    says = is_a(thing, (type, FunctionType, BuiltinFunctionType, MethodType))
     if not says and "__module__" not in getattr(thing, "__dict__", ()):
         return True  # an instance names the module of its class, not its own
     owner = getattr(thing, "__self__", None)  # of a builtin: its module or class
     candidates = (getattr(thing, "__module__", None), getattr(owner, "__module__", None))
     home = next((name for name in candidates if isinstance(name, str)), None)
     return home is None or home.partition(".")[0] == package.partition(".")[0]
-
-
-def group(claims: Iterable[Claim]) -> list[Site]:
-    """One site per target: what decides first, then wrappers, innermost first."""
-    sites: dict[tuple[str, Any], list[Claim]] = {}
-    for claim in claims:
-        sites.setdefault((claim.patch.target, claim.patch.key), []).append(claim)
-    for shared in sites.values():
-        shared.sort(key=lambda claim: (claim.patch.kind == "wrap", claim.patch.priority, claim.order))
-    return [Site(shared) for shared in sites.values()]
-
-
-def contradictions(site: Site) -> str:
-    """Rows that cannot all have their way at one site; empty if there are none."""
-    deciding = [claim for claim in site.claims if claim.patch.kind != "wrap"]
-    if not deciding:
-        return ""
-    first = deciding[0]
-    said = (first.patch.kind, first.patch.impl)
-    second = next((c for c in deciding if (c.patch.kind, c.patch.impl) != said), None)
-    if second is not None:
-        return (
-            f"{site.label} is replaced by both {first.feature} ({first.patch.impl}) and "
-            f"{second.feature} ({second.patch.impl}); switch one of the two off"
-        )
-    wrapping = [claim.feature for claim in site.claims if claim.patch.kind == "wrap"]
-    if wrapping and first.patch.kind != "replace":
-        return (
-            f"{site.label} is wrapped by {', '.join(wrapping)} and set as a {first.patch.kind} by "
-            f"{first.feature}; switch one of the two off, or declare the {first.patch.kind} as a replacement"
-        )
-    return ""
