@@ -186,6 +186,7 @@ def test_help_shows_the_flags_with_everything_off(megatron, monkeypatch, capsys)
 def test_the_first_model_verifies_and_reports(megatron, tmp_path, capsys):
     megatron()
     mindspeed_dsa.enable(use_counting=True, mindspeed_report_dir=str(tmp_path / "logs"))
+    import corp_megatron.core.layers  # noqa: F401 - fires the hook
     from corp_megatron.core.models.common.language_module.language_module import LanguageModule
 
     assert LanguageModule("config").config == "config"
@@ -206,7 +207,7 @@ def test_a_stale_reference_stops_the_first_model(megatron):
         return function(1)
 
     mindspeed_dsa.enable(use_counting=True)
-    with pytest.raises(PatchError, match="default argument of .*holder"):
+    with pytest.raises(PatchError, match=r"default argument of .*holder"):
         LanguageModule()
     assert layers.scale is holder.__defaults__[0], "everything was undone"
 
