@@ -86,9 +86,8 @@ def counted(states: dict[str, int]) -> str:
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns of text, padded."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    padded = ((cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return ["  ".join(cells).rstrip() for cells in padded]
 
 
 def _remarks(site: SiteReport) -> list[str]:
