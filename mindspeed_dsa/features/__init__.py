@@ -18,6 +18,7 @@ _DECLARATIONS: tuple[str, ...] = (
     "attention.recompute",
     "attention.loss_tracker",
     "attention.indexer_tp_grads",
+    "attention.rotary_key_tp_grads",
     "attention.rope_first",
     "attention.normalised_query",
     "training.metrics",

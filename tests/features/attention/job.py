@@ -239,6 +239,7 @@ def run(
     ddp: Mapping[str, Any] | None = None,
     only: str = "",
     grad_scale: float | None = None,
+    sequence_parallel: bool = True,
     **layout: Any,
 ) -> dict[str, Any]:
     """A whole training step; returns losses and gradients."""
@@ -248,7 +249,7 @@ def run(
     tp, pp, vpp = layout.get("tp", 1), layout.get("pp", 1), layout.get("vpp")
     cfg = config(
         tensor_model_parallel_size=tp,
-        sequence_parallel=tp > 1,
+        sequence_parallel=tp > 1 and sequence_parallel,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
         expert_model_parallel_size=layout.get("ep", 1),
