@@ -5,10 +5,9 @@ from __future__ import annotations
 from mindspeed_dsa.features.attention.declare import HERE, MLA, dsa_repair
 from mindspeed_dsa.patches.spec import Patch
 
-
 FEATURE = dsa_repair(
     "dsa-rotary-key-tp-grads",
-    summary="Sums the rotary key's gradient over tensor parallel ranks when there is no sequence parallelism.",
+    summary="Sums the rotary key's gradient over tensor parallel ranks where sequence parallelism does not.",
     switch_help="Sum the rotary key's gradient over tensor parallel ranks without sequence parallelism.",
     patches=(
         Patch(

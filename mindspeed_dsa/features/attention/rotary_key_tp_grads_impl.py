@@ -48,7 +48,7 @@ def sum_rotary_key_gradients(original: Callable[..., Any]) -> Callable[..., Any]
             return
 
         def sum_in_backward(module: Any, inputs: Any, output: Any) -> Any:
-            # [s, b, kv_lora_rank + qk_pos_emb_head_dim]; the latent part is summed where heads are made of it.
+            # [s, b, kv_lora_rank + qk_pos_emb_head_dim]; the latent part is summed at its up projection.
             latent, rotary_key = output[0].split(sizes, dim=-1)
             rotary_key = _SumGradients.apply(rotary_key, group)
             return (torch.cat([latent, rotary_key], dim=-1), *output[1:])
