@@ -13,7 +13,8 @@ from pathlib import Path
 import mindspeed_dsa
 from dsa_job import runs
 from dsa_job.arguments import parse_args
-from dsa_job.corpus import find_text
+from dsa_job.checkpoint_files import folder_of, latest
+from dsa_job.corpus import FEWEST_DOCUMENTS, check_size, find_text
 from dsa_job.errors import JobError, UsageError
 from dsa_job.tokenizer import build_tokenizer
 from dsa_job.validation import World, check, padded_vocab_size
@@ -22,7 +23,9 @@ from dsa_job.validation import World, check, padded_vocab_size
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; 0: done, 1: failure, 2: refused, 3: loss not finite, 130: Ctrl-C."""
     world = World()
-    # What Megatron says about optional packages is true and of no use here.
+    # What Megatron says about optional packages, and torch about Megatron's use of it, is true and of no
+    # use here.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
     warnings.filterwarnings(
         "ignore", message=".*(not installed|full scope is deprecated)", module=r"megatron\."
     )
@@ -65,17 +68,19 @@ def prepare(args: argparse.Namespace, world: World) -> runs.Run | None:
     Raises:
         UsageError: data, tokenizer, checkpoint or folder cannot be used.
     """
-    from dsa_job import checkpoint
-
     args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(args.tokenizer_model).vocab_size)
     if args.train_iters:
-        find_text(args.data)
+        source = find_text(args.data)
+        # No tokenizer makes more tokens than there are bytes, with one for the end of each document.
+        check_size(args.split, args.seq_length, source.size + max(len(source.files), FEWEST_DOCUMENTS))
     if args.load:
-        checkpoint.check_fits(args, checkpoint.folder_of(Path(args.load), checkpoint.choose(args)))
+        from dsa_job import checkpoint
+
+        checkpoint.check_fits(args, folder_of(Path(args.load), checkpoint.choose(args)))
     if world.rank or not args.train_iters:
         return None
     try:
-        run = runs.open_run(Path(args.output_dir), runs.settings(args), checkpoint.latest, args.new_run)
+        run = runs.open_run(Path(args.output_dir), runs.settings(args), latest, args.new_run)
     except OSError as error:
         raise UsageError(f"--output-dir {args.output_dir} cannot be used: {error}") from error
     print(run.why, flush=True)

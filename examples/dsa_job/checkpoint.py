@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import re
 import shutil
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +24,10 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategie
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.utils import unwrap_model
 
+from dsa_job.checkpoint_files import TRACKER, complete_steps, folder_of, is_complete, latest, partial_name
 from dsa_job.errors import UsageError
 from dsa_job.files import sync_folder, sync_tree, write_atomically
 
-TRACKER = "latest_checkpointed_iteration.txt"
-_PARTIAL = re.compile(r"\.iter_\d+\.(?P<host>.+)-(?P<pid>\d+)\.(partial|replaced)")
 # What must agree between a checkpoint and the job that loads its weights.
 _SHAPE = (
     "num_layers",
@@ -109,61 +106,6 @@ class Progress:
     wall_s: float = 0.0
 
 
-def latest(folder: Path) -> int | None:
-    """Step of the newest complete checkpoint; ``None`` if there is none.
-
-    Raises:
-        UsageError: the tracker file names a checkpoint that is not there.
-    """
-    try:
-        text = (folder / TRACKER).read_text().strip()
-    except FileNotFoundError:
-        return None
-    if not text.isdigit() or not is_complete(folder_of(folder, int(text))):
-        raise UsageError(
-            f"{folder / TRACKER} says {text!r}, and there is no complete checkpoint of that name; "
-            f"complete ones: {complete_steps(folder) or 'none'}; choose one with --ckpt-step"
-        )
-    return int(text)
-
-
-def complete_steps(folder: Path) -> list[int]:
-    """Steps of all complete checkpoints."""
-    found = (path for path in folder.glob("iter_*") if path.name[5:].isdigit() and is_complete(path))
-    return sorted(int(path.name[5:]) for path in found)
-
-
-def folder_of(folder: Path, iteration: int) -> Path:
-    """Folder of one checkpoint."""
-    return folder / f"iter_{iteration:07d}"
-
-
-def is_complete(checkpoint: Path) -> bool:
-    """Whether everything was written; Megatron writes ``metadata.json`` last."""
-    return (checkpoint / "metadata.json").is_file() and (checkpoint / "common.pt").is_file()
-
-
-def remove_partial(folder: Path) -> list[str]:
-    """Delete what killed processes of this machine left half written; names of what was deleted."""
-    removed = []
-    for path in folder.glob(".iter_*"):
-        match = _PARTIAL.fullmatch(path.name)
-        if match and match["host"] == socket.gethostname() and not _is_alive(int(match["pid"])):
-            shutil.rmtree(path, ignore_errors=True)
-            removed.append(path.name)
-    return removed
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return pid != os.getpid()
-
-
 def choose(args: argparse.Namespace) -> int:
     """The step that ``--load`` and ``--ckpt-step`` mean.
 
@@ -223,7 +165,7 @@ def save(
 ) -> Path:
     """Write a checkpoint; all ranks call it together. Returns its folder."""
     final = folder_of(folder, progress.iteration)
-    name = [f".{final.name}.{socket.gethostname()}-{os.getpid()}.partial"]
+    name = [partial_name(final)]
     dist.broadcast_object_list(name, src=0)
     partial = folder / name[0]
     if dist.get_rank() == 0:

@@ -128,6 +128,22 @@ def _hash(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
 
 
+def check_size(split: str, sequence_length: int, tokens: int) -> None:
+    """Whether so many tokens make at least one sequence on either side of the split.
+
+    Raises:
+        UsageError: they do not.
+    """
+    weights = [float(part) for part in split.split(",")]
+    share = min(weight / sum(weights) for weight in weights if weight)
+    if tokens * share < 2 * (sequence_length + 1):
+        raise UsageError(
+            f"the data has no more than {tokens} tokens; a part of {share:.1%} of them (--split {split}) is "
+            f"too little for sequences of {sequence_length}; use more text, a shorter --seq-length or "
+            "another --split"
+        )
+
+
 def build(source: Source, tokenizer: Tokenizer, cache: Path) -> Corpus:
     """The indexed file of this text, from the cache if it is there; one process builds, others wait.
 

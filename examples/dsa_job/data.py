@@ -16,9 +16,10 @@ from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-from dsa_job.corpus import Corpus, build, find_text
+from dsa_job.corpus import Corpus, build, check_size, find_text
 from dsa_job.errors import UsageError
 from dsa_job.files import file_lock
+from dsa_job.order import MicrobatchOrder
 from dsa_job.tokenizer import Tokenizer
 
 Batch = Mapping[str, torch.Tensor]
@@ -62,7 +63,7 @@ def build_datasets(
     marker = indices / "complete"
     if dist.get_rank() == 0 and not marker.exists():
         shutil.rmtree(indices, ignore_errors=True)
-    _check_size(args, corpus)
+    check_size(args.split, args.seq_length, corpus.tokens)
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -91,46 +92,6 @@ def build_datasets(
             f"--split {args.split} leaves training or held-out data empty; use weights such as 95,5"
         )
     return train, heldout if args.eval_iters else None
-
-
-def _check_size(args: argparse.Namespace, corpus: Corpus) -> None:
-    needed = args.seq_length + 1
-    smallest = min(share for share in _shares(args.split)[:2] if share or args.eval_iters)
-    if corpus.tokens * smallest < 2 * needed:
-        raise UsageError(
-            f"the data has {corpus.tokens} tokens; a part of {smallest:.1%} of them (--split {args.split}) "
-            f"is too little for sequences of {args.seq_length}; use more text, a shorter --seq-length or "
-            "another --split"
-        )
-
-
-def _shares(split: str) -> list[float]:
-    weights = [float(part) for part in split.split(",")]
-    return [weight / sum(weights) for weight in weights]
-
-
-class MicrobatchOrder:
-    """Which samples this rank's next microbatches hold; an endless batch sampler.
-
-    A global batch is the same whatever the layout: microbatch after microbatch, and within each the
-    data parallel ranks one after the other.
-
-    Args:
-        length: samples in the data set.
-        consumed: samples that all ranks together have used before.
-        micro_batch_size, rank, ranks: of the data parallel group.
-    """
-
-    def __init__(self, length: int, consumed: int, micro_batch_size: int, rank: int, ranks: int) -> None:
-        self._length = length
-        self._next = consumed + rank * micro_batch_size
-        self._size = micro_batch_size
-        self._stride = micro_batch_size * ranks
-
-    def __iter__(self) -> Iterator[list[int]]:
-        while True:
-            yield [index % self._length for index in range(self._next, self._next + self._size)]
-            self._next += self._stride
 
 
 def batches(

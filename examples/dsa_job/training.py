@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import mindspeed_dsa
 from dsa_job import checkpoint, corpus, data, distributed, runs
+from dsa_job.checkpoint_files import folder_of, remove_partial
 from dsa_job.errors import Interrupted, JobError, UsageError
 from dsa_job.model import build_model, model_config, parameter_count
 from dsa_job.optimizer import build_optimizer, build_scheduler
@@ -100,15 +101,15 @@ def _agree(args: argparse.Namespace, run: runs.Run | None) -> argparse.Namespace
 @contextlib.contextmanager
 def _deterministic(args: argparse.Namespace) -> Iterator[None]:
     """Sums in a fixed order; on a CPU with several threads some are not otherwise."""
-    before = torch.are_deterministic_algorithms_enabled()
+    before = torch.get_deterministic_debug_mode()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     if args.deterministic_mode:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_deterministic_debug_mode("warn")
         torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=True)
+        torch.set_deterministic_debug_mode(before)
         torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
@@ -154,7 +155,7 @@ class _Job:
         if args.train_iters:
             self.corpus = data.build_corpus(args, tokenizer)
             self.train_data, self.heldout_data = data.build_datasets(args, tokenizer, self.corpus)
-        mindspeed_dsa.finalize()
+        mindspeed_dsa.finalize(str(run.folder) if run is not None else None)
         config = model_config(args)
         model = build_model(args, config)
         optimizer = build_optimizer(args, model)
@@ -162,7 +163,7 @@ class _Job:
         self.stepper = Stepper(args, config, model, optimizer, scheduler)
         self.progress = checkpoint.Progress()
         if args.save and dist.get_rank() == 0:
-            checkpoint.remove_partial(Path(args.save))
+            remove_partial(Path(args.save))
         if args.load:
             self._load(model, optimizer, scheduler)
         self.saved = self.progress.iteration if run is not None and run.resumed else None
@@ -174,7 +175,7 @@ class _Job:
         where: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
-                where[0] = checkpoint.folder_of(Path(self.args.load), checkpoint.choose(self.args))
+                where[0] = folder_of(Path(self.args.load), checkpoint.choose(self.args))
                 checkpoint.check_fits(self.args, where[0])
             except UsageError as error:
                 where[0] = error

@@ -1,0 +1,74 @@
+"""Checkpoints as folders: which one is the newest, which are whole, which were left half written."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+from pathlib import Path
+
+from dsa_job.errors import UsageError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_PARTIAL = re.compile(r"\.iter_\d+\.(?P<host>.+)-(?P<pid>\d+)\.(partial|replaced)")
+
+
+def latest(folder: Path) -> int | None:
+    """Step of the newest complete checkpoint; ``None`` if there is none.
+
+    Raises:
+        UsageError: the tracker file names a checkpoint that is not there.
+    """
+    try:
+        text = (folder / TRACKER).read_text().strip()
+    except FileNotFoundError:
+        return None
+    if not text.isdigit() or not is_complete(folder_of(folder, int(text))):
+        raise UsageError(
+            f"{folder / TRACKER} says {text!r}, and there is no complete checkpoint of that name; "
+            f"complete ones: {complete_steps(folder) or 'none'}; choose one with --ckpt-step"
+        )
+    return int(text)
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps of all complete checkpoints."""
+    found = (path for path in folder.glob("iter_*") if path.name[5:].isdigit() and is_complete(path))
+    return sorted(int(path.name[5:]) for path in found)
+
+
+def folder_of(folder: Path, iteration: int) -> Path:
+    """Folder of one checkpoint."""
+    return folder / f"iter_{iteration:07d}"
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether everything was written; Megatron writes ``metadata.json`` last."""
+    return (checkpoint / "metadata.json").is_file() and (checkpoint / "common.pt").is_file()
+
+
+def remove_partial(folder: Path) -> list[str]:
+    """Delete what killed processes of this machine left half written; names of what was deleted."""
+    removed = []
+    for path in folder.glob(".iter_*"):
+        match = _PARTIAL.fullmatch(path.name)
+        if match and match["host"] == socket.gethostname() and not _is_alive(int(match["pid"])):
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(path.name)
+    return removed
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return pid != os.getpid()
+
+
+def partial_name(final: Path) -> str:
+    """Name of a checkpoint while this process writes it; says whose it is."""
+    return f".{final.name}.{socket.gethostname()}-{os.getpid()}.partial"

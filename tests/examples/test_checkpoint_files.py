@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from dsa_job import checkpoint_files as files
+from dsa_job.errors import UsageError
+
+
+def checkpoint(folder: Path, step: int, whole: bool = True) -> Path:
+    path = files.folder_of(folder, step)
+    path.mkdir(parents=True)
+    (path / "common.pt").write_bytes(b"")
+    if whole:
+        (path / "metadata.json").write_text("{}")
+    return path
+
+
+def test_the_tracker_names_the_newest(tmp_path: Path) -> None:
+    assert files.latest(tmp_path) is None
+    for step in (2, 10, 4):
+        checkpoint(tmp_path, step)
+    checkpoint(tmp_path, 12, whole=False)
+    (tmp_path / files.TRACKER).write_text("10")
+    assert files.latest(tmp_path) == 10
+    assert files.complete_steps(tmp_path) == [2, 4, 10]
+
+
+@pytest.mark.parametrize("text", ["12", "11", "", "release"])
+def test_a_tracker_that_names_nothing_is_an_error_with_a_way_out(tmp_path: Path, text: str) -> None:
+    checkpoint(tmp_path, 10)
+    checkpoint(tmp_path, 12, whole=False)
+    (tmp_path / files.TRACKER).write_text(text)
+    with pytest.raises(UsageError, match=r"complete ones: \[10\]; choose one with --ckpt-step"):
+        files.latest(tmp_path)
+
+
+def test_only_what_dead_processes_left_is_removed(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    host = socket.gethostname()
+    kept = [
+        f".iter_0000004.{host}-{os.getppid()}.partial",
+        f".iter_0000004.elsewhere-{gone.pid}.partial",
+        ".lock",
+    ]
+    left = [f".iter_0000004.{host}-{gone.pid}.partial", f".iter_0000002.{host}-{gone.pid}.replaced"]
+    for name in (*kept, *left):
+        (tmp_path / name).mkdir()
+    whole = checkpoint(tmp_path, 2)
+    assert sorted(files.remove_partial(tmp_path)) == sorted(left)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, whole.name])

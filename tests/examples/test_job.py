@@ -1,0 +1,138 @@
+"""The job as a whole, in one process."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+from dsa_job.checkpoint_files import complete_steps, latest
+
+from .conftest import Finished, JobServer, records, results
+
+FIELDS = sorted("step lm_loss indexer_loss grad_norm tokens_per_s step_time_s peak_memory_bytes".split())
+
+
+def assert_refused(finished: Finished, message: str) -> None:
+    assert finished.code == 2, finished.output
+    assert message in finished.output
+    assert "Traceback" not in finished.output
+    assert "a process group" not in finished.output  # what the worker says when one is created
+
+
+def test_a_finished_run_leaves_everything_behind(jobs: JobServer, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    finished = jobs.run(run)
+    assert finished.code == 0, finished.output
+    steps = records(run)
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    for record in steps:
+        assert sorted(record) == sorted(
+            [
+                "step",
+                "lm_loss",
+                "indexer_loss",
+                "grad_norm",
+                "tokens_per_s",
+                "step_time_s",
+                "peak_memory_bytes",
+            ]
+        )
+        assert all(math.isfinite(value) and value > 0 for value in record.values())
+        assert record["tokens_per_s"] == pytest.approx(2 * 32 / record["step_time_s"])
+        assert record["peak_memory_bytes"] > 50e6
+    assert steps[0]["lm_loss"] == pytest.approx(math.log(256), rel=0.05)  # random weights know nothing
+    assert steps[-1]["lm_loss"] < steps[0]["lm_loss"] - 0.2
+    summary = json.loads((run / "summary.json").read_text())
+    heldout = records(run, "heldout.jsonl")
+    assert [record["step"] for record in heldout] == [0, 3, 6]
+    assert summary["heldout_loss_first"] == heldout[0]["heldout_loss"]
+    assert summary["heldout_loss_last"] == heldout[-1]["heldout_loss"] < summary["heldout_loss_first"] - 0.2
+    assert summary["final_lm_loss"] == pytest.approx(sum(record["lm_loss"] for record in steps) / 6)
+    assert 2 < summary["unigram_entropy"] < 3
+    assert summary["steps"] == 6
+    assert complete_steps(run / "checkpoints") == [2, 4, 6]
+    assert latest(run / "checkpoints") == 6
+
+
+def test_two_runs_of_one_job_are_equal(jobs: JobServer, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert jobs.run(tmp_path / "run", "--train-iters", "2", "--no-save").code == 0
+    assert results(tmp_path / "run") == results(tmp_path / "run-2")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_initial_weights_can_be_saved_and_loaded(jobs: JobServer, tmp_path: Path) -> None:
+    initial = tmp_path / "initial"
+    saved = jobs.run(
+        tmp_path / "none", "--train-iters", "0", "--lr-warmup-iters", "0", "--save", str(initial)
+    )
+    assert saved.code == 0, saved.output
+    assert latest(initial) == 0
+    assert not (tmp_path / "none").exists()
+    before = sorted(path.stat().st_mtime_ns for path in initial.rglob("*"))
+    options = ("--train-iters", "2", "--no-save", "--hidden-dropout", "0")
+    assert jobs.run(tmp_path / "seed", *options).code == 0
+    # Another seed would start from other weights; loaded ones do not care. The data follow the seed.
+    loading = (*options, "--load", str(initial), "--finetune")
+    assert jobs.run(tmp_path / "loaded", *loading).code == 0
+    assert results(tmp_path / "loaded") == results(tmp_path / "seed")
+    assert jobs.run(tmp_path / "other", *options, "--seed", "7").code == 0
+    assert jobs.run(tmp_path / "other-loaded", *loading, "--seed", "7").code == 0
+    first, loaded = results(tmp_path / "other")[0], results(tmp_path / "other-loaded")[0]
+    assert first != loaded
+    assert sorted(path.stat().st_mtime_ns for path in initial.rglob("*")) == before
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_kept(jobs: JobServer, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert jobs.run(run, "--train-iters", "2", "--bf16").code == 0
+    checkpoints = run / "checkpoints"
+    before = {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()}
+    load = ("--load", str(checkpoints))
+    wrong = jobs.run(tmp_path / "a", *load, "--hidden-size", "64", "--bf16", "--finetune")
+    assert_refused(wrong, "does not fit: hidden_size is 64 here and 32 there; use the same model")
+    # Master weights and moments belong to the precision, the weights do not.
+    wrong = jobs.run(tmp_path / "b", *load)
+    assert_refused(wrong, "bf16 is False here and True there; add --no-load-optim or --finetune")
+    assert (
+        jobs.run(tmp_path / "c", *load, "--finetune", "--train-iters", "1", "--lr-warmup-iters", "0").code
+        == 0
+    )
+    assert_refused(
+        jobs.run(tmp_path / "d", *load, "--ckpt-step", "9"), "has no complete checkpoint of step 9"
+    )
+    assert {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()} == before
+    (checkpoints / "iter_0000002" / "common.pt").write_bytes(b"broken")
+    assert_refused(jobs.run(tmp_path / "e", *load), "cannot be read")
+    shutil.rmtree(checkpoints / "iter_0000002")
+    assert_refused(jobs.run(tmp_path / "f", *load), "there is no complete checkpoint of that name")
+    assert not list(tmp_path.glob("[abdef]"))  # refused before a folder was made
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data", "/nowhere"], "--data /nowhere does not exist"),
+        (["--data", "{binary}"], "is no text"),
+        (["--data", "{short}"], "a part of 5.0% of them (--split 95,5) is too little for sequences of 32"),
+        (["--tokenizer-model", "{binary}"], "is no tokenizer.json"),
+        (["--load", "{folder}"], "has no complete checkpoint; complete ones: none"),
+        (["--output-dir", "{binary}/run"], "cannot be used"),
+        (["--lerning-rate", "1"], "--lerning-rate is no flag of this job"),
+        (["--seq-length", "many"], "invalid int value: 'many'"),
+        (["--dsa-indexer-rope-frist"], "did you mean --dsa-indexer-rope-first"),
+    ],
+)
+def test_bad_input_is_refused_before_a_process_group(
+    jobs: JobServer, tmp_path: Path, flags: list[str], message: str
+) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\0\1\2")
+    (tmp_path / "short").write_text("short\n" * 20)
+    (tmp_path / "folder").mkdir()
+    given = [flag.format(**{path.name: path for path in tmp_path.iterdir()}) for flag in flags]
+    assert_refused(jobs.run(tmp_path / "run", *given), message)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,80 @@
+"""A run that is killed goes on from its last checkpoint as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from dsa_job.checkpoint_files import complete_steps, folder_of, latest
+
+from .conftest import JobServer, records, results, wait_for
+
+
+@pytest.fixture(scope="module")
+def unbroken(jobs: JobServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unbroken") / "run"
+    finished = jobs.run(folder)
+    assert finished.code == 0, finished.output
+    assert [record["step"] for record in records(folder)] == [1, 2, 3, 4, 5, 6]
+    return folder
+
+
+def assert_resumes_like(unbroken: Path, run: Path, jobs: JobServer, step: int) -> None:
+    finished = jobs.run(run)
+    assert finished.code == 0, finished.output
+    assert f"resuming the unfinished run in {run} from step {step}" in finished.output
+    assert results(run) == results(unbroken)  # bitwise: JSON keeps every digit
+    assert records(run, "heldout.jsonl") == records(unbroken, "heldout.jsonl")
+    assert not list((run / "checkpoints").glob(".*"))  # nothing half written is left
+    assert final_tensors(run) == final_tensors(unbroken)
+
+
+def final_tensors(run: Path) -> bytes:
+    """The file of the last checkpoint that holds weights and optimizer."""
+    return (folder_of(run / "checkpoints", 6) / "__0_0.distcp").read_bytes()
+
+
+def test_killed_again_and_again(jobs: JobServer, unbroken: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    checkpoints = run / "checkpoints"
+    # In the write of the checkpoint of step 4, at three places, each time resumed from step 2.
+    for place in ("before the weights", "before the rename", "before the tracker"):
+        finished = jobs.run(run, fault=place)
+        assert finished.code == -signal.SIGKILL, finished.output
+        assert latest(checkpoints) == 2
+        assert complete_steps(checkpoints) == ([2, 4] if place == "before the tracker" else [2])
+        # What the last process had left half written is gone, this one's is there.
+        assert len(list(checkpoints.glob(".iter_*"))) == (place != "before the tracker")
+
+    # Between two checkpoints.
+    def kill(pids: Sequence[int], output: Path) -> None:
+        wait_for(lambda: records_so_far(run)[-1:] != [] and '"step": 5' in records_so_far(run)[-1])
+        os.kill(pids[0], signal.SIGKILL)
+
+    assert jobs.run(run, "--save-interval", "4", while_running=kill).code == -signal.SIGKILL
+    # The middle of a line, as the last of what a killed process wrote.
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "lm_')
+    assert_resumes_like(unbroken, run, jobs, step=4)
+
+
+def records_so_far(run: Path) -> list[str]:
+    return (run / "metrics.jsonl").read_text().splitlines()
+
+
+def test_ctrl_c_saves_and_the_run_goes_on(jobs: JobServer, unbroken: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def interrupt(pids: Sequence[int], output: Path) -> None:
+        wait_for(lambda: "step     1/6" in output.read_text())
+        os.kill(pids[0], signal.SIGINT)
+
+    finished = jobs.run(run, "--save-interval", "0", while_running=interrupt)
+    assert finished.code == 130, finished.output
+    step = latest(run / "checkpoints")
+    assert step is not None
+    assert f"stopped by Ctrl-C after step {step}; a checkpoint is in" in finished.output
+    assert_resumes_like(unbroken, run, jobs, step)

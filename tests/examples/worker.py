@@ -1,0 +1,127 @@
+"""Runs jobs in forked children of one process that has everything imported: a job starts at once.
+
+Reads one JSON object a line: ``argv`` of the job, ``environ`` to add, ``output`` file, and ``fault``, what
+goes wrong in it. Answers with ``{"pid": ...}`` at once. ``null`` in place of a job waits for all of them;
+the answer is ``{"codes": {pid: exit code}}``.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "examples")]
+
+import mindspeed_dsa.megatron_adaptor  # noqa: E402
+
+mindspeed_dsa.enable(experimental_attention_variant="dsa")
+
+import torch  # noqa: E402
+from dsa_job import checkpoint, step  # noqa: E402
+from dsa_job.app import main  # noqa: E402
+from dsa_job.training import train  # noqa: E402, F401 - imported for the children
+
+POISONED_STEP = 3
+
+
+def run(job: dict[str, Any]) -> None:
+    """What the forked child does; never returns."""
+    output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(job["environ"])
+    code = 99
+    try:
+        tell_of_process_groups()
+        if job["fault"]:
+            FAULTS[job["fault"]]()
+        code = main(job["argv"])
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def tell_of_process_groups() -> None:
+    join = torch.distributed.init_process_group
+
+    def joining(*args: Any, **kwargs: Any) -> None:
+        print("a process group", flush=True)
+        join(*args, **kwargs)
+
+    torch.distributed.init_process_group = joining
+
+
+def die(*args: object, **kwargs: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_the_write_of_step_4(place: Any) -> None:
+    """Spring a trap where there is already a checkpoint to go back to."""
+    save = checkpoint.save
+
+    def saving(args: Any, folder: Path, progress: checkpoint.Progress, *rest: Any) -> Path:
+        if progress.iteration == 4:
+            place.start()
+        return save(args, folder, progress, *rest)
+
+    checkpoint.save = saving
+
+
+def poison_the_loss() -> None:
+    """The loss becomes NaN where it is computed."""
+    compute, train_step = step.loss_function, step.Stepper.train_step
+    now = [0]
+
+    def counting(self: step.Stepper, number: int, *rest: Any) -> Any:
+        now[0] = number
+        return train_step(self, number, *rest)
+
+    def poisoned(*args: Any) -> step.LossAndCount:
+        total, tokens, report = compute(*args)
+        if now[0] == POISONED_STEP:
+            report = {name: value * float("nan") for name, value in report.items()}
+        return total, tokens, report
+
+    step.Stepper.train_step, step.loss_function = counting, poisoned
+
+
+FAULTS = {
+    "loss": poison_the_loss,
+    # The common state is written, the weights are not.
+    "before the weights": lambda: die_in_the_write_of_step_4(
+        mock.patch.object(checkpoint._SaveInThisProcess, "save", die)
+    ),
+    # Everything is written, under the temporary name.
+    "before the rename": lambda: die_in_the_write_of_step_4(mock.patch.object(checkpoint, "_publish", die)),
+    # The new folder has its name, the tracker names the old one.
+    "before the tracker": lambda: die_in_the_write_of_step_4(
+        mock.patch.object(checkpoint, "write_atomically", die)
+    ),
+}
+
+
+def serve() -> None:
+    children: set[int] = set()
+    for line in sys.stdin:
+        job = json.loads(line)
+        if job is not None:
+            pid = os.fork()
+            if pid == 0:
+                run(job)
+            children.add(pid)
+            print(json.dumps({"pid": pid}), flush=True)
+            continue
+        codes = {}
+        while children:
+            pid, status = os.wait()
+            children.discard(pid)
+            codes[pid] = os.waitstatus_to_exitcode(status)
+        print(json.dumps({"codes": codes}), flush=True)
+
+
+if __name__ == "__main__":
+    serve()
