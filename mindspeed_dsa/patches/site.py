@@ -189,6 +189,9 @@ class Site:
     def _place(self) -> tuple[str, str] | None:
         if isinstance(self.owner, type) and self.original is ABSENT:
             return self.owner.__module__, f"{self.owner.__qualname__}.{self.slot}"
+        if isinstance(self.owner, ModuleType) and not is_a(compose.underlying(self.raw), FunctionType):
+            # A builtin names the C type it came from, where pickle would find the original.
+            return self.patch.module, ".".join(self.patch.path)
         return None
 
     def linked(self) -> tuple[Any, Any] | None:
