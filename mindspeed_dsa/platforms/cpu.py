@@ -146,7 +146,8 @@ def process_memory() -> MemoryFigures:
     current = _kilobytes("/proc/self/status", "VmRSS") or peak
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = _kilobytes("/proc/meminfo", "MemAvailable") or max(total - current, 0)
-    return MemoryFigures(current=current, peak=peak, total=total, free=free)
+    # The kernel counts lazily: the high-water mark may lag behind the current figure by some pages.
+    return MemoryFigures(current=current, peak=max(peak, current), total=total, free=free)
 
 
 def reset_peak_memory() -> None:

@@ -103,6 +103,13 @@ _PATCHES = (
         "torch.jit.script still knows the redirected factories as operators",
         required=False,
     ),
+    _torch_patch(
+        "._dynamo.trace_rules:load_object",
+        "wrap",
+        f"{_TORCH}:load_builtin",
+        "torch.compile still knows the operators behind the redirected factories",
+        required=False,
+    ),
     Patch(
         "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
         "replace",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -279,13 +280,33 @@ def over_gloo(original: _Function) -> _Function:
 
 
 def find_redirected(original: _Function) -> _Function:
-    """Decorate ``torch.jit``'s look-up of operators, which goes by identity of the Python function."""
+    """Decorate ``torch.jit``'s look-up of operators, which goes by identity of the function."""
 
     def find_builtin(function: Any) -> Any:
         found = original(function)
-        name = getattr(function, "__name__", "")
-        if found is None and getattr(torch, name, None) is function:
-            found = original(getattr(torch._C._VariableFunctions, name, None))
-        return found
+        return original(_builtin_behind(function)) if found is None else found
 
     return find_builtin
+
+
+def load_builtin(original: _Function) -> _Function:
+    """Decorate the reader of torch.compile's table of known functions, which may be filled now.
+
+    The table is for operators: it gets those that the factories here call, and nothing of ours, so that
+    torch.compile traces into it.
+    """
+
+    def load_object(name: str) -> Any:
+        found = original(name)
+        ours = isinstance(found, FunctionType) and found.__code__.co_filename == __file__
+        return _builtin_behind(found) if ours else found
+
+    return load_object
+
+
+def _builtin_behind(function: Any) -> Any:
+    """The operator that a redirected factory calls; ``None`` for anything else."""
+    name = getattr(function, "__name__", "")
+    if isinstance(function, FunctionType) and vars(torch).get(name) is function:
+        return getattr(torch._C._VariableFunctions, name, None)
+    return None

@@ -1,0 +1,3 @@
+from tests.distributed.conftest import pool
+
+__all__ = ["pool"]
