@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,54 @@ import torch
 from torch import Tensor
 
 from tests.features.attention import job
+
+TARGETS = (
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.transformer.experimental_attention_variant.dsa",
+    "megatron.core.transformer.moe.moe_utils",
+    "megatron.core.transformer.moe.router",
+    "megatron.core.transformer.multi_latent_attention",
+    "megatron.core.transformer.torch_norm",
+)
+
+
+def arm_and_undo(switches: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of all sites once a model is built, and what differs by identity while on and after."""
+    import mindspeed_dsa
+
+    before = _identities()
+    job.start(switches)
+    job.gpt_model(job.config())
+    sites, during = mindspeed_dsa.report(), _identities()
+    mindspeed_dsa.disable()
+    after = _identities()
+    return {
+        "sites": sites,
+        "changed by enable": [name for name in during if during[name] is not before.get(name)],
+        "still changed after disable": [
+            name for name in before.keys() | after if after.get(name) is not before.get(name)
+        ],
+    }
+
+
+def _identities() -> dict[str, Any]:
+    """Every object in the target modules and in the classes they define."""
+    found: dict[str, Any] = {}
+    for module in map(importlib.import_module, TARGETS):
+        for name, value in vars(module).items():
+            found[f"{module.__name__}:{name}"] = value
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                found |= {f"{module.__name__}:{name}.{part}": inner for part, inner in vars(value).items()}
+    return {name: value for name, value in found.items() if not name.rpartition(":")[2].startswith("__")}
+
+
+def active_features(switches: Mapping[str, Any]) -> list[str]:
+    from mindspeed_dsa import session
+
+    _, active = session.resolve(switches, ())
+    return [feature.name for feature in active]
 
 
 def core_attentions(switches: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from packaging.specifiers import SpecifierSet
+
+from mindspeed_dsa import checks, settings
+from mindspeed_dsa.features import all_features, all_flags
+
+CASES = "tests.features.attention.cases"
+OURS = [feature for feature in all_features() if feature.name.startswith("dsa-")]
+NAMES = [feature.name for feature in OURS]
+OPTIONS = {"dsa-rope-first", "dsa-normalised-query"}
+
+
+def test_every_row_of_this_release_is_applied_and_undone(pool):
+    switches = {"dsa_indexer_rope_first": True, "dsa_indexer_normalised_query": True}
+    (result,) = pool.run(f"{CASES}:arm_and_undo", 1, switches=switches)
+    states = {(site["target"], site["state"]) for site in result["sites"]}
+    for feature in OURS:
+        for patch in feature.patches:
+            here = "0.16.1" in SpecifierSet(patch.versions)
+            assert (patch.label, "applied" if here else "skipped") in states
+    changed = result["changed by enable"]
+    assert {"multi_latent_attention:Linear", "dsa:rotate_activation", "moe.router:router_gating_linear"} <= {
+        name.removeprefix("megatron.core.transformer.").removeprefix("experimental_attention_variant.")
+        for name in changed
+    }, "names that callers hold have changed"
+    assert result["still changed after disable"] == []
+
+
+def test_repairs_are_on_where_the_model_uses_dsa_and_options_are_not(pool):
+    (default,) = pool.run(f"{CASES}:active_features", 1, switches={"experimental_attention_variant": "dsa"})
+    assert set(NAMES) - set(default) == OPTIONS
+    (other,) = pool.run(f"{CASES}:active_features", 1, switches={})
+    assert not set(NAMES) & set(other)
+
+
+def test_only_options_are_refused_by_a_release_that_needs_none_of_them(monkeypatch):
+    monkeypatch.setattr("mindspeed_dsa.versions.of_distribution", lambda *args: "0.19.0")
+    chosen = settings.read([*settings.GENERAL_FLAGS, *all_flags()], api={}, argv=())
+    chosen.platform = "cpu"
+    refused = {feature.name: checks.problems([feature], chosen) for feature in OURS}
+    assert {name for name, problems in refused.items() if problems} == OPTIONS
+    assert "0.19.0 is installed" in refused["dsa-rope-first"][0]
