@@ -1,4 +1,8 @@
-"""When to patch: now, or the moment a module has been executed and nobody has bound its names yet."""
+"""When to patch: now, or the moment a module has been executed and nobody has bound its names yet.
+
+wrapt is imported when it is needed: it is half of what importing this package would cost, and with
+no feature on nobody needs it.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,9 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from itertools import compress
 from types import ModuleType
 from typing import Any
-
-import wrapt
 
 from mindspeed_dsa.patches.proxies import is_a
 
@@ -59,6 +62,8 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
         callback: must not raise: an import hook that raises is lost, and the next import of the
             module succeeds without it.
     """
+    import wrapt
+
     registering = threading.get_ident()
 
     def hook(module: ModuleType) -> None:
@@ -69,6 +74,18 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
 
     wrapt.register_post_import_hook(hook, name)
     registering = 0
+
+
+def resolve(name: str, path: str) -> tuple[Any, str, Any]:
+    """Owner, attribute name and object of ``path`` in a loaded module, through no descriptor.
+
+    Raises:
+        Exception: there is no such attribute; a module's own ``__getattr__`` may raise anything.
+    """
+    import wrapt
+
+    found: tuple[Any, str, Any] = wrapt.resolve_path(sys.modules[name], path)
+    return found
 
 
 def namespaces(since: str | None = None) -> Iterator[dict[str, Any]]:
@@ -82,10 +99,8 @@ def namespaces(since: str | None = None) -> Iterator[dict[str, Any]]:
     started = since is None
     for name, module in tuple(sys.modules.items()):
         started = started or name == since
-        if started or is_initializing(module):
-            found = namespace(module)
-            if found is not None:
-                yield found
+        if (started or is_initializing(module)) and issubclass(type(module), ModuleType):
+            yield _module_dict(module)
 
 
 def bound_names(
@@ -98,11 +113,11 @@ def bound_names(
             equal names.
         since: as for :func:`namespaces`.
     """
-    ids = wanted.keys()
+    ids = frozenset(wanted)
     for names in namespaces(since):
-        # One pass in C, which no other thread's import can interrupt, before the slow loop.
+        # Both passes run in C, where no import of another thread comes between; most modules need one.
         if ids.isdisjoint(map(id, names.values())):
             continue
-        for name, value in tuple(names.items()):
-            if id(value) in ids:
+        for name in tuple(compress(names, map(ids.__contains__, map(id, names.values())))):
+            if id(value := names.get(name)) in ids:
                 yield names, name, value

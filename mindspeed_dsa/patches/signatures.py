@@ -5,7 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from inspect import Parameter
+from types import FunctionType
 from typing import Any
+
+from mindspeed_dsa.patches.proxies import is_a
 
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -22,6 +25,11 @@ def parameters(function: Any) -> list[Parameter] | None:
 
 def missing(function: Any, names: set[str]) -> list[str]:
     """Those of ``names`` that ``function`` does not take, sorted."""
+    if is_a(function, FunctionType) and not function.__dict__:  # what inspect would say, at once
+        code = function.__code__
+        if code.co_flags & inspect.CO_VARKEYWORDS:
+            return []
+        return sorted(names.difference(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]))
     known = parameters(function)
     if known is None or any(parameter.kind is Parameter.VAR_KEYWORD for parameter in known):
         return []

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal
 
-import wrapt
-
 from mindspeed_dsa.patches import compose, hooks, signatures
 from mindspeed_dsa.patches.errors import PatchDeclarationError
 from mindspeed_dsa.patches.proxies import is_a
@@ -130,7 +128,7 @@ class Site:
         return f"{self.label} has no parameter {', '.join(missing)}" if missing else ""
 
     def _resolve(self) -> tuple[Any, str, Any]:
-        return wrapt.resolve_path(sys.modules[self.patch.module], ".".join(self.patch.path))
+        return hooks.resolve(self.patch.module, ".".join(self.patch.path))
 
     def implementations(self) -> list[Any]:
         """Import what the rows name. Runs foreign code, so no lock may be held."""

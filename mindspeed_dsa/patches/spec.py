@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from mindspeed_dsa.patches.errors import PatchDeclarationError
@@ -73,12 +74,12 @@ class Patch:
         if self.stale not in STALE:
             raise PatchDeclarationError(f"{self.target}: `stale` is {' or '.join(STALE)}, not {self.stale!r}")
 
-    @property
+    @cached_property
     def module(self) -> str:
         """Dotted module part of the target."""
         return self.target.partition(":")[0]
 
-    @property
+    @cached_property
     def path(self) -> tuple[str, ...]:
         """Attribute path below the module: ``("Class", "method")``."""
         return tuple(self.target.partition(":")[2].split("."))

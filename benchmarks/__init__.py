@@ -1,0 +1,1 @@
+"""Measurements. ``python -m benchmarks CASE``; the last line printed is one JSON object."""

@@ -1,0 +1,64 @@
+"""``python -m benchmarks CASE [--device DEVICE] [--json FILE]``.
+
+Logs go to stderr. The last line on stdout is one JSON object,
+``{"case": ..., "metrics": {...}, "device": ..., "versions": {...}}``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.registry import CASES, Case
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one case and print its result."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Runs one benchmark; the last line of its output is one JSON object.",
+        epilog="cases: " + "; ".join(f"{case.name}: {case.summary}" for case in CASES.values()),
+    )
+    parser.add_argument("case", choices=sorted(CASES))
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "npu"))
+    parser.add_argument("--json", metavar="FILE", help="write the object to a file as well")
+    options = parser.parse_args(argv)
+    # What the measured code prints (Megatron greets its users on stdout) belongs to the log.
+    with contextlib.redirect_stdout(sys.stderr):
+        found = result(CASES[options.case], options.device)
+    text = json.dumps(found)
+    if options.json:
+        Path(options.json).write_text(text + "\n", encoding="utf-8")
+    print(text)
+    return 0
+
+
+def result(case: Case, device: str) -> dict[str, Any]:
+    """Run a case: ``{case, metrics, device, versions}``."""
+    if case.on_device:
+        from mindspeed_dsa import platforms
+
+        device = platforms.detect(device)
+        name = platforms.describe(device)["device"]
+    else:
+        device, name = "cpu", f"{platform.machine()}, {os.cpu_count()} cores"
+    metrics = case.run(device)
+    from mindspeed_dsa import versions
+
+    return {
+        "case": case.name,
+        "metrics": metrics,
+        "device": f"{device} ({name})",
+        "versions": versions.installed(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

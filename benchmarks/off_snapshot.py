@@ -1,0 +1,119 @@
+"""Counts what the one-liner changes in foreign modules when no feature is on.
+
+Run as a script in a fresh process: everything that torch, Megatron-core and their dependencies bind is
+recorded by identity before and after, without any help of the engine. Prints two numbers: foreign
+attributes changed, and patch sites of the platform. Where the platform needs redirections (a machine
+without an accelerator), bindings that hold one of the platform's objects are counted by the second.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+# The interpreter's own counters, which any look for a module moves.
+_INTERPRETER = ("_frozen_importlib", "_frozen_importlib_external")
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A module or a class that binds names; held, so that its ``id`` stays its own."""
+
+    name: str
+    thing: Any
+
+    def bindings(self) -> dict[str, Any]:
+        """What it binds now."""
+        if isinstance(self.thing, type):
+            return dict(self.thing.__dict__)
+        return dict(ModuleType.__getattribute__(self.thing, "__dict__"))
+
+
+def main() -> None:
+    """Snapshot, import the one-liner, snapshot, compare."""
+    sys.argv = ["train.py"]
+    for name in ("torch", "megatron.core.models.gpt"):
+        import_module(name)
+    before = [(owner, owner.bindings()) for owner in owners()]
+    import_module("mindspeed_dsa.megatron_adaptor")
+    places, objects, sites = platform_sites()
+    changed = [name for owner, old in before for name in changes(owner, old, places, objects)]
+    for name in changed[:50]:
+        print(f"changed: {name}", file=sys.stderr)
+    print(f"{sum(len(old) for _, old in before)} foreign attributes looked at", file=sys.stderr)
+    print(len(changed), sites)
+
+
+def owners() -> list[Owner]:
+    """All foreign modules, and all classes that they bind."""
+    found: dict[int, Owner] = {}
+    for name, module in tuple(sys.modules.items()):
+        if issubclass(type(module), ModuleType) and name not in _INTERPRETER:
+            found.setdefault(id(module), Owner(name, module))
+            for value in Owner(name, module).bindings().values():
+                if issubclass(type(value), type) and str(value.__module__) not in _INTERPRETER:
+                    found.setdefault(id(value), Owner(f"{value.__module__}.{value.__qualname__}", value))
+    return [owner for owner in found.values() if owner.name.partition(".")[0] != "mindspeed_dsa"]
+
+
+def changes(
+    owner: Owner, old: dict[str, Any], places: set[tuple[int, str]], objects: dict[int, Any]
+) -> Iterator[str]:
+    """Attributes bound to other objects than before, the platform's aside.
+
+    Args:
+        owner: module or class.
+        old: its bindings before.
+        places: ``(id of the owner, name)`` of the platform's targets.
+        objects: functions and classes of the platform, by ``id``; other modules may have names for them.
+    """
+    new = owner.bindings()
+    for name in {**old, **new}:
+        was, now = old.get(name, _ABSENT), new.get(name, _ABSENT)
+        # A module that was imported meanwhile becomes an attribute of its package.
+        imported = was is _ABSENT and isinstance(now, ModuleType)
+        ours = (id(owner.thing), name) in places or id(now) in objects
+        if was is not now and not ours and not imported:
+            yield f"{owner.name}.{name}"
+
+
+def platform_sites() -> tuple[set[tuple[int, str]], dict[int, Any], int]:
+    """Places and objects of the platform's own patches, for :func:`changes`, and the number of its sites."""
+    from mindspeed_dsa import session
+
+    running = session.current()
+    if running is None:
+        raise SystemExit("the one-liner started no session")
+    features = running.features
+    # With nothing else on, the companions serve the platform.
+    others = [feature.name for feature in features if not (feature.platform_support or feature.companion)]
+    if others:
+        raise SystemExit(f"this is to measure nothing being on, and {', '.join(others)} is on")
+    places: set[tuple[int, str]] = set()
+    objects: dict[int, Any] = {}
+    applied = [site for site in running.manager.report() if site.state == "applied"]
+    for site in applied:
+        target, _, key = site.target.removesuffix("]").partition("[")
+        module, _, path = target.partition(":")
+        *parents, name = path.split(".")
+        owner: Any = sys.modules[module]
+        for parent in parents:
+            owner = getattr(owner, parent)
+        if key:  # the item of a module's own dictionary
+            name = ast.literal_eval(key)
+        places.add((id(owner), name))
+        thing = inspect.getattr_static(owner, name)
+        if callable(thing):
+            objects[id(thing)] = thing
+    return places, objects, len(applied)
+
+
+if __name__ == "__main__":
+    main()
