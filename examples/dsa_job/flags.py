@@ -186,7 +186,7 @@ def _add_training(group: Any) -> None:
     add = group.add_argument
     add("--micro-batch-size", type=int, default=4, help="sequences per microbatch")
     add("--global-batch-size", type=int, default=8, help="sequences per step")
-    add("--train-iters", type=int, default=150, help="steps; 0 only saves the initial weights")
+    add("--train-iters", type=int, default=240, help="steps; 0 only saves the initial weights")
     add("--exit-interval", type=int, default=None, help="save and stop after a step divisible by this")
     add("--seed", type=int, default=1234, help="seed of weights, data order and dropout")
     add("--bf16", action="store_true", help="train in bfloat16 with float32 master weights")
@@ -210,7 +210,7 @@ def _add_training(group: Any) -> None:
     add(
         "--eval-interval",
         type=int,
-        default=50,
+        default=60,
         help="steps between held-out evaluations; 0: first and last only",
     )
     add("--eval-iters", type=int, default=4, help="global batches per held-out evaluation; 0: none")
@@ -317,7 +317,7 @@ def _add_checkpoint(group: Any) -> None:
     add = group.add_argument
     add("--save", default=None, help="folder of the checkpoints; unset: checkpoints/ in the run's folder")
     add("--no-save", action="store_true", help="write no checkpoints")
-    add("--save-interval", type=int, default=50, help="steps between checkpoints; 0: only at the end")
+    add("--save-interval", type=int, default=80, help="steps between checkpoints; 0: only at the end")
     add("--load", default=None, help="folder with checkpoints to start from")
     add("--ckpt-step", type=int, default=None, help="step to load; unset: the latest")
     add("--finetune", action="store_true", help="load weights only and start at step 0")

@@ -35,7 +35,10 @@ def model_config(args: argparse.Namespace) -> MLATransformerConfig:
     )
     if not args.num_moe_experts:
         given.update(
-            moe_layer_freq=1, moe_router_enable_expert_bias=False, moe_shared_expert_intermediate_size=None
+            moe_layer_freq=1,
+            moe_ffn_hidden_size=None,
+            moe_router_enable_expert_bias=False,
+            moe_shared_expert_intermediate_size=None,
         )
     return MLATransformerConfig(**{name: value for name, value in given.items() if value is not None})
 

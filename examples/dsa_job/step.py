@@ -118,6 +118,19 @@ class Stepper:
             for chunk in self.model:
                 chunk.enable_forward_pre_hook()
 
+    def release(self) -> None:
+        """Let go of the last microbatch, which would keep the model alive for ever.
+
+        The token dispatchers hold tensors of it, their graph ends in the hooks of data parallelism, and
+        those hold the model: a cycle through autograd that Python's collector cannot see.
+        """
+        for chunk in self.model:
+            chunk.grad_accs.clear()
+            for module in chunk.modules():
+                held = vars(getattr(module, "token_dispatcher", object)).items()
+                for name in [name for name, value in held if isinstance(value, torch.Tensor)]:
+                    setattr(module.token_dispatcher, name, None)
+
     def _forward_backward(self, data: list[Iterator[Batch]], forward_only: bool) -> list[torch.Tensor]:
         """Loss sum and token count of each microbatch, float32 ``[2]``; empty but on the last stage."""
         reports = get_forward_backward_func()(

@@ -198,6 +198,7 @@ class _Job:
                 self.reporter.finish(self.corpus.unigram_entropy, self._wall())
         finally:
             self.reporter.close()
+            self.stepper.release()
         return records
 
     def _introduce(self) -> None:

@@ -64,6 +64,27 @@ def test_two_runs_of_one_job_are_equal(jobs: JobServer, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_a_job_leaves_no_model_behind(jobs: JobServer, tmp_path: Path) -> None:
+    # Without a last evaluation, the last thing the model saw was a microbatch with a graph.
+    flags = ("--train-iters", "2", "--no-save", "--eval-iters", "0")
+    finished = jobs.run(tmp_path / "run", *flags, fault="none, but look for the model afterwards")
+    assert finished.code == 0, finished.output
+    assert "2 watched, 0 left" in finished.output
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--num-experts", "0"], ["--mtp-num-layers", "1"], ["--bf16", "--recompute-activations"]],
+    ids=["dense", "mtp", "bf16-recompute"],
+)
+def test_other_models_train_too(jobs: JobServer, tmp_path: Path, flags: list[str]) -> None:
+    finished = jobs.run(tmp_path / "run", "--no-save", *flags)
+    assert finished.code == 0, finished.output
+    steps = records(tmp_path / "run")
+    assert steps[-1]["lm_loss"] < steps[0]["lm_loss"] - 0.1
+    assert all(record["indexer_loss"] > 0 for record in steps)
+
+
 def test_initial_weights_can_be_saved_and_loaded(jobs: JobServer, tmp_path: Path) -> None:
     initial = tmp_path / "initial"
     saved = jobs.run(

@@ -5,10 +5,12 @@ goes wrong in it. Answers with ``{"pid": ...}`` at once. ``null`` in place of a 
 the answer is ``{"codes": {pid: exit code}}``.
 """
 
+import gc
 import json
 import os
 import signal
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,9 +22,8 @@ import mindspeed_dsa.megatron_adaptor  # noqa: E402
 mindspeed_dsa.enable(experimental_attention_variant="dsa")
 
 import torch  # noqa: E402
-from dsa_job import checkpoint, step  # noqa: E402
+from dsa_job import checkpoint, step, training  # noqa: E402
 from dsa_job.app import main  # noqa: E402
-from dsa_job.training import train  # noqa: E402, F401 - imported for the children
 
 POISONED_STEP = 3
 
@@ -89,7 +90,26 @@ def poison_the_loss() -> None:
     step.Stepper.train_step, step.loss_function = counting, poisoned
 
 
+def look_for_the_model_afterwards() -> None:
+    """Say whether model and optimizer are gone once the job has returned."""
+    train = training.train
+
+    def looking(*args: Any, **kwargs: Any) -> Any:
+        alive: list[weakref.ref[Any]] = []
+        records = train(
+            *args,
+            on_end=lambda stepper: alive.extend(map(weakref.ref, [*stepper.model, stepper.optimizer])),
+            **kwargs,
+        )
+        gc.collect()
+        print(f"{len(alive)} watched, {sum(ref() is not None for ref in alive)} left", flush=True)
+        return records
+
+    training.train = looking
+
+
 FAULTS = {
+    "none, but look for the model afterwards": look_for_the_model_afterwards,
     "loss": poison_the_loss,
     # The common state is written, the weights are not.
     "before the weights": lambda: die_in_the_write_of_step_4(

@@ -1,0 +1,79 @@
+"""The script itself, started as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT, JobServer, free_port, records, wait_for
+
+SCRIPT = str(ROOT / "examples" / "pretrain_dsa.py")
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+
+
+def torchrun(ranks: int, arguments: list[str], output: Path) -> subprocess.Popen[bytes]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    with open(output, "wb") as file:
+        return subprocess.Popen(
+            [*launcher, "--master-port", str(free_port()), SCRIPT, *arguments],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=ENVIRON,
+        )
+
+
+def test_the_script_trains(jobs: JobServer, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *jobs.arguments(run, "--train-iters", "2")],
+        capture_output=True,
+        text=True,
+        env=ENVIRON,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "training loss" in done.stdout
+    assert json.loads((run / "summary.json").read_text())["steps"] == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_help_shows_the_flags_of_job_and_library() -> None:
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--help"], capture_output=True, text=True, env=ENVIRON, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--dsa-indexer-topk" in done.stdout
+    assert "--dsa-indexer-rope-first" in done.stdout
+
+
+@pytest.mark.full
+def test_torchrun_ends_within_a_minute_when_a_rank_dies(jobs: JobServer, tmp_path: Path) -> None:
+    run, output = tmp_path / "run", tmp_path / "output"
+    layout = ["--pipeline-model-parallel-size", "2", "--train-iters", "100000"]
+    process = torchrun(2, jobs.arguments(run, *layout), output)
+    wait_for(lambda: "step     1/" in output.read_text(), seconds=120)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
+    os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
+    killed = time.monotonic()
+    assert process.wait(timeout=100) != 0
+    assert time.monotonic() - killed < 60
+
+
+@pytest.mark.full
+def test_ctrl_c_under_torchrun_saves(jobs: JobServer, tmp_path: Path) -> None:
+    run, output = tmp_path / "run", tmp_path / "output"
+    layout = ["--pipeline-model-parallel-size", "2", "--save-interval", "0", "--train-iters", "100000"]
+    process = torchrun(2, jobs.arguments(run, *layout), output)
+    wait_for(lambda: "step     1/" in output.read_text(), seconds=120)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=100) != 0
+    saved = int((run / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    assert saved == records(run)[-1]["step"]
+    assert f"stopped by Ctrl-C after step {saved}" in output.read_text()
