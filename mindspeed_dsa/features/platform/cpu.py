@@ -146,6 +146,22 @@ _PATCHES = (
         required=False,
     ),
     Patch(
+        "megatron.core.tensor_parallel.mappings:_gather_along_first_dim",
+        "wrap",
+        f"{_MEGATRON}:gather_uneven",
+        "gloo gathers tensors of one size only, and experts that are split themselves get uneven numbers",
+        params=("input_", "group", "output_split_sizes"),
+        required=False,
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.mappings:_reduce_scatter_along_first_dim",
+        "wrap",
+        f"{_MEGATRON}:reduce_scatter_uneven",
+        "the way back of the same tokens",
+        params=("input_", "group", "input_split_sizes"),
+        required=False,
+    ),
+    Patch(
         "megatron.training.utils:get_device_arch_version",
         "replace",
         f"{_MEGATRON}:no_device_arch",

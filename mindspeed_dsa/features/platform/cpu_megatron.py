@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _Function = Callable[..., Any]
 
@@ -89,6 +90,51 @@ def numpy_if_asked(original: _Function) -> _Function:
         return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
 
     return maybe_move_tensor_to_cpu
+
+
+def gather_uneven(original: _Function) -> _Function:
+    """Decorate ``_gather_along_first_dim``: gloo gathers only tensors of one size, so pad and cut."""
+
+    def _gather_along_first_dim(
+        input_: torch.Tensor, group: Any = None, output_split_sizes: Any = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if not _is_uneven(output_split_sizes, group):
+            gathered: torch.Tensor = original(input_, group, output_split_sizes, *args, **kwargs)
+            return gathered
+        largest = max(output_split_sizes)
+        padded = input_.new_zeros(largest, *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in output_split_sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    return _gather_along_first_dim
+
+
+def reduce_scatter_uneven(original: _Function) -> _Function:
+    """Decorate ``_reduce_scatter_along_first_dim``, likewise."""
+
+    def _reduce_scatter_along_first_dim(
+        input_: torch.Tensor, group: Any = None, input_split_sizes: Any = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if not _is_uneven(input_split_sizes, group):
+            scattered: torch.Tensor = original(input_, group, input_split_sizes, *args, **kwargs)
+            return scattered
+        largest = max(input_split_sizes)
+        padded = input_.new_zeros(len(input_split_sizes), largest, *input_.shape[1:])
+        for row, part in zip(padded, input_.split(input_split_sizes), strict=True):
+            row[: len(part)] = part
+        output = torch.empty_like(padded[0])
+        dist.reduce_scatter_tensor(output, padded.flatten(0, 1), group=group)
+        return output[: input_split_sizes[group.rank()]]
+
+    return _reduce_scatter_along_first_dim
+
+
+def _is_uneven(sizes: Any, group: Any) -> bool:
+    if sizes is None or group is None or group.size() == 1:
+        return False
+    return bool(dist.get_backend(group) == "gloo")
 
 
 def no_device_arch() -> int:
