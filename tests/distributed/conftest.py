@@ -1,14 +1,37 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+import atexit
+import functools
+from typing import Any
 
 import pytest
 
+from tests.distributed.parity import REPORT, Lab
 from tests.distributed.pool import WorkerPool
 
 
+@functools.cache
+def _shared_pool() -> WorkerPool:
+    """One pool even if several folders import the fixture, each of which pytest takes for another one."""
+    workers = WorkerPool(size=4)
+    atexit.register(workers.close)
+    return workers
+
+
 @pytest.fixture(scope="session")
-def pool() -> Iterator[WorkerPool]:
+def pool() -> WorkerPool:
     """Four worker processes at most, for all cases of the session; see ``pool.py``."""
-    with WorkerPool(size=4) as workers:
-        yield workers
+    return _shared_pool()
+
+
+@pytest.fixture(scope="session")
+def lab(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """Layouts from common initial weights; see ``parity.py``."""
+    return Lab(pool, tmp_path_factory.mktemp("parity"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if REPORT:
+        terminalreporter.section("parity with one process: largest relative differences over five steps")
+        for line in REPORT:
+            terminalreporter.write_line(line)

@@ -1,0 +1,95 @@
+"""The main job on the ranks of a pool; what ``parity.py`` compares is collected here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.distributed import dense
+from tests.distributed.observe import Choices, Fault, Observer, Place
+
+EXAMPLES = str(Path(__file__).absolute().parents[2] / "examples")
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """What one rank saw of a job: the job's own record of every step, and the rank's choices."""
+
+    records: list[dict[str, Any]]
+    place: Place
+    choices: Choices
+
+
+def train(
+    argv: Sequence[str],
+    *,
+    stock: bool = False,
+    switches: Mapping[str, Any] | None = None,
+    gradients: str | None = None,
+    forced: Choices | None = None,
+    fault: Fault | None = None,
+) -> RankOutcome:
+    """Run the job of ``examples/`` with these flags.
+
+    Args:
+        argv: flags of ``pretrain_dsa.py``.
+        stock: train Megatron's dense GPT instead, with nothing of ours switched on but the platform.
+        switches: for ``mindspeed_dsa.enable``, beside those that the job sets.
+        gradients: as for :class:`Observer`, and so are the next two.
+        forced: choices to be made.
+        fault: a gradient to spoil.
+    """
+    if EXAMPLES not in sys.path:
+        sys.path.insert(0, EXAMPLES)
+    from dsa_job.arguments import parse_args
+    from dsa_job.validation import World, check
+
+    import mindspeed_dsa
+
+    args = parse_args(argv)
+    if stock:
+        from mindspeed_dsa import session
+
+        session.enable_from_argv(
+            []
+        )  # what importing the one-liner does, for the first time as for later ones
+    else:
+        check(args, World.from_environment())
+        mindspeed_dsa.enable(experimental_attention_variant="dsa", **(switches or {}))
+        mindspeed_dsa.validate(args)
+
+    from dsa_job import training
+
+    observer = Observer(args, gradients, forced, fault)
+    stepper_class = training.Stepper
+
+    def watched_stepper(*parts: Any) -> Any:
+        stepper = stepper_class(*parts)
+        observer.attach(stepper)
+        return stepper
+
+    with mock.patch.object(training, "Stepper", watched_stepper), dense.instead_of_dsa(stock):
+        records = training.train(args)
+    assert observer.place is not None
+    return RankOutcome([dict(record) for record in records], observer.place, observer.choices)
+
+
+def read(checkpoints: Sequence[tuple[str, int]]) -> list[dict[str, torch.Tensor]]:
+    """All tensors of distributed checkpoints, whole, by their names in them.
+
+    Args:
+        checkpoints: folders and steps.
+    """
+    from megatron.core import dist_checkpointing
+
+    contents = [
+        dist_checkpointing.load_plain_tensors(str(Path(folder) / f"iter_{step:07d}"))
+        for folder, step in checkpoints
+    ]
+    return [{k: v for k, v in content.items() if isinstance(v, torch.Tensor)} for content in contents]

@@ -1,0 +1,221 @@
+"""Watching a job from within: gradients of its first and last step, and every choice of routers and indexers.
+
+Choices can be forced as well, which takes ties out of a comparison, and a wrong gradient can be planted,
+which shows that a comparison notices one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Key = tuple[str, int]
+"""``("topk", layer)`` or ``("router", layer)``; layers count from 1, as Megatron's do."""
+
+Choices = dict[Key, npt.NDArray[np.bool_]]
+"""What was chosen, over all microbatches of all steps: for ``topk`` ``[microbatch, batch, query, key]``,
+the keys that a query attends to; for ``router`` ``[microbatch, batch, token, expert]``."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Coordinates of a rank.
+
+    Attributes:
+        data, data_size: rank and size of the data parallel group.
+        tensor: rank in the tensor parallel group.
+        sequence_parallel: whether tensor parallel ranks hold different tokens outside attention.
+    """
+
+    data: int
+    data_size: int
+    tensor: int
+    sequence_parallel: bool
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A wrong gradient: that of every parameter whose name ends so is multiplied, in every step."""
+
+    parameter: str
+    factor: float
+
+
+class Observer:
+    """Attached to a job's stepper before its first step.
+
+    Args:
+        args: the job's arguments.
+        gradients: folder for the gradients of the first and the last step, written as checkpoints: what
+            Megatron knows about the place of a shard within a whole parameter then holds for them as well.
+        forced: choices for the whole batch, to be made instead of the model's own.
+        fault: a gradient to spoil.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, gradients: str | None, forced: Choices | None, fault: Fault | None
+    ) -> None:
+        self._args, self._gradients, self._forced, self._fault = args, gradients, forced, fault
+        self._noted: dict[Key, list[npt.NDArray[np.bool_]]] = defaultdict(list)
+        self._uses: dict[tuple[Key, bool], int] = defaultdict(int)
+        self._step = 0
+        self.place: Place | None = None
+
+    @property
+    def choices(self) -> Choices:
+        """This rank's choices: its own microbatches, and its own tokens under sequence parallelism."""
+        return {key: np.stack(calls) for key, calls in self._noted.items()}
+
+    def attach(self, stepper: Any) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        self.place = Place(
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_rank(),
+            self._args.sequence_parallel,
+        )
+        for module in (module for chunk in stepper.model for module in chunk.modules()):
+            if isinstance(module, DSAttention):
+                self._watch_indexer(module.indexer, ("topk", module.layer_number))
+            elif isinstance(module, TopKRouter):
+                self._watch_router(module, ("router", module.layer_number))
+        optimizer_step = stepper.optimizer.step
+
+        def step() -> Any:
+            self._before_optimizer(stepper.model)
+            return optimizer_step()
+
+        stepper.optimizer.step = step
+
+    def _watch_indexer(self, indexer: Any, key: Key) -> None:
+        original = indexer.forward_with_scores
+
+        def forward_with_scores(*args: Any, **kwargs: Any) -> Any:
+            scores, indices = original(*args, **kwargs)
+            if self._forced is not None:
+                # [batch, query, key] -> [batch, query, topk]; rows with fewer visible keys than topk are
+                # filled up with future ones, which the caller masks, as it does with the model's own
+                chosen = torch.from_numpy(self._next_forced(key))
+                indices = chosen.float().topk(indices.shape[-1], dim=-1).indices
+            self._note(key, selected_keys(indices, scores.shape[-1]))
+            return scores, indices
+
+        indexer.forward_with_scores = forward_with_scores
+
+    def _watch_router(self, router: Any, key: Key) -> None:
+        original = router.routing
+        if self._forced is not None:
+            router.router_replay = _ForcedRouting(lambda: self._next_forced(key))
+
+        def routing(*args: Any, **kwargs: Any) -> Any:
+            probs, routing_map = original(*args, **kwargs)
+            # [token * batch, expert] -> [batch, token, expert]
+            shape = (-1, self._args.micro_batch_size, routing_map.shape[-1])
+            self._note(key, routing_map.view(shape).transpose(0, 1))
+            return probs, routing_map
+
+        router.routing = routing
+
+    def _note(self, key: Key, chosen: Tensor) -> None:
+        if not _recomputing():
+            self._noted[key].append(chosen.numpy().copy())
+
+    def _next_forced(self, key: Key) -> npt.NDArray[np.bool_]:
+        """This rank's part of the choices for the microbatch at hand.
+
+        A layer sees the microbatches in their order, and recomputes them in the same order.
+        """
+        assert self._forced is not None
+        assert self.place is not None
+        use = key, _recomputing()
+        call, self._uses[use] = self._uses[use], self._uses[use] + 1
+        chosen = self._forced[key][call * self.place.data_size + self.place.data]
+        if key[0] == "router" and self.place.sequence_parallel:
+            length = chosen.shape[1] // self._args.tensor_model_parallel_size
+            chosen = chosen[:, self.place.tensor * length :][:, :length]
+        return chosen
+
+    def _before_optimizer(self, model: Sequence[Any]) -> None:
+        if self._fault is not None:
+            for chunk in model:
+                for name, parameter in chunk.named_parameters():
+                    if name.endswith(self._fault.parameter):
+                        parameter.main_grad.mul_(self._fault.factor)
+        self._step += 1
+        if self._gradients is not None and self._step in (1, self._args.train_iters):
+            _save_gradients(self._args, model, Path(self._gradients), self._step)
+
+
+class _ForcedRouting:
+    """Takes the place of Megatron's ``RouterReplay`` in a router."""
+
+    def __init__(self, chosen: Callable[[], npt.NDArray[np.bool_]]) -> None:
+        self._chosen = chosen
+
+    def get_replay_topk(self, scores: Tensor, topk: int, *args: Any) -> tuple[Tensor, Tensor]:
+        """``scores`` is ``[token * batch, expert]``; returns the chosen ones and their experts."""
+        chosen = torch.from_numpy(self._chosen())  # [batch, token, expert]
+        indices = chosen.transpose(0, 1).reshape(scores.shape).float().topk(topk, dim=1).indices
+        return scores.gather(1, indices), indices
+
+
+def selected_keys(topk_indices: Tensor, keys: int) -> Tensor:
+    """``[batch, query, topk]`` to booleans ``[batch, query, key]``.
+
+    Future keys are left out: they pad the rows of queries that see fewer than ``topk`` keys.
+    """
+    selected = torch.zeros(*topk_indices.shape[:2], keys, dtype=torch.bool)
+    return selected.scatter_(-1, topk_indices.long().clamp_min(0), True).tril()
+
+
+def _recomputing() -> bool:
+    """Whether this runs inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _save_gradients(args: argparse.Namespace, model: Sequence[Any], folder: Path, step: int) -> None:
+    from dsa_job import checkpoint
+
+    for chunk in model:
+        _gather_gradient_shards(chunk)
+    args = argparse.Namespace(**{**vars(args), "no_save_optim": True, "no_save_rng": True})
+    with _gradients_as_parameters(model):
+        checkpoint.save(args, folder, checkpoint.Progress(iteration=step), list(model), None, None)
+
+
+def _gather_gradient_shards(chunk: Any) -> None:
+    """With the distributed optimizer each rank has the reduced gradients of one shard: exchange them."""
+    if not chunk.ddp_config.use_distributed_optimizer:
+        return
+    for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+        ranks = group.intra_distributed_optimizer_instance_group
+        for bucket in group.buckets:
+            shard = bucket.grad_data.view(ranks.size(), -1)[ranks.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, shard, group=ranks)
+
+
+@contextlib.contextmanager
+def _gradients_as_parameters(model: Sequence[Any]) -> Iterator[None]:
+    parameters = [parameter for chunk in model for parameter in chunk.parameters()]
+    weights = [parameter.data for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.data = parameter.main_grad.to(parameter.dtype)
+        yield
+    finally:
+        for parameter, weight in zip(parameters, weights, strict=True):
+            parameter.data = weight

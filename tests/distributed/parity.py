@@ -1,0 +1,310 @@
+"""Is a parallel layout the same training as one process?
+
+Both start from one checkpoint, so from the same weights whatever the layout, see the same global batches
+and take five steps. Compared are the loss and the gradient norm of every step, and parameter by parameter
+
+* the gradient of the first step: both sides have the same weights then, so nothing but rounding lies
+  between them, and a wrong scale shows, which Adam would hide;
+* the gradient of the last step: errors that need several steps, such as a buffer reused too early;
+* the update, final minus initial weights: errors of the optimizer and of gathering parameters.
+
+Each is measured against the norm of the parameter's own gradient or update: a wrong gradient of one small
+parameter (the bias of the indexer's norm, one norm's weight, a router) is an error of order one there, and
+nothing in the loss or in the norm of all gradients together.
+
+A near tie in a router's or an indexer's top-k may fall to the other side by rounding alone, and then the
+sides differ by more than rounding. Such flips are counted and printed. A layout that misses a bound and has
+flips is run again with the choices of the one process forced upon it; the bounds stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.distributed.job import RankOutcome
+from tests.distributed.observe import Choices, Fault
+from tests.distributed.pool import WorkerPool
+
+STEPS = 5
+MODEL = """
+    --num-layers 8 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --seq-length 32
+    --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16
+    --dsa-indexer-n-heads 16 --dsa-indexer-head-dim 16 --dsa-indexer-topk 8 --dsa-indexer-loss-coeff 1.0
+    --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32
+    --make-vocab-size-divisible-by 16 --init-method-std 0.1
+"""  # large initial weights: attention far from uniform, so that the indexer has something to learn
+TRAINING = """
+    --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-warmup-iters 0 --lr-decay-style constant
+    --eval-iters 0 --save-interval 0 --no-save-optim --no-save-rng --no-plot --no-tensorboard
+"""
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
+PP4 = "--pipeline-model-parallel-size 4"
+VPP2 = "--num-virtual-stages-per-pipeline-rank 2"
+EP2 = "--expert-model-parallel-size 2"
+ZERO = "--use-distributed-optimizer"
+
+Tensors = dict[str, torch.Tensor]
+REPORT: list[str] = []
+"""One entry per comparison, printed when pytest ends."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Largest relative differences; for fp32, rounding leaves a hundredth of them or less.
+
+    Updates, and what comes after them, are bounded less tightly than the first gradient: Adam divides by
+    the gradient's own size, so elements with hardly any gradient move as far as all others, in a direction
+    that rounding decides.
+    """
+
+    loss: float = 1e-4
+    grad_norm: float = 5e-4
+    first_gradient: float = 1e-4
+    last_gradient: float = 5e-4
+    update: float = 5e-3
+
+
+FP32 = Bounds()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to run the job.
+
+    Attributes:
+        name: for reports.
+        world_size: number of ranks.
+        flags: of the job, as on a command line.
+        model: more flags, for both sides: what makes it another model.
+        stock: Megatron's dense GPT in place of the main job's model.
+        switches: feature switches beside the job's own.
+    """
+
+    name: str
+    world_size: int = 1
+    flags: str = ""
+    model: str = ""
+    stock: bool = False
+    switches: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run has led to; tensors are whole parameters, by their names in a checkpoint."""
+
+    records: list[dict[str, Any]]
+    weights: Tensors
+    first_gradients: Tensors
+    last_gradients: Tensors
+    choices: Choices
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Relative differences of a layout from the one process; per parameter, largest first.
+
+    ``flips`` holds the number of choices that differ and of all choices, by kind.
+    """
+
+    name: str
+    loss: float
+    grad_norm: float
+    first_gradients: list[tuple[float, str]]
+    last_gradients: list[tuple[float, str]]
+    updates: list[tuple[float, str]]
+    flips: dict[str, tuple[int, int]]
+
+    def violations(self, bounds: Bounds) -> list[str]:
+        """Everything beyond its bound, not a number included."""
+        found = [("loss", self.loss, bounds.loss), ("gradient norm", self.grad_norm, bounds.grad_norm)]
+        for what, values, bound in (
+            ("first gradient", self.first_gradients, bounds.first_gradient),
+            ("last gradient", self.last_gradients, bounds.last_gradient),
+            ("update", self.updates, bounds.update),
+        ):
+            found += [(f"{what} of {name}", value, bound) for value, name in values]
+        return [
+            f"{what}: {value:.1e}, bound {bound:.0e}" for what, value, bound in found if not value <= bound
+        ]
+
+    def __str__(self) -> str:
+        worst = (
+            ("first gradient", self.first_gradients[0]),
+            ("last gradient", self.last_gradients[0]),
+            ("update", self.updates[0]),
+        )
+        lines = [
+            f"{self.name}: loss {self.loss:.1e}, gradient norm {self.grad_norm:.1e}"
+            + "".join(f", {kind} flips {count} of {total}" for kind, (count, total) in self.flips.items()),
+            *(f"    worst {what} {value:.1e}  {name}" for what, (value, name) in worst),
+        ]
+        return "\n".join(lines)
+
+
+class Lab:
+    """Runs layouts from common initial weights; the one process of each model runs once.
+
+    Args:
+        pool: worker processes.
+        folder: for data and checkpoints.
+    """
+
+    def __init__(self, pool: WorkerPool, folder: Path) -> None:
+        self._pool, self._folder = pool, folder
+        self._runs = 0
+        self._initial: dict[tuple[str, bool], Path] = {}
+        self._one_process: dict[tuple[str, bool], Outcome] = {}
+        (folder / "text").mkdir()
+        (folder / "text" / "input.py").write_text(inspect.getsource(argparse))
+
+    def one_process(self, layout: Layout) -> Outcome:
+        """The layout's model in one process."""
+        key = layout.model, layout.stock
+        if key not in self._one_process:
+            alone = Layout(f"{layout.name} in one process", model=layout.model, stock=layout.stock)
+            self._one_process[key] = self.run(alone)
+        return self._one_process[key]
+
+    def run(self, layout: Layout, forced: Choices | None = None, fault: Fault | None = None) -> Outcome:
+        """Five steps from the initial weights of the layout's model."""
+        self._runs += 1
+        final, gradients = (self._folder / f"{what}-{self._runs}" for what in ("final", "gradients"))
+        flags = f"--train-iters {STEPS} --load {self._initial_weights(layout)} --finetune --save {final}"
+        ranks = self._train(
+            layout, f"{layout.flags} {flags}", gradients=str(gradients), forced=forced, fault=fault
+        )
+        tensors = self._read((final, STEPS), (gradients, 1), (gradients, STEPS))
+        return Outcome(ranks[0].records, *tensors, merge(ranks))
+
+    def compare(self, layout: Layout, outcome: Outcome, reference: Outcome | None = None) -> Comparison:
+        """Differences from the one process, or from another outcome."""
+        (initial,) = self._read((self._initial_weights(layout), 0))
+        return compare(layout.name, outcome, reference or self.one_process(layout), initial)
+
+    def check(self, layout: Layout, bounds: Bounds = FP32) -> None:
+        """Run the layout and hold it against the bounds.
+
+        Raises:
+            AssertionError: lists everything that is out of bounds.
+        """
+        reference = self.one_process(layout)
+        comparison = self.compare(layout, self.run(layout))
+        REPORT.append(str(comparison))
+        problems = comparison.violations(bounds)
+        if problems and any(count for count, _ in comparison.flips.values()):
+            forced = self.compare(layout, self.run(layout, forced=reference.choices))
+            REPORT.append(f"again with forced choices, {forced}")
+            problems = forced.violations(bounds)
+        assert not problems, f"{layout.name} differs from one process:\n" + "\n".join(problems)
+
+    def _initial_weights(self, layout: Layout) -> Path:
+        key = layout.model, layout.stock
+        if key not in self._initial:
+            folder = self._folder / f"initial-{len(self._initial)}"
+            alone = Layout("initial weights", model=layout.model, stock=layout.stock)
+            self._train(alone, f"--train-iters 0 --save {folder}")
+            self._initial[key] = folder
+        return self._initial[key]
+
+    def _train(self, layout: Layout, flags: str, **arguments: Any) -> list[RankOutcome]:
+        data = f"--data {self._folder / 'text'} --data-cache-path {self._folder / 'cache'}"
+        return self._pool.run(
+            "tests.distributed.job:train",
+            layout.world_size,
+            argv=f"{MODEL} {layout.model} {TRAINING} {data} {flags}".split(),
+            stock=layout.stock,
+            switches=dict(layout.switches),
+            **arguments,
+        )
+
+    def _read(self, *checkpoints: tuple[Path, int]) -> list[Tensors]:
+        named = [(str(folder), step) for folder, step in checkpoints]
+        contents = self._pool.run("tests.distributed.job:read", 1, checkpoints=named)[0]
+        return [
+            {name: value for stack in one.items() for name, value in _by_layer(*stack)} for one in contents
+        ]
+
+
+def _by_layer(name: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Stacks of all layers' parameters, as checkpoints of uniform models have them, layer by layer."""
+    prefix = "decoder.layers."
+    if not name.startswith(prefix) or name[len(prefix)].isdigit():
+        return [(name, value)]
+    return [(f"{prefix}{layer}.{name[len(prefix) :]}", part) for layer, part in enumerate(value)]
+
+
+def merge(ranks: Sequence[RankOutcome]) -> Choices:
+    """Choices of the whole batch, from what each rank saw of it.
+
+    Raises:
+        AssertionError: two tensor parallel ranks chose differently for the same tokens.
+    """
+    merged: Choices = {}
+    for key in sorted({key for rank in ranks for key in rank.choices}):
+        by_data_rank = []
+        holders = [rank for rank in ranks if key in rank.choices]
+        for data in sorted({rank.place.data for rank in holders}):
+            group = [rank for rank in holders if rank.place.data == data]
+            group.sort(key=lambda rank: rank.place.tensor)
+            parts = [rank.choices[key] for rank in group]
+            if key[0] == "router" and group[0].place.sequence_parallel:
+                by_data_rank.append(np.concatenate(parts, axis=2))
+            else:
+                assert all(np.array_equal(part, parts[0]) for part in parts), (
+                    f"{key}: tensor parallel ranks chose differently for the same tokens"
+                )
+                by_data_rank.append(parts[0])
+        # [microbatch, data rank, ...]: a global batch goes to the ranks in turn
+        whole = np.stack(by_data_rank, axis=1)
+        merged[key] = whole.reshape(-1, *whole.shape[2:])
+    return merged
+
+
+def compare(name: str, outcome: Outcome, reference: Outcome, initial: Tensors) -> Comparison:
+    """Relative differences between two outcomes that began with the same weights."""
+    assert len(outcome.records) == len(reference.records) == STEPS
+    assert outcome.choices.keys() == reference.choices.keys()
+    pairs = list(zip(outcome.records, reference.records, strict=True))
+    flips: dict[str, tuple[int, int]] = {}
+    for key, theirs in reference.choices.items():
+        differing = (outcome.choices[key] != theirs).any(axis=-1)  # one token's or query's choice
+        count, total = flips.get(key[0], (0, 0))
+        flips[key[0]] = count + int(differing.sum()), total + differing.size
+    return Comparison(
+        name=name,
+        loss=max(abs(ours["lm_loss"] / theirs["lm_loss"] - 1) for ours, theirs in pairs),
+        grad_norm=max(abs(ours["grad_norm"] / theirs["grad_norm"] - 1) for ours, theirs in pairs),
+        first_gradients=_worst(outcome.first_gradients, reference.first_gradients),
+        last_gradients=_worst(outcome.last_gradients, reference.last_gradients),
+        updates=_worst(_minus(outcome.weights, initial), _minus(reference.weights, initial)),
+        flips=flips,
+    )
+
+
+def _minus(weights: Tensors, initial: Tensors) -> Tensors:
+    assert weights.keys() == initial.keys()
+    return {name: weights[name].double() - initial[name].double() for name in initial}
+
+
+def _worst(ours: Tensors, theirs: Tensors) -> list[tuple[float, str]]:
+    assert ours.keys() == theirs.keys()
+    differences = [(relative(ours[name], theirs[name]), name) for name in theirs]
+    return sorted(differences, key=lambda pair: (not math.isnan(pair[0]), -pair[0], pair[1]))
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Norm of the difference over the norm of ``theirs``; infinite if only ``theirs`` is zero."""
+    difference, size = (ours.double() - theirs.double()).norm().item(), theirs.double().norm().item()
+    if size == 0:
+        return 0.0 if difference == 0 else math.inf
+    return difference / size
