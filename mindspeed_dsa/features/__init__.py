@@ -10,6 +10,7 @@ from mindspeed_dsa.patches.errors import SettingsError
 _DECLARATIONS: tuple[str, ...] = (
     "platform.cpu",
     "platform.p2p_ordering",
+    "platform.optimizer_resume",
     "attention.spec_dispatch",
     "attention.local_provider",
     "attention.hadamard",
