@@ -1,0 +1,46 @@
+"""Run a script of a Megatron-LM checkout, unedited, with mindspeed_dsa armed before its first line.
+
+    python run_megatron.py MEGATRON_LM/pretrain_gpt.py ARGUMENTS...
+    torchrun --nproc-per-node 8 run_megatron.py MEGATRON_LM/pretrain_gpt.py ARGUMENTS...
+
+It does what the line ``import mindspeed_dsa.megatron_adaptor`` at the top of the script would do.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from importlib import import_module
+
+USAGE = "usage: run_megatron.py SCRIPT [ARGUMENTS OF SCRIPT]...; SCRIPT is e.g. Megatron-LM/pretrain_gpt.py"
+
+
+def main() -> None:
+    """Take this launcher out of ``sys.argv`` and ``sys.path``, arm the patches, run the script."""
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.exit(USAGE)
+    script = os.path.abspath(sys.argv[1])
+    if not os.path.isfile(script):
+        sys.exit(f"run_megatron.py: there is no script {script}; {USAGE}")
+    # As if Python had been started with the script: its folder, which holds the checkout's `megatron`
+    # package, comes first on the path instead of this one.
+    sys.argv[:] = [script, *sys.argv[2:]]
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [os.path.dirname(script), *(entry for entry in sys.path if os.path.abspath(entry) != here)]
+
+    try:
+        from mindspeed_dsa import MindSpeedDSAError
+    except ModuleNotFoundError as error:
+        sys.exit(f"run_megatron.py: {error}; install it with: pip install 'mindspeed_dsa[megatron]'")
+    try:
+        import_module("mindspeed_dsa.megatron_adaptor")
+    except MindSpeedDSAError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks come to the same verdict
+            print(error, file=sys.stderr)
+        sys.exit(2)
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

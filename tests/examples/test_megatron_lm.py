@@ -1,0 +1,127 @@
+"""The recipe for Megatron-LM: its launcher on a small fork, and pretrain_gpt.py itself where there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.features.training import loop
+
+RECIPE = Path(__file__).parents[2] / "examples" / "megatron_lm"
+LAUNCHER = RECIPE / "run_megatron.py"
+# `megatron.core` is the installed one, as everywhere else in these tests; only the training part is a stub.
+SCRIPT = """
+import sys
+import stub_training.training as training
+from helper_of_the_checkout import NAME
+
+def main():
+    print(NAME, __name__, sys.argv[1:], sys.path[0])
+    training.train(2)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A folder as a checkout is: a script, a module beside it, and Megatron's packages."""
+    root = loop.write(tmp_path / "checkout")
+    (tmp_path / "checkout" / "helper_of_the_checkout.py").write_text("NAME = 'helper'\n")
+    script = SCRIPT.replace("stub_training.training", f"{root}.training.training")
+    (tmp_path / "checkout" / "pretrain.py").write_text(script)
+    return tmp_path / "checkout"
+
+
+def launch(*argv, cwd, **environment):
+    command = [sys.executable, str(LAUNCHER), *map(str, argv)]
+    paths = os.pathsep.join([*filter(None, [environment.pop("PYTHONPATH", None)]), str(RECIPE.parents[1])])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **environment}
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=250)
+
+
+def test_the_script_runs_as_if_it_had_been_started_itself(checkout, tmp_path):
+    done = launch("checkout/pretrain.py", "--num-layers", "3", cwd=tmp_path)
+    assert done.stdout.split("\n")[0] == f"helper __main__ ['--num-layers', '3'] {checkout}", done.stderr
+    assert done.returncode == 0
+
+
+def test_patches_are_there_before_the_scripts_first_line(checkout, tmp_path):
+    # The fork's own core is too small for the platform, so the feature is declared alone.
+    (checkout / "sitecustomize.py").write_text(
+        "from mindspeed_dsa import features\nfeatures._DECLARATIONS = ('training.metrics',)\n"
+    )
+    metrics = tmp_path / "metrics.jsonl"
+    argv = ["--step-metrics-file", metrics, "--megatron-root", "corp_megatron"]
+    done = launch("checkout/pretrain.py", *argv, cwd=tmp_path, PYTHONPATH=str(checkout))
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 2]
+
+
+def test_bad_command_lines_are_refused_in_one_line(checkout, tmp_path):
+    done = launch(cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("usage: run_megatron.py SCRIPT")
+    done = launch("checkout/pretrian.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"there is no script {checkout / 'pretrian.py'}" in done.stderr
+    done = launch("checkout/pretrain.py", "--mindspeed-platform", "npu", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "npu" in done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="MEGATRON_LM names no checkout of Megatron-LM")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--pipeline-model-parallel-size 2",
+        "--expert-model-parallel-size 2 --use-distributed-optimizer",
+    ],
+    ids=["1", "tp2", "pp2", "ep2"],
+)
+def test_pretrain_gpt_agrees_with_one_process_and_resumes(tmp_path, flags):
+    """From one checkpoint of weights, every layout makes the same steps, and so does a resumed run."""
+
+    def run(name, *more, nproc=1):
+        metrics = tmp_path / f"{name}.jsonl"
+        command = [
+            "bash",
+            str(RECIPE / "pretrain_gpt_dsa.sh"),
+            "--eval-interval",
+            "100",
+            "--lr-decay-iters",
+            "50",
+        ]
+        environment = {**os.environ, "NPROC": str(nproc), "PYTHON": sys.executable}
+        environment["PYTHONPATH"] = os.pathsep.join([str(RECIPE.parents[1]), *sys.path])
+        command += ["--step-metrics-file", str(metrics), *map(str, more)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return {record["step"]: record for record in map(json.loads, metrics.read_text().splitlines())}
+
+    weights = tmp_path / "weights"
+    run("initial", "--train-iters", "2", "--save", weights, "--save-interval", "2")
+    start = ["--load", weights, "--no-load-optim", "--no-load-rng", "--train-iters", "6"]
+    one = run("one", *start)
+    nproc = 2 if flags else 1
+    kept = [*flags.split(), "--save", tmp_path / "kept", "--save-interval", "4"]
+    there = run("layout", *start, *kept, nproc=nproc)
+    assert list(there) == list(one) == [3, 4, 5, 6]
+    for step, record in there.items():
+        assert record["lm_loss"] == pytest.approx(one[step]["lm_loss"], rel=1e-5)
+        assert record["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=5e-4)
+        assert record["indexer_loss"] == pytest.approx(one[step]["indexer_loss"], rel=1e-3)
+
+    resume = [*flags.split(), "--load", tmp_path / "kept", "--ckpt-step", "4", "--train-iters", "6"]
+    resumed = run("resumed", *resume, nproc=nproc)
+    assert [resumed[step]["lm_loss"] for step in (5, 6)] == [there[step]["lm_loss"] for step in (5, 6)]
