@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from mindspeed_dsa.features.attention.local_norms import norm_of_fused_layer
 
 
 def apply_rope_first(self: Any, x: Tensor, rotary_pos_emb: Tensor, mscale: float) -> Tensor:
@@ -48,21 +49,11 @@ def normalise_latent_query(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def get_query_key_value_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
         query, key, value, q_compressed, *rest = original(self, *args, **kwargs)
-        if self.config.experimental_attention_variant == "dsa" and self.config.q_lora_rank is not None:
+        config, up_projection = self.config, getattr(self, "linear_q_up_proj", None)
+        # Without a fused norm it was applied before, or there is none.
+        if config.experimental_attention_variant == "dsa" and hasattr(up_projection, "layer_norm_weight"):
             with torch.no_grad():  # the indexer detaches its inputs
-                q_compressed = _norm_of(self.linear_q_up_proj, q_compressed, self.config)
+                q_compressed = norm_of_fused_layer(up_projection, q_compressed, config)
         return query, key, value, q_compressed, *rest
 
     return get_query_key_value_tensors
-
-
-def _norm_of(layer: Any, hidden_states: Tensor, config: Any) -> Tensor:
-    """Apply the norm that is fused into a layer; without one it was applied before, or there is none."""
-    weight = getattr(layer, "layer_norm_weight", None)
-    if weight is None:
-        return hidden_states
-    if config.layernorm_zero_centered_gamma:
-        weight = weight + 1
-    if config.normalization == "RMSNorm":
-        return F.rms_norm(hidden_states, weight.shape, weight, config.layernorm_epsilon)
-    return F.layer_norm(hidden_states, weight.shape, weight, layer.layer_norm_bias, config.layernorm_epsilon)

@@ -17,6 +17,8 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_
 from torch import Tensor
 from torch.nn import Parameter
 
+from mindspeed_dsa.features.attention.local_norms import norm_of_fused_layer
+
 
 def _same_on_every_tensor_parallel_rank() -> AbstractContextManager[Any]:
     """Random state that all ranks of a tensor parallel group share."""
@@ -117,10 +119,8 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
                 f"LayerNormColumnParallelLinear knows RMSNorm and LayerNorm, not {config.normalization!r}; "
                 "set --normalization accordingly"
             )
-        self.eps = config.layernorm_epsilon
-        self.zero_centered_gamma = bool(config.layernorm_zero_centered_gamma)
         like = {"device": self.weight.device, "dtype": config.params_dtype}
-        fill = torch.zeros if self.zero_centered_gamma else torch.ones
+        fill = torch.zeros if config.layernorm_zero_centered_gamma else torch.ones
         self.layer_norm_weight = Parameter(fill(input_size, **like))
         self.layer_norm_bias = (
             Parameter(torch.zeros(input_size, **like)) if config.normalization == "LayerNorm" else None
@@ -129,14 +129,6 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
             if parameter is not None:
                 parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def normalize(self, hidden_states: Tensor) -> Tensor:
-        """The norm alone: ``[..., input_size]`` to the same shape and dtype."""
-        weight = self.layer_norm_weight + 1 if self.zero_centered_gamma else self.layer_norm_weight
-        shape = weight.shape
-        if self.layer_norm_bias is None:
-            return F.rms_norm(hidden_states, shape, weight, self.eps)
-        return F.layer_norm(hidden_states, shape, weight, self.layer_norm_bias, self.eps)
-
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """``[s, b, input_size]`` to ``([s, b, output_size / TP], bias or None)``."""
-        return super().forward(self.normalize(hidden_states), *args, **kwargs)
+        return super().forward(norm_of_fused_layer(self, hidden_states, self.config), *args, **kwargs)

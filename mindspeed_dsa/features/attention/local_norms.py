@@ -1,4 +1,4 @@
-"""PyTorch norms that Megatron's sequence parallelism can be used with."""
+"""PyTorch norms for Megatron's layers: with sequence parallelism, and fused into linear layers."""
 
 from __future__ import annotations
 
@@ -43,3 +43,22 @@ def _prepare_norm(norm: torch.nn.Module, config: Any) -> bool:
     if zero_centered:
         torch.nn.init.zeros_(norm.weight)  # type: ignore[arg-type]
     return zero_centered
+
+
+def norm_of_fused_layer(layer: Any, hidden_states: Tensor, config: Any) -> Tensor:
+    """The norm in front of a linear layer that holds its parameters, ours or Transformer Engine's.
+
+    Args:
+        layer: has ``layer_norm_weight`` and, for LayerNorm, ``layer_norm_bias``, both ``[hidden]``.
+        hidden_states: ``[..., hidden]``.
+        config: Megatron's; ``normalization`` is ``"RMSNorm"`` or ``"LayerNorm"``.
+
+    Returns:
+        Tensor of the shape of ``hidden_states``.
+    """
+    weight = layer.layer_norm_weight
+    if config.layernorm_zero_centered_gamma:
+        weight = weight + 1
+    if config.normalization == "RMSNorm":
+        return F.rms_norm(hidden_states, weight.shape, weight, config.layernorm_epsilon)
+    return F.layer_norm(hidden_states, weight.shape, weight, layer.layer_norm_bias, config.layernorm_epsilon)

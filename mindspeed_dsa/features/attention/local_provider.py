@@ -56,7 +56,7 @@ FEATURE = dsa_repair(
         Patch(
             f"{MLA}:HAVE_TE",
             "value",
-            f"{_IMPL}:TRANSFORMER_ENGINE_IS_INSTALLED",
+            f"{HERE}.te_presence:TRANSFORMER_ENGINE_IS_USABLE",
             "MLA believes that Transformer Engine is there and fails in an isinstance check",
             versions=">=0.16,<0.17",
         ),

@@ -6,15 +6,12 @@ Imports nothing of Megatron: these functions are fetched while Megatron is being
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.features.attention.local_norms import SequenceParallelLayerNorm, SequenceParallelRMSNorm
-
-TRANSFORMER_ENGINE_IS_INSTALLED = find_spec("transformer_engine") is not None
 
 _NORMS = {"LayerNorm": SequenceParallelLayerNorm, "RMSNorm": SequenceParallelRMSNorm}
 
@@ -36,7 +33,9 @@ def gate_without_transformer_engine(original: Callable[..., Any]) -> Callable[..
     """Decorate ``router_gating_linear``: the product by autograd where there is no kernel."""
 
     def router_gating_linear(inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: Any) -> Any:
-        if TRANSFORMER_ENGINE_IS_INSTALLED:
+        from mindspeed_dsa.features.attention.te_presence import TRANSFORMER_ENGINE_IS_USABLE
+
+        if TRANSFORMER_ENGINE_IS_USABLE:
             return original(inp, weight, bias, router_dtype)
         # [tokens, hidden] x [experts, hidden]^T -> [tokens, experts]; gradients return in the inputs' dtypes.
         bias = None if bias is None else bias.to(router_dtype)

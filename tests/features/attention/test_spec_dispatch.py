@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 import torch
+
+from mindspeed_dsa.features.attention.spec_dispatch import FEATURE
 
 CASES = "tests.features.attention.cases"
 ERROR = "tests.features.attention.job:error_of"
@@ -32,3 +37,44 @@ def test_mtp_layers_train_their_indexers_and_are_tracked(pool):
     }
     assert step["reported"] == [1, 1, 1, 1]
     torch.testing.assert_close(step["metrics"]["indexer loss"], step["values"].sum() / 4)
+
+
+def arguments(**changes):
+    """Part of Megatron-LM's namespace for a model that can be built."""
+    values = {
+        "experimental_attention_variant": "dsa",
+        "multi_latent_attention": True,
+        "dsa_indexer_n_heads": 64,
+        "dsa_indexer_head_dim": 128,
+        "dsa_indexer_topk": 2048,
+        "qk_pos_emb_head_dim": 64,
+        "context_parallel_size": 1,
+        "apply_rope_fusion": False,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"dsa_indexer_n_heads": None}, "--dsa-indexer-n-heads"),
+        ({"dsa_indexer_topk": None}, "--dsa-indexer-topk"),
+        ({"multi_latent_attention": False}, "--multi-latent-attention"),
+        ({"dsa_indexer_head_dim": 32}, "--dsa-indexer-head-dim 32"),
+        ({"context_parallel_size": 2}, "--context-parallel-size 1"),
+        ({"apply_rope_fusion": True}, "--no-rope-fusion"),
+    ],
+)
+def test_what_cannot_be_built_is_told_before_anything_starts(changes, wanted):
+    (problem,) = FEATURE.validate(arguments(**changes))
+    assert wanted in problem
+
+
+def test_all_problems_are_told_at_once():
+    assert len(FEATURE.validate(arguments(dsa_indexer_n_heads=None, dsa_indexer_topk=None))) == 2
+
+
+def test_what_can_be_built_is_not_complained_about():
+    assert not FEATURE.validate(arguments())
+    assert not FEATURE.validate(arguments(experimental_attention_variant=None, dsa_indexer_topk=None))
+    assert not FEATURE.validate(SimpleNamespace(experimental_attention_variant="dsa"))
