@@ -13,9 +13,9 @@ from pathlib import Path
 import mindspeed_dsa
 from dsa_job import runs
 from dsa_job.arguments import parse_args
-from dsa_job.checkpoint_files import folder_of, latest
+from dsa_job.checkpoint_files import check_not_overwritten, folder_of, latest, of_run
 from dsa_job.corpus import FEWEST_DOCUMENTS, check_size, find_text
-from dsa_job.errors import JobError, UsageError
+from dsa_job.errors import Interrupted, JobError, UsageError
 from dsa_job.tokenizer import build_tokenizer
 from dsa_job.validation import World, check, padded_vocab_size
 
@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             problems = error.problems if isinstance(error, UsageError) else [str(error)]
             print("\n".join(f"pretrain_dsa.py: {text}" for text in problems), file=sys.stderr, flush=True)
         return error.exit_code if isinstance(error, JobError) else UsageError.exit_code
+    except KeyboardInterrupt:
+        print("pretrain_dsa.py: stopped at once by Ctrl-C", file=sys.stderr, flush=True)
+        os._exit(Interrupted.exit_code)
     except Exception:
         if world.size == 1:
             raise
@@ -77,11 +80,25 @@ def prepare(args: argparse.Namespace, world: World) -> runs.Run | None:
         from dsa_job import checkpoint
 
         checkpoint.check_fits(args, folder_of(Path(args.load), checkpoint.choose(args)))
-    if world.rank or not args.train_iters:
+    if world.rank:
+        return None
+    if not args.train_iters:
+        check_not_overwritten(args)
         return None
     try:
-        run = runs.open_run(Path(args.output_dir), runs.settings(args), latest, args.new_run)
+        run = runs.open_run(
+            Path(args.output_dir),
+            runs.settings(args),
+            lambda folder: latest(of_run(args, folder)),
+            args.new_run,
+        )
     except OSError as error:
         raise UsageError(f"--output-dir {args.output_dir} cannot be used: {error}") from error
+    if not run.resumed:
+        try:
+            check_not_overwritten(args)
+        except UsageError:
+            run.discard()
+            raise
     print(run.why, flush=True)
     return run

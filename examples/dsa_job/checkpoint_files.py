@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -30,6 +31,28 @@ def latest(folder: Path) -> int | None:
             f"complete ones: {complete_steps(folder) or 'none'}; choose one with --ckpt-step"
         )
     return int(text)
+
+
+def of_run(args: argparse.Namespace, folder: Path) -> Path:
+    """Where the run in a folder keeps its checkpoints."""
+    return Path(args.save) if args.save else folder / "checkpoints"
+
+
+def check_not_overwritten(args: argparse.Namespace) -> None:
+    """Keep the checkpoints in ``--save`` from being replaced by those of a job that does not go on from them.
+
+    Raises:
+        UsageError: there are some, and the job would write the same steps again.
+    """
+    there = latest(Path(args.save)) if args.save and not args.no_save else None
+    if there is None:
+        return
+    goes_on = args.load and Path(args.load).resolve() == Path(args.save).resolve() and not args.finetune
+    if not goes_on or args.ckpt_step not in (None, there):
+        raise UsageError(
+            f"--save {args.save} holds checkpoints up to step {there}, which this job would replace; name "
+            f"another folder, or go on from them with --load {args.save}"
+        )
 
 
 def complete_steps(folder: Path) -> list[int]:

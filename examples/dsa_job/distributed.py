@@ -12,13 +12,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from dsa_job.validation import World
+from mindspeed_dsa import platforms
 
 
 def initialize(args: argparse.Namespace, world: World) -> bool:
     """Join the default process group unless it exists; returns whether it was created here."""
     if dist.is_initialized():
         return False
-    backend = args.distributed_backend or default_backend()
+    backend = args.distributed_backend or platforms.current().backend
     timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
     if backend != "gloo":
         torch.cuda.set_device(world.local_rank)
@@ -28,14 +29,6 @@ def initialize(args: argparse.Namespace, world: World) -> bool:
     else:
         dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
     return True
-
-
-def default_backend() -> str:
-    """Collective library of the device that is there."""
-    if getattr(torch, "npu", None) is not None and torch.npu.is_available():
-        return "hccl"
-    # On the CPU platform torch.cuda answers as if a device were there; the build does not.
-    return "nccl" if torch.version.cuda and device().type == "cuda" else "gloo"
 
 
 def device() -> torch.device:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import glob
 import json
@@ -70,10 +71,14 @@ class Run:
     why: str
     _lock: IO[str] | None = None
 
-    @property
-    def checkpoints(self) -> Path:
-        """Where the run's own checkpoints lie."""
-        return self.folder / "checkpoints"
+    def discard(self) -> None:
+        """Take back a new run that has not begun."""
+        self.release()
+        if not self.resumed:
+            (self.folder / RUN_FILE).unlink()
+            (self.folder / _LOCK).unlink()
+            with contextlib.suppress(OSError):  # the data cache may lie there
+                self.folder.rmdir()
 
     def release(self) -> None:
         """Let other processes have the folder."""
@@ -97,7 +102,7 @@ def open_run(
     Args:
         output: ``--output-dir``.
         wanted: :func:`settings` of this job.
-        latest: step of the newest complete checkpoint below a folder.
+        latest: step of the newest complete checkpoint of the run in a folder.
         new_run: do not continue.
 
     Raises:
@@ -109,7 +114,7 @@ def open_run(
         lock = _try_lock(last)
         why = "in use by another process" if lock is None else _unfit(last, wanted, latest, new_run)
         if not why:
-            step = latest(last / "checkpoints")
+            step = latest(last)
             return Run(last, True, f"resuming the unfinished run in {last} from step {step}", lock)
         if lock is not None:
             lock.close()
@@ -155,7 +160,7 @@ def _unfit(folder: Path, wanted: dict[str, Any], latest: Callable[[Path], int | 
         return "unfinished, with other settings: " + ", ".join(
             f"{name} {there.get(name)} -> {wanted.get(name)}" for name in names[:4]
         )
-    if latest(folder / "checkpoints") is None:
+    if latest(folder) is None:
         return "unfinished, without a checkpoint"
     return ""
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import mindspeed_dsa
 from dsa_job import checkpoint, corpus, data, distributed, runs
-from dsa_job.checkpoint_files import folder_of, remove_partial
+from dsa_job.checkpoint_files import folder_of, of_run, remove_partial
 from dsa_job.errors import Interrupted, JobError, UsageError
 from dsa_job.model import build_model, model_config, parameter_count
 from dsa_job.optimizer import build_optimizer, build_scheduler
@@ -60,9 +60,9 @@ def train(
     world = World.from_environment()
     joined = distributed.initialize(args, world)
     try:
-        args = _agree(args, run)
+        args, resumed = _agree(args, run)
         with _deterministic(args), distributed.model_parallel(args), _CtrlC() as interrupt:
-            records = _Job(args, run, interrupt, quiet).run(on_step, on_end)
+            records = _Job(args, run, resumed, interrupt, quiet).run(on_step, on_end)
     except JobError:  # raised on every rank
         _leave(joined)
         raise
@@ -75,27 +75,29 @@ def _leave(joined: bool) -> None:
         dist.destroy_process_group()
 
 
-def _agree(args: argparse.Namespace, run: runs.Run | None) -> argparse.Namespace:
-    """Arguments for this job alone: what rank 0 chose where only one rank can choose."""
+def _agree(args: argparse.Namespace, run: runs.Run | None) -> tuple[argparse.Namespace, bool]:
+    """What rank 0 chose where only one rank can: arguments for this job alone, and whether it resumes."""
     chosen: list[dict[str, Any] | None] = [None]
     if dist.get_rank() == 0:
         save, load, cache = args.save, args.load, args.data_cache_path
         if run is not None:
-            save = save or str(run.checkpoints)
+            save = str(of_run(args, run.folder))
             load = save if run.resumed else load
             cache = cache or str(Path(args.output_dir) / "data-cache")
         chosen[0] = {"save": None if args.no_save else save, "load": load, "data_cache_path": cache}
-        if run is not None and run.resumed:
+        chosen[0]["resumed"] = run is not None and run.resumed
+        if chosen[0]["resumed"]:
             # A run that began from other weights goes on from its own.
             chosen[0].update(ckpt_step=None, finetune=False, no_load_optim=False, no_load_rng=False)
         if not args.train_iters:  # initial weights: the rest has no state yet
             chosen[0].update(no_save_optim=True, no_save_rng=True)
     dist.broadcast_object_list(chosen, src=0)
     assert chosen[0] is not None
+    resumed = bool(chosen[0].pop("resumed"))
     args = argparse.Namespace(**{**vars(args), **chosen[0]})
     if args.deterministic_mode is None:
         args.deterministic_mode = distributed.device().type == "cpu"
-    return args
+    return args, resumed
 
 
 @contextlib.contextmanager
@@ -144,9 +146,14 @@ class _Job:
     """Everything of one job between its process groups' birth and death."""
 
     def __init__(
-        self, args: argparse.Namespace, run: runs.Run | None, interrupt: _CtrlC, quiet: bool
+        self,
+        args: argparse.Namespace,
+        run: runs.Run | None,
+        resumed: bool,
+        interrupt: _CtrlC,
+        quiet: bool,
     ) -> None:
-        self.args, self.interrupt = args, interrupt
+        self.args, self.resumed, self.interrupt = args, resumed, interrupt
         self.start = time.monotonic()
         _seed(distributed.seed(args))
         tokenizer = build_tokenizer(args.tokenizer_model)
@@ -166,7 +173,7 @@ class _Job:
             remove_partial(Path(args.save))
         if args.load:
             self._load(model, optimizer, scheduler)
-        self.saved = self.progress.iteration if run is not None and run.resumed else None
+        self.saved = self.progress.iteration if resumed else None
         self.wall_before = self.progress.wall_s
         folder = run.folder if run is not None else None
         self.reporter = Reporter(args, folder, self.progress.iteration, quiet)
@@ -220,7 +227,7 @@ class _Job:
         args, progress = self.args, self.progress
         chunks = len(self.stepper.model)
         stream = data.batches(args, self.train_data, progress.consumed_train_samples, chunks)
-        if progress.iteration == 0:
+        if not self.resumed:
             self._evaluate()
         self.reporter.start(progress.iteration)
         while progress.iteration < args.train_iters:

@@ -133,6 +133,34 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(jobs: JobServer, tmp_
     assert not list(tmp_path.glob("[abdef]"))  # refused before a folder was made
 
 
+def test_checkpoints_are_not_replaced_by_another_job(jobs: JobServer, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    options = ("--save", str(saved), "--train-iters", "2")
+    first = jobs.run(tmp_path / "a", *options)
+    assert first.code == 0, first.output
+    before = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
+    message = f"--save {saved} holds checkpoints up to step 2, which this job would replace"
+    for more in ([], ["--load", str(saved), "--finetune"], ["--train-iters", "0", "--lr-warmup-iters", "0"]):
+        assert_refused(jobs.run(tmp_path / "b", *options, *more), message)
+    assert not (tmp_path / "b").exists()
+    assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
+    onwards = jobs.run(tmp_path / "b", *options, "--load", str(saved), "--train-iters", "4")
+    assert onwards.code == 0, onwards.output
+    assert [record["step"] for record in records(tmp_path / "b")] == [3, 4]
+    assert [record["step"] for record in records(tmp_path / "b", "heldout.jsonl")] == [2, 3, 4]
+    assert complete_steps(saved) == [2, 4]
+
+
+def test_a_run_with_a_checkpoint_folder_of_its_own_goes_on(jobs: JobServer, tmp_path: Path) -> None:
+    saved, run = tmp_path / "saved", tmp_path / "run"
+    assert jobs.run(run, "--save", str(saved), "--exit-interval", "2").code == 0
+    finished = jobs.run(run, "--save", str(saved))
+    assert finished.code == 0, finished.output
+    assert f"resuming the unfinished run in {run} from step 2" in finished.output
+    assert [record["step"] for record in records(run)] == [1, 2, 3, 4, 5, 6]
+    assert not (run / "checkpoints").exists()
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

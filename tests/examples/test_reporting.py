@@ -1,7 +1,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
+import os
+import pty
+import struct
+import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +84,23 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest
     reporter.step(record(1))
     reporter.finish(unigram_entropy=3.0, wall_s=1.0)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_terminal_gets_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = pty.openpty()
+    fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    with open(writing, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        reporter = reporting.Reporter(ARGS, None, 0, quiet=False)
+        reporter.start(0)
+        for step in range(1, 13):
+            reporter.step(record(step))
+        reporter.close()
+        monkeypatch.undo()
+    shown = b""
+    with contextlib.suppress(OSError):  # the other end is closed: everything was read
+        while piece := os.read(reading, 1 << 16):
+            shown += piece
+    os.close(reading)
+    assert b"12/12" in shown
+    assert b"lm_loss=2.000" in shown
