@@ -58,7 +58,7 @@ def measured(runs: Sequence[Sequence[Record]], skip: int) -> dict[str, dict[str,
                 "max": max(per_run),
             }
     if "step_time_s" in result:
-        steps = sorted(r["step_time_s"] for records in runs for r in records[skip:])
+        steps = sorted(r["step_time_s"] for records in runs for r in records[skip:] if r.get("step_time_s"))
         result["step_time_s"]["quartiles_of_steps"] = [_quantile(steps, 0.25), _quantile(steps, 0.75)]
     return result
 
@@ -98,7 +98,7 @@ def difference(a: Sequence[Record], b: Sequence[Record], name: str) -> dict[str,
         "max_abs": largest[0] if largest else None,
         "max_abs_step": largest[1] if largest else None,
         "max_rel": max((gap / abs(x) for gap, _, x in gaps if x), default=None),
-        "last": [pairs[-1][1], pairs[-1][2]] if pairs else [None, None],
+        "last": [_as_json(value) for value in pairs[-1][1:]] if pairs else [None, None],
         "not_finite": [_first_not_finite(a, name), _first_not_finite(b, name)],
     }
 
@@ -134,6 +134,11 @@ def _is_number(value: Any) -> bool:
 
 def _is_finite(value: Any) -> bool:
     return _is_number(value) and math.isfinite(value)
+
+
+def _as_json(value: Any) -> Any:
+    """JSON has no word for what is no finite number."""
+    return str(value) if _is_number(value) and not math.isfinite(value) else value
 
 
 def _quantile(ordered: Sequence[float], part: float) -> float | None:

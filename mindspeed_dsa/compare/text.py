@@ -18,7 +18,7 @@ _NAMES = {"lm_loss": "loss", "grad_norm": "gradient norm", "indexer_loss": "inde
 def table(result: dict[str, Any]) -> str:
     """The whole answer, for a comparison in which both sides ran."""
     lines = _sides(result)
-    repeats = len(result["measured"].get("step_time_s", {"A": {"runs": []}})["A"]["runs"])
+    repeats = sum(run["name"].startswith("A") for run in result["runs"])
     rows = [("", "A", "B", "B / A")]
     for name, title, show in _ROWS:
         if name in result["measured"]:
@@ -122,4 +122,4 @@ def _warnings(result: dict[str, Any]) -> list[str]:
 
 
 def _number(value: Any) -> str:
-    return "-" if value is None else f"{value:.6g}"
+    return f"{value:.6g}" if isinstance(value, (int, float)) else str(value or "-")

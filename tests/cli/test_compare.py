@@ -96,6 +96,7 @@ def test_a_loss_that_is_no_number_is_said(compare):
     status, found, out, _ = compare("--b=--nan-from 5")
     assert status == 0
     assert found["compared"]["lm_loss"]["not_finite"] == [None, 5]
+    assert found["compared"]["lm_loss"]["last"][1] == "nan", "NaN is no JSON"
     assert "DIFFERS from step 5 on" in out
     assert "B is not finite from step 5 on" in out
 
@@ -153,10 +154,10 @@ def test_a_command_that_cannot_be_started_has_failed(compare):
 
 def test_a_run_that_takes_too_long_is_ended(compare, tmp_path):
     begin = time.monotonic()
-    status, found, _, _ = compare("--a", "--sleep 120", "--timeout", "0.03")
+    status, found, _, _ = compare("--a", "--sleep 120", "--timeout", "0.1")
     assert status == 1
     assert time.monotonic() - begin < 60
-    assert "was stopped after 2 s (--timeout)" in found["problems"][0]
+    assert "was stopped after 6 s (--timeout)" in found["problems"][0]
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "out" / "A1" / "pid").read_text()), 0)
 
@@ -189,6 +190,20 @@ def test_the_job_may_write_its_own_records(compare):
     assert status == 0, err
     assert found["steps"]["A"] == 6
     assert compare("--b", "", "--metrics-file", "mine.jsonl")[0] == 2
+
+
+def test_records_without_times_are_compared_by_their_losses(compare, tmp_path):
+    script = tmp_path / "losses.py"
+    script.write_text(
+        "import sys, json\nopen(sys.argv[1], 'w').write(json.dumps({'step': 1, 'lm_loss': 2.5}))\n"
+    )
+    job = (str(script), "{out}/m.jsonl")
+    status, found, out, err = compare("--b", "", "--metrics-file", "m.jsonl", job=job)
+    assert status == 0, err
+    assert found["measured"] == {}
+    assert "1 run(s) a side" in out
+    assert "loss: equal to the last bit at all 1 steps" in out
+    assert found["initial_weights"]["same"] is None
 
 
 def test_features_become_flags(compare, feature):

@@ -61,8 +61,8 @@ def test_the_indexer_loss_is_the_steps_own_and_megatrons_sum_stays(megatron, tmp
 def test_what_lies_between_steps_does_not_count(megatron, tmp_path):
     file = tmp_path / "metrics.jsonl"
     mindspeed_dsa.enable(step_metrics_file=str(file))
-    import_module(f"{megatron}.training.training").train(3, pause_s=0.2)
-    assert all(record["step_time_s"] < 0.1 for record in records(file))
+    import_module(f"{megatron}.training.training").train(2, pause_s=1.0)
+    assert sum(record["step_time_s"] for record in records(file)) < 1.0
 
 
 def test_a_second_job_appends(megatron, tmp_path):
