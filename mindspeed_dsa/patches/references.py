@@ -77,7 +77,8 @@ def _one_level(
     by_end: dict[int, list[Path]] = {}
     for path in paths:
         by_end.setdefault(id(path.end), []).append(path)
-    ends = [group[0].end for group in by_end.values()]
+    # A tuple, for it is handed on as it is, and can be ignored below; Python 3.13 reports the arguments.
+    ends = tuple(group[0].end for group in by_end.values())
     ignored = {id(thing) for thing in (*bookkeeping, bookkeeping, found, paths, ends)}
     ignored |= {id(path.chain) for path in paths}
     longer: dict[tuple[int, int], Path] = {}

@@ -245,6 +245,29 @@ def test_a_name_in_a_module_that_was_complete_before(house):
     assert load("library").HANDLER is load("house.core").area
 
 
+def test_a_name_in_a_module_that_began_before_and_is_half_executed(house):
+    """Bound by the target's module while the consumer waits for it; reached without a finalize()."""
+    house.write(
+        {
+            "house/consumer.py": "HANDLER = None\nfrom house import core",
+            "house/__init__.py": "",
+            "house/core.py": """
+                import sys
+
+                def area(x):
+                    return x
+
+                sys.modules["house.consumer"].HANDLER = area
+                """,
+        }
+    )
+    house.armed(patch("core:area"))
+    consumer = load("house.consumer")
+    assert consumer.HANDLER is load("house.core").area
+    assert consumer.HANDLER(2) == 2
+    assert calls() == ["area"]
+
+
 def test_the_implementation_is_imported_first_and_imports_the_target(house):
     house.write(
         {

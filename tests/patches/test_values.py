@@ -82,11 +82,11 @@ def test_a_class_takes_the_place_of_a_class(house, imported_first):
         load("guest")
     # The subclass Kitchen goes on with the original, which an error would be made of.
     manager = house.armed(patch("core:Room", "value", "house_impl:StillRoom", stale="report"))
-    guest = load("guest")
-    assert core.Room is guest.Room is load("house_impl").StillRoom
+    guest, own = load("guest"), load("house_impl").StillRoom
+    assert core.Room is guest.Room is own
     manager.undo()
     assert core.Room is guest.Room is original
-    assert guest.StillRoom is load("house_impl").StillRoom
+    assert guest.StillRoom is load("house_impl").StillRoom is own
 
 
 def test_a_class_of_the_same_name_cannot_be_told_from_its_own_imports(house):
@@ -94,9 +94,9 @@ def test_a_class_of_the_same_name_cannot_be_told_from_its_own_imports(house):
     house.write({"guest.py": "from house_impl import Room"})
     manager = house.armed(patch("core:Room", "value", "house_impl:Room", stale="report"))
     load("house.core")
-    guest = load("guest")
+    guest, own = load("guest"), load("house_impl").Room
     manager.undo()
-    assert guest.Room is load("house_impl").Room, "it came from its own module, not from the target"
+    assert guest.Room is load("house_impl").Room is own, "it came from its own module, not from the target"
 
 
 def test_a_class_that_is_subclassed_is_stale(house):
