@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 import mindspeed_dsa
 
 
-def train_and_resume() -> dict[str, list[torch.Tensor]]:
+def train_and_resume(layout: str) -> dict[str, list[torch.Tensor]]:
     """Four steps of the distributed optimizer at one go, and taken over by a new one after the second.
+
+    Args:
+        layout: how Megatron lays the moments out, ``dp_zero`` or ``dp_reshardable``.
 
     Returns:
         Weights at the end: ``unbroken`` and ``resumed``; ``steps`` counted for each parameter.
@@ -26,16 +30,18 @@ def train_and_resume() -> dict[str, list[torch.Tensor]]:
             _steps(model, optimizer, range(2))
             weights = copy.deepcopy(model.module.state_dict())
             common = copy.deepcopy(optimizer.state_dict())
-            moments = copy.deepcopy(optimizer.get_parameter_state_dp_zero())
+            moments = _cloned(getattr(optimizer, f"get_parameter_state_{layout}")())
             _steps(model, optimizer, range(2, 4))
             unbroken = [parameter.detach().clone() for parameter in model.parameters()]
 
             model, optimizer = _build()
             fresh = optimizer.state_dict()  # Megatron asks for it before it reads a checkpoint
             assert {group["step"] for group in fresh["optimizer"]["param_groups"]} == {0.0}
+            if layout == "dp_reshardable":
+                _as_read(moments)
             model.module.load_state_dict(weights)
             optimizer.load_state_dict(common)
-            optimizer.load_parameter_state_from_dp_zero(moments)
+            getattr(optimizer, f"load_parameter_state_from_{layout}")(moments)
             _steps(model, optimizer, range(2, 4))
             return {
                 "unbroken": unbroken,
@@ -71,3 +77,15 @@ def _steps(model: Any, optimizer: Any, steps: range) -> None:
         model.finish_grad_sync()
         done, _, _ = optimizer.step()
         assert done
+
+
+def _cloned(state: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), state)
+
+
+def _as_read(moments: dict[Any, Any]) -> None:
+    """What a checkpoint makes of this layout: steps are not stored, the reader finds its own there."""
+    buffers = [buckets for buffer, buckets in moments.items() if isinstance(buffer, int)]
+    for bucket in (bucket for buckets in buffers for lists in buckets.values() for bucket in lists):
+        for shard in bucket:
+            shard.update(padding=False, step=torch.zeros(()))

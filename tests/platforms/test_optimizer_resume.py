@@ -8,8 +8,9 @@ import torch
 pytest.importorskip("megatron.core")
 
 
-def test_a_resumed_run_equals_an_unbroken_one(pool):
-    ranks = pool.run("tests.platforms.resume_cases:train_and_resume", 2)
+@pytest.mark.parametrize("layout", ["dp_zero", "dp_reshardable"])
+def test_a_resumed_run_equals_an_unbroken_one(pool, layout):
+    ranks = pool.run("tests.platforms.resume_cases:train_and_resume", 2, layout=layout)
     for found in ranks:
         assert {step.item() for step in found["steps"]} == {4.0}
         assert any(not torch.equal(weight, torch.zeros_like(weight)) for weight in found["unbroken"])

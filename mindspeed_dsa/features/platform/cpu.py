@@ -146,6 +146,14 @@ _PATCHES = (
         required=False,
     ),
     Patch(
+        "megatron.core.transformer.moe.moe_utils:router_gating_linear",
+        "wrap",
+        "mindspeed_dsa.features.attention.local_provider_impl:gate_without_transformer_engine",
+        "the router uses a name that is undefined without Transformer Engine, with DSA or without",
+        params=("inp", "weight", "bias", "router_dtype"),
+        versions=">=0.16,<0.17",
+    ),
+    Patch(
         "megatron.core.tensor_parallel.mappings:_gather_along_first_dim",
         "wrap",
         f"{_MEGATRON}:gather_uneven",

@@ -38,8 +38,8 @@ FEATURES = (
             Patch(
                 f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
                 "wrap",
-                f"{_IMPL}:with_step_and_without_grad",
-                "moments are loaded without a step count in every format, and into views of float32 weights",
+                f"{_IMPL}:with_counted_step",
+                "no format of the moments brings a valid step count; float32 weights require gradients",
                 params=("model_param", "tensors"),
             ),
         ),

@@ -4,7 +4,8 @@ Megatron takes ``torch.optim.Adam`` where neither Transformer Engine nor Apex is
 
 * resuming fails, because Megatron asks the new optimizer for its state first, and no parameter has a
   step count yet;
-* reading moments fails in the reshardable formats, because they hold no step counts;
+* reading moments fails in the formats that hold no step counts, and in the one that does
+  (``dp_reshardable``) puts the new optimizer's 0 back over the count that was read;
 * after loading, the states of all parameters hold one and the same tensor as their step count. torch
   counts it up in place once for every parameter, so Adam's bias corrections are wrong from then on,
   without a word.
@@ -54,14 +55,14 @@ def with_own_steps(original: _Function) -> _Function:
     return load_state_dict
 
 
-def with_step_and_without_grad(original: _Function) -> _Function:
+def with_counted_step(original: _Function) -> _Function:
     """Decorate ``_set_main_param_and_optimizer_states``, which copies ``tensors`` by the state's keys."""
 
     def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> Any:
-        if _is_torch_adam(self.optimizer) and "step" not in tensors:
+        if _is_torch_adam(self.optimizer):
             group, place = self.model_param_group_index_map[model_param]
             state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
-            tensors = {**tensors, "step": state["step"]}  # as load_state_dict has set it
+            tensors = {**tensors, "step": state["step"]}  # load_state_dict has set it already
         with torch.no_grad():
             return original(self, model_param, tensors)
 
