@@ -7,5 +7,10 @@ after Megatron is imported. With nothing switched on it changes nothing.
 import sys
 
 from mindspeed_dsa import session
+from mindspeed_dsa.patches.errors import MindSpeedDSAError, show_without_traceback
 
-session.enable_from_argv(sys.argv[1:])
+try:
+    session.enable_from_argv(sys.argv[1:])
+except MindSpeedDSAError:
+    show_without_traceback()
+    raise

@@ -51,7 +51,8 @@ def table(settings: Settings, features: Sequence[Feature], sites: Sequence[SiteR
     rule = "-" * max(map(len, lines))
     head = f"mindspeed_dsa on {settings.platform}, megatron-core {megatron}: {len(features)} features on"
     lines = [head, rule, lines[0], rule, *lines[1:], rule]
-    lines += [f"note: {site.target}: {text}" for site in sites for text in _remarks(site)]
+    support = {feature.name for feature in features if feature.platform_support}
+    lines += [f"note: {site.target}: {text}" for site in sites for text in _remarks(site, support)]
     return "\n".join(lines)
 
 
@@ -90,11 +91,13 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cells).rstrip() for cells in padded]
 
 
-def _remarks(site: SiteReport) -> list[str]:
+def _remarks(site: SiteReport, support: set[str]) -> list[str]:
     found = list(site.notes)
     if site.state in ("foreign", "failed"):
         found.append(site.reason)
-    if site.required and site.stale:
+    # torch keeps tables of its own functions, which a platform's redirections leave alone on purpose;
+    # doctor lists them.
+    if site.stale and not support.issuperset(site.features):
         found.append(f"the original is still held by {', '.join(site.stale)}")
     return found
 

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import sys
+from types import TracebackType
+
 
 class MindSpeedDSAError(Exception):
     """Base of every error this library raises on purpose."""
+
+
+def show_without_traceback() -> None:
+    """Let our own errors, when nobody catches them, end the process with their message alone.
+
+    They say who, what and what to do; the traceback through import machinery and Megatron would
+    bury that.
+    """
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, MindSpeedDSAError):
+            print(error, file=sys.stderr, flush=True)
+        else:
+            previous(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 class PatchDeclarationError(MindSpeedDSAError, ValueError):

@@ -32,10 +32,15 @@ def with_feature_checks(original: Callable[..., Any]) -> Callable[..., Any]:
     Ours come second, when Megatron has filled in what it derives; no process group exists yet.
     """
     from mindspeed_dsa import session
+    from mindspeed_dsa.patches.errors import SettingsError, show_without_traceback
 
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         result = original(args, *rest, **kwargs)
-        session.validate(args)
+        try:
+            session.validate(args)
+        except SettingsError:
+            show_without_traceback()
+            raise
         return result
 
     return validate_args
