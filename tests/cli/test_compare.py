@@ -287,6 +287,7 @@ def test_the_example_without_its_script_is_refused(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_the_example_for_real(compare, tmp_path, capsys):
     tiny = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --q-lora-rank 16
         --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 --dsa-indexer-head-dim 8

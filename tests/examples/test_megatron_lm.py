@@ -78,6 +78,7 @@ def test_bad_command_lines_are_refused_in_one_line(checkout, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="MEGATRON_LM names no checkout of Megatron-LM")
 @pytest.mark.parametrize(
     "flags",
