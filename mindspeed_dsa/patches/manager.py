@@ -60,7 +60,6 @@ class PatchManager:
         self._busy: set[int] = set()  # ids of sites that some thread is preparing
         self._places: dict[Any, Site] = {}  # what is patched, see conflicts.places_of()
         self._armed = False
-        self._generation = 0  # import hooks cannot be unregistered; old ones see that they are old
 
     # -- plan and check ------------------------------------------------------------------------
 
@@ -140,17 +139,19 @@ class PatchManager:
                     later.setdefault(site.patch.module, []).append(site)
         # First the hooks: implementations import modules that have sites of their own.
         for module, sites in later.items():
-            hooks.when_imported(module, partial(self._on_import, self._generation, sites))
+            hooks.when_imported(module, partial(self._on_import, sites))
         if self._apply_loaded():
             compiled.forget()
         self._undo_if_failed()
 
-    def _on_import(self, generation: int, sites: list[Site], module: ModuleType) -> None:
-        """Import hook; records failures, never raises."""
+    def _on_import(self, sites: list[Site], module: ModuleType) -> None:
+        """Import hook; records failures, never raises.
+
+        Hooks cannot be unregistered: after an undo the sites are no longer pending, and stay as they are.
+        """
         try:
-            if generation == self._generation:
-                self._apply(sites, since=sites[0].patch.module)
-                self._apply_loaded()
+            self._apply(sites, since=sites[0].patch.module)
+            self._apply_loaded()
         except Exception as error:
             for site in sites:
                 self._fail(site, f"it cannot be patched: {error!r}")
@@ -169,14 +170,13 @@ class PatchManager:
             Whether there was anything to do.
         """
         with self._lock:
-            generation = self._generation
             mine = [site for site in sites if site.state == "pending" and id(site) not in self._busy]
             self._busy.update(map(id, mine))
         try:
             ready = self._prepare(mine)
             with self._lock:
                 # Once something has failed nothing more is changed: finalize() will refuse it all.
-                if generation == self._generation and not self._in_state("failed"):
+                if not self._in_state("failed"):
                     self._install(ready, since)
         finally:
             with self._lock:
@@ -218,6 +218,8 @@ class PatchManager:
     def _install(self, sites: list[Site], since: str | None) -> None:
         applied = []
         for site in sites:
+            if site.state != "pending":
+                continue  # undone while it was prepared
             problem = clash(site, self._places)
             try:
                 if not problem:
@@ -322,7 +324,6 @@ class PatchManager:
         Calling it again restores what somebody had patched over and has given back since.
         """
         with self._lock:
-            self._generation += 1
             self._armed = False
             self._places = {}
             touched = self._touched()

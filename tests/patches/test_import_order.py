@@ -337,6 +337,19 @@ def test_failing_hooks_break_no_import_and_finalize_lists_all(house, caplog):
     assert calls() == []
 
 
+def test_no_defect_of_ours_breaks_an_import(house, monkeypatch):
+    manager = house.armed(patch("core:area"))
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("a defect of the engine")
+
+    monkeypatch.setattr(manager, "_apply", fail)
+    assert load("house.core").area(1) == 2
+    monkeypatch.undo()
+    with pytest.raises(PatchError, match="a defect of the engine"):
+        manager.finalize()
+
+
 def test_a_module_that_does_not_exist_is_a_failure_of_finalize(house):
     manager = house.armed(patch("attic:f"), patch("cellar:f", required=False))
     manager.finalize()

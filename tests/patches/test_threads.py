@@ -139,6 +139,22 @@ def test_undo_while_another_thread_prepares(house):
     assert core.area(1) == 2
 
 
+def test_undo_between_preparing_and_installing(house, monkeypatch):
+    core = load("house.core")
+    manager = house.manager(patch("core:area"))
+    prepare = manager._prepare
+
+    def prepare_then_undo(sites):
+        ready = prepare(sites)
+        run(manager.undo)
+        return ready
+
+    monkeypatch.setattr(manager, "_prepare", prepare_then_undo)
+    manager.arm()
+    assert states(manager) == ["undone"]
+    assert core.area.__code__.co_name == "area"
+
+
 def test_concurrent_managers_calls(house):
     for module in ("house.core", "guest"):
         load(module)

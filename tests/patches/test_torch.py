@@ -75,6 +75,9 @@ FILES = {
         def tenfold(x: torch.Tensor) -> torch.Tensor:
             return x * 10
 
+        def mixed(self, x):
+            return self.weight * -x
+
         def counted(original):
             def wrapper(*args, **kwargs):
                 CALLS.append(original.__qualname__)
@@ -125,12 +128,13 @@ def test_a_compiled_original_runs_under_the_patch_and_the_patch_under_a_compiled
     assert value(caller(ONE)) == -11, "marks of torch.compile on the original would send it around the patch"
 
 
-def test_methods_of_compiled_modules(ops):
+@pytest.mark.parametrize(("kind", "impl"), [("wrap", "negated"), ("replace", "mixed")])
+def test_methods_of_compiled_modules(ops, kind, impl):
     """No guard watches the methods of classes: patch and undo make the compiler forget."""
     layer = load("house.ops").Layer()
     compiled = torch.compile(layer, backend="eager")
     assert value(compiled(ONE)) == 2
-    manager = ops.armed(patch("ops:Layer.mix", impl="house_impl:negated"))
+    manager = ops.armed(patch("ops:Layer.mix", kind, f"house_impl:{impl}"))
     assert value(layer(ONE)) == -2
     assert value(compiled(ONE)) == -2
     manager.undo()
