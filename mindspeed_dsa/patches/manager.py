@@ -7,7 +7,6 @@ passed; what cannot be kept is undone as a whole.
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -24,7 +23,6 @@ from mindspeed_dsa.patches.spec import Claim, Patch
 StaticCheck = Callable[[Patch], tuple[list[str], list[str]]]
 """``patch -> (problems, notes)`` from the source of the target, without importing it."""
 
-_log = logging.getLogger(__name__)
 _HELD = (
     "the original is still held by {holders}; import mindspeed_dsa.megatron_adaptor before the module "
     "that holds it, or have that holder look the name up when it calls"
@@ -155,9 +153,13 @@ class PatchManager:
         except Exception as error:
             for site in sites:
                 self._fail(site, f"it cannot be patched: {error!r}")
-        for site in sites:
-            if site.state == "failed":
-                _log.error("mindspeed_dsa: %s; the next finalize() raises this", _words(site))
+        failed = [site for site in sites if site.state == "failed"]
+        if failed:
+            import logging  # slow to import, and most runs have no failure
+
+            for site in failed:
+                text = "mindspeed_dsa: %s; the next finalize() raises this"
+                logging.getLogger(__name__).error(text, _words(site))
 
     def _apply_loaded(self) -> bool:
         """Sites of modules that are complete by now; some were half executed when we armed."""
