@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from mindspeed_dsa import checks, compat, features, platforms, settings, start_report, versions
 from mindspeed_dsa.features.base import Feature
+from mindspeed_dsa.features.host import use_root
 from mindspeed_dsa.patches import Claim, PatchManager, SettingsError
 from mindspeed_dsa.patches.site import load
 from mindspeed_dsa.settings import Settings
@@ -140,6 +141,7 @@ def _start(api: Mapping[str, Any], argv: Sequence[str]) -> None:
         _current = None
     try:
         platforms.prepare(resolved.platform, needed=bool(active))
+        use_root(resolved.megatron_root)
         manager = make_manager(resolved, active)
         manager.arm()
     except Exception:
@@ -151,6 +153,7 @@ def _start(api: Mapping[str, Any], argv: Sequence[str]) -> None:
 
 
 def _rearm(session: Session) -> Session:
+    use_root(session.settings.megatron_root)
     manager = make_manager(session.settings, session.features)
     manager.arm()
     return Session(session.settings, session.features, manager)

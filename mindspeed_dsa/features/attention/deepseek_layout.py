@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.features.attention.local_norms import norm_of_fused_layer
+from mindspeed_dsa.features.host import host
 
 
 def apply_rope_first(self: Any, x: Tensor, rotary_pos_emb: Tensor, mscale: float) -> Tensor:
@@ -30,15 +31,13 @@ def apply_rope_first(self: Any, x: Tensor, rotary_pos_emb: Tensor, mscale: float
     Returns:
         Tensor of the shape and dtype of ``x``.
     """
-    from megatron.core.models.common.embeddings import apply_rotary_pos_emb
-
     size = self.qk_pos_emb_head_dim
     rotary, plain = x.split([size, self.index_head_dim - size], dim=-1)
     # Megatron de-interleaves rotary dimensions whenever the model has latent attention.
     config = copy.copy(self.config)
     config.multi_latent_attention = False
     config.rotary_interleaved = False
-    rotary = apply_rotary_pos_emb(
+    rotary = host("core.models.common.embeddings").apply_rotary_pos_emb(
         rotary, rotary_pos_emb, config=config, cu_seqlens=None, mscale=mscale, cp_group=self.pg_collection.cp
     )
     return torch.cat([rotary, plain], dim=-1)

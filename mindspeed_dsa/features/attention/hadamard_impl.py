@@ -7,8 +7,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from megatron.core.transformer.experimental_attention_variant import dsa
 from torch import Tensor
+
+from mindspeed_dsa.features.host import host
 
 
 @lru_cache(maxsize=8)
@@ -56,9 +57,10 @@ def hadamard_rotation(activation: Tensor) -> Tensor:
 
 def rotate_anywhere(original: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's CUDA package where it applies, the matrix product elsewhere."""
+    dsa = host("core.transformer.experimental_attention_variant.dsa")
 
     def rotate_activation(x: Tensor) -> Any:
-        if dsa.hadamard_transform is not None and x.is_cuda and x.dtype == torch.bfloat16:
+        if x.is_cuda and x.dtype == torch.bfloat16 and dsa.hadamard_transform is not None:
             return original(x)
         return hadamard_rotation(x)
 

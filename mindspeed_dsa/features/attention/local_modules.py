@@ -12,18 +12,22 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
 from torch import Tensor
 from torch.nn import Parameter
 
 from mindspeed_dsa.features.attention.local_norms import norm_of_fused_layer
+from mindspeed_dsa.features.host import host
+
+ColumnParallelLinear: Any = host("core.tensor_parallel.layers").ColumnParallelLinear
 
 
 def _same_on_every_tensor_parallel_rank() -> AbstractContextManager[Any]:
     """Random state that all ranks of a tensor parallel group share."""
-    tracker = get_cuda_rng_tracker()
-    return tracker.fork(get_data_parallel_rng_tracker_name()) if tracker.is_initialized() else nullcontext()
+    random = host("core.tensor_parallel.random")
+    tracker = random.get_cuda_rng_tracker()
+    if not tracker.is_initialized():
+        return nullcontext()
+    return tracker.fork(random.get_data_parallel_rng_tracker_name())  # type: ignore[no-any-return]
 
 
 class DuplicatedLinear(torch.nn.Module):

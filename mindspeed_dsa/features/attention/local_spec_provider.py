@@ -6,10 +6,11 @@ import warnings
 from importlib.util import find_spec
 from typing import Any
 
-from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
 from mindspeed_dsa.features.attention.local_modules import DuplicatedLinear, LayerNormColumnParallelLinear
+from mindspeed_dsa.features.host import host
+
+LocalSpecProvider: Any = host("core.models.backends").LocalSpecProvider
+WrappedTorchNorm: Any = host("core.transformer.torch_norm").WrappedTorchNorm
 
 
 class LocalDSASpecProvider(LocalSpecProvider):

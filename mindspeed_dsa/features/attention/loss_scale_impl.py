@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.features.host import host
+
 _sums_over_tokens = False
 """Whether gradients are sums over tokens, to be divided by their number when the step is complete.
 
@@ -43,14 +45,12 @@ def set_indexer_loss_scale(original: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind(*args, **kwargs).arguments
         config, cp_size = given["config"], given.get("cp_group_size")
         if getattr(config, "experimental_attention_variant", None) == "dsa":
-            from megatron.core import parallel_state
-            from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
-
             if cp_size is None:
-                cp_size = parallel_state.get_context_parallel_world_size()
+                cp_size = host("core.parallel_state").get_context_parallel_world_size()
             output = result[0][0] if isinstance(result[0], (list, tuple)) else result[0]
             scale = indexer_loss_scale(config, given["num_microbatches"], cp_size, output.device)
-            DSAIndexerLossAutoScaler.set_loss_scale(scale)
+            dsa = host("core.transformer.experimental_attention_variant.dsa")
+            dsa.DSAIndexerLossAutoScaler.set_loss_scale(scale)
             _sums_over_tokens = config.calculate_per_token_loss
         return result
 

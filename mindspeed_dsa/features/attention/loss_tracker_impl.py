@@ -9,10 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce, get_backend
+
+from mindspeed_dsa.features.host import host
+
+parallel_state = host("core.parallel_state")
+DSAIndexerLossLoggingHelper = host(
+    "core.transformer.experimental_attention_variant.dsa"
+).DSAIndexerLossLoggingHelper
 
 _NAME = "indexer loss"
 

@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.features.host import host
+
 
 def leave_recompute_to_dsa(original: Callable[..., Any]) -> Callable[..., Any]:
     """After construction, an MLA with a DSA core attention calls it plainly."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
-
         original(self, *args, **kwargs)
-        if isinstance(self.core_attention, DSAttention):
+        dsa = host("core.transformer.experimental_attention_variant.dsa")
+        if isinstance(self.core_attention, dsa.DSAttention):
             self.checkpoint_core_attention = False
 
     return __init__
@@ -46,12 +47,10 @@ def recompute_in_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         if not (self.training and torch.is_grad_enabled() and _is_asked_for(self.config)):
             return original(self, query, key, value, attention_mask, x, qr, *args, **kwargs)
 
-        from megatron.core import tensor_parallel
-
         def run(query: Tensor, key: Tensor, value: Tensor, x: Tensor, qr: Tensor) -> Any:
             return original(self, query, key, value, attention_mask, x, qr, *args, **kwargs)
 
-        return tensor_parallel.checkpoint(run, False, query, key, value, x, qr)
+        return host("core.tensor_parallel").checkpoint(run, False, query, key, value, x, qr)
 
     return forward
 

@@ -10,6 +10,7 @@ from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa import versions
 from mindspeed_dsa.features.attention.declare import HERE, SPECS, dsa_repair
+from mindspeed_dsa.features.host import host
 from mindspeed_dsa.patches.spec import Patch
 
 
@@ -58,8 +59,7 @@ def dispatch_dsa(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_experimental_attention_variant_module_spec(config: Any, backend: Any = None) -> Any:
         if config.experimental_attention_variant != "dsa":
             return original(config, backend)
-        from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
-
+        specs = host("core.models.gpt.experimental_attention_variant_module_specs")
         if backend is None:
             backend = specs._get_backend_spec_provider(config=config)
         spec = specs.get_dsa_module_spec_for_backend(config=config, backend=backend)
@@ -76,8 +76,7 @@ def layer_specs_with_dsa(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_gpt_decoder_layer_specs(config: Any, *args: Any, **kwargs: Any) -> Any:
         if config.experimental_attention_variant != "dsa":
             return original(config, *args, **kwargs)
-        from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
-
+        specs = host("core.models.gpt.experimental_attention_variant_module_specs")
         # The block spec holds the layers of one pipeline stage, the caller wants those of the model.
         whole = copy.copy(config)
         whole.pipeline_model_parallel_size = 1

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from megatron.core.extensions.transformer_engine import HAVE_TE
+from mindspeed_dsa.features.host import host
 
-TRANSFORMER_ENGINE_IS_USABLE: bool = HAVE_TE
+TRANSFORMER_ENGINE_IS_USABLE: bool = host("core.extensions.transformer_engine").HAVE_TE
