@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from mindspeed_dsa import checks, compat, features, platforms, settings, start_report, versions
 from mindspeed_dsa.features.base import Feature
 from mindspeed_dsa.features.host import use_root
-from mindspeed_dsa.patches import Claim, PatchManager, SettingsError
+from mindspeed_dsa.patches import Claim, PatchError, PatchManager, SettingsError
 from mindspeed_dsa.patches.site import load
 from mindspeed_dsa.settings import Settings
 
@@ -30,6 +30,16 @@ class Session:
     finalized: bool = False
     log_folder: str | None = None
     """Where the job keeps its logs, once its arguments are known."""
+    refused: PatchError | None = None
+    """What :func:`finalize` raised; every patch is undone, and no model may be built."""
+    guard: PatchManager | None = None
+    """After a refusal: keeps the patch that lets every further model raise it again."""
+
+    def undo(self) -> None:
+        """Take every patch of this session away."""
+        self.manager.undo()
+        if self.guard is not None:
+            self.guard.undo()
 
 
 _lock = threading.RLock()
@@ -56,9 +66,14 @@ def enable(**switches: Any) -> None:
 
 
 def enable_from_argv(argv: Sequence[str]) -> None:
-    """What ``import mindspeed_dsa.megatron_adaptor`` does; raises as :func:`enable` does."""
+    """What ``import mindspeed_dsa.megatron_adaptor`` does; raises as :func:`enable` does.
+
+    A flag that looks like a misspelt one of ours is told of: whether it is refused, the job's own
+    parser decides, whose flag it might be.
+    """
     with _lock:
         _start(_api, tuple(argv))
+    start_report.warn_of_near_misses(settings.near_misses(argv, features.all_flags()))
 
 
 def disable() -> None:
@@ -66,7 +81,7 @@ def disable() -> None:
     global _current, _api, _argv
     with _lock:
         if _current is not None:
-            _current.manager.undo()
+            _current.undo()
         _current, _api, _argv = None, {}, ()
 
 
@@ -137,7 +152,7 @@ def _start(api: Mapping[str, Any], argv: Sequence[str]) -> None:
     resolved, active = resolve(api, argv)  # raises before anything of the old session is touched
     previous = _current
     if previous is not None:
-        previous.manager.undo()
+        previous.undo()
         _current = None
     try:
         platforms.prepare(resolved.platform, needed=bool(active))
@@ -146,17 +161,24 @@ def _start(api: Mapping[str, Any], argv: Sequence[str]) -> None:
         manager.arm()
     except Exception:
         if previous is not None:
-            _current = _rearm(previous)
+            _rearm(previous)
         raise
-    _current, _api, _argv = Session(resolved, active, manager), dict(api), tuple(argv)
-    start_report.announce_platform(resolved, previous.settings if previous else None)
+    log_folder = previous.log_folder if previous is not None else None
+    _current = Session(resolved, active, manager, log_folder=log_folder)
+    _api, _argv = dict(api), tuple(argv)
+    start_report.announce_platform(resolved)
 
 
-def _rearm(session: Session) -> Session:
+def _rearm(session: Session) -> None:
+    """Bring back what a refused :func:`enable` had to take away first."""
+    global _current, _api, _argv
+    api, argv = _api, _argv
+    _api, _argv = {}, ()
     use_root(session.settings.megatron_root)
     manager = make_manager(session.settings, session.features)
     manager.arm()
-    return Session(session.settings, session.features, manager)
+    _current = Session(session.settings, session.features, manager, log_folder=session.log_folder)
+    _api, _argv = api, argv
 
 
 def finalize(report_dir: str | None = None) -> None:
@@ -174,7 +196,11 @@ def finalize(report_dir: str | None = None) -> None:
         session = _current
         if session is None:
             return
-        session.manager.finalize()
+        try:
+            session.manager.finalize()
+        except PatchError as error:
+            _stay_refused(session, error)
+            raise
         for feature in session.features:
             if feature.on_finalize:
                 load(feature.on_finalize)()
@@ -183,12 +209,32 @@ def finalize(report_dir: str | None = None) -> None:
     start_report.publish(session.settings, session.features, session.manager.report(), folder)
 
 
+def _stay_refused(session: Session, error: PatchError) -> None:
+    """Everything is undone, and a retry must not quietly build its model on stock Megatron."""
+    session.refused = error
+    session.guard = PatchManager(root=session.settings.megatron_root)
+    verifying = [feature for feature in session.features if feature.name == "verify-before-model"]
+    session.guard.plan(Claim(feature.name, patch) for feature in verifying for patch in feature.patches)
+    session.guard.arm()
+
+
 def finalize_once() -> None:
-    """:func:`finalize`, unless it has been done since the patches were armed."""
+    """:func:`finalize`, unless it has been done since the patches were armed.
+
+    Raises:
+        PatchError: also for every later model, until :func:`disable` or a new :func:`enable`.
+    """
     session = _current
-    if session is not None and not session.finalized:
-        session.finalized = True  # a model built by a finalize hook must not come back here
+    if session is None or session.finalized:
+        return
+    if session.refused is not None:
+        raise session.refused
+    session.finalized = True  # a model built by a finalize hook must not come back here
+    try:
         finalize()
+    except BaseException:
+        session.finalized = False
+        raise
 
 
 def report() -> list[dict[str, Any]]:

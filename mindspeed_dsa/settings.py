@@ -108,8 +108,8 @@ def read(
     for flag in flags:
         try:
             if flag.dest in api:
-                values[flag.dest] = Setting(api[flag.dest], "API", f"{flag.dest}={api[flag.dest]!r}")
-                _check_choice(flag, api[flag.dest], f"API keyword {flag.dest}")
+                value = _from_api(flag, api[flag.dest])
+                values[flag.dest] = Setting(value, "API", f"{flag.dest}={api[flag.dest]!r}")
             elif flag.env in environ:
                 text = environ[flag.env]
                 values[flag.dest] = Setting(_from_text(flag, text), "environment", f"{flag.env}={text}")
@@ -148,9 +148,15 @@ def add_flags(parser: argparse.ArgumentParser, title: str, flags: Iterable[Flag]
         _add_flag(group, flag)
 
 
-def near_misses(tokens: Iterable[str], flags: Iterable[Flag]) -> dict[str, str]:
-    """Misspelt flags of ours among the tokens of a command line, each with what was meant."""
-    names = {name for flag in flags for name in (flag.name, *flag.aliases) if not flag.host}
+def near_misses(tokens: Iterable[str], flags: Iterable[Flag], host: bool = False) -> dict[str, str]:
+    """Misspelt flags of ours among the tokens of a command line, each with what was meant.
+
+    Args:
+        tokens: the command line.
+        flags: what there is.
+        host: whether Megatron's flags that we read count as well.
+    """
+    names = {name for flag in flags for name in (flag.name, *flag.aliases) if host or not flag.host}
     names |= {"--no-" + name[2:] for name in names}
     found = {}
     for token in tokens:
@@ -226,16 +232,35 @@ def _unknown(flags: list[Flag], api: Mapping[str, Any], environ: Mapping[str, st
 def _suggest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    return hint + " (`python -m mindspeed_dsa features` lists them all)"
+    return hint + " (`python -m mindspeed_dsa features` lists all switches, `explain` their variables)"
+
+
+def _from_api(flag: Flag, value: Any) -> Any:
+    """A keyword's value; launchers such as Hydra hand over strings."""
+    who = f"API keyword {flag.dest}"
+    if flag.kind in ("bool", "auto"):
+        if isinstance(value, str):
+            return _truth(value, who)
+        if value is None and flag.kind == "auto":
+            return None
+        if not isinstance(value, bool) and value not in (0, 1):
+            raise ValueError(f"{who}={value!r}: use True or False")
+        return bool(value)
+    _check_choice(flag, value, who)
+    return value
+
+
+def _truth(text: str, who: str) -> bool:
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise ValueError(f"{who}={text}: use one of {', '.join(_TRUE)} or {', '.join(_FALSE)}")
 
 
 def _from_text(flag: Flag, text: str) -> Any:
     if flag.kind in ("bool", "auto"):
-        if text.lower() in _TRUE:
-            return True
-        if text.lower() in _FALSE:
-            return False
-        raise ValueError(f"{flag.env}={text}: use one of {', '.join(_TRUE)} or {', '.join(_FALSE)}")
+        return _truth(text, flag.env)
     words = text.split() if flag.nargs not in (None, "?") else [text]
     try:
         converted = [flag.type(word) for word in words]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,21 @@ from mindspeed_dsa.settings import Settings
 REPORT_FILE = "mindspeed_dsa.json"
 
 
-def announce_platform(settings: Settings, before: Settings | None) -> None:
+@functools.cache
+def _say_once(text: str) -> None:
+    _say(text)
+
+
+def warn_of_near_misses(found: Mapping[str, str]) -> None:
+    """One line for each flag that is nearly one of ours."""
+    for typed, meant in found.items():
+        _say(f"mindspeed_dsa: {typed} is no flag of ours and switches nothing on; did you mean {meant}?")
+
+
+def announce_platform(settings: Settings) -> None:
     """Say once that the CPU stands in for an accelerator."""
-    if settings.platform == "cpu" and (before is None or before.platform != "cpu"):
-        _say("mindspeed_dsa: no accelerator in use, Megatron runs on the CPU platform (gloo)")
+    if settings.platform == "cpu":
+        _say_once("mindspeed_dsa: no accelerator in use, Megatron runs on the CPU platform (gloo)")
 
 
 def publish(
@@ -32,9 +44,12 @@ def publish(
     _say(table(settings, features, sites))
     if folder:
         path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
         text = json.dumps(as_dict(settings, features, sites), indent=1)
-        (path / REPORT_FILE).write_text(text + "\n", encoding="utf-8")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / REPORT_FILE).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:  # a record is not worth a run that is ready to train
+            _say(f"mindspeed_dsa: {REPORT_FILE} cannot be written to {folder}: {error}")
 
 
 def table(settings: Settings, features: Sequence[Feature], sites: Sequence[SiteReport]) -> str:
@@ -92,7 +107,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _remarks(site: SiteReport, support: set[str]) -> list[str]:
-    found = list(site.notes)
+    found = [] if site.state == "pending" else list(site.notes)  # what never came is doctor's business
     if site.state in ("foreign", "failed"):
         found.append(site.reason)
     # torch keeps tables of its own functions, which a platform's redirections leave alone on purpose;

@@ -210,6 +210,24 @@ def test_a_stale_reference_stops_the_first_model(megatron):
     with pytest.raises(PatchError, match=r"default argument of .*holder"):
         LanguageModule()
     assert layers.scale is holder.__defaults__[0], "everything was undone"
+    with pytest.raises(PatchError, match=r"holder"):
+        LanguageModule()  # a retry must not build its model on stock Megatron
+    mindspeed_dsa.disable()
+    assert LanguageModule("config").config == "config"
+
+
+def test_a_record_that_cannot_be_written_does_not_stop_the_run(megatron, tmp_path, capsys):
+    megatron()
+    (tmp_path / "file").touch()
+    mindspeed_dsa.enable(use_counting=True, mindspeed_report_dir=str(tmp_path / "file" / "logs"))
+    mindspeed_dsa.finalize()
+    assert "mindspeed_dsa.json cannot be written" in capsys.readouterr().err
+
+
+def test_a_nearly_right_flag_is_told_of(megatron, capsys):
+    megatron()
+    session.enable_from_argv(["--use-countin"])
+    assert "did you mean --use-counting?" in capsys.readouterr().err
 
 
 def test_a_name_is_taken_once(megatron):

@@ -55,6 +55,12 @@ def test_host_flags_are_read_in_both_spellings():
     assert read(argv=["--host-flag=dsa"]).host_flag == "dsa"
 
 
+def test_strings_of_launchers_mean_what_they_say():
+    assert read(api={"use_thing": "false"}).use_thing is False
+    assert read(api={"thing_repair": "1"}).thing_repair is True
+    assert read(api={"thing_repair": None}).thing_repair is None
+
+
 def test_several_values():
     assert read(argv=["--thing-list", "1", "2.5"]).thing_list == [1.0, 2.5]
     assert read(environ={"MINDSPEED_DSA_THING_LIST": "1 2.5"}).thing_list == [1.0, 2.5]
@@ -69,6 +75,8 @@ def test_several_values():
         ({"environ": {"MINDSPEED_DSA_THING_COUNT": "x"}}, ["MINDSPEED_DSA_THING_COUNT=x", "int"]),
         ({"argv": ["--thing-count", "2"]}, ["--thing-count", "1, 3, 5"]),
         ({"api": {"thing_count": 2}}, ["thing_count=2", "1, 3, 5"]),
+        ({"api": {"use_thing": "maybe"}}, ["use_thing=maybe", "true"]),
+        ({"api": {"use_thing": 2}}, ["use_thing=2", "True or False"]),
     ],
 )
 def test_refusals_say_what_and_what_instead(kwargs, words):

@@ -13,6 +13,9 @@ from typing import Any
 from mindspeed_dsa import features, session, settings, start_report, versions
 from mindspeed_dsa.patches import MindSpeedDSAError, PatchError, SiteReport
 
+_STATE = {True: "on", False: "off", None: "unknown"}
+_IN_ORDER = ("applied", "pending")
+
 
 def run(argv: Sequence[str]) -> int:
     """Examine this machine under the given flags, print, undo everything."""
@@ -22,19 +25,20 @@ def run(argv: Sequence[str]) -> int:
         "doctor shows what they would do.",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
+    parser.add_argument("--all", action="store_true", help="list the platform's redirections as well")
     options, flags = parser.parse_known_args(list(argv))
     # Megatron and torch print while they are imported; stdout belongs to the answer.
     with contextlib.redirect_stdout(sys.stderr):
         findings = examine(flags)
-    print(json.dumps(findings, indent=1) if options.json else as_text(findings))
+    print(json.dumps(findings, indent=1) if options.json else as_text(findings, options.all))
     return 1 if findings["problems"] else 0
 
 
 def examine(argv: Sequence[str]) -> dict[str, Any]:
     """``{versions, platform, features, sites, problems}``; patches for real, then undoes."""
     problems = [
-        f"{typed} is no flag of this library; did you mean {meant}?"
-        for typed, meant in settings.near_misses(argv, features.all_flags()).items()
+        f"{typed} is no flag that this library reads; did you mean {meant}?"
+        for typed, meant in settings.near_misses(argv, features.all_flags(), host=True).items()
     ]
     before = session.current()
     sites: list[SiteReport] = []
@@ -92,7 +96,7 @@ def _features(running: session.Session | None) -> list[dict[str, Any]]:
     return [
         {
             "name": feature.name,
-            "on": feature.name in on,
+            "on": feature.name in on if running else None,
             "switch": feature.flags[0].name if feature.flags else None,
             "set_by": start_report.who_set(feature, running.settings) if running else "unknown",
             "summary": feature.summary,
@@ -101,22 +105,38 @@ def _features(running: session.Session | None) -> list[dict[str, Any]]:
     ]
 
 
-def as_text(findings: dict[str, Any]) -> str:
-    """The findings for a reader."""
+def as_text(findings: dict[str, Any], every_site: bool = False) -> str:
+    """The findings for a reader; the sites of a platform's redirections only if asked for, or not well."""
     lines = ["versions:"]
     lines += [f"  {name}: {version or 'not installed'}" for name, version in findings["versions"].items()]
     lines += ["", "platform: " + ", ".join(f"{key} {value}" for key, value in findings["platform"].items())]
     rows = [("feature", "state", "switch", "set by")]
     rows += [
-        (row["name"], "on" if row["on"] else "off", row["switch"] or "(automatic)", row["set_by"])
+        (
+            row["name"],
+            {True: "on", False: "off", None: "unknown"}[row["on"]],
+            row["switch"] or "(automatic)",
+            row["set_by"],
+        )
         for row in findings["features"]
     ]
     lines += ["", *start_report.aligned(rows)]
-    if findings["sites"]:
+    support = {feature.name for feature in features.all_features() if feature.platform_support}
+    shown = [
+        site
+        for site in findings["sites"]
+        if every_site
+        or site["state"] not in ("applied", "pending")
+        or not support.issuperset(site["features"])
+    ]
+    if len(shown) < len(findings["sites"]):
+        count = len(findings["sites"]) - len(shown)
+        lines += ["", f"{count} sites of the platform's redirections are in order (--all lists them)"]
+    if shown:
         rows = [("state", "site", "stack, outermost first", "remarks")]
         rows += [
             (site["state"], site["target"], " > ".join(site["stack"]), "; ".join(_remarks(site)))
-            for site in findings["sites"]
+            for site in shown
         ]
         lines += ["", *start_report.aligned(rows)]
     lines += ["", *(f"PROBLEM: {text}" for text in findings["problems"])]

@@ -54,7 +54,7 @@ def explain(feature: Feature) -> str:
     for patch in feature.patches:
         scope = f" (megatron-core {patch.versions})" if patch.versions else ""
         lines += [f"    {patch.kind} {patch.target}{scope}", f"      {patch.why}"]
-    lines += ["", f"  page: {feature.doc}"] if feature.doc else []
+    lines += ["", f"  page: docs/features/{feature.doc.removesuffix('.md')}.md"] if feature.doc else []
     return "\n".join(lines)
 
 
@@ -62,9 +62,8 @@ def _flag_lines(flag: Flag) -> list[str]:
     lines = [" / ".join((flag.name, *flag.aliases)), f"  {flag.help}"]
     if flag.choices:
         lines.append(f"  choices: {', '.join(map(str, flag.choices))}")
-    if flag.host:
-        lines.append("  Megatron's own flag")
-    lines.append(f"  default {flag.unset!r}; environment {flag.env}; API keyword {flag.dest}")
+    default = "automatic" if flag.kind == "auto" else "Megatron's" if flag.host else repr(flag.unset)
+    lines.append(f"  default {default}; environment {flag.env}; API keyword {flag.dest}")
     return lines
 
 

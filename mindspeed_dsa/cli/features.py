@@ -27,4 +27,7 @@ def _switch(feature: Feature) -> str:
 
 
 def _range(feature: Feature) -> str:
-    return feature.requires.versions.get("megatron-core", "any")
+    if "megatron-core" in feature.requires.versions:
+        return feature.requires.versions["megatron-core"]
+    ranges = list(dict.fromkeys(patch.versions for patch in feature.patches))
+    return " or ".join(ranges) if ranges and all(ranges) else "any"

@@ -14,6 +14,11 @@ def use_root(root: str) -> None:
     _root = root
 
 
+def current_root() -> str:
+    """The package that stands for ``megatron``."""
+    return _root
+
+
 def host(name: str) -> ModuleType:
     """Import Megatron's module ``name``, such as ``core.parallel_state``.
 

@@ -94,8 +94,10 @@ class PatchManager:
             found = self._check_site(site, places)
             if found and site.required:
                 problems += [f"{', '.join(site.features)}: {text}" for text in found]
-            elif found:
+            elif found and hooks.is_loaded(site.patch.module):
                 site.state, site.reason = "skipped", "; ".join(found)
+            elif found:  # may still come: sys.path can grow; the hook looks again
+                site.notes += found
         if problems:
             raise PatchError(problems, "these patches cannot be applied, nothing was changed")
 
@@ -204,7 +206,6 @@ class PatchManager:
                     self._fail(site, problem)
                 else:
                     located.append(site)
-        # Base classes first: a patch of an inherited method goes around the patch of the base's own.
         # Base classes first: a patch of an inherited method goes around the patch of the base's own.
         located.sort(key=lambda site: len(site.owner.__mro__) if isinstance(site.owner, type) else 0)
         composed: dict[Any, Site] = {}

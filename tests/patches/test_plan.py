@@ -198,7 +198,8 @@ def test_the_static_check_judges_what_is_not_imported(house):
     manager.check()
     area, volume, sweep = manager.report()
     assert (area.state, area.notes) == ("planned", ["area was changed"]), "the object outranks its source"
-    assert (volume.state, volume.reason) == ("skipped", "volume is not in the source")
+    assert volume.state == "planned", "sys.path can grow, so it may still come"
+    assert volume.notes == ["volume was renamed", "volume is not in the source"]
     assert sweep.state == "planned"
     assert "unreadable" in sweep.notes[0]
 

@@ -55,6 +55,6 @@ def dsa_option(name: str, summary: str, switch: Flag, versions: str, patches: Se
     )
 
 
-def host_flag(name: str) -> Flag:
+def host_flag(name: str, type: Callable[[str], Any] = str) -> Flag:
     """One of Megatron's own flags that a check reads."""
-    return Flag(name, "Megatron's own flag.", kind="value", host=True)
+    return Flag(name, "Megatron's own flag.", kind="value", type=type, host=True)

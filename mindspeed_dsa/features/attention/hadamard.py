@@ -21,7 +21,7 @@ FEATURE = dsa_repair(
     summary="Rotates indexer queries and keys on any device and in any float type.",
     switch_help="Rotate in plain PyTorch where fast_hadamard_transform is missing or does not apply.",
     validate=_check,
-    host_flags=(host_flag("--dsa-indexer-head-dim"),),
+    host_flags=(host_flag("--dsa-indexer-head-dim", int),),
     patches=(
         Patch(
             f"{DSA}:rotate_activation",

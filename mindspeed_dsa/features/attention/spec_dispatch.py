@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa import versions
 from mindspeed_dsa.features.attention.declare import HERE, SPECS, dsa_repair
-from mindspeed_dsa.features.host import host
+from mindspeed_dsa.features.host import current_root, host
 from mindspeed_dsa.patches.spec import Patch
 
 
@@ -31,7 +31,7 @@ def _check(args: Any) -> Sequence[str]:
         problems.append(
             f"--dsa-indexer-head-dim {head} has no room for the --qk-pos-emb-head-dim {rotary} in it"
         )
-    release = versions.of_megatron()
+    release = versions.of_megatron(current_root())
     if release is not None and release in SpecifierSet("<0.19", prereleases=True):
         if given.get("context_parallel_size", 1) != 1:
             problems.append(
