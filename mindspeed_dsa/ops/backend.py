@@ -1,0 +1,95 @@
+"""Which implementation of an operator runs: chosen once per shape class, and never silently.
+
+A backend is a module ``mindspeed_dsa.ops.<operator>.<name>``. It declares what it cannot take in
+``unsupported(shape) -> str | None``, a sentence that names the limit. An explicit request that
+cannot be met is an error with that sentence; ``auto`` falls back and logs the sentence once.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Literal, get_args
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+BackendName = Literal["auto", "reference", "cpu", "triton", "npu"]
+
+# What `auto` tries on each type of device, best first. The reference runs wherever PyTorch does.
+_PREFERENCE: dict[str, tuple[str, ...]] = {
+    "cpu": ("cpu", "reference"),
+    "cuda": ("triton", "reference"),
+    "npu": ("npu", "reference"),
+}
+
+
+class BackendUnavailable(RuntimeError):
+    """The backend asked for cannot run this operator here; the message says why and what can."""
+
+
+@dataclass(frozen=True)
+class ShapeClass:
+    """What a backend's limits depend on: everything about a call but its batch and sequence lengths."""
+
+    device: str
+    dtype: torch.dtype
+    sizes: tuple[tuple[str, int], ...]
+    """Named sizes, such as ``("heads", 16)``."""
+
+    def __getitem__(self, name: str) -> int:
+        return dict(self.sizes)[name]
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name} {size}" for name, size in self.sizes)
+        return f"{str(self.dtype).removeprefix('torch.')} on {self.device}, {sizes}"
+
+
+@cache
+def choose(operator: str, requested: str, shape: ShapeClass) -> ModuleType:
+    """The backend module for calls of this shape class.
+
+    Args:
+        operator: folder name under ``mindspeed_dsa/ops``.
+        requested: one of :data:`BackendName`.
+        shape: device, dtype and sizes of the call.
+
+    Raises:
+        ValueError: ``requested`` is no backend's name.
+        BackendUnavailable: an explicitly requested backend cannot take the call.
+    """
+    if requested not in get_args(BackendName):
+        names = ", ".join(get_args(BackendName))
+        raise ValueError(f"{operator}: no backend is called {requested!r}; choose one of {names}")
+    if requested != "auto":
+        module, reason = _load(operator, requested, shape)
+        if module is None:
+            raise BackendUnavailable(
+                f"{operator}: backend {requested!r} cannot run {shape}: {reason}. "
+                "Ask for 'auto' to take the best backend that can, or for the slow and exact 'reference'"
+            )
+        return module
+
+    for name in _PREFERENCE.get(shape.device, ("reference",)):
+        module, reason = _load(operator, name, shape)
+        if module is not None:
+            return module
+        logger.warning("%s: backend %r is passed over for %s: %s", operator, name, shape, reason)
+    raise BackendUnavailable(f"{operator}: no backend can run {shape}")
+
+
+def _load(operator: str, name: str, shape: ShapeClass) -> tuple[ModuleType | None, str | None]:
+    """The backend's module, or None and the reason."""
+    path = f"{__package__}.{operator}.{name}"
+    try:
+        module = import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name == path:
+            return None, f"{operator} has no {name} implementation"
+        return None, f"the package {error.name!r} is not installed"
+    reason = module.unsupported(shape)
+    return (module, None) if reason is None else (None, reason)

@@ -1,0 +1,89 @@
+"""Checks of what callers pass: shapes and dtypes always, the contents of index tensors on request.
+
+Reading an index tensor costs a pass over it and, on an accelerator, a wait for the device. So these
+checks run when ``MINDSPEED_DSA_DEBUG_CHECKS=1`` is set or after :func:`set_debug_checks`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+_enabled = os.environ.get("MINDSPEED_DSA_DEBUG_CHECKS", "0") not in ("", "0")
+
+
+def set_debug_checks(enabled: bool) -> bool:
+    """Switch the checks of index contents on or off; returns the previous state."""
+    global _enabled
+    before, _enabled = _enabled, enabled
+    return before
+
+
+def require(condition: bool, operator: str, problem: str) -> None:
+    """Raise ``ValueError`` naming the operator unless ``condition`` holds."""
+    if not condition:
+        raise ValueError(f"{operator}: {problem}")
+
+
+def check_shape(
+    operator: str, name: str, tensor: Tensor, expected: tuple[int | None, ...], letters: str
+) -> None:
+    """Raise unless ``tensor`` has the expected sizes; None in ``expected`` takes any size."""
+    fits = tensor.dim() == len(expected) and all(
+        want is None or want == have for want, have in zip(expected, tensor.shape, strict=True)
+    )
+    require(fits, operator, f"{name} must be {letters}, got {list(tensor.shape)}")
+
+
+def check_float(operator: str, **tensors: Tensor) -> None:
+    """Raise unless all tensors are of one floating dtype and on one device."""
+    first_name, first = next(iter(tensors.items()))
+    require(first.is_floating_point(), operator, f"{first_name} must be floating point, got {first.dtype}")
+    for name, tensor in tensors.items():
+        require(
+            tensor.dtype == first.dtype and tensor.device == first.device,
+            operator,
+            f"{name} ({tensor.dtype} on {tensor.device}) must have the dtype and device of "
+            f"{first_name} ({first.dtype} on {first.device}); convert one of them",
+        )
+
+
+def check_indices(operator: str, topk_indices: Tensor, key_length: int) -> None:
+    """Check the contents of an index tensor; does nothing unless debug checks are on.
+
+    Args:
+        operator: who to name in the error.
+        topk_indices: ``[..., topk]`` int32; valid entries first, -1 at the tail.
+        key_length: number of keys the entries point into.
+
+    Raises:
+        ValueError: an entry is out of range, occurs twice in its row, or follows a -1.
+    """
+    if not _enabled or topk_indices.numel() == 0:
+        return
+    lowest, highest = torch.aminmax(topk_indices)
+    require(
+        int(lowest) >= -1 and int(highest) < key_length,
+        operator,
+        f"topk_indices must lie in [-1, {key_length}), got values from {int(lowest)} to {int(highest)}",
+    )
+    valid = topk_indices >= 0
+    holes = (valid[..., 1:] & ~valid[..., :-1]).any(-1)
+    if holes.any():
+        raise ValueError(
+            f"{operator}: a valid entry follows -1 in {int(holes.sum())} rows of topk_indices, first row "
+            f"{_first(holes)}; move the -1 entries to the tail"
+        )
+    ordered = topk_indices.sort(-1).values
+    twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)
+    if twice.any():
+        raise ValueError(
+            f"{operator}: an index occurs twice in {int(twice.sum())} rows of topk_indices, first row "
+            f"{_first(twice)}; a key that is listed twice would be counted twice"
+        )
+
+
+def _first(rows: Tensor) -> list[int]:
+    return rows.nonzero()[0].tolist()

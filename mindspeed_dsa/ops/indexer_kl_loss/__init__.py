@@ -1,0 +1,268 @@
+"""Indexer loss: Kullback-Leibler divergence from the main attention to the indexer's distribution.
+
+The mathematics is in README.md beside this file.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_dsa.ops.backend import ShapeClass, choose
+from mindspeed_dsa.ops.checks import check_float, check_indices, check_shape, require
+from mindspeed_dsa.ops.lightning_indexer import selected_scores
+from mindspeed_dsa.ops.ranges import visible_ranges
+
+OPERATOR = "indexer_kl_loss"
+
+
+def indexer_kl_loss(
+    index_query: Tensor,
+    index_key: Tensor,
+    index_weights: Tensor,
+    query: Tensor,
+    key: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    *,
+    lse: Tensor | None = None,
+    topk_scores: Tensor | None = None,
+    attention_sum: Tensor | None = None,
+    row_mask: Tensor | None = None,
+    reduction: str = "mean",
+    tp_group: dist.ProcessGroup | None = None,
+    use_relu: bool = True,
+    backend: str = "auto",
+) -> Tensor:
+    """Loss of the sparse stage: both distributions live on the selected keys.
+
+    ``loss_t = sum_s p (log p - log r)`` where ``r`` is the softmax of the index scores over the selected keys
+    and ``p`` the main attention over them, summed over the heads of all ranks of ``tp_group`` and divided by
+    its sum. The gradient of the scores is exactly ``r - p``. ``query`` and ``key`` get no gradient.
+
+    Args:
+        index_query: ``[batch, query_length, index_heads, index_dim]``.
+        index_key: ``[batch, key_length, index_dim]``.
+        index_weights: ``[batch, query_length, index_heads]``.
+        query: ``[batch, query_length, heads, dim]``, this rank's heads of the main (absorbed) query.
+        key: ``[batch, key_length, dim]``, latent followed by the rotary key.
+        topk_indices: ``[batch, query_length, topk]`` int32, -1 at the tail; a row without a key adds nothing.
+        softmax_scale: factor of the main attention's scores.
+        lse: ``[batch, query_length, heads]`` from the attention over the same keys; saves a pass.
+        topk_scores: index scores at ``topk_indices`` as the indexer returned them, differentiable; saves
+            their recomputation. The gradient then flows through them.
+        attention_sum: ``[batch, query_length, topk]`` from the attention; saves the whole target.
+        row_mask: ``[batch, query_length]`` bool, True for rows that count (all by default).
+        reduction: ``"mean"`` over the rows that count, or their ``"sum"``.
+        tp_group: tensor-parallel process group whose ranks hold the other heads.
+        use_relu: whether the indexer clamps the product of each head at zero.
+        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+
+    Returns:
+        Scalar, fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError: a shape, dtype or option does not fit.
+        BackendUnavailable: the backend asked for cannot take the call.
+
+    Source: DeepSeek-V3.2-Exp report, section 2.1, equation 4.
+    """
+    rows = _check(index_query, index_key, index_weights, query, key, (key.shape[1], query.shape[3]))
+    check_shape(OPERATOR, "topk_indices", topk_indices, (*rows, None), f"{list(rows)} + [topk]")
+    check_indices(OPERATOR, topk_indices, key.shape[1])
+    implementation = choose(OPERATOR, backend, _shape_class(index_query, query, topk_indices.shape[-1]))
+    if topk_scores is None:
+        topk_scores = selected_scores(
+            index_query, index_key, index_weights, topk_indices, use_relu=use_relu, backend=backend
+        )
+    with torch.no_grad():
+        if attention_sum is None:
+            attention_sum = implementation.attention_sum(query, key, topk_indices, lse, softmax_scale)
+            if tp_group is not None:
+                dist.all_reduce(attention_sum, group=tp_group)
+        elif tp_group is not None:
+            attention_sum = attention_sum.clone()
+            dist.all_reduce(attention_sum, group=tp_group)
+        row_weights = _row_weights(rows, row_mask, reduction, topk_scores)
+    valid = topk_indices >= 0
+    if not hasattr(implementation, "divergence_and_gradient"):
+        return implementation.divergence(topk_scores, attention_sum, valid, row_weights)
+    return _Divergence.apply(implementation, topk_scores, attention_sum, valid, row_weights)
+
+
+def dense_indexer_kl_loss(
+    index_query: Tensor,
+    index_key: Tensor,
+    index_weights: Tensor,
+    query: Tensor,
+    key: Tensor,
+    softmax_scale: float,
+    *,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    row_mask: Tensor | None = None,
+    reduction: str = "mean",
+    tp_group: dist.ProcessGroup | None = None,
+    use_relu: bool = True,
+    backend: str = "auto",
+) -> Tensor:
+    """Loss of the warm-up stage: both distributions live on every visible key.
+
+    Scores are streamed in blocks of rows; nothing of size query_length x key_length is held. Gradients of the
+    indexer's inputs are formed in the forward, where the blocks are at hand, when any is needed.
+
+    Args:
+        index_query: ``[batch, query_length, index_heads, index_dim]``.
+        index_key: ``[batch, key_length, index_dim]``.
+        index_weights: ``[batch, query_length, index_heads]``.
+        query: ``[batch, query_length, heads, dim]``, this rank's heads.
+        key: ``[batch, key_length, dim]`` shared by all heads (absorbed MLA), or
+            ``[batch, key_length, heads, dim]`` (192 instead of 576 dimensions: a third of the work).
+        softmax_scale: factor of the main attention's scores.
+        starts: first visible key of each row, as in :func:`mindspeed_dsa.ops.lightning_indexer`.
+        ends: one past the last visible key of each row.
+        row_mask: ``[batch, query_length]`` bool, True for rows that count (all by default).
+        reduction: ``"mean"`` over the rows that count, or their ``"sum"``.
+        tp_group: tensor-parallel process group whose ranks hold the other heads, equally many each.
+        use_relu: whether the indexer clamps the product of each head at zero.
+        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+
+    Returns:
+        Scalar, fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError: a shape, dtype or option does not fit.
+        BackendUnavailable: the backend asked for cannot take the call.
+
+    Source: DeepSeek-V3.2-Exp report, section 2.1, equation 3.
+    """
+    heads, dim = query.shape[2:]
+    tail = (heads, dim) if key.dim() == 4 else (dim,)
+    rows = _check(index_query, index_key, index_weights, query, key, (None, *tail))
+    require(
+        index_key.shape[1] == key.shape[1],
+        OPERATOR,
+        f"index_key has {index_key.shape[1]} keys and key has {key.shape[1]}; both list the same positions",
+    )
+    starts, ends = visible_ranges(OPERATOR, *rows, key.shape[1], starts, ends, query.device)
+    implementation = choose(OPERATOR, backend, _shape_class(index_query, query, 0))
+    dtype = torch.promote_types(index_query.dtype, torch.float32)
+    row_weights = _row_weights(rows, row_mask, reduction, index_query.new_empty(0, dtype=dtype))
+    arguments = (query.detach(), key.detach(), softmax_scale, starts, ends, row_weights, tp_group, use_relu)
+    if not hasattr(implementation, "dense_loss_and_gradients"):
+        return implementation.dense_loss(index_query, index_key, index_weights, *arguments)
+    return _Dense.apply(implementation, index_query, index_key, index_weights, arguments)
+
+
+def _check(
+    index_query: Tensor,
+    index_key: Tensor,
+    index_weights: Tensor,
+    query: Tensor,
+    key: Tensor,
+    key_tail: tuple[int | None, ...],
+) -> tuple[int, int]:
+    """Check what both forms share; returns (batch, query_length)."""
+    check_shape(OPERATOR, "query", query, (None,) * 4, "[batch, query_length, heads, dim]")
+    batch, query_length = query.shape[:2]
+    check_shape(OPERATOR, "key", key, (batch, *key_tail), f"[{batch}, key_length, ...{key_tail[1:]}]")
+    check_shape(
+        OPERATOR,
+        "index_query",
+        index_query,
+        (batch, query_length, None, None),
+        f"[{batch}, {query_length}, index_heads, index_dim]",
+    )
+    index_heads, index_dim = index_query.shape[2:]
+    check_shape(
+        OPERATOR, "index_key", index_key, (batch, None, index_dim), f"[{batch}, key_length, {index_dim}]"
+    )
+    check_shape(
+        OPERATOR,
+        "index_weights",
+        index_weights,
+        (batch, query_length, index_heads),
+        f"[{batch}, {query_length}, {index_heads}]",
+    )
+    check_float(OPERATOR, query=query, key=key)
+    check_float(OPERATOR, index_query=index_query, index_key=index_key)
+    return batch, query_length
+
+
+def _row_weights(rows: tuple[int, int], row_mask: Tensor | None, reduction: str, like: Tensor) -> Tensor:
+    """``[batch, query_length]``: what each row's divergence is multiplied with in the loss."""
+    require(reduction in ("mean", "sum"), OPERATOR, f"reduction must be 'mean' or 'sum', got {reduction!r}")
+    if row_mask is None:
+        weights = like.new_ones(rows)
+    else:
+        require(
+            row_mask.shape == rows and row_mask.dtype == torch.bool,
+            OPERATOR,
+            f"row_mask must be bool {list(rows)}, got {row_mask.dtype} {list(row_mask.shape)}",
+        )
+        weights = row_mask.to(dtype=like.dtype, device=like.device)
+    # Without a row that counts the loss is zero, not 0/0.
+    return weights / weights.sum().clamp_min(1) if reduction == "mean" else weights
+
+
+def _shape_class(index_query: Tensor, query: Tensor, topk: int) -> ShapeClass:
+    sizes = (
+        ("heads", query.shape[2]),
+        ("dim", query.shape[3]),
+        ("index_heads", index_query.shape[2]),
+        ("index_dim", index_query.shape[3]),
+        ("topk", topk),
+    )
+    return ShapeClass(query.device.type, query.dtype, sizes)
+
+
+class _Divergence(torch.autograd.Function):
+    """Sparse form: the gradient of the scores is kept, one number per selected entry."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        implementation: ModuleType,
+        topk_scores: Tensor,
+        attention_sum: Tensor,
+        valid: Tensor,
+        row_weights: Tensor,
+    ) -> Tensor:
+        loss, gradient = implementation.divergence_and_gradient(
+            topk_scores, attention_sum, valid, row_weights, ctx.needs_input_grad[1]
+        )
+        ctx.save_for_backward(gradient)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
+        (gradient,) = ctx.saved_tensors
+        return None, gradient * grad_loss, None, None, None
+
+
+class _Dense(torch.autograd.Function):
+    """Dense form: the gradients of the indexer's inputs are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        implementation: ModuleType,
+        index_query: Tensor,
+        index_key: Tensor,
+        index_weights: Tensor,
+        arguments: tuple[Any, ...],
+    ) -> Tensor:
+        loss, gradients = implementation.dense_loss_and_gradients(
+            index_query, index_key, index_weights, *arguments, any(ctx.needs_input_grad)
+        )
+        if gradients is not None:
+            ctx.save_for_backward(*gradients)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
+        return (None, *(gradient * grad_loss.to(gradient.dtype) for gradient in ctx.saved_tensors), None)

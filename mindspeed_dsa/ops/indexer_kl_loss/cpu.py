@@ -1,0 +1,152 @@
+"""Indexer loss on CPU, streamed in blocks of rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.cpu_blocks import Scratch, batched_matmul, compute_dtype, gathered_blocks, linear
+
+# Entries of a block in the elementwise part of the sparse form, and attention scores of a block in the
+# dense form. The second is a constant of the algorithm, not of the machine: with tensor parallelism
+# every rank must cut its rows at the same places, because the target is reduced block by block.
+_SPARSE_BLOCK = 256 * 1024
+_DENSE_BLOCK = 1024 * 1024
+
+
+def unsupported(shape: ShapeClass) -> str | None:
+    """Why this backend cannot take calls of this shape, or None."""
+    return None if shape.device == "cpu" else "it runs on CPU tensors only"
+
+
+def attention_sum(
+    query: Tensor, key: Tensor, topk_indices: Tensor, lse: Tensor | None, softmax_scale: float
+) -> Tensor:
+    """Main attention over the selected keys, summed over heads: ``[batch, query_length, topk]``."""
+    heads, dtype = query.shape[2], compute_dtype(query.dtype)
+    summed = torch.zeros(topk_indices.shape, dtype=dtype)
+    scratch = Scratch(dtype)
+    for block in gathered_blocks(key, topk_indices, 2 * heads, scratch):
+        at, (rows, width) = (block.batch, block.rows), block.indices.shape
+        q = query[at].to(dtype) * softmax_scale
+        scores = scratch("scores", rows, heads, width)
+        batched_matmul(q, block.keys.transpose(1, 2), out=scores)
+        if lse is None:
+            if block.invalid is not None:
+                scores.masked_fill_(block.invalid[:, None], -torch.inf)
+            scores = torch.softmax(scores, dim=-1, out=scratch("probabilities", rows, heads, width))
+        else:
+            scores.sub_(lse[at][..., None]).exp_()
+        probabilities = scores.sum(dim=1)
+        if block.invalid is not None:
+            probabilities.masked_fill_(block.invalid, 0)
+        summed[at][:, :width] = probabilities
+    return summed
+
+
+def divergence_and_gradient(
+    topk_scores: Tensor, attention_sum: Tensor, valid: Tensor, row_weights: Tensor, with_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The loss, and its gradient with respect to ``topk_scores``, ``[batch, query_length, topk]``."""
+    loss = torch.zeros((), dtype=torch.float64)
+    gradient = torch.empty_like(topk_scores) if with_gradient else None
+    rows = max(1, _SPARSE_BLOCK // topk_scores.shape[-1])
+    for b in range(topk_scores.shape[0]):
+        for first in range(0, topk_scores.shape[1], rows):
+            at = (b, slice(first, first + rows))
+            per_row, r_minus_p = _divergence(topk_scores[at], attention_sum[at], valid[at])
+            loss += (per_row * row_weights[at]).sum(dtype=torch.float64)
+            if gradient is not None:
+                torch.mul(r_minus_p, row_weights[at][:, None], out=gradient[at])
+    return loss.to(topk_scores.dtype), gradient
+
+
+def _divergence(scores: Tensor, attention_sum: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Divergence of each row, ``[rows]``, and its gradient with respect to ``scores``, ``[rows, keys]``."""
+    # Logarithms of probabilities are bounded below by a finite number, so that 0 * log stays 0.
+    lowest = torch.finfo(scores.dtype).min
+    log_r = scores.masked_fill(~valid, lowest).log_softmax(dim=-1)
+    p = attention_sum / attention_sum.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
+    log_r.masked_fill_(~valid, 0)
+    per_row = torch.xlogy(p, p).sum(dim=-1) - (p * log_r).sum(dim=-1)
+    return per_row, log_r.exp_().sub_(p).masked_fill_(~valid, 0)
+
+
+def dense_loss_and_gradients(
+    index_query: Tensor,
+    index_key: Tensor,
+    index_weights: Tensor,
+    query: Tensor,
+    key: Tensor,
+    softmax_scale: float,
+    starts: Tensor,
+    ends: Tensor,
+    row_weights: Tensor,
+    tp_group: dist.ProcessGroup | None,
+    use_relu: bool,
+    with_gradients: bool,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
+    """The loss over all visible keys, and its gradients with respect to the indexer's three inputs."""
+    batch, query_length, heads, _ = query.shape
+    index_heads = index_query.shape[2]
+    dtype = compute_dtype(query.dtype)
+    loss = torch.zeros((), dtype=torch.float64)
+    grad_query, grad_weights = torch.empty_like(index_query), torch.empty_like(index_weights)
+    grad_key = torch.zeros(index_key.shape, dtype=dtype)
+    rows = max(1, _DENSE_BLOCK // (max(heads, index_heads) * max(key.shape[1], 1)))
+    for b in range(batch):
+        main_key, keys = key[b].to(dtype), index_key[b].to(dtype).contiguous()
+        for first in range(0, query_length, rows):
+            at = (b, slice(first, min(first + rows, query_length)))
+            low, high = int(starts[at].min()), max(int(ends[at].max()), 0)
+            low = min(low, max(high - 1, 0))
+            high = max(high, low + 1)
+            position = torch.arange(low, high, dtype=torch.int32)
+            valid = (position >= starts[at][:, None]) & (position < ends[at][:, None])
+
+            summed = _attention_sum(query[at].to(dtype) * softmax_scale, main_key[low:high], valid)
+            if tp_group is not None:
+                dist.all_reduce(summed, group=tp_group)
+
+            q, w = index_query[at].to(dtype), index_weights[at].to(dtype)
+            flat = q.reshape(-1, q.shape[2])
+            # [rows, index_heads, keys]
+            product = linear(flat, keys[low:high], relu=use_relu).view(*q.shape[:2], -1)
+            scores = torch.bmm(w[:, None], product)[:, 0]
+            per_row, grad = _divergence(scores, summed, valid)
+            loss += (per_row * row_weights[at]).sum(dtype=torch.float64)
+            if not with_gradients:
+                continue
+            grad *= row_weights[at][:, None]
+            grad_weights[at] = torch.bmm(product, grad[..., None])[..., 0]
+            grad_product = torch.bmm(w[..., None], grad[:, None])
+            if use_relu:
+                # The derivative of relu at zero is zero.
+                grad_product = torch.ops.aten.threshold_backward(grad_product, product, 0)
+            grad_product = grad_product.view(flat.shape[0], -1)
+            grad_query[at] = torch.mm(grad_product, keys[low:high]).view(q.shape)
+            grad_key[b, low:high] += torch.mm(grad_product.t(), flat)
+    gradients = (grad_query, grad_key.to(index_key.dtype), grad_weights) if with_gradients else None
+    return loss.to(dtype), gradients
+
+
+def _attention_sum(query: Tensor, key: Tensor, valid: Tensor) -> Tensor:
+    """Softmax over the visible keys, summed over heads.
+
+    Args:
+        query: ``[rows, heads, dim]``, scaled.
+        key: ``[keys, dim]`` or ``[keys, heads, dim]``.
+        valid: ``[rows, keys]`` bool.
+
+    Returns:
+        ``[rows, keys]``, zero in rows that see nothing.
+    """
+    rows, heads, dim = query.shape
+    if key.dim() == 2:
+        scores = linear(query.reshape(rows * heads, dim), key).view(rows, heads, -1)
+    else:
+        scores = torch.bmm(query.transpose(0, 1), key.permute(1, 2, 0)).transpose(0, 1)
+    scores = scores.masked_fill_(~valid[:, None], torch.finfo(scores.dtype).min).softmax(dim=-1)
+    return scores.sum(dim=1).masked_fill_(~valid, 0)

@@ -1,0 +1,183 @@
+"""Lightning Indexer: score every visible key for every query row and keep the best ``topk``.
+
+The mathematics is in README.md beside this file.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.ops.backend import ShapeClass, choose
+from mindspeed_dsa.ops.checks import check_float, check_indices, check_shape, require
+from mindspeed_dsa.ops.ranges import visible_ranges
+
+OPERATOR = "lightning_indexer"
+
+
+class IndexerOutput(NamedTuple):
+    """What the indexer selects."""
+
+    topk_indices: Tensor
+    """``[batch, query_length, topk]`` int32, ascending key positions, -1 at the tail."""
+    topk_scores: Tensor
+    """``[batch, query_length, topk]`` fp32 (fp64 from fp64), differentiable; -inf where the index is -1."""
+
+
+def lightning_indexer(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    topk: int,
+    *,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    use_relu: bool = True,
+    backend: str = "auto",
+) -> IndexerOutput:
+    """Select the ``topk`` visible keys with the highest index score for every query row.
+
+    ``score[t, s] = sum_j weights[t, j] * relu(query[t, j] . key[s])``, accumulated in fp32. Row ``t`` sees
+    the keys ``starts[t] <= s < ends[t]``. Equal scores are decided for the lower key position, so the
+    selection depends on the inputs alone: it is the same on every rank that holds them and when the
+    forward is recomputed. Selection itself has no gradient; the scores at the selected entries have.
+
+    Args:
+        query: ``[batch, query_length, heads, head_dim]``, any strides; fp32, bf16, fp16 or fp64.
+        key: ``[batch, key_length, head_dim]``, one key head.
+        weights: ``[batch, query_length, heads]``, of any sign, with every scale already in it.
+        topk: entries to keep per row, at least 1; the width of the result is ``min(topk, key_length)``.
+        starts: ``[query_length]`` or ``[batch, query_length]`` int, first visible key; default 0.
+        ends: same shape, one past the last visible key; default ``t + 1``, which needs equally many
+            queries and keys.
+        use_relu: whether the product of each head is clamped at zero.
+        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+
+    Raises:
+        ValueError: a shape, dtype or range does not fit.
+        BackendUnavailable: the backend asked for cannot take the call.
+
+    Source: DeepSeek-V3.2-Exp report, section 2.1, equation 1.
+    """
+    _check_operands(query, key, weights)
+    require(topk >= 1, OPERATOR, f"topk must be at least 1, got {topk}")
+    batch, query_length = query.shape[:2]
+    starts, ends = visible_ranges(OPERATOR, batch, query_length, key.shape[1], starts, ends, query.device)
+    implementation = choose(OPERATOR, backend, _shape_class(query, topk))
+    topk = min(topk, key.shape[1])
+    # The reference is differentiated by autograd; the other backends bring their gradients.
+    if not hasattr(implementation, "select"):
+        return IndexerOutput(
+            *implementation.lightning_indexer(query, key, weights, topk, starts, ends, use_relu)
+        )
+    return IndexerOutput(*_Select.apply(implementation, query, key, weights, topk, starts, ends, use_relu))
+
+
+def selected_scores(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    topk_indices: Tensor,
+    *,
+    use_relu: bool = True,
+    backend: str = "auto",
+) -> Tensor:
+    """Index scores at given entries: what :func:`lightning_indexer` returns, for indices from elsewhere.
+
+    Args:
+        query: ``[batch, query_length, heads, head_dim]``.
+        key: ``[batch, key_length, head_dim]``.
+        weights: ``[batch, query_length, heads]``.
+        topk_indices: ``[batch, query_length, topk]`` int32, -1 at the tail.
+        use_relu: whether the product of each head is clamped at zero.
+        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+
+    Returns:
+        ``[batch, query_length, topk]`` fp32 (fp64 for fp64 inputs), -inf where the index is -1;
+        differentiable with respect to query, key and weights.
+    """
+    _check_operands(query, key, weights)
+    check_shape(
+        OPERATOR, "topk_indices", topk_indices, (*query.shape[:2], None), "[batch, query_length, topk]"
+    )
+    check_indices(OPERATOR, topk_indices, key.shape[1])
+    implementation = choose(OPERATOR, backend, _shape_class(query, topk_indices.shape[-1]))
+    # The reference is differentiated by autograd; the other backends bring their gradients.
+    if not hasattr(implementation, "select"):
+        return implementation.selected_scores(query, key, weights, topk_indices, use_relu)
+    return _ScoresAt.apply(implementation, query, key, weights, topk_indices, use_relu)
+
+
+def _check_operands(query: Tensor, key: Tensor, weights: Tensor) -> None:
+    check_shape(OPERATOR, "query", query, (None,) * 4, "[batch, query_length, heads, head_dim]")
+    batch, query_length, heads, head_dim = query.shape
+    check_shape(OPERATOR, "key", key, (batch, None, head_dim), f"[{batch}, key_length, {head_dim}]")
+    check_shape(
+        OPERATOR, "weights", weights, (batch, query_length, heads), f"[{batch}, {query_length}, {heads}]"
+    )
+    check_float(OPERATOR, query=query, key=key)
+    # Weights may stay in fp32 beside bf16 queries: DeepSeek keeps that projection in fp32.
+    require(
+        weights.is_floating_point() and weights.device == query.device,
+        OPERATOR,
+        f"weights must be floating point on {query.device}, got {weights.dtype} on {weights.device}",
+    )
+
+
+def _shape_class(query: Tensor, topk: int) -> ShapeClass:
+    heads, head_dim = query.shape[2:]
+    return ShapeClass(
+        query.device.type, query.dtype, (("heads", heads), ("head_dim", head_dim), ("topk", topk))
+    )
+
+
+class _Select(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        implementation: ModuleType,
+        query: Tensor,
+        key: Tensor,
+        weights: Tensor,
+        topk: int,
+        starts: Tensor,
+        ends: Tensor,
+        use_relu: bool,
+    ) -> tuple[Tensor, Tensor]:
+        topk_indices, topk_scores = implementation.select(query, key, weights, topk, starts, ends, use_relu)
+        ctx.implementation, ctx.use_relu = implementation, use_relu
+        ctx.save_for_backward(query, key, weights, topk_indices)
+        ctx.mark_non_differentiable(topk_indices)
+        ctx.set_materialize_grads(False)
+        return topk_indices, topk_scores
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None, grad_scores: Tensor | None) -> tuple[Any, ...]:
+        if grad_scores is None:
+            return (None,) * 8
+        grads = ctx.implementation.score_gradients(grad_scores, *ctx.saved_tensors, ctx.use_relu)
+        return (None, *grads, None, None, None, None)
+
+
+class _ScoresAt(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        implementation: ModuleType,
+        query: Tensor,
+        key: Tensor,
+        weights: Tensor,
+        topk_indices: Tensor,
+        use_relu: bool,
+    ) -> Tensor:
+        ctx.implementation, ctx.use_relu = implementation, use_relu
+        ctx.save_for_backward(query, key, weights, topk_indices)
+        return implementation.scores_at(query, key, weights, topk_indices, use_relu)
+
+    @staticmethod
+    def backward(ctx: Any, grad_scores: Tensor) -> tuple[Any, ...]:
+        grads = ctx.implementation.score_gradients(grad_scores, *ctx.saved_tensors, ctx.use_relu)
+        return (None, *grads, None, None)

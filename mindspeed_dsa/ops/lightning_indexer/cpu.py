@@ -1,0 +1,143 @@
+"""Lightning Indexer on CPU: scores streamed in slabs of rows, selection on unique integer keys.
+
+A slab holds the scores of a few rows with the keys that any of them sees, so memory is O(length) beside
+the result. The fp32 score and the key position are packed into one int64 whose order is "higher score
+first, then lower position". Such keys are unique, which makes any top-k algorithm deterministic.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.cpu_blocks import Scratch, compute_dtype, gathered_blocks, linear, scatter_add_rows
+
+# Rows per slab and keys per product: the products of a slab, [rows * heads, keys], stay in cache.
+_PRODUCT_ELEMENTS = 512 * 1024
+_SLAB_ROWS = 16
+# Slab widths are rounded up, so that the number of distinct product shapes stays small.
+_WIDTH_STEP = 256
+_LAST = 2**31 - 1
+
+
+def unsupported(shape: ShapeClass) -> str | None:
+    """Why this backend cannot take calls of this shape, or None."""
+    return None if shape.device == "cpu" else "it runs on CPU tensors only"
+
+
+def select(
+    query: Tensor, key: Tensor, weights: Tensor, topk: int, starts: Tensor, ends: Tensor, use_relu: bool
+) -> tuple[Tensor, Tensor]:
+    """Indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
+    batch, query_length = query.shape[:2]
+    topk_indices = torch.empty(batch, query_length, topk, dtype=torch.int32)
+    dtype = compute_dtype(query.dtype)
+    topk_scores = torch.empty(batch, query_length, topk, dtype=dtype)
+    rows = _SLAB_ROWS * max(1, torch.get_num_threads() // _SLAB_ROWS)
+    for b in range(batch):
+        keys = key[b].to(dtype).contiguous()
+        slabs = _bounds(starts[b], ends[b], rows)
+        for first, (low, high) in zip(range(0, query_length, rows), slabs, strict=True):
+            part = slice(first, min(first + rows, query_length))
+            row_starts, row_ends = starts[b, part, None], ends[b, part, None]
+            # Never wider than the keys, never narrower than the selection.
+            high = min(key.shape[1], max(low + -(-(high - low) // _WIDTH_STEP) * _WIDTH_STEP, low + topk))
+            low = max(0, min(low, high - topk))
+            scores = _scores(query[b, part].to(dtype), keys[low:high], weights[b, part].to(dtype), use_relu)
+            position = torch.arange(low, high, dtype=torch.int32)
+            scores.masked_fill_((position < row_starts) | (position >= row_ends), -torch.inf)
+            chosen = _choose(scores, position, topk)
+            hidden = (chosen < row_starts) | (chosen >= row_ends)
+            chosen = chosen.masked_fill_(hidden, _LAST).sort(dim=-1).values
+            hidden = chosen == _LAST
+            columns = (chosen - low).masked_fill_(hidden, 0)
+            topk_scores[b, part] = scores.gather(-1, columns.long()).masked_fill_(hidden, -torch.inf)
+            topk_indices[b, part] = chosen.masked_fill_(hidden, -1)
+    return topk_indices, topk_scores
+
+
+def _bounds(starts: Tensor, ends: Tensor, rows: int) -> list[tuple[int, int]]:
+    """Smallest range of keys that holds what each slab of rows sees."""
+    sees = starts < ends
+    low = torch.where(sees, starts, _LAST).split(rows)
+    high = torch.where(sees, ends, 0).split(rows)
+    bounds = [(int(a.min()), int(z.max())) for a, z in zip(low, high, strict=True)]
+    return [(a, z) if a < z else (0, 0) for a, z in bounds]
+
+
+def _scores(query: Tensor, key: Tensor, weights: Tensor, use_relu: bool) -> Tensor:
+    """``[rows, heads, dim]``, ``[keys, dim]``, ``[rows, heads]`` -> ``[rows, keys]``."""
+    rows, heads, dim = query.shape
+    scores = query.new_empty(rows, key.shape[0])
+    width = max(_WIDTH_STEP, _PRODUCT_ELEMENTS // (rows * heads) // _WIDTH_STEP * _WIDTH_STEP)
+    flat = query.reshape(rows * heads, dim)
+    for first in range(0, key.shape[0], width):
+        part = slice(first, first + width)
+        # [rows * heads, width], in cache
+        product = linear(flat, key[part], relu=use_relu).view(rows, heads, -1)
+        scores[:, part] = torch.bmm(weights[:, None], product)[:, 0]
+    return scores
+
+
+def _choose(scores: Tensor, position: Tensor, topk: int) -> Tensor:
+    """Positions of the ``topk`` highest scores of each row, in any order: int32 ``[rows, topk]``."""
+    if topk == scores.shape[1]:
+        return position.expand(scores.shape).contiguous()
+    if scores.dtype == torch.float64:
+        # No integer holds an fp64 score and a position.
+        return position[scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]]
+    # -0.0 equals 0.0 as a score but not as bits. In two's complement, flipping the magnitude bits of
+    # negative floats makes the integer order the float order.
+    bits = (scores + 0.0).view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & _LAST)
+    packed = (ordered.to(torch.int64) << 32) | (_LAST - position)
+    best = packed.topk(topk, dim=-1, sorted=False).values
+    return (_LAST - (best & _LAST)).to(torch.int32)
+
+
+def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool) -> Tensor:
+    """Scores at given entries: ``[batch, query_length, topk]``."""
+    heads, dtype = query.shape[2], compute_dtype(query.dtype)
+    out = torch.full(topk_indices.shape, -torch.inf, dtype=dtype)
+    scratch = Scratch(dtype)
+    for block in gathered_blocks(key, topk_indices, heads, scratch):
+        at, (rows, width) = (block.batch, block.rows), block.indices.shape
+        product = scratch("product", rows, heads, width)
+        torch.bmm(query[at].to(dtype), block.keys.transpose(1, 2), out=product)
+        if use_relu:
+            product.relu_()
+        scores = torch.bmm(weights[at].to(dtype)[:, None], product)[:, 0]
+        if block.invalid is not None:
+            scores.masked_fill_(block.invalid, -torch.inf)
+        out[at][:, :width] = scores
+    return out
+
+
+def score_gradients(
+    grad_scores: Tensor, query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the scores at ``topk_indices`` with respect to query, key and weights."""
+    heads, dtype = query.shape[2], compute_dtype(query.dtype)
+    grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+    grad_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)
+    grad_key = torch.zeros(key.shape, dtype=dtype)
+    scratch = Scratch(dtype)
+    for block in gathered_blocks(key, topk_indices, 3 * heads + key.shape[2], scratch):
+        at, (rows, width) = (block.batch, block.rows), block.indices.shape
+        q, w = query[at].to(dtype), weights[at].to(dtype)
+        grad = grad_scores[at][:, None, :width].to(dtype)
+        if block.invalid is not None:
+            grad = grad.masked_fill(block.invalid[:, None], 0)
+        product, grad_product = (scratch(name, rows, heads, width) for name in ("product", "grad_product"))
+        torch.bmm(q, block.keys.transpose(1, 2), out=product)
+        if use_relu:
+            product.relu_()
+        grad_weights[at] = torch.bmm(product, grad.transpose(1, 2))[..., 0]
+        torch.mul(w[..., None], grad, out=grad_product)
+        if use_relu:
+            # The derivative of relu at zero is zero.
+            torch.ops.aten.threshold_backward.grad_input(grad_product, product, 0, grad_input=grad_product)
+        grad_query[at] = torch.bmm(grad_product, block.keys)
+        scatter_add_rows(grad_key[block.batch], block, grad_product.transpose(1, 2), q, scratch)
+    return grad_query, grad_key.to(key.dtype), grad_weights

@@ -1,0 +1,55 @@
+"""Lightning Indexer in plain PyTorch: all scores at once, a stable sort, autograd."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.ops.backend import ShapeClass
+
+
+def unsupported(shape: ShapeClass) -> str | None:
+    """None: the reference takes every shape."""
+    return None
+
+
+def all_scores(query: Tensor, key: Tensor, weights: Tensor, use_relu: bool) -> Tensor:
+    """Index scores of every query with every key, masked nowhere: ``[batch, query_length, key_length]``."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    # [batch, query_length, heads, key_length]
+    products = torch.einsum("bshd,btd->bsht", query.to(dtype), key.to(dtype))
+    if use_relu:
+        products = products.relu()
+    return torch.einsum("bsht,bsh->bst", products, weights.to(dtype))
+
+
+def visible(starts: Tensor, ends: Tensor, key_length: int) -> Tensor:
+    """``[batch, query_length, key_length]`` bool: whether a row sees a key."""
+    position = torch.arange(key_length, device=starts.device)
+    return (position >= starts[..., None]) & (position < ends[..., None])
+
+
+def lightning_indexer(
+    query: Tensor, key: Tensor, weights: Tensor, topk: int, starts: Tensor, ends: Tensor, use_relu: bool
+) -> tuple[Tensor, Tensor]:
+    """Indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
+    scores = all_scores(query, key, weights, use_relu)
+    scores = scores.masked_fill(~visible(starts, ends, key.shape[1]), -torch.inf)
+    # A stable sort leaves equal scores in ascending order of position.
+    best, chosen = scores.detach().sort(dim=-1, descending=True, stable=True)
+    chosen = chosen[..., :topk].masked_fill(best[..., :topk] == -torch.inf, key.shape[1])
+    chosen = chosen.sort(dim=-1).values
+    topk_indices = chosen.masked_fill(chosen == key.shape[1], -1).to(torch.int32)
+    return topk_indices, _gather(scores, topk_indices)
+
+
+def selected_scores(
+    query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool
+) -> Tensor:
+    """Scores at given entries, ``[batch, query_length, topk]``."""
+    return _gather(all_scores(query, key, weights, use_relu), topk_indices)
+
+
+def _gather(scores: Tensor, topk_indices: Tensor) -> Tensor:
+    at = scores.gather(-1, topk_indices.clamp_min(0).long())
+    return at.masked_fill(topk_indices < 0, -torch.inf)

@@ -1,0 +1,54 @@
+"""Per-row visible key ranges: the one mask form that covers causal, packed and context-parallel rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.ops.checks import require
+
+
+def visible_ranges(
+    operator: str,
+    batch: int,
+    query_length: int,
+    key_length: int,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Check the ranges of a call and fill in the causal default.
+
+    Args:
+        operator: who to name in an error.
+        batch: number of sequences.
+        query_length: rows per sequence.
+        key_length: keys per sequence.
+        starts: ``[query_length]`` or ``[batch, query_length]``, first visible key of each row, or None for 0.
+        ends: same shape, one past the last visible key, or None for causal rows.
+        device: where the result lives.
+
+    Returns:
+        ``starts, ends``: ``[batch, query_length]`` int32 each, cut to ``0 <= starts`` and
+        ``ends <= key_length``. A row with ``starts >= ends`` sees nothing.
+    """
+    if ends is None:
+        require(
+            query_length == key_length,
+            operator,
+            f"which of {key_length} keys each of {query_length} queries sees is ambiguous; pass ends",
+        )
+        ends = torch.arange(1, query_length + 1, dtype=torch.int32, device=device)
+    if starts is None:
+        starts = torch.zeros(query_length, dtype=torch.int32, device=device)
+    rows = []
+    for name, bound in (("starts", starts), ("ends", ends)):
+        require(
+            bound.shape in ((query_length,), (batch, query_length)) and not bound.is_floating_point(),
+            operator,
+            f"{name} must be integers [{query_length}] or [{batch}, {query_length}], "
+            f"got {bound.dtype} {list(bound.shape)}",
+        )
+        bound = bound.to(device=device, dtype=torch.int32).clamp(0, key_length)
+        rows.append(bound.expand(batch, query_length))
+    return rows[0], rows[1]

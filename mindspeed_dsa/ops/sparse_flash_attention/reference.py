@@ -1,0 +1,39 @@
+"""Sparse flash attention in plain PyTorch: gather all selected keys, softmax, autograd."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.ops.backend import ShapeClass
+
+
+def unsupported(shape: ShapeClass) -> str | None:
+    """None: the reference takes every shape."""
+    return None
+
+
+def sparse_flash_attention(
+    query: Tensor,
+    key_value: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    value_dim: int,
+    return_attention_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The three parts of :class:`SparseAttentionOutput`."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    valid = topk_indices >= 0
+    batch = torch.arange(query.shape[0], device=query.device)[:, None, None]
+    # [batch, query_length, topk, dim]
+    keys = key_value.to(dtype)[batch, topk_indices.clamp_min(0).long()]
+    keys = keys.masked_fill(~valid[..., None], 0)
+    scores = softmax_scale * torch.einsum("bshd,bskd->bshk", query.to(dtype), keys)
+    scores = scores.masked_fill(~valid[:, :, None], -torch.inf)
+    lse = scores.detach().logsumexp(dim=-1)
+    # A row without a key would be 0/0: its scores are made finite first and its probabilities zero.
+    empty = ~valid.any(dim=-1)[:, :, None, None]
+    probabilities = scores.masked_fill(empty, 0).softmax(dim=-1).masked_fill(empty, 0)
+    out = torch.einsum("bshk,bskd->bshd", probabilities, keys[..., :value_dim])
+    attention_sum = probabilities.detach().sum(dim=2) if return_attention_sum else None
+    return out.to(query.dtype), lse, attention_sum

@@ -1,0 +1,70 @@
+"""Random inputs of the operators, and rows of every kind."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("reference", "cpu")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class IndexerInputs(NamedTuple):
+    query: Tensor
+    key: Tensor
+    weights: Tensor
+
+
+def indexer_inputs(
+    batch: int = 2,
+    rows: int = 37,
+    keys: int | None = None,
+    heads: int = 4,
+    dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> IndexerInputs:
+    generator = torch.Generator().manual_seed(seed)
+    keys = rows if keys is None else keys
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    return IndexerInputs(
+        normal(batch, rows, heads, dim), normal(batch, keys, dim), normal(batch, rows, heads) / heads
+    )
+
+
+def tied_inputs(batch: int = 2, rows: int = 40, heads: int = 3, dim: int = 8, seed: int = 0) -> IndexerInputs:
+    """Small integers: scores are exact in fp32, and most rows have ties, many of them zeros of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.randint(-1, 2, shape, generator=generator).float()
+
+    return IndexerInputs(
+        integers(batch, rows, heads, dim), integers(batch, rows, dim), integers(batch, rows, heads)
+    )
+
+
+def packed_ranges(*lengths: int) -> tuple[Tensor, Tensor]:
+    """``starts, ends`` of sequences laid end to end, causal within each."""
+    starts, ends, offset = [], [], 0
+    for length in lengths:
+        starts += [offset] * length
+        ends += range(offset + 1, offset + length + 1)
+        offset += length
+    return torch.tensor(starts, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32)
+
+
+def random_indices(
+    batch: int, rows: int, keys: int, topk: int, seed: int = 0, empty_rows: tuple[int, ...] = ()
+) -> Tensor:
+    """Rows with 1 to topk entries in random order, -1 at the tail, and rows without any."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(batch, rows, keys, generator=generator).argsort(-1)[..., :topk].int()
+    counts = torch.randint(1, topk + 1, (batch, rows, 1), generator=generator)
+    counts[:, list(empty_rows)] = 0
+    return torch.where(torch.arange(topk) < counts, order, -1).int()

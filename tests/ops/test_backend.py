@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+import torch
+
+from mindspeed_dsa.ops import backend
+from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass, choose
+from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
+from tests.ops.cases import indexer_inputs
+
+CPU = ShapeClass("cpu", torch.float32, (("heads", 4), ("head_dim", 16), ("topk", 8)))
+GPU = ShapeClass("cuda", torch.float32, CPU.sizes)
+
+
+@pytest.fixture(autouse=True)
+def fresh_choices():
+    choose.cache_clear()
+    yield
+    choose.cache_clear()
+
+
+@pytest.mark.parametrize("operator", ["lightning_indexer", "sparse_flash_attention", "indexer_kl_loss"])
+def test_each_operator_has_its_backends(operator):
+    assert choose(operator, "auto", CPU).__name__ == f"mindspeed_dsa.ops.{operator}.cpu"
+    assert choose(operator, "reference", GPU).__name__ == f"mindspeed_dsa.ops.{operator}.reference"
+
+
+def test_explicit_request_that_cannot_be_met_is_an_error():
+    with pytest.raises(
+        BackendUnavailable, match=r"'cpu' cannot run float32 on cuda, heads 4.*CPU tensors only"
+    ):
+        choose("lightning_indexer", "cpu", GPU)
+    with pytest.raises(ValueError, match=r"no backend is called 'gpu'.*auto, reference, cpu"):
+        choose("lightning_indexer", "gpu", CPU)
+
+
+def test_auto_falls_back_and_says_so_once(monkeypatch, caplog):
+    from mindspeed_dsa.ops.lightning_indexer import cpu
+
+    monkeypatch.setattr(cpu, "unsupported", lambda shape: f"it takes no {shape['heads']} heads")
+    with caplog.at_level(logging.WARNING, logger=backend.__name__):
+        for _ in range(3):
+            assert choose("lightning_indexer", "auto", CPU).__name__.endswith("reference")
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "lightning_indexer: backend 'cpu' is passed over for float32 on cpu, heads 4, head_dim 16, topk 8: "
+        "it takes no 4 heads"
+    )
+
+
+def test_missing_package_is_named(monkeypatch):
+    module = "mindspeed_dsa.ops.lightning_indexer.cpu"
+    monkeypatch.delitem(sys.modules, module)
+
+    def import_module(path):
+        raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+    monkeypatch.setattr(backend, "import_module", import_module)
+    with pytest.raises(BackendUnavailable, match="the package 'triton' is not installed"):
+        choose("lightning_indexer", "cpu", CPU)
+
+
+def test_the_choice_is_made_once_per_shape_class():
+    for length in (5, 9, 12):
+        lightning_indexer(*indexer_inputs(1, length), 4)
+    assert choose.cache_info().misses == 1
+
+
+def test_operators_import_no_megatron():
+    import subprocess
+
+    code = (
+        "import sys, mindspeed_dsa.ops.indexer_kl_loss; "
+        "print([m for m in sys.modules if m.startswith(('megatron', 'mindspeed_dsa.features'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
