@@ -1,17 +1,15 @@
 """Checks of what callers pass: shapes and dtypes always, the contents of index tensors on request.
 
 Reading an index tensor costs a pass over it and, on an accelerator, a wait for the device. So these
-checks run when ``MINDSPEED_DSA_DEBUG_CHECKS=1`` is set or after :func:`set_debug_checks`.
+checks run after :func:`set_debug_checks` only.
 """
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
-_enabled = os.environ.get("MINDSPEED_DSA_DEBUG_CHECKS", "0") not in ("", "0")
+_enabled = False
 
 
 def set_debug_checks(enabled: bool) -> bool:
