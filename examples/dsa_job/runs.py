@@ -29,15 +29,12 @@ _FREE = (
     "log_interval",
     "no_tensorboard",
     "no_plot",
-    "save",
     "no_save",
     "save_interval",
     "exit_interval",
     "data_cache_path",
     "distributed_backend",
     "distributed_timeout_minutes",
-    "load",
-    "ckpt_step",
     "tensor_model_parallel_size",
     "sequence_parallel",
     "pipeline_model_parallel_size",
@@ -88,8 +85,12 @@ class Run:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What decides whether two runs are the same job, as JSON keeps it."""
+    """What decides whether two runs are the same job, as JSON keeps it.
+
+    Folders of checkpoints belong to it: another one holds what another job has made.
+    """
     chosen = {name: value for name, value in sorted(vars(args).items()) if name not in _FREE}
+    chosen |= {name: str(Path(chosen[name]).resolve()) for name in ("save", "load") if chosen.get(name)}
     result: dict[str, Any] = json.loads(json.dumps(chosen, default=str))
     return result
 
@@ -155,6 +156,7 @@ def _unfit(folder: Path, wanted: dict[str, Any], latest: Callable[[Path], int | 
         there = json.loads((folder / RUN_FILE).read_text())["settings"]
     except (OSError, ValueError, KeyError):
         return "not readable"
+    there, wanted = _plain(there, folder), _plain(wanted, folder)
     names = sorted(name for name in {*there, *wanted} if there.get(name) != wanted.get(name))
     if names:
         return "unfinished, with other settings: " + ", ".join(
@@ -163,6 +165,14 @@ def _unfit(folder: Path, wanted: dict[str, Any], latest: Callable[[Path], int | 
     if latest(folder) is None:
         return "unfinished, without a checkpoint"
     return ""
+
+
+def _plain(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Settings of a run in a folder, alike whether its own checkpoints are named in them or not."""
+    save = settings.get("save") or str((folder / "checkpoints").resolve())
+    load = settings.get("load")
+    own = load == save and settings.get("ckpt_step") is None
+    return {**settings, "save": save, "load": None if own else load}
 
 
 def _is_free(folder: Path) -> bool:
