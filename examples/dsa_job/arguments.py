@@ -80,6 +80,8 @@ def derive(args: argparse.Namespace) -> None:
     args.accumulate_allreduce_grads_in_fp32 = (
         args.accumulate_allreduce_grads_in_fp32 or args.bf16
     ) and not args.grad_reduce_in_bf16
+    if args.lr_warmup_iters is None:
+        args.lr_warmup_iters = max(0, min(10, (args.lr_decay_iters or args.train_iters) // 10))
     args.virtual_pipeline_model_parallel_size = _virtual_stages(args)
     if args.virtual_pipeline_model_parallel_size is None:
         # Only the interleaved schedule can overlap point-to-point communication or align the stages.

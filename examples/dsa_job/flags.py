@@ -200,7 +200,12 @@ def _add_training(group: Any) -> None:
         help="shape of the decay",
     )
     add("--lr-decay-iters", type=int, default=None, help="steps of the decay; all steps if unset")
-    add("--lr-warmup-iters", type=int, default=10, help="steps of linear warm-up")
+    add(
+        "--lr-warmup-iters",
+        type=int,
+        default=None,
+        help="steps of linear warm-up; unset: a tenth of all, but 10 at most",
+    )
     add("--weight-decay", type=float, default=0.1, help="weight decay")
     add("--clip-grad", type=float, default=1.0, help="largest gradient norm; 0: no clipping")
     add("--adam-beta1", type=float, default=0.9, help="Adam's first moment")

@@ -129,6 +129,23 @@ def test_a_world_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
         World.from_environment()
 
 
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ("", 10),
+        ("--train-iters 10", 1),
+        ("--train-iters 3", 0),
+        ("--train-iters 0 --save a", 0),
+        ("--train-iters 1000 --lr-decay-iters 50", 5),
+        ("--train-iters 10 --lr-warmup-iters 7", 7),
+    ],
+)
+def test_the_warm_up_shrinks_with_the_job(flags: str, steps: int) -> None:
+    args = parse_args(flags.split())
+    check(args, World())
+    assert args.lr_warmup_iters == steps
+
+
 def test_virtual_stages_follow_from_either_flag() -> None:
     common = ["--num-layers", "16", "--pipeline-model-parallel-size", "4"]
     by_layers = parse_args([*common, "--num-layers-per-virtual-pipeline-stage", "2"])
