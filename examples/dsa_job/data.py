@@ -61,8 +61,6 @@ def build_datasets(
     key = json.dumps([corpus.prefix, args.seq_length, args.split, args.seed, samples, heldout_samples])
     indices = cache / f"indices-{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}"
     marker = indices / "complete"
-    if dist.get_rank() == 0 and not marker.exists():
-        shutil.rmtree(indices, ignore_errors=True)
     check_size(args.split, args.seq_length, corpus.tokens)
     config = GPTDatasetConfig(
         random_seed=args.seed,
@@ -81,12 +79,14 @@ def build_datasets(
         GPTDataset, [samples, heldout_samples, None], lambda: True, config
     )
     if dist.get_rank() == 0:
+        # The folder is shared: another job may be about to look at it, or in the middle of filling it.
         with file_lock(cache / ".lock"):
+            if not marker.exists():
+                shutil.rmtree(indices, ignore_errors=True)
             train, heldout, _ = builder.build()
+            marker.touch()
     else:
         train, heldout, _ = builder.build()
-    if dist.get_rank() == 0:
-        marker.touch()
     if train is None or (heldout is None and args.eval_iters):
         raise UsageError(
             f"--split {args.split} leaves training or held-out data empty; use weights such as 95,5"
