@@ -91,9 +91,12 @@ class Stepper:
         indexer_loss = self._indexer_loss(step)
         norm = float("-inf") if grad_norm is None else float(grad_norm)  # None: no weights on this rank
         if any_rank(grad_norm is not None and not math.isfinite(norm))[0]:
+            # The norm is that of all ranks together; their own gradients tell where it comes from.
+            ranks = _ranks_where(not self._gradients_are_finite())
             raise NonFiniteLossError(
-                f"step {step}: the gradient norm is not a finite number, the loss was {lm_loss} (rank "
-                f"{dist.get_rank()}); lower --lr, or look at the data; the last checkpoint is from before it"
+                f"step {step}: the gradient norm is not a finite number"
+                f"{f' (gradients of rank {ranks})' if ranks else ''}, the loss was {lm_loss}; lower --lr, or "
+                "look at the data; the last checkpoint is from before it"
             )
         return lm_loss, indexer_loss, max_over_ranks(norm)
 
@@ -148,13 +151,15 @@ class Stepper:
         bad = not all(bool(torch.isfinite(part).all()) for part in sums)
         if not any_rank(bad)[0]:
             return
-        verdicts: list[bool | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(verdicts, bad)
-        ranks = ", ".join(str(rank) for rank, verdict in enumerate(verdicts) if verdict)
         raise NonFiniteLossError(
-            f"step {step}: the loss is not a finite number on rank {ranks}; this step did not change the "
-            "weights; lower --lr, or look at the data; the last checkpoint is from before it"
+            f"step {step}: the loss is not a finite number on rank {_ranks_where(bad)}; this step did not "
+            "change the weights; lower --lr, or look at the data; the last checkpoint is from before it"
         )
+
+    def _gradients_are_finite(self) -> bool:
+        parameters = (parameter for chunk in self.model for parameter in chunk.parameters())
+        gradients = (getattr(parameter, "main_grad", None) for parameter in parameters)
+        return all(bool(torch.isfinite(gradient).all()) for gradient in gradients if gradient is not None)
 
     def _mean_loss(self, sums: list[torch.Tensor]) -> float:
         """Mean over all tokens of all data parallel ranks, known to every rank."""
@@ -175,6 +180,13 @@ class Stepper:
             loss_scale=1 / self.microbatches, iteration=step, writer=None, total_loss_dict=losses
         )
         return float(losses["indexer loss"]) if losses else None
+
+
+def _ranks_where(verdict: bool) -> str:
+    """Ranks for which something holds, with commas; every rank has to ask."""
+    verdicts: list[bool | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(verdicts, verdict)
+    return ", ".join(str(rank) for rank, found in enumerate(verdicts) if found)
 
 
 def _per_chunk(functions: list[Any]) -> Any:

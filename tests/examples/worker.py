@@ -90,6 +90,20 @@ def poison_the_loss() -> None:
     step.Stepper.train_step, step.loss_function = counting, poisoned
 
 
+def poison_a_gradient_of_rank_1() -> None:
+    """One gradient of rank 1 becomes NaN between the backward pass and the optimizer."""
+    forward_backward, calls = step.Stepper._forward_backward, [0]
+
+    def poisoned(self: step.Stepper, data: Any, forward_only: bool) -> Any:
+        sums = forward_backward(self, data, forward_only)
+        calls[0] += not forward_only
+        if calls[0] == POISONED_STEP and torch.distributed.get_rank() == 1:
+            next(self.model[0].parameters()).main_grad.fill_(float("nan"))
+        return sums
+
+    step.Stepper._forward_backward = poisoned
+
+
 def look_for_the_model_afterwards() -> None:
     """Say whether model and optimizer are gone once the job has returned."""
     train = training.train
@@ -111,6 +125,7 @@ def look_for_the_model_afterwards() -> None:
 FAULTS = {
     "none, but look for the model afterwards": look_for_the_model_afterwards,
     "loss": poison_the_loss,
+    "gradient on rank 1": poison_a_gradient_of_rank_1,
     # The common state is written, the weights are not.
     "before the weights": lambda: die_in_the_write_of_step_4(
         mock.patch.object(checkpoint._SaveInThisProcess, "save", die)
