@@ -75,7 +75,8 @@ def prepare(args: argparse.Namespace, world: World) -> runs.Run | None:
     if args.train_iters:
         source = find_text(args.data)
         # No tokenizer makes more tokens than there are bytes, with one for the end of each document.
-        check_size(args.split, args.seq_length, source.size + max(len(source.files), FEWEST_DOCUMENTS))
+        most = source.size + max(len(source.files), FEWEST_DOCUMENTS)
+        check_size(args.split, args.seq_length, most, counted=False)
     if args.load:
         from dsa_job import checkpoint
 

@@ -128,8 +128,14 @@ def _hash(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
 
 
-def check_size(split: str, sequence_length: int, tokens: int) -> None:
+def check_size(split: str, sequence_length: int, tokens: int, counted: bool = True) -> None:
     """Whether so many tokens make at least one sequence on either side of the split.
+
+    Args:
+        split: weights of the sides, with commas.
+        sequence_length: tokens per sequence.
+        tokens: how many there are, or can be at most.
+        counted: whether ``tokens`` was counted, and is no upper bound.
 
     Raises:
         UsageError: they do not.
@@ -138,9 +144,9 @@ def check_size(split: str, sequence_length: int, tokens: int) -> None:
     share = min(weight / sum(weights) for weight in weights if weight)
     if tokens * share < 2 * (sequence_length + 1):
         raise UsageError(
-            f"the data has no more than {tokens} tokens; a part of {share:.1%} of them (--split {split}) is "
-            f"too little for sequences of {sequence_length}; use more text, a shorter --seq-length or "
-            "another --split"
+            f"the data has {'' if counted else 'no more than '}{tokens} tokens; a part of {share:.1%} of "
+            f"them (--split {split}) is too little for sequences of {sequence_length}; use more "
+            "text, a shorter --seq-length or another --split"
         )
 
 

@@ -142,3 +142,10 @@ def test_a_half_written_cache_is_not_taken_for_a_whole_one(
     assert built.text_bytes == 900
     assert os.listdir(cache).count(Path(built.prefix).parent.name) == 1
     assert not list(cache.glob("*.partial"))
+
+
+def test_a_size_that_was_counted_is_called_so() -> None:
+    with pytest.raises(UsageError, match=r"^the data has 99 tokens; a part of 5.0%"):
+        corpus.check_size("95,5", 32, 99)
+    with pytest.raises(UsageError, match=r"^the data has no more than 99 tokens; a part of 5.0%"):
+        corpus.check_size("95,5", 32, 99, counted=False)
