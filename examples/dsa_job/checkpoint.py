@@ -24,6 +24,9 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategie
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.utils import unwrap_model
 
+# Derives from BaseException: no handler for ordinary errors sees it.
+from torch.distributed.checkpoint.api import CheckpointException as DamagedError
+
 from dsa_job.checkpoint_files import TRACKER, complete_steps, folder_of, is_complete, latest, partial_name
 from dsa_job.errors import UsageError
 from dsa_job.files import sync_folder, sync_tree, write_atomically
@@ -99,11 +102,13 @@ class Progress:
         iteration: steps done.
         consumed_train_samples: sequences used by all ranks together.
         wall_s: seconds spent in all processes that worked on this run, one after the other.
+        fresh_optimizer: the weights were loaded, the optimizer's state was not; never saved.
     """
 
     iteration: int = 0
     consumed_train_samples: int = 0
     wall_s: float = 0.0
+    fresh_optimizer: bool = False
 
 
 def choose(args: argparse.Namespace) -> int:
@@ -239,6 +244,16 @@ def load(
         state = dist_checkpointing.load(wanted, str(checkpoint))
     except (CheckpointingException, KeyError) as error:
         raise UsageError(f"checkpoint {checkpoint} does not fit this model: {error}") from error
+    except DamagedError as error:  # names every rank's trouble, each with a traceback
+        causes = "; ".join(
+            sorted({f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()})
+        )
+        step = int(checkpoint.name[5:])
+        others = [other for other in complete_steps(checkpoint.parent) if other != step]
+        raise UsageError(
+            f"checkpoint {checkpoint} cannot be read, its files are damaged ({causes}); go on from another "
+            f"with --load {checkpoint.parent} --ckpt-step, which has: {others or 'none'}"
+        ) from error
     for index, chunk in enumerate(model):
         unwrap_model(chunk).load_state_dict(state[_key(index, len(model))], strict=True)
     if with_optimizer:
@@ -249,11 +264,12 @@ def load(
     if with_rng:
         _set_rng_state(state["rng_state"])
     if args.finetune:
-        return Progress()
+        return Progress(fresh_optimizer=True)
     return Progress(
         iteration=state["iteration"],
         consumed_train_samples=getattr(saved, "consumed_train_samples", 0),
         wall_s=state.get("wall_s", 0.0),
+        fresh_optimizer=not with_optimizer,
     )
 
 

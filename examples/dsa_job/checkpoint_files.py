@@ -12,7 +12,7 @@ from pathlib import Path
 from dsa_job.errors import UsageError
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_PARTIAL = re.compile(r"\.iter_\d+\.(?P<host>.+)-(?P<pid>\d+)\.(partial|replaced)")
+_PARTIAL = re.compile(r"\.(?P<name>iter_\d+)\.(?P<host>.+)-(?P<pid>\d+)\.(?P<kind>partial|replaced)")
 
 
 def latest(folder: Path) -> int | None:
@@ -47,12 +47,18 @@ def check_not_overwritten(args: argparse.Namespace) -> None:
     there = latest(Path(args.save)) if args.save and not args.no_save else None
     if there is None:
         return
-    goes_on = args.load and Path(args.load).resolve() == Path(args.save).resolve() and not args.finetune
+    goes_on = args.train_iters and in_place(args) and not args.finetune
     if not goes_on or args.ckpt_step not in (None, there):
+        remedy = f", or go on from them with --load {args.save}" if args.train_iters else ""
         raise UsageError(
             f"--save {args.save} holds checkpoints up to step {there}, which this job would replace; name "
-            f"another folder, or go on from them with --load {args.save}"
+            f"another folder{remedy}"
         )
+
+
+def in_place(args: argparse.Namespace) -> bool:
+    """Whether a job saves where it loads from."""
+    return bool(args.load and args.save) and Path(args.load).resolve() == Path(args.save).resolve()
 
 
 def complete_steps(folder: Path) -> list[int]:
@@ -72,11 +78,18 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def remove_partial(folder: Path) -> list[str]:
-    """Delete what killed processes of this machine left half written; names of what was deleted."""
+    """Delete what killed processes of this machine left half written; names of what was deleted.
+
+    A checkpoint that had made room for one that never came gets its name back.
+    """
     removed = []
     for path in folder.glob(".iter_*"):
         match = _PARTIAL.fullmatch(path.name)
         if match and match["host"] == socket.gethostname() and not _is_alive(int(match["pid"])):
+            final = folder / match["name"]
+            if match["kind"] == "replaced" and not final.exists() and is_complete(path):
+                path.rename(final)
+                continue
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path.name)
     return removed

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import mindspeed_dsa
 from dsa_job import checkpoint, corpus, data, distributed, runs
-from dsa_job.checkpoint_files import folder_of, of_run, remove_partial
+from dsa_job.checkpoint_files import folder_of, in_place, of_run, remove_partial
 from dsa_job.errors import Interrupted, JobError, UsageError
 from dsa_job.model import build_model, model_config, parameter_count
 from dsa_job.optimizer import build_optimizer, build_scheduler
@@ -173,7 +173,9 @@ class _Job:
             remove_partial(Path(args.save))
         if args.load:
             self._load(model, optimizer, scheduler)
-        self.saved = self.progress.iteration if resumed else None
+        # What was loaded from there is there, perhaps with more than this job would write of it.
+        goes_on = in_place(args) and not args.finetune
+        self.saved = self.progress.iteration if goes_on else None
         self.wall_before = self.progress.wall_s
         folder = run.folder if run is not None else None
         self.reporter = Reporter(args, folder, self.progress.iteration, quiet)
@@ -220,6 +222,8 @@ class _Job:
                 f"sparse attention: {args.dsa_indexer_n_heads} index heads choose {args.dsa_indexer_topk} of "
                 f"up to {args.seq_length} keys"
             )
+        if self.progress.fresh_optimizer:
+            say(f"checkpoint: {args.load} gives the weights only; the optimizer begins without its state")
         if self.corpus is not None:
             say(f"data: {corpus.describe(self.corpus)}")
 

@@ -39,6 +39,23 @@ def test_a_tracker_that_names_nothing_is_an_error_with_a_way_out(tmp_path: Path,
         files.latest(tmp_path)
 
 
+def test_a_checkpoint_that_made_room_in_vain_comes_back(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    mine = f"{socket.gethostname()}-{gone.pid}"
+    # Killed between the two renames: 4 has no name any more, the new one had none yet.
+    old = checkpoint(tmp_path, 4).rename(tmp_path / f".iter_0000004.{mine}.replaced")
+    (old / "common.pt").write_bytes(b"old")
+    new = checkpoint(tmp_path, 4).rename(tmp_path / f".iter_0000004.{mine}.partial")
+    # Killed after both: the new 2 is there.
+    checkpoint(tmp_path, 2).rename(tmp_path / f".iter_0000002.{mine}.replaced")
+    checkpoint(tmp_path, 2)
+    assert sorted(files.remove_partial(tmp_path)) == [f".iter_0000002.{mine}.replaced", new.name]
+    assert files.complete_steps(tmp_path) == [2, 4]
+    assert (files.folder_of(tmp_path, 4) / "common.pt").read_bytes() == b"old"
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_only_what_dead_processes_left_is_removed(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

@@ -133,6 +133,22 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(jobs: JobServer, tmp_
     assert not list(tmp_path.glob("[abdef]"))  # refused before a folder was made
 
 
+def test_damaged_weights_are_refused(jobs: JobServer, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert jobs.run(run, "--exit-interval", "4").code == 0
+    checkpoints = run / "checkpoints"
+    weights = checkpoints / "iter_0000004" / "__0_0.distcp"
+    whole = weights.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b""):
+        weights.write_bytes(damaged)
+        finished = jobs.run(run)
+        assert finished.code == 2, finished.output
+        assert f"checkpoint {weights.parent} cannot be read, its files are damaged (" in finished.output
+        assert f"--load {checkpoints} --ckpt-step, which has: [2]" in finished.output
+        assert "Traceback" not in finished.output
+        assert finished.output.count("pretrain_dsa.py:") == 1
+
+
 def test_checkpoints_are_not_replaced_by_another_job(jobs: JobServer, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     options = ("--save", str(saved), "--train-iters", "2")
@@ -149,6 +165,24 @@ def test_checkpoints_are_not_replaced_by_another_job(jobs: JobServer, tmp_path: 
     assert [record["step"] for record in records(tmp_path / "b")] == [3, 4]
     assert [record["step"] for record in records(tmp_path / "b", "heldout.jsonl")] == [2, 3, 4]
     assert complete_steps(saved) == [2, 4]
+
+
+def test_a_loaded_checkpoint_is_never_written_again(jobs: JobServer, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    options = ("--save", str(saved), "--load", str(saved))
+    assert jobs.run(tmp_path / "a", "--save", str(saved), "--train-iters", "2").code == 0
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in saved.rglob("*.*")}
+    # Nothing is left to do: the weights alone, or the same again, would take the place of what is there.
+    refused = jobs.run(tmp_path / "b", *options, "--train-iters", "0")
+    assert_refused(refused, f"--save {saved} holds checkpoints up to step 2, which this job would replace")
+    for number, more in enumerate(
+        (["2"], ["1", "--lr-warmup-iters", "0"], ["2", "--no-save-optim", "--no-load-optim"])
+    ):
+        finished = jobs.run(tmp_path / f"again-{number}", *options, "--train-iters", *more)
+        assert finished.code == 0, finished.output
+        without = f"checkpoint: {saved} gives the weights only; the optimizer begins without its state"
+        assert (without in finished.output) == ("--no-load-optim" in more)
+    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in saved.rglob("*.*")} == before
 
 
 def test_a_run_with_a_checkpoint_folder_of_its_own_goes_on(jobs: JobServer, tmp_path: Path) -> None:
