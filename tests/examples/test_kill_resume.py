@@ -61,6 +61,25 @@ def test_killed_again_and_again(jobs: JobServer, unbroken: Path, tmp_path: Path)
     assert_resumes_like(unbroken, run, jobs, step=4)
 
 
+def test_a_rank_killed_in_a_write_of_shards(jobs: JobServer, tmp_path: Path) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    layout = ("--use-distributed-optimizer", "--train-iters", "6")
+    finished = jobs.start(whole, *layout, ranks=2)
+    assert [job.code for job in finished] == [0, 0], finished[0].output + finished[1].output
+    # Rank 0 dies with all shards written and none of them named; rank 1 waits for it in vain.
+    first, second = jobs.start(run, *layout, ranks=2, fault="before the rename")
+    assert (first.code, second.code) == (-signal.SIGKILL, 1), first.output + second.output
+    assert latest(run / "checkpoints") == 2
+    assert complete_steps(run / "checkpoints") == [2]
+    finished = jobs.start(run, *layout, ranks=2)
+    assert [job.code for job in finished] == [0, 0], finished[0].output + finished[1].output
+    assert f"resuming the unfinished run in {run} from step 2" in finished[0].output
+    assert len(records(run)) == 6
+    for resumed, unbroken_one in zip(results(run), results(whole), strict=True):
+        assert resumed == pytest.approx(unbroken_one, rel=0, abs=1e-6)
+    assert not list((run / "checkpoints").glob(".*"))
+
+
 def records_so_far(run: Path) -> list[str]:
     return (run / "metrics.jsonl").read_text().splitlines()
 
