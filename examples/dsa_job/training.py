@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import mindspeed_dsa
 from dsa_job import checkpoint, corpus, data, distributed, runs
+from dsa_job.arguments import build_parser
 from dsa_job.checkpoint_files import folder_of, in_place, of_run, remove_partial
 from dsa_job.errors import Interrupted, JobError, UsageError
 from dsa_job.model import build_model, model_config, parameter_count
@@ -164,7 +165,7 @@ class _Job:
             self.train_data, self.heldout_data = data.build_datasets(args, tokenizer, self.corpus)
         mindspeed_dsa.finalize(str(run.folder) if run is not None else None)
         config = model_config(args)
-        model = build_model(args, config)
+        model = _built(args, config)
         optimizer = build_optimizer(args, model)
         scheduler = build_scheduler(args, optimizer)
         self.stepper = Stepper(args, config, model, optimizer, scheduler)
@@ -304,6 +305,25 @@ class _Job:
             f"stopped by Ctrl-C after step {self.progress.iteration}; a checkpoint is in {self.args.save}; "
             "the same command goes on from there"
         )
+
+
+def _built(args: argparse.Namespace, config: Any) -> list[Any]:
+    """The model; what Megatron cannot build without a repair is laid to the switch that took it away."""
+    try:
+        return build_model(args, config)
+    except (ValueError, AssertionError) as error:
+        unset = build_parser().get_default
+        off = [
+            f"--no-{name.replace('_', '-')}"
+            for name, value in vars(args).items()
+            if name.startswith("dsa_") and value is False and unset(name) is None
+        ]
+        if not off:
+            raise
+        raise UsageError(
+            f"Megatron cannot build this model ({error}) without the repairs that {', '.join(off)} switched "
+            "off; drop the switch"
+        ) from error
 
 
 def _seed(seed: int) -> None:

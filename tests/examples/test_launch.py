@@ -44,6 +44,19 @@ def test_the_script_trains(jobs: JobServer, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_model_that_needs_a_repair_that_is_off_names_the_switch(jobs: JobServer, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *jobs.arguments(tmp_path / "run", "--no-dsa-spec-dispatch")],
+        capture_output=True,
+        text=True,
+        env=ENVIRON,
+        timeout=200,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "without the repairs that --no-dsa-spec-dispatch switched off; drop the switch" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_help_shows_the_flags_of_job_and_library() -> None:
     done = subprocess.run(
         [sys.executable, SCRIPT, "--help"], capture_output=True, text=True, env=ENVIRON, timeout=200
