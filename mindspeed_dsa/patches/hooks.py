@@ -97,7 +97,7 @@ def namespaces(since: str | None = None) -> Iterator[dict[str, Any]]:
             are left out.
     """
     started = since is None
-    for name, module in tuple(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         started = started or name == since
         if (started or is_initializing(module)) and issubclass(type(module), ModuleType):
             yield _module_dict(module)
@@ -115,9 +115,10 @@ def bound_names(
     """
     ids = frozenset(wanted)
     for names in namespaces(since):
-        # Both passes run in C, where no import of another thread comes between; most modules need one.
-        if ids.isdisjoint(map(id, names.values())):
+        # A copy: a callback of the garbage collector may let another thread's import come between.
+        held = names.copy()
+        if ids.isdisjoint(map(id, held.values())):
             continue
-        for name in tuple(compress(names, map(ids.__contains__, map(id, names.values())))):
+        for name in compress(held, map(ids.__contains__, map(id, held.values()))):
             if id(value := names.get(name)) in ids:
                 yield names, name, value
