@@ -62,9 +62,7 @@ def choose(operator: str, requested: str, shape: ShapeClass) -> ModuleType:
         ValueError: ``requested`` is no backend's name.
         BackendUnavailable: an explicitly requested backend cannot take the call.
     """
-    if requested not in get_args(BackendName):
-        names = ", ".join(get_args(BackendName))
-        raise ValueError(f"{operator}: no backend is called {requested!r}; choose one of {names}")
+    check_name(operator, requested)
     if requested != "auto":
         module, reason = _load(operator, requested, shape)
         if module is None:
@@ -80,6 +78,13 @@ def choose(operator: str, requested: str, shape: ShapeClass) -> ModuleType:
             return module
         logger.warning("%s: backend %r is passed over for %s: %s", operator, name, shape, reason)
     raise BackendUnavailable(f"{operator}: no backend can run {shape}")
+
+
+def check_name(operator: str, requested: str) -> None:
+    """Raise ``ValueError`` unless ``requested`` is one of :data:`BackendName`."""
+    if requested not in get_args(BackendName):
+        names = ", ".join(get_args(BackendName))
+        raise ValueError(f"{operator}: no backend is called {requested!r}; choose one of {names}")
 
 
 def _load(operator: str, name: str, shape: ShapeClass) -> tuple[ModuleType | None, str | None]:

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.ops.backend import ShapeClass, choose
+from mindspeed_dsa.ops.backend import ShapeClass, check_name, choose
 from mindspeed_dsa.ops.checks import check_float, check_indices, check_shape, require
+from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient
 from mindspeed_dsa.ops.lightning_indexer import selected_scores
 from mindspeed_dsa.ops.ranges import visible_ranges
 
@@ -84,14 +86,67 @@ def indexer_kl_loss(
             attention_sum = implementation.attention_sum(query, key, topk_indices, lse, softmax_scale)
             if tp_group is not None:
                 dist.all_reduce(attention_sum, group=tp_group)
-        elif tp_group is not None:
-            attention_sum = attention_sum.clone()
-            dist.all_reduce(attention_sum, group=tp_group)
+        else:
+            attention_sum = _over_ranks(attention_sum, tp_group)
         row_weights = _row_weights(rows, row_mask, reduction, topk_scores)
     valid = topk_indices >= 0
     if not hasattr(implementation, "divergence_and_gradient"):
         return implementation.divergence(topk_scores, attention_sum, valid, row_weights)
     return _Divergence.apply(implementation, topk_scores, attention_sum, valid, row_weights)
+
+
+def divergence_and_score_gradient(
+    topk_scores: Tensor,
+    attention_sum: Tensor,
+    topk_indices: Tensor,
+    *,
+    row_mask: Tensor | None = None,
+    reduction: str = "mean",
+    tp_group: dist.ProcessGroup | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Loss of the sparse stage and its gradient with respect to the scores, outside of autograd.
+
+    What :func:`indexer_kl_loss` computes from ``topk_scores`` and ``attention_sum``, for callers that have
+    the sum in the backward only: the ``score_gradient`` of
+    :func:`mindspeed_dsa.ops.sparse_flash_attention.sparse_flash_attention`.
+
+    Args:
+        topk_scores: ``[batch, query_length, topk]`` as the indexer returned them.
+        attention_sum: same shape, probabilities summed over this rank's heads; not changed.
+        topk_indices: same shape, int32, -1 at the tail.
+        row_mask: ``[batch, query_length]`` bool, True for rows that count (all by default).
+        reduction: ``"mean"`` over the rows that count, or their ``"sum"``.
+        tp_group: tensor-parallel process group whose ranks hold the other heads. All of them must call.
+        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`; all but the reference share one closed
+            form, which runs on any device.
+
+    Returns:
+        The loss, a scalar in the dtype of the scores, and its gradient, ``[batch, query_length, topk]``.
+
+    Raises:
+        ValueError: a shape or option does not fit.
+    """
+    check_shape(OPERATOR, "topk_scores", topk_scores, (None,) * 3, "[batch, query_length, topk]")
+    batch, query_length, topk = topk_scores.shape
+    for name, tensor in (("attention_sum", attention_sum), ("topk_indices", topk_indices)):
+        check_shape(OPERATOR, name, tensor, (batch, query_length, topk), f"{[batch, query_length, topk]}")
+    check_name(OPERATOR, backend)
+    with torch.no_grad():
+        row_weights = _row_weights((batch, query_length), row_mask, reduction, topk_scores)
+        attention_sum = _over_ranks(attention_sum, tp_group)
+        valid = topk_indices >= 0
+        if backend != "reference":
+            loss, gradient = divergence_and_gradient(topk_scores, attention_sum, valid, row_weights, True)
+            assert gradient is not None
+            return loss, gradient
+    from mindspeed_dsa.ops.indexer_kl_loss import reference
+
+    with torch.enable_grad():
+        scores = topk_scores.detach().requires_grad_()
+        loss = reference.divergence(scores, attention_sum, valid, row_weights)
+        (gradient,) = torch.autograd.grad(loss, scores)
+    return loss.detach(), gradient
 
 
 def dense_indexer_kl_loss(
@@ -193,6 +248,15 @@ def _check(
     return batch, query_length
 
 
+def _over_ranks(attention_sum: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
+    """The sum over the heads of all ranks; the caller's tensor stays as it is."""
+    attention_sum = attention_sum.detach()
+    if tp_group is not None:
+        attention_sum = attention_sum.clone()
+        dist.all_reduce(attention_sum, group=tp_group)
+    return attention_sum
+
+
 def _row_weights(rows: tuple[int, int], row_mask: Tensor | None, reduction: str, like: Tensor) -> Tensor:
     """``[batch, query_length]``: what each row's divergence is multiplied with in the loss."""
     require(reduction in ("mean", "sum"), OPERATOR, f"reduction must be 'mean' or 'sum', got {reduction!r}")
@@ -239,6 +303,7 @@ class _Divergence(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
         (gradient,) = ctx.saved_tensors
         return None, gradient * grad_loss, None, None, None
@@ -264,5 +329,6 @@ class _Dense(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
         return (None, *(gradient * grad_loss.to(gradient.dtype) for gradient in ctx.saved_tensors), None)

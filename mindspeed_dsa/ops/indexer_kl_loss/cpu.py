@@ -8,11 +8,12 @@ from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.cpu_blocks import Scratch, batched_matmul, compute_dtype, gathered_blocks, linear
+from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient as divergence_and_gradient
+from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_of_rows
 
-# Entries of a block in the elementwise part of the sparse form, and attention scores of a block in the
-# dense form. The second is a constant of the algorithm, not of the machine: with tensor parallelism
-# every rank must cut its rows at the same places, because the target is reduced block by block.
-_SPARSE_BLOCK = 256 * 1024
+# Attention scores of a block in the dense form. A constant of the algorithm, not of the machine: with
+# tensor parallelism every rank must cut its rows at the same places, because the target is reduced block
+# by block.
 _DENSE_BLOCK = 1024 * 1024
 
 
@@ -44,34 +45,6 @@ def attention_sum(
             probabilities.masked_fill_(block.invalid, 0)
         summed[at][:, :width] = probabilities
     return summed
-
-
-def divergence_and_gradient(
-    topk_scores: Tensor, attention_sum: Tensor, valid: Tensor, row_weights: Tensor, with_gradient: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The loss, and its gradient with respect to ``topk_scores``, ``[batch, query_length, topk]``."""
-    loss = torch.zeros((), dtype=torch.float64)
-    gradient = torch.empty_like(topk_scores) if with_gradient else None
-    rows = max(1, _SPARSE_BLOCK // topk_scores.shape[-1])
-    for b in range(topk_scores.shape[0]):
-        for first in range(0, topk_scores.shape[1], rows):
-            at = (b, slice(first, first + rows))
-            per_row, r_minus_p = _divergence(topk_scores[at], attention_sum[at], valid[at])
-            loss += (per_row * row_weights[at]).sum(dtype=torch.float64)
-            if gradient is not None:
-                torch.mul(r_minus_p, row_weights[at][:, None], out=gradient[at])
-    return loss.to(topk_scores.dtype), gradient
-
-
-def _divergence(scores: Tensor, attention_sum: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Divergence of each row, ``[rows]``, and its gradient with respect to ``scores``, ``[rows, keys]``."""
-    # Logarithms of probabilities are bounded below by a finite number, so that 0 * log stays 0.
-    lowest = torch.finfo(scores.dtype).min
-    log_r = scores.masked_fill(~valid, lowest).log_softmax(dim=-1)
-    p = attention_sum / attention_sum.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
-    log_r.masked_fill_(~valid, 0)
-    per_row = torch.xlogy(p, p).sum(dim=-1) - (p * log_r).sum(dim=-1)
-    return per_row, log_r.exp_().sub_(p).masked_fill_(~valid, 0)
 
 
 def dense_loss_and_gradients(
@@ -115,7 +88,7 @@ def dense_loss_and_gradients(
             # [rows, index_heads, keys]
             product = linear(flat, keys[low:high], relu=use_relu).view(*q.shape[:2], -1)
             scores = torch.bmm(w[:, None], product)[:, 0]
-            per_row, grad = _divergence(scores, summed, valid)
+            per_row, grad = divergence_of_rows(scores, summed, valid)
             loss += (per_row * row_weights[at]).sum(dtype=torch.float64)
             if not with_gradients:
                 continue

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.ops.backend import ShapeClass, choose
 from mindspeed_dsa.ops.checks import check_float, check_indices, check_shape, require
@@ -155,6 +156,7 @@ class _Select(torch.autograd.Function):
         return topk_indices, topk_scores
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, _: Tensor | None, grad_scores: Tensor | None) -> tuple[Any, ...]:
         if grad_scores is None:
             return (None,) * 8
@@ -178,6 +180,7 @@ class _ScoresAt(torch.autograd.Function):
         return implementation.scores_at(query, key, weights, topk_indices, use_relu)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_scores: Tensor) -> tuple[Any, ...]:
         grads = ctx.implementation.score_gradients(grad_scores, *ctx.saved_tensors, ctx.use_relu)
         return (None, *grads, None, None)

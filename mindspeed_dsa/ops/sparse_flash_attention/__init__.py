@@ -5,11 +5,13 @@ The mathematics is in README.md beside this file.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.ops.backend import ShapeClass, choose
 from mindspeed_dsa.ops.checks import check_float, check_indices, check_shape, require
@@ -37,6 +39,8 @@ def sparse_flash_attention(
     *,
     value_dim: int,
     return_attention_sum: bool = False,
+    topk_scores: Tensor | None = None,
+    score_gradient: Callable[[Tensor], Tensor] | None = None,
     backend: str = "auto",
 ) -> SparseAttentionOutput:
     """Attention of every query head over the keys its row selected, with one shared key-value head.
@@ -55,10 +59,18 @@ def sparse_flash_attention(
             square of the YaRN factor, not ``576 ** -0.5``.
         value_dim: leading part of ``key_value`` that is the value, 512 for MLA.
         return_attention_sum: also return the probabilities summed over heads.
+        topk_scores: ``[batch, query_length, topk]`` index scores at ``topk_indices``. They change nothing in
+            the forward; the backward gives them the gradient that ``score_gradient`` returns.
+        score_gradient: called once in every backward with the probabilities summed over this rank's heads,
+            ``[batch, query_length, topk]`` fp32, which the backward recomputes anyway; returns the gradient
+            of ``topk_scores``, same shape, which is not multiplied with the incoming gradient. Not called
+            when ``topk_scores`` requires no gradient. It should not hold on to what this function returns:
+            the two would keep each other alive.
+            :func:`mindspeed_dsa.ops.indexer_kl_loss.divergence_and_score_gradient` does the work of one.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Raises:
-        ValueError: a shape or dtype does not fit.
+        ValueError: a shape or dtype does not fit, also that of what ``score_gradient`` returned.
         BackendUnavailable: the backend asked for cannot take the call.
 
     Source: DeepSeek-V2 paper, section 2.1 (absorbed MLA); DeepSeek-V3.2-Exp report, section 2.1.
@@ -81,6 +93,15 @@ def sparse_flash_attention(
     )
     require(heads >= 1, OPERATOR, "query must have at least one head")
     require(1 <= value_dim <= dim, OPERATOR, f"value_dim must lie in [1, {dim}], got {value_dim}")
+    require(
+        (topk_scores is None) == (score_gradient is None),
+        OPERATOR,
+        "topk_scores and score_gradient go together; pass both or none",
+    )
+    if topk_scores is not None:
+        check_shape(
+            OPERATOR, "topk_scores", topk_scores, tuple(topk_indices.shape), "as large as topk_indices"
+        )
     check_indices(OPERATOR, topk_indices, key_value.shape[1])
     shape = ShapeClass(
         query.device.type,
@@ -88,10 +109,28 @@ def sparse_flash_attention(
         (("heads", heads), ("dim", dim), ("value_dim", value_dim), ("topk", topk_indices.shape[-1])),
     )
     implementation = choose(OPERATOR, backend, shape)
-    arguments = (query, key_value, topk_indices, softmax_scale, value_dim, return_attention_sum)
-    if not hasattr(implementation, "backward"):
-        return SparseAttentionOutput(*implementation.sparse_flash_attention(*arguments))
-    return SparseAttentionOutput(*_Attention.apply(implementation, *arguments))
+    # Without a consumer of its gradient the sum is not formed.
+    hooked = topk_scores is not None and topk_scores.requires_grad and torch.is_grad_enabled()
+    if hasattr(implementation, "backward"):
+        return SparseAttentionOutput(
+            *_Attention.apply(
+                implementation,
+                query,
+                key_value,
+                topk_indices,
+                softmax_scale,
+                value_dim,
+                return_attention_sum,
+                topk_scores if hooked else None,
+                score_gradient if hooked else None,
+            )
+        )
+    out, lse, attention_sum = implementation.sparse_flash_attention(
+        query, key_value, topk_indices, softmax_scale, value_dim, return_attention_sum or hooked
+    )
+    if hooked:
+        out = _ScoreGradient.apply(out, topk_scores, attention_sum, score_gradient)
+    return SparseAttentionOutput(out, lse, attention_sum if return_attention_sum else None)
 
 
 class _Attention(torch.autograd.Function):
@@ -105,19 +144,71 @@ class _Attention(torch.autograd.Function):
         softmax_scale: float,
         value_dim: int,
         return_attention_sum: bool,
+        topk_scores: Tensor | None,
+        score_gradient: Callable[[Tensor], Tensor] | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         out, lse, attention_sum = implementation.forward(
             query, key_value, topk_indices, softmax_scale, value_dim, return_attention_sum
         )
         ctx.implementation, ctx.softmax_scale = implementation, softmax_scale
+        ctx.score_gradient = score_gradient
+        ctx.scores_dtype = None if topk_scores is None else topk_scores.dtype
         ctx.save_for_backward(query, key_value, topk_indices, out, lse)
         ctx.mark_non_differentiable(lse, *(() if attention_sum is None else (attention_sum,)))
         ctx.set_materialize_grads(False)
         return out, lse, attention_sum
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        hooked = ctx.score_gradient is not None
+        query, key_value, topk_indices, out, lse = ctx.saved_tensors
         if grad_out is None:
-            return (None,) * 7
-        grads = ctx.implementation.backward(grad_out, *ctx.saved_tensors, ctx.softmax_scale)
-        return (None, *grads, None, None, None, None)
+            if not hooked:
+                return (None,) * 9
+            grad_out = torch.zeros_like(out)
+        grad_query, grad_key_value, attention_sum = ctx.implementation.backward(
+            grad_out, query, key_value, topk_indices, out, lse, ctx.softmax_scale, hooked
+        )
+        grad_scores = None
+        if hooked:
+            grad_scores = _call(ctx.score_gradient, attention_sum, ctx.scores_dtype)
+        return None, grad_query, grad_key_value, None, None, None, None, grad_scores, None
+
+
+class _ScoreGradient(torch.autograd.Function):
+    """The hook for a backend that autograd differentiates: its sum is kept from the forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        out: Tensor,
+        topk_scores: Tensor,
+        attention_sum: Tensor,
+        score_gradient: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.score_gradient, ctx.scores_dtype = score_gradient, topk_scores.dtype
+        ctx.save_for_backward(attention_sum)
+        ctx.set_materialize_grads(False)
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Any, ...]:
+        (attention_sum,) = ctx.saved_tensors
+        # What the callback does to its argument must not reach a second backward.
+        grad_scores = _call(ctx.score_gradient, attention_sum.clone(), ctx.scores_dtype)
+        return grad_out, grad_scores, None, None
+
+
+def _call(score_gradient: Callable[[Tensor], Tensor], attention_sum: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gradient of the scores from the callback, checked."""
+    gradient = score_gradient(attention_sum)
+    check_shape(
+        OPERATOR,
+        "what score_gradient returned",
+        gradient,
+        tuple(attention_sum.shape),
+        f"{list(attention_sum.shape)} as topk_scores",
+    )
+    return gradient.to(dtype)

@@ -71,13 +71,18 @@ def backward(
     out: Tensor,
     lse: Tensor,
     softmax_scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of query and key_value, from the ``out`` and ``lse`` that :func:`forward` returned."""
+    return_attention_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of query and key_value, from the ``out`` and ``lse`` that :func:`forward` returned.
+
+    The third part is the sum of the probabilities over heads, as in :func:`forward`, or None.
+    """
     heads, dim = query.shape[2:]
     value_dim = out.shape[3]
     dtype = compute_dtype(query.dtype)
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     grad_key_value = torch.zeros(key_value.shape, dtype=dtype)
+    attention_sum = torch.zeros(topk_indices.shape, dtype=dtype) if return_attention_sum else None
     scratch = Scratch(dtype)
     for block in gathered_blocks(key_value, topk_indices, 4 * heads + dim, scratch):
         at, (rows, width) = (block.batch, block.rows), block.indices.shape
@@ -95,10 +100,12 @@ def backward(
         torch.sub(scores, lse[at][..., None], out=probabilities).exp_()
         if block.invalid is not None:
             probabilities.masked_fill_(block.invalid[:, None], 0)
+        if attention_sum is not None:
+            attention_sum[at][:, :width] = probabilities.sum(dim=1)
         # In place: the upper half becomes the gradient of the scores, the lower half the probabilities.
         torch.mul(grad_probabilities.sub_(delta), probabilities, out=scores)
         grad_probabilities.copy_(probabilities)
         grad_q = batched_matmul(scores, block.keys, out=scratch("grad_query", rows, heads, dim))
         grad_query[at] = grad_q.mul_(softmax_scale)
         scatter_add_rows(grad_key_value[block.batch], block, both.transpose(1, 2), stacked, scratch)
-    return grad_query, grad_key_value.to(key_value.dtype)
+    return grad_query, grad_key_value.to(key_value.dtype), attention_sum

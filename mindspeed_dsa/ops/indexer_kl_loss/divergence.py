@@ -1,0 +1,37 @@
+"""Divergence of the indexer from its target and its gradient, in closed form, on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Entries of a block: what is held beside the result stays small, and in cache on a CPU.
+_BLOCK = 256 * 1024
+
+
+def divergence_and_gradient(
+    topk_scores: Tensor, attention_sum: Tensor, valid: Tensor, row_weights: Tensor, with_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The loss, and its gradient with respect to ``topk_scores``, ``[batch, query_length, topk]``."""
+    loss = torch.zeros((), dtype=torch.float64, device=topk_scores.device)
+    gradient = torch.empty_like(topk_scores) if with_gradient else None
+    rows = max(1, _BLOCK // topk_scores.shape[-1])
+    for b in range(topk_scores.shape[0]):
+        for first in range(0, topk_scores.shape[1], rows):
+            at = (b, slice(first, first + rows))
+            per_row, r_minus_p = divergence_of_rows(topk_scores[at], attention_sum[at], valid[at])
+            loss += (per_row * row_weights[at]).sum(dtype=torch.float64)
+            if gradient is not None:
+                torch.mul(r_minus_p, row_weights[at][:, None], out=gradient[at])
+    return loss.to(topk_scores.dtype), gradient
+
+
+def divergence_of_rows(scores: Tensor, attention_sum: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Divergence of each row, ``[rows]``, and its gradient with respect to ``scores``, ``[rows, keys]``."""
+    # Logarithms of probabilities are bounded below by a finite number, so that 0 * log stays 0.
+    lowest = torch.finfo(scores.dtype).min
+    log_r = scores.masked_fill(~valid, lowest).log_softmax(dim=-1)
+    p = attention_sum / attention_sum.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
+    log_r.masked_fill_(~valid, 0)
+    per_row = torch.xlogy(p, p).sum(dim=-1) - (p * log_r).sum(dim=-1)
+    return per_row, log_r.exp_().sub_(p).masked_fill_(~valid, 0)
