@@ -80,6 +80,39 @@ def choose(operator: str, requested: str, shape: ShapeClass) -> ModuleType:
     raise BackendUnavailable(f"{operator}: no backend can run {shape}")
 
 
+def settle(operator: str, requested: str, implementation: ModuleType, reason: str | None) -> ModuleType:
+    """What runs a call that the chosen backend may decline for a reason that no shape class shows.
+
+    Args:
+        operator: folder name under ``mindspeed_dsa/ops``.
+        requested: one of :data:`BackendName`.
+        implementation: what :func:`choose` returned.
+        reason: why it cannot take this call, or None.
+
+    Returns:
+        The implementation, or the reference if it declines and any backend will do.
+
+    Raises:
+        BackendUnavailable: it declines and was asked for by name.
+    """
+    if reason is None:
+        return implementation
+    name = implementation.__name__.rpartition(".")[2]
+    if requested != "auto":
+        raise BackendUnavailable(
+            f"{operator}: backend {name!r} cannot run this call: {reason}. "
+            "Ask for 'auto' to fall back, or for the slow and exact 'reference'"
+        )
+    say_once(f"{operator}: backend {name!r} is passed over: {reason}")
+    return import_module(f"{__package__}.{operator}.reference")
+
+
+@cache
+def say_once(message: str) -> None:
+    """Log a warning the first time that it comes up."""
+    logger.warning("%s", message)
+
+
 def check_name(operator: str, requested: str) -> None:
     """Raise ``ValueError`` unless ``requested`` is one of :data:`BackendName`."""
     if requested not in get_args(BackendName):

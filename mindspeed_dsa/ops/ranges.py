@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed_dsa.ops.checks import require
+
+# The ends that were filled in here: what they hold is known without reading them from a device.
+_plain_causal: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def visible_ranges(
@@ -32,6 +36,7 @@ def visible_ranges(
         ``starts, ends``: ``[batch, query_length]`` int32 each, cut to ``0 <= starts`` and
         ``ends <= key_length``. A row with ``starts >= ends`` sees nothing.
     """
+    plain = starts is None and ends is None
     if ends is None:
         require(
             query_length == key_length,
@@ -51,4 +56,11 @@ def visible_ranges(
         )
         bound = bound.to(device=device, dtype=torch.int32).clamp(0, key_length)
         rows.append(bound.expand(batch, query_length))
+    if plain:
+        _plain_causal[rows[1]] = True
     return rows[0], rows[1]
+
+
+def is_plain_causal(ends: Tensor) -> bool:
+    """Whether ``ends`` came from :func:`visible_ranges` as the default; False says nothing."""
+    return ends in _plain_causal

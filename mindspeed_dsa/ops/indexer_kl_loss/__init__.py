@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.ops.backend import ShapeClass, check_name, choose
+from mindspeed_dsa.ops.backend import ShapeClass, check_name, choose, say_once, settle
 from mindspeed_dsa.ops.checks import check_float, check_indices, check_shape, require
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient
 from mindspeed_dsa.ops.lightning_indexer import selected_scores
@@ -56,7 +56,8 @@ def indexer_kl_loss(
         softmax_scale: factor of the main attention's scores.
         lse: ``[batch, query_length, heads]`` from the attention over the same keys; saves a pass.
         topk_scores: index scores at ``topk_indices`` as the indexer returned them, differentiable; saves
-            their recomputation. The gradient then flows through them.
+            their recomputation. The gradient then flows through them, unless the backend has one operator
+            for the whole loss (npu), where it goes to the indexer's inputs.
         attention_sum: ``[batch, query_length, topk]`` from the attention; saves the whole target.
         row_mask: ``[batch, query_length]`` bool, True for rows that count (all by default).
         reduction: ``"mean"`` over the rows that count, or their ``"sum"``.
@@ -77,6 +78,28 @@ def indexer_kl_loss(
     check_shape(OPERATOR, "topk_indices", topk_indices, (*rows, None), f"{list(rows)} + [topk]")
     check_indices(OPERATOR, topk_indices, key.shape[1])
     implementation = choose(OPERATOR, backend, _shape_class(index_query, query, topk_indices.shape[-1]))
+    # One operator may form target, loss and gradients of the indexer's inputs. It goes past the scores, so
+    # that a gradient which only they want needs the other way.
+    only_scores = topk_scores is not None and topk_scores.requires_grad and not index_query.requires_grad
+    if attention_sum is None and not only_scores and hasattr(implementation, "fused_loss"):
+        key_length = key.shape[1]
+        reason = implementation.unsupported_fused(
+            index_query, query, topk_indices, key_length, lse, row_mask, tp_group, use_relu
+        )
+        if reason is None:
+            return implementation.fused_loss(
+                index_query,
+                index_key,
+                index_weights,
+                query,
+                key,
+                topk_indices,
+                softmax_scale,
+                lse,
+                _row_weights(rows, None, reduction, query.new_empty(0, dtype=torch.float32))[0, 0],
+                tp_group,
+            )
+        say_once(f"{OPERATOR}: computed by PyTorch in chunks: {reason}")
     if topk_scores is None:
         topk_scores = selected_scores(
             index_query, index_key, index_weights, topk_indices, use_relu=use_relu, backend=backend
@@ -204,7 +227,13 @@ def dense_indexer_kl_loss(
         f"index_key has {index_key.shape[1]} keys and key has {key.shape[1]}; both list the same positions",
     )
     starts, ends = visible_ranges(OPERATOR, *rows, key.shape[1], starts, ends, query.device)
-    implementation = choose(OPERATOR, backend, _shape_class(index_query, query, 0))
+    shape = _shape_class(index_query, query, 0, heads if key.dim() == 4 else 1)
+    implementation = choose(OPERATOR, backend, shape)
+    if hasattr(implementation, "unsupported_dense"):
+        reason = implementation.unsupported_dense(
+            index_query, query, starts, ends, key.shape[1], row_mask, tp_group, use_relu
+        )
+        implementation = settle(OPERATOR, backend, implementation, reason)
     dtype = torch.promote_types(index_query.dtype, torch.float32)
     row_weights = _row_weights(rows, row_mask, reduction, index_query.new_empty(0, dtype=dtype))
     arguments = (query.detach(), key.detach(), softmax_scale, starts, ends, row_weights, tp_group, use_relu)
@@ -273,10 +302,11 @@ def _row_weights(rows: tuple[int, int], row_mask: Tensor | None, reduction: str,
     return weights / weights.sum().clamp_min(1) if reduction == "mean" else weights
 
 
-def _shape_class(index_query: Tensor, query: Tensor, topk: int) -> ShapeClass:
+def _shape_class(index_query: Tensor, query: Tensor, topk: int, key_heads: int = 1) -> ShapeClass:
     sizes = (
         ("heads", query.shape[2]),
         ("dim", query.shape[3]),
+        ("key_heads", key_heads),
         ("index_heads", index_query.shape[2]),
         ("index_dim", index_query.shape[3]),
         ("topk", topk),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.ops.backend import ShapeClass, choose
+from mindspeed_dsa.ops.backend import ShapeClass, choose, settle
 from mindspeed_dsa.ops.checks import check_float, check_indices, check_shape, require
 from mindspeed_dsa.ops.ranges import visible_ranges
 
@@ -69,6 +69,9 @@ def lightning_indexer(
     starts, ends = visible_ranges(OPERATOR, batch, query_length, key.shape[1], starts, ends, query.device)
     implementation = choose(OPERATOR, backend, _shape_class(query, topk))
     topk = min(topk, key.shape[1])
+    if hasattr(implementation, "unsupported_call"):
+        reason = implementation.unsupported_call(topk, starts, ends, key.shape[1], use_relu)
+        implementation = settle(OPERATOR, backend, implementation, reason)
     # The reference is differentiated by autograd; the other backends bring their gradients.
     if not hasattr(implementation, "select"):
         return IndexerOutput(

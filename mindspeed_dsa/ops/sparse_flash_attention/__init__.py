@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.ops.backend import ShapeClass, choose
+from mindspeed_dsa.ops.backend import ShapeClass, choose, settle
 from mindspeed_dsa.ops.checks import check_float, check_indices, check_shape, require
 
 OPERATOR = "sparse_flash_attention"
@@ -109,6 +109,9 @@ def sparse_flash_attention(
         (("heads", heads), ("dim", dim), ("value_dim", value_dim), ("topk", topk_indices.shape[-1])),
     )
     implementation = choose(OPERATOR, backend, shape)
+    if hasattr(implementation, "unsupported_call"):
+        reason = implementation.unsupported_call(topk_indices, key_value.shape[1])
+        implementation = settle(OPERATOR, backend, implementation, reason)
     # Without a consumer of its gradient the sum is not formed.
     hooked = topk_scores is not None and topk_scores.requires_grad and torch.is_grad_enabled()
     if hasattr(implementation, "backward"):

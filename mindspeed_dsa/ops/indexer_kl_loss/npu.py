@@ -1,0 +1,285 @@
+"""Indexer loss on Ascend NPUs: torch_npu's fused losses, and PyTorch in chunks for what they do not take.
+
+The fused operators return the sum of the loss over all rows and the gradients of that sum, in one call. The
+factor that makes a mean of it is that of all rows of the batch, not of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mindspeed_dsa.ops import chunks
+from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.chunks import attention_sum as attention_sum
+from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient as divergence_and_gradient
+from mindspeed_dsa.ops.npu_device import DTYPES, TOPK_WIDTHS, listed, npu_op, unavailable
+from mindspeed_dsa.ops.npu_layout import Layout, known_layout, layout_of_indices, layout_of_ranges
+
+_SPARSE = "npu_sparse_lightning_indexer_grad_kl_loss"
+_DENSE_LSE = "npu_dense_lightning_indexer_softmax_lse"
+_DENSE = "npu_dense_lightning_indexer_grad_kl_loss"
+
+_LATENT, _NOPE, _ROPE = 512, 128, 64
+_INDEX_DIM = 128
+_HEADS = (32, 64, 128)
+_INDEX_HEADS = (8, 16, 32, 64)
+_MOST_SEQUENCES = 256
+_LONGEST_QUERY = 32 * 1024
+
+
+def unsupported(shape: ShapeClass) -> str | None:
+    """Why this backend cannot take calls of this shape, or None; ``topk`` is 0 for the dense form."""
+    if shape["topk"] > 0:
+        # What the fused operator does not take, PyTorch computes: see unsupported_fused.
+        return unavailable(shape.device, _SPARSE)
+    reason = unavailable(shape.device, _DENSE_LSE, _DENSE)
+    if reason is not None:
+        return reason
+    if shape.dtype not in DTYPES:
+        return f"{_DENSE} takes bfloat16 and float16 only"
+    if shape["key_heads"] != shape["heads"] or shape["dim"] != _NOPE + _ROPE:
+        return (
+            f"{_DENSE} takes a key for every head, with {_NOPE} + {_ROPE} dimensions, that is, MLA that is "
+            "not absorbed"
+        )
+    return _unsupported_indexer(_DENSE, shape["index_heads"], shape["index_dim"])
+
+
+def unsupported_fused(
+    index_query: Tensor,
+    query: Tensor,
+    topk_indices: Tensor,
+    key_length: int,
+    lse: Tensor | None,
+    row_mask: Tensor | None,
+    tp_group: dist.ProcessGroup | None,
+    use_relu: bool,
+) -> str | None:
+    """Why the fused operator of the sparse form cannot take a call, or None."""
+    if query.dtype not in DTYPES or index_query.dtype != query.dtype:
+        return f"{_SPARSE} takes bfloat16 and float16, one of them for all inputs"
+    if query.shape[3] != _LATENT + _ROPE:
+        return f"{_SPARSE} has {_LATENT} latent and {_ROPE} rotary dimensions only"
+    reason = _unsupported_indexer(_SPARSE, *index_query.shape[2:])
+    if reason is not None:
+        return reason
+    if topk_indices.shape[2] not in TOPK_WIDTHS:
+        return f"{_SPARSE} takes topk {listed(TOPK_WIDTHS)}"
+    if lse is None:
+        return f"{_SPARSE} needs the lse of the attention"
+    if row_mask is not None:
+        return f"{_SPARSE} sums over all rows (row_mask must be None)"
+    if torch.are_deterministic_algorithms_enabled():
+        return f"{_SPARSE} adds to keys in no fixed order"
+    layout = layout_of_indices(topk_indices, key_length)
+    return _unsupported_rows(_SPARSE, query, layout, tp_group, use_relu)
+
+
+def unsupported_dense(
+    index_query: Tensor,
+    query: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    key_length: int,
+    row_mask: Tensor | None,
+    tp_group: dist.ProcessGroup | None,
+    use_relu: bool,
+) -> str | None:
+    """Why this backend cannot take a call of the dense form whose shape it takes, or None."""
+    if index_query.dtype != query.dtype:
+        return f"{_DENSE} takes bfloat16 and float16, one of them for all inputs"
+    if row_mask is not None:
+        return f"{_DENSE} sums over all rows (row_mask must be None)"
+    return _unsupported_rows(_DENSE, query, layout_of_ranges(starts, ends, key_length), tp_group, use_relu)
+
+
+def _unsupported_indexer(operator: str, index_heads: int, index_dim: int) -> str | None:
+    if index_dim != _INDEX_DIM:
+        return f"{operator} has index_dim {_INDEX_DIM} only"
+    if index_heads not in _INDEX_HEADS:
+        return f"{operator} takes {listed(_INDEX_HEADS)} index heads"
+    return None
+
+
+def _unsupported_rows(
+    operator: str, query: Tensor, layout: Layout | str, tp_group: dist.ProcessGroup | None, use_relu: bool
+) -> str | None:
+    if not use_relu:
+        return f"{operator} always clamps the products at zero (use_relu=True)"
+    if query.shape[2] * _ranks(tp_group) not in _HEADS:
+        return f"{operator} takes {listed(_HEADS)} heads, counted over all tensor-parallel ranks"
+    if isinstance(layout, str):
+        return layout
+    sequences = layout.batch if layout.sequences is None else len(layout.sequences)
+    longest = layout.query_length if layout.sequences is None else max(layout.sequences)
+    if sequences > _MOST_SEQUENCES or longest > _LONGEST_QUERY:
+        return f"{operator} takes up to {_MOST_SEQUENCES} sequences of up to {_LONGEST_QUERY} rows"
+    return None
+
+
+def fused_loss(
+    index_query: Tensor,
+    index_key: Tensor,
+    index_weights: Tensor,
+    query: Tensor,
+    key: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    lse: Tensor,
+    row_weight: Tensor,
+    tp_group: dist.ProcessGroup | None,
+) -> Tensor:
+    """The sparse form, differentiable with respect to the indexer's three inputs.
+
+    The target needs all heads: those of the other ranks are gathered, and each rank computes all of it.
+
+    Args:
+        index_query: ``[batch, query_length, index_heads, 128]``.
+        index_key: ``[batch, key_length, 128]``.
+        index_weights: ``[batch, query_length, index_heads]``; rounded to the dtype of the query.
+        query: ``[batch, query_length, heads, 576]``, this rank's heads.
+        key: ``[batch, key_length, 576]``.
+        topk_indices: ``[batch, query_length, topk]``.
+        softmax_scale: factor of the main attention's scores.
+        lse: ``[batch, query_length, heads]`` of the attention over the same keys.
+        row_weight: scalar, what every row's divergence is multiplied with.
+        tp_group: tensor-parallel process group whose ranks hold the other heads.
+    """
+    layout = known_layout(layout_of_indices(topk_indices, key.shape[1]))
+    query_latent, query_rope = _split(layout, _all_heads(query.detach(), tp_group), _LATENT)
+    latent, key_rope = _split(layout, key.detach()[:, :, None], _LATENT)
+    maximum = layout.pack_statistics(_all_heads(lse.detach(), tp_group))
+
+    def run(index_query: Tensor, index_key: Tensor, index_weights: Tensor) -> tuple[Tensor, ...]:
+        return npu_op(_SPARSE)(  # type: ignore[no-any-return]
+            query_latent,
+            latent,
+            index_query,
+            index_key,
+            index_weights,
+            layout.pack_indices(topk_indices).unsqueeze(-2),
+            maximum,
+            torch.ones_like(maximum),
+            softmax_scale,
+            query_rope=query_rope,
+            key_rope=key_rope,
+            actual_seq_qlen=layout.prefix_sums,
+            actual_seq_klen=layout.prefix_sums,
+            layout=layout.name,
+            sparse_mode=3,
+        )
+
+    weights = index_weights.to(query.dtype)
+    loss: Tensor = _Fused.apply(run, layout, row_weight, index_query, index_key, weights)
+    return loss
+
+
+def dense_loss(
+    index_query: Tensor,
+    index_key: Tensor,
+    index_weights: Tensor,
+    query: Tensor,
+    key: Tensor,
+    softmax_scale: float,
+    starts: Tensor,
+    ends: Tensor,
+    row_weights: Tensor,
+    tp_group: dist.ProcessGroup | None,
+    use_relu: bool,
+) -> Tensor:
+    """The dense form, differentiable with respect to the indexer's three inputs.
+
+    The operator wants the main attention's softmax statistics, which no caller has: they are computed in
+    chunks. ``row_weights`` is the same for all rows.
+    """
+    layout = known_layout(layout_of_ranges(starts, ends, key.shape[1]))
+    lse = chunks.dense_lse(query, key, softmax_scale, starts, ends)
+    query_nope, query_rope = _split(layout, _all_heads(query, tp_group), _NOPE)
+    key_nope, key_rope = _split(layout, _all_heads(key, tp_group), _NOPE)
+    maximum = layout.pack_heads_first(_all_heads(lse, tp_group))
+    rows: dict[str, Any] = {
+        "actual_seq_qlen": layout.prefix_sums,
+        "actual_seq_klen": layout.prefix_sums,
+        "layout": layout.name,
+        "sparse_mode": 3,
+    }
+
+    def run(index_query: Tensor, index_key: Tensor, index_weights: Tensor) -> tuple[Tensor, ...]:
+        index_maximum, index_sum = npu_op(_DENSE_LSE)(index_query, index_key, index_weights, **rows)
+        return npu_op(_DENSE)(  # type: ignore[no-any-return]
+            query_nope,
+            key_nope,
+            index_query,
+            index_key,
+            index_weights,
+            maximum,
+            torch.ones_like(maximum),
+            index_maximum,
+            index_sum,
+            softmax_scale,
+            query_rope=query_rope,
+            key_rope=key_rope,
+            **rows,
+        )
+
+    if index_weights.dtype not in (torch.float32, query.dtype):
+        index_weights = index_weights.to(query.dtype)
+    loss: Tensor = _Fused.apply(run, layout, row_weights[0, 0], index_query, index_key, index_weights)
+    return loss
+
+
+class _Fused(torch.autograd.Function):
+    """An operator that returns the gradients of the indexer's inputs and the loss, both summed over rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]],
+        layout: Layout,
+        row_weight: Tensor,
+        index_query: Tensor,
+        index_key: Tensor,
+        index_weights: Tensor,
+    ) -> Tensor:
+        *gradients, loss = run(
+            layout.pack(index_query), layout.pack(index_key[:, :, None]), layout.pack(index_weights)
+        )
+        ctx.layout = layout
+        ctx.save_for_backward(row_weight, *gradients)
+        return loss[0] * row_weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
+        row_weight, *gradients = ctx.saved_tensors
+        # In fp32, and both factors at once: 16-bit gradients of a mean over many rows would vanish.
+        factor = grad_loss.float() * row_weight
+        grad_query, grad_key, grad_weights = (
+            ctx.layout.unpack((gradient.float() * factor).to(gradient.dtype)) for gradient in gradients
+        )
+        return None, None, None, grad_query, grad_key.squeeze(2), grad_weights
+
+
+def _split(layout: Layout, tensor: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The first ``width`` dimensions and the rotary rest, packed."""
+    first, rope = tensor.split([width, _ROPE], dim=-1)
+    return layout.pack(first), layout.pack(rope)
+
+
+def _ranks(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def _all_heads(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """``[batch, length, heads, ...]`` of all ranks of the group, one after the other in ``heads``."""
+    if _ranks(group) == 1:
+        return tensor
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(_ranks(group))]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.cat(parts, dim=2)

@@ -1,0 +1,117 @@
+"""Lightning Indexer on Ascend NPUs: torch_npu's selection and its gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.ops import chunks
+from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.npu_device import DTYPES, TOPK_WIDTHS, npu_op, unavailable
+from mindspeed_dsa.ops.npu_layout import known_layout, layout_of_indices, layout_of_ranges, remember
+
+_HEAD_DIM = 128
+_MOST_HEADS = 64
+# npu_lightning_indexer takes every width up to this, and the shared ones above it.
+_ANY_TOPK = 2048
+# npu_lightning_indexer_grad has one size of heads and width in every release of CANN that has it.
+_GRAD_HEADS = 64
+_GRAD_TOPK = 2048
+_BEHIND_ALL = 2**31 - 1
+
+
+def unsupported(shape: ShapeClass) -> str | None:
+    """Why this backend cannot take calls of this shape, or None."""
+    reason = unavailable(shape.device, "npu_lightning_indexer", "npu_lightning_indexer_grad")
+    if reason is not None:
+        return reason
+    if shape.dtype not in DTYPES:
+        return "npu_lightning_indexer takes bfloat16 and float16 only"
+    if shape["head_dim"] != _HEAD_DIM:
+        return f"npu_lightning_indexer has head_dim {_HEAD_DIM} only"
+    if shape["heads"] > _MOST_HEADS:
+        return f"npu_lightning_indexer takes at most {_MOST_HEADS} heads"
+    if shape["topk"] > _ANY_TOPK and shape["topk"] not in TOPK_WIDTHS:
+        return f"npu_lightning_indexer takes topk up to {_ANY_TOPK} and multiples of 1024 up to 8192"
+    return None
+
+
+def unsupported_call(topk: int, starts: Tensor, ends: Tensor, key_length: int, use_relu: bool) -> str | None:
+    """Why this backend cannot take a call of a shape that it takes, or None."""
+    if not use_relu:
+        return "npu_lightning_indexer always clamps the products at zero (use_relu=True)"
+    if topk > _ANY_TOPK and topk not in TOPK_WIDTHS:
+        return (
+            f"npu_lightning_indexer takes topk up to {_ANY_TOPK} and multiples of 1024 up to 8192, and fewer "
+            "keys than topk leave another width"
+        )
+    layout = layout_of_ranges(starts, ends, key_length)
+    return layout if isinstance(layout, str) else None
+
+
+def select(
+    query: Tensor, key: Tensor, weights: Tensor, topk: int, starts: Tensor, ends: Tensor, use_relu: bool
+) -> tuple[Tensor, Tensor]:
+    """Indices and scores of the selected keys, ``[batch, query_length, topk]`` each.
+
+    The operator returns scores in the dtype of the query, and takes weights in it.
+    """
+    layout = known_layout(layout_of_ranges(starts, ends, key.shape[1]))
+    packed, values = npu_op("npu_lightning_indexer")(
+        layout.pack(query),
+        layout.pack(key[:, :, None]),
+        layout.pack(weights.to(query.dtype)),
+        actual_seq_lengths_query=layout.query_lengths,
+        actual_seq_lengths_key=layout.key_lengths,
+        layout_query=layout.name,
+        layout_key=layout.name,
+        sparse_count=topk,
+        sparse_mode=3,
+        return_value=True,
+    )
+    # [batch, query_length, topk] both, in the operator's order, which it does not promise
+    chosen = layout.unpack_indices(packed.select(-2, 0))
+    scores = layout.unpack(values.select(-2, 0)).float()
+    ascending, order = chosen.masked_fill(chosen < 0, _BEHIND_ALL).sort(dim=-1)
+    tail = ascending == _BEHIND_ALL
+    topk_indices = ascending.masked_fill(tail, -1)
+    remember(topk_indices, layout)
+    return topk_indices, scores.gather(-1, order).masked_fill(tail, -torch.inf)
+
+
+def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool) -> Tensor:
+    """Scores at given entries, ``[batch, query_length, topk]``; torch_npu has no operator for this."""
+    return chunks.scores_at(query, key, weights, topk_indices, use_relu)
+
+
+def score_gradients(
+    grad_scores: Tensor, query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the scores at ``topk_indices`` with respect to query, key and weights.
+
+    The operator adds to keys in no fixed order and has no switch for one, so that deterministic algorithms
+    (``torch.use_deterministic_algorithms``) and calls outside of its sizes take PyTorch's.
+    """
+    fits = (query.shape[2], topk_indices.shape[2]) == (_GRAD_HEADS, _GRAD_TOPK)
+    if use_relu and fits and not torch.are_deterministic_algorithms_enabled():
+        layout = layout_of_indices(topk_indices, key.shape[1])
+        if not isinstance(layout, str) and layout.shortest >= _GRAD_TOPK:
+            packed = layout.name == "TND"
+            grad_query, grad_key, grad_weights = npu_op("npu_lightning_indexer_grad")(
+                layout.pack(query),
+                layout.pack(key[:, :, None]),
+                layout.pack(grad_scores.masked_fill(topk_indices < 0, 0).to(query.dtype)),
+                layout.pack_indices(topk_indices),
+                layout.pack(weights.to(query.dtype)),
+                # Lengths are for packed sequences only, unlike in the forward.
+                actual_seq_lengths_query=layout.query_lengths if packed else None,
+                actual_seq_lengths_key=layout.key_lengths if packed else None,
+                layout=layout.name,
+                sparse_mode=3,
+            )
+            return (
+                layout.unpack(grad_query),
+                layout.unpack(grad_key.squeeze(-2)),
+                layout.unpack(grad_weights).to(weights.dtype),
+            )
+    return chunks.score_gradients(grad_scores, query, key, weights, topk_indices, use_relu)

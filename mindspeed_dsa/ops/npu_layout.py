@@ -1,0 +1,231 @@
+"""How torch_npu's operators are told which keys a row sees.
+
+They know two forms of rows, both causal from the lower right (``sparse_mode=3``):
+
+* BSND, ``[batch, length, heads, dim]``: row ``t`` of ``S1`` sees keys ``0 .. t + S2 - S1`` of ``S2``.
+* TND, ``[tokens, heads, dim]`` with prefix sums of the lengths of sequences: the same in each sequence, and
+  key indices count from the start of the sequence.
+
+An operator takes ``min(topk, visible keys)`` entries of a row of indices and does not look whether they are
+-1. A row that lists fewer keys than that would be computed from whatever lies in memory, so it is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mindspeed_dsa.ops.ranges import is_plain_causal
+
+_BEHIND_ALL = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The form in which a call's tensors, ``[batch, length, ...]`` here, go to an operator."""
+
+    batch: int
+    query_length: int
+    key_length: int
+    sequences: tuple[int, ...] | None
+    """Lengths of the packed sequences of the whole batch, one after the other (TND), or None (BSND)."""
+    device: torch.device
+
+    @property
+    def name(self) -> str:
+        """What the operators call it."""
+        return "BSND" if self.sequences is None else "TND"
+
+    @property
+    def shortest(self) -> int:
+        """Keys of the sequence that has fewest."""
+        return self.key_length if self.sequences is None else min(self.sequences)
+
+    @cached_property
+    def prefix_sums(self) -> list[int] | None:
+        """Ends of the sequences, as the loss operators want them: no leading zero; None for BSND."""
+        if self.sequences is None:
+            return None
+        return torch.tensor(self.sequences).cumsum(0).tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def query_lengths(self) -> Tensor:
+        """What the operators other than the losses want: int32, prefix sums (TND) or lengths (BSND)."""
+        return self._lengths(self.query_length)
+
+    @cached_property
+    def key_lengths(self) -> Tensor:
+        """The same for keys."""
+        return self._lengths(self.key_length)
+
+    @cached_property
+    def _offsets(self) -> Tensor:
+        """``[tokens, 1]`` int32: where the sequence of each token begins in its row of the batch."""
+        assert self.sequences is not None
+        lengths = torch.tensor(self.sequences)
+        begins = (lengths.cumsum(0) - lengths) % self.query_length
+        return begins.repeat_interleave(lengths).to(device=self.device, dtype=torch.int32)[:, None]
+
+    def _lengths(self, length: int) -> Tensor:
+        values = [length] * self.batch if self.prefix_sums is None else self.prefix_sums
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """``[batch, length, ...]`` as the operators want it, contiguous."""
+        return (tensor if self.sequences is None else tensor.flatten(0, 1)).contiguous()
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        """The inverse of :meth:`pack`."""
+        return tensor if self.sequences is None else tensor.unflatten(0, (self.batch, -1))
+
+    def pack_heads_first(self, tensor: Tensor) -> Tensor:
+        """``[batch, length, heads]`` to ``[batch, heads, length, 1]`` or ``[heads, tokens, 1]``."""
+        packed = tensor if self.sequences is None else tensor.flatten(0, 1)
+        return packed.transpose(-1, -2)[..., None].contiguous()
+
+    def pack_statistics(self, tensor: Tensor) -> Tensor:
+        """``[batch, length, heads]`` to ``[batch, 1, length, heads]`` or ``[1, tokens, heads]``."""
+        packed = tensor if self.sequences is None else tensor.flatten(0, 1)
+        return packed.unsqueeze(-3).contiguous()
+
+    def unpack_statistics(self, tensor: Tensor) -> Tensor:
+        """The inverse of :meth:`pack_statistics`."""
+        return self.unpack(tensor.squeeze(-3))
+
+    def pack_indices(self, topk_indices: Tensor) -> Tensor:
+        """``[batch, length, topk]`` to what the operators count from: int32, still without a head axis."""
+        packed = self.pack(topk_indices.to(torch.int32))
+        return packed if self.sequences is None else torch.where(packed < 0, packed, packed - self._offsets)
+
+    def unpack_indices(self, packed: Tensor) -> Tensor:
+        """The inverse of :meth:`pack_indices`."""
+        if self.sequences is not None:
+            packed = torch.where(packed < 0, packed, packed + self._offsets)
+        return self.unpack(packed)
+
+
+# What is known of a tensor of ends or indices, so that the device is waited for once per tensor and not in
+# every operator that gets it. Without an entry (a copy, a tensor changed in place) it is read again.
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def remember(tensor: Tensor, layout: Layout) -> None:
+    """Spare later calls with this very tensor of ends or indices the wait for its contents."""
+    if not tensor.is_inference():
+        _known[tensor] = (tensor._version, layout)
+
+
+def _recalled(tensor: Tensor) -> Layout | None:
+    if tensor.is_inference():
+        return None
+    version, layout = _known.get(tensor, (None, None))
+    return layout if version == tensor._version else None
+
+
+def layout_of_ranges(starts: Tensor, ends: Tensor, key_length: int) -> Layout | str:
+    """The layout of rows that see ``starts <= s < ends``, or a sentence that says why there is none.
+
+    Args:
+        starts: ``[batch, query_length]`` int32.
+        ends: ``[batch, query_length]`` int32.
+        key_length: number of keys.
+    """
+    batch, length = ends.shape
+    known = _recalled(ends)
+    if known is not None:
+        return known
+    layout: Layout | str | None = None
+    if is_plain_causal(ends):
+        layout = Layout(batch, length, key_length, None, ends.device)
+    else:
+        begin, end = torch.stack([starts, ends]).cpu()
+        position = torch.arange(length, dtype=torch.int32)
+        if (begin == 0).all() and _ends_at_last_key(end, position, key_length):
+            layout = Layout(batch, length, key_length, None, ends.device)
+        elif length == key_length and (end == position + 1).all():
+            layout = _packed(begin == position, begin, ends.device)
+    if layout is None:
+        return (
+            "torch_npu's operators see causal rows that end at the last key, or whole sequences packed one "
+            "after the other; starts and ends describe other rows"
+        )
+    remember(ends, layout)
+    return layout
+
+
+def layout_of_indices(topk_indices: Tensor, key_length: int) -> Layout | str:
+    """The layout under which each row of ``topk_indices`` lists as many keys as an operator takes.
+
+    Args:
+        topk_indices: ``[batch, query_length, topk]``, valid entries first.
+        key_length: number of keys.
+
+    Returns:
+        The layout, or a sentence that says why there is none.
+    """
+    known = _recalled(topk_indices)
+    if known is not None:
+        return known
+    batch, length, topk = topk_indices.shape
+    valid = topk_indices >= 0
+    counts = valid.sum(dim=-1)
+    slot = torch.arange(topk, device=topk_indices.device)
+    first_come = (valid == (slot < counts[..., None])).all(dim=-1)
+    lowest = topk_indices.masked_fill(~valid, _BEHIND_ALL).amin(dim=-1)
+    facts = torch.stack([counts, first_come, lowest, topk_indices.amax(dim=-1)]).cpu()
+    counts, first_come, lowest, highest = facts
+    position = torch.arange(length)
+    shift = key_length - length
+    layout: Layout | None = None
+    if first_come.all() and shift >= 0:
+        device = topk_indices.device
+        seen = position + shift + 1
+        if (counts == seen.clamp_max(topk)).all() and (highest < seen).all():
+            layout = Layout(batch, length, key_length, None, device)
+        elif shift == 0 and (highest <= position).all():
+            begins = counts == 1
+            begin = torch.where(begins, position, 0).cummax(dim=-1).values
+            if (counts == (position - begin + 1).clamp_max(topk)).all() and (lowest >= begin).all():
+                layout = _packed(begins, begin, device)
+    if layout is None:
+        return (
+            "torch_npu's operators take as many entries of a row of topk_indices as it sees keys, at most "
+            "topk, in causal rows that end at the last key or in sequences packed one after the other; some "
+            "row lists another number of keys"
+        )
+    remember(topk_indices, layout)
+    return layout
+
+
+def known_layout(layout: Layout | str) -> Layout:
+    """The layout itself; a sentence is an error, because such calls are declined before."""
+    if isinstance(layout, str):
+        raise ValueError(layout)
+    return layout
+
+
+def _ends_at_last_key(ends: Tensor, position: Tensor, key_length: int) -> bool:
+    shift = key_length - ends.shape[1]
+    return shift >= 0 and bool((ends == position + shift + 1).all())
+
+
+def _packed(begins: Tensor, begin: Tensor, device: torch.device) -> Layout | None:
+    """Sequences that begin in the marked rows, if every row belongs to the last one that began.
+
+    Args:
+        begins: ``[batch, length]`` bool.
+        begin: ``[batch, length]``, where the sequence of a row is said to begin.
+        device: where the tensors of the call are.
+    """
+    batch, length = begins.shape
+    position = torch.arange(length)
+    if not begins[:, 0].all() or not (torch.where(begins, position, 0).cummax(-1).values == begin).all():
+        return None
+    bounds = [*begins.flatten().nonzero().flatten().tolist(), batch * length]
+    sequences = tuple(after - before for before, after in pairwise(bounds))
+    return Layout(batch, length, length, sequences, device)

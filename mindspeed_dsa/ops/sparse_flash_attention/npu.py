@@ -1,0 +1,161 @@
+"""Sparse flash attention on Ascend NPUs: torch_npu's forward and backward."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mindspeed_dsa.ops import chunks
+from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.npu_device import DTYPES, TOPK_WIDTHS, listed, npu_op, unavailable
+from mindspeed_dsa.ops.npu_layout import Layout, known_layout, layout_of_indices
+
+_LATENT, _ROPE = 512, 64
+_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
+# MLA in absorbed form, the only one that the operators implement, with single keys selected.
+_ABSORBED = 2
+_BLOCK_SIZE = 1
+_MOST_SEQUENCES = 256
+_LONGEST_QUERY = 128 * 1024
+
+
+def unsupported(shape: ShapeClass) -> str | None:
+    """Why this backend cannot take calls of this shape, or None."""
+    reason = unavailable(shape.device, "npu_sparse_flash_attention", "npu_sparse_flash_attention_grad")
+    if reason is not None:
+        return reason
+    if shape.dtype not in DTYPES:
+        return "npu_sparse_flash_attention takes bfloat16 and float16 only"
+    if (shape["value_dim"], shape["dim"]) != (_LATENT, _LATENT + _ROPE):
+        return f"npu_sparse_flash_attention has {_LATENT} latent and {_ROPE} rotary dimensions only"
+    if shape["heads"] not in _HEADS:
+        return f"npu_sparse_flash_attention takes {listed(_HEADS)} heads"
+    return None
+
+
+def unsupported_call(topk_indices: Tensor, key_length: int) -> str | None:
+    """Why this backend cannot take a call of a shape that it takes, or None."""
+    batch, length, topk = topk_indices.shape
+    if topk not in TOPK_WIDTHS and topk != key_length:
+        return (
+            f"npu_sparse_flash_attention_grad takes topk {listed(TOPK_WIDTHS)}, or all keys where there are "
+            "fewer"
+        )
+    if topk > TOPK_WIDTHS[-1]:
+        return f"npu_sparse_flash_attention_grad takes topk up to {TOPK_WIDTHS[-1]}"
+    layout = layout_of_indices(topk_indices, key_length)
+    if isinstance(layout, str):
+        return layout
+    sequences = batch if layout.sequences is None else len(layout.sequences)
+    longest = length if layout.sequences is None else max(layout.sequences)
+    if sequences > _MOST_SEQUENCES or longest > _LONGEST_QUERY:
+        return (
+            f"npu_sparse_flash_attention_grad takes up to {_MOST_SEQUENCES} sequences of up to "
+            f"{_LONGEST_QUERY} rows"
+        )
+    return None
+
+
+def forward(
+    query: Tensor,
+    key_value: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    value_dim: int,
+    return_attention_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The three parts of :class:`SparseAttentionOutput`."""
+    layout = known_layout(layout_of_indices(topk_indices, key_value.shape[1]))
+    query_latent, query_rope = (layout.pack(part) for part in query.split([_LATENT, _ROPE], dim=-1))
+    latent, key_rope = _key_parts(layout, key_value)
+    out, maximum, total = npu_op("npu_sparse_flash_attention")(
+        query_latent,
+        latent,
+        latent,
+        _padded(layout, topk_indices),
+        softmax_scale,
+        actual_seq_lengths_query=layout.query_lengths,
+        actual_seq_lengths_kv=layout.key_lengths,
+        query_rope=query_rope,
+        key_rope=key_rope,
+        sparse_block_size=_BLOCK_SIZE,
+        layout_query=layout.name,
+        layout_kv=layout.name,
+        sparse_mode=3,
+        attention_mode=_ABSORBED,
+        return_softmax_lse=True,
+    )
+    lse = layout.unpack_statistics(maximum + total.log())
+    attention_sum = None
+    if return_attention_sum:
+        attention_sum = chunks.attention_sum(query, key_value, topk_indices, lse, softmax_scale)
+    return layout.unpack(out), lse, attention_sum
+
+
+def backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key_value: Tensor,
+    topk_indices: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    return_attention_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of query and key_value, from the ``out`` and ``lse`` that :func:`forward` returned.
+
+    The third part is the sum of the probabilities over heads, as in :func:`forward`, or None. The operator
+    does not return it: it is a pass of its own.
+    """
+    layout = known_layout(layout_of_indices(topk_indices, key_value.shape[1]))
+    query_latent, query_rope = (layout.pack(part) for part in query.split([_LATENT, _ROPE], dim=-1))
+    latent, key_rope = _key_parts(layout, key_value)
+    # exp(score - maximum) / total with (lse, 1) is what the pair of the forward gives.
+    maximum = layout.pack_statistics(lse)
+    grads = npu_op("npu_sparse_flash_attention_grad")(
+        query_latent,
+        latent,
+        latent,
+        _padded(layout, topk_indices),
+        layout.pack(grad_out),
+        layout.pack(out),
+        maximum,
+        torch.ones_like(maximum),
+        softmax_scale,
+        _BLOCK_SIZE,
+        query_rope=query_rope,
+        key_rope=key_rope,
+        actual_seq_qlen=layout.query_lengths,
+        actual_seq_kvlen=layout.key_lengths,
+        layout=layout.name,
+        sparse_mode=3,
+        attention_mode=_ABSORBED,
+    )
+    grad_latent_query, grad_key, grad_value, grad_query_rope, grad_key_rope = map(layout.unpack, grads)
+    attention_sum = None
+    if return_attention_sum:
+        attention_sum = chunks.attention_sum(query, key_value, topk_indices, lse, softmax_scale)
+    return (
+        torch.cat([grad_latent_query, grad_query_rope], dim=-1),
+        # Key and value are one tensor.
+        torch.cat([grad_key + grad_value, grad_key_rope], dim=-1).squeeze(2),
+        attention_sum,
+    )
+
+
+def _key_parts(layout: Layout, key_value: Tensor) -> tuple[Tensor, Tensor]:
+    """Latent and rotary part with their one head."""
+    latent, rope = key_value[:, :, None].split([_LATENT, _ROPE], dim=-1)
+    return layout.pack(latent), layout.pack(rope)
+
+
+def _padded(layout: Layout, topk_indices: Tensor) -> Tensor:
+    """Indices with a head axis, as wide as the operators want them.
+
+    Entries are added only where every visible key is listed: the operators take as many entries as there
+    are visible keys, so that they do not reach the added ones.
+    """
+    packed = layout.pack_indices(topk_indices)
+    missing = -packed.shape[-1] % TOPK_WIDTHS[0]
+    return F.pad(packed, (0, missing), value=-1).unsqueeze(-2).contiguous()
