@@ -77,7 +77,7 @@ def _verify(running: session.Session) -> list[str]:
             if site.required:
                 problems.append(f"{', '.join(site.features)}: {module} cannot be imported: {error!r}")
     try:
-        running.manager.finalize()
+        running.manager.finalize(thorough=True)
     except PatchError as error:
         problems += error.problems
     return problems

@@ -13,7 +13,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from mindspeed_dsa.patches import compiled, compose, hooks, ranges, references
+from mindspeed_dsa.patches import compiled, hooks, ranges, stale
 from mindspeed_dsa.patches.conflicts import clash, contradictions, group, places_of
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, PatchError
 from mindspeed_dsa.patches.report import SiteReport, describe
@@ -250,8 +250,12 @@ class PatchManager:
 
     # -- finalize ------------------------------------------------------------------------------
 
-    def finalize(self) -> None:
+    def finalize(self, thorough: bool = False) -> None:
         """Verify every site; to be called right before the model is built.
+
+        Args:
+            thorough: also find out who holds originals of sites for which that is declared to do no harm.
+                The search goes through the whole heap, and a run can do without.
 
         Raises:
             PatchError: one message for all failed required sites and all stale references to
@@ -268,10 +272,11 @@ class PatchManager:
             refused = [(site, site.reason) for site in self._in_state("foreign") if site.lost]
             applied = self._in_state("applied")
             self._rebind(applied)
-            self._find_stale(applied)
+            own = [*self._sites, *self._outlived, *stale.holding_on_purpose(self._touched())]
+            stale.note_holders([site for site in applied if thorough or not site.stale_is_harmless], own)
             held = [site for site in applied if site.stale and site.stale_is_error]
             if held and gc.collect():  # an error must not come of garbage
-                self._find_stale(held)
+                stale.note_holders(held, own)
             refused += [(site, _HELD.format(holders=_listed(site.stale))) for site in held if site.stale]
         refused = [(site, reason) for site, reason in refused if site.required]
         if refused:
@@ -301,17 +306,6 @@ class PatchManager:
     def _refresh(self) -> None:
         for site in self._sites:
             site.refresh()
-
-    def _find_stale(self, applied: list[Site]) -> None:
-        sites: dict[int, list[Site]] = {}
-        for site in applied:
-            site.stale = []
-            sites.setdefault(_id_of_moved(site), []).append(site)
-        originals = [moved[0] for moved in map(Site.moved, applied) if moved is not None]
-        own = [*self._sites, *self._outlived, *_holding_on_purpose(self._touched())]
-        for reference in references.find(originals, own):
-            for site in sites[id(reference.original)]:
-                site.stale.append(reference.holder)
 
     def _undo_if_failed(self) -> None:
         problems = [_words(site) for site in self._in_state("failed")]
@@ -375,38 +369,12 @@ class PatchManager:
         """The state of every site, foreign re-patches noticed."""
         with self._lock:
             self._refresh()
-            self._find_left()
+            stale.note_left(self._sites)
             return [describe(site) for site in self._sites]
-
-    def _find_left(self) -> None:
-        """Who still holds a patch that was undone."""
-        undone = {id(site.left()): site for site in self._in_state("undone") if site.left is not None}
-        undone.pop(id(None), None)
-        for site in undone.values():
-            site.stale = []
-        patches = [site.left() for site in undone.values() if site.left is not None]
-        for reference in references.find(patches, ()):
-            undone[id(reference.original)].stale.append(reference.holder)
 
 
 def _know_nothing(patch: Patch) -> tuple[list[str], list[str]]:
     return [], []
-
-
-def _id_of_moved(site: Site) -> int:
-    moved = site.moved()
-    return id(None if moved is None else moved[0])
-
-
-def _holding_on_purpose(sites: list[Site]) -> list[Any]:
-    """Objects of the patches themselves that hold originals, in order to call or restore them."""
-    found: list[Any] = []
-    for site in sites:
-        function = compose.underlying(site.raw)
-        found += compose.parts(site.installed, function)
-        if function is not site.raw:
-            found.append(site.raw)
-    return found
 
 
 def _words(site: Site) -> str:

@@ -87,6 +87,11 @@ class Site:
         return any(claim.patch.required and claim.patch.stale == "error" for claim in self.claims)
 
     @property
+    def stale_is_harmless(self) -> bool:
+        """Whether every patch of the site says that such a reference does no harm."""
+        return all(claim.patch.stale == "report" for claim in self.claims)
+
+    @property
     def composed(self) -> bool:
         """Whether a function is made for this site, from replacements and decorators."""
         return self.patch.kind in ("replace", "wrap")

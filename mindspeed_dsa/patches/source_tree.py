@@ -17,6 +17,16 @@ from typing import IO, Any
 from mindspeed_dsa.patches.bindings import Scope, scope_of
 
 
+def scope_of_text(text: str) -> Scope | None:
+    """What a module of this source binds at its top level; ``None`` if this Python cannot parse it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the code's own escape sequences are not our business
+            return scope_of(ast.parse(text).body)
+    except (SyntaxError, ValueError):
+        return None
+
+
 @dataclass(frozen=True)
 class ModuleSource:
     """One module's source text; parsed once, when first asked for.
@@ -37,14 +47,7 @@ class ModuleSource:
     @cached_property
     def scope(self) -> Scope | None:
         """What the module's top level binds; ``None`` when ``unreadable`` says why."""
-        if self.text is None:
-            return None
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the code's own escape sequences are not our business
-                return scope_of(ast.parse(self.text).body)
-        except (SyntaxError, ValueError):
-            return None
+        return None if self.text is None else scope_of_text(self.text)
 
     @property
     def unreadable(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
 import os
@@ -16,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
+
+from mindspeed_dsa.patches import source_tree
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def serve(pipe: Connection, log: str) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on the terminal: the pool ends its workers
+    _parse_sources_once()
     while True:
         try:
             task = pickle.loads(pipe.recv_bytes())
@@ -63,6 +67,11 @@ def serve(pipe: Connection, log: str) -> None:
         except Exception:
             content = pickle.dumps(Answer(failure=f"the result cannot be sent:\n{traceback.format_exc()}"))
         pipe.send_bytes(content)
+
+
+def _parse_sources_once() -> None:
+    """Sessions of one process look at the same modules again and again."""
+    source_tree.scope_of_text = functools.lru_cache(maxsize=64)(source_tree.scope_of_text)
 
 
 def _run(task: Task) -> Answer:
@@ -118,14 +127,14 @@ def _forget_megatron() -> None:
     parallel_state = _loaded("parallel_state")
     if parallel_state is not None:
         parallel_state.destroy_model_parallel()
-        parallel_state._HYBRID_DP_CP_GROUPS.clear()
+        getattr(parallel_state, "_HYBRID_DP_CP_GROUPS", {}).clear()  # 0.13 and later
     if (calculator := _loaded("num_microbatches_calculator")) is not None:
         calculator.destroy_num_microbatches_calculator()
     if (generators := _loaded("tensor_parallel.random")) is not None:
         generators._CUDA_RNG_STATE_TRACKER = None
         generators._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
     if (moe := _loaded("transformer.moe.moe_utils")) is not None:
-        moe._MOE_LAYER_WISE_LOGGING_TRACKER.clear()
+        getattr(moe, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}).clear()
         moe.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     if (replay := _loaded("transformer.moe.router_replay")) is not None:
         replay.RouterReplay.clear_global_router_replay_instances()
@@ -134,9 +143,11 @@ def _forget_megatron() -> None:
 
         mtp.MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
         mtp.MTPLossLoggingHelper.tracker = {}
-    if (dsa := _loaded("transformer.experimental_attention_variant.dsa")) is not None:
-        dsa.DSAIndexerLossLoggingHelper.tracker = {}
-        dsa.DSAIndexerLossAutoScaler.main_loss_backward_scale = None
+    brought_along = sys.modules.get("mindspeed_dsa.features.attention.bring_along.dsa")
+    for dsa in (_loaded("transformer.experimental_attention_variant.dsa"), brought_along):
+        if dsa is not None:
+            dsa.DSAIndexerLossLoggingHelper.tracker = {}
+            dsa.DSAIndexerLossAutoScaler.main_loss_backward_scale = None
     if (ddp := _loaded("distributed.distributed_data_parallel")) is not None:
         for thing in gc.get_objects():
             if type(thing) is ddp.DistributedDataParallel:

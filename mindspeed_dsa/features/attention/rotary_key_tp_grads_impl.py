@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, all_reduce
 
 
-class _SumGradients(torch.autograd.Function):
+class SumGradients(torch.autograd.Function):
     """Identity; in backward the sum over a group.
 
     Megatron's ``copy_to_tensor_model_parallel_region`` reduces a contiguous copy and returns the original,
@@ -50,7 +50,7 @@ def sum_rotary_key_gradients(original: Callable[..., Any]) -> Callable[..., Any]
         def sum_in_backward(module: Any, inputs: Any, output: Any) -> Any:
             # [s, b, kv_lora_rank + qk_pos_emb_head_dim]; the latent part is summed at its up projection.
             latent, rotary_key = output[0].split(sizes, dim=-1)
-            rotary_key = _SumGradients.apply(rotary_key, group)
+            rotary_key = SumGradients.apply(rotary_key, group)
             return (torch.cat([latent, rotary_key], dim=-1), *output[1:])
 
         self.linear_kv_down_proj.register_forward_hook(sum_in_backward)

@@ -1,0 +1,1 @@
+"""DSA's attention path on the operators of ``mindspeed_dsa.ops``."""
