@@ -13,11 +13,15 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from mindspeed_dsa.ops.cpu_threads import share_out
+
+Result = TypeVar("Result")
 
 # Bytes of gathered keys per thread that a block may hold.
 _BLOCK_BYTES_PER_THREAD = 4 << 20
@@ -118,45 +122,69 @@ class Block(NamedTuple):
     """``[n, width, dim]``, zero where ``invalid``; reused by the next block."""
 
 
-def gathered_blocks(
-    key: Tensor, topk_indices: Tensor, scratch_per_entry: int, scratch: Scratch
-) -> Iterator[Block]:
-    """Cut the rows of ``topk_indices`` into blocks and gather the keys of each.
+class _Cut(NamedTuple):
+    batch: int
+    rows: slice
+    width: int
+    complete: bool
+
+
+def over_blocks(
+    key: Tensor,
+    topk_indices: Tensor,
+    scratch_per_entry: int,
+    work: Callable[[Iterator[Block], Scratch], Result],
+) -> list[Result]:
+    """Cut the rows of ``topk_indices`` into blocks, gather the keys of each, and hand them to ``work``.
+
+    ``work`` is called once in every thread, with some of the blocks and with scratch of its own. Which
+    blocks depends on the shapes and the number of threads alone.
 
     Args:
         key: ``[batch, key_length, dim]``.
         topk_indices: ``[batch, query_length, topk]`` int32, -1 where there is no key.
         scratch_per_entry: numbers that the caller holds per selected entry beside the key itself.
-        scratch: where the gathered keys lie.
+        work: takes its blocks in order. A block's ``width`` is the least that holds every valid entry of the
+            block, rounded up, so that rows with few visible keys cost little.
 
-    Yields:
-        Blocks in order. ``width`` is the least that holds every valid entry of the block, rounded up,
-        so that rows with few visible keys cost little.
+    Returns:
+        What ``work`` returned in each thread, in a fixed order.
     """
     batch, query_length, topk = topk_indices.shape
     dim, dtype = key.shape[2], compute_dtype(key.dtype)
     rows = min(block_rows(topk * (dim + scratch_per_entry) * dtype.itemsize), max(query_length, 1))
+    # The latent keys are small; in the dtype of the products they are gathered as is.
+    keys = [one.detach().to(dtype).contiguous() for one in key]
     slot = torch.arange(1, topk + 1, dtype=torch.int32)
+    cuts = []
     for b in range(batch):
-        # The latent keys of one sequence are small; in the dtype of the products they are gathered as is.
-        keys = key[b].to(dtype).contiguous()
         valid = topk_indices[b] >= 0
         counts, lasts = valid.sum(-1).tolist(), (valid * slot).amax(-1).tolist()
         for first in range(0, query_length, rows):
             part = slice(first, min(first + rows, query_length))
             width = min(topk, -(-max(*lasts[part], 1) // _WIDTH_STEP) * _WIDTH_STEP)
-            indices = topk_indices[b, part, :width]
-            invalid = None
-            if min(counts[part]) < width:
-                invalid = indices < 0
-                indices = indices.clamp_min(0)
-            # Adding rows by 64-bit indices is three times as fast as by 32-bit ones.
-            indices = indices.long()
-            gathered = scratch("keys", indices.shape[0], width, dim)
-            torch.index_select(keys, 0, indices.reshape(-1), out=gathered.view(-1, dim))
-            if invalid is not None:
-                gathered.masked_fill_(invalid[..., None], 0)
-            yield Block(b, part, indices, invalid, gathered)
+            cuts.append(_Cut(b, part, width, min(counts[part]) >= width))
+
+    def of_thread(share: Sequence[_Cut]) -> Result:
+        scratch = Scratch(dtype)
+        return work((_gather(cut, keys[cut.batch], topk_indices, scratch) for cut in share), scratch)
+
+    return share_out(cuts, of_thread)
+
+
+def _gather(cut: _Cut, key: Tensor, topk_indices: Tensor, scratch: Scratch) -> Block:
+    indices = topk_indices[cut.batch, cut.rows, : cut.width]
+    invalid = None
+    if not cut.complete:
+        invalid = indices < 0
+        indices = indices.clamp_min(0)
+    # Adding rows by 64-bit indices is three times as fast as by 32-bit ones.
+    indices = indices.long()
+    gathered = scratch("keys", *indices.shape, key.shape[1])
+    torch.index_select(key, 0, indices.reshape(-1), out=gathered.view(-1, key.shape[1]))
+    if invalid is not None:
+        gathered.masked_fill_(invalid[..., None], 0)
+    return Block(cut.batch, cut.rows, indices, invalid, gathered)
 
 
 def scatter_add_rows(total: Tensor, block: Block, a: Tensor, b: Tensor, scratch: Scratch) -> None:
@@ -175,3 +203,10 @@ def scatter_add_rows(total: Tensor, block: Block, a: Tensor, b: Tensor, scratch:
     else:
         tiles = torch.bmm(a, b, out=scratch("tiles", a.shape[0], a.shape[1], b.shape[2]))
         total.index_add_(0, block.indices.flatten(), tiles.flatten(0, 1))
+
+
+def sum_in_order(totals: Sequence[Tensor]) -> Tensor:
+    """Sum of what the threads added up each, in a fixed order; the first of them is overwritten."""
+    for other in totals[1:]:
+        totals[0].add_(other)
+    return totals[0]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
-from mindspeed_dsa.ops.cpu_blocks import Scratch, batched_matmul, compute_dtype, gathered_blocks, linear
+from mindspeed_dsa.ops.cpu_blocks import Block, Scratch, batched_matmul, compute_dtype, linear, over_blocks
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient as divergence_and_gradient
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_of_rows
 
@@ -28,22 +30,25 @@ def attention_sum(
     """Main attention over the selected keys, summed over heads: ``[batch, query_length, topk]``."""
     heads, dtype = query.shape[2], compute_dtype(query.dtype)
     summed = torch.zeros(topk_indices.shape, dtype=dtype)
-    scratch = Scratch(dtype)
-    for block in gathered_blocks(key, topk_indices, 2 * heads, scratch):
-        at, (rows, width) = (block.batch, block.rows), block.indices.shape
-        q = query[at].to(dtype) * softmax_scale
-        scores = scratch("scores", rows, heads, width)
-        batched_matmul(q, block.keys.transpose(1, 2), out=scores)
-        if lse is None:
+
+    def work(blocks: Iterator[Block], scratch: Scratch) -> None:
+        for block in blocks:
+            at, (rows, width) = (block.batch, block.rows), block.indices.shape
+            q = query[at].to(dtype) * softmax_scale
+            scores = scratch("scores", rows, heads, width)
+            batched_matmul(q, block.keys.transpose(1, 2), out=scores)
+            if lse is None:
+                if block.invalid is not None:
+                    scores.masked_fill_(block.invalid[:, None], -torch.inf)
+                scores = torch.softmax(scores, dim=-1, out=scratch("probabilities", rows, heads, width))
+            else:
+                scores.sub_(lse[at][..., None]).exp_()
+            probabilities = scores.sum(dim=1)
             if block.invalid is not None:
-                scores.masked_fill_(block.invalid[:, None], -torch.inf)
-            scores = torch.softmax(scores, dim=-1, out=scratch("probabilities", rows, heads, width))
-        else:
-            scores.sub_(lse[at][..., None]).exp_()
-        probabilities = scores.sum(dim=1)
-        if block.invalid is not None:
-            probabilities.masked_fill_(block.invalid, 0)
-        summed[at][:, :width] = probabilities
+                probabilities.masked_fill_(block.invalid, 0)
+            summed[at][:, :width] = probabilities
+
+    over_blocks(key, topk_indices, 2 * heads, work)
     return summed
 
 

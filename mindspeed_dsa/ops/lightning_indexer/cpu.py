@@ -7,11 +7,21 @@ first, then lower position". Such keys are unique, which makes any top-k algorit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
-from mindspeed_dsa.ops.cpu_blocks import Scratch, compute_dtype, gathered_blocks, linear, scatter_add_rows
+from mindspeed_dsa.ops.cpu_blocks import (
+    Block,
+    Scratch,
+    compute_dtype,
+    linear,
+    over_blocks,
+    scatter_add_rows,
+    sum_in_order,
+)
 
 # Rows per slab and keys per product: the products of a slab, [rows * heads, keys], stay in cache.
 _PRODUCT_ELEMENTS = 512 * 1024
@@ -100,17 +110,20 @@ def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor,
     """Scores at given entries: ``[batch, query_length, topk]``."""
     heads, dtype = query.shape[2], compute_dtype(query.dtype)
     out = torch.full(topk_indices.shape, -torch.inf, dtype=dtype)
-    scratch = Scratch(dtype)
-    for block in gathered_blocks(key, topk_indices, heads, scratch):
-        at, (rows, width) = (block.batch, block.rows), block.indices.shape
-        product = scratch("product", rows, heads, width)
-        torch.bmm(query[at].to(dtype), block.keys.transpose(1, 2), out=product)
-        if use_relu:
-            product.relu_()
-        scores = torch.bmm(weights[at].to(dtype)[:, None], product)[:, 0]
-        if block.invalid is not None:
-            scores.masked_fill_(block.invalid, -torch.inf)
-        out[at][:, :width] = scores
+
+    def work(blocks: Iterator[Block], scratch: Scratch) -> None:
+        for block in blocks:
+            at, (rows, width) = (block.batch, block.rows), block.indices.shape
+            product = scratch("product", rows, heads, width)
+            torch.bmm(query[at].to(dtype), block.keys.transpose(1, 2), out=product)
+            if use_relu:
+                product.relu_()
+            scores = torch.bmm(weights[at].to(dtype)[:, None], product)[:, 0]
+            if block.invalid is not None:
+                scores.masked_fill_(block.invalid, -torch.inf)
+            out[at][:, :width] = scores
+
+    over_blocks(key, topk_indices, heads, work)
     return out
 
 
@@ -121,23 +134,31 @@ def score_gradients(
     heads, dtype = query.shape[2], compute_dtype(query.dtype)
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     grad_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)
-    grad_key = torch.zeros(key.shape, dtype=dtype)
-    scratch = Scratch(dtype)
-    for block in gathered_blocks(key, topk_indices, 3 * heads + key.shape[2], scratch):
-        at, (rows, width) = (block.batch, block.rows), block.indices.shape
-        q, w = query[at].to(dtype), weights[at].to(dtype)
-        grad = grad_scores[at][:, None, :width].to(dtype)
-        if block.invalid is not None:
-            grad = grad.masked_fill(block.invalid[:, None], 0)
-        product, grad_product = (scratch(name, rows, heads, width) for name in ("product", "grad_product"))
-        torch.bmm(q, block.keys.transpose(1, 2), out=product)
-        if use_relu:
-            product.relu_()
-        grad_weights[at] = torch.bmm(product, grad.transpose(1, 2))[..., 0]
-        torch.mul(w[..., None], grad, out=grad_product)
-        if use_relu:
-            # The derivative of relu at zero is zero.
-            torch.ops.aten.threshold_backward.grad_input(grad_product, product, 0, grad_input=grad_product)
-        grad_query[at] = torch.bmm(grad_product, block.keys)
-        scatter_add_rows(grad_key[block.batch], block, grad_product.transpose(1, 2), q, scratch)
+
+    def work(blocks: Iterator[Block], scratch: Scratch) -> Tensor:
+        grad_key = torch.zeros(key.shape, dtype=dtype)
+        for block in blocks:
+            at, (rows, width) = (block.batch, block.rows), block.indices.shape
+            q, w = query[at].to(dtype), weights[at].to(dtype)
+            grad = grad_scores[at][:, None, :width].to(dtype)
+            if block.invalid is not None:
+                grad = grad.masked_fill(block.invalid[:, None], 0)
+            product, grad_product = (
+                scratch(name, rows, heads, width) for name in ("product", "grad_product")
+            )
+            torch.bmm(q, block.keys.transpose(1, 2), out=product)
+            if use_relu:
+                product.relu_()
+            grad_weights[at] = torch.bmm(product, grad.transpose(1, 2))[..., 0]
+            torch.mul(w[..., None], grad, out=grad_product)
+            if use_relu:
+                # The derivative of relu at zero is zero.
+                torch.ops.aten.threshold_backward.grad_input(
+                    grad_product, product, 0, grad_input=grad_product
+                )
+            grad_query[at] = torch.bmm(grad_product, block.keys)
+            scatter_add_rows(grad_key[block.batch], block, grad_product.transpose(1, 2), q, scratch)
+        return grad_key
+
+    grad_key = sum_in_order(over_blocks(key, topk_indices, 3 * heads + key.shape[2], work))
     return grad_query, grad_key.to(key.dtype), grad_weights
