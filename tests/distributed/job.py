@@ -74,7 +74,11 @@ def train(
         observer.attach(stepper)
         return stepper
 
-    with mock.patch.object(training, "Stepper", watched_stepper), dense.instead_of_dsa(stock):
+    with (
+        mock.patch.object(training, "Stepper", watched_stepper),
+        observer.watching_fused_indexers(),
+        dense.instead_of_dsa(stock),
+    ):
         records = training.train(args)
     assert observer.place is not None
     return RankOutcome([dict(record) for record in records], observer.place, observer.choices)

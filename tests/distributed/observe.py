@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -116,6 +118,30 @@ class Observer:
 
         indexer.forward_with_scores = forward_with_scores
 
+    @contextlib.contextmanager
+    def watching_fused_indexers(self) -> Iterator[None]:
+        """Fused DSA's choices are made in a function of its own, for all layers."""
+        from mindspeed_dsa.features.attention.fused import core
+
+        original = core.select_keys
+
+        def select_keys(attention: Any, x: Tensor, qr: Tensor, chosen: Any) -> Any:
+            key = ("topk", attention.layer_number)
+            # Where the choice is left to Megatron's own indexer, it is forced and noted here all the same.
+            with mock.patch.object(attention.indexer, "forward_with_scores", _plain(attention.indexer)):
+                selection = original(attention, x, qr, chosen)
+            if self._forced is not None:
+                selection = _chosen_instead(selection, torch.from_numpy(self._next_forced(key)))
+            self._note(key, selected_keys(selection.topk_indices, x.shape[0] * self._sequence_ranks))
+            return selection
+
+        with mock.patch.object(core, "select_keys", select_keys):
+            yield
+
+    @property
+    def _sequence_ranks(self) -> int:
+        return self._args.tensor_model_parallel_size if self._args.sequence_parallel else 1
+
     def _watch_router(self, router: Any, key: Key) -> None:
         original = router.routing
         if self._forced is not None:
@@ -171,6 +197,24 @@ class _ForcedRouting:
         chosen = torch.from_numpy(self._chosen())  # [batch, token, expert]
         indices = chosen.transpose(0, 1).reshape(scores.shape).float().topk(topk, dim=1).indices
         return scores.gather(1, indices), indices
+
+
+def _plain(indexer: Any) -> Callable[..., Any]:
+    """The indexer's method without what an observer has put in its place."""
+    return type(indexer).forward_with_scores.__get__(indexer)
+
+
+def _chosen_instead(selection: Any, chosen: Tensor) -> Any:
+    """The same selection with other keys, ``[batch, query, key]`` booleans."""
+    from mindspeed_dsa.ops.lightning_indexer import selected_scores
+
+    topk = selection.topk_indices.shape[-1]
+    position = torch.arange(chosen.shape[-1], dtype=torch.int32)
+    ordered = position.where(chosen, chosen.shape[-1]).sort(dim=-1).values[..., :topk]
+    indices = ordered.masked_fill(ordered == chosen.shape[-1], -1)
+    inputs = selection.inputs
+    scores = selected_scores(inputs.query, inputs.key, inputs.weights, indices)
+    return dataclasses.replace(selection, topk_indices=indices, topk_scores=scores)
 
 
 def selected_keys(topk_indices: Tensor, keys: int) -> Tensor:

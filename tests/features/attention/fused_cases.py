@@ -41,3 +41,190 @@ def whole_step(switches: Mapping[str, Any] | None = None, **arguments: Any) -> d
     """As :func:`job.run`, ties decided alike on both sides."""
     with ties_to_the_lowest():
         return job.run(switches, **arguments)
+
+
+def warmup(
+    switches: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    steps: int = 1,
+    mtp: bool = False,
+    **layout: Any,
+) -> dict[str, Any]:
+    """Adam steps of the warm-up stage through Megatron's schedule, DDP and optimizer."""
+    job.start({"dsa_stage": "warmup", **(switches or {})}, **layout)
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    tp, pp, vpp = layout.get("tp", 1), layout.get("pp", 1), layout.get("vpp")
+    cfg = job.config(
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        **(overrides or {}),
+    )
+    cfg.finalize_model_grads_func = finalize_model_grads
+    chunks = [job.gpt_model(cfg, vp_stage=stage if vpp else None, mtp=mtp) for stage in range(vpp or 1)]
+    before = [{name: p.detach().clone() for name, p in job.global_names(chunk).items()} for chunk in chunks]
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    wrapped = [
+        DistributedDataParallel(cfg, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    adam = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1, use_distributed_optimizer=True)
+    optimizer = get_megatron_optimizer(adam, wrapped)
+    ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    microbatches = list(job.samples(4 * ranks).view(2, ranks, 2, -1)[:, rank])
+    indexer_losses = []
+    gradients: dict[str, Tensor] = {}
+    for step in range(steps):
+        for chunk in wrapped:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=lambda iterator, model: job.forward_step(cfg, iterator, model),
+            data_iterator=[iter(microbatches) for _ in wrapped] if len(wrapped) > 1 else iter(microbatches),
+            model=wrapped if len(wrapped) > 1 else wrapped[0],
+            num_microbatches=len(microbatches),
+            seq_length=job.SEQUENCE,
+            micro_batch_size=2,
+            forward_only=False,
+        )
+        if step == 0:
+            trained = [n for chunk in chunks for n, p in job.global_names(chunk).items() if p.requires_grad]
+            gradients = {
+                name: p.main_grad.detach().clone()
+                for chunk in chunks
+                for name, p in job.global_names(chunk).items()
+                if p.requires_grad
+            }
+        optimizer.step()
+        losses: dict[str, Tensor] = {}
+        DSAIndexerLossLoggingHelper.track_indexer_metrics(0.5, step, None, total_loss_dict=losses)
+        indexer_losses.append(float(losses["indexer loss"]))
+    states = [state for single in optimizer.chained_optimizers for state in single.optimizer.state.values()]
+    return {
+        "indexer losses": indexer_losses,
+        "trained": trained,
+        "gradients": gradients,
+        "optimizer elements": sum(state["exp_avg"].numel() for state in states),
+        "trained elements": sum(p.numel() for chunk in chunks for p in chunk.parameters() if p.requires_grad),
+        "changed": [
+            name
+            for chunk, old in zip(chunks, before, strict=True)
+            for name, p in job.global_names(chunk).items()
+            if not torch.equal(p, old[name])
+        ],
+        "gradient buffers": sum(len(buffer.params) for chunk in wrapped for buffer in chunk.buffers),
+    }
+
+
+def dense_attention_gradients(overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Indexer gradients of Megatron's own dense loss on a model whose attention is dense.
+
+    With ``topk`` as long as the sequence Megatron's sparse attention is dense, and both stages are one.
+    """
+    whole = {"dsa_indexer_topk": job.SEQUENCE, "dsa_indexer_use_sparse_loss": False}
+    return job.run(
+        None, {**whole, **(overrides or {})}, num_microbatches=2, micro_batch_size=2, only="indexer"
+    )
+
+
+def saved_for_backward(stage: str, sequence: int) -> int:
+    """Bytes that one forward pass keeps for backward."""
+    job.start({"dsa_stage": stage, "use_fused_dsa": True})
+    with mock.patch.object(job, "SEQUENCE", sequence):
+        model = job.gpt_model(job.config())
+        storages: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, torch.nn.Parameter):
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            loss = job.per_token_loss(model, job.samples(1)).mean()
+        total = sum(storages.values())
+        loss.backward()
+    return total
+
+
+def operator_calls(mode: str, switches: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """How often each operator and each of Megatron's own functions runs in one step, and its loss."""
+    from mindspeed_dsa.features.attention.fused import attend, core, loss
+
+    consumers = {
+        "lightning_indexer": core,
+        "sparse_flash_attention": attend,
+        "indexer_kl_loss": loss,
+        "dense_indexer_kl_loss": loss,
+    }
+    mocks = {name: mock.Mock(side_effect=getattr(module, name)) for name, module in consumers.items()}
+    patches = [mock.patch.object(module, name, mocks[name]) for name, module in consumers.items()]
+    for patch in patches:
+        patch.start()
+    try:
+        result = one_step(switches, overrides, mode)
+    finally:
+        for patch in patches:
+            patch.stop()
+    calls = {name: called.call_count for name, called in mocks.items()}
+    return {**result, "counts": {**result["counts"], **calls}}
+
+
+def with_an_adapter() -> None:
+    """A LoRA-like adapter on the up-projection that absorption takes apart."""
+    job.start({"use_fused_dsa": True})
+    model = job.gpt_model(job.config())
+    layer = model.decoder.layers[0].self_attention.linear_kv_up_proj
+    layer.register_parameter("adapter", torch.nn.Parameter(torch.ones(2)))
+    job.per_token_loss(model, job.samples(1))
+
+
+def hooks_of_the_up_projection() -> list[int]:
+    """How often a forward pre-hook of the up-projection, plain and with keywords, runs in one forward."""
+    job.start({"use_fused_dsa": True})
+    model = job.gpt_model(job.config(num_layers=1, moe_layer_freq=[1]))
+    layer = model.decoder.layers[0].self_attention.linear_kv_up_proj
+    plain, with_keywords = mock.Mock(return_value=None), mock.Mock(return_value=None)
+    layer.register_forward_pre_hook(plain)
+    layer.register_forward_pre_hook(with_keywords, with_kwargs=True)
+    job.per_token_loss(model, job.samples(1))
+    return [plain.call_count, with_keywords.call_count]
+
+
+def packed() -> None:
+    """Packed sequences reach DSA's attention."""
+    job.start({"use_fused_dsa": True, "use_dsa_absorb": False})
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+
+    attention = job.gpt_model(job.config()).decoder.layers[0].self_attention.core_attention
+    query = torch.zeros(4, 1, 4, 16)
+    attention(
+        query,
+        query,
+        torch.zeros(4, 1, 4, 8),
+        None,
+        torch.zeros(4, 1, 32),
+        torch.zeros(4, 1, 24),
+        attn_mask_type=AttnMaskType.causal,
+        packed_seq_params=PackedSeqParams(qkv_format="thd"),
+    )
+
+
+def mtp_step(switches: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+    """Gradients of a model with two MTP layers."""
+    job.start(switches)
+    cfg = job.config(mtp_num_layers=2)
+    model = job.gpt_model(cfg, mtp=True)
+    with ties_to_the_lowest():
+        job.train_step(cfg, [model], [job.samples(2)])
+    return job.gradients([model])

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import itertools
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.features.attention.job import assert_same_gradients
+import mindspeed_dsa
+from mindspeed_dsa.patches import SettingsError
+from tests.features.attention.job import assert_same_gradients, put_together
 
 CASES = "tests.features.attention.fused_cases"
 PARTS = (
@@ -66,3 +70,146 @@ def test_all_parts_on_every_form_of_the_loss(pool, stock, model, switches):
     ours = step(pool, switches, MODELS[model])
     assert_same(ours, stock[model])
     assert ours["counts"]["unfused_dsa_fn"] == ours["counts"]["compute_dsa_indexer_loss"] == 0
+
+
+def calls(pool, mode, switches=FUSED, **overrides):
+    (result,) = pool.run(f"{CASES}:operator_calls", 1, mode=mode, switches=switches, overrides=overrides)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("mode", "switches", "overrides", "expected"),
+    [
+        ("train", FUSED, {}, (2, 2, 2, 0)),
+        ("train", IN_BACKWARD, {}, (2, 2, 0, 0)),
+        ("train", FUSED, DENSE_LOSS, (2, 2, 0, 2)),
+        ("train", FUSED, SHORT, (0, 0, 0, 2)),
+        ("train", FUSED, {"dsa_indexer_loss_coeff": None}, (2, 2, 0, 0)),
+        ("eval", FUSED, {}, (2, 2, 0, 0)),
+        ("no_grad", FUSED, {}, (2, 2, 0, 0)),
+        ("no_grad", FUSED, SHORT, (0, 0, 0, 0)),
+    ],
+    ids=str,
+)
+def test_each_operator_runs_where_it_is_wanted(pool, mode, switches, overrides, expected):
+    result = calls(pool, mode, switches, **overrides)
+    names = ("lightning_indexer", "sparse_flash_attention", "indexer_kl_loss", "dense_indexer_kl_loss")
+    assert tuple(result["counts"][name] for name in names) == expected
+    assert result["counts"]["unfused_dsa_fn"] == result["counts"]["compute_dsa_indexer_loss"] == 0
+    wanted = mode == "train" and overrides.get("dsa_indexer_loss_coeff", 1.0)
+    assert (result["tracked"] is not None) == bool(wanted)
+
+
+def test_without_a_loss_the_indexer_gets_zeros_and_all_else_what_megatron_gives(pool):
+    no_loss = {"dsa_indexer_loss_coeff": 0.0}
+    ours, theirs = step(pool, FUSED, no_loss), step(pool, None, no_loss)
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    indexer = [gradient for name, gradient in ours["gradients"].items() if "indexer" in name]
+    assert len(indexer) == 10
+    assert all(gradient is not None and not gradient.any() for gradient in indexer)
+    rest = [name for name in theirs["gradients"] if "indexer" not in name]
+    assert_same_gradients({n: ours["gradients"][n] for n in rest}, {n: theirs["gradients"][n] for n in rest})
+
+
+@pytest.mark.parametrize("switches", [FUSED, IN_BACKWARD], ids=str)
+def test_mtp_layers(pool, switches):
+    (ours,), (theirs,) = (pool.run(f"{CASES}:mtp_step", 1, switches=each) for each in (switches, None))
+    assert_same_gradients(ours, theirs)
+
+
+OTHER_MODELS = [
+    {"rope_type": "yarn"},
+    {"q_lora_rank": None},
+    {"qk_layernorm": False},
+    {"normalization": "LayerNorm"},
+    {"v_head_dim": 12},
+    {"calculate_per_token_loss": True},
+]
+
+
+@pytest.mark.parametrize("overrides", OTHER_MODELS, ids=str)
+@pytest.mark.parametrize("switches", [FUSED, IN_BACKWARD], ids=["forward", "backward"])
+def test_other_models(pool, overrides, switches):
+    run = f"{CASES}:whole_step"
+    ours, theirs = (
+        pool.run(run, 1, switches=each, overrides=overrides, num_microbatches=2)[0]["gradients"]
+        for each in (switches, None)
+    )
+    assert_same_gradients(ours, theirs)
+
+
+def test_norms_with_zero_centred_gamma(pool):
+    """Such norms double here and index scores spread so far that Megatron's epsilon in the loss shows."""
+    run, overrides = f"{CASES}:whole_step", {"layernorm_zero_centered_gamma": True}
+    own_loss = FUSED | {"use_fused_lightning_indexer_kl_loss": False}
+    ours, theirs = (
+        pool.run(run, 1, switches=each, overrides=overrides)[0]["gradients"] for each in (own_loss, None)
+    )
+    assert_same_gradients(ours, theirs)
+
+
+def test_tensor_parallelism_without_sequence_parallelism(pool):
+    run, dense = f"{CASES}:whole_step", {"num_moe_experts": None, "moe_layer_freq": 1}
+    dense |= {"moe_ffn_hidden_size": None, "moe_shared_expert_intermediate_size": None}
+    alone = put_together(pool.run(run, 1, overrides=dense))
+    ours = pool.run(run, 2, switches=FUSED, overrides=dense, tp=2, sequence_parallel=False)
+    assert_same_gradients(put_together(ours), alone)
+
+
+def test_grad_scale_reaches_the_loss_in_backward(pool):
+    run = f"{CASES}:whole_step"
+    ours, theirs = (
+        pool.run(run, 1, switches=each, grad_scale=128.0, num_microbatches=2)[0]["gradients"]
+        for each in (IN_BACKWARD, None)
+    )
+    assert_same_gradients(ours, theirs)
+
+
+def test_waiting_for_gathered_parameters_is_not_left_out(pool):
+    """Megatron's overlapped gather waits in a forward pre-hook of a layer that is never called."""
+    assert pool.run(f"{CASES}:hooks_of_the_up_projection", 1) == [[1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("with_an_adapter", "dsa-absorb: linear_kv_up_proj holds adapter.*add --no-use-dsa-absorb"),
+        ("packed", "fused-dsa: DSAttention got packed_seq_params"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(pool, case, message):
+    (error,) = pool.run("tests.features.attention.job:error_of", 1, case=f"{CASES}:{case}")
+    assert re.search(message, error), error
+
+
+DSA = {"experimental_attention_variant": "dsa"}
+
+
+@pytest.mark.parametrize(
+    ("switches", "args", "message"),
+    [
+        (FUSED, {"experimental_attention_variant": None}, "the model has none: add --experimental-attention"),
+        ({"use_fused_dsa": True, "dsa_backend": "npu"}, DSA, "needs the package torch_npu"),
+        (
+            {"use_fused_lightning_indexer": True, "dsa_fuse_kl_in_backward": True},
+            DSA,
+            "needs all four fused parts; add --use-fused-dsa",
+        ),
+        (IN_BACKWARD, DSA | {"dsa_indexer_use_sparse_loss": False}, "add --dsa-indexer-use-sparse-loss"),
+        (IN_BACKWARD | {"dsa_stage": "warmup"}, DSA, "no attention backward to work in"),
+        (FUSED, DSA | {"delay_wgrad_compute": True}, "no delayed weight gradients"),
+    ],
+    ids=str,
+)
+def test_combinations_are_refused_before_training(switches, args, message):
+    namespace = SimpleNamespace(**switches, **args)
+    with mindspeed_dsa.enabled(**DSA, **switches), pytest.raises(SettingsError, match=message):
+        mindspeed_dsa.validate(namespace)
+
+
+def test_nothing_is_patched_without_a_switch():
+    from mindspeed_dsa import session
+
+    for switches in ({}, DSA, {"dsa_backend": "cpu"}, {"dsa_stage": "sparse"}):
+        _, active = session.resolve(switches, ())
+        assert not {"fused-dsa", "dsa-absorb", "dsa-stage"} & {feature.name for feature in active}
