@@ -3,8 +3,9 @@
 Two measured facts shape the CPU backends:
 
 * A product with few rows (heads x head size by selected keys) runs at the speed of a large matmul as
-  long as the gathered keys are still in cache. Blocks are therefore a few megabytes, not as large as
-  memory allows, and scratch is allocated once and reused, because fresh pages cost as much as the work.
+  long as the gathered keys are still in cache. Keys are therefore gathered for one query row, or a few,
+  at a time (a tile), and scratch is allocated once and reused, because fresh pages cost as much as the
+  work. What needs no keys is done for several tiles at once (a block): calls cost time too.
 * ``torch.bmm`` in fp32 goes to the BLAS that PyTorch was built with; on x86 processors that this BLAS
   does not know it uses half of the vector width. oneDNN, which PyTorch also carries, does not.
 """
@@ -14,17 +15,20 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops.cpu_threads import share_out
+from mindspeed_dsa.ops.cpu_threads import share_out, worker_count
 
 Result = TypeVar("Result")
 
-# Bytes of gathered keys per thread that a block may hold.
-_BLOCK_BYTES_PER_THREAD = 4 << 20
+# Bytes of gathered keys that a tile may hold, and bytes beside them that a block may hold, per thread.
+_TILE_BYTES = 5 << 18
+_BLOCK_BYTES = 1 << 20
+_TILES_PER_BLOCK = 8
 # Below this much work per product, or above this many threads, one batched call is faster than a loop.
 _LOOP_MIN_FLOPS = 4_000_000
 _LOOP_MAX_THREADS = 4
@@ -47,50 +51,40 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def block_rows(bytes_per_row: int) -> int:
-    """Query rows per block: as many as keep the block in cache, and at least one per thread."""
-    threads = torch.get_num_threads()
-    return max(threads, threads * _BLOCK_BYTES_PER_THREAD // max(bytes_per_row, 1))
-
-
 def linear(x: Tensor, weight: Tensor, relu: bool = False) -> Tensor:
     """``x @ weight.T``, optionally clamped at zero: ``[m, k]``, ``[n, k]`` -> ``[m, n]``."""
-    if _onednn_takes(x, weight):
+    # For a weight with gaps between its rows oneDNN has only its unoptimised reference kernel.
+    dense = weight.is_contiguous() or weight.t().is_contiguous()
+    if dense and _onednn_takes(x.dtype):
         product: Tensor = _LINEAR(x, weight, None, "relu" if relu else "none", [], "")
         return product
     out = torch.mm(x, weight.t())
     return out.relu_() if relu else out
 
 
-def batched_matmul(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """``out.copy_(torch.bmm(a, b))``: ``[n, m, k]``, ``[n, k, p]`` -> ``[n, m, p]``."""
-    if not _loops(a, b):
-        return torch.bmm(a, b, out=out)
-    b = b.transpose(1, 2)
-    if a.shape[1] < b.shape[1] and b.is_contiguous():
+def one_by_one(flops: int, dtype: torch.dtype) -> bool:
+    """Whether one oneDNN call per product of this size is faster than one batched call."""
+    return flops >= _LOOP_MIN_FLOPS and torch.get_num_threads() <= _LOOP_MAX_THREADS and _onednn_takes(dtype)
+
+
+def batched_matmul(a: Tensor, b: Tensor, out: Tensor, one_by_one: bool) -> None:
+    """``out.copy_(torch.bmm(a, b))``: ``[n, m, k]``, ``[n, k, p]`` -> ``[n, m, p]``.
+
+    With ``one_by_one`` each ``a[i]`` and each ``b[i]``, or its transpose, must be free of gaps.
+    """
+    if not one_by_one:
+        torch.bmm(a, b, out=out)
+    elif a.shape[1] < b.shape[2] and b.stride(1) == 1:
         # The second operand is packed on every call, so the smaller one takes that place.
-        for left, right, target in zip(a, b, out.transpose(1, 2), strict=True):
+        for left, right, target in zip(a, b.transpose(1, 2), out.transpose(1, 2), strict=True):
             target.copy_(_LINEAR(right, left, None, "none", [], ""))
     else:
-        for left, right, target in zip(a, b, out, strict=True):
+        for left, right, target in zip(a, b.transpose(1, 2), out, strict=True):
             target.copy_(_LINEAR(left, right, None, "none", [], ""))
-    return out
 
 
-def _loops(a: Tensor, b: Tensor) -> bool:
-    """Whether one oneDNN call per product is faster than one batched call."""
-    return (
-        2 * a.shape[1] * a.shape[2] * b.shape[2] >= _LOOP_MIN_FLOPS
-        and torch.get_num_threads() <= _LOOP_MAX_THREADS
-        and _onednn_takes(a[0], b[0].t())
-    )
-
-
-def _onednn_takes(x: Tensor, weight: Tensor) -> bool:
-    # For a weight with gaps between its rows oneDNN has only its unoptimised reference kernel.
-    dense = weight.is_contiguous() or weight.t().is_contiguous()
-    enabled = _LINEAR is not None and bool(torch.backends.mkldnn.enabled)
-    return dense and enabled and x.dtype == torch.float32
+def _onednn_takes(dtype: torch.dtype) -> bool:
+    return _LINEAR is not None and dtype == torch.float32 and bool(torch.backends.mkldnn.enabled)
 
 
 class Scratch:
@@ -109,8 +103,9 @@ class Scratch:
         return buffer[:size].view(shape)
 
 
-class Block(NamedTuple):
-    """A few query rows of one sequence with the keys they selected."""
+@dataclass(frozen=True)
+class Block:
+    """A few query rows of one sequence and the keys they selected."""
 
     batch: int
     rows: slice
@@ -118,8 +113,28 @@ class Block(NamedTuple):
     """``[n, width]`` int64; 0 where ``invalid``."""
     invalid: Tensor | None
     """``[n, width]`` bool, or None when every entry is valid."""
-    keys: Tensor
-    """``[n, width, dim]``, zero where ``invalid``; reused by the next block."""
+    _key: Tensor
+    _tile_rows: int
+    _scratch: Scratch
+
+    def tiles(self, *rows: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None, list[Tensor]]]:
+        """Gather the keys of some of the rows at a time.
+
+        Args:
+            rows: tensors whose first axis are the rows of the block.
+
+        Yields:
+            ``keys [n, width, dim]``, zero where there is no valid entry and overwritten by the next tile; the
+            tile's part of ``indices``, of ``invalid`` and of each of ``rows``.
+        """
+        parts = [self.indices.split(self._tile_rows), *(one.split(self._tile_rows) for one in rows)]
+        hidden = None if self.invalid is None else self.invalid.split(self._tile_rows)
+        for number, (indices, *tiles) in enumerate(zip(*parts, strict=True)):
+            keys = self._scratch("keys", *indices.shape, self._key.shape[1])
+            torch.index_select(self._key, 0, indices.view(-1), out=keys.view(-1, keys.shape[2]))
+            if hidden is not None:
+                keys.masked_fill_(hidden[number][..., None], 0)
+            yield keys, indices, None if hidden is None else hidden[number], tiles
 
 
 class _Cut(NamedTuple):
@@ -135,7 +150,7 @@ def over_blocks(
     scratch_per_entry: int,
     work: Callable[[Iterator[Block], Scratch], Result],
 ) -> list[Result]:
-    """Cut the rows of ``topk_indices`` into blocks, gather the keys of each, and hand them to ``work``.
+    """Cut the rows of ``topk_indices`` into blocks and hand them to ``work``.
 
     ``work`` is called once in every thread, with some of the blocks and with scratch of its own. Which
     blocks depends on the shapes and the number of threads alone.
@@ -144,19 +159,19 @@ def over_blocks(
         key: ``[batch, key_length, dim]``.
         topk_indices: ``[batch, query_length, topk]`` int32, -1 where there is no key.
         scratch_per_entry: numbers that the caller holds per selected entry beside the key itself.
-        work: takes its blocks in order. A block's ``width`` is the least that holds every valid entry of the
+        work: takes its blocks in order. A block's width is the least that holds every valid entry of the
             block, rounded up, so that rows with few visible keys cost little.
 
     Returns:
         What ``work`` returned in each thread, in a fixed order.
     """
     batch, query_length, topk = topk_indices.shape
-    dim, dtype = key.shape[2], compute_dtype(key.dtype)
-    rows = min(block_rows(topk * (dim + scratch_per_entry) * dtype.itemsize), max(query_length, 1))
+    dtype = compute_dtype(key.dtype)
     # The latent keys are small; in the dtype of the products they are gathered as is.
     keys = [one.detach().to(dtype).contiguous() for one in key]
-    slot = torch.arange(1, topk + 1, dtype=torch.int32)
+    tile_rows, rows = _tile_and_block_rows(topk * key.shape[2] * dtype.itemsize, topk * scratch_per_entry)
     cuts = []
+    slot = torch.arange(1, topk + 1, dtype=torch.int32)
     for b in range(batch):
         valid = topk_indices[b] >= 0
         counts, lasts = valid.sum(-1).tolist(), (valid * slot).amax(-1).tolist()
@@ -165,44 +180,51 @@ def over_blocks(
             width = min(topk, -(-max(*lasts[part], 1) // _WIDTH_STEP) * _WIDTH_STEP)
             cuts.append(_Cut(b, part, width, min(counts[part]) >= width))
 
+    def blocks(share: Sequence[_Cut], scratch: Scratch) -> Iterator[Block]:
+        for b, part, width, complete in share:
+            indices = topk_indices[b, part, :width]
+            invalid = None if complete else indices < 0
+            # Adding rows by 64-bit indices is three times as fast as by 32-bit ones.
+            indices = indices.to(torch.int64, memory_format=torch.contiguous_format)
+            if invalid is not None:
+                indices = indices.clamp_min(0)
+            yield Block(b, part, indices, invalid, keys[b], tile_rows, scratch)
+
     def of_thread(share: Sequence[_Cut]) -> Result:
         scratch = Scratch(dtype)
-        return work((_gather(cut, keys[cut.batch], topk_indices, scratch) for cut in share), scratch)
+        return work(blocks(share, scratch), scratch)
 
     return share_out(cuts, of_thread)
 
 
-def _gather(cut: _Cut, key: Tensor, topk_indices: Tensor, scratch: Scratch) -> Block:
-    indices = topk_indices[cut.batch, cut.rows, : cut.width]
-    invalid = None
-    if not cut.complete:
-        invalid = indices < 0
-        indices = indices.clamp_min(0)
-    # Adding rows by 64-bit indices is three times as fast as by 32-bit ones.
-    indices = indices.long()
-    gathered = scratch("keys", *indices.shape, key.shape[1])
-    torch.index_select(key, 0, indices.reshape(-1), out=gathered.view(-1, key.shape[1]))
-    if invalid is not None:
-        gathered.masked_fill_(invalid[..., None], 0)
-    return Block(cut.batch, cut.rows, indices, invalid, gathered)
+def _tile_and_block_rows(key_bytes: int, scratch_numbers: int) -> tuple[int, int]:
+    """Query rows per tile and per block, from what one row needs."""
+    # What PyTorch splits inside of a thread of ours.
+    threads = max(torch.get_num_threads() // worker_count(), 1)
+    tile = threads * max(_TILE_BYTES // max(key_bytes, 1), 1)
+    tiles = _BLOCK_BYTES * threads // max(4 * scratch_numbers * tile, 1)
+    return tile, tile * min(max(tiles, 1), _TILES_PER_BLOCK)
 
 
-def scatter_add_rows(total: Tensor, block: Block, a: Tensor, b: Tensor, scratch: Scratch) -> None:
+def scatter_add_rows(
+    total: Tensor, indices: Tensor, a: Tensor, b: Tensor, scratch: Scratch, one_by_one: bool
+) -> None:
     """Add ``a[i] @ b[i]``, one row per selected key, to the keys' rows of ``total``, in a fixed order.
 
     Args:
         total: ``[key_length, dim]``.
-        block: whose ``indices`` say which rows.
+        indices: ``[n, width]`` int64, which rows.
         a: ``[n, width, k]``; zero in the rows of invalid entries.
         b: ``[n, k, dim]``.
         scratch: where the products may lie.
+        one_by_one: as for :func:`batched_matmul`.
     """
-    if _loops(a, b):
-        for indices, left, right in zip(block.indices, a, b.transpose(1, 2), strict=True):
-            total.index_add_(0, indices, _LINEAR(left, right, None, "none", [], ""))
+    if one_by_one:
+        for rows, left, right in zip(indices, a, b.transpose(1, 2), strict=True):
+            total.index_add_(0, rows, _LINEAR(left, right, None, "none", [], ""))
     else:
         tiles = torch.bmm(a, b, out=scratch("tiles", a.shape[0], a.shape[1], b.shape[2]))
-        total.index_add_(0, block.indices.flatten(), tiles.flatten(0, 1))
+        total.index_add_(0, indices.flatten(), tiles.flatten(0, 1))
 
 
 def sum_in_order(totals: Sequence[Tensor]) -> Tensor:

@@ -9,7 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
-from mindspeed_dsa.ops.cpu_blocks import Block, Scratch, batched_matmul, compute_dtype, linear, over_blocks
+from mindspeed_dsa.ops.cpu_blocks import (
+    Block,
+    Scratch,
+    batched_matmul,
+    compute_dtype,
+    linear,
+    one_by_one,
+    over_blocks,
+)
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient as divergence_and_gradient
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_of_rows
 
@@ -34,19 +42,20 @@ def attention_sum(
     def work(blocks: Iterator[Block], scratch: Scratch) -> None:
         for block in blocks:
             at, (rows, width) = (block.batch, block.rows), block.indices.shape
-            q = query[at].to(dtype) * softmax_scale
+            q = scratch("query", *query[at].shape).copy_(query[at]).mul_(softmax_scale)
             scores = scratch("scores", rows, heads, width)
-            batched_matmul(q, block.keys.transpose(1, 2), out=scores)
-            if lse is None:
+            single = one_by_one(2 * heads * key.shape[2] * width, dtype)
+            for keys, _, _, (q_, scores_) in block.tiles(q, scores):
+                batched_matmul(q_, keys.transpose(1, 2), scores_, single)
+            if lse is not None:
+                scores.sub_(lse[at][..., None]).exp_()
+            else:
                 if block.invalid is not None:
                     scores.masked_fill_(block.invalid[:, None], -torch.inf)
                 scores = torch.softmax(scores, dim=-1, out=scratch("probabilities", rows, heads, width))
-            else:
-                scores.sub_(lse[at][..., None]).exp_()
-            probabilities = scores.sum(dim=1)
+            probabilities = torch.sum(scores, dim=1, out=summed[at][:, :width])
             if block.invalid is not None:
                 probabilities.masked_fill_(block.invalid, 0)
-            summed[at][:, :width] = probabilities
 
     over_blocks(key, topk_indices, 2 * heads, work)
     return summed

@@ -114,8 +114,9 @@ def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor,
     def work(blocks: Iterator[Block], scratch: Scratch) -> None:
         for block in blocks:
             at, (rows, width) = (block.batch, block.rows), block.indices.shape
-            product = scratch("product", rows, heads, width)
-            torch.bmm(query[at].to(dtype), block.keys.transpose(1, 2), out=product)
+            product, q = scratch("product", rows, heads, width), query[at].to(dtype)
+            for keys, _, _, (q_, product_) in block.tiles(q, product):
+                torch.bmm(q_, keys.transpose(1, 2), out=product_)
             if use_relu:
                 product.relu_()
             scores = torch.bmm(weights[at].to(dtype)[:, None], product)[:, 0]
@@ -139,25 +140,32 @@ def score_gradients(
         grad_key = torch.zeros(key.shape, dtype=dtype)
         for block in blocks:
             at, (rows, width) = (block.batch, block.rows), block.indices.shape
-            q, w = query[at].to(dtype), weights[at].to(dtype)
+            q, w = query[at].to(dtype), weights[at].to(dtype)[..., None]
             grad = grad_scores[at][:, None, :width].to(dtype)
             if block.invalid is not None:
                 grad = grad.masked_fill(block.invalid[:, None], 0)
-            product, grad_product = (
-                scratch(name, rows, heads, width) for name in ("product", "grad_product")
-            )
-            torch.bmm(q, block.keys.transpose(1, 2), out=product)
-            if use_relu:
-                product.relu_()
-            grad_weights[at] = torch.bmm(product, grad.transpose(1, 2))[..., 0]
-            torch.mul(w[..., None], grad, out=grad_product)
-            if use_relu:
-                # The derivative of relu at zero is zero.
-                torch.ops.aten.threshold_backward.grad_input(
-                    grad_product, product, 0, grad_input=grad_product
+            weighted = torch.mul(q, w, out=scratch("weighted", *q.shape))
+            # Gradient of the products without the weight of the head, and its product with the keys: the
+            # gradients of query and weights are both one step from it.
+            grad_product = scratch("grad_product", rows, heads, width)
+            pulled = scratch("pulled", *q.shape)
+            for keys, indices, _, (q_, grad_, slopes, pulled_, weighted_) in block.tiles(
+                q, grad, grad_product, pulled, weighted
+            ):
+                if use_relu:
+                    # The derivative of relu at zero is zero.
+                    product = torch.bmm(q_, keys.transpose(1, 2), out=scratch("product", *slopes.shape))
+                    torch.ops.aten.threshold_backward.grad_input(
+                        grad_.expand_as(product), product, 0, grad_input=slopes
+                    )
+                else:
+                    slopes.copy_(grad_.expand_as(slopes))
+                torch.bmm(slopes, keys, out=pulled_)
+                scatter_add_rows(
+                    grad_key[block.batch], indices, slopes.transpose(1, 2), weighted_, scratch, False
                 )
-            grad_query[at] = torch.bmm(grad_product, block.keys)
-            scatter_add_rows(grad_key[block.batch], block, grad_product.transpose(1, 2), q, scratch)
+            grad_weights[at] = (q * pulled).sum(dim=-1)
+            grad_query[at] = pulled.mul_(w)
         return grad_key
 
     grad_key = sum_in_order(over_blocks(key, topk_indices, 3 * heads + key.shape[2], work))

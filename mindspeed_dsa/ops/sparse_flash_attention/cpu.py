@@ -18,6 +18,7 @@ from mindspeed_dsa.ops.cpu_blocks import (
     Scratch,
     batched_matmul,
     compute_dtype,
+    one_by_one,
     over_blocks,
     scatter_add_rows,
     sum_in_order,
@@ -47,24 +48,31 @@ def forward(
     def work(blocks: Iterator[Block], scratch: Scratch) -> None:
         for block in blocks:
             at, (rows, width) = (block.batch, block.rows), block.indices.shape
-            q = query[at].to(dtype) * softmax_scale
-            scores = scratch("scores", rows, heads, width)
-            batched_matmul(q, block.keys.transpose(1, 2), out=scores)
-            if block.invalid is not None:
-                scores.masked_fill_(block.invalid[:, None], -torch.inf)
-            highest = scores.amax(dim=-1)
-            probabilities = torch.softmax(scores, dim=-1, out=scratch("probabilities", rows, heads, width))
-            # The most probable key has exp(0) / sum: log(sum) needs no second exponential.
-            lse[at] = highest - probabilities.amax(dim=-1).log_()
-            if block.invalid is not None:
-                empty = block.invalid.all(dim=-1)
-                probabilities.masked_fill_(empty[:, None, None], 0)
-                lse[at].masked_fill_(empty[:, None], -torch.inf)
-            if attention_sum is not None:
-                attention_sum[at][:, :width] = probabilities.sum(dim=1)
-            # The value is a slice of the key; a product with the dense key is faster than one with the slice.
-            full = batched_matmul(probabilities, block.keys, out=scratch("out", rows, heads, dim))
+            q = scratch("query", rows, heads, dim).copy_(query[at]).mul_(softmax_scale)
+            scores, probabilities = (
+                scratch(name, rows, heads, width) for name in ("scores", "probabilities")
+            )
+            full = scratch("out", rows, heads, dim)
+            single = one_by_one(2 * heads * value_dim * width, dtype)
+            for keys, _, invalid, (q_, s_, p_, o_) in block.tiles(q, scores, probabilities, full):
+                batched_matmul(q_, keys.transpose(1, 2), s_, single)
+                if invalid is not None:
+                    s_.masked_fill_(invalid[:, None], -torch.inf)
+                torch.softmax(s_, dim=-1, out=p_)
+                # The value is a slice of the key; the product with the dense key is faster.
+                batched_matmul(p_, keys, o_, single)
             out[at] = full[..., :value_dim]
+            # The most probable key has exp(0) / sum: log(sum) needs no second exponential.
+            lse[at] = scores.amax(dim=-1) - probabilities.amax(dim=-1).log_()
+            if attention_sum is not None:
+                torch.sum(probabilities, dim=1, out=attention_sum[at][:, :width])
+            if block.invalid is not None:
+                # A row without a key is 0 / 0 up to here.
+                empty = block.invalid.all(dim=-1)
+                out[at].masked_fill_(empty[:, None, None], 0)
+                lse[at].masked_fill_(empty[:, None], -torch.inf)
+                if attention_sum is not None:
+                    attention_sum[at].masked_fill_(empty[:, None], 0)
 
     over_blocks(key_value, topk_indices, 2 * heads, work)
     return out, lse, attention_sum
@@ -97,25 +105,31 @@ def backward(
             # Query over gradient: one product gives the scores and the gradient of the probabilities, and
             # one gives both paths into the key.
             stacked = scratch("stacked", rows, 2 * heads, dim)
-            torch.mul(query[at].to(dtype), softmax_scale, out=stacked[:, :heads])
+            stacked[:, :heads].copy_(query[at]).mul_(softmax_scale)
             stacked[:, heads:, :value_dim] = grad_out[at]
             stacked[:, heads:, value_dim:] = 0
             delta = (stacked[:, heads:, :value_dim] * out[at]).sum(dim=-1, keepdim=True)
             both = scratch("both", rows, 2 * heads, width)
-            batched_matmul(stacked, block.keys.transpose(1, 2), out=both)
-            scores, grad_probabilities = both[:, :heads], both[:, heads:]
             probabilities = scratch("probabilities", rows, heads, width)
-            torch.sub(scores, lse[at][..., None], out=probabilities).exp_()
-            if block.invalid is not None:
-                probabilities.masked_fill_(block.invalid[:, None], 0)
+            grad_q = scratch("grad_query", rows, heads, dim)
+            single = one_by_one(2 * heads * value_dim * width, dtype)
+            total = grad_key_value[block.batch]
+            for keys, indices, invalid, (stacked_, both_, p_, lse_, delta_, grad_q_) in block.tiles(
+                stacked, both, probabilities, lse[at][..., None], delta, grad_q
+            ):
+                batched_matmul(stacked_, keys.transpose(1, 2), both_, single)
+                scores, grad_p = both_.split(heads, dim=1)
+                torch.sub(scores, lse_, out=p_).exp_()
+                if invalid is not None:
+                    p_.masked_fill_(invalid[:, None], 0)
+                # In place: the upper half becomes the gradient of the scores, the lower the probabilities.
+                torch.mul(grad_p.sub_(delta_), p_, out=scores)
+                grad_p.copy_(p_)
+                batched_matmul(scores, keys, grad_q_, single)
+                scatter_add_rows(total, indices, both_.transpose(1, 2), stacked_, scratch, single)
+            torch.mul(grad_q, softmax_scale, out=grad_query[at])
             if attention_sum is not None:
-                attention_sum[at][:, :width] = probabilities.sum(dim=1)
-            # In place: the upper half becomes the gradient of the scores, the lower half the probabilities.
-            torch.mul(grad_probabilities.sub_(delta), probabilities, out=scores)
-            grad_probabilities.copy_(probabilities)
-            grad_q = batched_matmul(scores, block.keys, out=scratch("grad_query", rows, heads, dim))
-            grad_query[at] = grad_q.mul_(softmax_scale)
-            scatter_add_rows(grad_key_value[block.batch], block, both.transpose(1, 2), stacked, scratch)
+                torch.sum(probabilities, dim=1, out=attention_sum[at][:, :width])
         return grad_key_value
 
     grad_key_value = sum_in_order(over_blocks(key_value, topk_indices, 4 * heads + dim, work))
