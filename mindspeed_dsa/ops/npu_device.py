@@ -39,6 +39,16 @@ def unavailable(device: str, *names: str) -> str | None:
     return None
 
 
+def unsupported_width(operator: str, topk: int, key_length: int) -> str | None:
+    """Why an operator whose widths are :data:`TOPK_WIDTHS` cannot take ``topk`` entries per row, or None.
+
+    Rows that list every key may have another width: it is filled up (``Layout.pack_widened``).
+    """
+    if topk in TOPK_WIDTHS or topk == key_length < TOPK_WIDTHS[-1]:
+        return None
+    return f"{operator} takes topk {listed(TOPK_WIDTHS)}, or all keys where there are fewer"
+
+
 def npu_op(name: str) -> Any:
     """The operator ``name`` of torch_npu."""
     return getattr(torch.ops.npu, name)

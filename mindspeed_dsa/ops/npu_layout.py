@@ -17,6 +17,7 @@ from functools import cached_property
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -101,6 +102,16 @@ class Layout:
         """``[batch, length, topk]`` to what the operators count from: int32, still without a head axis."""
         packed = self.pack(topk_indices.to(torch.int32))
         return packed if self.sequences is None else torch.where(packed < 0, packed, packed - self._offsets)
+
+    def pack_widened(self, topk_indices: Tensor, step: int) -> Tensor:
+        """The same with a head axis, as wide as the next multiple of ``step``.
+
+        Entries may be added only where every visible key is listed: an operator takes as many entries as
+        there are visible keys, so that it does not reach the added ones.
+        """
+        packed = self.pack_indices(topk_indices)
+        missing = -packed.shape[-1] % step
+        return F.pad(packed, (0, missing), value=-1).unsqueeze(-2).contiguous()
 
     def unpack_indices(self, packed: Tensor) -> Tensor:
         """The inverse of :meth:`pack_indices`."""

@@ -18,7 +18,7 @@ from mindspeed_dsa.ops import chunks
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.chunks import attention_sum as attention_sum
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient as divergence_and_gradient
-from mindspeed_dsa.ops.npu_device import DTYPES, TOPK_WIDTHS, listed, npu_op, unavailable
+from mindspeed_dsa.ops.npu_device import DTYPES, TOPK_WIDTHS, listed, npu_op, unavailable, unsupported_width
 from mindspeed_dsa.ops.npu_layout import Layout, known_layout, layout_of_indices, layout_of_ranges
 
 _SPARSE = "npu_sparse_lightning_indexer_grad_kl_loss"
@@ -69,8 +69,9 @@ def unsupported_fused(
     reason = _unsupported_indexer(_SPARSE, *index_query.shape[2:])
     if reason is not None:
         return reason
-    if topk_indices.shape[2] not in TOPK_WIDTHS:
-        return f"{_SPARSE} takes topk {listed(TOPK_WIDTHS)}"
+    reason = unsupported_width(_SPARSE, topk_indices.shape[2], key_length)
+    if reason is not None:
+        return reason
     if lse is None:
         return f"{_SPARSE} needs the lse of the attention"
     if row_mask is not None:
@@ -163,7 +164,7 @@ def fused_loss(
             index_query,
             index_key,
             index_weights,
-            layout.pack_indices(topk_indices).unsqueeze(-2),
+            layout.pack_widened(topk_indices, TOPK_WIDTHS[0]),
             maximum,
             torch.ones_like(maximum),
             softmax_scale,

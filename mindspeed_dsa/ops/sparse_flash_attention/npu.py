@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.ops import chunks
 from mindspeed_dsa.ops.backend import ShapeClass
-from mindspeed_dsa.ops.npu_device import DTYPES, TOPK_WIDTHS, listed, npu_op, unavailable
+from mindspeed_dsa.ops.npu_device import DTYPES, TOPK_WIDTHS, listed, npu_op, unavailable, unsupported_width
 from mindspeed_dsa.ops.npu_layout import Layout, known_layout, layout_of_indices
 
 _LATENT, _ROPE = 512, 64
@@ -37,13 +36,9 @@ def unsupported(shape: ShapeClass) -> str | None:
 def unsupported_call(topk_indices: Tensor, key_length: int) -> str | None:
     """Why this backend cannot take a call of a shape that it takes, or None."""
     batch, length, topk = topk_indices.shape
-    if topk not in TOPK_WIDTHS and topk != key_length:
-        return (
-            f"npu_sparse_flash_attention_grad takes topk {listed(TOPK_WIDTHS)}, or all keys where there are "
-            "fewer"
-        )
-    if topk > TOPK_WIDTHS[-1]:
-        return f"npu_sparse_flash_attention_grad takes topk up to {TOPK_WIDTHS[-1]}"
+    reason = unsupported_width("npu_sparse_flash_attention_grad", topk, key_length)
+    if reason is not None:
+        return reason
     layout = layout_of_indices(topk_indices, key_length)
     if isinstance(layout, str):
         return layout
@@ -73,7 +68,7 @@ def forward(
         query_latent,
         latent,
         latent,
-        _padded(layout, topk_indices),
+        layout.pack_widened(topk_indices, TOPK_WIDTHS[0]),
         softmax_scale,
         actual_seq_lengths_query=layout.query_lengths,
         actual_seq_lengths_kv=layout.key_lengths,
@@ -117,7 +112,7 @@ def backward(
         query_latent,
         latent,
         latent,
-        _padded(layout, topk_indices),
+        layout.pack_widened(topk_indices, TOPK_WIDTHS[0]),
         layout.pack(grad_out),
         layout.pack(out),
         maximum,
@@ -148,14 +143,3 @@ def _key_parts(layout: Layout, key_value: Tensor) -> tuple[Tensor, Tensor]:
     """Latent and rotary part with their one head."""
     latent, rope = key_value[:, :, None].split([_LATENT, _ROPE], dim=-1)
     return layout.pack(latent), layout.pack(rope)
-
-
-def _padded(layout: Layout, topk_indices: Tensor) -> Tensor:
-    """Indices with a head axis, as wide as the operators want them.
-
-    Entries are added only where every visible key is listed: the operators take as many entries as there
-    are visible keys, so that they do not reach the added ones.
-    """
-    packed = layout.pack_indices(topk_indices)
-    missing = -packed.shape[-1] % TOPK_WIDTHS[0]
-    return F.pad(packed, (0, missing), value=-1).unsqueeze(-2).contiguous()

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from mindspeed_dsa.ops import npu_device
+from mindspeed_dsa.ops.backend import choose, say_once
+
+_HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(config, items):
+    """Without torch_npu one skip stands for all tests here; with it nothing may be skipped."""
+    if find_spec("torch_npu") is not None:
+        return
+    here = [item for item in items if _HERE in item.path.parents]
+    if here:
+        here[0].add_marker(pytest.mark.skip(reason="tests/npu: torch_npu is not installed; make test-npu"))
+        config.hook.pytest_deselected(items=here[1:])
+        items[:] = [item for item in items if item not in here[1:]]
+
+
+@pytest.fixture
+def npu_kernels(monkeypatch):
+    """Let CPU tensors through to torch_npu's operators, which compute on them; yields the calls."""
+    from tests.npu import kernel_parts, kernels
+
+    kernels.register()
+    monkeypatch.setattr(npu_device, "takes_device", lambda device: device == "cpu")
+    for cached in (choose, say_once):
+        cached.cache_clear()
+    kernel_parts.calls.clear()
+    yield kernel_parts.calls
+    for cached in (choose, say_once):
+        cached.cache_clear()

@@ -1,0 +1,51 @@
+"""What torch_npu's operators compute, on CPU tensors, from their manuals and not from our backend.
+
+Registered under the real operators: a call goes through torch_npu's schema first, and its result is held
+against torch_npu's own meta kernel. Documented limits raise. Like the device's kernels, these take the first
+``min(topk, visible)`` entries of a row of indices; a -1 among them raises here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.npu import attention_kernels, loss_kernels
+
+_library: torch.library.Library | None = None
+
+
+def register() -> None:
+    """Put the kernels behind torch_npu's operators, once per process."""
+    global _library
+    if _library is not None:
+        return
+    import torch_npu  # noqa: F401
+
+    _library = torch.library.Library("npu", "IMPL")
+    for kernel in (
+        attention_kernels.npu_lightning_indexer,
+        attention_kernels.npu_lightning_indexer_grad,
+        attention_kernels.npu_sparse_flash_attention,
+        attention_kernels.npu_sparse_flash_attention_grad,
+        loss_kernels.npu_sparse_lightning_indexer_grad_kl_loss,
+        loss_kernels.npu_dense_lightning_indexer_softmax_lse,
+        loss_kernels.npu_dense_lightning_indexer_grad_kl_loss,
+    ):
+        _library.impl(kernel.__name__, _held_against_meta(kernel), "CPU")
+
+
+def _held_against_meta(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        results = kernel(*args, **kwargs)
+        operator = getattr(torch.ops.npu, kernel.__name__)
+        to_meta = torch.utils._pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
+        expected = operator(*to_meta[0], **to_meta[1])
+        facts = [[(tuple(x.shape), x.dtype) for x in one] for one in (results, expected)]
+        assert facts[0] == facts[1], f"{kernel.__name__}: {facts[0]}, by torch_npu's meta kernel {facts[1]}"
+        return results
+
+    return run

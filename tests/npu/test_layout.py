@@ -1,0 +1,89 @@
+"""How the NPU backend finds out what rows see, and when it has to ask the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed_dsa.ops.indexer_kl_loss import indexer_kl_loss
+from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
+from mindspeed_dsa.ops.npu_layout import Layout, layout_of_indices, layout_of_ranges
+from mindspeed_dsa.ops.ranges import visible_ranges
+from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
+from tests.npu.cases import causal_indices, packed_indices
+from tests.npu.test_indexer_kl_loss import SCALE, indexer_leaves, main_inputs
+from tests.ops.cases import packed_ranges
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Counts how often contents of tensors are brought to the host."""
+    seen = []
+    original = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: seen.append(self) or original(self))
+    return seen
+
+
+def test_default_rows_need_no_reading(reads):
+    starts, ends = visible_ranges("test", 2, 30, 30, None, None, CPU)
+    assert layout_of_ranges(starts, ends, 30) == Layout(2, 30, 30, None, CPU)
+    assert not reads
+
+
+def test_ranges_are_read_once(reads):
+    starts, ends = visible_ranges("test", 2, 30, 30, *packed_ranges(10, 20), CPU)
+    for _ in range(3):
+        assert layout_of_ranges(starts, ends, 30) == Layout(2, 30, 30, (10, 20, 10, 20), CPU)
+    assert len(reads) == 1
+
+
+def test_indices_are_read_once_until_they_change(reads):
+    indices = packed_indices((10, 20), 16)[None]
+    for _ in range(3):
+        assert layout_of_indices(indices, 30) == Layout(1, 30, 30, (10, 20), CPU)
+    assert len(reads) == 1
+    indices[0, 29, 15] = -1
+    assert isinstance(layout_of_indices(indices, 30), str)
+    assert len(reads) == 2
+
+
+def test_a_whole_layer_of_causal_rows_never_waits_for_the_device(npu_kernels, reads):
+    """Indices from our indexer are known, also where the backward gets them from autograd."""
+    inputs = indexer_leaves(2, 40)
+    query, key = (x.requires_grad_() for x in main_inputs(2, 40, 32, torch.bfloat16))
+    indices, scores = lightning_indexer(*inputs, 2048, backend="npu")
+    attention = sparse_flash_attention(query, key, indices, SCALE, value_dim=512, backend="npu")
+    loss = indexer_kl_loss(*inputs, query, key, indices, SCALE, lse=attention.lse, backend="npu")
+    total = attention.out.float().sum() + loss + scores[indices >= 0].sum()
+    torch.autograd.grad(total, (query, key, *inputs))
+    assert len(npu_kernels) == 4
+    assert not reads
+
+
+@pytest.mark.parametrize("topk", [2, 5, 30, 40])
+def test_both_ways_to_find_a_layout_agree(topk):
+    for lengths in ((30,), (1, 29), (10, 20), (1,) * 30):
+        starts, ends = visible_ranges("test", 1, 30, 30, *packed_ranges(*lengths), CPU)
+        layout = layout_of_ranges(starts, ends, 30)
+        assert layout == Layout(1, 30, 30, None if lengths == (30,) else lengths, CPU)
+        assert layout_of_indices(packed_indices(lengths, topk)[None], 30) == layout
+
+
+def test_offsets_of_sequences_start_afresh_in_each_row_of_the_batch():
+    layout = Layout(2, 5, 5, (2, 3, 5), CPU)
+    assert layout.prefix_sums == [2, 5, 10]
+    assert layout.query_lengths.tolist() == [2, 5, 10]
+    assert layout.query_lengths.dtype == torch.int32
+    indices = torch.stack([packed_indices((2, 3), 4), packed_indices((5,), 4)])
+    packed = layout.pack_indices(indices)
+    # The second row of the batch and the first sequence count from zero already.
+    assert torch.equal(packed[5:], indices[1])
+    assert torch.equal(packed[2:5], torch.where(indices[0, 2:] < 0, -1, indices[0, 2:] - 2))
+    assert torch.equal(layout.unpack_indices(packed), indices)
+
+
+def test_inference_tensors_have_a_layout_too():
+    with torch.inference_mode():
+        assert layout_of_indices(causal_indices(1, 9, 9, 4), 9) == Layout(1, 9, 9, None, CPU)

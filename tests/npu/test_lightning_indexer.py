@@ -1,0 +1,132 @@
+"""The NPU backend of the Lightning Indexer against the reference, through torch_npu's own operators."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, npu, selected_scores
+from tests.npu.kernel_parts import Call
+from tests.ops import oracle
+from tests.ops.cases import indexer_inputs, packed_ranges
+
+# Two sequences of a batch may be packed differently.
+RANGES = {
+    "causal": (None, None),
+    "lower-right": (torch.zeros(45).int(), torch.arange(16, 61).int()),
+    "packed": packed_ranges(20, 1, 24),
+    "packed-by-row": tuple(
+        torch.stack(pair) for pair in zip(packed_ranges(20, 25), packed_ranges(7, 31, 7), strict=True)
+    ),
+}
+SEQUENCES = {
+    "causal": ("BSND", (45, 45)),
+    "lower-right": ("BSND", (45, 45)),
+    "packed": ("TND", (20, 1, 24, 20, 1, 24)),
+    "packed-by-row": ("TND", (20, 25, 7, 31, 7)),
+}
+
+
+def inputs_of(rows=45, keys=None, heads=8, dtype=torch.bfloat16, batch=2, seed=0):
+    inputs = indexer_inputs(batch, rows, keys, heads=heads, dim=128, dtype=dtype, seed=seed)
+    return [x.requires_grad_() for x in inputs]
+
+
+def widened(inputs):
+    return [x.detach().float().requires_grad_() for x in inputs]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ranges", RANGES)
+def test_selection_and_scores(npu_kernels, dtype, ranges):
+    starts, ends = RANGES[ranges]
+    inputs = inputs_of(keys=60 if ranges == "lower-right" else None, dtype=dtype)
+    expected = lightning_indexer(*widened(inputs), 12, starts=starts, ends=ends, backend="reference")
+    indices, scores = lightning_indexer(*inputs, 12, starts=starts, ends=ends, backend="npu")
+
+    assert npu_kernels == [Call("npu_lightning_indexer", *SEQUENCES[ranges])]
+    assert indices.dtype == torch.int32
+    assert scores.dtype == torch.float32
+    assert torch.equal(indices, expected.topk_indices)
+    valid = indices >= 0
+    # The operator returns scores in 16 bits.
+    assert oracle.relative_error(scores[valid], expected.topk_scores[valid]) < 4e-3
+    assert (scores[~valid] == -torch.inf).all()
+
+
+def test_topk_above_the_number_of_keys(npu_kernels):
+    indices = lightning_indexer(*inputs_of(rows=9), 2048, backend="npu").topk_indices
+    expected = torch.arange(9).where(torch.ones(9, 9).tril().bool(), -1).int()
+    assert torch.equal(indices, expected.expand(2, 9, 9))
+
+
+def test_strided_inputs_and_fp32_weights(npu_kernels):
+    query, key, weights = (x.detach() for x in inputs_of())
+    expected = lightning_indexer(query, key, weights, 12, backend="npu")
+    strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (query, key, weights.float())]
+    result = lightning_indexer(*strided, 12, backend="npu")
+    assert torch.equal(result.topk_indices, expected.topk_indices)
+    assert torch.equal(result.topk_scores, expected.topk_scores)
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+def test_gradient_of_scores_outside_of_the_operators_sizes(npu_kernels, ranges):
+    starts, ends = RANGES[ranges]
+    inputs = inputs_of(keys=60 if ranges == "lower-right" else None)
+    reference = widened(inputs)
+    indices, scores = lightning_indexer(*inputs, 12, starts=starts, ends=ends, backend="npu")
+    expected = lightning_indexer(*reference, 12, starts=starts, ends=ends, backend="reference").topk_scores
+    check_gradients(inputs, reference, scores, expected, indices >= 0)
+    assert [call.name for call in npu_kernels] == ["npu_lightning_indexer"]
+
+    at = selected_scores(*inputs, indices, backend="npu")
+    assert oracle.relative_error(at[indices >= 0], expected[indices >= 0]) < 1e-5
+    check_gradients(inputs, reference, at, expected, indices >= 0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "lengths"),
+    [pytest.param(2, None, id="BSND"), pytest.param(1, (2060, 2050), id="TND")],
+)
+def test_gradient_of_scores_by_the_operator(npu_kernels, batch, lengths):
+    """At its one size: 64 heads, 2048 entries."""
+    rows = 2060 if lengths is None else sum(lengths)
+    starts, ends = (None, None) if lengths is None else packed_ranges(*lengths)
+    inputs = inputs_of(rows, heads=64, batch=batch)
+    indices, scores = lightning_indexer(*inputs, 2048, starts=starts, ends=ends, backend="npu")
+
+    # The reference differentiates a few rows: the others get no gradient.
+    some = torch.tensor([0, 3, 700, 2047, 2048, 2059, *([] if lengths is None else [2060, 2061, 4108, 4109])])
+    reference = widened(inputs)
+    query, key, weights = reference
+    at = selected_scores(query[:, some], key, weights[:, some], indices[:, some], backend="reference")
+    check_gradients(inputs, reference, scores[:, some], at, indices[:, some] >= 0)
+    name, layout, queries = npu_kernels[-1]
+    assert (name, layout) == ("npu_lightning_indexer_grad", "BSND" if lengths is None else "TND")
+    assert queries == (lengths or (2060, 2060))
+
+
+def test_deterministic_algorithms_pass_over_the_operator(npu_kernels, monkeypatch):
+    monkeypatch.setattr(npu, "_GRAD_HEADS", 8)
+    monkeypatch.setattr(npu, "_GRAD_TOPK", 12)
+    inputs = inputs_of()
+    scores = lightning_indexer(*inputs, 12, backend="npu").topk_scores[:, 12:]
+    with pytest.raises(AssertionError, match="npu_lightning_indexer_grad: heads"):
+        torch.autograd.grad(scores.sum(), inputs, retain_graph=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.autograd.grad(scores.sum(), inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def check_gradients(inputs, reference, scores, expected, valid):
+    factors = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1))
+    grads = torch.autograd.grad((scores[valid] * factors[valid]).sum(), inputs, retain_graph=True)
+    expected_grads = torch.autograd.grad(
+        (expected[valid] * factors[valid]).sum(), reference, retain_graph=True
+    )
+    for grad, expected_grad, tensor in zip(grads, expected_grads, inputs, strict=True):
+        assert grad.dtype == tensor.dtype
+        assert torch.isfinite(grad).all()
+        assert oracle.relative_error(grad, expected_grad) < 8e-3

@@ -1,0 +1,107 @@
+"""The NPU backend of sparse flash attention against the reference, through torch_npu's own operators."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
+from tests.npu.cases import causal_indices, packed_indices
+from tests.npu.kernel_parts import Call
+from tests.ops import oracle
+
+SCALE = 192**-0.5
+
+
+def attention_inputs(batch, rows, keys, heads, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(batch, rows, heads, 576, generator=generator).to(dtype)
+    key_value = torch.randn(batch, keys, 576, generator=generator).to(dtype)
+    return query.requires_grad_(), key_value.requires_grad_()
+
+
+def check(calls, query, key_value, indices, layout, queries):
+    wide = [x.detach().float().requires_grad_() for x in (query, key_value)]
+    # The CPU backend holds no [rows, topk, dim] and is tested against the oracle elsewhere.
+    expected = sparse_flash_attention(
+        *wide, indices, SCALE, value_dim=512, return_attention_sum=True, backend="cpu"
+    )
+    result = sparse_flash_attention(
+        query, key_value, indices, SCALE, value_dim=512, return_attention_sum=True, backend="npu"
+    )
+    assert result.out.dtype == query.dtype
+    assert result.lse.dtype == torch.float32
+    assert oracle.relative_error(result.out.detach(), expected.out.detach()) < 8e-3
+    assert oracle.relative_error(result.lse, expected.lse) < 1e-6
+    assert oracle.relative_error(result.attention_sum, expected.attention_sum) < 1e-5
+
+    factors = torch.randn(result.out.shape, generator=torch.Generator().manual_seed(1)).to(query.dtype)
+    grads = torch.autograd.grad(result.out, (query, key_value), factors)
+    expected_grads = torch.autograd.grad(expected.out, wide, factors.float())
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert grad.dtype == query.dtype
+        assert oracle.relative_error(grad, expected_grad) < 1e-2
+    assert calls == [
+        Call("npu_sparse_flash_attention", layout, queries),
+        Call("npu_sparse_flash_attention_grad", layout, queries),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [1, 16])
+def test_causal_rows(npu_kernels, dtype, heads):
+    """As wide as there are keys: filled up to the next width of the operators."""
+    query, key_value = attention_inputs(2, 40, 40, heads, dtype)
+    check(npu_kernels, query, key_value, causal_indices(2, 40, 40, 40), "BSND", (40, 40))
+
+
+def test_more_keys_than_rows(npu_kernels):
+    query, key_value = attention_inputs(2, 30, 50, 8)
+    check(npu_kernels, query, key_value, causal_indices(2, 30, 50, 50), "BSND", (30, 30))
+
+
+def test_packed_sequences(npu_kernels):
+    query, key_value = attention_inputs(2, 45, 45, 8)
+    indices = torch.stack([packed_indices((20, 1, 24), 45), packed_indices((7, 38), 45)])
+    check(npu_kernels, query, key_value, indices, "TND", (20, 1, 24, 7, 38))
+
+
+@pytest.mark.parametrize("lengths", [None, (1040, 20)], ids=["BSND", "TND"])
+def test_rows_that_see_more_than_topk(npu_kernels, lengths):
+    query, key_value = attention_inputs(1, 1060, 1060, 2)
+    indices = causal_indices(1, 1060, 1060, 1024) if lengths is None else packed_indices(lengths, 1024)[None]
+    layout = "BSND" if lengths is None else "TND"
+    check(npu_kernels, query, key_value, indices, layout, lengths or (1060,))
+
+
+def test_gradient_of_scores_in_the_backward(npu_kernels):
+    """The sum of the probabilities that the hook gets is that of the forward."""
+    query, key_value = attention_inputs(1, 40, 40, 4)
+    indices = causal_indices(1, 40, 40, 40)
+    scores = torch.zeros(1, 40, 40, requires_grad=True)
+    handed = []
+    result = sparse_flash_attention(
+        query,
+        key_value,
+        indices,
+        SCALE,
+        value_dim=512,
+        return_attention_sum=True,
+        topk_scores=scores,
+        score_gradient=lambda summed: handed.append(summed) or 2 * summed,
+        backend="npu",
+    )
+    (grad,) = torch.autograd.grad(result.out.sum(), scores)
+    assert torch.equal(handed[0], result.attention_sum)
+    assert torch.equal(grad, 2 * result.attention_sum)
+
+
+def test_padding_is_not_read(npu_kernels):
+    """Rows of a packed batch see their own sequence only: garbage in another one does not spread."""
+    query, key_value = attention_inputs(1, 45, 45, 2)
+    with torch.no_grad():
+        key_value[:, 20:] = torch.nan
+    out = sparse_flash_attention(
+        query, key_value, packed_indices((20, 25), 45)[None], SCALE, value_dim=512, backend="npu"
+    ).out
+    assert torch.isfinite(out[:, :20]).all()
