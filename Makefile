@@ -57,6 +57,19 @@ test-npu: $(NPU_STAMP)  ## the NPU backend through the real torch_npu, without a
 		LD_LIBRARY_PATH="$$stubs$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}" TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
 		$(NPU_BIN)/python -m pytest tests/npu $(ARGS)
 
+# Releases of Megatron-core that need what nothing else here tests; psutil is what they forget to ask for.
+MATRIX := 0.12.1 0.15.3
+
+test-matrix: $(MATRIX:%=.venv-matrix/%/.installed)  ## tests on older releases of Megatron-core, for real
+	@for release in $(MATRIX); do echo "megatron-core $$release"; \
+		.venv-matrix/$$release/bin/python -m pytest tests/matrix $(ARGS) || exit 1; done
+
+.venv-matrix/%/.installed:
+	$(PYTHON) -m venv --clear .venv-matrix/$*
+	.venv-matrix/$*/bin/python -m pip install --quiet --disable-pip-version-check \
+		torch==2.13.0 megatron-core==$* psutil --editable '.[test]'
+	@touch $@
+
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -22,6 +22,7 @@ _DECLARATIONS: tuple[str, ...] = (
     "attention.rotary_key_tp_grads",
     "attention.rope_first",
     "attention.normalised_query",
+    "attention.bring_along.feature",
     "attention.fused.declare",
     "training.metrics",
     "training.initial_weights",

@@ -182,7 +182,7 @@ class Resolver:
             result.merge(self._class_binding(item, name, binding, seen))
         if result.found:
             return result.settled()
-        if name == "__init__" and _is_dataclass(item.node):
+        if name in ("__init__", "__dataclass_fields__") and _is_dataclass(item.node):
             return Resolution([item])
         result.missing = f"class {item.qualname} of {item.module.name} has no {name}{_hint(name, scope)}"
         for base, resolution in self.bases(item):

@@ -122,12 +122,23 @@ def forget_everything() -> None:
     gc.collect()  # models hold reference cycles
 
 
+# Megatron-core 0.12 sets these only on ranks that are members, and never takes them back.
+_RANKS_THAT_STAY = (
+    "_PIPELINE_GLOBAL_RANKS",
+    "_EMBEDDING_GLOBAL_RANKS",
+    "_POSITION_EMBEDDING_GLOBAL_RANKS",
+)
+
+
 def _forget_megatron() -> None:
     """Everything that Megatron keeps in modules and classes, as far as it was imported."""
     parallel_state = _loaded("parallel_state")
     if parallel_state is not None:
         parallel_state.destroy_model_parallel()
         getattr(parallel_state, "_HYBRID_DP_CP_GROUPS", {}).clear()  # 0.13 and later
+        for name in _RANKS_THAT_STAY:
+            if hasattr(parallel_state, name):
+                setattr(parallel_state, name, None)
     if (calculator := _loaded("num_microbatches_calculator")) is not None:
         calculator.destroy_num_microbatches_calculator()
     if (generators := _loaded("tensor_parallel.random")) is not None:

@@ -65,8 +65,8 @@ FEATURE = dsa_repair(
             "wrap",
             f"{_IMPL}:gate_without_transformer_engine",
             "the router uses a name that is undefined without Transformer Engine",
-            params=("inp", "weight", "bias", "router_dtype"),
-            versions=">=0.16,<0.17",
+            params=("inp", "weight", "router_dtype"),
+            versions=">=0.13,<0.17",
         ),
         Patch(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
@@ -74,7 +74,7 @@ FEATURE = dsa_repair(
             f"{_IMPL}:norm_for_every_setting",
             "the PyTorch norms are refused with sequence parallelism and zero-centred gamma",
             params=("config", "hidden_size", "eps"),
-            versions=">=0.16,<0.20",
+            versions=">=0.12.1,<0.20",
         ),
     ),
 )

@@ -32,11 +32,14 @@ def provide_local_modules(original: Callable[..., Any]) -> Callable[..., Any]:
 def gate_without_transformer_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate ``router_gating_linear``: the product by autograd where there is no kernel."""
 
-    def router_gating_linear(inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: Any) -> Any:
+    def router_gating_linear(inp: Tensor, weight: Tensor, *rest: Any, **named: Any) -> Any:
         from mindspeed_dsa.features.attention.te_presence import TRANSFORMER_ENGINE_IS_USABLE
 
         if TRANSFORMER_ENGINE_IS_USABLE:
-            return original(inp, weight, bias, router_dtype)
+            return original(inp, weight, *rest, **named)
+        # From 0.15 on there is a bias in front of the dtype.
+        *biases, router_dtype = *rest, *named.values()
+        bias = biases[0] if biases else None
         # [tokens, hidden] x [experts, hidden]^T -> [tokens, experts]; gradients return in the inputs' dtypes.
         bias = None if bias is None else bias.to(router_dtype)
         return F.linear(inp.to(router_dtype), weight.to(router_dtype), bias)

@@ -17,7 +17,15 @@ FEATURE = dsa_repair(
             f"{HERE}.loss_scale_impl:set_indexer_loss_scale",
             "nobody sets the scale: gradients grow with the number of microbatches and miss the fp16 scale",
             params=("config", "num_microbatches", "cp_group_size"),
-            versions=">=0.16,<0.19",
+            versions=">=0.14,<0.19",
+        ),
+        Patch(
+            "megatron.core.pipeline_parallel.schedules:forward_step",
+            "wrap",
+            f"{HERE}.loss_scale_impl:set_indexer_loss_scale",
+            "the same, where the loss is computed in here",
+            params=("config", "num_microbatches"),
+            versions=">=0.12.1,<0.14",
         ),
         Patch(
             f"{DSA}:DSAIndexerLossAutoScaler.backward",

@@ -12,12 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.features.attention.dsa_module import dsa_module
 from mindspeed_dsa.features.host import host
 
 _sums_over_tokens = False
 """Whether gradients are sums over tokens, to be divided by their number when the step is complete.
 
 Belongs to the process, like the scale itself: set in every forward step, read in backward."""
+
+
+def sums_over_tokens() -> bool:
+    """Whether the running step's schedule expects gradients that are sums over tokens."""
+    return _sums_over_tokens
 
 
 def indexer_loss_scale(config: Any, num_microbatches: int, cp_size: int, device: torch.device) -> Tensor:
@@ -49,8 +55,7 @@ def set_indexer_loss_scale(original: Callable[..., Any]) -> Callable[..., Any]:
                 cp_size = host("core.parallel_state").get_context_parallel_world_size()
             output = result[0][0] if isinstance(result[0], (list, tuple)) else result[0]
             scale = indexer_loss_scale(config, given["num_microbatches"], cp_size, output.device)
-            dsa = host("core.transformer.experimental_attention_variant.dsa")
-            dsa.DSAIndexerLossAutoScaler.set_loss_scale(scale)
+            dsa_module().DSAIndexerLossAutoScaler.set_loss_scale(scale)
             _sums_over_tokens = config.calculate_per_token_loss
         return result
 

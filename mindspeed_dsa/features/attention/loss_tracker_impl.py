@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce, get_backend
 
+from mindspeed_dsa.features.attention.dsa_module import dsa_module
 from mindspeed_dsa.features.host import host
 
 parallel_state = host("core.parallel_state")
-DSAIndexerLossLoggingHelper = host(
-    "core.transformer.experimental_attention_variant.dsa"
-).DSAIndexerLossLoggingHelper
 
 _NAME = "indexer loss"
 
@@ -40,7 +38,7 @@ def save_loss_to_tracker(
     """
     if layer_number is None:
         return
-    tracker = DSAIndexerLossLoggingHelper.tracker
+    tracker = _helper().tracker
     _grow(tracker, max(num_layers, layer_number), loss.device)
     tracker["values"][layer_number - 1] += loss.detach()
     tracker["reported"][layer_number - 1] = 1
@@ -49,7 +47,7 @@ def save_loss_to_tracker(
 
 def clean_loss_in_tracker() -> None:
     """Start the next step at zero."""
-    tracker = DSAIndexerLossLoggingHelper.tracker
+    tracker = _helper().tracker
     for name in ("values", "reported"):
         if name in tracker:
             tracker[name].zero_()
@@ -58,7 +56,7 @@ def clean_loss_in_tracker() -> None:
 
 def reduce_loss_in_tracker() -> None:
     """Put the losses of all layers on every rank; a collective of all ranks, reporting or not."""
-    tracker = DSAIndexerLossLoggingHelper.tracker
+    tracker = _helper().tracker
     if "values" in tracker:
         # Parts of one stage's loss, before stages are put together: only this stage knows the groups.
         _reduce(tracker["values"], tracker.get("reduce_group"))
@@ -96,8 +94,8 @@ def track_indexer_metrics(
         total_loss_dict: its ``"indexer loss"`` grows by the mean.
         per_layer_logging: also write each layer's figure to TensorBoard.
     """
-    DSAIndexerLossLoggingHelper.reduce_loss_in_tracker()
-    tracker = DSAIndexerLossLoggingHelper.tracker
+    _helper().reduce_loss_in_tracker()
+    tracker = _helper().tracker
     if "values" not in tracker:
         return
     losses = tracker["values"] * loss_scale
@@ -112,7 +110,11 @@ def track_indexer_metrics(
                     writer.add_scalar(f"{_NAME}/layer {layer + 1}", loss, iteration)
     if wandb_writer is not None:
         wandb_writer.log({_NAME: mean}, iteration)
-    DSAIndexerLossLoggingHelper.clean_loss_in_tracker()
+    _helper().clean_loss_in_tracker()
+
+
+def _helper() -> Any:
+    return dsa_module().DSAIndexerLossLoggingHelper
 
 
 def _grow(tracker: dict[str, Any], size: int, device: torch.device | int) -> None:

@@ -14,13 +14,14 @@ FEATURE = dsa_option(
         "Feed the indexer the latent query after its norm, as DeepSeek does. Default: before it, as "
         "Megatron does.",
     ),
-    versions=">=0.16,<0.19",
+    versions=">=0.12.1,<0.19",
     patches=(
         Patch(
             f"{MLA}:MLASelfAttention.get_query_key_value_tensors",
             "wrap",
             f"{HERE}.deepseek_layout:normalise_latent_query",
             "the norm is fused into the up projection, behind the point where the indexer branches off",
+            versions=">=0.16,<0.19",  # older releases have our indexer, which asks the switch
         ),
     ),
 )

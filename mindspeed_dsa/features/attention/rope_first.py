@@ -14,7 +14,7 @@ FEATURE = dsa_option(
         "Apply the indexer's rotary embedding to the first dimensions of each head and without "
         "interleaving, as DeepSeek does. Default: Megatron's order.",
     ),
-    versions=">=0.16,<0.19",
+    versions=">=0.12.1,<0.19",
     patches=(
         Patch(
             f"{DSA}:DSAIndexer._apply_rope",
@@ -22,6 +22,7 @@ FEATURE = dsa_option(
             f"{HERE}.deepseek_layout:apply_rope_first",
             "Megatron rotates the last dimensions, in interleaved pairs",
             params=("x", "rotary_pos_emb", "mscale"),
+            versions=">=0.16,<0.19",  # older releases have our indexer, which asks the switch
         ),
     ),
 )

@@ -150,8 +150,8 @@ _PATCHES = (
         "wrap",
         "mindspeed_dsa.features.attention.local_provider_impl:gate_without_transformer_engine",
         "the router uses a name that is undefined without Transformer Engine, with DSA or without",
-        params=("inp", "weight", "bias", "router_dtype"),
-        versions=">=0.16,<0.17",
+        params=("inp", "weight", "router_dtype"),
+        versions=">=0.13,<0.17",
     ),
     Patch(
         "megatron.core.tensor_parallel.mappings:_gather_along_first_dim",

@@ -1,0 +1,322 @@
+"""DSA's classes, under the names, with the parameters and in the shapes of Megatron-core 0.16.
+
+Always on the operators of ``mindspeed_dsa.ops``. Shapes are Megatron's, sequence first: ``s`` is the whole
+sequence, a rank's part of it only where sequence parallelism is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.features.attention import loss_scale_impl, loss_tracker_impl
+from mindspeed_dsa.features.attention.bring_along.attend import attend
+from mindspeed_dsa.features.attention.bring_along.groups import Groups
+from mindspeed_dsa.features.attention.bring_along.options import indexer_layout
+from mindspeed_dsa.features.attention.deepseek_layout import rotate_first_dimensions
+from mindspeed_dsa.features.attention.fused.attend import Operands
+from mindspeed_dsa.features.attention.hadamard_impl import hadamard_rotation
+from mindspeed_dsa.features.attention.local_modules import DuplicatedLinear
+from mindspeed_dsa.features.attention.local_norms import SequenceParallelLayerNorm
+from mindspeed_dsa.features.host import host
+
+try:
+    from fast_hadamard_transform import hadamard_transform  # type: ignore[import-not-found]
+except ImportError:
+    hadamard_transform = None
+
+MegatronModule: Any = host("core.transformer.module").MegatronModule
+ModuleSpec: Any = host("core.transformer.spec_utils").ModuleSpec
+build_module: Callable[..., Any] = host("core.transformer.spec_utils").build_module
+
+
+def rotate_activation(x: Tensor) -> Tensor:
+    """Multiply the last dimension by the orthonormal Hadamard matrix; same shape and dtype."""
+    if x.is_cuda and x.dtype == torch.bfloat16 and hadamard_transform is not None:
+        rotated: Tensor = hadamard_transform(x, scale=x.size(-1) ** -0.5)
+        return rotated
+    return hadamard_rotation(x)
+
+
+class DSAIndexerLossLoggingHelper:
+    """Collects the layers' indexer losses for the log; see :mod:`..loss_tracker_impl`."""
+
+    tracker: dict[str, Any] = {}  # noqa: RUF012 - one for the process, as in Megatron
+    save_loss_to_tracker = staticmethod(loss_tracker_impl.save_loss_to_tracker)
+    clean_loss_in_tracker = staticmethod(loss_tracker_impl.clean_loss_in_tracker)
+    reduce_loss_in_tracker = staticmethod(loss_tracker_impl.reduce_loss_in_tracker)
+    track_indexer_metrics = staticmethod(loss_tracker_impl.track_indexer_metrics)
+
+
+class DSAIndexerLossAutoScaler(torch.autograd.Function):
+    """Identity on the output; in backward the indexer loss gets the gradient of a loss of its own."""
+
+    main_loss_backward_scale: Tensor | None = None
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, indexer_loss: Tensor) -> Tensor:
+        ctx.save_for_backward(indexer_loss)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        gradient = torch.ones_like(loss)
+        scale = DSAIndexerLossAutoScaler.main_loss_backward_scale
+        if scale is not None:
+            gradient = gradient * scale
+        if loss_scale_impl.sums_over_tokens():
+            sequence, batch = grad_output.shape[:2]
+            gradient = gradient * (sequence * batch)
+        return grad_output, gradient
+
+    @staticmethod
+    def set_loss_scale(scale: Tensor) -> None:
+        """What the gradient is multiplied by; the schedules set it before each microbatch's backward."""
+        DSAIndexerLossAutoScaler.main_loss_backward_scale = scale.detach().clone()
+
+
+@dataclass
+class DSAIndexerSubmodules:
+    """Modules of the indexer."""
+
+    linear_wq_b: Any = None
+    linear_wk: Any = None
+    k_norm: Any = None
+    linear_weights_proj: Any = None
+
+
+@dataclass
+class DSAttentionSubmodules:
+    """Modules of the core attention."""
+
+    indexer: Any = None
+
+
+class DSAIndexer(MegatronModule):
+    """Lightning Indexer: projections whose products say which keys matter to which query.
+
+    A full copy on every tensor parallel rank, which sees the whole sequence; so each rank computes the whole
+    gradient. The parameters are marked to be averaged, not summed, over tensor parallel ranks.
+
+    Args:
+        config: Megatron's, with the fields of :class:`..fields.DSAFields`.
+        submodules: the four modules.
+        pg_collection: Megatron's process groups; by default those of ``parallel_state``.
+    """
+
+    def __init__(self, config: Any, submodules: DSAIndexerSubmodules, pg_collection: Any = None) -> None:
+        super().__init__(config=config)
+        self.hidden_size = config.hidden_size
+        self.qk_pos_emb_head_dim = config.qk_pos_emb_head_dim
+        self.q_lora_rank = config.hidden_size if config.q_lora_rank is None else config.q_lora_rank
+        self.index_n_heads = config.dsa_indexer_n_heads
+        self.index_head_dim = config.dsa_indexer_head_dim
+        self.index_topk = config.dsa_indexer_topk
+        self.softmax_scale = self.index_head_dim**-0.5
+        self.pg_collection = Groups.of(pg_collection)
+        self.rotary_pos_emb = _rotary_embedding(config)
+
+        def linear(module: Any, size_in: int, size_out: int) -> Any:
+            return build_module(
+                module,
+                size_in,
+                size_out,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                skip_bias_add=False,
+                skip_weight_param_allocation=False,
+                parallel_mode="duplicated",
+            )
+
+        self.linear_wq_b = linear(
+            submodules.linear_wq_b, self.q_lora_rank, self.index_n_heads * self.index_head_dim
+        )
+        self.linear_wk = linear(submodules.linear_wk, self.hidden_size, self.index_head_dim)
+        self.k_norm = build_module(
+            submodules.k_norm, config=config, hidden_size=self.index_head_dim, eps=config.layernorm_epsilon
+        ).to(config.params_dtype)
+        self.linear_weights_proj = linear(
+            submodules.linear_weights_proj, self.hidden_size, self.index_n_heads
+        )
+        for parameter in self.parameters():
+            parameter.sequence_parallel = False
+            parameter.average_gradients_across_tp_domain = True
+
+    def forward_before_topk(
+        self, x: Tensor, qr: Tensor, packed_seq_params: None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project for the indexer.
+
+        Args:
+            x: hidden states ``[s, b, hidden]``; a rank's part of ``s`` under sequence parallelism.
+            qr: latent query ``[s, b, q_lora_rank]``, likewise.
+            packed_seq_params: must be None.
+
+        Returns:
+            query ``[s, b, heads, head_dim]``, key ``[s, b, head_dim]`` and weights ``[s, b, heads]``, every
+            scale included.
+        """
+        if packed_seq_params is not None:
+            raise ValueError("DSAIndexer: packed sequences are not supported; pack none")
+        if self.config.sequence_parallel and self.pg_collection.tp.size() > 1:
+            gather = host("core.tensor_parallel").gather_from_sequence_parallel_region
+            x, qr = gather(x), gather(qr)
+        angles, mscale = self.rotary_pos_emb(x.size(0)), 1.0
+        if isinstance(angles, tuple):  # YaRN
+            angles, mscale = angles
+        query = self.linear_wq_b(qr)[0].unflatten(-1, (self.index_n_heads, self.index_head_dim))
+        key = self.k_norm(self.linear_wk(x)[0]).unsqueeze(2)
+        query = rotate_activation(self._apply_rope(query, angles, mscale))
+        key = rotate_activation(self._apply_rope(key, angles, mscale)).squeeze(2)
+        weights = self.linear_weights_proj(x)[0] * (self.index_n_heads**-0.5 * self.softmax_scale)
+        return query, key, weights
+
+    def _apply_rope(self, x: Tensor, rotary_pos_emb: Tensor, mscale: float) -> Tensor:
+        """Rotate the last dimensions of ``[s, b, heads, head_dim]``, or DeepSeek's first ones."""
+        if indexer_layout().rope_first:
+            return rotate_first_dimensions(self, x, rotary_pos_emb, mscale)
+        plain, rotary = x.split(
+            [self.index_head_dim - self.qk_pos_emb_head_dim, self.qk_pos_emb_head_dim], dim=-1
+        )
+        rotate = host("core.models.common.embeddings").apply_rotary_pos_emb
+        return torch.cat([plain, rotate(rotary, rotary_pos_emb, config=self.config, mscale=mscale)], dim=-1)
+
+
+class DSAttention(MegatronModule):
+    """Core attention over the keys that an indexer of its own chooses.
+
+    Takes the arguments of Megatron's core attentions. ``x`` and ``qr``, which attention layers of these
+    releases do not pass on, may be handed over before the call instead.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: DSAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: Any = None,
+        attention_type: str = "self",
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        model_comm_pgs: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self.indexer = build_module(
+            submodules.indexer, config=config, pg_collection=pg_collection or model_comm_pgs
+        )
+        self.softmax_scale = (
+            (k_channels or config.kv_channels) ** -0.5 if softmax_scale is None else softmax_scale
+        )
+        self._handed_over: tuple[Tensor, Tensor] | None = None
+
+    def hand_over(self, x: Tensor, qr: Tensor) -> None:
+        """What the indexer needs of the next call's attention layer; shapes as in :meth:`forward`."""
+        self._handed_over = (x.detach(), qr.detach())
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        x: Tensor | None = None,
+        qr: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Causal attention over the chosen keys.
+
+        Args:
+            query: ``[s, b, heads, dim]``, this rank's heads.
+            key: ``[s, b, heads, dim]``, or ``[s, b, 1, dim]`` in absorbed form.
+            value: ``[s, b, heads, value_dim]``; in absorbed form the value's up-projection
+                ``[heads, value_dim, latent]``.
+            attention_mask: not read, attention is causal.
+            x: hidden states ``[s, b, hidden]``; a rank's part of ``s`` under sequence parallelism.
+            qr: latent query ``[s, b, q_lora_rank]``, likewise.
+            attn_mask_type: must be causal where given.
+            attention_bias: must be None.
+            packed_seq_params: must be None.
+
+        Returns:
+            ``[s, b, heads * value_dim]``.
+        """
+        if x is None or qr is None:
+            if self._handed_over is None:
+                raise RuntimeError(
+                    "DSAttention: neither got x and qr nor were they handed over; build it into an "
+                    "MLASelfAttention while dsa-bring-along is on"
+                )
+            x, qr = self._handed_over
+        self._handed_over = None
+        kind = getattr(attn_mask_type, "name", "causal")
+        if kind != "causal" or attention_bias is not None or packed_seq_params is not None:
+            raise ValueError(
+                f"DSAttention: got attn_mask_type {kind}, attention_bias {attention_bias is not None}, "
+                f"packed_seq_params {packed_seq_params is not None}; it has causal attention over unpacked "
+                "sequences, without a bias"
+            )
+        if self.training and torch.is_grad_enabled() and self._recomputes():
+
+            def run(query: Tensor, key: Tensor, value: Tensor, x: Tensor, qr: Tensor) -> Tensor:
+                return attend(self, Operands(query, key, value, self.softmax_scale), x, qr)
+
+            # Without gradients, as the first pass is run, there is no indexer loss: it is computed once.
+            recomputed: Tensor = host("core.tensor_parallel").checkpoint(run, False, query, key, value, x, qr)
+            return recomputed
+        return attend(self, Operands(query, key, value, self.softmax_scale), x, qr)
+
+    def _recomputes(self) -> bool:
+        modules = getattr(self.config, "recompute_modules", None) or ()
+        return self.config.recompute_granularity == "selective" and "core_attn" in modules
+
+
+def core_attention_spec() -> Any:
+    """The spec of a DSA core attention: PyTorch modules, whatever the rest of the layer is made of."""
+    return ModuleSpec(
+        module=DSAttention,
+        submodules=DSAttentionSubmodules(
+            indexer=ModuleSpec(
+                module=DSAIndexer,
+                submodules=DSAIndexerSubmodules(
+                    linear_wq_b=DuplicatedLinear,
+                    linear_wk=DuplicatedLinear,
+                    k_norm=SequenceParallelLayerNorm,
+                    linear_weights_proj=DuplicatedLinear,
+                ),
+            )
+        ),
+    )
+
+
+def _rotary_embedding(config: Any) -> Any:
+    """As MLA's own: of plain RoPE or of YaRN."""
+    embeddings = host("core.models.common.embeddings")
+    if config.rope_type == "rope":
+        return embeddings.RotaryEmbedding(
+            config.qk_pos_emb_head_dim, rotary_percent=config.rotary_percent, rotary_base=config.rotary_base
+        )
+    # Renamed in 0.14, when max_position_embeddings got another meaning.
+    stretched = getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+    return embeddings.YarnRotaryEmbedding(
+        config.qk_pos_emb_head_dim,
+        rotary_base=config.rotary_base,
+        scaling_factor=config.rotary_scaling_factor,
+        original_max_position_embeddings=stretched,
+        beta_fast=config.beta_fast,
+        beta_slow=config.beta_slow,
+        mscale=config.mscale,
+        mscale_all_dim=config.mscale_all_dim,
+    )

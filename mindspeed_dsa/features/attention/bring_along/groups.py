@@ -1,0 +1,33 @@
+"""Process groups, which these releases hand over under two names or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from mindspeed_dsa.features.host import host
+
+
+@dataclass(frozen=True)
+class Groups:
+    """What DSA needs of Megatron's groups, under the names of its ``ProcessGroupCollection``."""
+
+    tp: ProcessGroup
+    cp: ProcessGroup
+
+    @classmethod
+    def of(cls, given: Any = None) -> Groups:
+        """From what a module was given (0.13 and later), else Megatron's own."""
+        state = host("core.parallel_state")
+        tp, cp = getattr(given, "tp", None), getattr(given, "cp", None)
+        return cls(
+            tp=state.get_tensor_model_parallel_group() if tp is None else tp,
+            cp=state.get_context_parallel_group() if cp is None else cp,
+        )
+
+
+def of_attention(attention: Any) -> Groups:
+    """Those of an attention layer: ``pg_collection`` in 0.15, ``model_comm_pgs`` in 0.13 and 0.14."""
+    return Groups.of(getattr(attention, "pg_collection", None) or getattr(attention, "model_comm_pgs", None))

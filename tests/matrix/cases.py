@@ -1,0 +1,320 @@
+"""What runs inside the pool's workers for test_bring_along."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import multiprocessing
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.features.attention import job
+from tests.matrix import model as tiny
+
+TARGETS = (
+    "megatron.core.transformer.transformer_config",
+    "megatron.core.transformer.multi_latent_attention",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.distributed.finalize_model_grads",
+    "megatron.core.transformer.torch_norm",
+)
+
+
+def learn(steps: int, switches: Mapping[str, Any] | None = None) -> dict[str, list[float]]:
+    """Megatron's own optimizer on one batch, experts included."""
+    job.start(switches)
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    cfg = tiny.config(**tiny.EXPERTS)
+    chunk = DistributedDataParallel(cfg, DistributedDataParallelConfig(), tiny.gpt_model(cfg))
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=3e-3, weight_decay=0.0), [chunk])
+    cfg.finalize_model_grads_func = finalize_model_grads
+    cfg.grad_scale_func = optimizer.scale_loss
+    losses, indexer = [], []
+    for _ in range(steps):
+        chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        reports = get_forward_backward_func()(
+            forward_step_func=lambda iterator, model: job.forward_step(cfg, iterator, model),
+            data_iterator=iter([job.samples(4)]),
+            model=chunk,
+            num_microbatches=1,
+            seq_length=job.SEQUENCE,
+            micro_batch_size=4,
+            forward_only=False,
+        )
+        optimizer.step()
+        losses.append(float(reports[0]["lm loss"]))
+        indexer.append(tiny.logged_indexer_loss(1))
+    return {"losses": losses, "indexer": indexer}
+
+
+@contextmanager
+def counted(*names: str) -> Iterator[dict[str, int]]:
+    """Count calls by the globals that the attention looks up."""
+    from mindspeed_dsa.features.attention.bring_along import attend
+
+    counts = dict.fromkeys(names, 0)
+    originals = {name: getattr(attend, name) for name in names}
+
+    def counting(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(attend, name, counting(name))
+    try:
+        yield counts
+    finally:
+        for name, original in originals.items():
+            setattr(attend, name, original)
+
+
+def calls(recompute: str) -> dict[str, int]:
+    """How often a step of two layers selects keys and computes the indexer loss."""
+    job.start()
+    overrides: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    if recompute == "full":
+        overrides = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    model = tiny.gpt_model(tiny.config(**overrides))
+    with counted("lightning_indexer", "sparse_loss") as counts:
+        job.per_token_loss(model, job.samples(2)).mean().backward()
+    return counts
+
+
+def per_token_gradients() -> dict[str, Tensor]:
+    """Gradients of a step whose schedule sums over tokens and divides at the end."""
+    job.start()
+    cfg = tiny.config(calculate_per_token_loss=True)
+    model = tiny.gpt_model(cfg)
+    job.train_step(cfg, [model], list(job.samples(8).view(2, 4, -1)))
+    return {tiny.common_name(name): gradient for name, gradient in job.gradients([model]).items()}
+
+
+def gradients_of_each_loss() -> dict[str, tuple[float, float]]:
+    """By parameter: the largest gradient of the model's loss, and of the indexer's loss alone."""
+    job.start()
+    found: list[dict[str, float]] = []
+    for weight, coefficient in ((1.0, None), (0.0, 1.0)):
+        model = tiny.gpt_model(tiny.config(dsa_indexer_loss_coeff=coefficient))
+        (job.per_token_loss(model, job.samples(2)).mean() * weight).backward()
+        found.append({name: float(p.grad.abs().max()) for name, p in model.named_parameters()})
+    return {name: (found[0][name], found[1][name]) for name in found[0]}
+
+
+def without_loss(mode: str) -> dict[str, Any]:
+    """What is done for the indexer loss where there is none."""
+    job.start()
+    from mindspeed_dsa.features.attention.bring_along import attend
+    from mindspeed_dsa.features.attention.dsa_module import dsa_module
+
+    coefficient = {"coefficient 0": 0.0, "no coefficient": None}.get(mode, 1.0)
+    model = tiny.gpt_model(tiny.config(dsa_indexer_loss_coeff=coefficient))
+    model.train(mode != "evaluation")
+    graphs = 0
+    index_inputs = attend.index_inputs
+
+    def watched(*args: Any) -> Any:
+        nonlocal graphs
+        inputs = index_inputs(*args)
+        graphs += inputs.query.requires_grad
+        return inputs
+
+    attend.index_inputs = watched
+    try:
+        names = ("sparse_loss", "dense_loss")
+        with counted(*names) as counts, torch.set_grad_enabled(mode != "no_grad"):
+            loss = job.per_token_loss(model, job.samples(2)).mean()
+            if mode != "no_grad":
+                loss.backward()
+    finally:
+        attend.index_inputs = index_inputs
+    grads = [p.grad for name, p in model.named_parameters() if "indexer" in name]
+    return {
+        "losses computed": sum(counts.values()),
+        "graphs of scores": graphs,
+        "tracked": dsa_module().DSAIndexerLossLoggingHelper.tracker.get("values"),
+        "indexer gradients": [grad is not None and not grad.any() for grad in grads],
+    }
+
+
+def _saved_model(tp: int) -> Any:
+    job.start(tp=tp)
+    return tiny.gpt_model(tiny.config(tensor_model_parallel_size=tp, sequence_parallel=tp > 1))
+
+
+def save(folder: str, tp: int) -> None:
+    model = _saved_model(tp)
+    from megatron.core import dist_checkpointing
+
+    # Megatron writes in a process of its own, which the pool's workers may not start as daemons.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    _let_old_writers_write()
+    dist_checkpointing.save(model.sharded_state_dict(prefix=""), folder)
+
+
+def _let_old_writers_write() -> None:
+    """Give torch's writer an argument that it wants since 2.8 and that Megatron-core 0.12 does not know."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from torch.distributed.checkpoint import filesystem
+
+    if "serialization_format" not in inspect.getsource(filesystem_async):
+        filesystem_async._write_item = partial(
+            filesystem._write_item, serialization_format=filesystem.SerializationFormat.TORCH_SAVE
+        )
+
+
+def load(folder: str) -> dict[str, Any]:
+    model = _saved_model(1)
+    from megatron.core import dist_checkpointing
+
+    expected = {
+        name: tensor.clone() for name, tensor in model.state_dict().items() if torch.is_tensor(tensor)
+    }
+    with torch.no_grad():
+        expected_loss = job.per_token_loss(model, job.samples(2)).mean().item()
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    state = dist_checkpointing.load(model.sharded_state_dict(prefix=""), folder)
+    model.load_state_dict(state)
+    loaded = model.state_dict()
+    with torch.no_grad():
+        loss = job.per_token_loss(model, job.samples(2)).mean().item()
+    return {
+        "keys": len(expected),
+        "different": [name for name, tensor in expected.items() if not torch.equal(loaded[name], tensor)],
+        "loss": loss,
+        "expected loss": expected_loss,
+    }
+
+
+def without_variant() -> str:
+    """What Megatron says about MLA on its local modules, DSA's patches on but not asked for."""
+    job.start()
+    try:
+        tiny.gpt_model(tiny.config(experimental_attention_variant=None))
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def indexer_input(switches: Mapping[str, Any]) -> dict[str, bool]:
+    """Whether the indexer reads the latent query before or after its norm."""
+    job.start(switches)
+    model = tiny.gpt_model(tiny.config())
+    attention = model.decoder.layers[0].self_attention
+    seen: dict[str, Tensor] = {}
+    attention.core_attention.indexer.linear_wq_b.register_forward_pre_hook(
+        lambda module, inputs: seen.setdefault("indexer", inputs[0])
+    )
+    attention.q_layernorm.register_forward_hook(
+        lambda module, inputs, output: seen.update(before=inputs[0].detach(), after=output.detach())
+    )
+    job.per_token_loss(model, job.samples(2))
+    return {
+        "normalised": torch.equal(seen["indexer"], seen["after"]),
+        "plain": torch.equal(seen["indexer"], seen["before"]),
+    }
+
+
+def still_changed_after_disable() -> list[str]:
+    """What differs by identity in Megatron after a model was built and everything was undone."""
+    import mindspeed_dsa
+
+    before = _identities()
+    tiny.one_step()
+    mindspeed_dsa.disable()
+    after = _identities()
+    return [name for name in before.keys() | after if after.get(name) is not before.get(name)]
+
+
+def _identities() -> dict[str, Any]:
+    from importlib import import_module
+
+    found: dict[str, Any] = {}
+    for module in map(import_module, TARGETS):
+        for name, value in vars(module).items():
+            found[f"{module.__name__}:{name}"] = value
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                found |= {f"{module.__name__}:{name}.{part}": inner for part, inner in vars(value).items()}
+                for field, inner in getattr(value, "__dataclass_fields__", {}).items():
+                    found[f"{module.__name__}:{name}.{field}"] = inner
+    return {name: value for name, value in found.items() if "._" not in name.rpartition(":")[2]}
+
+
+def fields() -> dict[str, Any]:
+    """Configurations with the new fields: built, copied, derived, and left alone."""
+    job.start()
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    cfg = tiny.config(dsa_indexer_loss_coeff=0.5)
+    copied = dataclasses.replace(cfg, num_layers=3)
+
+    @dataclasses.dataclass
+    class Derived(MLATransformerConfig):
+        mine: int = 9
+
+    base = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg) if field.init}
+    derived = Derived(**base)
+    plain = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
+    return {
+        "known": [
+            {"dsa_indexer_topk", "experimental_attention_variant"} <= {f.name for f in dataclasses.fields(c)}
+            for c in (TransformerConfig, MLATransformerConfig)
+        ],
+        "copied": (
+            copied.experimental_attention_variant,
+            copied.dsa_indexer_topk,
+            copied.dsa_indexer_loss_coeff,
+            copied.dsa_indexer_use_sparse_loss,
+        ),
+        "derived": (derived.experimental_attention_variant, derived.mine),
+        "plain": (
+            plain.experimental_attention_variant,
+            plain.dsa_indexer_topk,
+            plain.dsa_indexer_use_sparse_loss,
+        ),
+    }
+
+
+def flags() -> dict[str, Any]:
+    """The decorated parse_args of a parser that knows one of the flags already."""
+    job.start()
+    from mindspeed_dsa.features.attention.bring_along.arguments import with_dsa_flags
+
+    def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        parser.add_argument("--dsa-indexer-topk", type=int)
+        parser = extra_args_provider(parser)
+        line = "--experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16"
+        line += " --dsa-indexer-topk 7 --dsa-indexer-loss-coeff 0.5 --dsa-indexer-use-sparse-loss --mine kept"
+        return parser.parse_args(line.split())
+
+    def provider(parser: Any) -> Any:
+        parser.add_argument("--mine")
+        return parser
+
+    once = with_dsa_flags(parse_args)
+    return {
+        "values": vars(once(provider)),
+        "twice": vars(with_dsa_flags(once)(provider)) == vars(once(provider)),
+    }

@@ -1,0 +1,24 @@
+"""Tests that run under `make test-matrix` only: one environment for each release of Megatron-core."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.conftest import pool  # noqa: F401 - the session's worker processes
+
+RELEASES = {"test_kernel_backend.py": ("0.19.0",)}
+WITHOUT_DSA = ("0.12.1", "0.15.3")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    installed = metadata.version("megatron-core")
+    for item in items:
+        if Path(item.path).parent != Path(__file__).parent:
+            continue
+        wanted = RELEASES.get(Path(item.path).name, WITHOUT_DSA)
+        if installed not in wanted:
+            reason = f"for megatron-core {' and '.join(wanted)} (make test-matrix); {installed} is installed"
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,178 @@
+"""A tiny MLA + DSA model that any release from 0.12.1 to 0.16.1 builds, and one training step of it."""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.features.attention import job
+
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_layer_freq": [0, 1],
+    "moe_ffn_hidden_size": 16,
+    "moe_router_topk": 2,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_router_load_balancing_type": "none",
+    "moe_router_dtype": "fp32",
+    "moe_token_dispatcher_type": "alltoall",
+}
+# Norms inside of a linear layer, as in later releases, by the names that they have here.
+_NAMES = {
+    "linear_q_up_proj.layer_norm_weight": "q_layernorm.weight",
+    "linear_kv_up_proj.layer_norm_weight": "kv_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+def config(**overrides: Any) -> Any:
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    values: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 64,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 8,
+        "multi_latent_attention": True,
+        "rope_type": "rope",
+        # Releases take YaRN's magnitude from different fields, even without YaRN.
+        "rotary_scaling_factor": 1.0,
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "apply_rope_fusion": False,
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": 8,
+        "dsa_indexer_head_dim": 16,
+        "dsa_indexer_topk": 6,
+        "dsa_indexer_loss_coeff": 1.0,
+        "dsa_indexer_use_sparse_loss": True,
+        "params_dtype": torch.float32,
+        "pipeline_dtype": torch.float32,
+    }
+    return MLATransformerConfig(**{**values, **overrides})
+
+
+def gpt_model(cfg: Any, vp_stage: int | None = None) -> Any:
+    """One pipeline chunk from Megatron's own spec, with weights that depend on names alone."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+
+    stage = {}
+    if vp_stage is not None:
+        # Older releases ask the global state for the stage, later ones are told.
+        parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
+        stage = _accepted(GPTModel.__init__, vp_stage=vp_stage)
+    first, last = parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage
+    where = _accepted(first, ignore_virtual=False, **stage)
+    model = GPTModel(
+        config=cfg,
+        transformer_layer_spec=_block_spec(cfg, stage),
+        vocab_size=job.VOCABULARY,
+        max_sequence_length=job.SEQUENCE,
+        pre_process=first(**where),
+        post_process=last(**where),
+        position_embedding_type="rope",
+        **stage,
+    )
+    model.vp_stage = vp_stage
+    fill_by_name(model)
+    return model
+
+
+def _accepted(function: Any, **arguments: Any) -> dict[str, Any]:
+    """Those arguments that a function of this release takes."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _block_spec(cfg: Any, stage: dict[str, Any]) -> Any:
+    try:
+        from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+    except ImportError:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+        return get_gpt_decoder_block_spec(cfg, False, normalization=cfg.normalization, **stage)
+    return specs.get_transformer_block_with_experimental_attention_variant_spec(cfg, **stage)
+
+
+def common_name(name: str) -> str:
+    """A parameter's name in the oldest release."""
+    for fused, plain in _NAMES.items():
+        name = name.replace(fused, plain)
+    return name
+
+
+@torch.no_grad()
+def fill_by_name(model: torch.nn.Module) -> None:
+    for name, parameter in job.global_names(model).items():
+        name = common_name(name)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        noise = torch.randn(job._full_shape(parameter), generator=generator)
+        weight = 1 + 0.1 * noise if "norm" in name and not name.endswith("bias") else 0.2 * noise
+        parameter.copy_(job.shard(name, weight, parameter))
+
+
+def one_step(
+    switches: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    num_microbatches: int = 1,
+    micro_batch_size: int = 4,
+    grad_scale: float | None = None,
+    sequence_parallel: bool = True,
+    **layout: Any,
+) -> dict[str, Any]:
+    """Losses, gradients and logged indexer loss of one training step through Megatron's schedules."""
+    job.start(switches, **layout)
+    from megatron.core import parallel_state
+
+    tp, pp, vpp = layout.get("tp", 1), layout.get("pp", 1), layout.get("vpp")
+    cfg = config(
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1 and sequence_parallel,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        overlap_p2p_comm=bool(vpp),
+        batch_p2p_comm=not vpp,
+        **(overrides or {}),
+    )
+    if grad_scale is not None:
+        cfg.grad_scale_func = lambda loss: loss * grad_scale
+    chunks = [gpt_model(cfg, stage) for stage in (range(vpp) if vpp else [None])]
+    ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    batch = job.samples(num_microbatches * micro_batch_size * ranks)
+    mine = batch.view(num_microbatches, ranks, micro_batch_size, -1)[:, rank]
+    losses = job.train_step(cfg, chunks, list(mine))
+    return {
+        "losses": [float(entry["lm loss"]) for entry in losses] if losses else [],
+        "indexer loss": logged_indexer_loss(num_microbatches),
+        "gradients": {common_name(name): g for name, g in job.gradients(chunks).items()},
+        "split": {common_name(name): dim for name, dim in job.split_dimensions(chunks).items()},
+    }
+
+
+def logged_indexer_loss(num_microbatches: int) -> float | None:
+    from mindspeed_dsa.features.attention.dsa_module import dsa_module
+
+    losses: dict[str, Tensor] = {}
+    dsa_module().DSAIndexerLossLoggingHelper.track_indexer_metrics(
+        1 / num_microbatches, 1, None, total_loss_dict=losses
+    )
+    return float(losses["indexer loss"]) if losses else None
