@@ -268,6 +268,19 @@ def write_back(namespace: argparse.Namespace) -> None:
             setattr(namespace, dest, setting.value)
 
 
+def _unheard(args: Any, armed: Settings) -> Iterator[str]:
+    """Switches that a job's parser has read and the session has not: they would silently do nothing."""
+    for flag in features.all_flags():
+        wanted = getattr(args, flag.dest, flag.unset)
+        if flag.host or wanted == flag.unset or wanted == getattr(armed, flag.dest):
+            continue
+        yield (
+            f"the job's arguments have {flag.dest}={wanted!r}, and mindspeed_dsa was set up with "
+            f"{getattr(armed, flag.dest)!r} ({armed.setting(flag.dest).who}): it reads the process's own command "
+            f"line. Call mindspeed_dsa.enable({flag.dest}={wanted!r}) where the arguments come from elsewhere"
+        )
+
+
 def validate(args: Any) -> None:
     """Ask every active feature about the job's full arguments; to be called before process groups start.
 
@@ -278,6 +291,7 @@ def validate(args: Any) -> None:
     if session is None:
         return
     session.log_folder = getattr(args, "tensorboard_dir", None) or getattr(args, "save", None)
-    problems = [f"{f.name}: {text}" for f in session.features for text in f.validate(args)]
+    problems = [*_unheard(args, session.settings)]
+    problems += [f"{f.name}: {text}" for f in session.features for text in f.validate(args)]
     if problems:
         raise SettingsError("mindspeed_dsa: " + "\n  - ".join(["these arguments cannot be used:", *problems]))

@@ -50,6 +50,13 @@ _FREE = (
     "align_grad_reduce",
     "align_param_gather",
     "ddp_bucket_size",
+    "use_fused_dsa",
+    "use_dsa_absorb",
+    "use_fused_lightning_indexer",
+    "use_fused_sparse_flash_attention",
+    "use_fused_lightning_indexer_kl_loss",
+    "dsa_backend",
+    "dsa_fuse_kl_in_backward",
 )
 
 

@@ -25,7 +25,10 @@ import torch  # noqa: E402
 from dsa_job import checkpoint, step, training  # noqa: E402
 from dsa_job.app import main  # noqa: E402
 
+from mindspeed_dsa import features, session  # noqa: E402
+
 POISONED_STEP = 3
+OURS = {flag.name for flag in features.all_flags() if not flag.host}
 
 
 def run(job: dict[str, Any]) -> None:
@@ -39,6 +42,8 @@ def run(job: dict[str, Any]) -> None:
         tell_of_process_groups()
         if job["fault"]:
             FAULTS[job["fault"]]()
+        if OURS.intersection(job["argv"]):
+            session.enable_from_argv(job["argv"])  # as the one-liner does where argv is the process's own
         code = main(job["argv"])
     finally:
         sys.stdout.flush()
