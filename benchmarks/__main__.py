@@ -1,7 +1,7 @@
-"""``python -m benchmarks CASE [--device DEVICE] [--json FILE]``.
+"""``python -m benchmarks CASE [--device DEVICE] [--json FILE] [--quick]``.
 
 Logs go to stderr. The last line on stdout is one JSON object,
-``{"case": ..., "metrics": {...}, "device": ..., "versions": {...}}``.
+``{"case": ..., "metrics": {...}, "device": ..., "versions": {...}, "date": ...}``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("case", choices=sorted(CASES))
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "npu"))
     parser.add_argument("--json", metavar="FILE", help="write the object to a file as well")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny problems: shows that it runs, figures mean nothing"
+    )
     options = parser.parse_args(argv)
+    if options.quick and not CASES[options.case].has_quick:
+        parser.error(f"{options.case} has no quick form; leave --quick out")
     # What the measured code prints (Megatron greets its users on stdout) belongs to the log.
     with contextlib.redirect_stdout(sys.stderr):
-        found = result(CASES[options.case], options.device)
+        found = result(CASES[options.case], options.device, options.quick)
     text = json.dumps(found)
     if options.json:
         Path(options.json).write_text(text + "\n", encoding="utf-8")
@@ -40,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def result(case: Case, device: str) -> dict[str, Any]:
-    """Run a case: ``{case, metrics, device, versions}``."""
+def result(case: Case, device: str, quick: bool = False) -> dict[str, Any]:
+    """Run a case: ``{case, metrics, device, versions, date}``."""
     if case.on_device:
         from mindspeed_dsa import platforms
 
@@ -49,7 +55,7 @@ def result(case: Case, device: str) -> dict[str, Any]:
         name = platforms.describe(device)["device"]
     else:
         device, name = "cpu", f"{platform.machine()}, {os.cpu_count()} cores"
-    metrics = case.run(device)
+    metrics = case.run(device, quick)
     from mindspeed_dsa import versions
 
     return {
@@ -57,6 +63,7 @@ def result(case: Case, device: str) -> dict[str, Any]:
         "metrics": metrics,
         "device": f"{device} ({name})",
         "versions": versions.installed(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
     }
 
 

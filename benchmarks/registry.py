@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Union
 
-Metrics = Mapping[str, Union[float, int, "Metrics"]]
-"""Plain numbers, or nested tables of plain numbers."""
+Metrics = Mapping[str, Union[float, int, str, "Metrics"]]
+"""Plain numbers, a sentence where there is no number, or nested tables of these."""
 
 
 @dataclass(frozen=True)
@@ -20,17 +20,19 @@ class Case:
         summary: one line.
         module: where its ``run(device) -> Metrics`` is; imported when the case is run.
         on_device: whether it computes on a device, so that ``--device auto`` looks for one.
+        has_quick: whether ``run`` takes ``quick``, for a run in seconds whose figures mean nothing.
     """
 
     name: str
     summary: str
     module: str
     on_device: bool = True
+    has_quick: bool = False
 
-    def run(self, device: str) -> Metrics:
+    def run(self, device: str, quick: bool = False) -> Metrics:
         """Measure."""
-        function: Callable[[str], Metrics] = import_module(self.module).run
-        return function(device)
+        function: Callable[..., Metrics] = import_module(self.module).run
+        return function(device, quick=True) if quick else function(device)
 
 
 CASES: dict[str, Case] = {
@@ -41,6 +43,12 @@ CASES: dict[str, Case] = {
             "what patches cost: per call, when armed, checked and verified, and when nothing is on",
             "benchmarks.patch_engine",
             on_device=False,
+        ),
+        Case(
+            "dsa",
+            "sparse attention operators: speed and memory against Megatron's own, time over the floor",
+            "benchmarks.dsa",
+            has_quick=True,
         ),
     )
 }

@@ -39,7 +39,7 @@ def test_output_contract(monkeypatch, capsys, tmp_path):
     captured = capsys.readouterr()
     (line,) = captured.out.splitlines()
     found = json.loads(line)
-    assert list(found) == ["case", "metrics", "device", "versions"]
+    assert list(found) == ["case", "metrics", "device", "versions", "date"]
     assert (found["case"], found["metrics"]) == ("fake", {"speed": 1.5, "by_size": {"128": 2}})
     assert found["device"].startswith("cpu")
     assert found["versions"]["python"] == sys.version.split()[0]

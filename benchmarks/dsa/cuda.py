@@ -1,0 +1,105 @@
+"""The operators on a CUDA device: rate, part of the measured bf16 matmul rate, and peak memory."""
+
+from __future__ import annotations
+
+import statistics
+from importlib import import_module
+
+import torch
+
+from benchmarks.dsa.floor import Call, matmul_call, needed_flops, operator_calls
+from benchmarks.dsa.problem import Sizes
+from benchmarks.registry import Metrics
+
+LENGTHS = (4096, 8192, 32768)
+HEADS = (128, 64, 16)
+# DeepSeek-V3.2's indexer.
+INDEX_HEADS, TOPK = 64, 2048
+
+
+def run(lengths: tuple[int, ...] = LENGTHS, heads: tuple[int, ...] = HEADS, rounds: int = 7) -> Metrics:
+    """``S<length>_H<heads>`` to operator to direction to figures, bf16; and the matmul rate.
+
+    A problem that does not fit into the device's memory gives the string that says so.
+    """
+    matmul, work = matmul_call(8192, torch.bfloat16, "cuda")
+    peak = work / _seconds(matmul, rounds)
+    found: dict[str, Metrics | float | str] = {"matmul_tflops": peak / 1e12}
+    for length in lengths:
+        for head_count in heads:
+            sizes = Sizes(length, head_count, INDEX_HEADS, TOPK)
+            name = f"S{length}_H{head_count}"
+            try:
+                found[name] = _problem(sizes, peak, rounds)
+            except torch.cuda.OutOfMemoryError:
+                found[name] = "does not fit into the memory of the device"
+            torch.cuda.empty_cache()
+    return found
+
+
+def _problem(sizes: Sizes, peak: float, rounds: int) -> Metrics:
+    flops = needed_flops(sizes)
+    calls = operator_calls(sizes, torch.bfloat16, "cuda")
+    found: dict[str, Metrics] = {}
+    for operator, directions in calls.items():
+        found[operator] = {
+            direction: _figures(call, flops[operator][direction], peak, rounds)
+            for direction, call in directions.items()
+        }
+    other = _tilelang_forward(sizes)
+    if other is not None:
+        needed = flops["sparse_flash_attention"]["forward"]
+        found["tilelang_sparse_mla"] = {"forward": _figures(other, needed, peak, rounds)}
+    return found
+
+
+def _figures(call: Call, needed: float, peak: float, rounds: int) -> Metrics:
+    seconds = _seconds(call, rounds)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return {
+        "ms": seconds * 1e3,
+        "tflops": needed / seconds / 1e12,
+        "fraction_of_matmul": needed / seconds / peak,
+        "extra_peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20,
+    }
+
+
+def _seconds(call: Call, rounds: int) -> float:
+    """Median of single calls between events on the device."""
+    for _ in range(2):
+        call()
+    times = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def _tilelang_forward(sizes: Sizes) -> Call | None:
+    """The kernel that TileLang publishes as ``examples/deepseek_v32/sparse_mla_fwd.py``.
+
+    None unless ``tilelang`` is installed and that folder is on ``PYTHONPATH``: the wheel does not hold it.
+    """
+    try:
+        import_module("tilelang")
+        interface = import_module("sparse_mla_fwd").sparse_mla_fwd_interface
+    except ImportError:
+        return None
+    dim = sizes.latent_dim + sizes.rope_dim
+    query = torch.randn(1, sizes.length, sizes.heads, dim, device="cuda", dtype=torch.bfloat16)
+    key_value = torch.randn(1, sizes.length, 1, dim, device="cuda", dtype=torch.bfloat16)
+    # Its mask is "not after the row": entries beyond the row stand for no key.
+    position = torch.arange(sizes.length, device="cuda")
+    order = torch.rand(sizes.length, sizes.length, device="cuda").masked_fill_(
+        position > position[:, None], -1
+    )
+    chosen = order.topk(sizes.topk, dim=-1).indices.int()[None, :, None].contiguous()
+    return lambda: interface(query, key_value, chosen, sm_scale=sizes.softmax_scale)

@@ -1,0 +1,221 @@
+"""What is compared: a piece of a layer, from queries and latents to output, loss and gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.ops.indexer_kl_loss import indexer_kl_loss
+from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
+from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the problem; head sizes are those of DeepSeek-V3.2."""
+
+    length: int = 4096
+    heads: int = 16
+    index_heads: int = 16
+    topk: int = 512
+    nope_dim: int = 128
+    rope_dim: int = 64
+    value_dim: int = 128
+    latent_dim: int = 512
+    index_dim: int = 128
+
+    @property
+    def softmax_scale(self) -> float:
+        """Of the main attention: that of the unabsorbed heads."""
+        return float((self.nope_dim + self.rope_dim) ** -0.5)
+
+    @property
+    def visible_pairs(self) -> int:
+        """Pairs of a query and a key that it sees."""
+        return self.length * (self.length + 1) // 2
+
+    @property
+    def selected_pairs(self) -> int:
+        """Pairs of a query and a key that it attends to."""
+        topk = min(self.topk, self.length)
+        return topk * (topk + 1) // 2 + (self.length - topk) * topk
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What both sides start from, in Megatron's layout ``[length, batch = 1, ...]``; all need gradients."""
+
+    q_nope: Tensor
+    """``[length, 1, heads, nope_dim]``"""
+    q_rope: Tensor
+    """``[length, 1, heads, rope_dim]``"""
+    latent: Tensor
+    """``[length, 1, latent_dim]``"""
+    key_rope: Tensor
+    """``[length, 1, rope_dim]``"""
+    up_key: Tensor
+    """``[heads, nope_dim, latent_dim]``"""
+    up_value: Tensor
+    """``[heads, value_dim, latent_dim]``"""
+    index_query: Tensor
+    """``[length, 1, index_heads, index_dim]``"""
+    index_key: Tensor
+    """``[length, 1, index_dim]``"""
+    index_weights: Tensor
+    """``[length, 1, index_heads]``, with every scale in it."""
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """All of them, in order."""
+        return tuple(vars(self).values())
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one forward and backward gives."""
+
+    out: Tensor
+    """``[length, 1, heads * value_dim]``"""
+    loss: Tensor
+    """Indexer loss, a scalar."""
+    topk_indices: Tensor
+    """``[1, length, topk]``"""
+    gradients: tuple[Tensor, ...]
+    """In the order of :attr:`Inputs.leaves`."""
+
+
+def make_inputs(sizes: Sizes, seed: int = 0) -> tuple[Inputs, Tensor]:
+    """Random inputs, and the gradient that arrives at the output, ``[length, 1, heads * value_dim]``."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).requires_grad_()
+
+    length, heads, index_heads = sizes.length, sizes.heads, sizes.index_heads
+    inputs = Inputs(
+        normal(length, 1, heads, sizes.nope_dim),
+        normal(length, 1, heads, sizes.rope_dim),
+        normal(length, 1, sizes.latent_dim),
+        normal(length, 1, sizes.rope_dim),
+        normal(heads, sizes.nope_dim, sizes.latent_dim, scale=sizes.latent_dim**-0.5),
+        normal(heads, sizes.value_dim, sizes.latent_dim, scale=sizes.latent_dim**-0.5),
+        normal(length, 1, index_heads, sizes.index_dim),
+        normal(length, 1, sizes.index_dim),
+        normal(length, 1, index_heads, scale=(index_heads * sizes.index_dim) ** -0.5),
+    )
+    return inputs, normal(length, 1, heads * sizes.value_dim).detach()
+
+
+def fused_step(inputs: Inputs, grad_out: Tensor, sizes: Sizes) -> Step:
+    """This library's operators, attention in absorbed form."""
+    # [length, heads, latent_dim + rope_dim], in the order of memory that the operator reads
+    absorbed = torch.bmm(inputs.q_nope[:, 0].transpose(0, 1), inputs.up_key).transpose(0, 1)
+    query = torch.cat([absorbed, inputs.q_rope[:, 0]], dim=-1)[None]
+    key_value = torch.cat([inputs.latent, inputs.key_rope], dim=-1).transpose(0, 1)
+    index = [x.transpose(0, 1) for x in (inputs.index_query, inputs.index_key, inputs.index_weights)]
+
+    topk_indices, topk_scores = lightning_indexer(*index, sizes.topk)
+    attention = sparse_flash_attention(
+        query,
+        key_value,
+        topk_indices,
+        sizes.softmax_scale,
+        value_dim=sizes.latent_dim,
+        return_attention_sum=True,
+    )
+    loss = indexer_kl_loss(
+        *index,
+        query.detach(),
+        key_value.detach(),
+        topk_indices,
+        sizes.softmax_scale,
+        topk_scores=topk_scores,
+        attention_sum=attention.attention_sum,
+    )
+    # [heads, length, value_dim]
+    out = torch.bmm(attention.out[0].transpose(0, 1), inputs.up_value.transpose(1, 2))
+    out = out.transpose(0, 1).reshape(sizes.length, 1, -1)
+    del attention, absorbed, query, key_value
+    return _finish(inputs, grad_out, out, loss, topk_indices)
+
+
+def megatron_step(inputs: Inputs, grad_out: Tensor, sizes: Sizes, topk_indices: Tensor | None = None) -> Step:
+    """Megatron's own functions, in the order of its ``DSAttention.forward``.
+
+    Args:
+        inputs: see there.
+        grad_out: gradient of the output.
+        sizes: of the problem.
+        topk_indices: selection to use instead of Megatron's own, ``[1, length, topk]`` int64.
+    """
+    from megatron.core.transformer.experimental_attention_variant import dsa
+
+    length, heads = sizes.length, sizes.heads
+    # One projection for keys and values, as MLA has it: [length, 1, heads, nope_dim + value_dim]
+    up = torch.cat([inputs.up_key, inputs.up_value], dim=1).flatten(0, 1)
+    key_nope, value = (
+        torch.nn.functional.linear(inputs.latent, up)
+        .view(length, 1, heads, -1)
+        .split([sizes.nope_dim, sizes.value_dim], dim=-1)
+    )
+    query = torch.cat([inputs.q_nope, inputs.q_rope], dim=-1)
+    key = torch.cat([key_nope, inputs.key_rope[:, :, None].expand(-1, -1, heads, -1)], dim=-1)
+
+    mask = torch.full((length, length), float("-inf")).triu(1)
+    index_scores = dsa.DSAIndexer._compute_index_scores(
+        None, inputs.index_query, inputs.index_weights, inputs.index_key
+    )
+    index_scores = index_scores + mask
+    if topk_indices is None:
+        topk_indices = index_scores.topk(min(sizes.topk, length), dim=-1)[1]
+    out = dsa.unfused_dsa_fn(query, key, value, topk_indices, sizes.softmax_scale)
+    loss = dsa.compute_dsa_indexer_loss(
+        index_scores,
+        topk_indices,
+        query.detach(),
+        key.detach(),
+        sizes.softmax_scale,
+        loss_coeff=1.0,
+        sparse_loss=True,
+        pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)),
+    )
+    del mask, index_scores, query, key, value, key_nope
+    return _finish(inputs, grad_out, out, loss, topk_indices)
+
+
+def _finish(inputs: Inputs, grad_out: Tensor, out: Tensor, loss: Tensor, topk_indices: Tensor) -> Step:
+    gradients = torch.autograd.grad((out, loss), inputs.leaves, (grad_out, torch.ones_like(loss)))
+    return Step(out.detach(), loss.detach(), topk_indices, gradients)
+
+
+def require_same_results(sizes: Sizes, bound: float = 1e-4) -> float:
+    """Run both sides on the same selection; a comparison of different results would be worthless.
+
+    Returns:
+        The largest deviation of any result over its largest magnitude.
+
+    Raises:
+        RuntimeError: it is above ``bound``.
+    """
+    inputs, grad_out = make_inputs(sizes)
+    ours = fused_step(inputs, grad_out, sizes)
+    # Megatron has no empty entries; its mask is set, not added to, so a row may list itself twice.
+    own_row = torch.arange(sizes.length)[None, :, None]
+    selection = torch.where(ours.topk_indices < 0, own_row, ours.topk_indices.long())
+    theirs = megatron_step(inputs, grad_out, sizes, selection)
+    deviation = {
+        name: float((one - other).abs().max() / other.abs().max())
+        for name, one, other in zip(
+            ["output", "loss", *(f"gradient of {name}" for name in vars(inputs))],
+            [ours.out, ours.loss, *ours.gradients],
+            [theirs.out, theirs.loss, *theirs.gradients],
+            strict=True,
+        )
+    }
+    wrong = {name: value for name, value in deviation.items() if not value < bound}
+    if wrong:
+        raise RuntimeError(f"the two sides differ by more than {bound} of the largest value: {wrong}")
+    return max(deviation.values())
