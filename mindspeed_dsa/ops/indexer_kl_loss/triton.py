@@ -1,0 +1,278 @@
+"""Indexer loss in Triton, for CUDA devices.
+
+The dense form streams rows in slabs: the target, the index scores, their divergence, and the gradients of the
+indexer's inputs, each by a kernel of its own. All of its sums are in a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+from torch import Tensor
+
+from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.indexer_kl_loss.triton_kernels import (
+    dense_key_gradient_kernel,
+    dense_lse_kernel,
+    dense_sum_kernel,
+    divergence_kernel,
+)
+from mindspeed_dsa.ops.lightning_indexer.triton import (
+    gradient_constants,
+    score_slab,
+    slab_rows,
+    unsupported_index_sizes,
+)
+from mindspeed_dsa.ops.lightning_indexer.triton_kernels import score_gradients_kernel
+from mindspeed_dsa.ops.sparse_flash_attention import triton as attention
+from mindspeed_dsa.ops.triton_common import (
+    LOG2E,
+    block,
+    dense_rows,
+    dim_blocks,
+    split_dim,
+    unsupported_dims,
+    unsupported_dtype,
+    unsupported_here,
+    widen,
+)
+
+# Programs that keep a GPU busy: two for each multiprocessor of a large one. The gradient of few keys is
+# therefore summed in several shares of the rows.
+_BUSY_PROGRAMS = 264
+_MAX_SPLITS = 8
+
+
+def unsupported(shape: ShapeClass) -> str | None:
+    """Why this backend cannot take calls of this shape, or None."""
+    return (
+        unsupported_here(shape)
+        or unsupported_dims(*split_dim(shape["dim"]))
+        or unsupported_index_sizes(shape["index_heads"], shape["index_dim"])
+    )
+
+
+def unsupported_dense(index_query: Tensor, *_: Any) -> str | None:
+    """Why the dense form cannot take this indexer beside a main attention that fits, or None."""
+    return unsupported_dtype(index_query.dtype)
+
+
+def attention_sum(
+    query: Tensor, key: Tensor, topk_indices: Tensor, lse: Tensor | None, softmax_scale: float
+) -> Tensor:
+    """Main attention over the selected keys, summed over heads: ``[batch, query_length, topk]`` fp32."""
+    value_dim, _ = split_dim(query.shape[3])
+    if lse is None:
+        lse = attention.log_sum_exp(query, key, topk_indices, softmax_scale, value_dim)
+    return attention.attention_sum(query, key, topk_indices, lse, softmax_scale, value_dim)
+
+
+def divergence_and_gradient(
+    topk_scores: Tensor, attention_sum: Tensor, valid: Tensor, row_weights: Tensor, with_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The loss, and its gradient with respect to ``topk_scores``, ``[batch, query_length, topk]``."""
+    rows, width = topk_scores.shape[0] * topk_scores.shape[1], topk_scores.shape[2]
+    topk_scores, attention_sum, valid = (
+        topk_scores.contiguous(),
+        attention_sum.contiguous(),
+        valid.contiguous(),
+    )
+    gradient = torch.empty_like(topk_scores) if with_gradient else None
+    losses = torch.empty(rows, dtype=torch.float32, device=topk_scores.device)
+    if rows > 0:
+        divergence_kernel[(rows,)](
+            topk_scores,
+            attention_sum,
+            valid,
+            losses,
+            losses,
+            row_weights.contiguous(),
+            losses,
+            losses if gradient is None else gradient,
+            width,
+            RANGES=False,
+            WITH_GRADIENT=with_gradient,
+            BLOCK=1024,
+            num_warps=4,
+        )
+    return losses.sum(dtype=torch.float64).to(topk_scores.dtype), gradient
+
+
+def dense_loss_and_gradients(
+    index_query: Tensor,
+    index_key: Tensor,
+    index_weights: Tensor,
+    query: Tensor,
+    key: Tensor,
+    softmax_scale: float,
+    starts: Tensor,
+    ends: Tensor,
+    row_weights: Tensor,
+    tp_group: dist.ProcessGroup | None,
+    use_relu: bool,
+    with_gradients: bool,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
+    """The loss over all visible keys, and its gradients with respect to the indexer's three inputs."""
+    index_query, index_key, query, key = map(dense_rows, (index_query, index_key, query, key))
+    (batch, query_length), (key_length, index_dim) = query.shape[:2], index_key.shape[1:]
+    starts, ends, row_weights = starts.contiguous(), ends.contiguous(), row_weights.contiguous()
+    device = query.device
+    losses = torch.zeros(batch, query_length, dtype=torch.float32, device=device)
+    grad_query = torch.empty(index_query.shape, dtype=index_query.dtype, device=device)
+    grad_weights = torch.empty(index_weights.shape, dtype=index_weights.dtype, device=device)
+    grad_key = torch.empty(index_key.shape, dtype=index_key.dtype, device=device)
+    # With tensor parallelism every rank cuts its rows at the same places: the lengths alone say where.
+    rows = slab_rows(query_length, key_length)
+    target = torch.empty(rows, key_length, dtype=torch.float32, device=device)
+    scores = torch.empty(rows, key_length, dtype=torch.float32, device=device)
+    splits = max(1, min(_MAX_SPLITS, _BUSY_PROGRAMS // max(1, triton.cdiv(key_length, 128))))
+    for b in range(batch):
+        shares = torch.zeros(splits, key_length, index_dim, dtype=torch.float32, device=device)
+        for first in range(0, query_length if key_length else 0, rows):
+            at = (b, slice(first, min(first + rows, query_length)))
+            _target(query[at], key[b], softmax_scale, starts[at], ends[at], target)
+            if tp_group is not None:
+                dist.all_reduce(target[: starts[at].numel()], group=tp_group)
+            score_slab(
+                index_query[at], index_key[b], index_weights[at], starts[at], ends[at], scores, use_relu
+            )
+            divergence_kernel[(starts[at].numel(),)](
+                scores,
+                target,
+                target,
+                starts[at],
+                ends[at],
+                row_weights[at],
+                losses[at],
+                target,
+                key_length,
+                RANGES=True,
+                WITH_GRADIENT=with_gradients,
+                BLOCK=1024,
+                num_warps=4,
+            )
+            if with_gradients:
+                inputs = index_query[at], index_key[b], index_weights[at]
+                _gradients(
+                    target, inputs, starts[at], ends[at], grad_query[at], shares, grad_weights[at], use_relu
+                )
+        grad_key[b] = shares.sum(0)
+    gradients = (grad_query, grad_key, grad_weights) if with_gradients else None
+    return losses.sum(dtype=torch.float64).to(torch.float32), gradients
+
+
+def _target(
+    query: Tensor, key: Tensor, softmax_scale: float, starts: Tensor, ends: Tensor, slab: Tensor
+) -> None:
+    """Probabilities over the visible keys, summed over heads, into ``slab``.
+
+    Args:
+        query: ``[rows, heads, dim]``.
+        key: ``[key_length, dim]``, or ``[key_length, heads, dim]``.
+        softmax_scale: factor of the scores.
+        starts: ``[rows]`` int32.
+        ends: ``[rows]`` int32.
+        slab: at least ``[rows, key_length]``; undefined afterwards where a row does not see a key.
+    """
+    (rows, heads, dim), key_length = query.shape, key.shape[0]
+    shared = key.dim() == 2
+    lse = torch.empty(rows, heads, dtype=torch.float32, device=query.device)
+    sizes = (rows, heads, key_length, *query.stride()[:2], key.stride(0), 0 if shared else key.stride(1))
+    tiles = _dense_tiles(query.dtype, dim, shared)
+    constants = dim_blocks(split_dim(dim)[0], dim) | {"WIDEN": widen(query)} | tiles
+    blocks = triton.cdiv(rows, tiles["BLOCK_M"])
+    scale_log2 = softmax_scale * LOG2E
+    dense_lse_kernel[(blocks * heads,)](query, key, starts, ends, lse, *sizes, scale_log2, **constants)
+    dense_sum_kernel[(blocks * triton.cdiv(key_length, tiles["BLOCK_N"]),)](
+        query, key, starts, ends, lse, slab, *sizes, scale_log2, SHARED_KEY=shared, **constants
+    )
+
+
+def _gradients(
+    grad_scores: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    starts: Tensor,
+    ends: Tensor,
+    grad_query: Tensor,
+    grad_key_shares: Tensor,
+    grad_weights: Tensor,
+    use_relu: bool,
+) -> None:
+    """Gradients of some rows of one sequence; that of the keys is added to.
+
+    Args:
+        grad_scores: at least ``[rows, key_length]`` fp32, read where a row sees a key.
+        inputs: the indexer's query ``[rows, heads, dim]``, key ``[key_length, dim]`` and weights
+            ``[rows, heads]``.
+        starts: ``[rows]`` int32.
+        ends: ``[rows]`` int32.
+        grad_query: as the query, written.
+        grad_key_shares: ``[splits, key_length, dim]`` fp32, whose sum is the gradient.
+        grad_weights: as the weights, written.
+        use_relu: whether the product of each head is clamped at zero.
+    """
+    query, key, weights = inputs
+    rows, key_length, splits = query.shape[0], key.shape[0], grad_key_shares.shape[0]
+    constants = gradient_constants(query, use_relu)
+    score_gradients_kernel[(rows,)](
+        grad_scores,
+        query,
+        key,
+        weights,
+        starts,
+        starts,
+        ends,
+        grad_query,
+        grad_key_shares,
+        grad_weights,
+        0,
+        rows,
+        key_length,
+        key_length,
+        0,
+        *query.stride()[:2],
+        0,
+        key.stride(0),
+        0,
+        *weights.stride(),
+        GATHERED=False,
+        KEY_GRADIENT="none",
+        **constants,
+    )
+    tiles = _key_gradient_tiles(query.dtype, query.shape[1], query.shape[2])
+    dense_key_gradient_kernel[(triton.cdiv(key_length, tiles["BLOCK_N"]) * splits,)](
+        grad_scores,
+        query,
+        key,
+        weights,
+        starts,
+        ends,
+        grad_key_shares,
+        rows,
+        key_length,
+        *query.stride()[:2],
+        key.stride(0),
+        *weights.stride(),
+        SPLITS=splits,
+        BLOCK_R=1024,
+        **constants | tiles,
+    )
+
+
+def _dense_tiles(dtype: torch.dtype, dim: int, shared: bool) -> dict[str, Any]:
+    if dtype == torch.float32:
+        return {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 1}
+    if dim <= 256:
+        return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
+    return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2 if shared else 1}
+
+
+def _key_gradient_tiles(dtype: torch.dtype, heads: int, dim: int) -> dict[str, Any]:
+    """Programs hold the gradient of BLOCK_N keys in registers and stream the rows' heads."""
+    large = block(heads) * block(dim) > 64 * 128
+    if dtype == torch.float32:
+        return {"BLOCK_N": 16, "num_warps": 8, "num_stages": 1 if large else 2}
+    return {"BLOCK_N": 64 if large else 128, "num_warps": 8, "num_stages": 2}

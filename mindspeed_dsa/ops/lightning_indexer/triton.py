@@ -1,0 +1,261 @@
+"""Lightning Indexer in Triton, for CUDA devices.
+
+Scores go to a slab of rows that stays within a byte budget; one program per row then selects from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.lightning_indexer.triton_kernels import (
+    score_gradients_kernel,
+    score_slab_kernel,
+    scores_at_kernel,
+    select_kernel,
+)
+from mindspeed_dsa.ops.triton_common import (
+    WORKSPACE_BYTES,
+    add_rows_by_key,
+    block,
+    dense_rows,
+    key_ids,
+    packed_indices,
+    row_lengths,
+    unsupported_here,
+    widen,
+)
+
+# Rows of scores held at a time: as many as fit into the bytes, but at most so many.
+_SLAB_ROWS = 1024
+_SLAB_BYTES = 256 << 20
+# A program of the backward holds all heads of a row.
+MAX_HEADS, MAX_HEAD_DIM = 128, 256
+
+
+def unsupported(shape: ShapeClass) -> str | None:
+    """Why this backend cannot take calls of this shape, or None."""
+    return unsupported_here(shape) or unsupported_index_sizes(shape["heads"], shape["head_dim"])
+
+
+def unsupported_index_sizes(heads: int, head_dim: int) -> str | None:
+    """Why an indexer of this size does not fit, or None."""
+    if heads <= MAX_HEADS and head_dim <= MAX_HEAD_DIM:
+        return None
+    return (
+        f"its backward holds all indexer heads of a row, at most {MAX_HEADS} of {MAX_HEAD_DIM} numbers, "
+        f"and these are {heads} of {head_dim}"
+    )
+
+
+def select(
+    query: Tensor, key: Tensor, weights: Tensor, topk: int, starts: Tensor, ends: Tensor, use_relu: bool
+) -> tuple[Tensor, Tensor]:
+    """Indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
+    batch, query_length = query.shape[:2]
+    key_length, device = key.shape[1], query.device
+    topk_indices = torch.empty(batch, query_length, topk, dtype=torch.int32, device=device)
+    topk_scores = torch.empty(batch, query_length, topk, dtype=torch.float32, device=device)
+    if topk_indices.numel() == 0:
+        return topk_indices, topk_scores
+    starts, ends = starts.contiguous(), ends.contiguous()
+    rows = slab_rows(query_length, key_length)
+    slab = torch.empty(rows, key_length, dtype=torch.float32, device=device)
+    for b in range(batch):
+        for first in range(0, query_length, rows):
+            at = (b, slice(first, min(first + rows, query_length)))
+            score_slab(query[at], key[b], weights[at], starts[at], ends[at], slab, use_relu)
+            select_kernel[(starts[at].numel(),)](
+                slab,
+                starts[at],
+                ends[at],
+                topk_indices[at],
+                topk_scores[at],
+                key_length,
+                topk,
+                BLOCK=2048,
+                num_warps=8,
+            )
+    return topk_indices, topk_scores
+
+
+def slab_rows(query_length: int, key_length: int) -> int:
+    """Rows of fp32 scores with all keys that are held at a time; depends on nothing but the lengths."""
+    return max(1, min(query_length, _SLAB_ROWS, _SLAB_BYTES // (4 * max(key_length, 1))))
+
+
+def score_slab(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    slab: Tensor,
+    use_relu: bool,
+) -> None:
+    """Write the scores of some rows of one sequence with the keys that they see into ``slab``.
+
+    Args:
+        query: ``[rows, heads, head_dim]``.
+        key: ``[key_length, head_dim]``.
+        weights: ``[rows, heads]``.
+        starts: ``[rows]`` int32.
+        ends: ``[rows]`` int32.
+        slab: at least ``[rows, key_length]`` fp32; undefined afterwards where a row does not see a key.
+        use_relu: whether the product of each head is clamped at zero.
+    """
+    query, key = dense_rows(query), dense_rows(key)
+    (rows, heads, dim), key_length = query.shape, key.shape[0]
+    tiles = _slab_tiles(query.dtype, heads, dim)
+    blocks = triton.cdiv(rows, tiles["BLOCK_Q"]) * triton.cdiv(key_length, tiles["BLOCK_N"])
+    score_slab_kernel[(blocks,)](
+        query,
+        key,
+        weights,
+        starts,
+        ends,
+        slab,
+        rows,
+        key_length,
+        *query.stride()[:2],
+        key.stride(0),
+        *weights.stride(),
+        HEADS=heads,
+        DIM=dim,
+        BLOCK_D=block(dim),
+        USE_RELU=use_relu,
+        WIDEN=widen(query),
+        **tiles,
+    )
+
+
+def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool) -> Tensor:
+    """Scores at given entries: ``[batch, query_length, topk]`` fp32."""
+    query, key, topk_indices = dense_rows(query), dense_rows(key), packed_indices(topk_indices)
+    (batch, rows, heads, dim), topk = query.shape, topk_indices.shape[2]
+    scores = torch.empty(topk_indices.shape, dtype=torch.float32, device=query.device)
+    if scores.numel() == 0:
+        return scores
+    tiles = _entry_tiles(query.dtype, heads, dim)
+    scores_at_kernel[(batch * rows * triton.cdiv(topk, tiles["BLOCK_N"]),)](
+        query,
+        key,
+        weights,
+        topk_indices,
+        row_lengths(topk_indices),
+        scores,
+        rows,
+        topk,
+        *query.stride()[:3],
+        *key.stride()[:2],
+        *weights.stride(),
+        HEADS=heads,
+        DIM=dim,
+        BLOCK_D=block(dim),
+        USE_RELU=use_relu,
+        WIDEN=widen(query),
+        **tiles,
+    )
+    return scores
+
+
+def score_gradients(
+    grad_scores: Tensor, query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the scores at ``topk_indices`` with respect to query, key and weights.
+
+    That of the keys is added with fp32 atomics, in no fixed order, unless
+    ``torch.use_deterministic_algorithms`` is on; the others are always deterministic.
+    """
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    query, key, topk_indices = dense_rows(query), dense_rows(key), packed_indices(topk_indices)
+    (batch, rows, _, dim), (key_length, topk) = query.shape, (key.shape[1], topk_indices.shape[2])
+    grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    grad_weights = torch.empty(weights.shape, dtype=weights.dtype, device=query.device)
+    grad_key = torch.zeros(batch * key_length, dim, dtype=torch.float32, device=query.device)
+    if topk_indices.numel() > 0:
+        grad_scores = grad_scores.contiguous().view(batch * rows, topk)
+        lengths = row_lengths(topk_indices)
+        chunk = batch * rows
+        if deterministic:
+            chunk = max(1, min(chunk, WORKSPACE_BYTES // (4 * topk * dim)))
+        tiles = torch.empty(chunk, topk, dim, device=query.device) if deterministic else None
+        for first in range(0, batch * rows, chunk):
+            count = min(chunk, batch * rows - first)
+            score_gradients_kernel[(count,)](
+                grad_scores[first:],
+                query,
+                key,
+                weights,
+                topk_indices,
+                lengths,
+                lengths,
+                grad_query,
+                grad_key if tiles is None else tiles,
+                grad_weights,
+                first,
+                rows,
+                key_length,
+                topk,
+                *query.stride()[:3],
+                *key.stride()[:2],
+                *weights.stride(),
+                GATHERED=True,
+                KEY_GRADIENT="atomic" if tiles is None else "tiles",
+                **gradient_constants(query, use_relu),
+            )
+            if tiles is not None:
+                ids = key_ids(topk_indices, key_length, first, count)
+                add_rows_by_key(grad_key, tiles[:count], ids)
+    else:
+        grad_query.zero_()
+        grad_weights.zero_()
+    return grad_query, grad_key.view(key.shape).to(key.dtype), grad_weights
+
+
+def gradient_constants(query: Tensor, use_relu: bool) -> dict[str, Any]:
+    """Constants of the gradient kernel that depend on the size of the indexer."""
+    heads, dim = query.shape[-2:]
+    return {
+        "HEADS": heads,
+        "DIM": dim,
+        "BLOCK_D": block(dim),
+        "BLOCK_J": block(heads),
+        "USE_RELU": use_relu,
+        "WIDEN": widen(query),
+        **_gradient_tiles(query.dtype, heads, dim),
+    }
+
+
+def _slab_tiles(dtype: torch.dtype, heads: int, dim: int) -> dict[str, Any]:
+    """In half precision all heads are one block, so that only the loop over rows is left to pipeline."""
+    if dtype == torch.float32:
+        return {"BLOCK_J": 16, "BLOCK_N": 64, "BLOCK_Q": 32, "num_warps": 8, "num_stages": 2}
+    small = block(heads) * block(dim) <= 128 * 128
+    return {
+        "BLOCK_J": block(heads),
+        "BLOCK_N": 128 if small else 64,
+        "BLOCK_Q": 32,
+        "num_warps": 8,
+        "num_stages": 3 if small else 2,
+    }
+
+
+def _entry_tiles(dtype: torch.dtype, heads: int, dim: int) -> dict[str, Any]:
+    """Gathered keys of one row."""
+    if dtype == torch.float32:
+        return {"BLOCK_J": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
+    return {"BLOCK_J": block(heads), "BLOCK_N": 64, "num_warps": 4, "num_stages": 1}
+
+
+def _gradient_tiles(dtype: torch.dtype, heads: int, dim: int) -> dict[str, Any]:
+    if dtype == torch.float32:
+        large = block(heads) * block(dim) > 64 * 128
+        return {"BLOCK_N": 16, "num_warps": 8, "num_stages": 1 if large else 2}
+    if block(heads) * block(dim) > 64 * 128:
+        return {"BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
+    return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3}

@@ -1,0 +1,357 @@
+"""Triton kernels of sparse flash attention and of the target of the indexer loss.
+
+Shapes beside the code: H block of heads, N block of selected keys, V value part and T rest of a key.
+Scores are kept in units of log 2, because the hardware has exp2 only. `row` counts over all sequences.
+Offsets are 64-bit: rows x heads x 576 exceeds 2^31 at 32k rows and 128 heads.
+
+`if heads > 0` is always true and costs nothing, but the compiler does not know it. Where it finds that a
+product feeds another product it gives all columns to every warp group, so that with 64 rows both groups of a
+program compute the same. It does not look through a branch. For the same reason the product of the rest is
+added after scaling: added as it is, it would become the start of the other product, a chain of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mindspeed_dsa.ops.triton_common import LOG2E as LOG2E_VALUE
+from mindspeed_dsa.ops.triton_common import add_rows, load_rows, load_rows_at, product, store_rows
+
+LOG2E: tl.constexpr = tl.constexpr(LOG2E_VALUE)
+
+
+@triton.jit
+def forward_kernel(
+    query,
+    key_value,
+    indices,
+    lengths,
+    out,
+    lse,
+    rows_per_batch,
+    heads,
+    topk,
+    query_batch,
+    query_row,
+    query_head,
+    key_batch,
+    key_row,
+    scale_log2,
+    VALUE_DIM: tl.constexpr,
+    TAIL_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WITH_OUT: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One program per row and block of heads: online softmax over the row's keys."""
+    head_blocks = tl.cdiv(heads, BLOCK_H)
+    row = (tl.program_id(0) // head_blocks).to(tl.int64)
+    head = (tl.program_id(0) % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+    batch = row // rows_per_batch
+    is_head = head < heads
+    base = query + batch * query_batch + (row % rows_per_batch) * query_row
+    keys = key_value + batch * key_batch
+    q_offsets = head.to(tl.int64) * query_head
+    q_value = load_rows(base, q_offsets, is_head, 0, VALUE_DIM, BLOCK_V)
+    if TAIL_DIM > 0:
+        q_tail = load_rows(base, q_offsets, is_head, VALUE_DIM, TAIL_DIM, BLOCK_T)
+
+    # A finite start: a tile without a valid key must not compute inf - inf.
+    highest = tl.full([BLOCK_H], -1.0e30, tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+    length = tl.load(lengths + row)
+    for first in range(0, length, BLOCK_N):
+        position = first + tl.arange(0, BLOCK_N)
+        index = tl.load(indices + row * topk + position, mask=position < length, other=-1)
+        valid = index >= 0
+        k_offsets = index.to(tl.int64) * key_row
+        k_value = load_rows(keys, k_offsets, valid, 0, VALUE_DIM, BLOCK_V)
+        scores = product(q_value, tl.trans(k_value), tl.zeros([BLOCK_H, BLOCK_N], tl.float32), WIDEN)
+        if TAIL_DIM > 0:
+            k_tail = load_rows(keys, k_offsets, valid, VALUE_DIM, TAIL_DIM, BLOCK_T)
+            rest = product(q_tail, tl.trans(k_tail), tl.zeros([BLOCK_H, BLOCK_N], tl.float32), WIDEN)
+        if heads > 0:  # always; see the top of the file
+            scores = scores * scale_log2
+            if TAIL_DIM > 0:
+                scores += rest * scale_log2
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, axis=1))
+        probabilities = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(highest - higher)
+        total = total * shrink + tl.sum(probabilities, axis=1)
+        highest = higher
+        if WITH_OUT:
+            acc = acc * shrink[:, None]
+            acc = product(probabilities.to(k_value.dtype), k_value, acc, WIDEN)
+
+    empty = total == 0
+    # [H]
+    natural = (highest + tl.log2(tl.where(empty, 1.0, total))) / LOG2E
+    tl.store(lse + row * heads + head, tl.where(empty, float("-inf"), natural), mask=is_head)
+    if WITH_OUT:
+        acc = acc / tl.where(empty, 1.0, total)[:, None]
+        store_rows(out, (row * heads + head) * VALUE_DIM, is_head, acc, 0, VALUE_DIM, BLOCK_V)
+
+
+@triton.jit
+def attention_sum_kernel(
+    query,
+    key_value,
+    indices,
+    lengths,
+    lse,
+    attention_sum,
+    rows_per_batch,
+    heads,
+    topk,
+    query_batch,
+    query_row,
+    query_head,
+    key_batch,
+    key_row,
+    scale_log2,
+    VALUE_DIM: tl.constexpr,
+    TAIL_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One program per row and tile of keys: sum over heads, in order, of exp(score - lse)."""
+    tiles = tl.cdiv(topk, BLOCK_N)
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    first = (tl.program_id(0) % tiles) * BLOCK_N
+    position = first + tl.arange(0, BLOCK_N)
+    summed = tl.zeros([BLOCK_N], tl.float32)
+    if first < tl.load(lengths + row):
+        batch = row // rows_per_batch
+        base = query + batch * query_batch + (row % rows_per_batch) * query_row
+        keys = key_value + batch * key_batch
+        index = tl.load(indices + row * topk + position, mask=position < topk, other=-1)
+        valid = index >= 0
+        k_offsets = index.to(tl.int64) * key_row
+        k_value = load_rows(keys, k_offsets, valid, 0, VALUE_DIM, BLOCK_V)
+        if TAIL_DIM > 0:
+            k_tail = load_rows(keys, k_offsets, valid, VALUE_DIM, TAIL_DIM, BLOCK_T)
+        for first_head in range(0, heads, BLOCK_H):
+            head = first_head + tl.arange(0, BLOCK_H)
+            is_head = head < heads
+            q_offsets = head.to(tl.int64) * query_head
+            q_value = load_rows(base, q_offsets, is_head, 0, VALUE_DIM, BLOCK_V)
+            # [N, H]
+            scores = product(k_value, tl.trans(q_value), tl.zeros([BLOCK_N, BLOCK_H], tl.float32), WIDEN)
+            if TAIL_DIM > 0:
+                q_tail = load_rows(base, q_offsets, is_head, VALUE_DIM, TAIL_DIM, BLOCK_T)
+                scores = product(k_tail, tl.trans(q_tail), scores, WIDEN)
+            norm = tl.load(lse + row * heads + head, mask=is_head, other=float("inf")) * LOG2E
+            summed += tl.sum(tl.exp2(scores * scale_log2 - norm[None, :]), axis=1)
+        summed = tl.where(valid, summed, 0.0)
+    tl.store(attention_sum + row * topk + position, summed, mask=position < topk)
+
+
+@triton.jit
+def delta_kernel(
+    grad_out,
+    out,
+    delta,
+    rows_per_batch,
+    heads,
+    grad_batch,
+    grad_row,
+    grad_head,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One program per row and block of heads: the product of output and its gradient."""
+    head_blocks = tl.cdiv(heads, BLOCK_H)
+    row = (tl.program_id(0) // head_blocks).to(tl.int64)
+    head = (tl.program_id(0) % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_head = head < heads
+    base = grad_out + (row // rows_per_batch) * grad_batch + (row % rows_per_batch) * grad_row
+    gradient = load_rows(base, head.to(tl.int64) * grad_head, is_head, 0, VALUE_DIM, BLOCK_V)
+    value = load_rows(out, (row * heads + head) * VALUE_DIM, is_head, 0, VALUE_DIM, BLOCK_V)
+    inner = tl.sum(gradient.to(tl.float32) * value.to(tl.float32), axis=1)
+    tl.store(delta + row * heads + head, inner, mask=is_head)
+
+
+@triton.jit
+def backward_keys_kernel(
+    query,
+    key_value,
+    indices,
+    lengths,
+    grad_out,
+    lse,
+    delta,
+    grad_scores,
+    attention_sum,
+    grad_keys,
+    first_row,
+    rows_per_batch,
+    key_length,
+    heads,
+    topk,
+    query_batch,
+    query_row,
+    query_head,
+    key_batch,
+    key_row,
+    grad_batch,
+    grad_row,
+    grad_head,
+    softmax_scale,
+    scale_log2,
+    VALUE_DIM: tl.constexpr,
+    TAIL_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WITH_SUM: tl.constexpr,
+    ATOMIC: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One program per row and tile of keys, over all heads, so that a key's gradient leaves it once.
+
+    ``grad_scores`` takes the gradient of the scores, ``[rows of the chunk, topk, heads]``. ``grad_keys`` is
+    ``[batch * key_length, dim]`` and added to with atomics, or, without, a tile per entry of the chunk.
+    """
+    tiles = tl.cdiv(topk, BLOCK_N)
+    row_in_chunk = (tl.program_id(0) // tiles).to(tl.int64)
+    row = first_row + row_in_chunk
+    first = (tl.program_id(0) % tiles) * BLOCK_N
+    if first < tl.load(lengths + row):
+        batch = row // rows_per_batch
+        base = query + batch * query_batch + (row % rows_per_batch) * query_row
+        grad_base = grad_out + batch * grad_batch + (row % rows_per_batch) * grad_row
+        keys = key_value + batch * key_batch
+        position = first + tl.arange(0, BLOCK_N)
+        index = tl.load(indices + row * topk + position, mask=position < topk, other=-1)
+        valid = index >= 0
+        k_offsets = index.to(tl.int64) * key_row
+        k_value = load_rows(keys, k_offsets, valid, 0, VALUE_DIM, BLOCK_V)
+        acc_value = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+        if TAIL_DIM > 0:
+            k_tail = load_rows(keys, k_offsets, valid, VALUE_DIM, TAIL_DIM, BLOCK_T)
+            acc_tail = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        summed = tl.zeros([BLOCK_N], tl.float32)
+        entry = row_in_chunk * topk + position
+        slot = tl.arange(0, 2 * BLOCK_H)
+        is_query = slot % 2 == 0
+        for first_head in range(0, heads, BLOCK_H):
+            head = first_head + tl.arange(0, BLOCK_H)
+            is_head = head < heads
+            norm = tl.load(lse + row * heads + head, mask=is_head, other=float("inf")) * LOG2E
+            row_delta = tl.load(delta + row * heads + head, mask=is_head, other=0.0)
+            # Query and output gradient of a head are neighbours in one tile: one product gives scores and
+            # gradient of the probabilities, in neighbouring registers, and one both paths into the key.
+            slot_head = (first_head + slot // 2).to(tl.int64)
+            is_slot = slot_head < heads
+            offsets = tl.where(is_query, slot_head * query_head, slot_head * grad_head)
+            starts = tl.where(is_query, base, grad_base) + offsets
+            pair_value = load_rows_at(starts, is_slot, 0, VALUE_DIM, BLOCK_V)
+            both = product(k_value, tl.trans(pair_value), tl.zeros([BLOCK_N, 2 * BLOCK_H], tl.float32), WIDEN)
+            if TAIL_DIM > 0:
+                # The output has no such part: zeros beside the query's.
+                pair_tail = load_rows_at(starts, is_slot & is_query, VALUE_DIM, TAIL_DIM, BLOCK_T)
+                rest = product(
+                    k_tail, tl.trans(pair_tail), tl.zeros([BLOCK_N, 2 * BLOCK_H], tl.float32), WIDEN
+                )
+            if heads > 0:  # always; see the top of the file
+                both = both * scale_log2
+                if TAIL_DIM > 0:
+                    both += rest * scale_log2
+            # [N, H] each, both in units of log 2
+            scores, inner = tl.split(tl.reshape(both, [BLOCK_N, BLOCK_H, 2]))
+            probabilities = tl.exp2(scores - norm[None, :])
+            probabilities = tl.where(valid[:, None], probabilities, 0.0)
+            if WITH_SUM:
+                summed += tl.sum(probabilities, axis=1)
+            grad_tile = probabilities * (inner / LOG2E - row_delta[None, :] * softmax_scale)
+            grad_tile = grad_tile.to(k_value.dtype)
+            tl.store(
+                grad_scores + entry[:, None] * heads + head[None, :],
+                grad_tile,
+                mask=(position < topk)[:, None] & is_head[None, :],
+            )
+            pair = tl.join(grad_tile, probabilities.to(k_value.dtype))
+            pair = tl.reshape(pair, [BLOCK_N, 2 * BLOCK_H])
+            acc_value = product(pair, pair_value, acc_value, WIDEN)
+            if TAIL_DIM > 0:
+                acc_tail = product(pair, pair_tail, acc_tail, WIDEN)
+        if WITH_SUM:
+            tl.store(attention_sum + row * topk + position, summed, mask=position < topk)
+        dim: tl.constexpr = VALUE_DIM + TAIL_DIM
+        if ATOMIC:
+            offsets = (batch * key_length + index) * dim
+            add_rows(grad_keys, offsets, valid, acc_value, 0, VALUE_DIM, BLOCK_V)
+            if TAIL_DIM > 0:
+                add_rows(grad_keys, offsets, valid, acc_tail, VALUE_DIM, TAIL_DIM, BLOCK_T)
+        else:
+            store_rows(grad_keys, entry * dim, valid, acc_value, 0, VALUE_DIM, BLOCK_V)
+            if TAIL_DIM > 0:
+                store_rows(grad_keys, entry * dim, valid, acc_tail, VALUE_DIM, TAIL_DIM, BLOCK_T)
+
+
+@triton.jit
+def backward_query_kernel(
+    key_value,
+    indices,
+    lengths,
+    grad_scores,
+    grad_query,
+    first_row,
+    rows_per_batch,
+    heads,
+    topk,
+    key_batch,
+    key_row,
+    VALUE_DIM: tl.constexpr,
+    TAIL_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One program per row and block of heads: gradient of the scores times the gathered keys."""
+    head_blocks = tl.cdiv(heads, BLOCK_H)
+    row_in_chunk = (tl.program_id(0) // head_blocks).to(tl.int64)
+    row = first_row + row_in_chunk
+    head = (tl.program_id(0) % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_head = head < heads
+    keys = key_value + (row // rows_per_batch) * key_batch
+    acc_value = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+    if TAIL_DIM > 0:
+        acc_tail = tl.zeros([BLOCK_H, BLOCK_T], tl.float32)
+    length = tl.load(lengths + row)
+    for first in range(0, length, BLOCK_N):
+        position = first + tl.arange(0, BLOCK_N)
+        inside = position < length
+        index = tl.load(indices + row * topk + position, mask=inside, other=-1)
+        valid = index >= 0
+        k_offsets = index.to(tl.int64) * key_row
+        # [N, H]; beyond the length nothing was written
+        grad_tile = tl.load(
+            grad_scores + (row_in_chunk * topk + position)[:, None] * heads + head[None, :],
+            mask=inside[:, None] & is_head[None, :],
+            other=0.0,
+        )
+        transposed = tl.trans(grad_tile)
+        k_value = load_rows(keys, k_offsets, valid, 0, VALUE_DIM, BLOCK_V)
+        acc_value = product(transposed, k_value, acc_value, WIDEN)
+        if TAIL_DIM > 0:
+            k_tail = load_rows(keys, k_offsets, valid, VALUE_DIM, TAIL_DIM, BLOCK_T)
+            acc_tail = product(transposed, k_tail, acc_tail, WIDEN)
+    dim: tl.constexpr = VALUE_DIM + TAIL_DIM
+    offsets = (row * heads + head) * dim
+    store_rows(grad_query, offsets, is_head, acc_value, 0, VALUE_DIM, BLOCK_V)
+    if TAIL_DIM > 0:
+        store_rows(grad_query, offsets, is_head, acc_tail, VALUE_DIM, TAIL_DIM, BLOCK_T)

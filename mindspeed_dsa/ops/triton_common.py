@@ -1,0 +1,215 @@
+"""Shared by the Triton backends: what can run at all, tile sizes, and gradients of gathered rows.
+
+Tile sizes come from small tables, not from `triton.autotune`: ranks that tune for themselves may choose
+different tiles, hence other orders of summation, and then select different keys for the same inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+from mindspeed_dsa.ops.backend import ShapeClass
+
+LOG2E: float = math.log2(math.e)
+# Blocks of a product have at least this many rows, columns and inner numbers.
+MIN_BLOCK = 16
+# Padded sizes of the two parts of a main key, together: a tile of keys and one of queries share the
+# memory of a multiprocessor. 512 latent and up to 128 rotary numbers fit.
+_MAX_PADDED_DIM = 640
+# Bytes of scratch that a call may hold beside its results.
+WORKSPACE_BYTES = 512 << 20
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@triton.jit
+def row_lengths_kernel(indices, lengths, topk, BLOCK: tl.constexpr):
+    """One program per row: one past the last entry that is not negative."""
+    row = tl.program_id(0).to(tl.int64)
+    longest = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, topk, BLOCK):
+        position = first + tl.arange(0, BLOCK)
+        index = tl.load(indices + row * topk + position, mask=position < topk, other=-1)
+        longest = tl.maximum(longest, tl.where(index >= 0, position + 1, 0))
+    tl.store(lengths + row, tl.max(longest, axis=0))
+
+
+@triton.jit
+def add_rows_by_key_kernel(total, tiles, order, bounds, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """One program per key: adds that key's tiles in the order of ``order``, which makes the sum fixed."""
+    key = tl.program_id(0).to(tl.int64)
+    first = tl.load(bounds + key)
+    last = tl.load(bounds + key + 1)
+    if first < last:
+        column = tl.arange(0, BLOCK)
+        inside = column < DIM
+        added = tl.load(total + key * DIM + column, mask=inside, other=0.0)
+        for at in range(first, last):
+            entry = tl.load(order + at)
+            added += tl.load(tiles + entry * DIM + column, mask=inside, other=0.0)
+        tl.store(total + key * DIM + column, added, mask=inside)
+
+
+@triton.jit
+def load_rows_at(starts, valid, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns ``FIRST .. FIRST + DIM`` of rows given by pointers, ``[rows, BLOCK]``, zero where not valid."""
+    column = tl.arange(0, BLOCK)
+    mask = valid[:, None]
+    if DIM != BLOCK:
+        mask = mask & (column < DIM)[None, :]
+    return tl.load(starts[:, None] + (FIRST + column)[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_rows(base, offsets, valid, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """:func:`load_rows_at` of rows given by offsets."""
+    return load_rows_at(base + offsets, valid, FIRST, DIM, BLOCK)
+
+
+@triton.jit
+def store_rows(base, offsets, valid, value, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Counterpart of :func:`load_rows`; the value is rounded to the type of ``base``."""
+    column = tl.arange(0, BLOCK)
+    mask = valid[:, None]
+    if DIM != BLOCK:
+        mask = mask & (column < DIM)[None, :]
+    tl.store(base + offsets[:, None] + (FIRST + column)[None, :], value.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_rows(base, offsets, valid, value, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Add to rows in memory that other programs add to; the order of additions is not fixed."""
+    column = tl.arange(0, BLOCK)
+    mask = valid[:, None]
+    if DIM != BLOCK:
+        mask = mask & (column < DIM)[None, :]
+    tl.atomic_add(base + offsets[:, None] + (FIRST + column)[None, :], value, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def product(a, b, acc, WIDEN: tl.constexpr):
+    """``acc + a @ b`` on tensor cores (fp32: without rounding to tf32), sums in fp32."""
+    if WIDEN:
+        # Triton's interpreter multiplies the bits of bf16 numbers as if they were integers.
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b.to(a.dtype), acc, input_precision="ieee")
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter: TRITON_INTERPRET was 1 when they were defined."""
+    return isinstance(row_lengths_kernel, InterpretedFunction)
+
+
+def unsupported_here(shape: ShapeClass) -> str | None:
+    """Why no kernel can run on the device or with the dtype of this shape class, or None."""
+    reason = unsupported_dtype(shape.dtype)
+    if reason is not None:
+        return reason
+    if shape.device == "cuda":
+        if torch.version.hip is not None:
+            return "its kernels are written and checked for NVIDIA GPUs only"
+        if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+            return "its kernels need a GPU of compute capability 8.0 or later"
+        return None
+    if shape.device == "cpu" and interpreted():
+        return None
+    return (
+        "it runs on CUDA devices; on CPU only in Triton's interpreter, "
+        "with TRITON_INTERPRET=1 in the environment before triton is imported"
+    )
+
+
+def unsupported_dtype(dtype: torch.dtype) -> str | None:
+    """Why kernels cannot take tensors of this dtype, or None."""
+    return None if dtype in _DTYPES else "its kernels compute in fp32 and take fp32, bf16 and fp16"
+
+
+def unsupported_dims(value_dim: int, tail_dim: int) -> str | None:
+    """Why a main key of these two parts does not fit, or None."""
+    padded = block(value_dim) + (block(tail_dim) if tail_dim else 0)
+    if padded <= _MAX_PADDED_DIM:
+        return None
+    return (
+        f"keys of {value_dim} + {tail_dim} numbers, padded to powers of two, exceed the "
+        f"{_MAX_PADDED_DIM} for which tiles fit into shared memory"
+    )
+
+
+def block(size: int) -> int:
+    """The least block of a product that holds ``size``."""
+    return max(MIN_BLOCK, triton.next_power_of_2(size))
+
+
+def split_dim(dim: int) -> tuple[int, int]:
+    """A power of two and the rest: how keys are cut whose value part does not matter."""
+    first = min(1 << (dim.bit_length() - 1), 512)
+    return first, dim - first
+
+
+def dim_blocks(value_dim: int, dim: int) -> dict[str, Any]:
+    """Constants of kernels that read main keys."""
+    tail = dim - value_dim
+    return {
+        "VALUE_DIM": value_dim,
+        "TAIL_DIM": tail,
+        "BLOCK_V": block(value_dim),
+        "BLOCK_T": block(tail) if tail else 0,
+    }
+
+
+def widen(tensor: Tensor) -> bool:
+    """Whether :func:`product` must widen its operands here."""
+    return interpreted() and tensor.dtype == torch.bfloat16
+
+
+def dense_rows(tensor: Tensor) -> Tensor:
+    """The tensor, copied if its last dimension has gaps."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def packed_indices(topk_indices: Tensor) -> Tensor:
+    """int32 and contiguous."""
+    return topk_indices.to(torch.int32).contiguous()
+
+
+def row_lengths(topk_indices: Tensor) -> Tensor:
+    """One past the last valid entry of each row: ``[batch, rows, topk]`` -> ``[batch * rows]`` int32."""
+    batch, rows, topk = topk_indices.shape
+    lengths = torch.empty(batch * rows, dtype=torch.int32, device=topk_indices.device)
+    if lengths.numel():
+        row_lengths_kernel[(batch * rows,)](topk_indices, lengths, topk, BLOCK=1024, num_warps=4)
+    return lengths
+
+
+def key_ids(topk_indices: Tensor, key_length: int, first: int, count: int) -> Tensor:
+    """Number of the key over the whole batch for the entries of some rows, counted over the whole batch.
+
+    ``[batch, rows, topk]`` int32 -> ``[count, topk]`` int64; ``batch * key_length`` where there is no key.
+    """
+    batch, rows, topk = topk_indices.shape
+    indices = topk_indices.view(batch * rows, topk)[first : first + count]
+    row = torch.arange(first, first + count, device=indices.device)
+    return torch.where(indices < 0, batch * key_length, indices + (row // rows * key_length)[:, None])
+
+
+def add_rows_by_key(total: Tensor, tiles: Tensor, ids: Tensor) -> None:
+    """Add gathered rows to the keys they belong to, in row order: deterministic, without atomics.
+
+    Args:
+        total: ``[keys, dim]`` fp32, contiguous.
+        tiles: ``[rows, topk, dim]`` fp32, contiguous; not read where there is no key.
+        ids: ``[rows, topk]`` int64, rows of ``total``; ``keys`` where there is none.
+    """
+    keys, dim = total.shape
+    # Stable, so that each key's entries stay in row order.
+    by_key, order = ids.flatten().sort(stable=True)
+    bounds = torch.searchsorted(by_key, torch.arange(keys + 1, device=total.device))
+    add_rows_by_key_kernel[(keys,)](
+        total, tiles, order, bounds, DIM=dim, BLOCK=triton.next_power_of_2(dim), num_warps=4
+    )
