@@ -52,7 +52,7 @@ class Layout:
         """Ends of the sequences, as the loss operators want them: no leading zero; None for BSND."""
         if self.sequences is None:
             return None
-        return torch.tensor(self.sequences).cumsum(0).tolist()  # type: ignore[no-any-return]
+        return torch.tensor(self.sequences).cumsum(0).tolist()
 
     @cached_property
     def query_lengths(self) -> Tensor:
@@ -150,7 +150,7 @@ def layout_of_ranges(starts: Tensor, ends: Tensor, key_length: int) -> Layout | 
     known = _recalled(ends)
     if known is not None:
         return known
-    layout: Layout | str | None = None
+    layout: Layout | None = None
     if is_plain_causal(ends):
         layout = Layout(batch, length, key_length, None, ends.device)
     else:

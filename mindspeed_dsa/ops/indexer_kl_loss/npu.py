@@ -158,7 +158,7 @@ def fused_loss(
     maximum = layout.pack_statistics(_all_heads(lse.detach(), tp_group))
 
     def run(index_query: Tensor, index_key: Tensor, index_weights: Tensor) -> tuple[Tensor, ...]:
-        return npu_op(_SPARSE)(  # type: ignore[no-any-return]
+        return npu_op(_SPARSE)(
             query_latent,
             latent,
             index_query,
@@ -213,7 +213,7 @@ def dense_loss(
 
     def run(index_query: Tensor, index_key: Tensor, index_weights: Tensor) -> tuple[Tensor, ...]:
         index_maximum, index_sum = npu_op(_DENSE_LSE)(index_query, index_key, index_weights, **rows)
-        return npu_op(_DENSE)(  # type: ignore[no-any-return]
+        return npu_op(_DENSE)(
             query_nope,
             key_nope,
             index_query,
