@@ -118,6 +118,20 @@ def indexer_kl_loss(
     return _Divergence.apply(implementation, topk_scores, attention_sum, valid, row_weights)
 
 
+def takes_lse(index_query: Tensor, query: Tensor, topk: int, *, backend: str = "auto") -> bool:
+    """Whether :func:`indexer_kl_loss` wants the attention's ``lse`` rather than its ``attention_sum``.
+
+    So where one operator forms target, loss and gradients (npu): the sum would be a pass for nothing.
+
+    Args:
+        index_query: as for :func:`indexer_kl_loss`.
+        query: as for :func:`indexer_kl_loss`.
+        topk: entries per row.
+        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+    """
+    return hasattr(choose(OPERATOR, backend, _shape_class(index_query, query, topk)), "fused_loss")
+
+
 def divergence_and_score_gradient(
     topk_scores: Tensor,
     attention_sum: Tensor,

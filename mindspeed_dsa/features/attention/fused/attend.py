@@ -53,6 +53,8 @@ class Attended:
     """``[s, b, heads * value_dim]``."""
     attention_sum: Tensor | None = None
     """``[b, s, topk]`` fp32: probabilities summed over this rank's heads."""
+    lse: Tensor | None = None
+    """``[b, s, heads]`` fp32, of the absorbed form."""
 
 
 def attend_sparsely(
@@ -87,7 +89,7 @@ def attend_sparsely(
             score_gradient=score_gradient,
             backend=backend,
         )
-        return Attended(operands.up_projected(result.out), result.attention_sum)
+        return Attended(operands.up_projected(result.out), result.attention_sum, result.lse)
 
     # The operator has one key-value head whose value is the key's leading part: each head is a call, its
     # value in front of its key, and zeros in front of its query.

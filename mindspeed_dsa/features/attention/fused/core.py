@@ -33,6 +33,7 @@ from mindspeed_dsa.features.attention.fused.loss import (
 )
 from mindspeed_dsa.features.attention.fused.options import Options
 from mindspeed_dsa.features.attention.loss_gate_impl import coefficient
+from mindspeed_dsa.ops.indexer_kl_loss import takes_lse
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 
 
@@ -152,6 +153,10 @@ def select_keys(attention: Any, x: Tensor, qr: Tensor, chosen: Options) -> Selec
 def _attend(operands: Operands, selection: Selection, chosen: Options, with_sum: bool) -> Attended:
     if not chosen.attention:
         return attend_with_host(operands, selection.topk_indices)
+    if with_sum and operands.absorbed:
+        # The sum is the target of the loss, unless the loss forms its own.
+        query, topk = operands.query.transpose(0, 1), selection.topk_indices.shape[-1]
+        with_sum = not takes_lse(selection.inputs.query, query, topk, backend=chosen.backend)
     return attend_sparsely(operands, selection.topk_indices, chosen.backend, with_sum)
 
 

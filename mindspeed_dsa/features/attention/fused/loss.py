@@ -53,6 +53,7 @@ def sparse_loss(
         key if key.dim() == 3 else key[:, :, 0],
         selection.topk_indices,
         operands.softmax_scale,
+        lse=attended.lse,
         topk_scores=selection.topk_scores,
         attention_sum=attention_sum,
         tp_group=tensor_parallel_group(attention),

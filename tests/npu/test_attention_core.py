@@ -1,0 +1,54 @@
+"""What DSA's attention in Megatron calls on an NPU: the loss forms its own target, without a second pass."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mindspeed_dsa.features.attention.fused import core
+from mindspeed_dsa.features.attention.fused.attend import Operands
+from mindspeed_dsa.features.attention.fused.indexer import IndexInputs, Selection
+from mindspeed_dsa.features.attention.fused.loss import sparse_loss
+from mindspeed_dsa.features.attention.fused.options import Options
+from mindspeed_dsa.ops import chunks
+from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
+from tests.npu.test_indexer_kl_loss import SCALE, indexer_leaves, main_inputs, widened
+from tests.ops import oracle
+
+ATTENTION = SimpleNamespace(
+    indexer=SimpleNamespace(pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))),
+    config=SimpleNamespace(dsa_indexer_loss_coeff=0.5),
+)
+
+
+def out_and_loss(backend, inputs, query, key, up_value):
+    indices, scores = lightning_indexer(*inputs, 2048, backend=backend)
+    # Megatron's layout, sequence first
+    operands = Operands(query.transpose(0, 1), key.transpose(0, 1)[:, :, None], up_value, SCALE)
+    selection = Selection(indices, scores, IndexInputs(*inputs))
+    chosen = Options(True, True, True, True, backend, warmup=False, fuse_kl_in_backward=False)
+    attended = core._attend(operands, selection, chosen, with_sum=True)
+    return attended.out, sparse_loss(ATTENTION, operands, selection, attended, backend)
+
+
+def test_loss_takes_the_lse_of_the_attention(npu_kernels, monkeypatch):
+    inputs = indexer_leaves(2, 40)
+    query, key = main_inputs(2, 40, 32, torch.bfloat16)
+    up_value = torch.randn(32, 16, 512, generator=torch.Generator().manual_seed(2))
+    reference = widened(inputs)
+    expected = out_and_loss("reference", reference, query.float(), key.float(), up_value)
+    monkeypatch.setattr(chunks, "attention_sum", lambda *_: pytest.fail("a pass for nothing"))
+    out, loss = out_and_loss("npu", inputs, query, key, up_value.bfloat16())
+
+    assert oracle.relative_error(out.detach(), expected[0].detach()) < 2e-2
+    assert abs(loss.item() - expected[1].item()) < 2e-5 * expected[1].item()
+    grads = torch.autograd.grad(loss, inputs)
+    for grad, expected_grad in zip(grads, torch.autograd.grad(expected[1], reference), strict=True):
+        assert oracle.relative_error(grad, expected_grad) < 8e-3
+    assert [call.name for call in npu_kernels] == [
+        "npu_lightning_indexer",
+        "npu_sparse_flash_attention",
+        "npu_sparse_lightning_indexer_grad_kl_loss",
+    ]
