@@ -3,6 +3,8 @@
 A backend is a module ``mindspeed_dsa.ops.<operator>.<name>``. It declares what it cannot take in
 ``unsupported(shape) -> str | None``, a sentence that names the limit. An explicit request that
 cannot be met is an error with that sentence; ``auto`` falls back and logs the sentence once.
+Limits that no shape shows, such as which rows see which keys, it declares in ``unsupported_call``, which gets
+what they depend on: see :func:`settle`.
 """
 
 from __future__ import annotations

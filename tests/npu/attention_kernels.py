@@ -173,11 +173,10 @@ def npu_sparse_flash_attention_grad(
     check_attention(name, *parts, sparse_indices, (attention_mode, sparse_mode))
     int32(name, sparse_indices, actual_seq_qlen, actual_seq_kvlen)
     require(name, [d_out, out], block_size=sparse_block_size == 1)
-    assert softmax_max.dtype == softmax_sum.dtype == torch.float32
     q, k = with_rope(query, query_rope), with_rope(key, key_rope)[:, 0]
     indices, maximum, total = (
         rows(sparse_indices.squeeze(-2), layout),
-        *(statistics(x, layout)[..., None] for x in (softmax_max, softmax_sum)),
+        *(statistics(x, layout, query, key) for x in (softmax_max, softmax_sum)),
     )
     grad_out, o = tokens(d_out), tokens(out)
     grad_query = torch.full_like(q, torch.nan)

@@ -1,7 +1,8 @@
-"""Indices as the indexer selects them: of each row as many as it sees, at most topk, ascending."""
+"""Indices as the indexer selects them: of each row as many as it sees, at most topk, ascending; and a watch."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -26,3 +27,11 @@ def packed_indices(lengths: tuple[int, ...], topk: int) -> Tensor:
         parts.append(torch.where(local < 0, local, local + offset))
         offset += length
     return torch.cat(parts)
+
+
+def watch_reads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The tensors whose contents are brought to the host from now on."""
+    seen: list[Tensor] = []
+    original = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: seen.append(self) or original(self))
+    return seen

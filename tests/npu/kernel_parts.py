@@ -82,10 +82,19 @@ def rows(tensor: Tensor, layout: str) -> Tensor:
     return tensor.flatten(0, 1) if layout == "BSND" else tensor
 
 
-def statistics(tensor: Tensor, layout: str) -> Tensor:
-    """``[batch, kv_heads, length, group]`` or ``[kv_heads, tokens, group]`` to ``[tokens, heads]``."""
+def statistics(tensor: Tensor, layout: str, query: Tensor, key: Tensor) -> Tensor:
+    """``[batch, kv_heads, length, group]`` or ``[kv_heads, tokens, group]`` to ``[tokens, heads, 1]``.
+
+    ``query`` and ``key`` have the heads that the statistics are of.
+    """
+    *batch, length, heads, _ = query.shape
+    expected = (*batch, key.shape[-2], length, heads // key.shape[-2])
+    assert tensor.is_contiguous(), "statistics: not contiguous"
+    assert (tensor.shape, tensor.dtype) == (expected, torch.float32), (
+        f"statistics: {tensor.shape}, {expected}"
+    )
     by_token = tensor.permute(0, 2, 1, 3).flatten(0, 1) if layout == "BSND" else tensor.permute(1, 0, 2)
-    return by_token.flatten(1)
+    return by_token.flatten(1)[..., None]
 
 
 def selected(name: str, indices: Tensor, sequence: Sequence) -> Tensor:

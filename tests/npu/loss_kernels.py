@@ -52,7 +52,7 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
     int32(name, sparse_indices)
     q, k = with_rope(query, query_rope), with_rope(key, key_rope)[:, 0]
     indices = rows(sparse_indices.squeeze(-2), layout)
-    maximum, total = (statistics(x, layout)[..., None] for x in (softmax_max, softmax_sum))
+    maximum, total = (statistics(x, layout, query, key) for x in (softmax_max, softmax_sum))
 
     def target(s: Sequence) -> tuple[Tensor, Tensor]:
         chosen = selected(name, indices, s)
@@ -120,9 +120,12 @@ def npu_dense_lightning_indexer_grad_kl_loss(
     )
     check_indexer(name, query, query_index, key_index, weights, (query.dtype, torch.float32))
     q, k = with_rope(query, query_rope), with_rope(key, key_rope)
-    maximum, total = (statistics(x, layout)[..., None] for x in (softmax_max, softmax_sum))
+    maximum, total = (statistics(x, layout, query, key) for x in (softmax_max, softmax_sum))
+    # One statistic per row: those of one head.
+    one_head = query_index[..., :1, :]
     index_maximum, index_total = (
-        statistics(x[..., None], layout) for x in (softmax_max_index, softmax_sum_index)
+        statistics(x[..., None], layout, one_head, key_index)[..., 0]
+        for x in (softmax_max_index, softmax_sum_index)
     )
 
     def target(s: Sequence) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,10 @@ from mindspeed_dsa.features.attention.fused.indexer import IndexInputs, Selectio
 from mindspeed_dsa.features.attention.fused.loss import sparse_loss
 from mindspeed_dsa.features.attention.fused.options import Options
 from mindspeed_dsa.ops import chunks
+from mindspeed_dsa.ops.indexer_kl_loss import indexer_kl_loss
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
+from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
+from tests.npu.cases import watch_reads
 from tests.npu.test_indexer_kl_loss import SCALE, indexer_leaves, main_inputs, widened
 from tests.ops import oracle
 
@@ -52,3 +55,17 @@ def test_loss_takes_the_lse_of_the_attention(npu_kernels, monkeypatch):
         "npu_sparse_flash_attention",
         "npu_sparse_lightning_indexer_grad_kl_loss",
     ]
+
+
+def test_a_whole_layer_of_causal_rows_never_waits_for_the_device(npu_kernels, monkeypatch):
+    """Indices from our indexer are known, also where the backward gets them from autograd."""
+    reads = watch_reads(monkeypatch)
+    inputs = indexer_leaves(2, 40)
+    query, key = (x.requires_grad_() for x in main_inputs(2, 40, 32, torch.bfloat16))
+    indices, scores = lightning_indexer(*inputs, 2048, backend="npu")
+    attention = sparse_flash_attention(query, key, indices, SCALE, value_dim=512, backend="npu")
+    loss = indexer_kl_loss(*inputs, query, key, indices, SCALE, lse=attention.lse, backend="npu")
+    total = attention.out.float().sum() + loss + scores[indices >= 0].sum()
+    torch.autograd.grad(total, (query, key, *inputs))
+    assert len(npu_kernels) == 4
+    assert not reads

@@ -78,3 +78,24 @@ def test_operators_import_no_megatron():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_call_that_the_chosen_backend_declines(monkeypatch, caplog):
+    """Limits that no shape class shows: an error by name, the reference and one line for auto."""
+    from mindspeed_dsa.ops.lightning_indexer import cpu
+
+    backend.say_once.cache_clear()
+    monkeypatch.setattr(cpu, "unsupported_call", lambda *_: "rows are upside down", raising=False)
+    monkeypatch.setattr(cpu, "select", None)
+    inputs = indexer_inputs(1, 9)
+    with pytest.raises(
+        BackendUnavailable, match=r"backend 'cpu' cannot run this call: rows are upside down\. Ask"
+    ):
+        lightning_indexer(*inputs, 4, backend="cpu")
+    expected = lightning_indexer(*inputs, 4, backend="reference")
+    with caplog.at_level(logging.WARNING, logger=backend.__name__):
+        for _ in range(2):
+            result = lightning_indexer(*inputs, 4)
+    assert torch.equal(result.topk_indices, expected.topk_indices)
+    (record,) = caplog.records
+    assert record.getMessage() == "lightning_indexer: backend 'cpu' is passed over: rows are upside down"

@@ -5,13 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_dsa.ops.indexer_kl_loss import indexer_kl_loss
-from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.npu_layout import Layout, layout_of_indices, layout_of_ranges
 from mindspeed_dsa.ops.ranges import visible_ranges
-from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
-from tests.npu.cases import causal_indices, packed_indices
-from tests.npu.test_indexer_kl_loss import SCALE, indexer_leaves, main_inputs
+from tests.npu.cases import causal_indices, packed_indices, watch_reads
 from tests.ops.cases import packed_ranges
 
 CPU = torch.device("cpu")
@@ -19,11 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Counts how often contents of tensors are brought to the host."""
-    seen = []
-    original = torch.Tensor.cpu
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: seen.append(self) or original(self))
-    return seen
+    return watch_reads(monkeypatch)
 
 
 def test_default_rows_need_no_reading(reads):
@@ -47,19 +39,6 @@ def test_indices_are_read_once_until_they_change(reads):
     indices[0, 29, 15] = -1
     assert isinstance(layout_of_indices(indices, 30), str)
     assert len(reads) == 2
-
-
-def test_a_whole_layer_of_causal_rows_never_waits_for_the_device(npu_kernels, reads):
-    """Indices from our indexer are known, also where the backward gets them from autograd."""
-    inputs = indexer_leaves(2, 40)
-    query, key = (x.requires_grad_() for x in main_inputs(2, 40, 32, torch.bfloat16))
-    indices, scores = lightning_indexer(*inputs, 2048, backend="npu")
-    attention = sparse_flash_attention(query, key, indices, SCALE, value_dim=512, backend="npu")
-    loss = indexer_kl_loss(*inputs, query, key, indices, SCALE, lse=attention.lse, backend="npu")
-    total = attention.out.float().sum() + loss + scores[indices >= 0].sum()
-    torch.autograd.grad(total, (query, key, *inputs))
-    assert len(npu_kernels) == 4
-    assert not reads
 
 
 @pytest.mark.parametrize("topk", [2, 5, 30, 40])
