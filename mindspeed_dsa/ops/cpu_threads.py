@@ -79,6 +79,8 @@ def _pool(workers: int, threads_each: int) -> ThreadPoolExecutor:
 
 
 def _enter(threads: int, everyone: threading.Barrier) -> None:
+    # The first look at the number makes it the common one; only then a number of its own stays.
+    torch.get_num_threads()
     torch.set_num_threads(threads)
     everyone.wait()
 

@@ -1,0 +1,226 @@
+"""What the CPU operators allocate, and that they read nothing which they have not written."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mindspeed_dsa.ops import cpu_blocks, cpu_threads
+from mindspeed_dsa.ops.indexer_kl_loss import cpu as loss_cpu
+from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_loss
+from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
+from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
+from tests.ops.cases import indexer_inputs, random_indices
+
+TOPK = 16
+
+
+class LargestStorage(TorchDispatchMode):
+    """Bytes of the largest memory that any operation of this thread returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.names.add(function.overloadpacket.__name__)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.bytes = max(self.bytes, leaf.untyped_storage().nbytes())
+        return result
+
+
+@pytest.fixture
+def one_thread():
+    """With one thread the operators stay in the calling one, where modes see them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def main_inputs(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return (
+        torch.randn(1, length, 2, 12, generator=generator).requires_grad_(),
+        torch.randn(1, length, 12, generator=generator).requires_grad_(),
+    )
+
+
+def causal_indices(length: int) -> torch.Tensor:
+    position = torch.arange(length)[:, None] - torch.arange(TOPK)
+    return position.clamp_min(-1).int()[None]
+
+
+def run_indexer(length: int, backend: str) -> None:
+    inputs = [x.requires_grad_() for x in indexer_inputs(1, length, heads=2, dim=8)]
+    scores = lightning_indexer(*inputs, TOPK, backend=backend).topk_scores
+    scores.masked_fill(scores == -torch.inf, 0).sum().backward()
+
+
+def run_selected_scores(length: int, backend: str) -> None:
+    inputs = [x.requires_grad_() for x in indexer_inputs(1, length, heads=2, dim=8)]
+    scores = selected_scores(*inputs, causal_indices(length), backend=backend)
+    scores.masked_fill(scores == -torch.inf, 0).sum().backward()
+
+
+def run_attention(length: int, backend: str) -> None:
+    query, key_value = main_inputs(length)
+    result = sparse_flash_attention(
+        query,
+        key_value,
+        causal_indices(length),
+        0.3,
+        value_dim=8,
+        return_attention_sum=True,
+        backend=backend,
+    )
+    result.out.sum().backward()
+
+
+def run_loss(length: int, backend: str) -> None:
+    inputs = [x.requires_grad_() for x in indexer_inputs(1, length, heads=2, dim=8)]
+    indexer_kl_loss(*inputs, *main_inputs(length), causal_indices(length), 0.3, backend=backend).backward()
+
+
+def run_dense_loss(length: int, backend: str) -> None:
+    inputs = [x.requires_grad_() for x in indexer_inputs(1, length, heads=2, dim=8)]
+    dense_indexer_kl_loss(*inputs, *main_inputs(length), 0.3, backend=backend).backward()
+
+
+RUNS = [run_indexer, run_selected_scores, run_attention, run_loss, run_dense_loss]
+
+
+def largest_of(run: Callable[[int, str], None], length: int, backend: str) -> int:
+    with LargestStorage() as seen:
+        run(length, backend)
+    assert seen.names & {"bmm", "mm", "einsum"}, "the mode must see the products"
+    return seen.bytes
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_no_allocation_has_two_sequence_axes(run, one_thread, monkeypatch):
+    # Blocks are at their smallest, so that what grows is not hidden behind them.
+    monkeypatch.setattr(loss_cpu, "_DENSE_BLOCK", 4096)
+    monkeypatch.setattr(cpu_blocks, "_BLOCK_BYTES", 4096)
+    small, large = (largest_of(run, length, "cpu") for length in (512, 2048))
+    assert large <= 4.1 * small
+    assert large < 2048 * 2048, "as much as a mask of bytes"
+
+
+@pytest.mark.parametrize("run", [run_indexer, run_selected_scores, run_dense_loss])
+def test_the_measurement_sees_two_sequence_axes(run, one_thread):
+    small, large = (largest_of(run, length, "reference") for length in (256, 512))
+    assert large == 4 * small >= 256 * 256 * 4
+
+
+@pytest.mark.parametrize("run", [run_attention, run_loss])
+def test_scratch_does_not_grow_with_the_sequence(run, one_thread):
+    """Beside inputs and results there are blocks; the whole of the gathered keys would be the largest."""
+    assert largest_of(run, 2048, "cpu") < 2048 * TOPK * 12 * 4
+
+
+def results(run: str) -> list[torch.Tensor]:
+    index = [x.requires_grad_() for x in indexer_inputs(2, 45, heads=3, dim=8)]
+    generator = torch.Generator().manual_seed(2)
+    query = torch.randn(2, 45, 4, 12, generator=generator).requires_grad_()
+    key = torch.randn(2, 45, 12, generator=generator).requires_grad_()
+    indices = random_indices(2, 45, 45, 20, empty_rows=(0, 3, 44))
+    if run == "indexer":
+        outputs = lightning_indexer(*index, 20, backend="cpu")
+        scores = outputs.topk_scores.masked_fill(outputs.topk_indices < 0, 0)
+        return [*outputs, *torch.autograd.grad(scores.sin().sum(), index)]
+    if run == "selected":
+        scores = selected_scores(*index, indices, backend="cpu")
+        grads = torch.autograd.grad(scores.masked_fill(indices < 0, 0).sin().sum(), index)
+        return [scores, *grads]
+    if run == "attention":
+        outputs = sparse_flash_attention(
+            query,
+            key,
+            indices,
+            0.3,
+            value_dim=8,
+            return_attention_sum=True,
+            topk_scores=torch.zeros(indices.shape).requires_grad_(),
+            score_gradient=lambda total: total,
+            backend="cpu",
+        )
+        return [*outputs, *torch.autograd.grad(outputs.out.sin().sum(), [query, key])]
+    form = indexer_kl_loss if run == "loss" else dense_indexer_kl_loss
+    extra = (indices,) if run == "loss" else ()
+    loss = form(*index, query, key, *extra, 0.3, backend="cpu")
+    return [loss, *torch.autograd.grad(loss, index)]
+
+
+@pytest.mark.parametrize("run", ["indexer", "selected", "attention", "loss", "dense"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_stale_scratch_is_never_read(run, threads, monkeypatch):
+    """NaN in fresh memory and in scratch that a block before has used changes nothing."""
+    assert torch.empty(1000).isnan().all(), "the fixture poisons fresh memory"
+    monkeypatch.setattr(cpu_blocks, "_TILE_BYTES", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    poisoned = []
+    original = cpu_blocks.Scratch.__call__
+
+    def poison(self, name, *shape):
+        poisoned.append(name)
+        return original(self, name, *shape).fill_(torch.nan)
+
+    try:
+        expected = results(run)
+        monkeypatch.setattr(cpu_blocks.Scratch, "__call__", poison)
+        found = results(run)
+    finally:
+        torch.set_num_threads(before)
+    assert poisoned or run == "dense", "the dense form has no scratch"
+    for one, other in zip(found, expected, strict=True):
+        assert not one.isnan().any()
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_shares_are_fixed_and_complete(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        shares = cpu_threads.share_out(range(13), list)
+        assert sorted(itertools.chain(*shares)) == list(range(13))
+        assert len(shares) == threads
+        assert shares == cpu_threads.share_out(range(13), list)
+        assert cpu_threads.share_out([], list) == [[]]
+        assert torch.get_num_threads() == threads, "the caller's number of threads stays"
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_see_the_callers_mode_and_pass_errors_on(threads):
+    def state(share):
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_num_threads()
+
+    def fail(share):
+        raise RuntimeError(f"no luck with {list(share)}")
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert set(cpu_threads.share_out(range(6), state)) == {(False, False, 1)}
+        with torch.inference_mode():
+            assert set(cpu_threads.share_out(range(6), state)) == {(False, True, 1)}
+            lightning_indexer(*indexer_inputs(1, 40), 8, backend="cpu")
+        with pytest.raises(RuntimeError, match="no luck with"):
+            cpu_threads.share_out(range(6), fail)
+    finally:
+        torch.set_num_threads(before)
