@@ -57,7 +57,7 @@ def divergence_kernel(
         total += tl.sum(tl.exp2((score - higher) * LOG2E), axis=0)
         highest = higher
         target_total += tl.sum(tl.load(attention_sum + entry, mask=counted, other=0.0), axis=0)
-    log_total = highest + tl.log(tl.where(total > 0, total, 1.0))
+    log_total = tl.log(tl.where(total > 0, total, 1.0))
     # The least normal number: what is smaller is no sum of probabilities but an empty row.
     norm = 1.0 / tl.maximum(target_total, 1.1754943508222875e-38)
     terms = tl.zeros([BLOCK], tl.float32)
@@ -67,7 +67,8 @@ def divergence_kernel(
         counted = inside
         if not RANGES:
             counted = tl.load(valid + entry, mask=inside, other=0) != 0
-        log_r = tl.load(scores + entry, mask=counted, other=0.0) - log_total
+        # The highest score goes first: beside it the logarithm of the sum may be lost in rounding.
+        log_r = tl.where(counted, tl.load(scores + entry, mask=counted, other=0.0) - highest - log_total, 0.0)
         p = tl.load(attention_sum + entry, mask=counted, other=0.0) * norm
         terms += tl.where(p > 0, p * (tl.log(tl.where(p > 0, p, 1.0)) - log_r), 0.0)
         if WITH_GRADIENT:

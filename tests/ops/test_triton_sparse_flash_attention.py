@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass
+from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
+from tests.ops import oracle
+from tests.ops.cases import random_indices
+from tests.ops.test_sparse_flash_attention import attention_inputs, expected_of
+from tests.ops.triton_backend import DEVICE, attention, triton_common
+
+SHAPES = [
+    # rows, heads, dim, value_dim, topk
+    pytest.param(2, 128, 576, 512, 20, id="128-heads"),
+    pytest.param(3, 16, 576, 512, 71, id="16-heads"),
+    pytest.param(5, 1, 40, 32, 7, id="one-head"),
+    pytest.param(5, 3, 24, 24, 65, id="no-rope"),
+    pytest.param(4, 33, 83, 70, 37, id="odd-sizes"),
+]
+
+
+def attend(query, key_value, indices, scale, value_dim, **options):
+    tensors = (query.to(DEVICE), key_value.to(DEVICE), indices.to(DEVICE))
+    return sparse_flash_attention(*tensors, scale, value_dim=value_dim, backend="triton", **options)
+
+
+def close(value, expected, *, backward=False):
+    if value.dtype == torch.float16:
+        assert torch.isfinite(value).all()
+        assert oracle.cosine_distance(value, expected) < 1e-6
+    else:
+        oracle.assert_close(value, expected, backward=backward)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "heads", "dim", "value_dim", "topk"), SHAPES)
+def test_forward_and_backward(rows, heads, dim, value_dim, topk, dtype, deterministic):
+    torch.use_deterministic_algorithms(deterministic)
+    query, key_value = attention_inputs(2, rows, 83, heads, dim, dtype)
+    indices = random_indices(2, rows, 83, topk, empty_rows=(0,))
+    scale = 192**-0.5
+
+    out, lse, attention_sum = attend(query, key_value, indices, scale, value_dim, return_attention_sum=True)
+    out, lse, attention_sum = out.cpu(), lse.cpu(), attention_sum.cpu()
+    inputs, expected, expected_lse, probabilities = expected_of(query, key_value, indices, scale, value_dim)
+
+    close(out.detach(), expected.detach())
+    assert (out[:, 0] == 0).all()
+    assert oracle.relative_error(lse[:, 1:], expected_lse[:, 1:].detach()) < 1e-6
+    assert (lse[:, 0] == -torch.inf).all()
+    summed = probabilities.detach().sum(2).gather(-1, indices.clamp_min(0).long())
+    assert oracle.relative_error(attention_sum, summed.masked_fill(indices < 0, 0)) < 1e-5
+
+    factors = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    grads = torch.autograd.grad(out, (query, key_value), factors)
+    expected_grads = torch.autograd.grad(expected, inputs, factors.double())
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert grad.dtype == dtype
+        close(grad, expected_grad, backward=True)
+    assert (grads[0][:, 0] == 0).all()
+
+
+def test_order_and_padding_of_indices_do_not_matter():
+    query, key_value = attention_inputs(1, 4, 60, 5, 40, torch.float32)
+    indices = random_indices(1, 4, 60, 30, empty_rows=(2,))
+    ascending = torch.where(indices < 0, 60, indices).sort(-1).values
+    ascending = torch.where(ascending == 60, -1, ascending).int()
+    padded = torch.nn.functional.pad(indices, (0, 50), value=-1)
+    results = []
+    for variant in (indices, ascending, padded, indices.long()):
+        out = attend(query, key_value, variant, 0.3, 40).out
+        results.append((out.detach(), *torch.autograd.grad(out.square().sum(), (query, key_value))))
+    for other in results[1:]:
+        for value, expected in zip(other, results[0], strict=True):
+            assert oracle.relative_error(value, expected) < 2e-6
+
+
+def test_keys_that_nobody_selected_are_not_touched():
+    """Garbage in padding, even in position 0 where -1 entries could point, must not spread."""
+    query, key_value = attention_inputs(1, 4, 40, 2, 20, torch.float32)
+    indices = random_indices(1, 4, 39, 20, empty_rows=(3,))
+    indices = torch.where(indices >= 0, indices + 1, -1).int()
+    with torch.no_grad():
+        key_value[:, 0] = torch.nan
+    out, _, summed = attend(query, key_value, indices, 0.25, 12, return_attention_sum=True)
+    for tensor in (out, summed, *torch.autograd.grad(out.sum(), (query, key_value))):
+        assert torch.isfinite(tensor).all()
+
+
+def backward_of(inputs, indices, value_dim, **options):
+    query, key_value = (x.detach().to(DEVICE) for x in inputs)
+    out, lse, _ = attention.forward(query, key_value, indices, 0.2, value_dim, False)
+    return attention.backward(out.cos(), query, key_value, indices, out, lse, 0.2, **options)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_sum_of_the_backward_is_that_of_the_forward(deterministic):
+    torch.use_deterministic_algorithms(deterministic)
+    inputs = attention_inputs(2, 3, 50, 20, 40, torch.float32)
+    indices = random_indices(2, 3, 50, 45, empty_rows=(1,)).to(DEVICE)
+    expected = attend(*inputs, indices, 0.2, 32, return_attention_sum=True).attention_sum
+    *_, summed = backward_of(inputs, indices, 32, return_attention_sum=True)
+    assert oracle.relative_error(summed, expected) < 1e-6
+    assert (summed[indices < 0] == 0).all()
+
+
+def test_gradients_do_not_depend_on_how_rows_are_cut(monkeypatch):
+    """Bit for bit, and twice the same: keys are summed in row order, also across batch and chunks."""
+    inputs = attention_inputs(2, 5, 40, 3, 24, torch.float32)
+    indices = random_indices(2, 5, 40, 33, empty_rows=(1,)).to(DEVICE)
+    expected = backward_of(inputs, indices, 24, return_attention_sum=True)
+    for rows in (1, 4, 10):
+        monkeypatch.setattr(attention, "WORKSPACE_BYTES", rows * 33 * (3 * 4 + 4 * 24))
+        for value, other in zip(
+            backward_of(inputs, indices, 24, return_attention_sum=True), expected, strict=True
+        ):
+            assert torch.equal(value, other)
+
+
+def test_scratch_is_bounded(monkeypatch):
+    """Beside results and inputs, no tensor is larger than the budget."""
+    monkeypatch.setattr(attention, "WORKSPACE_BYTES", 40_000)
+    inputs = attention_inputs(1, 8, 64, 4, 32, torch.float32)
+    indices = random_indices(1, 8, 64, 60).to(DEVICE)
+    sizes = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func is torch.empty:
+                sizes.append(result.numel() * result.element_size())
+            return result
+
+    with Watch():
+        backward_of(inputs, indices, 24, return_attention_sum=False)
+    assert len(sizes) > 5
+    assert max(sizes) <= 40_000
+
+
+def test_any_strides():
+    query, key_value = attention_inputs(2, 3, 30, 4, 24, torch.float32)
+    indices = random_indices(2, 3, 30, 9)
+    results = []
+    for make in (
+        lambda x: x,
+        lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+        lambda x: x.transpose(1, -1).contiguous().transpose(1, -1),
+    ):
+        leaves = [x.detach().clone().requires_grad_() for x in (query, key_value)]
+        out = attend(*map(make, leaves), indices, 0.3, 16).out
+        # A gradient with gaps, and one that is expanded.
+        grads = torch.autograd.grad(make(out.transpose(1, 2)).square().sum() + out.sum(), leaves)
+        results.append((out.detach(), *grads))
+    for other in results[1:]:
+        for value, expected in zip(other, results[0], strict=True):
+            assert torch.equal(value, expected)
+
+
+def test_offsets_beyond_32_bits(tmp_path):
+    """Rows, heads, sequences and keys more than 2^31 numbers apart, in a file that is mostly holes."""
+    far = 2**31 + 160
+
+    def spread(tensor, *strides):
+        need = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True))
+        path = str(tmp_path / f"{need}-{len(list(tmp_path.iterdir()))}")
+        flat = torch.from_file(path, shared=True, size=need, dtype=tensor.dtype)
+        return flat.as_strided(tensor.shape, strides).copy_(tensor)
+
+    query, key_value = (x.detach() for x in attention_inputs(2, 2, 12, 2, 24, torch.bfloat16))
+    indices = random_indices(2, 2, 12, 9)
+    variants = [
+        (spread(query, 4 * far, 2 * far, far, 1), key_value),
+        (query, spread(key_value, 12 * far, far, 1)),
+    ]
+    arguments = (indices, 0.3, 16, True)
+    expected = attention.forward(query, key_value, *arguments)
+    expected_grads = attention.backward(
+        expected[0], query, key_value, indices, *expected[:2], 0.3, return_attention_sum=True
+    )
+    for q, kv in variants:
+        found = attention.forward(q, kv, *arguments)
+        grads = attention.backward(found[0], q, kv, indices, *found[:2], 0.3, return_attention_sum=True)
+        for value, other in zip((*found, *grads), (*expected, *expected_grads), strict=True):
+            assert torch.equal(value, other)
+
+
+def test_nothing_to_do():
+    for rows, topk in ((0, 4), (3, 0)):
+        query, key_value = attention_inputs(1, rows, 5, 2, 8, torch.float32)
+        indices = torch.zeros(1, rows, topk, dtype=torch.int32)
+        out, lse, summed = attend(query, key_value, indices, 1.0, 8, return_attention_sum=True)
+        assert (out == 0).all()
+        assert (lse == -torch.inf).all()
+        assert summed.shape == (1, rows, topk)
+        for grad in torch.autograd.grad(out.sum(), (query, key_value)):
+            assert (grad == 0).all()
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    batch=st.integers(1, 2),
+    rows=st.integers(1, 3),
+    keys=st.integers(1, 90),
+    heads=st.integers(1, 20),
+    sizes=st.tuples(st.integers(1, 40), st.integers(0, 20)),
+    topk=st.integers(1, 90),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape(batch, rows, keys, heads, sizes, topk, seed):
+    value_dim, rope_dim = sizes
+    query, key_value = attention_inputs(batch, rows, keys, heads, value_dim + rope_dim, torch.float32, seed)
+    indices = random_indices(batch, rows, keys, min(topk, keys), seed, empty_rows=(seed % rows,))
+    out = attend(query, key_value, indices, 0.4, value_dim).out.cpu()
+    inputs, expected, _, _ = expected_of(query, key_value, indices, 0.4, value_dim)
+    assert (out - expected).abs().max() < 1e-5
+    grads = torch.autograd.grad(out.sin().sum(), (query, key_value))
+    expected_grads = torch.autograd.grad(expected.sin().sum(), inputs)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert (grad - expected_grad).abs().max() < 1e-5 * max(1, expected_grad.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "dim", "value_dim", "reason"),
+    [
+        ("cuda", torch.float64, 576, 512, "compute in fp32"),
+        ("cuda", torch.bfloat16, 576, 520, "520 + 56 numbers"),
+        ("cuda", torch.bfloat16, 768, 512, "exceed the 640"),
+        ("npu", torch.bfloat16, 576, 512, "runs on CUDA devices"),
+    ],
+)
+def test_limits_are_named(device, dtype, dim, value_dim, reason):
+    sizes = (("heads", 16), ("dim", dim), ("value_dim", value_dim), ("topk", 8))
+    found = attention.unsupported(ShapeClass(device, dtype, sizes))
+    assert found is not None
+    assert reason in found
+
+
+@pytest.mark.parametrize(("heads", "dim", "value_dim"), [(1, 576, 512), (128, 576, 512), (7, 640, 512)])
+def test_what_is_taken(heads, dim, value_dim, monkeypatch):
+    sizes = (("heads", heads), ("dim", dim), ("value_dim", value_dim), ("topk", 2048))
+    assert attention.unsupported(ShapeClass("cuda", torch.bfloat16, sizes)) is None
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert "NVIDIA" in triton_common.unsupported_here(ShapeClass("cuda", torch.bfloat16, sizes))
+
+
+def test_an_explicit_request_names_the_limit():
+    query, key_value = attention_inputs(1, 2, 8, 2, 600, torch.float32)
+    with pytest.raises(BackendUnavailable, match=r"'triton' cannot run .* 599 \+ 1 numbers"):
+        attend(query, key_value, random_indices(1, 2, 8, 4), 1.0, 599)

@@ -1,0 +1,26 @@
+"""The Triton backends, imported so that their kernels run in Triton's interpreter, on the CPU.
+
+With TRITON_INTERPRET=0 they are compiled and run on the GPU instead; the tests are the same.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed; it comes with the extra 'test' on Linux")
+
+_before = os.environ.get("TRITON_INTERPRET")
+os.environ.setdefault("TRITON_INTERPRET", "1")
+from mindspeed_dsa.ops import triton_common  # noqa: E402
+from mindspeed_dsa.ops.indexer_kl_loss import triton as kl_loss  # noqa: E402
+from mindspeed_dsa.ops.lightning_indexer import triton as indexer  # noqa: E402
+from mindspeed_dsa.ops.sparse_flash_attention import triton as attention  # noqa: E402
+
+if _before is None:
+    del os.environ["TRITON_INTERPRET"]
+
+DEVICE = "cpu" if triton_common.interpreted() else "cuda"
+
+__all__ = ["DEVICE", "attention", "indexer", "kl_loss", "triton_common"]
