@@ -85,10 +85,11 @@ def test_bad_command_lines_are_refused_in_one_line(checkout, tmp_path):
     [
         "",
         "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--tensor-model-parallel-size 2 --sequence-parallel --use-fused-dsa",
         "--pipeline-model-parallel-size 2",
         "--expert-model-parallel-size 2 --use-distributed-optimizer",
     ],
-    ids=["1", "tp2", "pp2", "ep2"],
+    ids=["1", "tp2", "tp2-fused", "pp2", "ep2"],
 )
 def test_pretrain_gpt_agrees_with_one_process_and_resumes(tmp_path, flags):
     """From one checkpoint of weights, every layout makes the same steps, and so does a resumed run."""

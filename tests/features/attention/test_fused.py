@@ -190,6 +190,8 @@ DSA = {"experimental_attention_variant": "dsa"}
     [
         (FUSED, {"experimental_attention_variant": None}, "the model has none: add --experimental-attention"),
         ({"use_fused_dsa": True, "dsa_backend": "npu"}, DSA, "needs the package torch_npu"),
+        ({"use_fused_dsa": True, "dsa_backend": "npu"}, DSA, "runs on platform npu, and this is cpu"),
+        ({"use_fused_dsa": True, "dsa_backend": "triton"}, DSA, "or set TRITON_INTERPRET=1"),
         (
             {"use_fused_lightning_indexer": True, "dsa_fuse_kl_in_backward": True},
             DSA,
@@ -201,7 +203,8 @@ DSA = {"experimental_attention_variant": "dsa"}
     ],
     ids=str,
 )
-def test_combinations_are_refused_before_training(switches, args, message):
+def test_combinations_are_refused_before_training(monkeypatch, switches, args, message):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     namespace = SimpleNamespace(**switches, **args)
     with mindspeed_dsa.enabled(**DSA, **switches), pytest.raises(SettingsError, match=message):
         mindspeed_dsa.validate(namespace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -67,6 +68,9 @@ _STAGE = Flag(
 _PACKAGES = {"triton": ("triton", "pip install triton"), "npu": ("torch_npu", "pip install torch_npu")}
 
 
+_HOMES = {"cpu": "cpu", "triton": "cuda", "npu": "npu"}
+
+
 def _check(args: Any) -> Sequence[str]:
     """Combinations that cannot be; arguments that are not there are not judged."""
     chosen = Options.of(args)
@@ -82,6 +86,7 @@ def _check(args: Any) -> Sequence[str]:
             f"--dsa-backend {chosen.backend} needs the package {package}, which is not installed: {command}, "
             "or take --dsa-backend auto"
         )
+    problems += _platform_problems(chosen.backend)
     if chosen.fuse_kl_in_backward:
         problems += _fuse_problems(chosen, args)
     if getattr(args, "delay_wgrad_compute", False) and chosen.absorb:
@@ -90,6 +95,23 @@ def _check(args: Any) -> Sequence[str]:
             "--no-use-dsa-absorb"
         )
     return problems
+
+
+def _platform_problems(backend: str) -> list[str]:
+    """A named backend that this platform's tensors cannot enter; shapes are judged when there are some."""
+    from mindspeed_dsa import session
+
+    running = session.current()
+    home = _HOMES.get(backend)
+    if running is None or home is None or running.settings.platform == home:
+        return []
+    platform, interpreter = running.settings.platform, ""
+    if backend == "triton" and platform == "cpu":
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return []
+        interpreter = ", or set TRITON_INTERPRET=1 to run its kernels in the interpreter (slow, for tests)"
+    problem = f"--dsa-backend {backend} runs on platform {home}, and this is {platform}"
+    return [f"{problem}; take --dsa-backend auto{interpreter}"]
 
 
 def _fuse_problems(chosen: Options, args: Any) -> list[str]:
