@@ -57,15 +57,17 @@ test-npu: $(NPU_STAMP)  ## the NPU backend through the real torch_npu, without a
 		LD_LIBRARY_PATH="$$stubs$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}" TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
 		$(NPU_BIN)/python -m pytest tests/npu $(ARGS)
 
-# Releases of Megatron-core that need what nothing else here tests; psutil is what they forget to ask for.
-MATRIX := 0.12.1 0.15.3
+# Older and newer releases of Megatron-core, each with what it imports beside what it declares.
+# The newer ones need Python 3.12.
+MATRIX := 0.12.1 0.15.3 0.19.0
+PYTHON312 ?= python3.12
 
-test-matrix: $(MATRIX:%=.venv-matrix/%/.installed)  ## tests on older releases of Megatron-core, for real
+test-matrix: $(MATRIX:%=.venv-matrix/%/.installed)  ## tests on other releases of Megatron-core, for real
 	@for release in $(MATRIX); do echo "megatron-core $$release"; \
 		.venv-matrix/$$release/bin/python -m pytest tests/matrix $(ARGS) || exit 1; done
 
-.venv-matrix/%/.installed:
-	$(PYTHON) -m venv --clear .venv-matrix/$*
+.venv-matrix/%/.installed: setup.py
+	$(if $(filter 0.19.%,$*),$(PYTHON312),$(PYTHON)) -m venv --clear .venv-matrix/$*
 	.venv-matrix/$*/bin/python -m pip install --quiet --disable-pip-version-check \
 		torch==2.13.0 megatron-core==$* psutil --editable '.[test]'
 	@touch $@

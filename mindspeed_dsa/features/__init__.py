@@ -24,6 +24,7 @@ _DECLARATIONS: tuple[str, ...] = (
     "attention.normalised_query",
     "attention.bring_along.feature",
     "attention.fused.declare",
+    "attention.fused.kernel_declare",
     "training.metrics",
     "training.initial_weights",
     "training.arguments",

@@ -1,0 +1,141 @@
+"""Our kernel backend under Megatron-core 0.19, for real."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.features.attention.job import assert_same_gradients, put_together
+
+CASE = "tests.matrix.kernel_cases"
+ON = {"use_fused_dsa": True}
+ALONE = {
+    "use_fused_lightning_indexer": {"run_fused_qk_topk"},
+    "use_fused_sparse_flash_attention": {"run_fused_absorbed_sparse_attention"},
+}
+
+
+def step(pool, switches, overrides=None):
+    (result,) = pool.run(f"{CASE}:step", 1, switches=switches, overrides=overrides)
+    return result
+
+
+def same(result, expected):
+    torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-5, atol=0)
+    trained = [name for name, gradient in expected["gradients"].items() if gradient.any()]
+    assert len(trained) > 30
+    assert_same_gradients(
+        *({name: step["gradients"][name] for name in trained} for step in (result, expected))
+    )
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"dsa_indexer_use_sparse_loss": False},
+        {"dsa_indexer_topk": 64},
+        {"dsa_indexer_scoring_relu": False},
+        {"calculate_per_token_loss": True},
+        {"dsa_indexer_loss_coeff": 0.0},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    ],
+    ids=["sparse loss", "dense loss", "dense", "no relu", "per token", "no loss", "recompute"],
+)
+def test_megatrons_own_values(pool, overrides):
+    expected, result = step(pool, {}, overrides), step(pool, ON, overrides)
+    assert not any(expected["taken"].values())
+    assert result["taken"]["run_fused_dsa_attention"] >= 4  # two layers, two microbatches
+    assert sum(result["taken"].values()) == result["taken"]["run_fused_dsa_attention"]
+    same(result, expected)
+
+
+@pytest.mark.parametrize("switch", ALONE)
+def test_each_part_alone(pool, switch):
+    overrides = {"dsa_indexer_loss_coeff": 0.0}
+    result = step(pool, {switch: True}, overrides)
+    assert {name for name, count in result["taken"].items() if count} == ALONE[switch]
+    same(result, step(pool, {}, overrides))
+
+
+def test_without_the_attention_the_loss_comes_from_its_own_hook(pool):
+    result = step(pool, {**ON, "use_fused_sparse_flash_attention": False})
+    assert {n for n, count in result["taken"].items() if count} == {"run_fused_qk_topk_with_loss"}
+    same(result, step(pool, {}))
+
+
+def test_layers_that_share_a_choice_take_the_hooks_one_by_one(pool):
+    overrides = {"dsa_indexer_topk_freq": 2}
+    result = step(pool, ON, overrides)
+    assert {n for n, count in result["taken"].items() if count} == {
+        "run_fused_qk_topk_with_loss",
+        "run_fused_absorbed_sparse_attention",
+    }
+    same(result, step(pool, {}, overrides))
+
+
+def test_tensor_and_sequence_parallel(pool):
+    ranks = pool.run(f"{CASE}:step", 2, switches=ON, tp=2)
+    same({**ranks[0], "gradients": put_together(ranks)}, step(pool, ON))
+
+
+def test_context_parallel(pool):
+    expected = pool.run(f"{CASE}:context_parallel_step", 2)
+    result = pool.run(f"{CASE}:context_parallel_step", 2, switches=ON)
+    for mine, megatrons in zip(result, expected, strict=True):
+        assert mine["loss"] == pytest.approx(megatrons["loss"], rel=1e-5)
+        assert_same_gradients(mine["gradients"], megatrons["gradients"])
+
+
+@pytest.mark.parametrize("sparse_loss", [True, False])
+def test_packed_sequences_do_not_see_each_other(pool, sparse_loss):
+    (result,) = pool.run(f"{CASE}:packed", 1, sparse_loss=sparse_loss)
+    torch.testing.assert_close(*result["output"], rtol=1e-5, atol=1e-5)
+    assert result["loss"][0] == pytest.approx(result["loss"][1], rel=1e-5)
+    for name, (packed, alone) in result["gradients"].items():
+        torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_padding_rows_do_not_count(pool):
+    ((padded, alone),) = pool.run(f"{CASE}:valid_rows", 1)
+    assert padded == pytest.approx(alone, rel=1e-5)
+
+
+def test_entries_past_the_length_do_not_count(pool):
+    ((cut, marked),) = pool.run(f"{CASE}:topk_length_cuts", 1)
+    torch.testing.assert_close(cut, marked, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("switches", "chosen"),
+    [(ON, "mindspeed"), ({"dsa_backend": "reference"}, "mindspeed"), ({}, "none")],
+    ids=["fused", "backend", "nothing"],
+)
+def test_the_switches_choose_the_backend(pool, switches, chosen):
+    assert pool.run(f"{CASE}:chosen_backend", 1, switches=switches) == [chosen]
+
+
+def test_the_flag_knows_the_backend(pool):
+    assert pool.run(f"{CASE}:flag_choices", 1) == [["none", "tilelang", "cudnn", "mindspeed"]]
+
+
+@pytest.mark.parametrize(
+    ("switches", "overrides", "message"),
+    [
+        (ON, {"dsa_kernel_backend": "tilelang"}, "other kernels than --use-fused-dsa"),
+        (ON, {"attention_backend": "unfused"}, "asks no kernel backend"),
+        ({"dsa_stage": "warmup"}, {}, "use --dsa-stage sparse"),
+        ({**ON, "dsa_fuse_kl_in_backward": True}, {}, "leave it away"),
+        ({}, {"dsa_kernel_backend": "mindspeed"}, "must be one of"),
+        ({}, {"dsa_kernel_backend": "tilelang"}, "requires a CUDA device"),
+    ],
+)
+def test_what_cannot_be_is_refused(pool, switches, overrides, message):
+    (error,) = pool.run(
+        "tests.features.attention.job:error_of",
+        1,
+        case=f"{CASE}:chosen_backend",
+        switches=switches,
+        overrides=overrides,
+    )
+    assert message in error
