@@ -131,11 +131,11 @@ def remember(tensor: Tensor, layout: Layout) -> None:
         _known[tensor] = (tensor._version, layout)
 
 
-def _recalled(tensor: Tensor) -> Layout | None:
-    if tensor.is_inference():
+def _recalled(tensor: Tensor, key_length: int) -> Layout | None:
+    if tensor.is_inference() or tensor not in _known:
         return None
-    version, layout = _known.get(tensor, (None, None))
-    return layout if version == tensor._version else None
+    version, layout = _known[tensor]
+    return layout if (version, layout.key_length) == (tensor._version, key_length) else None
 
 
 def layout_of_ranges(starts: Tensor, ends: Tensor, key_length: int) -> Layout | str:
@@ -147,7 +147,7 @@ def layout_of_ranges(starts: Tensor, ends: Tensor, key_length: int) -> Layout | 
         key_length: number of keys.
     """
     batch, length = ends.shape
-    known = _recalled(ends)
+    known = _recalled(ends, key_length)
     if known is not None:
         return known
     layout: Layout | None = None
@@ -179,7 +179,7 @@ def layout_of_indices(topk_indices: Tensor, key_length: int) -> Layout | str:
     Returns:
         The layout, or a sentence that says why there is none.
     """
-    known = _recalled(topk_indices)
+    known = _recalled(topk_indices, key_length)
     if known is not None:
         return known
     batch, length, topk = topk_indices.shape
@@ -188,7 +188,9 @@ def layout_of_indices(topk_indices: Tensor, key_length: int) -> Layout | str:
     slot = torch.arange(topk, device=topk_indices.device)
     first_come = (valid == (slot < counts[..., None])).all(dim=-1)
     lowest = topk_indices.masked_fill(~valid, _BEHIND_ALL).amin(dim=-1)
-    facts = torch.stack([counts, first_come, lowest, topk_indices.amax(dim=-1)]).cpu()
+    facts = torch.stack(
+        [fact.to(torch.int32) for fact in (counts, first_come, lowest, topk_indices.amax(dim=-1))]
+    ).cpu()
     counts, first_come, lowest, highest = facts
     position = torch.arange(length)
     shift = key_length - length

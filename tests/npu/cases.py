@@ -1,4 +1,7 @@
-"""Indices as the indexer selects them: of each row as many as it sees, at most topk, ascending; and a watch."""
+"""Indices as the indexer selects them, and a watch for tensors that are read.
+
+Of each row as many as it sees, at most topk, ascending.
+"""
 
 from __future__ import annotations
 
