@@ -60,10 +60,13 @@ def compare(sizes: Sizes, rounds: int, runs: int) -> Metrics:
         for side, results in found.items():
             results.append(measure(side, runs, sizes))
             _say(f"{side}: {results[-1]}")
-    seconds = {
-        side: statistics.median(s for result in results for s in result["seconds"])
-        for side, results in found.items()
-    }
+    seconds, cpu_seconds = (
+        {
+            side: statistics.median(s for result in results for s in result[kind])
+            for side, results in found.items()
+        }
+        for kind in ("seconds", "cpu_seconds")
+    )
     extra = {
         side: statistics.median(result["extra_bytes"] for result in results)
         for side, results in found.items()
@@ -72,6 +75,7 @@ def compare(sizes: Sizes, rounds: int, runs: int) -> Metrics:
         "speedup_vs_megatron": seconds["megatron"] / seconds["fused"],
         "memory_ratio_vs_megatron": extra["megatron"] / extra["fused"],
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "extra_peak_mib": {side: value / 2**20 for side, value in extra.items()},
         "threads": found["fused"][0]["threads"],
     }

@@ -1,7 +1,8 @@
 """One side of the comparison in a process of its own: ``python -m benchmarks.dsa.child SIDE RUNS SIZES``.
 
-The process prints one JSON object: ``seconds`` of every run, ``extra_bytes`` that the first run needed at
-its peak beside what was there before, and the number of ``threads``.
+The process prints one JSON object: ``seconds`` of every run, ``cpu_seconds`` that its threads computed (what
+other processes on the machine disturb less), ``extra_bytes`` that the first run needed at its peak beside
+what was there before, and the number of ``threads``.
 """
 
 from __future__ import annotations
@@ -54,16 +55,22 @@ def run_here(side: str, runs: int, sizes: Sizes) -> dict[str, Any]:
     step(*make_inputs(small), small)
     inputs, grad_out = make_inputs(sizes)
     before = _level()
-    seconds = []
+    seconds, cpu_seconds = [], []
     extra = 0
     for number in range(runs):
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         result = step(inputs, grad_out, sizes)
         seconds.append(time.perf_counter() - started)
+        cpu_seconds.append(time.process_time() - cpu_started)
         if number == 0:
             extra = memory("VmHWM") - before
         del result
-    return {"seconds": seconds, "extra_bytes": extra, "threads": torch.get_num_threads()}
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "extra_bytes": extra,
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _level() -> int:

@@ -7,7 +7,7 @@ first, then lower position". Such keys are unique, which makes any top-k algorit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from mindspeed_dsa.ops.cpu_blocks import (
     scatter_add_rows,
     sum_in_order,
 )
+from mindspeed_dsa.ops.cpu_threads import share_out
 
 # Rows per slab and keys per product: the products of a slab, [rows * heads, keys], stay in cache.
 _PRODUCT_ELEMENTS = 512 * 1024
@@ -44,17 +45,21 @@ def select(
     topk_indices = torch.empty(batch, query_length, topk, dtype=torch.int32)
     dtype = compute_dtype(query.dtype)
     topk_scores = torch.empty(batch, query_length, topk, dtype=dtype)
-    rows = _SLAB_ROWS * max(1, torch.get_num_threads() // _SLAB_ROWS)
-    for b in range(batch):
-        keys = key[b].to(dtype).contiguous()
-        slabs = _bounds(starts[b], ends[b], rows)
-        for first, (low, high) in zip(range(0, query_length, rows), slabs, strict=True):
-            part = slice(first, min(first + rows, query_length))
+    keys = [one.detach().to(dtype).contiguous() for one in key]
+    slabs = [
+        (b, slice(number * _SLAB_ROWS, (number + 1) * _SLAB_ROWS), low, high)
+        for b in range(batch)
+        for number, (low, high) in enumerate(_bounds(starts[b], ends[b]))
+    ]
+
+    def work(share: Sequence[tuple[int, slice, int, int]]) -> None:
+        for b, part, low, high in share:
             row_starts, row_ends = starts[b, part, None], ends[b, part, None]
             # Never wider than the keys, never narrower than the selection.
             high = min(key.shape[1], max(low + -(-(high - low) // _WIDTH_STEP) * _WIDTH_STEP, low + topk))
             low = max(0, min(low, high - topk))
-            scores = _scores(query[b, part].to(dtype), keys[low:high], weights[b, part].to(dtype), use_relu)
+            q, w = query[b, part].to(dtype), weights[b, part].to(dtype)
+            scores = _scores(q, keys[b][low:high], w, use_relu)
             position = torch.arange(low, high, dtype=torch.int32)
             scores.masked_fill_((position < row_starts) | (position >= row_ends), -torch.inf)
             chosen = _choose(scores, position, topk)
@@ -64,14 +69,16 @@ def select(
             columns = (chosen - low).masked_fill_(hidden, 0)
             topk_scores[b, part] = scores.gather(-1, columns.long()).masked_fill_(hidden, -torch.inf)
             topk_indices[b, part] = chosen.masked_fill_(hidden, -1)
+
+    share_out(slabs, work)
     return topk_indices, topk_scores
 
 
-def _bounds(starts: Tensor, ends: Tensor, rows: int) -> list[tuple[int, int]]:
+def _bounds(starts: Tensor, ends: Tensor) -> list[tuple[int, int]]:
     """Smallest range of keys that holds what each slab of rows sees."""
     sees = starts < ends
-    low = torch.where(sees, starts, _LAST).split(rows)
-    high = torch.where(sees, ends, 0).split(rows)
+    low = torch.where(sees, starts, _LAST).split(_SLAB_ROWS)
+    high = torch.where(sees, ends, 0).split(_SLAB_ROWS)
     bounds = [(int(a.min()), int(z.max())) for a, z in zip(low, high, strict=True)]
     return [(a, z) if a < z else (0, 0) for a, z in bounds]
 
