@@ -119,10 +119,12 @@ def test_pretrain_gpt_agrees_with_one_process_and_resumes(tmp_path, flags):
     kept = [*flags.split(), "--save", tmp_path / "kept", "--save-interval", "4"]
     there = run("layout", *start, *kept, nproc=nproc)
     assert list(there) == list(one) == [3, 4, 5, 6]
+    # Other sums decide some near ties of eight index heads otherwise.
+    loose = 10 if "fused" in flags else 1
     for step, record in there.items():
-        assert record["lm_loss"] == pytest.approx(one[step]["lm_loss"], rel=1e-5)
-        assert record["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=5e-4)
-        assert record["indexer_loss"] == pytest.approx(one[step]["indexer_loss"], rel=1e-3)
+        assert record["lm_loss"] == pytest.approx(one[step]["lm_loss"], rel=1e-5 * loose)
+        assert record["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=5e-4 * loose)
+        assert record["indexer_loss"] == pytest.approx(one[step]["indexer_loss"], rel=1e-3 * loose)
 
     resume = [*flags.split(), "--load", tmp_path / "kept", "--ckpt-step", "4", "--train-iters", "6"]
     resumed = run("resumed", *resume, nproc=nproc)

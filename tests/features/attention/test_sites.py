@@ -9,10 +9,12 @@ CASES = "tests.features.attention.cases"
 OURS = [feature for feature in all_features() if feature.name.startswith("dsa-")]
 NAMES = [feature.name for feature in OURS]
 OPTIONS = {"dsa-rope-first", "dsa-normalised-query"}
+FUSED = {"dsa-absorb", "dsa-stage", "dsa-kernel-backend"}
 
 
 def test_every_row_of_this_release_is_applied_and_undone(pool):
     switches = {"dsa_indexer_rope_first": True, "dsa_indexer_normalised_query": True}
+    switches |= {"use_fused_dsa": True, "dsa_stage": "warmup"}
     (result,) = pool.run(f"{CASES}:arm_and_undo", 1, switches=switches)
     states = {(site["target"], site["state"]) for site in result["sites"]}
     for feature in OURS:
@@ -29,7 +31,7 @@ def test_every_row_of_this_release_is_applied_and_undone(pool):
 
 def test_repairs_are_on_where_the_model_uses_dsa_and_options_are_not(pool):
     (default,) = pool.run(f"{CASES}:active_features", 1, switches={"experimental_attention_variant": "dsa"})
-    assert set(NAMES) - set(default) == OPTIONS
+    assert set(NAMES) - set(default) == OPTIONS | FUSED
     (other,) = pool.run(f"{CASES}:active_features", 1, switches={})
     assert not set(NAMES) & set(other)
 
