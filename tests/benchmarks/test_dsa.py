@@ -1,0 +1,186 @@
+"""The benchmark of the DSA operators measures what it says; nothing here asks how fast they are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import __main__ as cli
+from benchmarks import dsa
+from benchmarks.dsa import child, floor, problem
+from benchmarks.dsa.problem import Sizes
+
+TINY = Sizes(length=80, heads=2, index_heads=2, topk=16)
+
+
+def numbers(metrics):
+    for value in metrics.values():
+        if isinstance(value, dict):
+            yield from numbers(value)
+        else:
+            yield value
+
+
+def test_every_metric_of_a_quick_run(tmp_path, capsys):
+    pytest.importorskip("megatron.core")
+    file = tmp_path / "result.json"
+    assert cli.main(["dsa", "--quick", "--device", "cpu", "--json", str(file)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert json.loads(file.read_text()) == found
+    metrics = found["metrics"]
+    assert metrics.pop("cuda") == "not run on a GPU"
+    assert all(isinstance(value, (int, float)) and value > 0 for value in numbers(metrics))
+    assert metrics["correctness_deviation"] < 1e-4
+    for name in ("floor_multiple", "floor_multiple_bf16"):
+        assert {operator: list(row) for operator, row in metrics[name].items()} == {
+            "lightning_indexer": ["forward", "backward"],
+            "sparse_flash_attention": ["forward", "backward"],
+            "indexer_kl_loss": ["forward_backward"],
+        }
+    assert metrics["threads"] == torch.get_num_threads()
+    speed, memory = metrics["seconds"], metrics["extra_peak_mib"]
+    assert metrics["speedup_vs_megatron"] == pytest.approx(speed["megatron"] / speed["fused"])
+    assert metrics["memory_ratio_vs_megatron"] == pytest.approx(memory["megatron"] / memory["fused"])
+    small, large = metrics["extra_peak_mib_by_length"].values()
+    assert metrics["memory_growth_per_doubling"] == pytest.approx(large / small)
+
+
+def test_only_cases_with_a_quick_form_take_quick(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["patch-engine", "--quick"])
+    assert "patch-engine has no quick form" in capsys.readouterr().err
+
+
+def test_figures_are_those_of_the_processes(monkeypatch):
+    """Medians over all runs of all processes, and the largest of the growth ratios."""
+    extra = {2048: 10.0, 4096: 30.0, 8192: 40.0}
+    seconds = iter([[1.0, 2.0], [10.0, 40.0], [3.0, 9.0], [30.0, 20.0]])
+
+    def measure(side, runs, sizes):
+        assert sizes.length in extra
+        times = next(seconds, [1.0])
+        return {"seconds": times, "cpu_seconds": times, "extra_bytes": extra[sizes.length], "threads": 2}
+
+    monkeypatch.setattr(dsa, "measure", measure)
+    found = dsa.compare(Sizes(), rounds=2, runs=2)
+    assert found["seconds"] == {"fused": 2.5, "megatron": 25.0}
+    assert found["speedup_vs_megatron"] == 10
+    grown = dsa.memory_growth(Sizes(), tuple(extra))
+    assert grown["memory_growth_per_doubling"] == 3
+    assert grown["extra_peak_mib_by_length"] == {str(n): value / 2**20 for n, value in extra.items()}
+
+
+def test_sides_that_differ_are_not_compared(monkeypatch):
+    pytest.importorskip("megatron.core")
+    assert problem.require_same_results(TINY) < 1e-4
+    original = problem.fused_step
+
+    def wrong(inputs, grad_out, sizes):
+        step = original(inputs, grad_out, sizes)
+        return replace(step, gradients=(*step.gradients[:-1], step.gradients[-1] * 1.01))
+
+    monkeypatch.setattr(problem, "fused_step", wrong)
+    with pytest.raises(RuntimeError, match=r"differ by more than 0\.0001.*gradient of index_weights"):
+        problem.require_same_results(TINY)
+
+
+def test_extra_memory_is_what_the_step_holds_at_its_peak(monkeypatch):
+    size = 160 << 20
+    held = []
+
+    def step(inputs, grad_out, sizes):
+        if sizes.length == 300:
+            torch.ones(size, dtype=torch.uint8)
+            held.append(torch.ones(size // 2, dtype=torch.uint8))
+
+    # What was there before, and was given back before, does not count.
+    before = torch.ones(size, dtype=torch.uint8)
+    torch.ones(2 * size, dtype=torch.uint8)
+    monkeypatch.setitem(child.SIDES, "fused", step)
+    found = child.run_here("fused", 2, replace(TINY, length=300))
+    del before
+    assert 0.95 * size < found["extra_bytes"] < 1.2 * size
+    assert len(found["seconds"]) == len(found["cpu_seconds"]) == len(held) == 2
+
+
+def test_a_process_that_fails_is_an_error():
+    with pytest.raises(RuntimeError, match=r"nobody at .* ended with 1"):
+        child.measure("nobody", 1, TINY)
+
+
+def test_needed_operations():
+    sizes = Sizes(length=4096, heads=16, index_heads=16, topk=512)
+    pairs = sum(min(t + 1, 512) for t in range(4096))
+    assert sizes.selected_pairs == pairs
+    assert floor.needed_flops(sizes) == {
+        "lightning_indexer": {
+            "forward": 2 * 16 * 128 * 4096 * 4097 // 2,
+            "backward": 6 * 16 * 128 * pairs,
+        },
+        "sparse_flash_attention": {"forward": 2 * 16 * 1088 * pairs, "backward": 2 * 16 * 2752 * pairs},
+        "indexer_kl_loss": {"forward_backward": 2 * 16 * 576 * pairs + 6 * 16 * 128 * pairs},
+    }
+
+
+def test_floor_multiples_are_time_by_rate_over_work(monkeypatch):
+    """With a clock that every call moves by one second the table can be computed by hand."""
+    called = []
+
+    def seconds(call):
+        call()
+        called.append(call)
+        return 1.0
+
+    monkeypatch.setattr(floor, "_seconds", seconds)
+    found = floor.floor_multiples(TINY, torch.float32, rounds=2, matmul_size=64)
+    work = 2.0 * 64**3
+    assert all(rate == work / 1e9 for rate in found["matmul_gflops"].values())
+    for operator, directions in floor.needed_flops(TINY).items():
+        for direction, flops in directions.items():
+            assert found["multiple"][operator][direction] == pytest.approx(work / flops)
+    # Five operators, and the matmuls of three groups, in two rounds.
+    assert len(called) == 2 * (5 + 3 * len(found["matmul_gflops"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_call_of_the_table_does_its_work(dtype, monkeypatch):
+    from mindspeed_dsa.ops.indexer_kl_loss import cpu as loss
+    from mindspeed_dsa.ops.lightning_indexer import cpu as indexer
+    from mindspeed_dsa.ops.sparse_flash_attention import cpu as attention
+
+    called = []
+    for module, name in (
+        (indexer, "select"),
+        (indexer, "score_gradients"),
+        (attention, "forward"),
+        (attention, "backward"),
+        (loss, "attention_sum"),
+        (loss, "divergence_and_gradient"),
+    ):
+        original = getattr(module, name)
+
+        def counted(*arguments, _original=original, _name=name):
+            called.append(_name)
+            return _original(*arguments)
+
+        monkeypatch.setattr(module, name, counted)
+    calls = floor.operator_calls(TINY, dtype, "cpu")
+    expected = {
+        ("lightning_indexer", "forward"): ["select"],
+        ("lightning_indexer", "backward"): ["score_gradients"],
+        ("sparse_flash_attention", "forward"): ["forward"],
+        ("sparse_flash_attention", "backward"): ["backward"],
+        ("indexer_kl_loss", "forward_backward"): [
+            "attention_sum",
+            "divergence_and_gradient",
+            "score_gradients",
+        ],
+    }
+    for (operator, direction), names in expected.items():
+        called.clear()
+        calls[operator][direction]()
+        assert called == names
