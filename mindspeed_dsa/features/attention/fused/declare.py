@@ -9,7 +9,7 @@ from typing import Any
 
 from mindspeed_dsa.features.attention.declare import DSA, HERE, MLA, host_flag
 from mindspeed_dsa.features.attention.fused.options import Options
-from mindspeed_dsa.features.base import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
+from mindspeed_dsa.features.base import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag, Requires
 from mindspeed_dsa.patches.spec import Patch
 
 _FUSED = f"{HERE}.fused"
@@ -207,6 +207,7 @@ WARMUP = Feature(
     name="dsa-stage",
     summary="Warm-up stage of DSA training: dense attention, dense indexer loss, only the indexer trained.",
     flags=(_STAGE, EXPERIMENTAL_ATTENTION_VARIANT, host_flag("--dsa-indexer-loss-coeff", float)),
+    requires=Requires(versions={"megatron-core": _RELEASES}),
     active=lambda settings: settings.dsa_stage == "warmup",
     validate=_check_stage,
     doc="dsa-stage.md",
