@@ -69,7 +69,7 @@ test-matrix: $(MATRIX:%=.venv-matrix/%/.installed)  ## tests on other releases o
 .venv-matrix/%/.installed: setup.py
 	$(if $(filter 0.19.%,$*),$(PYTHON312),$(PYTHON)) -m venv --clear .venv-matrix/$*
 	.venv-matrix/$*/bin/python -m pip install --quiet --disable-pip-version-check \
-		torch==2.13.0 megatron-core==$* psutil --editable '.[test]'
+		torch==2.13.0 megatron-core==$* psutil --editable '.[megatron,viz,test]'
 	@touch $@
 
 lint: $(STAMP)  ## ruff and mypy

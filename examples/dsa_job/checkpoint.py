@@ -22,7 +22,6 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
-from megatron.core.utils import unwrap_model
 
 # Derives from BaseException: no handler for ordinary errors sees it.
 from torch.distributed.checkpoint.api import CheckpointException as DamagedError
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException as DamagedError
 from dsa_job.checkpoint_files import TRACKER, complete_steps, folder_of, is_complete, latest, partial_name
 from dsa_job.errors import UsageError
 from dsa_job.files import sync_folder, sync_tree, write_atomically
+from dsa_job.model import unwrapped
 
 # What must agree between a checkpoint and the job that loads its weights.
 _SHAPE = (
@@ -255,7 +255,7 @@ def load(
             f"with --load {checkpoint.parent} --ckpt-step, which has: {others or 'none'}"
         ) from error
     for index, chunk in enumerate(model):
-        unwrap_model(chunk).load_state_dict(state[_key(index, len(model))], strict=True)
+        unwrapped(chunk).load_state_dict(state[_key(index, len(model))], strict=True)
     if with_optimizer:
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["opt_param_scheduler"])
@@ -296,7 +296,7 @@ def _key(index: int, chunks: int) -> str:
 
 def _model_state(model: list[Any], metadata: dict[str, Any]) -> dict[str, Any]:
     return {
-        _key(index, len(model)): unwrap_model(chunk).sharded_state_dict(metadata=metadata)
+        _key(index, len(model)): unwrapped(chunk).sharded_state_dict(metadata=metadata)
         for index, chunk in enumerate(model)
     }
 

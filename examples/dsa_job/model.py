@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
+import inspect
+from types import ModuleType
 from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
-    get_transformer_block_with_experimental_attention_variant_spec,
-)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -78,31 +78,66 @@ def _bucket_size(args: argparse.Namespace) -> int | None:
 
 
 def _build_chunk(args: argparse.Namespace, config: MLATransformerConfig, stage: int | None) -> GPTModel:
+    which: dict[str, Any] = {}
+    if stage is not None:
+        which = _accepted(GPTModel.__init__, vp_stage=stage)
+        if not which:  # before 0.13 the chunk is asked of the global state
+            parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
     transformer_engine = args.transformer_impl == "transformer_engine"
-    if args.experimental_attention_variant:
-        block = get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=stage)
-    else:
-        block = get_gpt_decoder_block_spec(config, transformer_engine, vp_stage=stage)
+    block = _block_spec(args, config, which)
     mtp = None
     if args.mtp_num_layers:
-        mtp = get_gpt_mtp_block_spec(config, block, transformer_engine, vp_stage=stage)
-    where = {} if stage is None else {"ignore_virtual": False, "vp_stage": stage}
+        mtp = get_gpt_mtp_block_spec(config, block, transformer_engine, **which)
+    is_first, is_last = parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage
+    where = {} if stage is None else _accepted(is_first, ignore_virtual=False, vp_stage=stage)
     model = GPTModel(
         config,
         block,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(**where),
-        post_process=parallel_state.is_pipeline_last_stage(**where),
+        pre_process=is_first(**where),
+        post_process=is_last(**where),
         parallel_output=True,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type="rope",
         rotary_base=args.rotary_base,
         mtp_block_spec=mtp,
-        vp_stage=stage,
+        **which,
     )
     model.vp_stage = stage
     return model
+
+
+def _block_spec(args: argparse.Namespace, config: MLATransformerConfig, which: dict[str, Any]) -> Any:
+    """Megatron's own spec of this rank's layers."""
+    specs = _variant_specs() if args.experimental_attention_variant else None
+    if specs is not None:
+        return specs.get_transformer_block_with_experimental_attention_variant_spec(config, **which)
+    # Before 0.16 there is one spec for all MLA layers, and mindspeed_dsa builds DSA into it.
+    transformer_engine = args.transformer_impl == "transformer_engine"
+    normalization = None if transformer_engine else args.normalization
+    return get_gpt_decoder_block_spec(config, transformer_engine, normalization=normalization, **which)
+
+
+def _variant_specs() -> ModuleType | None:
+    """Megatron's module of specs with other attention, from 0.16 on."""
+    try:
+        return importlib.import_module("megatron.core.models.gpt.experimental_attention_variant_module_specs")
+    except ModuleNotFoundError:
+        return None
+
+
+def _accepted(function: Any, **arguments: Any) -> dict[str, Any]:
+    """Those arguments that a function of this release takes."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def unwrapped(chunk: Any) -> GPTModel:
+    """The model below data parallelism and bfloat16."""
+    while isinstance(chunk, (DistributedDataParallel, Float16Module)):
+        chunk = chunk.module
+    return chunk
 
 
 def parameter_count(model: list[DistributedDataParallel]) -> int:

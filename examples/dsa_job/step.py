@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 from dsa_job.data import Batch
 from dsa_job.distributed import any_rank, max_over_ranks
 from dsa_job.errors import NonFiniteLossError
+from mindspeed_dsa.features.attention.dsa_module import dsa_module
 
 LossAndCount = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
@@ -173,10 +174,8 @@ class Stepper:
         """Mean over layers and microbatches, its coefficient included; ``None`` where there is none."""
         if not (self.args.experimental_attention_variant == "dsa" and self.args.dsa_indexer_loss_coeff):
             return None
-        from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
-
         losses: dict[str, torch.Tensor] = {}
-        DSAIndexerLossLoggingHelper.track_indexer_metrics(
+        dsa_module().DSAIndexerLossLoggingHelper.track_indexer_metrics(
             loss_scale=1 / self.microbatches, iteration=step, writer=None, total_loss_dict=losses
         )
         return float(losses["indexer loss"]) if losses else None
