@@ -173,6 +173,13 @@ def dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def aligned(tensor: Tensor) -> bool:
+    """Whether every row of the last dimension begins at a multiple of 16 bytes."""
+    return tensor.data_ptr() % 16 == 0 and all(
+        stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:-1]
+    )
+
+
 def packed_indices(topk_indices: Tensor) -> Tensor:
     """int32 and contiguous."""
     return topk_indices.to(torch.int32).contiguous()

@@ -267,7 +267,9 @@ def _dense_tiles(dtype: torch.dtype, dim: int, shared: bool) -> dict[str, Any]:
         return {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 1}
     if dim <= 256:
         return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
-    return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2 if shared else 1}
+    if shared:
+        return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
+    return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 1}
 
 
 def _key_gradient_tiles(dtype: torch.dtype, heads: int, dim: int) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from mindspeed_dsa.ops.triton_common import (
     LOG2E,
     WORKSPACE_BYTES,
     add_rows_by_key,
+    aligned,
     block,
     dense_rows,
     dim_blocks,
@@ -202,6 +203,7 @@ def backward(
                 softmax_scale * LOG2E,
                 WITH_SUM=summed is not None,
                 ATOMIC=gathered is None,
+                ALIGNED=aligned(query) and aligned(grad_out),
                 **constants,
                 **key_tiles,
             )

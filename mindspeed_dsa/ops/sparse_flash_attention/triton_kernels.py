@@ -216,6 +216,7 @@ def backward_keys_kernel(
     BLOCK_N: tl.constexpr,
     WITH_SUM: tl.constexpr,
     ATOMIC: tl.constexpr,
+    ALIGNED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """One program per row and tile of keys, over all heads, so that a key's gradient leaves it once.
@@ -256,6 +257,9 @@ def backward_keys_kernel(
             is_slot = slot_head < heads
             offsets = tl.where(is_query, slot_head * query_head, slot_head * grad_head)
             starts = tl.where(is_query, base, grad_base) + offsets
+            if ALIGNED:
+                # Nobody sees through the choice of a pointer that both are aligned.
+                starts = tl.multiple_of(starts, 16)
             pair_value = load_rows_at(starts, is_slot, 0, VALUE_DIM, BLOCK_V)
             both = product(k_value, tl.trans(pair_value), tl.zeros([BLOCK_N, 2 * BLOCK_H], tl.float32), WIDEN)
             if TAIL_DIM > 0:

@@ -1,0 +1,69 @@
+"""Every kernel, compiled for Hopper by the assembler that comes with Triton; needs no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed; it comes with the extra 'test' on Linux")
+
+# What one multiprocessor of compute capability 9.0 grants a program.
+SHARED_MEMORY = 227 * 1024
+# Bytes per thread. Some spilling costs little; accumulators that do not stay in registers cost thousands.
+SPILLED = {"bf16": 512, "fp16": 512, "fp32": 1536}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_kernels_fit_a_hopper_gpu(dtype, tmp_path):
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ops.compile_kernels", dtype],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        timeout=580,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    for kernel in found:
+        assert kernel["shared"] <= SHARED_MEMORY, kernel
+        assert kernel["spilled"] <= SPILLED[dtype], kernel
+    names = {kernel["kernel"] for kernel in found}
+    assert len(names) == 15, names
+    if dtype == "fp32":
+        return
+
+    def all_of(name, heads=""):
+        chosen = [k for k in found if k["kernel"] == name and heads in k["case"]]
+        assert chosen, name
+        return chosen
+
+    # With 64 heads and more the products run on the warp group instructions, fed by asynchronous copies.
+    for name, heads in (
+        ("forward_kernel", "64 heads"),
+        ("attention_sum_kernel", "32 heads"),
+        ("backward_keys_kernel", "32 heads"),
+        ("backward_query_kernel", "64 heads"),
+        ("score_slab_kernel", "64 x 128"),
+        ("score_gradients_kernel", "64 x 128"),
+        ("dense_lse_kernel", ""),
+        ("dense_sum_kernel", ""),
+    ):
+        assert all(kernel["wgmma"] > 0 for kernel in all_of(name, heads)), name
+    for name in ("forward_kernel", "backward_query_kernel", "score_slab_kernel", "score_gradients_kernel"):
+        assert all(kernel["async_copies"] > 0 for kernel in all_of(name)), name
+    # Neither warp group repeats the work of the other: 32 + 4 products of 16 numbers per tile of scores.
+    (forward,) = all_of("forward_kernel", "64 heads")
+    assert forward["wgmma"] == 32 + 4 + 4
+    # Gradients of keys are added four at a time.
+    for name in ("backward_keys_kernel", "score_gradients_kernel"):
+        atomics = [k for k in all_of(name) if "deterministic" not in k["case"] and "rope" not in k["case"]]
+        assert sum(kernel["vector_atomics"] > 0 for kernel in atomics) >= 4, name
