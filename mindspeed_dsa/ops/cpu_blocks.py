@@ -67,20 +67,32 @@ def one_by_one(flops: int, dtype: torch.dtype) -> bool:
     return flops >= _LOOP_MIN_FLOPS and torch.get_num_threads() <= _LOOP_MAX_THREADS and _onednn_takes(dtype)
 
 
-def batched_matmul(a: Tensor, b: Tensor, out: Tensor, one_by_one: bool) -> None:
-    """``out.copy_(torch.bmm(a, b))``: ``[n, m, k]``, ``[n, k, p]`` -> ``[n, m, p]``.
+def times_keys(a: Tensor, keys: Tensor, out: Tensor, one_by_one: bool) -> None:
+    """``a @ keys.mT`` into ``out``: ``[n, m, dim]``, ``[n, width, dim]`` -> ``[n, m, width]``.
 
-    With ``one_by_one`` each ``a[i]`` and each ``b[i]``, or its transpose, must be free of gaps.
+    With ``one_by_one`` no ``a[i]`` and no ``keys[i]`` has gaps between its rows.
     """
     if not one_by_one:
-        torch.bmm(a, b, out=out)
-    elif a.shape[1] < b.shape[2] and b.stride(1) == 1:
-        # The second operand is packed on every call, so the smaller one takes that place.
-        for left, right, target in zip(a, b.transpose(1, 2), out.transpose(1, 2), strict=True):
-            target.copy_(_LINEAR(right, left, None, "none", [], ""))
-    else:
-        for left, right, target in zip(a, b.transpose(1, 2), out, strict=True):
-            target.copy_(_LINEAR(left, right, None, "none", [], ""))
+        torch.bmm(a, keys.transpose(1, 2), out=out)
+        return
+    for i in range(len(a)):
+        # oneDNN packs the second operand on every call: the smaller one takes that place.
+        if a.shape[1] < keys.shape[1]:
+            out[i].t().copy_(_LINEAR(keys[i], a[i], None, "none", [], ""))
+        else:
+            out[i].copy_(_LINEAR(a[i], keys[i], None, "none", [], ""))
+
+
+def sum_of_keys(a: Tensor, keys: Tensor, out: Tensor, one_by_one: bool) -> None:
+    """``a @ keys`` into ``out``: ``[n, m, width]``, ``[n, width, dim]`` -> ``[n, m, dim]``.
+
+    With ``one_by_one`` no ``a[i]`` and no ``keys[i]`` has gaps between its rows.
+    """
+    if not one_by_one:
+        torch.bmm(a, keys, out=out)
+        return
+    for i in range(len(a)):
+        out[i].copy_(_LINEAR(a[i], keys[i].t(), None, "none", [], ""))
 
 
 def _onednn_takes(dtype: torch.dtype) -> bool:
@@ -127,14 +139,20 @@ class Block:
             ``keys [n, width, dim]``, zero where there is no valid entry and overwritten by the next tile; the
             tile's part of ``indices``, of ``invalid`` and of each of ``rows``.
         """
-        parts = [self.indices.split(self._tile_rows), *(one.split(self._tile_rows) for one in rows)]
-        hidden = None if self.invalid is None else self.invalid.split(self._tile_rows)
+        rows_per_tile, (count, width) = self._tile_rows, self.indices.shape
+        keys = self._scratch("keys", min(rows_per_tile, count), width, self._key.shape[1])
+        flat = keys.view(-1, keys.shape[2])
+        parts = [x.split(rows_per_tile) for x in (self.indices, *rows)]
+        hidden = None if self.invalid is None else self.invalid.split(rows_per_tile)
         for number, (indices, *tiles) in enumerate(zip(*parts, strict=True)):
-            keys = self._scratch("keys", *indices.shape, self._key.shape[1])
-            torch.index_select(self._key, 0, indices.view(-1), out=keys.view(-1, keys.shape[2]))
-            if hidden is not None:
-                keys.masked_fill_(hidden[number][..., None], 0)
-            yield keys, indices, None if hidden is None else hidden[number], tiles
+            if indices.shape[0] < keys.shape[0]:
+                keys = keys[: indices.shape[0]]
+                flat = keys.view(-1, keys.shape[2])
+            torch.index_select(self._key, 0, indices.view(-1), out=flat)
+            invalid = None if hidden is None else hidden[number]
+            if invalid is not None:
+                keys.masked_fill_(invalid[..., None], 0)
+            yield keys, indices, invalid, tiles
 
 
 class _Cut(NamedTuple):
@@ -206,25 +224,26 @@ def _tile_and_block_rows(key_bytes: int, scratch_numbers: int) -> tuple[int, int
     return tile, tile * min(max(tiles, 1), _TILES_PER_BLOCK)
 
 
-def scatter_add_rows(
+def add_to_keys(
     total: Tensor, indices: Tensor, a: Tensor, b: Tensor, scratch: Scratch, one_by_one: bool
 ) -> None:
-    """Add ``a[i] @ b[i]``, one row per selected key, to the keys' rows of ``total``, in a fixed order.
+    """Add ``a[i].mT @ b[i]``, one row per selected key, to the keys' rows of ``total``, in a fixed order.
 
     Args:
         total: ``[key_length, dim]``.
         indices: ``[n, width]`` int64, which rows.
-        a: ``[n, width, k]``; zero in the rows of invalid entries.
-        b: ``[n, k, dim]``.
+        a: ``[n, m, width]``; zero in the columns of invalid entries.
+        b: ``[n, m, dim]``.
         scratch: where the products may lie.
-        one_by_one: as for :func:`batched_matmul`.
+        one_by_one: no ``a[i]`` and no ``b[i]`` has gaps between its rows, and each gets a call of its own.
     """
     if one_by_one:
-        for rows, left, right in zip(indices, a, b.transpose(1, 2), strict=True):
-            total.index_add_(0, rows, _LINEAR(left, right, None, "none", [], ""))
+        for i in range(len(a)):
+            total.index_add_(0, indices[i], _LINEAR(a[i].t(), b[i].t(), None, "none", [], ""))
     else:
-        tiles = torch.bmm(a, b, out=scratch("tiles", a.shape[0], a.shape[1], b.shape[2]))
-        total.index_add_(0, indices.flatten(), tiles.flatten(0, 1))
+        products = scratch("products", a.shape[0], a.shape[2], b.shape[2])
+        torch.bmm(a.transpose(1, 2), b, out=products)
+        total.index_add_(0, indices.flatten(), products.flatten(0, 1))
 
 
 def sum_in_order(totals: Sequence[Tensor]) -> Tensor:

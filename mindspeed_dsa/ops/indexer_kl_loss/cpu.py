@@ -12,11 +12,11 @@ from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.cpu_blocks import (
     Block,
     Scratch,
-    batched_matmul,
     compute_dtype,
     linear,
     one_by_one,
     over_blocks,
+    times_keys,
 )
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient as divergence_and_gradient
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_of_rows
@@ -46,7 +46,7 @@ def attention_sum(
             scores = scratch("scores", rows, heads, width)
             single = one_by_one(2 * heads * key.shape[2] * width, dtype)
             for keys, _, _, (q_, scores_) in block.tiles(q, scores):
-                batched_matmul(q_, keys.transpose(1, 2), scores_, single)
+                times_keys(q_, keys, scores_, single)
             if lse is not None:
                 scores.sub_(lse[at][..., None]).exp_()
             else:

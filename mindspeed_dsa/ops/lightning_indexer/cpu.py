@@ -16,11 +16,14 @@ from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.cpu_blocks import (
     Block,
     Scratch,
+    add_to_keys,
     compute_dtype,
     linear,
+    one_by_one,
     over_blocks,
-    scatter_add_rows,
     sum_in_order,
+    sum_of_keys,
+    times_keys,
 )
 from mindspeed_dsa.ops.cpu_threads import share_out
 
@@ -122,8 +125,9 @@ def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor,
         for block in blocks:
             at, (rows, width) = (block.batch, block.rows), block.indices.shape
             product, q = scratch("product", rows, heads, width), query[at].to(dtype)
+            single = one_by_one(2 * heads * key.shape[2] * width, dtype)
             for keys, _, _, (q_, product_) in block.tiles(q, product):
-                torch.bmm(q_, keys.transpose(1, 2), out=product_)
+                times_keys(q_, keys, product_, single)
             if use_relu:
                 product.relu_()
             scores = torch.bmm(weights[at].to(dtype)[:, None], product)[:, 0]
@@ -156,21 +160,21 @@ def score_gradients(
             # gradients of query and weights are both one step from it.
             grad_product = scratch("grad_product", rows, heads, width)
             pulled = scratch("pulled", *q.shape)
+            single = one_by_one(2 * heads * key.shape[2] * width, dtype)
             for keys, indices, _, (q_, grad_, slopes, pulled_, weighted_) in block.tiles(
                 q, grad, grad_product, pulled, weighted
             ):
                 if use_relu:
                     # The derivative of relu at zero is zero.
-                    product = torch.bmm(q_, keys.transpose(1, 2), out=scratch("product", *slopes.shape))
+                    product = scratch("product", *slopes.shape)
+                    times_keys(q_, keys, product, single)
                     torch.ops.aten.threshold_backward.grad_input(
                         grad_.expand_as(product), product, 0, grad_input=slopes
                     )
                 else:
                     slopes.copy_(grad_.expand_as(slopes))
-                torch.bmm(slopes, keys, out=pulled_)
-                scatter_add_rows(
-                    grad_key[block.batch], indices, slopes.transpose(1, 2), weighted_, scratch, False
-                )
+                sum_of_keys(slopes, keys, pulled_, single)
+                add_to_keys(grad_key[block.batch], indices, slopes, weighted_, scratch, single)
             grad_weights[at] = (q * pulled).sum(dim=-1)
             grad_query[at] = pulled.mul_(w)
         return grad_key

@@ -16,12 +16,13 @@ from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.cpu_blocks import (
     Block,
     Scratch,
-    batched_matmul,
+    add_to_keys,
     compute_dtype,
     one_by_one,
     over_blocks,
-    scatter_add_rows,
     sum_in_order,
+    sum_of_keys,
+    times_keys,
 )
 
 
@@ -55,12 +56,12 @@ def forward(
             full = scratch("out", rows, heads, dim)
             single = one_by_one(2 * heads * value_dim * width, dtype)
             for keys, _, invalid, (q_, s_, p_, o_) in block.tiles(q, scores, probabilities, full):
-                batched_matmul(q_, keys.transpose(1, 2), s_, single)
+                times_keys(q_, keys, s_, single)
                 if invalid is not None:
                     s_.masked_fill_(invalid[:, None], -torch.inf)
                 torch.softmax(s_, dim=-1, out=p_)
                 # The value is a slice of the key; the product with the dense key is faster.
-                batched_matmul(p_, keys, o_, single)
+                sum_of_keys(p_, keys, o_, single)
             out[at] = full[..., :value_dim]
             # The most probable key has exp(0) / sum: log(sum) needs no second exponential.
             lse[at] = scores.amax(dim=-1) - probabilities.amax(dim=-1).log_()
@@ -117,7 +118,7 @@ def backward(
             for keys, indices, invalid, (stacked_, both_, p_, lse_, delta_, grad_q_) in block.tiles(
                 stacked, both, probabilities, lse[at][..., None], delta, grad_q
             ):
-                batched_matmul(stacked_, keys.transpose(1, 2), both_, single)
+                times_keys(stacked_, keys, both_, single)
                 scores, grad_p = both_.split(heads, dim=1)
                 torch.sub(scores, lse_, out=p_).exp_()
                 if invalid is not None:
@@ -125,8 +126,8 @@ def backward(
                 # In place: the upper half becomes the gradient of the scores, the lower the probabilities.
                 torch.mul(grad_p.sub_(delta_), p_, out=scores)
                 grad_p.copy_(p_)
-                batched_matmul(scores, keys, grad_q_, single)
-                scatter_add_rows(total, indices, both_.transpose(1, 2), stacked_, scratch, single)
+                sum_of_keys(scores, keys, grad_q_, single)
+                add_to_keys(total, indices, both_, stacked_, scratch, single)
             torch.mul(grad_q, softmax_scale, out=grad_query[at])
             if attention_sum is not None:
                 torch.sum(probabilities, dim=1, out=attention_sum[at][:, :width])
