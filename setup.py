@@ -10,10 +10,11 @@ EXTRAS = {
     # What megatron-core imports on a machine without an accelerator. `tokenizers` reads the Hugging
     # Face tokenizer file that the example job accepts.
     "megatron": ["torch>=2.6", "megatron-core>=0.12.1,<0.20", "numpy", "tokenizers"],
-    "triton": ["triton>=3.2; platform_system == 'Linux'"],
+    "triton": ["triton>=3.3; platform_system == 'Linux'"],
     "npu": ["torch_npu>=2.6; platform_system == 'Linux'"],
     "viz": ["matplotlib", "tensorboard", "tqdm"],
-    "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis"],
+    # Triton's kernels are tested in its interpreter, which needs no GPU.
+    "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis", "triton>=3.3; platform_system == 'Linux'"],
 }
 EXTRAS["dev"] = [*EXTRAS["test"], "ruff", "mypy"]
 

@@ -12,12 +12,17 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from packaging.version import Version
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from mindspeed_dsa.ops.backend import ShapeClass
 
 LOG2E: float = math.log2(math.e)
+# Kernels compiled by releases before 3.3 want more shared memory than there is. Releases before 3.7 fail to
+# compile a loop with a branch between products of warp groups.
+_OLDEST = Version("3.3")
+PIPELINES_BRANCHES: bool = Version(triton.__version__) >= Version("3.7")
 # Blocks of a product have at least this many rows, columns and inner numbers.
 MIN_BLOCK = 16
 # Padded sizes of the two parts of a main key, together: a tile of keys and one of queries share the
@@ -111,11 +116,14 @@ def unsupported_here(shape: ShapeClass) -> str | None:
     reason = unsupported_dtype(shape.dtype)
     if reason is not None:
         return reason
+    if Version(triton.__version__) < _OLDEST:
+        return f"its kernels need triton {_OLDEST} or later, and {triton.__version__} is installed"
     if shape.device == "cuda":
         if torch.version.hip is not None:
             return "its kernels are written and checked for NVIDIA GPUs only"
-        if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
-            return "its kernels need a GPU of compute capability 8.0 or later"
+        # Others have 99 to 163 KiB of shared memory: the kernels of large sizes would fail at launch.
+        if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in (9, 10):
+            return "its tiles need the 227 KiB of shared memory of Hopper (compute capability 9.0) or 10.x"
         return None
     if shape.device == "cpu" and interpreted():
         return None

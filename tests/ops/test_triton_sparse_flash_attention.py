@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 
 from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
@@ -243,6 +244,13 @@ def test_limits_are_named(device, dtype, dim, value_dim, reason):
 def test_what_is_taken(heads, dim, value_dim, monkeypatch):
     sizes = (("heads", heads), ("dim", dim), ("value_dim", value_dim), ("topk", 2048))
     assert attention.unsupported(ShapeClass("cuda", torch.bfloat16, sizes)) is None
+    monkeypatch.setattr(triton_common, "_OLDEST", Version("99"))
+    assert "triton 99 or later" in triton_common.unsupported_here(ShapeClass("cuda", torch.bfloat16, sizes))
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert "227 KiB" in triton_common.unsupported_here(ShapeClass("cuda", torch.bfloat16, sizes))
+    monkeypatch.undo()
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert "NVIDIA" in triton_common.unsupported_here(ShapeClass("cuda", torch.bfloat16, sizes))
 

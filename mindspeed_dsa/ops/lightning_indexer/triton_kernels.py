@@ -304,8 +304,8 @@ def score_gradients_kernel(
         inside = position < end
         index = position
         if GATHERED:
-            index = tl.load(indices + row * width + position, mask=inside, other=-1)
-            inside = index >= 0
+            index = tl.load(indices + row * width + tl.minimum(position, end - 1))
+            inside = inside & (index >= 0)
         gradient = tl.load(grad_scores + row_in_chunk * width + position, mask=inside, other=0.0)
         keys = load_rows(keys_base, index.to(tl.int64) * key_row, inside, 0, DIM, BLOCK_D)
         # [N, J]

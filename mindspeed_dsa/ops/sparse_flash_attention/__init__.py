@@ -47,7 +47,8 @@ def sparse_flash_attention(
 
     ``out[t, h] = sum_s p[t, h, s] * key_value[s, :value_dim]`` with ``p = softmax over the selected s`` of
     ``softmax_scale * query[t, h] . key_value[s]``. The value is the leading (latent) part of the key; its
-    gradient and the key's are added. Gradients are deterministic in the reference and on CPU.
+    gradient and the key's are added. Gradients are deterministic in the reference and on CPU; with triton
+    that of ``key_value`` is under ``torch.use_deterministic_algorithms(True)`` only.
 
     Args:
         query: ``[batch, query_length, heads, dim]``, any number of heads from 1, any strides; for MLA the

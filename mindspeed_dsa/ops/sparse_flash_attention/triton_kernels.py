@@ -3,11 +3,6 @@
 Shapes beside the code: H block of heads, N block of selected keys, V value part and T rest of a key.
 Scores are kept in units of log 2, because the hardware has exp2 only. `row` counts over all sequences.
 Offsets are 64-bit: rows x heads x 576 exceeds 2^31 at 32k rows and 128 heads.
-
-`if heads > 0` is always true and costs nothing, but the compiler does not know it. Where it finds that a
-product feeds another product it gives all columns to every warp group, so that with 64 rows both groups of a
-program compute the same. It does not look through a branch. For the same reason the product of the rest is
-added after scaling: added as it is, it would become the start of the other product, a chain of two.
 """
 
 from __future__ import annotations
@@ -16,9 +11,35 @@ import triton
 import triton.language as tl
 
 from mindspeed_dsa.ops.triton_common import LOG2E as LOG2E_VALUE
+from mindspeed_dsa.ops.triton_common import PIPELINES_BRANCHES as PIPELINES_BRANCHES_VALUE
 from mindspeed_dsa.ops.triton_common import add_rows, load_rows, load_rows_at, product, store_rows
 
 LOG2E: tl.constexpr = tl.constexpr(LOG2E_VALUE)
+PIPELINES_BRANCHES: tl.constexpr = tl.constexpr(PIPELINES_BRANCHES_VALUE)
+
+
+@triton.jit
+def add_scaled(scores, rest, scale_log2, TAIL_DIM: tl.constexpr):
+    """``(scores + rest) * scale``. Added before scaling, one product would start from the other: a chain."""
+    scores = scores * scale_log2
+    if TAIL_DIM > 0:
+        scores += rest * scale_log2
+    return scores
+
+
+@triton.jit
+def unchained(scores, rest, scale_log2, heads, TAIL_DIM: tl.constexpr):
+    """:func:`add_scaled` in a branch that is always taken, which the compiler does not know.
+
+    Where it finds that a product feeds another product it gives all columns of the first to every warp
+    group, so that with 64 rows both groups of a program compute the same. It does not look through a branch.
+    """
+    if PIPELINES_BRANCHES:
+        if heads > 0:
+            scores = add_scaled(scores, rest, scale_log2, TAIL_DIM)
+    else:
+        scores = add_scaled(scores, rest, scale_log2, TAIL_DIM)
+    return scores
 
 
 @triton.jit
@@ -67,18 +88,16 @@ def forward_kernel(
     length = tl.load(lengths + row)
     for first in range(0, length, BLOCK_N):
         position = first + tl.arange(0, BLOCK_N)
-        index = tl.load(indices + row * topk + position, mask=position < length, other=-1)
-        valid = index >= 0
+        index = tl.load(indices + row * topk + tl.minimum(position, length - 1))
+        valid = (position < length) & (index >= 0)
         k_offsets = index.to(tl.int64) * key_row
         k_value = load_rows(keys, k_offsets, valid, 0, VALUE_DIM, BLOCK_V)
         scores = product(q_value, tl.trans(k_value), tl.zeros([BLOCK_H, BLOCK_N], tl.float32), WIDEN)
+        rest = scores
         if TAIL_DIM > 0:
             k_tail = load_rows(keys, k_offsets, valid, VALUE_DIM, TAIL_DIM, BLOCK_T)
             rest = product(q_tail, tl.trans(k_tail), tl.zeros([BLOCK_H, BLOCK_N], tl.float32), WIDEN)
-        if heads > 0:  # always; see the top of the file
-            scores = scores * scale_log2
-            if TAIL_DIM > 0:
-                scores += rest * scale_log2
+        scores = unchained(scores, rest, scale_log2, heads, TAIL_DIM)
         scores = tl.where(valid[None, :], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, axis=1))
         probabilities = tl.exp2(scores - higher[:, None])
@@ -262,16 +281,14 @@ def backward_keys_kernel(
                 starts = tl.multiple_of(starts, 16)
             pair_value = load_rows_at(starts, is_slot, 0, VALUE_DIM, BLOCK_V)
             both = product(k_value, tl.trans(pair_value), tl.zeros([BLOCK_N, 2 * BLOCK_H], tl.float32), WIDEN)
+            rest = both
             if TAIL_DIM > 0:
                 # The output has no such part: zeros beside the query's.
                 pair_tail = load_rows_at(starts, is_slot & is_query, VALUE_DIM, TAIL_DIM, BLOCK_T)
                 rest = product(
                     k_tail, tl.trans(pair_tail), tl.zeros([BLOCK_N, 2 * BLOCK_H], tl.float32), WIDEN
                 )
-            if heads > 0:  # always; see the top of the file
-                both = both * scale_log2
-                if TAIL_DIM > 0:
-                    both += rest * scale_log2
+            both = unchained(both, rest, scale_log2, heads, TAIL_DIM)
             # [N, H] each, both in units of log 2
             scores, inner = tl.split(tl.reshape(both, [BLOCK_N, BLOCK_H, 2]))
             probabilities = tl.exp2(scores - norm[None, :])
@@ -339,8 +356,8 @@ def backward_query_kernel(
     for first in range(0, length, BLOCK_N):
         position = first + tl.arange(0, BLOCK_N)
         inside = position < length
-        index = tl.load(indices + row * topk + position, mask=inside, other=-1)
-        valid = index >= 0
+        index = tl.load(indices + row * topk + tl.minimum(position, length - 1))
+        valid = inside & (index >= 0)
         k_offsets = index.to(tl.int64) * key_row
         # [N, H]; beyond the length nothing was written
         grad_tile = tl.load(
