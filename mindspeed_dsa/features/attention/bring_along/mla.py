@@ -34,10 +34,7 @@ def build_with_dsa(original: Callable[..., None]) -> Callable[..., None]:
             original(self, config, submodules, *args, **kwargs)
             return
         problems = problems_of(config)
-        chosen = options.current()
-        if chosen.warmup:
-            problems.append("--dsa-stage warmup needs Megatron-core 0.16 or later; use --dsa-stage sparse")
-        if chosen.fuse_kl_in_backward:
+        if options.current().fuse_kl_in_backward:
             problems.append("--dsa-fuse-kl-in-backward needs Megatron-core 0.16 or later; leave it away")
         if problems:
             raise ValueError("mindspeed_dsa: dsa-bring-along: " + "; ".join(problems))

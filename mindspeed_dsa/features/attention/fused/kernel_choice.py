@@ -34,12 +34,9 @@ def parts() -> Options:
 
 def refusals(chosen: Options) -> list[str]:
     """Switches that this release does not get; each with the way out."""
-    found = []
-    if chosen.warmup:
-        found.append("--dsa-stage warmup is made for Megatron-core 0.16 to 0.18; use --dsa-stage sparse")
-    if chosen.fuse_kl_in_backward:
-        found.append("--dsa-fuse-kl-in-backward is made for Megatron-core 0.16 to 0.18; leave it away")
-    return found
+    if not chosen.fuse_kl_in_backward:
+        return []
+    return ["--dsa-fuse-kl-in-backward is made for Megatron-core 0.16 to 0.18; leave it away"]
 
 
 def accept_our_backend(original: Callable[[str], None]) -> Callable[[str], None]:
