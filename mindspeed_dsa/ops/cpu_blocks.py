@@ -176,7 +176,7 @@ def over_blocks(
     Args:
         key: ``[batch, key_length, dim]``.
         topk_indices: ``[batch, query_length, topk]`` int32, -1 where there is no key.
-        scratch_per_entry: numbers that the caller holds per selected entry beside the key itself.
+        scratch_per_entry: numbers that ``work`` holds per selected entry of a block.
         work: takes its blocks in order. A block's width is the least that holds every valid entry of the
             block, rounded up, so that rows with few visible keys cost little.
 

@@ -179,5 +179,5 @@ def score_gradients(
             grad_query[at] = pulled.mul_(w)
         return grad_key
 
-    grad_key = sum_in_order(over_blocks(key, topk_indices, 3 * heads + key.shape[2], work))
+    grad_key = sum_in_order(over_blocks(key, topk_indices, heads, work))
     return grad_query, grad_key.to(key.dtype), grad_weights

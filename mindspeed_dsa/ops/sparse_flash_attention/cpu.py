@@ -133,5 +133,5 @@ def backward(
                 torch.sum(probabilities, dim=1, out=attention_sum[at][:, :width])
         return grad_key_value
 
-    grad_key_value = sum_in_order(over_blocks(key_value, topk_indices, 4 * heads + dim, work))
+    grad_key_value = sum_in_order(over_blocks(key_value, topk_indices, 3 * heads, work))
     return grad_query, grad_key_value.to(key_value.dtype), attention_sum
