@@ -6,6 +6,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from mindspeed_dsa import session
+from mindspeed_dsa.features.attention.dsa_module import dsa_module
+from mindspeed_dsa.features.attention.loss_gate_impl import coefficient
 from mindspeed_dsa.features.host import host
 
 _FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -50,22 +53,31 @@ def add_dsa_flags(parser: Any) -> Any:
 
 def log_indexer_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate ``megatron.training.training.training_log``; a collective of all ranks, once a step."""
-    signature = inspect.signature(original)
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
-        from mindspeed_dsa.features.attention.dsa_module import dsa_module
-        from mindspeed_dsa.features.attention.loss_gate_impl import coefficient
-
-        training = host("training.global_vars")
-        if coefficient(training.get_args()) > 0:
+        job = host("training.global_vars")
+        if coefficient(job.get_args()) > 0:
+            # Parameters moved between releases; names did not.
+            signature = inspect.signature(host("training.training").training_log)
             given = signature.bind(*args, **kwargs).arguments
-            dsa_module().DSAIndexerLossLoggingHelper.track_indexer_metrics(
+            _track()(
                 loss_scale=1 / host("core.num_microbatches_calculator").get_num_microbatches(),
                 iteration=given["iteration"],
-                writer=training.get_tensorboard_writer(),
-                wandb_writer=training.get_wandb_writer(),
+                writer=job.get_tensorboard_writer(),
+                wandb_writer=job.get_wandb_writer(),
                 total_loss_dict=given["total_loss_dict"],
             )
         return original(*args, **kwargs)
 
     return training_log
+
+
+def _track() -> Callable[..., None]:
+    """The tracker's report, which also tells step-metrics of each step's own share."""
+    track: Callable[..., None] = dsa_module().DSAIndexerLossLoggingHelper.track_indexer_metrics
+    running = session.current()
+    if running is not None and "step-metrics" in running.settings.features_on:
+        from mindspeed_dsa.features.training.metrics_impl import with_indexer_loss
+
+        return with_indexer_loss(track)
+    return track
