@@ -56,7 +56,7 @@ def share_out(items: Sequence[Item], work: Callable[[Sequence[Item]], Result]) -
         with torch.inference_mode(inference), torch.no_grad():
             return work(share)
 
-    pool = _pool(shares, max(torch.get_num_threads() // shares, 1))
+    pool = _pool(worker_count(), torch.get_num_threads() // worker_count())
     return list(pool.map(run, [items[first::shares] for first in range(shares)]))
 
 
