@@ -26,7 +26,9 @@ TARGETS = (
 )
 
 
-def learn(steps: int, switches: Mapping[str, Any] | None = None) -> dict[str, list[float]]:
+def learn(
+    steps: int, switches: Mapping[str, Any] | None = None, bf16: bool = False
+) -> dict[str, list[float]]:
     """Megatron's own optimizer on one batch, experts included."""
     job.start(switches)
     from megatron.core.distributed import (
@@ -36,10 +38,14 @@ def learn(steps: int, switches: Mapping[str, Any] | None = None) -> dict[str, li
     )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.module import Float16Module
 
-    cfg = tiny.config(**tiny.EXPERTS)
-    chunk = DistributedDataParallel(cfg, DistributedDataParallelConfig(), tiny.gpt_model(cfg))
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=3e-3, weight_decay=0.0), [chunk])
+    dtype = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16} if bf16 else {}
+    cfg = tiny.config(**tiny.EXPERTS, **dtype)
+    model = Float16Module(cfg, tiny.gpt_model(cfg)) if bf16 else tiny.gpt_model(cfg)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    chunk = DistributedDataParallel(cfg, ddp, model)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=3e-3, weight_decay=0.0, bf16=bf16), [chunk])
     cfg.finalize_model_grads_func = finalize_model_grads
     cfg.grad_scale_func = optimizer.scale_loss
     losses, indexer = [], []
@@ -59,6 +65,43 @@ def learn(steps: int, switches: Mapping[str, Any] | None = None) -> dict[str, li
         losses.append(float(reports[0]["lm loss"]))
         indexer.append(tiny.logged_indexer_loss(1))
     return {"losses": losses, "indexer": indexer}
+
+
+def mtp_step() -> dict[str, Any]:
+    """Which layers report an indexer loss in a model with one MTP layer, and which indexers it trains."""
+    job.start()
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+
+    from mindspeed_dsa.features.attention.dsa_module import dsa_module
+
+    cfg = tiny.config(mtp_num_layers=1, mtp_loss_scaling_factor=0.1)
+    spec = get_gpt_decoder_block_spec(cfg, False, normalization="RMSNorm")
+    model = GPTModel(
+        config=cfg,
+        transformer_layer_spec=spec,
+        vocab_size=job.VOCABULARY,
+        max_sequence_length=job.SEQUENCE,
+        position_embedding_type="rope",
+        mtp_block_spec=get_gpt_mtp_block_spec(cfg, spec, False),
+    )
+    job.per_token_loss(model, job.samples(2)).mean().backward()
+    return {
+        "reported": dsa_module().DSAIndexerLossLoggingHelper.tracker["reported"].tolist(),
+        "trained": [bool(p.grad.any()) for name, p in model.named_parameters() if "indexer" in name],
+    }
+
+
+def overlapped(coefficient: float | None) -> dict[str, Tensor]:
+    """Gradients of one of two data parallel ranks whose reduction overlaps the backward pass."""
+    job.start()
+    import torch.distributed as dist
+
+    cfg = tiny.config(dsa_indexer_loss_coeff=coefficient)
+    model = tiny.gpt_model(cfg)
+    mine = job.samples(8).view(2, 4, -1)[dist.get_rank()]
+    job.train_step(cfg, [model], [mine], {"overlap_grad_reduce": True, "bucket_size": 2000})
+    return {tiny.common_name(name): gradient for name, gradient in job.gradients([model]).items()}
 
 
 @contextmanager
@@ -108,6 +151,25 @@ def per_token_gradients() -> dict[str, Tensor]:
     model = tiny.gpt_model(cfg)
     job.train_step(cfg, [model], list(job.samples(8).view(2, 4, -1)))
     return {tiny.common_name(name): gradient for name, gradient in job.gradients([model]).items()}
+
+
+def finalized_indexer_gradients() -> list[float]:
+    """What becomes of indexer gradients that are 1 on one tensor parallel rank and 2 on the other."""
+    job.start(tp=2)
+    import torch.distributed as dist
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    cfg = tiny.config(tensor_model_parallel_size=2, sequence_parallel=True)
+    chunk = DistributedDataParallel(cfg, DistributedDataParallelConfig(), tiny.gpt_model(cfg))
+    indexer = [p for name, p in chunk.named_parameters() if "indexer" in name]
+    for parameter in indexer:
+        parameter.main_grad.fill_(1.0 + dist.get_rank())
+    finalize_model_grads([chunk])
+    return [float(value) for p in indexer for value in (p.main_grad.min(), p.main_grad.max())]
 
 
 def gradients_of_each_loss() -> dict[str, tuple[float, float]]:

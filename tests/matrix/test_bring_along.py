@@ -83,6 +83,12 @@ def test_tensor_parallel_without_sequence_parallel(pool, plain, absorb):
     same({**ranks[0], "gradients": put_together(ranks)}, plain)
 
 
+def test_copies_of_the_indexer_get_the_mean_of_their_gradients(pool):
+    for gradients in pool.run(f"{CASE}:finalized_indexer_gradients", 2):
+        assert len(gradients) == 20
+        assert set(gradients) == {1.5}
+
+
 def test_pipeline_parallel(pool, plain):
     ranks = pool.run(STEP, 2, pp=2, num_microbatches=2)
     same({**ranks[1], "gradients": put_together(ranks)}, plain)
@@ -171,6 +177,29 @@ def test_a_checkpoint_comes_back_in_another_layout(pool, tmp_path):
     assert restored["keys"] > 10
     assert restored["different"] == []
     assert restored["loss"] == pytest.approx(restored["expected loss"], rel=1e-5)
+
+
+def test_in_bfloat16_it_learns_as_well(pool):
+    (result,) = pool.run(f"{CASE}:learn", 1, steps=12, switches={"use_dsa_absorb": True}, bf16=True)
+    assert result["losses"][-1] < 0.7 * result["losses"][0]
+    assert result["indexer"][-1] < result["indexer"][0]
+
+
+def test_mtp_layers_have_an_indexer_of_their_own(pool):
+    (result,) = pool.run(f"{CASE}:mtp_step", 1)
+    assert result["reported"] == [1, 1, 1]  # two layers of the decoder, one of MTP
+    assert all(result["trained"])
+    assert len(result["trained"]) == 15
+
+
+@pytest.mark.parametrize("coefficient", [None, 1.0])
+def test_overlapped_reduction_completes_with_and_without_a_loss(pool, plain, coefficient):
+    ranks = pool.run(f"{CASE}:overlapped", 2, coefficient=coefficient)
+    if coefficient:
+        assert_same_gradients(ranks[0], plain["gradients"])
+    indexer = [gradient for name, gradient in ranks[0].items() if "indexer" in name]
+    assert len(indexer) == 10
+    assert all(bool(gradient.any()) == bool(coefficient) for gradient in indexer)
 
 
 def test_a_plain_mla_model_is_left_alone(pool):
