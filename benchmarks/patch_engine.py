@@ -10,6 +10,7 @@ import sys
 import time
 import timeit
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from benchmarks import stub_packages
@@ -86,7 +87,8 @@ def engine_ms(modules: int, sites: int, rounds: int) -> Metrics:
             arming = _ms(lambda m=manager: m.plan(stubs.claims))
             taken["check_200_ms"].append(_ms(manager.check))
             taken["arm_200_ms"].append(arming + _ms(manager.arm))
-            taken["finalize_200_ms"].append(_ms(manager.finalize))
+            # With the search that a run leaves to doctor: the dearest form there is.
+            taken["finalize_200_ms"].append(_ms(partial(manager.finalize, thorough=True)))
             _require_all_applied(manager)
             manager.undo()
     return {name: statistics.median(values) for name, values in taken.items()}
