@@ -22,7 +22,7 @@ def attend(attention: Any, operands: Operands, x: Tensor, qr: Tensor) -> Tensor:
     Args:
         attention: our ``DSAttention``.
         operands: of the main attention, by head or absorbed.
-        x: ``[sequence, batch, hidden]``, a rank's part of the sequence under sequence parallelism.
+        x: ``[sequence, batch, hidden]``, a rank's part of the sequence under sequence parallelism; detached.
         qr: ``[sequence, batch, q_lora_rank]``, likewise.
 
     Returns:
@@ -32,8 +32,6 @@ def attend(attention: Any, operands: Operands, x: Tensor, qr: Tensor) -> Tensor:
     trains = attention.training and torch.is_grad_enabled()
     wants_loss = trains and coefficient(attention.config) > 0
     indexer, length = attention.indexer, operands.query.shape[0]
-    # The language model's loss must not reach the indexer, nor the indexer's the model.
-    x, qr = x.detach(), qr.detach()
 
     if length <= indexer.index_topk:
         # Every visible key is chosen: dense attention, and both forms of the loss are the dense one.

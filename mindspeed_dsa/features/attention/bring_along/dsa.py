@@ -222,7 +222,7 @@ class DSAttention(MegatronModule):
 
     def hand_over(self, x: Tensor, qr: Tensor) -> None:
         """What the indexer needs of the next call's attention layer; shapes as in :meth:`forward`."""
-        self._handed_over = (x.detach(), qr.detach())
+        self._handed_over = (x, qr)
 
     def forward(
         self,
@@ -261,6 +261,8 @@ class DSAttention(MegatronModule):
                 )
             x, qr = self._handed_over
         self._handed_over = None
+        # The indexer's loss must not reach the model.
+        x, qr = x.detach(), qr.detach()
         kind = getattr(attn_mask_type, "name", "causal")
         if kind != "causal" or attention_bias is not None or packed_seq_params is not None:
             raise ValueError(
