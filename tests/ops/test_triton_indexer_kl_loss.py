@@ -92,6 +92,17 @@ def test_dense_form_at_full_size(dtype, heads, keys):
     check(loss, leaves, *expected_loss(leaves, query, key, mask, None, "mean"))
 
 
+def test_dense_form_reads_what_rows_see_only():
+    """A tile of the key gradient takes in a tile of the target that no row sees, hence never written."""
+    leaves = [x.requires_grad_() for x in indexer_inputs(1, 2, 130, dtype=torch.bfloat16)]
+    query, key = main_inputs(1, 2, 3, 24, torch.bfloat16, keys=130)
+    starts, ends = torch.tensor([70, 75], dtype=torch.int32), torch.tensor([120, 128], dtype=torch.int32)
+    options = {"starts": starts, "ends": ends, "backend": "triton"}
+    loss = dense_indexer_kl_loss(*on_device(leaves), *on_device((query, key)), SCALE, **options)
+    mask = visible(starts[None], ends[None], 130)
+    check(loss, leaves, *expected_loss(leaves, query, key, mask, None, "mean"))
+
+
 @pytest.mark.usefixtures("small_slabs")
 def test_dense_form_sums_the_target_over_ranks(monkeypatch):
     """Two ranks, one after the other: what the first hands to the sum is added to the second's."""
