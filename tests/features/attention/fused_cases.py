@@ -126,6 +126,27 @@ def warmup(
     }
 
 
+def warmup_with_recomputed_norms(overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Layers that recompute their input norm, which Megatron allows with Transformer Engine only."""
+    job.start({"dsa_stage": "warmup"})
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    original = TransformerLayer.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.recompute_input_layernorm = True
+
+    with mock.patch.object(TransformerLayer, "__init__", __init__):
+        model = job.gpt_model(job.config(**(overrides or {})))
+    job.per_token_loss(model, job.samples(2)).mean().backward()
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
 def dense_attention_gradients(overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Indexer gradients of Megatron's own dense loss on a model whose attention is dense.
 
@@ -186,6 +207,43 @@ def with_an_adapter() -> None:
     layer = model.decoder.layers[0].self_attention.linear_kv_up_proj
     layer.register_parameter("adapter", torch.nn.Parameter(torch.ones(2)))
     job.per_token_loss(model, job.samples(1))
+
+
+class Quantised(torch.nn.Parameter):
+    """Stands for the subclasses in which Transformer Engine keeps fp8 weights."""
+
+
+def with_quantised_weights() -> None:
+    job.start({"use_fused_dsa": True})
+    model = job.gpt_model(job.config())
+    layer = model.decoder.layers[0].self_attention.linear_kv_up_proj
+    layer.weight = Quantised(layer.weight.data)
+    job.per_token_loss(model, job.samples(1))
+
+
+def decoding() -> None:
+    """One query against a longer cache."""
+    job.start({"use_fused_dsa": True})
+    from megatron.core.transformer.enums import AttnMaskType
+
+    attention = job.gpt_model(job.config()).decoder.layers[0].self_attention.core_attention
+    query, key, value = torch.zeros(1, 1, 4, 16), torch.zeros(5, 1, 4, 16), torch.zeros(5, 1, 4, 8)
+    x, qr = torch.zeros(1, 1, 32), torch.zeros(1, 1, 24)
+    attention(query, key, value, None, x, qr, attn_mask_type=AttnMaskType.no_mask)
+
+
+def frozen_indexer(switches: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What is logged, and all gradients, where the indexers are not trained."""
+    job.start(switches)
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    model = job.gpt_model(job.config())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("indexer" not in name)
+    with ties_to_the_lowest():
+        job.per_token_loss(model, job.samples(2)).mean().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"tracked": DSAIndexerLossLoggingHelper.tracker["values"].clone(), "gradients": gradients}
 
 
 def hooks_of_the_up_projection() -> list[int]:

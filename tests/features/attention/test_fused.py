@@ -156,6 +156,13 @@ def test_tensor_parallelism_without_sequence_parallelism(pool):
     assert_same_gradients(put_together(ours), alone)
 
 
+@pytest.mark.parametrize("switches", [FUSED, IN_BACKWARD], ids=["forward", "backward"])
+def test_a_frozen_indexer_is_logged_all_the_same(pool, switches):
+    ours, theirs = (pool.run(f"{CASES}:frozen_indexer", 1, switches=each)[0] for each in (switches, None))
+    torch.testing.assert_close(ours["tracked"], theirs["tracked"], rtol=1e-4, atol=1e-6)
+    assert_same_gradients(ours["gradients"], theirs["gradients"])
+
+
 def test_grad_scale_reaches_the_loss_in_backward(pool):
     run = f"{CASES}:whole_step"
     ours, theirs = (
@@ -175,6 +182,8 @@ def test_waiting_for_gathered_parameters_is_not_left_out(pool):
     [
         ("with_an_adapter", "dsa-absorb: linear_kv_up_proj holds adapter.*add --no-use-dsa-absorb"),
         ("packed", "fused-dsa: DSAttention got packed_seq_params"),
+        ("with_quantised_weights", "dsa-absorb: linear_kv_up_proj keeps its weight as Quantised"),
+        ("decoding", "fused-dsa: 1 queries came with 5 keys.*cannot decode with DSA"),
     ],
 )
 def test_what_cannot_be_right_is_refused(pool, case, message):

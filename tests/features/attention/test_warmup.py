@@ -81,6 +81,19 @@ def test_recomputation_changes_nothing(pool, alone, recompute):
     assert_same_gradients(ours["gradients"], alone["gradients"])
 
 
+def test_a_recomputed_input_norm_is_not_emptied_for_good(pool):
+    plain, recomputed = (
+        pool.run(f"{CASES}:{case}", 1, **more)[0]
+        for case, more in (
+            ("one_step", {"switches": {"dsa_stage": "warmup"}}),
+            ("warmup_with_recomputed_norms", {}),
+        )
+    )
+    expected = {name: gradient for name, gradient in plain["gradients"].items() if gradient is not None}
+    assert len(expected) == 10
+    assert_same_gradients(recomputed, expected)
+
+
 def test_hardly_anything_is_kept_for_backward(pool):
     kept = f"{CASES}:saved_for_backward"
     warm, sparse = (pool.run(kept, 1, stage=stage, sequence=64)[0] for stage in ("warmup", "sparse"))

@@ -145,7 +145,7 @@ def up_projections(attention: Any) -> tuple[Tensor, Tensor]:
         ``[heads, qk_head_dim, latent]`` and ``[heads, value_dim, latent]``, this rank's heads.
 
     Raises:
-        ValueError: the layer is more than its weight (an adapter, a bias, quantised storage).
+        ValueError: the layer is more than its weight (an adapter, a bias), or keeps it in fp8.
     """
     layer, config = attention.linear_kv_up_proj, attention.config
     # Under overlapped parameter gathering Megatron waits for a layer's weights in this hook, and the layer
@@ -157,6 +157,11 @@ def up_projections(attention: Any) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"dsa-absorb: linear_kv_up_proj holds {', '.join(sorted(parameters)) or 'no parameters'}, and "
             "absorption takes a plain weight only; add --no-use-dsa-absorb (LoRA on this layer needs that)"
+        )
+    if type(layer.weight) not in (torch.nn.Parameter, Tensor):
+        raise ValueError(
+            f"dsa-absorb: linear_kv_up_proj keeps its weight as {type(layer.weight).__name__}, and absorption "
+            "takes plain numbers only; add --no-use-dsa-absorb, or leave --fp8-param-gather away"
         )
     by_head = layer.weight.unflatten(0, (attention.num_attention_heads_per_partition, -1))
     up_key, up_value = by_head.split([config.qk_head_dim, config.v_head_dim], dim=1)

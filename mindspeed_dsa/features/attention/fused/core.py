@@ -40,8 +40,8 @@ from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 def fused_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorate ``DSAttention.forward``.
 
-    Takes causal self-attention over whole sequences, in plain or absorbed form; what is neither (a query
-    shorter than the cache in generation) goes to the original.
+    Takes causal self-attention over whole sequences, in plain or absorbed form. A mask that Megatron's own
+    code takes as a tensor goes to the original.
     """
 
     def forward(
@@ -58,7 +58,12 @@ def fused_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         **kwargs: Any,
     ) -> Tensor:
         operands = Operands(query, key, value, self.softmax_scale)
-        if not operands.absorbed and (query.shape[0] != key.shape[0] or attn_mask_type is None):
+        if query.shape[0] != key.shape[0]:
+            raise ValueError(
+                f"fused-dsa: {query.shape[0]} queries came with {key.shape[0]} keys, as in generation with a "
+                "key-value cache; Megatron-core 0.16 to 0.18 cannot decode with DSA, fused or not"
+            )
+        if not operands.absorbed and attn_mask_type is None:
             return original(
                 self,
                 query,
@@ -123,7 +128,8 @@ def sparse_attention(attention: Any, operands: Operands, x: Tensor, qr: Tensor) 
         selection = select_keys(attention, x, qr, chosen)
     on_chosen_keys = attention.config.dsa_indexer_use_sparse_loss
     fuse = with_loss and chosen.fuse_kl_in_backward and on_chosen_keys and operands.absorbed
-    if fuse:
+    # A frozen indexer has no backward pass in which its loss could be told.
+    if fuse and selection.topk_scores.requires_grad:
         return _attend_with_loss_in_backward(attention, operands, selection, chosen)
 
     attended = _attend(operands, selection, chosen, with_sum=with_loss and chosen.kl_loss and on_chosen_keys)

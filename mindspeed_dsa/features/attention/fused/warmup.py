@@ -37,6 +37,10 @@ def freeze_all_but_indexers(original: Callable[..., None]) -> Callable[..., None
         for module in self.modules():
             if isinstance(module, dsa.DSAIndexer):
                 module.requires_grad_(True)
+            if getattr(module, "recompute_input_layernorm", False):
+                # A layer without a graph keeps nothing but the norm's output, for its indexer; recomputation
+                # would empty that and, without a gradient to wait for, never fill it again.
+                module.recompute_input_layernorm = False
         embedding = getattr(self, "embedding", None)
         if embedding is not None:
             embedding.register_forward_hook(_start_graph)
@@ -73,14 +77,15 @@ def layer_without_graph(original: Callable[..., Any]) -> Callable[..., Any]:
         token = _losses.set(losses)
         try:
             with torch.no_grad():
-                output, context = original(self, hidden_states, *args, **kwargs)
+                result = original(self, hidden_states, *args, **kwargs)
         finally:
             _losses.reset(token)
+        output, *rest = result if isinstance(result, tuple) else (result,)
         output = _WithoutGraph.apply(output, hidden_states)
         dsa = host("core.transformer.experimental_attention_variant.dsa")
         for loss in losses:
             output = dsa.DSAIndexerLossAutoScaler.apply(output, loss)
-        return output, context
+        return (output, *rest) if isinstance(result, tuple) else output
 
     return forward
 
