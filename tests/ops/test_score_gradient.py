@@ -115,6 +115,20 @@ def test_every_backward_calls_once(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_backwards_that_do_not_reach_the_scores_do_not_call(backend):
+    """A callback may reduce over ranks and log: a backward for other leaves must not."""
+    case = Case(backend)
+    expected = case.from_the_forward()
+    out = case.hooked().sin().sum()
+    (grad,) = torch.autograd.grad(out, case.main[1], retain_graph=True)
+    assert case.losses == []
+    assert oracle.relative_error(grad, expected[1][4]) < 1e-6
+    grads = torch.autograd.grad(out, case.leaves)
+    assert len(case.losses) == 1
+    case.check(case.losses[0], grads, *expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_callback_may_overwrite_the_sum(backend):
     case = Case(backend)
     expected = case.from_the_forward()

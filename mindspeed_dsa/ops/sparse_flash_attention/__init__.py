@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.ops.backend import ShapeClass, choose, settle
 from mindspeed_dsa.ops.checks import check_float, check_indices, check_shape, require
+from mindspeed_dsa.ops.chunks import wide
 
 OPERATOR = "sparse_flash_attention"
 
@@ -65,8 +66,10 @@ def sparse_flash_attention(
         score_gradient: called once in every backward with the probabilities summed over this rank's heads,
             ``[batch, query_length, topk]`` fp32, which the backward recomputes anyway; returns the gradient
             of ``topk_scores``, same shape, which is not multiplied with the incoming gradient. Not called
-            when ``topk_scores`` requires no gradient. It should not hold on to what this function returns:
-            the two would keep each other alive.
+            when ``topk_scores`` requires no gradient, nor by a backward that does not reach the scores, such
+            as ``torch.autograd.grad(out, key_value)``. Two backwards through a retained graph call it twice:
+            right for gradients, but what else it does, such as logging, then happens twice. It should not
+            hold on to what this function returns: the two would keep each other alive.
             :func:`mindspeed_dsa.ops.indexer_kl_loss.divergence_and_score_gradient` does the work of one.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
@@ -115,6 +118,9 @@ def sparse_flash_attention(
         implementation = settle(OPERATOR, backend, implementation, reason)
     # Without a consumer of its gradient the sum is not formed.
     hooked = topk_scores is not None and topk_scores.requires_grad and torch.is_grad_enabled()
+    receiver = None
+    if hooked:
+        receiver = _SumReceiver.apply(topk_scores, score_gradient, wide(query.dtype))
     if hasattr(implementation, "backward"):
         return SparseAttentionOutput(
             *_Attention.apply(
@@ -125,15 +131,14 @@ def sparse_flash_attention(
                 softmax_scale,
                 value_dim,
                 return_attention_sum,
-                topk_scores if hooked else None,
-                score_gradient if hooked else None,
+                receiver,
             )
         )
     out, lse, attention_sum = implementation.sparse_flash_attention(
         query, key_value, topk_indices, softmax_scale, value_dim, return_attention_sum or hooked
     )
     if hooked:
-        out = _ScoreGradient.apply(out, topk_scores, attention_sum, score_gradient)
+        out = _SendSum.apply(out, receiver, attention_sum)
     return SparseAttentionOutput(out, lse, attention_sum if return_attention_sum else None)
 
 
@@ -148,15 +153,13 @@ class _Attention(torch.autograd.Function):
         softmax_scale: float,
         value_dim: int,
         return_attention_sum: bool,
-        topk_scores: Tensor | None,
-        score_gradient: Callable[[Tensor], Tensor] | None,
+        receiver: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         out, lse, attention_sum = implementation.forward(
             query, key_value, topk_indices, softmax_scale, value_dim, return_attention_sum
         )
         ctx.implementation, ctx.softmax_scale = implementation, softmax_scale
-        ctx.score_gradient = score_gradient
-        ctx.scores_dtype = None if topk_scores is None else topk_scores.dtype
+        ctx.hooked = receiver is not None
         ctx.save_for_backward(query, key_value, topk_indices, out, lse)
         ctx.mark_non_differentiable(lse, *(() if attention_sum is None else (attention_sum,)))
         ctx.set_materialize_grads(False)
@@ -165,33 +168,45 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        hooked = ctx.score_gradient is not None
         query, key_value, topk_indices, out, lse = ctx.saved_tensors
         if grad_out is None:
-            if not hooked:
-                return (None,) * 9
+            if not ctx.hooked:
+                return (None,) * 8
             grad_out = torch.zeros_like(out)
         grad_query, grad_key_value, attention_sum = ctx.implementation.backward(
-            grad_out, query, key_value, topk_indices, out, lse, ctx.softmax_scale, hooked
+            grad_out, query, key_value, topk_indices, out, lse, ctx.softmax_scale, ctx.hooked
         )
-        grad_scores = None
-        if hooked:
-            grad_scores = _call(ctx.score_gradient, attention_sum, ctx.scores_dtype)
-        return None, grad_query, grad_key_value, None, None, None, None, grad_scores, None
+        return None, grad_query, grad_key_value, None, None, None, None, attention_sum
 
 
-class _ScoreGradient(torch.autograd.Function):
-    """The hook for a backend that autograd differentiates: its sum is kept from the forward."""
+class _SumReceiver(torch.autograd.Function):
+    """The scores as the attention sees them: what it sends back as gradient is the probabilities' sum.
+
+    A node of its own, because autograd runs it only in backwards that ask for the gradient of the scores.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        out: Tensor,
-        topk_scores: Tensor,
-        attention_sum: Tensor,
-        score_gradient: Callable[[Tensor], Tensor],
+        ctx: Any, topk_scores: Tensor, score_gradient: Callable[[Tensor], Tensor], dtype: torch.dtype
     ) -> Tensor:
         ctx.score_gradient, ctx.scores_dtype = score_gradient, topk_scores.dtype
+        ctx.set_materialize_grads(False)
+        # Nobody reads it; its dtype is that of the sum.
+        return topk_scores.new_zeros(1, dtype=dtype).expand(topk_scores.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, attention_sum: Tensor | None) -> tuple[Any, ...]:
+        if attention_sum is None:
+            return None, None, None
+        return _call(ctx.score_gradient, attention_sum, ctx.scores_dtype), None, None
+
+
+class _SendSum(torch.autograd.Function):
+    """Sends the sum back for a backend that autograd differentiates: it is kept from the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, receiver: Tensor, attention_sum: Tensor) -> Tensor:
         ctx.save_for_backward(attention_sum)
         ctx.set_materialize_grads(False)
         return out.view_as(out)
@@ -201,8 +216,7 @@ class _ScoreGradient(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Any, ...]:
         (attention_sum,) = ctx.saved_tensors
         # What the callback does to its argument must not reach a second backward.
-        grad_scores = _call(ctx.score_gradient, attention_sum.clone(), ctx.scores_dtype)
-        return grad_out, grad_scores, None, None
+        return grad_out, attention_sum.clone(), None
 
 
 def _call(score_gradient: Callable[[Tensor], Tensor], attention_sum: Tensor, dtype: torch.dtype) -> Tensor:
