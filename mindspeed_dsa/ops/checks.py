@@ -48,6 +48,45 @@ def check_float(operator: str, **tensors: Tensor) -> None:
         )
 
 
+def check_weights(operator: str, name: str, weights: Tensor, query: Tensor) -> None:
+    """Raise unless the indexer's weights are floating point and on the device of its query.
+
+    They may stay in fp32 beside bf16 queries: DeepSeek keeps that projection in fp32.
+    """
+    require(
+        weights.is_floating_point() and weights.device == query.device,
+        operator,
+        f"{name} must be floating point on {query.device}, got {weights.dtype} on {weights.device}",
+    )
+
+
+def check_topk_indices(operator: str, topk_indices: Tensor, query: Tensor, key_length: int) -> None:
+    """Check an index tensor: always its shape, dtype and device, in debug mode its contents too.
+
+    Args:
+        operator: who to name in the error.
+        topk_indices: ``[batch, query_length, topk]`` int32 (int64 is converted), ``topk`` at least 1.
+        query: ``[batch, query_length, ...]``, whose rows the indices belong to.
+        key_length: number of keys the entries point into.
+
+    Raises:
+        ValueError: one of them does not fit.
+    """
+    rows = tuple(query.shape[:2])
+    check_shape(operator, "topk_indices", topk_indices, (*rows, None), f"[{rows[0]}, {rows[1]}, topk]")
+    require(
+        topk_indices.dtype in (torch.int32, torch.int64) and topk_indices.device == query.device,
+        operator,
+        f"topk_indices must be int32 on {query.device}, got {topk_indices.dtype} on {topk_indices.device}",
+    )
+    require(
+        topk_indices.shape[2] >= 1,
+        operator,
+        "topk_indices must have at least one entry per row; -1 stands for no key",
+    )
+    check_indices(operator, topk_indices, key_length)
+
+
 def check_indices(operator: str, topk_indices: Tensor, key_length: int) -> None:
     """Check the contents of an index tensor; does nothing unless debug checks are on.
 

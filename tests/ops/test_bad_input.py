@@ -9,7 +9,11 @@ import torch
 
 from mindspeed_dsa.ops import checks
 from mindspeed_dsa.ops.backend import BackendUnavailable
-from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_loss
+from mindspeed_dsa.ops.indexer_kl_loss import (
+    dense_indexer_kl_loss,
+    divergence_and_score_gradient,
+    indexer_kl_loss,
+)
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from tests.ops.cases import BACKENDS, indexer_inputs, random_indices
@@ -131,6 +135,41 @@ def test_backends_of_other_devices_refuse_cpu_tensors(name, backend, monkeypatch
     message = rf"^{operator}: backend '{backend}' cannot run float32 on cpu, .*: {reason}\. Ask for 'auto'"
     with pytest.raises(BackendUnavailable, match=message):
         CALLS[name](random_indices(1, ROWS, ROWS, 3), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("operator", TAKE_INDICES)
+def test_indices_that_are_none(operator, backend):
+    """Checked without debug mode: they cost nothing."""
+    checks.set_debug_checks(False)
+    indices = random_indices(1, ROWS, ROWS, 3)
+    bad = {
+        r"topk_indices must be int32 on cpu, got torch.float32 on cpu": indices.float(),
+        r"topk_indices must be int32 on cpu, got torch.bool on cpu": indices >= 0,
+        r"topk_indices must be int32 on cpu, got torch.int32 on meta": indices.to("meta"),
+        r"topk_indices must be \[1, 6, topk\], got \[1, 5, 3\]": indices[:, 1:],
+        r"topk_indices must have at least one entry per row": indices[..., :0],
+    }
+    for message, tensor in bad.items():
+        with pytest.raises(ValueError, match=f"^{operator}: {message}"):
+            TAKE_INDICES[operator](tensor, backend)
+        if operator == "indexer_kl_loss" and tensor.shape[1] == ROWS:
+            scores = torch.zeros(tensor.shape)
+            with pytest.raises(ValueError, match=f"^{operator}: {message}"):
+                divergence_and_score_gradient(scores, scores, tensor, backend=backend)
+
+
+@pytest.mark.parametrize("form", [loss, dense])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_index_weights_of_another_kind(form, backend, monkeypatch):
+    index = index_inputs()
+    indices = random_indices(1, ROWS, ROWS, 3)
+    for weights, got in ((index[2].long(), "torch.int64 on cpu"), (index[2].to("meta"), "float32 on meta")):
+        monkeypatch.setitem(globals(), "index_inputs", lambda weights=weights: [*index[:2], weights])
+        with pytest.raises(
+            ValueError, match=f"^indexer_kl_loss: index_weights must be .* on cpu, got .*{got}"
+        ):
+            form(indices, backend)
 
 
 def test_sizes_that_do_not_fit_together():

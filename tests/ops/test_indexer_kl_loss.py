@@ -205,3 +205,31 @@ def test_bad_input_is_refused():
         indexer_kl_loss(*inputs, query, key, indices, SCALE, row_mask=torch.ones(1, 8))
     with pytest.raises(ValueError, match="both list the same positions"):
         dense_indexer_kl_loss(*inputs, query, key[:, :5], SCALE, ends=torch.ones(8, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("index_dtype", [torch.float64, torch.float32])
+def test_dtype_is_that_of_the_indexer(backend, index_dtype):
+    """Beside a main attention in the other dtype; a row that sees nothing adds nothing."""
+    main_dtype = torch.float32 if index_dtype == torch.float64 else torch.float64
+    starts, ends = packed_ranges(11, 26)
+    ends[5] = starts[5]
+    inputs = [x.requires_grad_() for x in indexer_inputs(2, 37, dtype=index_dtype)]
+    query, key = main_inputs(2, 37, 6, 40, main_dtype)
+    indices = lightning_indexer(*inputs, 8, starts=starts, ends=ends, backend=backend).topk_indices
+    losses = {
+        oracle.selected_mask(indices, 37): indexer_kl_loss(
+            *inputs, query, key, indices, SCALE, backend=backend
+        ),
+        visible(*(x.expand(2, 37) for x in (starts, ends)), 37): dense_indexer_kl_loss(
+            *inputs, query, key, SCALE, starts=starts, ends=ends, backend=backend
+        ),
+    }
+    for mask, loss in losses.items():
+        assert loss.dtype == index_dtype
+        expected, expected_grads = expected_loss(inputs, query, key, mask, None, "mean")
+        # As exact as the main attention's fp32 allows.
+        assert oracle.relative_error(loss.detach(), expected.detach()) < 1e-5
+        for grad, expected_grad in zip(torch.autograd.grad(loss, inputs), expected_grads, strict=True):
+            assert grad.dtype == index_dtype
+            assert oracle.relative_error(grad, expected_grad) < 1e-5

@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.ops.backend import ShapeClass, check_name, choose, say_once, settle
-from mindspeed_dsa.ops.checks import check_float, check_indices, check_shape, require
+from mindspeed_dsa.ops.checks import check_float, check_shape, check_topk_indices, check_weights, require
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient
 from mindspeed_dsa.ops.lightning_indexer import selected_scores
 from mindspeed_dsa.ops.ranges import visible_ranges
 
 OPERATOR = "indexer_kl_loss"
+# Where the number of keys is not known, any int32 may be one.
+_LAST_KEY = 2**31
 
 
 def indexer_kl_loss(
@@ -66,7 +68,7 @@ def indexer_kl_loss(
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
-        Scalar, fp32 (fp64 for fp64 inputs).
+        Scalar, fp32 (fp64 for an indexer in fp64).
 
     Raises:
         ValueError: a shape, dtype or option does not fit.
@@ -75,8 +77,7 @@ def indexer_kl_loss(
     Source: DeepSeek-V3.2-Exp report, section 2.1, equation 4.
     """
     rows = _check(index_query, index_key, index_weights, query, key, (key.shape[1], query.shape[3]))
-    check_shape(OPERATOR, "topk_indices", topk_indices, (*rows, None), f"{list(rows)} + [topk]")
-    check_indices(OPERATOR, topk_indices, key.shape[1])
+    check_topk_indices(OPERATOR, topk_indices, query, key.shape[1])
     implementation = choose(OPERATOR, backend, _shape_class(index_query, query, topk_indices.shape[-1]))
     # One operator may form target, loss and gradients of the indexer's inputs. It goes past the scores, so
     # that a gradient which only they want needs the other way.
@@ -168,6 +169,7 @@ def divergence_and_score_gradient(
     batch, query_length, topk = topk_scores.shape
     for name, tensor in (("attention_sum", attention_sum), ("topk_indices", topk_indices)):
         check_shape(OPERATOR, name, tensor, (batch, query_length, topk), f"{[batch, query_length, topk]}")
+    check_topk_indices(OPERATOR, topk_indices, topk_scores, _LAST_KEY)
     check_name(OPERATOR, backend)
     with torch.no_grad():
         row_weights = _row_weights((batch, query_length), row_mask, reduction, topk_scores)
@@ -224,7 +226,7 @@ def dense_indexer_kl_loss(
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
-        Scalar, fp32 (fp64 for fp64 inputs).
+        Scalar, fp32 (fp64 for an indexer in fp64).
 
     Raises:
         ValueError: a shape, dtype or option does not fit.
@@ -288,6 +290,12 @@ def _check(
     )
     check_float(OPERATOR, query=query, key=key)
     check_float(OPERATOR, index_query=index_query, index_key=index_key)
+    check_weights(OPERATOR, "index_weights", index_weights, index_query)
+    require(
+        index_query.device == query.device,
+        OPERATOR,
+        f"index_query ({index_query.device}) and query ({query.device}) must be on one device",
+    )
     return batch, query_length
 
 

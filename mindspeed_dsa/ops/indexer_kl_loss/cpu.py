@@ -78,7 +78,8 @@ def dense_loss_and_gradients(
     """The loss over all visible keys, and its gradients with respect to the indexer's three inputs."""
     batch, query_length, heads, _ = query.shape
     index_heads = index_query.shape[2]
-    dtype = compute_dtype(query.dtype)
+    # What either side is in: the sides may differ.
+    dtype = torch.promote_types(compute_dtype(index_query.dtype), compute_dtype(query.dtype))
     loss = torch.zeros((), dtype=torch.float64)
     grad_query, grad_weights = torch.empty_like(index_query), torch.empty_like(index_weights)
     grad_key = torch.zeros(index_key.shape, dtype=dtype)
@@ -116,7 +117,7 @@ def dense_loss_and_gradients(
             grad_query[at] = torch.mm(grad_product, keys[low:high]).view(q.shape)
             grad_key[b, low:high] += torch.mm(grad_product.t(), flat)
     gradients = (grad_query, grad_key.to(index_key.dtype), grad_weights) if with_gradients else None
-    return loss.to(dtype), gradients
+    return loss.to(compute_dtype(index_query.dtype)), gradients
 
 
 def _attention_sum(query: Tensor, key: Tensor, valid: Tensor) -> Tensor:

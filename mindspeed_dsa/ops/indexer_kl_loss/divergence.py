@@ -31,6 +31,7 @@ def divergence_of_rows(scores: Tensor, attention_sum: Tensor, valid: Tensor) -> 
     # Logarithms of probabilities are bounded below by a finite number, so that 0 * log stays 0.
     lowest = torch.finfo(scores.dtype).min
     log_r = scores.masked_fill(~valid, lowest).log_softmax(dim=-1)
+    attention_sum = attention_sum.to(scores.dtype)
     p = attention_sum / attention_sum.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
     log_r.masked_fill_(~valid, 0)
     per_row = torch.xlogy(p, p).sum(dim=-1) - (p * log_r).sum(dim=-1)

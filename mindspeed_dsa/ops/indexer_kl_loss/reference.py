@@ -33,7 +33,7 @@ def divergence(topk_scores: Tensor, attention_sum: Tensor, valid: Tensor, row_we
     log_r = scores.log_softmax(dim=-1).masked_fill(~valid, 0)
     p = attention_sum / attention_sum.sum(dim=-1, keepdim=True).masked_fill(~counts, 1)
     per_row = (torch.xlogy(p, p) - p * log_r).masked_fill(~valid, 0).sum(dim=-1)
-    return (per_row * row_weights).sum()
+    return (per_row * row_weights).sum().to(topk_scores.dtype)
 
 
 def dense_loss(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.ops.backend import ShapeClass, choose, settle
-from mindspeed_dsa.ops.checks import check_float, check_indices, check_shape, require
+from mindspeed_dsa.ops.checks import check_float, check_shape, check_topk_indices, check_weights, require
 from mindspeed_dsa.ops.ranges import visible_ranges
 
 OPERATOR = "lightning_indexer"
@@ -104,10 +104,7 @@ def selected_scores(
         differentiable with respect to query, key and weights.
     """
     _check_operands(query, key, weights)
-    check_shape(
-        OPERATOR, "topk_indices", topk_indices, (*query.shape[:2], None), "[batch, query_length, topk]"
-    )
-    check_indices(OPERATOR, topk_indices, key.shape[1])
+    check_topk_indices(OPERATOR, topk_indices, query, key.shape[1])
     implementation = choose(OPERATOR, backend, _shape_class(query, topk_indices.shape[-1]))
     # The reference is differentiated by autograd; the other backends bring their gradients.
     if not hasattr(implementation, "select"):
@@ -123,12 +120,7 @@ def _check_operands(query: Tensor, key: Tensor, weights: Tensor) -> None:
         OPERATOR, "weights", weights, (batch, query_length, heads), f"[{batch}, {query_length}, {heads}]"
     )
     check_float(OPERATOR, query=query, key=key)
-    # Weights may stay in fp32 beside bf16 queries: DeepSeek keeps that projection in fp32.
-    require(
-        weights.is_floating_point() and weights.device == query.device,
-        OPERATOR,
-        f"weights must be floating point on {query.device}, got {weights.dtype} on {weights.device}",
-    )
+    check_weights(OPERATOR, "weights", weights, query)
 
 
 def _shape_class(query: Tensor, topk: int) -> ShapeClass:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.ops.backend import ShapeClass, choose, settle
-from mindspeed_dsa.ops.checks import check_float, check_indices, check_shape, require
+from mindspeed_dsa.ops.checks import check_float, check_shape, check_topk_indices, require
 from mindspeed_dsa.ops.chunks import wide
 
 OPERATOR = "sparse_flash_attention"
@@ -80,21 +80,10 @@ def sparse_flash_attention(
     Source: DeepSeek-V2 paper, section 2.1 (absorbed MLA); DeepSeek-V3.2-Exp report, section 2.1.
     """
     check_shape(OPERATOR, "query", query, (None,) * 4, "[batch, query_length, heads, dim]")
-    batch, query_length, heads, dim = query.shape
+    batch, _, heads, dim = query.shape
     check_shape(OPERATOR, "key_value", key_value, (batch, None, dim), f"[{batch}, key_length, {dim}]")
-    check_shape(
-        OPERATOR,
-        "topk_indices",
-        topk_indices,
-        (batch, query_length, None),
-        f"[{batch}, {query_length}, topk]",
-    )
     check_float(OPERATOR, query=query, key_value=key_value)
-    require(
-        topk_indices.dtype in (torch.int32, torch.int64) and topk_indices.device == query.device,
-        OPERATOR,
-        f"topk_indices must be int32 on {query.device}, got {topk_indices.dtype} on {topk_indices.device}",
-    )
+    check_topk_indices(OPERATOR, topk_indices, query, key_value.shape[1])
     require(heads >= 1, OPERATOR, "query must have at least one head")
     require(1 <= value_dim <= dim, OPERATOR, f"value_dim must lie in [1, {dim}], got {value_dim}")
     require(
@@ -106,7 +95,6 @@ def sparse_flash_attention(
         check_shape(
             OPERATOR, "topk_scores", topk_scores, tuple(topk_indices.shape), "as large as topk_indices"
         )
-    check_indices(OPERATOR, topk_indices, key_value.shape[1])
     shape = ShapeClass(
         query.device.type,
         query.dtype,
