@@ -1,0 +1,354 @@
+"""What runs inside the pool's workers: steps with outputs recomputed, and what they hold in memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.features.attention import job
+
+PLAIN = {  # of DeepSeek's shape, what a stock GPT has not
+    "multi_latent_attention": False,
+    "experimental_attention_variant": None,
+    "num_moe_experts": None,
+    "moe_layer_freq": 1,
+    "moe_ffn_hidden_size": None,
+    "moe_shared_expert_intermediate_size": None,
+    "qk_layernorm": False,
+}
+EXPERTS = {
+    **PLAIN,
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 16,
+    "moe_shared_expert_intermediate_size": 24,
+}
+
+
+def drawing(x: Tensor) -> Tensor:
+    """An activation function that draws random numbers."""
+    return F.gelu(F.dropout(x, 0.3, training=True))
+
+
+def identity(x: Tensor) -> Tensor:
+    """Not a tensor of its own."""
+    return x
+
+
+def part(x: Tensor) -> Tensor:
+    """A tensor that covers a part of its memory."""
+    return torch.cat([F.gelu(x), x])[: len(x)]
+
+
+class Drifting:
+    """An activation function whose second call on the same input gives something else."""
+
+    def __init__(self, by: float) -> None:
+        self._calls, self._by = 0, by
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._calls += 1
+        result = F.gelu(x)
+        return result if self._calls == 1 else torch.cat([result[:-1], result[-1:] + self._by])
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "drawing": drawing,
+    "identity": identity,
+    "part": part,
+}
+
+
+def built(
+    overrides: Mapping[str, Any], activation: str = "silu", mtp: bool = False, stages: int = 1, **layout: Any
+) -> tuple[Any, list[Any]]:
+    """Configuration and chunks of this rank, with weights that depend on their names alone."""
+    tp, pp = layout.get("tp", 1), layout.get("pp", 1)
+    cfg = job.config(
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=stages if stages > 1 else None,
+        **{"activation_func": ACTIVATIONS[activation], "mtp_num_layers": 1 if mtp else None, **overrides},
+    )
+    if cfg.multi_latent_attention:
+        make: Callable[[int | None], Any] = lambda stage: job.gpt_model(cfg, vp_stage=stage, mtp=mtp)  # noqa: E731
+    else:
+        make = lambda stage: stock_gpt(cfg, stage)  # noqa: E731
+    return cfg, [make(stage if stages > 1 else None) for stage in range(stages)]
+
+
+def stock_gpt(cfg: Any, stage: int | None) -> Any:
+    """Multi-head attention, and dense MLPs or experts in every layer."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+
+    where = {"ignore_virtual": False, "vp_stage": stage}
+    model = GPTModel(
+        config=cfg,
+        transformer_layer_spec=gpt_layer_specs.get_gpt_layer_local_spec(
+            num_experts=cfg.num_moe_experts, normalization=cfg.normalization
+        ),
+        vocab_size=job.VOCABULARY,
+        max_sequence_length=job.SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
+        position_embedding_type="rope",
+        vp_stage=stage,
+    )
+    job.fill_by_name(model)
+    return model
+
+
+def train(
+    switches: Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    activation: str = "silu",
+    mtp: bool = False,
+    frozen: str = "",
+    num_microbatches: int = 3,
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int | None = None,
+) -> dict[str, Any]:
+    """A step of several microbatches on Megatron's schedule.
+
+    Returns:
+        losses, gradients by name, the state of the generators after the step, calls of the activation
+        function, outputs that were discarded and how often random states were restored.
+    """
+    job.start(switches, tp=tp, pp=pp, vpp=vpp)
+    cfg, chunks = built(overrides or {}, activation, mtp, stages=vpp or 1, tp=tp, pp=pp)
+    for name, parameter in (pair for chunk in chunks for pair in chunk.named_parameters()):
+        parameter.requires_grad_(not frozen or frozen not in name)
+    with watched() as counts:
+        losses = job.train_step(cfg, chunks, list(job.samples(2 * num_microbatches).split(2)))
+    return {
+        "losses": [entry["lm loss"] for entry in losses],
+        "gradients": {
+            f"{index}.{name}": parameter.main_grad.clone()
+            for index, chunk in enumerate(chunks)
+            for name, parameter in chunk.named_parameters()
+            if parameter.requires_grad
+        },
+        "random state": torch.get_rng_state(),
+        **counts,
+    }
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, int]]:
+    """Count how often memory of outputs is freed, and random states are restored."""
+    from megatron.core.tensor_parallel import random
+
+    counts = {"discarded": 0, "restored": 0}
+    resize, restore = torch.UntypedStorage.resize_, random._set_all_rng_states
+
+    def counting_resize(self: Any, size: int) -> Any:
+        counts["discarded"] += size == 0
+        return resize(self, size)
+
+    def counting_restore(*states: Any) -> Any:
+        counts["restored"] += 1
+        return restore(*states)
+
+    with (
+        mock.patch.object(torch.UntypedStorage, "resize_", counting_resize),
+        mock.patch.object(random, "_set_all_rng_states", counting_restore),
+    ):
+        yield counts
+
+
+def kept_bytes(
+    switches: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, activation: str = "silu"
+) -> dict[str, int]:
+    """What the allocator has handed out in one forward and not got back by the end of it, and the peak.
+
+    Returns:
+        ``forward``: bytes held when the loss is there; ``peak``: the most bytes held in forward and backward.
+    """
+    job.start(switches)
+    _, (model,) = built(overrides or {}, activation)
+    tokens = job.samples(4)
+    job.per_token_loss(model, tokens).sum().backward()  # gradients and buffers are there from now on
+    held: list[int] = [0]
+    with allocations(held):
+        loss = job.per_token_loss(model, tokens).sum()
+    forward = held[-1]
+    with allocations(held):
+        loss.backward()
+    return {"forward": forward, "peak": max(held)}
+
+
+@contextmanager
+def allocations(held: list[int]) -> Iterator[None]:
+    """Append the bytes held after each allocation and release, as torch's CPU allocator reports them."""
+    gc.collect()
+    gc.disable()  # what earlier cases have left must not be freed meanwhile
+    try:
+        with torch.autograd.profiler.profile(profile_memory=True) as profile:
+            yield
+    finally:
+        gc.enable()
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held.append(held[-1] + event.nbytes())
+
+
+def drift(switches: Mapping[str, Any], by: float) -> float:
+    """A step of one MLP whose activation function is not what it was when it is computed again."""
+    job.start(switches)
+    _, (model,) = built(
+        {**PLAIN, "gated_linear_unit": False, "num_layers": 1, "activation_func": Drifting(by)}
+    )
+    loss = job.per_token_loss(model, job.samples(2)).sum()
+    loss.backward()
+    return float(loss)
+
+
+def without_gradients(switches: Mapping[str, Any]) -> dict[str, int]:
+    """Two forwards whose outputs have no backward: evaluation under no_grad, and with nothing to learn."""
+    job.start(switches)
+    _, (model,) = built(PLAIN)
+    with watched() as counts:
+        with torch.no_grad():
+            job.per_token_loss(model.eval(), job.samples(2))
+        job.per_token_loss(model.requires_grad_(False), job.samples(2))
+    return counts
+
+
+def after_undo(switches: Mapping[str, Any]) -> dict[str, Any]:
+    """A model that outlives the feature: it is Megatron's, and so are its functions."""
+    import megatron.core.transformer.mlp as mlp
+    import megatron.core.transformer.transformer_layer as transformer_layer
+    from megatron.core import tensor_parallel
+
+    import mindspeed_dsa
+
+    before = (
+        mlp.MLP.forward,
+        transformer_layer.TransformerLayer.forward,
+        tensor_parallel.CheckpointWithoutOutput,
+    )
+    job.start(switches)
+    _, (model,) = built(PLAIN)
+    during = (
+        mlp.MLP.forward,
+        transformer_layer.TransformerLayer.forward,
+        tensor_parallel.CheckpointWithoutOutput,
+    )
+    job.per_token_loss(model, job.samples(2)).sum().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    attributes = [sorted(set(vars(module)) - _BUILT_IN) for module in model.modules()]
+    mindspeed_dsa.disable()
+    after = (
+        mlp.MLP.forward,
+        transformer_layer.TransformerLayer.forward,
+        tensor_parallel.CheckpointWithoutOutput,
+    )
+    model.zero_grad()
+    with mindspeed_dsa.enabled(**job.DSA_ON), watched() as counts:
+        job.per_token_loss(model, job.samples(2)).sum().backward()
+    return {
+        "restored": before == after,
+        "changed": [a is not b for a, b in zip(before, during, strict=True)],
+        "discarded": counts["discarded"],
+        "same": all(torch.equal(gradients[name], p.grad) for name, p in model.named_parameters()),
+        "attributes": [name for names in attributes for name in names if "mindspeed" in name],
+        "flags": [layer.recompute_input_layernorm for layer in model.decoder.layers],
+    }
+
+
+_BUILT_IN = set(vars(torch.nn.Module()))
+
+
+def misuse(switches: Mapping[str, Any], how: str) -> None:
+    """What a recomputed output does not stand."""
+    job.start(switches)
+    _, (model,) = built(PLAIN)
+    tokens = job.samples(2)[:, :-1]
+    # Of logits: Megatron's cross entropy stands no second backward either.
+    loss = model(tokens, torch.arange(job.SEQUENCE).expand(2, -1), None).sum()
+    if how == "twice":
+        loss.backward(retain_graph=True)
+        loss.backward()
+    else:
+        torch.autograd.grad(loss, list(model.parameters()))
+
+
+def grouped_experts(switches: Mapping[str, Any]) -> dict[str, Any]:
+    """Grouped experts, whose kernels run on GPUs alone, with matrix products in the kernels' place."""
+    from megatron.core.transformer.moe import experts, grouped_gemm_util
+
+    import mindspeed_dsa
+
+    job.start(switches)
+
+    def gmm(tokens: Tensor, weights: Tensor, counts: Tensor, trans_b: bool) -> Tensor:
+        parts = zip(tokens.split(counts.tolist()), weights, strict=True)  # [tokens, in], [in, out]
+        return torch.cat([part @ weight for part, weight in parts])
+
+    with (
+        mock.patch.object(grouped_gemm_util, "assert_grouped_gemm_is_available"),
+        mock.patch.object(grouped_gemm_util, "ops", mock.Mock(gmm=gmm)),
+        mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+    ):
+        cfg = job.config(
+            **{**EXPERTS, "bf16": True, "params_dtype": torch.bfloat16, "moe_grouped_gemm": True}
+        )
+        module = experts.GroupedMLP(4, cfg, experts.ProcessGroupCollection.use_mpu_process_groups())
+        torch.nn.init.normal_(module.weight1, generator=torch.Generator().manual_seed(1))
+        torch.nn.init.normal_(module.weight2, generator=torch.Generator().manual_seed(2))
+        if switches:
+            from mindspeed_dsa.features.memory import recompute_activation
+
+            recompute_activation._chosen[module] = "layer 1, mlp.experts"
+        found = {}
+        for counts in ([3, 0, 2, 4], [0, 0, 0, 0]):
+            generator = torch.Generator().manual_seed(0)
+            tokens = torch.randn(sum(counts), 32, generator=generator).bfloat16().requires_grad_()
+            probs = torch.rand(sum(counts), generator=generator).requires_grad_()
+            with watched() as seen:
+                output, _ = module(tokens, torch.tensor(counts), probs)
+                output.sum().backward()
+            found[str(counts)] = [output.detach(), tokens.grad, probs.grad, module.weight1.grad.clone()]
+            found[f"discarded {counts}"] = seen["discarded"]
+        found["own flag"] = module.activation_recompute
+    mindspeed_dsa.disable()
+    return found
+
+
+def chosen_layers(switches: Mapping[str, Any], num_layers: int, **layout: Any) -> dict[str, list[int]]:
+    """Numbers of this rank's layers whose outputs are recomputed, by feature."""
+    from mindspeed_dsa.features.memory import recompute_activation, recompute_norm
+
+    job.start(switches, **layout)
+    vpp = layout.get("vpp")
+    _, chunks = built({"num_layers": num_layers}, stages=vpp or 1, pp=layout.get("pp", 1))
+    layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+    return {
+        "activation": [
+            layer.layer_number
+            for layer in layers
+            if any(module in recompute_activation._chosen for module in layer.mlp.modules())
+        ],
+        "norm": [layer.layer_number for layer in layers if layer in recompute_norm._layers],
+    }
+
+
+def changed_norm_weight(switches: Mapping[str, Any], overrides: Mapping[str, Any] = PLAIN) -> None:
+    """A norm whose weight is not what it was when its output is computed again."""
+    job.start(switches)
+    _, (model,) = built(overrides)
+    loss = job.per_token_loss(model, job.samples(2)).sum()
+    with torch.no_grad():
+        model.decoder.layers[0].input_layernorm.weight[3] *= 1.001
+    loss.backward()

@@ -1,0 +1,144 @@
+"""Which layers recompute, and what recomputing cannot be combined with."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindspeed_dsa.features.memory import recompute_limits
+from mindspeed_dsa.features.memory.recompute_layers import chosen
+
+CASES = "tests.features.memory.recompute_cases"
+
+
+def test_layers_are_spread_over_chunks():
+    """Two chunks of three layers: 0 of both, then 1 of both, then 2 of both."""
+    assert [chosen([3, 3], chunk, 3) for chunk in (0, 1)] == [[0, 1], [0]]
+    assert [chosen([3, 3], chunk, None) for chunk in (0, 1)] == [[0, 1, 2], [0, 1, 2]]
+    assert [chosen([3, 3], chunk, 0) for chunk in (0, 1)] == [[], []]
+
+
+def test_layers_recomputed_in_full_do_not_count():
+    assert [chosen([3, 3], chunk, 3, in_full=1) for chunk in (0, 1)] == [[1, 2], [1]]
+    assert chosen([2], 0, None, in_full=2) == []
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(0, 30), st.integers(0, 7))
+def test_as_many_layers_as_asked_for_and_evenly(layers, wanted, in_full):
+    found = [chosen(layers, chunk, wanted, in_full) for chunk in range(len(layers))]
+    left = [max(count - in_full, 0) for count in layers]
+    assert sum(map(len, found)) == min(wanted, sum(left))
+    for positions, count in zip(found, left, strict=True):
+        assert positions == list(range(in_full, in_full + len(positions)))
+        # No chunk has two more than another one that has layers left.
+        assert all(
+            len(positions) <= len(other) + 1 or len(other) == room
+            for other, room in zip(found, left, strict=True)
+        )
+        assert len(positions) <= count
+
+
+@pytest.mark.parametrize(
+    ("switches", "layout", "world_size", "expected"),
+    [
+        ({"recompute_activation_function_num_layers": 1}, {}, 1, [([1], [1, 2, 3, 4])]),
+        ({"recompute_norm_num_layers": 2}, {"pp": 2}, 2, [([1, 2], [1, 2]), ([3, 4], [3, 4])]),
+        (
+            {"recompute_activation_function_num_layers": 1, "recompute_norm_num_layers": 0},
+            {"pp": 2, "vpp": 2},
+            2,
+            [([1], []), ([2], [])],
+        ),
+    ],
+    ids=("one process", "PP2", "PP2 x VPP2"),
+)
+def test_layers_of_a_built_model(pool, switches, layout, world_size, expected):
+    on = {"recompute_activation_function": True, "recompute_norm": True, **switches}
+    ranks = pool.run(f"{CASES}:chosen_layers", world_size, switches=on, num_layers=4, **layout)
+    assert [(rank["activation"], rank["norm"]) for rank in ranks] == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"fp8": "hybrid"}, "quantised copy"),
+        ({"fp4": "e2m1"}, "quantised copy"),
+        ({"cuda_graph_impl": "local"}, "CUDA graphs"),
+        ({"enable_cuda_graph": True}, "CUDA graphs"),
+        ({"recompute_granularity": "full", "recompute_method": "uniform"}, "nothing left to do"),
+        ({"cpu_offloading": True}, "--cpu-offloading-num-layers"),
+        ({"overlap_moe_expert_parallel_comm": True}, "takes apart"),
+    ],
+)
+def test_combinations_that_are_refused(arguments, says):
+    args = SimpleNamespace(num_layers=4, **arguments)
+    for check in (recompute_limits.of_activation, recompute_limits.of_norm):
+        (problem,) = check(args)
+        assert says in problem
+
+
+@pytest.mark.parametrize(
+    ("check", "module"),
+    [(recompute_limits.of_activation, "moe_act"), (recompute_limits.of_norm, "layernorm")],
+)
+def test_megatrons_own_module_for_the_same_thing_is_refused(check, module):
+    args = SimpleNamespace(recompute_granularity="selective", recompute_modules=["core_attn", module])
+    (problem,) = check(args)
+    assert f"drop {module}" in problem
+    args.recompute_granularity = None  # the modules have no effect then
+    assert check(args) == []
+
+
+def test_what_goes_together_is_not_refused():
+    for arguments in (
+        {},
+        {"cuda_graph_impl": "none", "fp8": None, "recompute_modules": ["core_attn"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj", "mlp"]},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    ):
+        args = SimpleNamespace(**arguments)
+        assert recompute_limits.of_activation(args) == recompute_limits.of_norm(args) == []
+        assert recompute_limits.of_outputs(args) == []
+    (problem,) = recompute_limits.of_activation(SimpleNamespace(use_transformer_engine_op_fuser=True))
+    assert "no output of its own" in problem
+
+
+@pytest.mark.parametrize("dest", ["recompute_activation_function", "recompute_norm"])
+def test_numbers_of_layers(dest):
+    check = recompute_limits.of_norm if dest == "recompute_norm" else recompute_limits.of_activation
+    number = f"{dest}_num_layers"
+    (problem,) = check(SimpleNamespace(num_layers=4, **{number: 2}))
+    assert "has no effect without" in problem
+    for wanted in (-1, 5):
+        (problem,) = check(SimpleNamespace(num_layers=4, **{dest: True, number: wanted}))
+        assert f"-num-layers {wanted}: use a number that is at least 0 and at most 4" in problem
+    for wanted in (0, 4):
+        assert check(SimpleNamespace(num_layers=4, **{dest: True, number: wanted})) == []
+
+
+def test_a_model_without_megatrons_parser_is_refused_when_it_is_built(pool):
+    (error,) = pool.run(
+        "tests.features.attention.job:error_of",
+        1,
+        case=f"{CASES}:train",
+        switches={"recompute_norm": True},
+        overrides={"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+    )
+    assert "drop layernorm from the modules" in error
+
+
+def test_recomputing_beside_megatrons_own(pool):
+    """Full recompute of the first layer, ours in the second; Megatron's of the whole MLP, ours of experts."""
+    block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    modules = {"recompute_granularity": "selective", "recompute_modules": ["mlp", "shared_experts"]}
+    for overrides, discarded in ((block, 3 * (4 + 1)), (modules, 3 * 4)):
+        (plain,) = pool.run(f"{CASES}:train", 1, switches={}, overrides=overrides)
+        (found,) = pool.run(
+            f"{CASES}:train", 1, switches={"recompute_activation_function": True}, overrides=overrides
+        )
+        assert found["discarded"] == discarded
+        for name, gradient in plain["gradients"].items():
+            assert (found["gradients"][name] == gradient).all(), name
