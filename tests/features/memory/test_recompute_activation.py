@@ -149,7 +149,10 @@ def test_the_memory_of_activations_goes(pool, overrides, activation, floats):
     (on,) = run(pool, "kept_bytes", switches=ON, overrides=overrides, activation=activation)
     saved = off["forward"] - on["forward"]
     assert saved == pytest.approx(LAYERS * TOKENS * floats * 4, rel=0.02)
-    assert on["peak"] <= off["peak"] + 16, "computing again takes no more than was freed in the other layer"
+    # At two layers, computing again takes what was freed in the other one. Without fusion the intermediates
+    # are gone as well, and so must be the second copy of the output when the function's backward runs.
+    lowered = 3.5 * FFN if overrides is PLAIN else 0
+    assert on["peak"] <= off["peak"] - TOKENS * lowered * 4 + 16
 
 
 def test_memory_is_freed_in_as_many_layers_as_asked_for(pool):
