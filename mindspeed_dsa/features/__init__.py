@@ -25,6 +25,7 @@ _DECLARATIONS: tuple[str, ...] = (
     "attention.bring_along.feature",
     "attention.fused.declare",
     "attention.fused.kernel_declare",
+    "memory.reuse_fp32_param",
     "memory.recompute",
     "training.metrics",
     "training.initial_weights",

@@ -1,0 +1,71 @@
+"""A float32 number as its bfloat16 rounding and sixteen more bits.
+
+The bits of a float32, taken as a whole number, lie at most 0x8000 away from those of its rounding to
+bfloat16, upwards or downwards. The lower half of the float32 is that difference modulo 2^16, so it tells
+all differences apart but two: plus and minus 0x8000, a tie that was rounded down or up. An even bfloat16 has
+65,537 preimages, one more than sixteen bits can name. The lower half 0x8000 means plus; numbers with minus
+are listed with their upper half, about one in 2^17 of evenly spread numbers. So are NaNs that lie further
+from their rounding; a NaN that arithmetic makes does not.
+
+The bfloat16 is made by torch's own conversion, so it is what torch would store; what torch does with any
+number cannot make the way back inexact, because every number whose difference is out of range is listed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_LEAST, _MOST = -0x7FFF, 0x8000  # differences that sixteen bits tell apart
+_QUIET = 0x40  # the bit that makes a NaN of any bfloat16 with all exponent bits set
+
+
+class Halves(NamedTuple):
+    """``n`` numbers, split; ``e`` of them are listed.
+
+    Attributes:
+        weight: bfloat16 ``[n]``, round to nearest even.
+        low: int16 ``[n]``, the lower half of each float32.
+        where: int64 ``[e]``, ascending positions of the listed numbers.
+        high: int16 ``[e]``, their upper halves.
+    """
+
+    weight: Tensor
+    low: Tensor
+    where: Tensor
+    high: Tensor
+
+
+def split(words: Tensor) -> Halves:
+    """Split float32 ``[n]``, contiguous; the result shares no memory with it."""
+    bits = words.view(torch.int32)
+    weight, low = words.to(torch.bfloat16), bits.to(torch.int16)  # int16 keeps the lower half
+    away = bits - _as_words(weight)
+    least, most = away.aminmax() if away.numel() else (away.new_zeros(()),) * 2
+    if not bool((least < _LEAST) | (most > _MOST)):
+        nothing = torch.empty(0, dtype=torch.int64, device=words.device)
+        return Halves(weight, low, nothing, nothing.to(torch.int16))
+    # A NaN keeps sign and payload, whichever NaN torch's rounding gives: few are to be listed then.
+    high = (bits >> 16).to(torch.int16)
+    weight = torch.where(words.isnan(), high | _QUIET, weight.view(torch.int16)).view(torch.bfloat16)
+    away = bits - _as_words(weight)
+    where = ((away < _LEAST) | (away > _MOST)).nonzero().flatten()
+    return Halves(weight, low, where, high[where])
+
+
+def join(halves: Halves) -> Tensor:
+    """The float32 ``[n]`` that :func:`split` was given, bit for bit."""
+    # One less, and one more in 32 bits: so 0x8000 means itself and not its negative.
+    bits = (halves.low - 1).to(torch.int32).add_(1).add_(_as_words(halves.weight))
+    if halves.where.numel():
+        bits[halves.where] = (halves.high.to(torch.int32) << 16) | (
+            halves.low[halves.where].to(torch.int32) & 0xFFFF
+        )
+    return bits.view(torch.float32)
+
+
+def _as_words(weight: Tensor) -> Tensor:
+    """bfloat16 as the bits of the float32 of the same value, int32."""
+    return weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)

@@ -1,0 +1,100 @@
+"""The master weights of one optimizer, and what their tensors hold while there are none.
+
+Megatron and the optimizer know each master weight by its tensor, as a key of the optimizer's state for
+instance. The tensors stay; in pair form they are views, of the right shape, of a single NaN. Whoever
+reads one then gets NaN, and whoever writes gets torch's error, rather than halves of something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.features.memory.shared_storage import SharedStorage
+
+
+@dataclass(frozen=True)
+class Master:
+    """One master weight.
+
+    Attributes:
+        tensor: float32, what Megatron and the optimizer hold.
+        storage: where its numbers lie.
+        start: position of its first number there.
+    """
+
+    tensor: Tensor
+    storage: SharedStorage
+    start: int
+
+    def values(self) -> Tensor:
+        """A copy in float32, shaped as the tensor."""
+        return self.storage.read(self.start, self.start + self.tensor.numel()).view(self.tensor.shape)
+
+
+class Masters:
+    """All master weights of an optimizer whose numbers lie in shared storages, in pair form at first."""
+
+    def __init__(self, masters: Sequence[Master]) -> None:
+        self._by_tensor = {each.tensor: each for each in masters}
+        self.storages = list({id(each.storage): each.storage for each in masters}.values())
+        self.in_master_form = False
+        self._nothing: dict[torch.device, Tensor] = {}
+        for each in masters:
+            self._void(each)
+
+    def to_master(self) -> None:
+        """The tensors hold the float32 weights; the model's bfloat16 weights are void."""
+        for storage in self.storages:
+            storage.to_master()
+        for each in self._by_tensor.values():
+            end = each.start + each.tensor.numel()
+            each.tensor.data = each.storage.master[each.start : end].view(each.tensor.shape)
+        self.in_master_form = True
+
+    def to_pairs(self) -> None:
+        """The model's bfloat16 weights are there; the tensors are void."""
+        for each in self._by_tensor.values():
+            self._void(each)
+        for storage in self.storages:
+            storage.to_pairs()
+        self.in_master_form = False
+
+    def values(self, tensor: Tensor) -> Tensor:
+        """What ``tensor`` holds in master form, as a copy; the tensor itself if it is none of these."""
+        return self._by_tensor[tensor].values() if tensor in self._by_tensor else tensor
+
+    @contextlib.contextmanager
+    def opened(self, tensors: Sequence[Tensor] | None = None) -> Iterator[None]:
+        """Copies of the float32 weights in ``tensors`` (all by default), written back at the end.
+
+        Unlike :meth:`to_master` it leaves everything else in a bucket as it is.
+        """
+        chosen = self._by_tensor.values() if tensors is None else self._known(tensors)
+        for each in chosen:
+            each.tensor.data = each.values()
+        try:
+            yield
+        finally:
+            for each in chosen:
+                each.storage.write(each.start, each.tensor.data.flatten())
+                self._void(each)
+
+    def drop_lower_halves(self) -> None:
+        """The float32 weights become what the bfloat16 weights are."""
+        for storage in self.storages:
+            storage.drop_lower_halves()
+
+    def _known(self, tensors: Sequence[Tensor]) -> list[Master]:
+        return [self._by_tensor[tensor] for tensor in tensors if tensor in self._by_tensor]
+
+    def _void(self, master: Master) -> None:
+        device = master.storage.weights.device
+        if device not in self._nothing:
+            self._nothing[device] = torch.full((), math.nan, dtype=torch.float32, device=device)
+        master.tensor.data = self._nothing[device].expand(master.tensor.shape)

@@ -1,0 +1,278 @@
+"""A tiny bfloat16 model trained by Megatron's schedule, DDP and optimizer; runs in the pool's workers."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.features.attention.job import config, forward_step, gpt_model, samples, start
+
+FLAG = "reuse_fp32_param"
+MICROBATCHES = 2
+RANKS_OF_DATA = 4  # the global batch is the same for 1, 2 and 4 ranks
+
+
+@dataclass
+class Job:
+    """Model and optimizer, ready to train."""
+
+    cfg: Any
+    model: Any
+    optimizer: Any
+    ddp: Any
+
+    @property
+    def parts(self) -> list[Any]:
+        """Megatron's optimizers inside the chain: dense parameters, experts."""
+        return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
+
+
+def build(
+    reuse: bool,
+    distributed: bool = False,
+    overlap: bool = False,
+    clip: float = 1.0,
+    overrides: Mapping[str, Any] | None = None,
+    optimizer_options: Mapping[str, Any] | None = None,
+    ddp_options: Mapping[str, Any] | None = None,
+) -> Job:
+    """Model, DDP and optimizer with or without the feature."""
+    start({FLAG: reuse})
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.module import Float16Module
+
+    bf16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+    cfg = config(**bf16, **(overrides or {}))
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=distributed,
+        overlap_param_gather=overlap,
+        overlap_grad_reduce=overlap,
+        **{"bucket_size": 10_000, **(ddp_options or {})},
+    )
+    model = DistributedDataParallel(cfg, ddp_config, Float16Module(cfg, gpt_model(cfg)))
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=2e-3,
+            weight_decay=0.1,
+            params_dtype=torch.bfloat16,
+            use_distributed_optimizer=distributed,
+            overlap_param_gather=overlap,
+            clip_grad=clip,
+            loss_scale=1.0,  # a constant scale, for its check of infinite gradients
+            **{"bf16": True, **(optimizer_options or {})},
+        ),
+        [model],
+    )
+    cfg.finalize_model_grads_func = finalize_model_grads
+    if overlap:
+        cfg.no_sync_func = model.no_sync
+        cfg.param_sync_func = None
+    return Job(cfg, model, optimizer, ddp_config)
+
+
+def step(job: Job, number: int, spoil: bool = False) -> dict[str, Any]:
+    """One training step, as Megatron's loop does it; ``spoil`` makes a gradient infinite."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    job.model.zero_grad_buffer()
+    job.optimizer.zero_grad()
+    ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    batch = samples(MICROBATCHES * RANKS_OF_DATA, seed=number)
+    mine = batch.view(MICROBATCHES, ranks, RANKS_OF_DATA // ranks, -1)[:, rank]
+    losses = get_forward_backward_func()(
+        forward_step_func=lambda iterator, model, *unused: forward_step(job.cfg, iterator, model),
+        data_iterator=iter(list(mine)),
+        model=job.model,
+        num_microbatches=MICROBATCHES,
+        seq_length=mine.size(-1) - 1,
+        micro_batch_size=mine.size(1),
+        forward_only=False,
+    )
+    if spoil:
+        for parameter in job.model.parameters():
+            parameter.main_grad.fill_(float("inf"))
+    successful, norm, _ = job.optimizer.step()
+    return {"loss": [float(each["lm loss"]) for each in losses], "norm": norm, "successful": successful}
+
+
+def train(
+    steps: int = 10,
+    skip: int | None = None,
+    load: tuple[str, str] | None = None,
+    save: tuple[str, str] | None = None,
+    first: int = 0,
+    block: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train, from and to a checkpoint ``(way, folder)`` if asked for; returns all there is to compare."""
+    from mindspeed_dsa.features.memory import shared_storage
+
+    usual = shared_storage.default_block
+    shared_storage.default_block = usual if block is None else lambda device: block
+    job = build(**options)
+    shared_storage.default_block = usual
+    if load:
+        from tests.features.memory.checkpoints import load_from
+
+        load_from(job, *load)
+    before = state(job) if load else {}
+    records = [step(job, number, spoil=number == skip) for number in range(first, first + steps)]
+    if save:
+        from tests.features.memory.checkpoints import save_to
+
+        save_to(job, *save)
+    return {"records": records, "loaded": before, "voided": masters_are_void(job), **state(job)}
+
+
+def fail_in_the_step(**options: Any) -> dict[str, Any]:
+    """The inner optimizer raises after it has changed nothing; the weights must be weights again."""
+    job = build(reuse=True, **options)
+    step(job, 0)
+    before = state(job)
+
+    def unlucky(*unused: Any) -> None:
+        raise ValueError("out of luck")
+
+    job.parts[0].optimizer.step = unlucky
+    error = ""
+    try:
+        step(job, 1)
+    except ValueError as raised:
+        error = str(raised)
+    after = state(job)  # gathered: other shards of the buckets come back from their owners
+    same = after["masters"] == before["masters"] and (
+        job.ddp.use_distributed_optimizer or after["weights"] == before["weights"]
+    )
+    return {"error": error, "shard is as before": same, "voided": masters_are_void(job)}
+
+
+def reload(from_state_dict: bool = False, **options: Any) -> dict[str, Any]:
+    """Weights set from outside after two steps, then two more steps; by ``state_dict`` in float32."""
+    job = build(**options)
+    for number in range(2):
+        step(job, number)
+    state_dict = {}
+    with torch.no_grad():
+        for place, (name, parameter) in enumerate(job.model.module.module.named_parameters()):
+            generator = torch.Generator().manual_seed(place)
+            state_dict[name] = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(state_dict[name])
+    job.optimizer.reload_model_params(state_dict=state_dict if from_state_dict else None)
+    reloaded = state(job)
+    return {"reloaded": reloaded, "records": [step(job, number) for number in (2, 3)], **state(job)}
+
+
+def step_after_undo() -> str:
+    """What an optimizer says whose feature was switched off underneath it."""
+    import mindspeed_dsa
+
+    job = build(reuse=True)
+    step(job, 0)
+    mindspeed_dsa.disable()
+    mindspeed_dsa.enable(experimental_attention_variant="dsa")
+    try:
+        step(job, 1)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def error_of_build(**options: Any) -> str:
+    """What building an optimizer that does not combine with the feature says."""
+    try:
+        build(reuse=True, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def state(job: Job) -> dict[str, Any]:
+    """Digests of all weights, master weights and moments of this rank, after the weights were gathered."""
+    gather(job)
+    weights = {name: digest(parameter) for name, parameter in job.model.named_parameters()}
+    masters, moments = [], []
+    for part in job.parts:
+        for group in part.optimizer.param_groups:
+            masters += [digest(value) for value in map(partial(master_value, part), group["params"])]
+            for parameter in group["params"]:
+                entry = part.optimizer.state.get(parameter, {})
+                moments += [digest(entry[key]) for key in ("exp_avg", "exp_avg_sq") if key in entry]
+    return {"weights": weights, "masters": masters, "moments": moments}
+
+
+def gather(job: Job) -> None:
+    """What Megatron's loop does before it saves or evaluates when gathering overlaps the forward pass."""
+    if job.ddp.overlap_param_gather:
+        job.model.start_param_sync(force_sync=True)
+
+
+def master_value(part: Any, tensor: Tensor) -> Tensor:
+    """The float32 weight, wherever it is."""
+    from mindspeed_dsa.features.memory.reuse_fp32_param_impl import masters_of
+
+    masters = masters_of(part)
+    return tensor if masters is None else masters.values(tensor)
+
+
+def masters_are_void(job: Job) -> bool:
+    """Whether every tensor that stands for a master weight reads as NaN and owns nothing."""
+    mains = [main for part in job.parts for group in part.optimizer.param_groups for main in group["params"]]
+    return all(bool(main.isnan().all()) and main.untyped_storage().nbytes() == 4 for main in mains)
+
+
+def digest(tensor: Tensor) -> str:
+    """SHA-256 of the bytes."""
+    data = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(data.tobytes()).hexdigest()
+
+
+def bytes_at_rest(**options: Any) -> dict[str, float]:
+    """Bytes of all live storages, gradients excluded, after two steps, and the number of parameters."""
+    before = live_bytes()
+    job = build(**options)
+    for number in range(2):
+        step(job, number)
+    job.optimizer.zero_grad()
+    gradients = [buffer.grad_data for buffer in (*job.model.buffers, *job.model.expert_parallel_buffers)]
+    gc.collect()
+    parameters = sum(parameter.numel() for parameter in job.model.parameters())
+    return {
+        "bytes": live_bytes() - before - storage_bytes(gradients),
+        "parameters": parameters,
+        "listed": sum(
+            storage.listed_bytes() for part in job.parts for storage in part._mindspeed_dsa_masters.storages
+        )
+        if options["reuse"]
+        else 0,
+    }
+
+
+def live_bytes() -> int:
+    """Bytes of the storages of all tensors that Python can reach."""
+    gc.collect()
+    return storage_bytes(each for each in gc.get_objects() if _is_tensor(each))
+
+
+def _is_tensor(candidate: Any) -> bool:
+    return issubclass(type(candidate), Tensor)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Each storage once."""
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values())
