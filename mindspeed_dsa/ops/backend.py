@@ -3,8 +3,8 @@
 A backend is a module ``mindspeed_dsa.ops.<operator>.<name>``. It declares what it cannot take in
 ``unsupported(shape) -> str | None``, a sentence that names the limit. An explicit request that
 cannot be met is an error with that sentence; ``auto`` falls back and logs the sentence once.
-Limits that no shape shows, such as which rows see which keys, it declares in ``unsupported_call``, which gets
-what they depend on: see :func:`settle`.
+Limits that no shape shows, such as which rows see which keys, it declares in ``plan_call``, which gets what
+they depend on: see :func:`plan`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -80,6 +80,34 @@ def choose(operator: str, requested: str, shape: ShapeClass) -> ModuleType:
             return module
         logger.warning("%s: backend %r is passed over for %s: %s", operator, name, shape, reason)
     raise BackendUnavailable(f"{operator}: no backend can run {shape}")
+
+
+def plan(
+    operator: str, requested: str, implementation: ModuleType, *facts: Any
+) -> tuple[ModuleType, tuple[Any, ...]]:
+    """What runs a call, and what the backend found out about it, if it looks at calls at all.
+
+    Args:
+        operator: folder name under ``mindspeed_dsa/ops``.
+        requested: one of :data:`BackendName`.
+        implementation: what :func:`choose` returned. Its ``plan_call(*facts)``, if it has one, returns a
+            sentence that says why it cannot take the call, or what its other functions want as their last
+            argument.
+        facts: what this depends on.
+
+    Returns:
+        The implementation, or the reference if it declines and any backend will do; and that last argument,
+        if there is one.
+
+    Raises:
+        BackendUnavailable: it declines and was asked for by name.
+    """
+    if not hasattr(implementation, "plan_call"):
+        return implementation, ()
+    found = implementation.plan_call(*facts)
+    if isinstance(found, str):
+        return settle(operator, requested, implementation, found), ()
+    return implementation, (found,)
 
 
 def settle(operator: str, requested: str, implementation: ModuleType, reason: str | None) -> ModuleType:

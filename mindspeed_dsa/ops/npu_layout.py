@@ -8,6 +8,9 @@ They know two forms of rows, both causal from the lower right (``sparse_mode=3``
 
 An operator takes ``min(topk, visible keys)`` entries of a row of indices and does not look whether they are
 -1. A row that lists fewer keys than that would be computed from whatever lies in memory, so it is refused.
+
+What a tensor holds is not remembered with the tensor: collectives, ``.data`` and ``.numpy()`` change it
+without a trace. A call finds its layout once and hands it on, to its own backward too.
 """
 
 from __future__ import annotations
@@ -19,9 +22,8 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from mindspeed_dsa.ops.ranges import is_plain_causal
+from mindspeed_dsa.ops.ranges import Ranges
 
 _BEHIND_ALL = 2**31 - 1
 
@@ -120,38 +122,19 @@ class Layout:
         return self.unpack(packed)
 
 
-# What is known of a tensor of ends or indices, so that the device is waited for once per tensor and not in
-# every operator that gets it. Without an entry (a copy, a tensor changed in place) it is read again.
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+def layout_of_ranges(ranges: Ranges, key_length: int) -> Layout | str:
+    """The layout of rows that see these ranges, or a sentence that says why there is none.
 
-
-def remember(tensor: Tensor, layout: Layout) -> None:
-    """Spare later calls with this very tensor of ends or indices the wait for its contents."""
-    if not tensor.is_inference():
-        _known[tensor] = (tensor._version, layout)
-
-
-def _recalled(tensor: Tensor, key_length: int) -> Layout | None:
-    if tensor.is_inference() or tensor not in _known:
-        return None
-    version, layout = _known[tensor]
-    return layout if (version, layout.key_length) == (tensor._version, key_length) else None
-
-
-def layout_of_ranges(starts: Tensor, ends: Tensor, key_length: int) -> Layout | str:
-    """The layout of rows that see ``starts <= s < ends``, or a sentence that says why there is none.
+    Reads them from the device unless they are the causal default.
 
     Args:
-        starts: ``[batch, query_length]`` int32.
-        ends: ``[batch, query_length]`` int32.
+        ranges: ``[batch, query_length]`` each.
         key_length: number of keys.
     """
+    starts, ends, plain_causal = ranges
     batch, length = ends.shape
-    known = _recalled(ends, key_length)
-    if known is not None:
-        return known
     layout: Layout | None = None
-    if is_plain_causal(ends):
+    if plain_causal:
         layout = Layout(batch, length, key_length, None, ends.device)
     else:
         begin, end = torch.stack([starts, ends]).cpu()
@@ -165,12 +148,13 @@ def layout_of_ranges(starts: Tensor, ends: Tensor, key_length: int) -> Layout | 
             "torch_npu's operators see causal rows that end at the last key, or whole sequences packed one "
             "after the other; starts and ends describe other rows"
         )
-    remember(ends, layout)
     return layout
 
 
 def layout_of_indices(topk_indices: Tensor, key_length: int) -> Layout | str:
     """The layout under which each row of ``topk_indices`` lists as many keys as an operator takes.
+
+    A few passes over the indices on the device, then one wait for four numbers per row.
 
     Args:
         topk_indices: ``[batch, query_length, topk]``, valid entries first.
@@ -179,9 +163,6 @@ def layout_of_indices(topk_indices: Tensor, key_length: int) -> Layout | str:
     Returns:
         The layout, or a sentence that says why there is none.
     """
-    known = _recalled(topk_indices, key_length)
-    if known is not None:
-        return known
     batch, length, topk = topk_indices.shape
     valid = topk_indices >= 0
     counts = valid.sum(dim=-1)
@@ -211,14 +192,6 @@ def layout_of_indices(topk_indices: Tensor, key_length: int) -> Layout | str:
             "topk, in causal rows that end at the last key or in sequences packed one after the other; some "
             "row lists another number of keys"
         )
-    remember(topk_indices, layout)
-    return layout
-
-
-def known_layout(layout: Layout | str) -> Layout:
-    """The layout itself; a sentence is an error, because such calls are declined before."""
-    if isinstance(layout, str):
-        raise ValueError(layout)
     return layout
 
 

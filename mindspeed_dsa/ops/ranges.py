@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed_dsa.ops.checks import require
 
-# The ends that were filled in here: what they hold is known without reading them from a device.
-_plain_causal: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+class Ranges(NamedTuple):
+    """The keys that each row sees, ``starts <= s < ends``."""
+
+    starts: Tensor
+    """``[batch, query_length]`` int32, at least 0."""
+    ends: Tensor
+    """``[batch, query_length]`` int32, at most the number of keys."""
+    plain_causal: bool
+    """Whether both are the causal default: known without reading them from a device. False says nothing."""
 
 
 def visible_ranges(
@@ -20,7 +29,7 @@ def visible_ranges(
     starts: Tensor | None,
     ends: Tensor | None,
     device: torch.device,
-) -> tuple[Tensor, Tensor]:
+) -> Ranges:
     """Check the ranges of a call and fill in the causal default.
 
     Args:
@@ -33,8 +42,8 @@ def visible_ranges(
         device: where the result lives.
 
     Returns:
-        ``starts, ends``: ``[batch, query_length]`` int32 each, cut to ``0 <= starts`` and
-        ``ends <= key_length``. A row with ``starts >= ends`` sees nothing.
+        The ranges, cut to ``0 <= starts`` and ``ends <= key_length``. A row with ``starts >= ends`` sees
+        nothing.
     """
     plain = starts is None and ends is None
     if ends is None:
@@ -56,11 +65,4 @@ def visible_ranges(
         )
         bound = bound.to(device=device, dtype=torch.int32).clamp(0, key_length)
         rows.append(bound.expand(batch, query_length))
-    if plain:
-        _plain_causal[rows[1]] = True
-    return rows[0], rows[1]
-
-
-def is_plain_causal(ends: Tensor) -> bool:
-    """Whether ``ends`` came from :func:`visible_ranges` as the default; False says nothing."""
-    return ends in _plain_causal
+    return Ranges(rows[0], rows[1], plain)

@@ -13,6 +13,7 @@ from mindspeed_dsa.features.attention.fused.indexer import IndexInputs, Selectio
 from mindspeed_dsa.features.attention.fused.loss import sparse_loss
 from mindspeed_dsa.features.attention.fused.options import Options
 from mindspeed_dsa.ops import chunks
+from mindspeed_dsa.ops.backend import BackendUnavailable
 from mindspeed_dsa.ops.indexer_kl_loss import indexer_kl_loss, npu
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
@@ -58,15 +59,31 @@ def test_loss_takes_the_lse_of_the_attention(npu_kernels, monkeypatch):
     ]
 
 
-def test_a_whole_layer_of_causal_rows_never_waits_for_the_device(npu_kernels, monkeypatch):
-    """Indices from our indexer are known, also where the backward gets them from autograd."""
+def test_how_often_a_whole_layer_waits_for_the_device(npu_kernels, monkeypatch):
+    """Once in each forward that takes indices, never in the indexer of causal rows nor in a backward."""
     reads = watch_reads(monkeypatch)
     inputs = indexer_leaves(2, 40)
     query, key = (x.requires_grad_() for x in main_inputs(2, 40, 32, torch.bfloat16))
     indices, scores = lightning_indexer(*inputs, 2048, backend="npu")
+    assert len(reads) == 0
     attention = sparse_flash_attention(query, key, indices, SCALE, value_dim=512, backend="npu")
+    assert len(reads) == 1
     loss = indexer_kl_loss(*inputs, query, key, indices, SCALE, lse=attention.lse, backend="npu")
+    assert len(reads) == 2
     total = attention.out.float().sum() + loss + scores[indices >= 0].sum()
     torch.autograd.grad(total, (query, key, *inputs))
     assert len(npu_kernels) == 4
-    assert not reads
+    assert len(reads) == 2
+
+
+@pytest.mark.parametrize("change", ["data", "numpy"])
+def test_indices_changed_behind_our_back_are_looked_at_again(npu_kernels, change):
+    """A row that lists fewer keys than the operators take would be computed from whatever lies in memory."""
+    inputs = indexer_leaves(2, 40)
+    query, key = main_inputs(2, 40, 32, torch.bfloat16)
+    indices = lightning_indexer(*inputs, 2048, backend="npu").topk_indices
+    sparse_flash_attention(query, key, indices, SCALE, value_dim=512, backend="npu")
+    changed = indices.data if change == "data" else indices.numpy()
+    changed[0, 39, 20:] = -1
+    with pytest.raises(BackendUnavailable, match="some row lists another number of keys"):
+        sparse_flash_attention(query, key, indices, SCALE, value_dim=512, backend="npu")

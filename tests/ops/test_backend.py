@@ -85,7 +85,7 @@ def test_a_call_that_the_chosen_backend_declines(monkeypatch, caplog):
     from mindspeed_dsa.ops.lightning_indexer import cpu
 
     backend.say_once.cache_clear()
-    monkeypatch.setattr(cpu, "unsupported_call", lambda *_: "rows are upside down", raising=False)
+    monkeypatch.setattr(cpu, "plan_call", lambda *_: "rows are upside down", raising=False)
     monkeypatch.setattr(cpu, "select", None)
     inputs = indexer_inputs(1, 9)
     with pytest.raises(

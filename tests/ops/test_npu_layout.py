@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mindspeed_dsa.ops.npu_layout import Layout, layout_of_indices, layout_of_ranges
-from mindspeed_dsa.ops.ranges import visible_ranges
+from mindspeed_dsa.ops.ranges import Ranges, visible_ranges
 from tests.npu.cases import causal_indices, packed_indices, watch_reads
 from tests.ops.cases import packed_ranges
 
@@ -19,36 +19,56 @@ def reads(monkeypatch):
 
 
 def test_default_rows_need_no_reading(reads):
-    starts, ends = visible_ranges("test", 2, 30, 30, None, None, CPU)
-    assert layout_of_ranges(starts, ends, 30) == Layout(2, 30, 30, None, CPU)
+    ranges = visible_ranges("test", 2, 30, 30, None, None, CPU)
+    assert layout_of_ranges(ranges, 30) == Layout(2, 30, 30, None, CPU)
     assert not reads
 
 
-def test_ranges_are_read_once(reads):
-    starts, ends = visible_ranges("test", 2, 30, 30, *packed_ranges(10, 20), CPU)
-    for _ in range(3):
-        assert layout_of_ranges(starts, ends, 30) == Layout(2, 30, 30, (10, 20, 10, 20), CPU)
+def test_everything_else_is_read_once_per_question(reads):
+    ranges = visible_ranges("test", 2, 30, 30, *packed_ranges(10, 20), CPU)
+    assert layout_of_ranges(ranges, 30) == Layout(2, 30, 30, (10, 20, 10, 20), CPU)
     assert len(reads) == 1
-
-
-def test_indices_are_read_once_until_they_change(reads):
     indices = packed_indices((10, 20), 16)[None]
-    for _ in range(3):
-        assert layout_of_indices(indices, 30) == Layout(1, 30, 30, (10, 20), CPU)
-    assert len(reads) == 1
+    assert layout_of_indices(indices, 30) == Layout(1, 30, 30, (10, 20), CPU)
+    assert len(reads) == 2
+
+
+# As collectives do, without a trace in the tensor's version.
+UNSEEN = {
+    "data": lambda tensor: tensor.data.__setitem__((0, 29, 15), -1),
+    "numpy": lambda tensor: tensor.numpy().__setitem__((0, 29, 15), -1),
+    "in-place": lambda tensor: tensor.__setitem__((0, 29, 15), -1),
+}
+
+
+@pytest.mark.parametrize("change", UNSEEN)
+def test_indices_that_changed_have_another_layout(change):
+    indices = packed_indices((10, 20), 16)[None]
+    assert layout_of_indices(indices, 30) == Layout(1, 30, 30, (10, 20), CPU)
     # As part of more keys these indices are another matter.
     assert isinstance(layout_of_indices(indices, 31), str)
-    assert len(reads) == 2
-    indices[0, 29, 15] = -1
+    UNSEEN[change](indices)
     assert isinstance(layout_of_indices(indices, 30), str)
-    assert len(reads) == 3
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_ranges_that_changed_have_another_layout(plain):
+    """One tensor of ends with other starts, and one that was the causal default once."""
+    ranges = visible_ranges("test", 1, 30, 30, *((None, None) if plain else packed_ranges(10, 20)), CPU)
+    assert not isinstance(layout_of_ranges(ranges, 30), str)
+    starts, ends = ranges.starts.clone(), ranges.ends
+    starts[0, 4] = 1
+    assert isinstance(layout_of_ranges(Ranges(starts, ends, False), 30), str)
+    ends.data[0, 12] = 3
+    starts, ends, _ = visible_ranges("test", 1, 30, 30, ranges.starts, ends, CPU)
+    assert isinstance(layout_of_ranges(Ranges(starts, ends, False), 30), str)
 
 
 @pytest.mark.parametrize("topk", [2, 5, 30, 40])
 def test_both_ways_to_find_a_layout_agree(topk):
     for lengths in ((30,), (1, 29), (10, 20), (1,) * 30):
-        starts, ends = visible_ranges("test", 1, 30, 30, *packed_ranges(*lengths), CPU)
-        layout = layout_of_ranges(starts, ends, 30)
+        ranges = visible_ranges("test", 1, 30, 30, *packed_ranges(*lengths), CPU)
+        layout = layout_of_ranges(ranges, 30)
         assert layout == Layout(1, 30, 30, None if lengths == (30,) else lengths, CPU)
         assert layout_of_indices(packed_indices(lengths, topk)[None], 30) == layout
 

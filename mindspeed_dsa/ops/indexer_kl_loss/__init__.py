@@ -84,10 +84,10 @@ def indexer_kl_loss(
     only_scores = topk_scores is not None and topk_scores.requires_grad and not index_query.requires_grad
     if attention_sum is None and not only_scores and hasattr(implementation, "fused_loss"):
         key_length = key.shape[1]
-        reason = implementation.unsupported_fused(
+        found = implementation.plan_fused(
             index_query, query, topk_indices, key_length, lse, row_mask, tp_group, use_relu
         )
-        if reason is None:
+        if not isinstance(found, str):
             return implementation.fused_loss(
                 index_query,
                 index_key,
@@ -99,8 +99,9 @@ def indexer_kl_loss(
                 lse,
                 _row_weights(rows, None, reduction, query.new_empty(0, dtype=torch.float32))[0, 0],
                 tp_group,
+                found,
             )
-        say_once(f"{OPERATOR}: computed by PyTorch in chunks: {reason}")
+        say_once(f"{OPERATOR}: computed by PyTorch in chunks: {found}")
     if topk_scores is None:
         topk_scores = selected_scores(
             index_query, index_key, index_weights, topk_indices, use_relu=use_relu, backend=backend
@@ -242,19 +243,26 @@ def dense_indexer_kl_loss(
         OPERATOR,
         f"index_key has {index_key.shape[1]} keys and key has {key.shape[1]}; both list the same positions",
     )
-    starts, ends = visible_ranges(OPERATOR, *rows, key.shape[1], starts, ends, query.device)
+    ranges = visible_ranges(OPERATOR, *rows, key.shape[1], starts, ends, query.device)
     shape = _shape_class(index_query, query, 0, heads if key.dim() == 4 else 1)
     implementation = choose(OPERATOR, backend, shape)
-    if hasattr(implementation, "unsupported_dense"):
-        reason = implementation.unsupported_dense(
-            index_query, query, starts, ends, key.shape[1], row_mask, tp_group, use_relu
+    found: tuple[Any, ...] = ()
+    if hasattr(implementation, "plan_dense"):
+        plan = implementation.plan_dense(
+            index_query, query, ranges, key.shape[1], row_mask, tp_group, use_relu
         )
+        if isinstance(plan, str):
+            implementation = settle(OPERATOR, backend, implementation, plan)
+        else:
+            found = (plan,)
+    elif hasattr(implementation, "unsupported_dense"):
+        reason = implementation.unsupported_dense(index_query)
         implementation = settle(OPERATOR, backend, implementation, reason)
     dtype = torch.promote_types(index_query.dtype, torch.float32)
     row_weights = _row_weights(rows, row_mask, reduction, index_query.new_empty(0, dtype=dtype))
-    arguments = (query.detach(), key.detach(), softmax_scale, starts, ends, row_weights, tp_group, use_relu)
+    arguments = (query.detach(), key.detach(), softmax_scale, *ranges[:2], row_weights, tp_group, use_relu)
     if not hasattr(implementation, "dense_loss_and_gradients"):
-        return implementation.dense_loss(index_query, index_key, index_weights, *arguments)
+        return implementation.dense_loss(index_query, index_key, index_weights, *arguments, *found)
     return _Dense.apply(implementation, index_query, index_key, index_weights, arguments)
 
 

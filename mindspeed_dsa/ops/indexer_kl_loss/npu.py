@@ -19,7 +19,8 @@ from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.chunks import attention_sum as attention_sum
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient as divergence_and_gradient
 from mindspeed_dsa.ops.npu_device import DTYPES, TOPK_WIDTHS, listed, npu_op, unavailable, unsupported_width
-from mindspeed_dsa.ops.npu_layout import Layout, known_layout, layout_of_indices, layout_of_ranges
+from mindspeed_dsa.ops.npu_layout import Layout, layout_of_indices, layout_of_ranges
+from mindspeed_dsa.ops.ranges import Ranges
 
 _SPARSE = "npu_sparse_lightning_indexer_grad_kl_loss"
 _DENSE_LSE = "npu_dense_lightning_indexer_softmax_lse"
@@ -36,7 +37,7 @@ _LONGEST_QUERY = 32 * 1024
 def unsupported(shape: ShapeClass) -> str | None:
     """Why this backend cannot take calls of this shape, or None; ``topk`` is 0 for the dense form."""
     if shape["topk"] > 0:
-        # What the fused operator does not take, PyTorch computes: see unsupported_fused.
+        # What the fused operator does not take, PyTorch computes: see plan_fused.
         return unavailable(shape.device, _SPARSE)
     reason = unavailable(shape.device, _DENSE_LSE, _DENSE)
     if reason is not None:
@@ -51,7 +52,7 @@ def unsupported(shape: ShapeClass) -> str | None:
     return _unsupported_indexer(_DENSE, shape["index_heads"], shape["index_dim"])
 
 
-def unsupported_fused(
+def plan_fused(
     index_query: Tensor,
     query: Tensor,
     topk_indices: Tensor,
@@ -60,8 +61,8 @@ def unsupported_fused(
     row_mask: Tensor | None,
     tp_group: dist.ProcessGroup | None,
     use_relu: bool,
-) -> str | None:
-    """Why the fused operator of the sparse form cannot take a call, or None."""
+) -> Layout | str:
+    """The layout of a call for the fused operator of the sparse form, or why it cannot take the call."""
     if query.dtype not in DTYPES or index_query.dtype != query.dtype:
         return f"{_SPARSE} takes bfloat16 and float16, one of them for all inputs"
     if query.shape[3] != _LATENT + _ROPE:
@@ -79,25 +80,25 @@ def unsupported_fused(
     if torch.are_deterministic_algorithms_enabled():
         return f"{_SPARSE} adds to keys in no fixed order"
     layout = layout_of_indices(topk_indices, key_length)
-    return _unsupported_rows(_SPARSE, query, layout, tp_group, use_relu)
+    return _unsupported_rows(_SPARSE, query, layout, tp_group, use_relu) or layout
 
 
-def unsupported_dense(
+def plan_dense(
     index_query: Tensor,
     query: Tensor,
-    starts: Tensor,
-    ends: Tensor,
+    ranges: Ranges,
     key_length: int,
     row_mask: Tensor | None,
     tp_group: dist.ProcessGroup | None,
     use_relu: bool,
-) -> str | None:
-    """Why this backend cannot take a call of the dense form whose shape it takes, or None."""
+) -> Layout | str:
+    """The layout of a call of the dense form whose shape this backend takes, or why it cannot take it."""
     if index_query.dtype != query.dtype:
         return f"{_DENSE} takes bfloat16 and float16, one of them for all inputs"
     if row_mask is not None:
         return f"{_DENSE} sums over all rows (row_mask must be None)"
-    return _unsupported_rows(_DENSE, query, layout_of_ranges(starts, ends, key_length), tp_group, use_relu)
+    layout = layout_of_ranges(ranges, key_length)
+    return _unsupported_rows(_DENSE, query, layout, tp_group, use_relu) or layout
 
 
 def _unsupported_indexer(operator: str, index_heads: int, index_dim: int) -> str | None:
@@ -135,6 +136,7 @@ def fused_loss(
     lse: Tensor,
     row_weight: Tensor,
     tp_group: dist.ProcessGroup | None,
+    layout: Layout,
 ) -> Tensor:
     """The sparse form, differentiable with respect to the indexer's three inputs.
 
@@ -151,8 +153,8 @@ def fused_loss(
         lse: ``[batch, query_length, heads]`` of the attention over the same keys.
         row_weight: scalar, what every row's divergence is multiplied with.
         tp_group: tensor-parallel process group whose ranks hold the other heads.
+        layout: what :func:`plan_fused` returned.
     """
-    layout = known_layout(layout_of_indices(topk_indices, key.shape[1]))
     query_latent, query_rope = _split(layout, _all_heads(query.detach(), tp_group), _LATENT)
     latent, key_rope = _split(layout, key.detach()[:, :, None], _LATENT)
     maximum = layout.pack_statistics(_all_heads(lse.detach(), tp_group))
@@ -193,13 +195,13 @@ def dense_loss(
     row_weights: Tensor,
     tp_group: dist.ProcessGroup | None,
     use_relu: bool,
+    layout: Layout,
 ) -> Tensor:
     """The dense form, differentiable with respect to the indexer's three inputs.
 
     The operator wants the main attention's softmax statistics, which no caller has: they are computed in
     chunks. ``row_weights`` is the same for all rows.
     """
-    layout = known_layout(layout_of_ranges(starts, ends, key.shape[1]))
     lse = chunks.dense_lse(query, key, softmax_scale, starts, ends)
     query_nope, query_rope = _split(layout, _all_heads(query, tp_group), _NOPE)
     key_nope, key_rope = _split(layout, _all_heads(key, tp_group), _NOPE)

@@ -55,7 +55,7 @@ def unsupported(shape: ShapeClass) -> str | None:
     )
 
 
-def unsupported_dense(index_query: Tensor, *_: Any) -> str | None:
+def unsupported_dense(index_query: Tensor) -> str | None:
     """Why the dense form cannot take this indexer beside a main attention that fits, or None."""
     return unsupported_dtype(index_query.dtype)
 

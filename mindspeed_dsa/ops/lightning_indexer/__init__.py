@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.ops.backend import ShapeClass, choose, settle
+from mindspeed_dsa.ops.backend import ShapeClass, choose, plan
 from mindspeed_dsa.ops.checks import check_float, check_shape, check_topk_indices, check_weights, require
 from mindspeed_dsa.ops.ranges import visible_ranges
 
@@ -66,18 +66,19 @@ def lightning_indexer(
     _check_operands(query, key, weights)
     require(topk >= 1, OPERATOR, f"topk must be at least 1, got {topk}")
     batch, query_length = query.shape[:2]
-    starts, ends = visible_ranges(OPERATOR, batch, query_length, key.shape[1], starts, ends, query.device)
+    ranges = visible_ranges(OPERATOR, batch, query_length, key.shape[1], starts, ends, query.device)
     implementation = choose(OPERATOR, backend, _shape_class(query, topk))
     topk = min(topk, key.shape[1])
-    if hasattr(implementation, "unsupported_call"):
-        reason = implementation.unsupported_call(topk, starts, ends, key.shape[1], use_relu)
-        implementation = settle(OPERATOR, backend, implementation, reason)
+    implementation, found = plan(OPERATOR, backend, implementation, topk, ranges, key.shape[1], use_relu)
+    starts, ends, _ = ranges
     # The reference is differentiated by autograd; the other backends bring their gradients.
     if not hasattr(implementation, "select"):
         return IndexerOutput(
             *implementation.lightning_indexer(query, key, weights, topk, starts, ends, use_relu)
         )
-    return IndexerOutput(*_Select.apply(implementation, query, key, weights, topk, starts, ends, use_relu))
+    return IndexerOutput(
+        *_Select.apply(implementation, query, key, weights, topk, starts, ends, use_relu, found)
+    )
 
 
 def selected_scores(
@@ -142,9 +143,12 @@ class _Select(torch.autograd.Function):
         starts: Tensor,
         ends: Tensor,
         use_relu: bool,
+        found: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor]:
-        topk_indices, topk_scores = implementation.select(query, key, weights, topk, starts, ends, use_relu)
-        ctx.implementation, ctx.use_relu = implementation, use_relu
+        topk_indices, topk_scores = implementation.select(
+            query, key, weights, topk, starts, ends, use_relu, *found
+        )
+        ctx.implementation, ctx.use_relu, ctx.found = implementation, use_relu, found
         ctx.save_for_backward(query, key, weights, topk_indices)
         ctx.mark_non_differentiable(topk_indices)
         ctx.set_materialize_grads(False)
@@ -154,9 +158,9 @@ class _Select(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: Tensor | None, grad_scores: Tensor | None) -> tuple[Any, ...]:
         if grad_scores is None:
-            return (None,) * 8
-        grads = ctx.implementation.score_gradients(grad_scores, *ctx.saved_tensors, ctx.use_relu)
-        return (None, *grads, None, None, None, None)
+            return (None,) * 9
+        grads = ctx.implementation.score_gradients(grad_scores, *ctx.saved_tensors, ctx.use_relu, *ctx.found)
+        return (None, *grads, None, None, None, None, None)
 
 
 class _ScoresAt(torch.autograd.Function):

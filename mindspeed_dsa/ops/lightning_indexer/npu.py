@@ -8,7 +8,8 @@ from torch import Tensor
 from mindspeed_dsa.ops import chunks
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.npu_device import DTYPES, TOPK_WIDTHS, npu_op, unavailable
-from mindspeed_dsa.ops.npu_layout import known_layout, layout_of_indices, layout_of_ranges, remember
+from mindspeed_dsa.ops.npu_layout import Layout, layout_of_indices, layout_of_ranges
+from mindspeed_dsa.ops.ranges import Ranges
 
 _HEAD_DIM = 128
 _MOST_HEADS = 64
@@ -36,8 +37,8 @@ def unsupported(shape: ShapeClass) -> str | None:
     return None
 
 
-def unsupported_call(topk: int, starts: Tensor, ends: Tensor, key_length: int, use_relu: bool) -> str | None:
-    """Why this backend cannot take a call of a shape that it takes, or None."""
+def plan_call(topk: int, ranges: Ranges, key_length: int, use_relu: bool) -> Layout | str:
+    """The layout of a call of a shape that this backend takes, or why it cannot take the call."""
     if not use_relu:
         return "npu_lightning_indexer always clamps the products at zero (use_relu=True)"
     if topk > _ANY_TOPK and topk not in TOPK_WIDTHS:
@@ -45,18 +46,23 @@ def unsupported_call(topk: int, starts: Tensor, ends: Tensor, key_length: int, u
             f"npu_lightning_indexer takes topk up to {_ANY_TOPK} and multiples of 1024 up to 8192, and fewer "
             "keys than topk leave another width"
         )
-    layout = layout_of_ranges(starts, ends, key_length)
-    return layout if isinstance(layout, str) else None
+    return layout_of_ranges(ranges, key_length)
 
 
 def select(
-    query: Tensor, key: Tensor, weights: Tensor, topk: int, starts: Tensor, ends: Tensor, use_relu: bool
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    topk: int,
+    starts: Tensor,
+    ends: Tensor,
+    use_relu: bool,
+    layout: Layout,
 ) -> tuple[Tensor, Tensor]:
     """Indices and scores of the selected keys, ``[batch, query_length, topk]`` each.
 
     The operator returns scores in the dtype of the query, and takes weights in it.
     """
-    layout = known_layout(layout_of_ranges(starts, ends, key.shape[1]))
     packed, values = npu_op("npu_lightning_indexer")(
         layout.pack(query),
         layout.pack(key[:, :, None]),
@@ -75,7 +81,6 @@ def select(
     ascending, order = chosen.masked_fill(chosen < 0, _BEHIND_ALL).sort(dim=-1)
     tail = ascending == _BEHIND_ALL
     topk_indices = ascending.masked_fill(tail, -1)
-    remember(topk_indices, layout)
     return topk_indices, scores.gather(-1, order).masked_fill(tail, -torch.inf)
 
 
@@ -85,16 +90,24 @@ def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor,
 
 
 def score_gradients(
-    grad_scores: Tensor, query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool
+    grad_scores: Tensor,
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    topk_indices: Tensor,
+    use_relu: bool,
+    layout: Layout | str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the scores at ``topk_indices`` with respect to query, key and weights.
 
     The operator adds to keys in no fixed order and has no switch for one, so that deterministic algorithms
-    (``torch.use_deterministic_algorithms``) and calls outside of its sizes take PyTorch's.
+    (``torch.use_deterministic_algorithms``) and calls outside of its sizes take PyTorch's. The layout is that
+    of the selection; it is found from indices that come from elsewhere.
     """
     fits = (query.shape[2], topk_indices.shape[2]) == (_GRAD_HEADS, _GRAD_TOPK)
     if use_relu and fits and not torch.are_deterministic_algorithms_enabled():
-        layout = layout_of_indices(topk_indices, key.shape[1])
+        if layout is None:
+            layout = layout_of_indices(topk_indices, key.shape[1])
         if not isinstance(layout, str) and layout.shortest >= _GRAD_TOPK:
             packed = layout.name == "TND"
             grad_query, grad_key, grad_weights = npu_op("npu_lightning_indexer_grad")(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.ops.backend import ShapeClass, choose, settle
+from mindspeed_dsa.ops.backend import ShapeClass, choose, plan
 from mindspeed_dsa.ops.checks import check_float, check_shape, check_topk_indices, require
 from mindspeed_dsa.ops.chunks import wide
 
@@ -101,9 +101,7 @@ def sparse_flash_attention(
         (("heads", heads), ("dim", dim), ("value_dim", value_dim), ("topk", topk_indices.shape[-1])),
     )
     implementation = choose(OPERATOR, backend, shape)
-    if hasattr(implementation, "unsupported_call"):
-        reason = implementation.unsupported_call(topk_indices, key_value.shape[1])
-        implementation = settle(OPERATOR, backend, implementation, reason)
+    implementation, found = plan(OPERATOR, backend, implementation, topk_indices, key_value.shape[1])
     # Without a consumer of its gradient the sum is not formed.
     hooked = topk_scores is not None and topk_scores.requires_grad and torch.is_grad_enabled()
     receiver = None
@@ -120,6 +118,7 @@ def sparse_flash_attention(
                 value_dim,
                 return_attention_sum,
                 receiver,
+                found,
             )
         )
     out, lse, attention_sum = implementation.sparse_flash_attention(
@@ -142,12 +141,13 @@ class _Attention(torch.autograd.Function):
         value_dim: int,
         return_attention_sum: bool,
         receiver: Tensor | None,
+        found: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         out, lse, attention_sum = implementation.forward(
-            query, key_value, topk_indices, softmax_scale, value_dim, return_attention_sum
+            query, key_value, topk_indices, softmax_scale, value_dim, return_attention_sum, *found
         )
         ctx.implementation, ctx.softmax_scale = implementation, softmax_scale
-        ctx.hooked = receiver is not None
+        ctx.hooked, ctx.found = receiver is not None, found
         ctx.save_for_backward(query, key_value, topk_indices, out, lse)
         ctx.mark_non_differentiable(lse, *(() if attention_sum is None else (attention_sum,)))
         ctx.set_materialize_grads(False)
@@ -159,12 +159,12 @@ class _Attention(torch.autograd.Function):
         query, key_value, topk_indices, out, lse = ctx.saved_tensors
         if grad_out is None:
             if not ctx.hooked:
-                return (None,) * 8
+                return (None,) * 9
             grad_out = torch.zeros_like(out)
         grad_query, grad_key_value, attention_sum = ctx.implementation.backward(
-            grad_out, query, key_value, topk_indices, out, lse, ctx.softmax_scale, ctx.hooked
+            grad_out, query, key_value, topk_indices, out, lse, ctx.softmax_scale, ctx.hooked, *ctx.found
         )
-        return None, grad_query, grad_key_value, None, None, None, None, attention_sum
+        return None, grad_query, grad_key_value, None, None, None, None, attention_sum, None
 
 
 class _SumReceiver(torch.autograd.Function):

@@ -8,7 +8,7 @@ from torch import Tensor
 from mindspeed_dsa.ops import chunks
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.npu_device import DTYPES, TOPK_WIDTHS, listed, npu_op, unavailable, unsupported_width
-from mindspeed_dsa.ops.npu_layout import Layout, known_layout, layout_of_indices
+from mindspeed_dsa.ops.npu_layout import Layout, layout_of_indices
 
 _LATENT, _ROPE = 512, 64
 _HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -33,8 +33,8 @@ def unsupported(shape: ShapeClass) -> str | None:
     return None
 
 
-def unsupported_call(topk_indices: Tensor, key_length: int) -> str | None:
-    """Why this backend cannot take a call of a shape that it takes, or None."""
+def plan_call(topk_indices: Tensor, key_length: int) -> Layout | str:
+    """The layout of a call of a shape that this backend takes, or why it cannot take the call."""
     batch, length, topk = topk_indices.shape
     reason = unsupported_width("npu_sparse_flash_attention_grad", topk, key_length)
     if reason is not None:
@@ -49,7 +49,7 @@ def unsupported_call(topk_indices: Tensor, key_length: int) -> str | None:
             f"npu_sparse_flash_attention_grad takes up to {_MOST_SEQUENCES} sequences of up to "
             f"{_LONGEST_QUERY} rows"
         )
-    return None
+    return layout
 
 
 def forward(
@@ -59,9 +59,9 @@ def forward(
     softmax_scale: float,
     value_dim: int,
     return_attention_sum: bool,
+    layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The three parts of :class:`SparseAttentionOutput`."""
-    layout = known_layout(layout_of_indices(topk_indices, key_value.shape[1]))
     query_latent, query_rope = (layout.pack(part) for part in query.split([_LATENT, _ROPE], dim=-1))
     latent, key_rope = _key_parts(layout, key_value)
     out, maximum, total = npu_op("npu_sparse_flash_attention")(
@@ -97,13 +97,13 @@ def backward(
     lse: Tensor,
     softmax_scale: float,
     return_attention_sum: bool,
+    layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of query and key_value, from the ``out`` and ``lse`` that :func:`forward` returned.
 
     The third part is the sum of the probabilities over heads, as in :func:`forward`, or None. The operator
     does not return it: it is a pass of its own.
     """
-    layout = known_layout(layout_of_indices(topk_indices, key_value.shape[1]))
     query_latent, query_rope = (layout.pack(part) for part in query.split([_LATENT, _ROPE], dim=-1))
     latent, key_rope = _key_parts(layout, key_value)
     # exp(score - maximum) / total with (lse, 1) is what the pair of the forward gives.
