@@ -17,6 +17,7 @@ from mindspeed_dsa.ops.backend import ShapeClass, check_name, choose, say_once, 
 from mindspeed_dsa.ops.checks import check_float, check_shape, check_topk_indices, check_weights, require
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient
 from mindspeed_dsa.ops.lightning_indexer import selected_scores
+from mindspeed_dsa.ops.precision import outside_autocast
 from mindspeed_dsa.ops.ranges import visible_ranges
 
 OPERATOR = "indexer_kl_loss"
@@ -24,6 +25,7 @@ OPERATOR = "indexer_kl_loss"
 _LAST_KEY = 2**31
 
 
+@outside_autocast
 def indexer_kl_loss(
     index_query: Tensor,
     index_key: Tensor,
@@ -134,6 +136,7 @@ def takes_lse(index_query: Tensor, query: Tensor, topk: int, *, backend: str = "
     return hasattr(choose(OPERATOR, backend, _shape_class(index_query, query, topk)), "fused_loss")
 
 
+@outside_autocast
 def divergence_and_score_gradient(
     topk_scores: Tensor,
     attention_sum: Tensor,
@@ -189,6 +192,7 @@ def divergence_and_score_gradient(
     return loss.detach(), gradient
 
 
+@outside_autocast
 def dense_indexer_kl_loss(
     index_query: Tensor,
     index_key: Tensor,

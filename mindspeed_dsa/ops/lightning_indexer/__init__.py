@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.ops.backend import ShapeClass, choose, plan
 from mindspeed_dsa.ops.checks import check_float, check_shape, check_topk_indices, check_weights, require
+from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
 from mindspeed_dsa.ops.ranges import visible_ranges
 
 OPERATOR = "lightning_indexer"
@@ -28,6 +29,7 @@ class IndexerOutput(NamedTuple):
     """``[batch, query_length, topk]`` fp32 (fp64 from fp64), differentiable; -inf where the index is -1."""
 
 
+@outside_autocast
 def lightning_indexer(
     query: Tensor,
     key: Tensor,
@@ -81,6 +83,7 @@ def lightning_indexer(
     )
 
 
+@outside_autocast
 def selected_scores(
     query: Tensor,
     key: Tensor,
@@ -159,7 +162,10 @@ class _Select(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor | None, grad_scores: Tensor | None) -> tuple[Any, ...]:
         if grad_scores is None:
             return (None,) * 9
-        grads = ctx.implementation.score_gradients(grad_scores, *ctx.saved_tensors, ctx.use_relu, *ctx.found)
+        with without_autocast(grad_scores.device.type):
+            grads = ctx.implementation.score_gradients(
+                grad_scores, *ctx.saved_tensors, ctx.use_relu, *ctx.found
+            )
         return (None, *grads, None, None, None, None, None)
 
 
@@ -181,5 +187,6 @@ class _ScoresAt(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_scores: Tensor) -> tuple[Any, ...]:
-        grads = ctx.implementation.score_gradients(grad_scores, *ctx.saved_tensors, ctx.use_relu)
+        with without_autocast(grad_scores.device.type):
+            grads = ctx.implementation.score_gradients(grad_scores, *ctx.saved_tensors, ctx.use_relu)
         return (None, *grads, None, None)

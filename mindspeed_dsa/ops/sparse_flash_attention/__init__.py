@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from mindspeed_dsa.ops.backend import ShapeClass, choose, plan
 from mindspeed_dsa.ops.checks import check_float, check_shape, check_topk_indices, require
 from mindspeed_dsa.ops.chunks import wide
+from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
 
 OPERATOR = "sparse_flash_attention"
 
@@ -32,6 +33,7 @@ class SparseAttentionOutput(NamedTuple):
     -1: the target of the indexer loss before normalisation. None unless asked for."""
 
 
+@outside_autocast
 def sparse_flash_attention(
     query: Tensor,
     key_value: Tensor,
@@ -161,9 +163,10 @@ class _Attention(torch.autograd.Function):
             if not ctx.hooked:
                 return (None,) * 9
             grad_out = torch.zeros_like(out)
-        grad_query, grad_key_value, attention_sum = ctx.implementation.backward(
-            grad_out, query, key_value, topk_indices, out, lse, ctx.softmax_scale, ctx.hooked, *ctx.found
-        )
+        with without_autocast(query.device.type):
+            grad_query, grad_key_value, attention_sum = ctx.implementation.backward(
+                grad_out, query, key_value, topk_indices, out, lse, ctx.softmax_scale, ctx.hooked, *ctx.found
+            )
         return None, grad_query, grad_key_value, None, None, None, None, attention_sum, None
 
 
