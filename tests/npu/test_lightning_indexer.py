@@ -105,6 +105,24 @@ def test_gradient_of_scores_by_the_operator(npu_kernels, layout):
     assert npu_kernels[-1] == Call("npu_lightning_indexer_grad", layout, queries)
 
 
+@pytest.mark.parametrize("upstream", [1.0, 1e-4, 1e-6, 1e-7])
+def test_small_gradients_survive_fp16(npu_kernels, upstream):
+    """The operator wants gradients of the scores in 16 bits: those of a mean would vanish."""
+    inputs = inputs_of(4, 2060, heads=64, batch=1, dtype=torch.float16)
+    inputs[1].data *= 20
+    reference = widened(inputs)
+    indices, scores = lightning_indexer(*inputs, 2048, ends=torch.arange(2057, 2061), backend="npu")
+    expected = selected_scores(*reference, indices, backend="reference")
+    factors = upstream * torch.randn(scores.shape, generator=torch.Generator().manual_seed(1))
+    grads = torch.autograd.grad((scores * factors).sum(), inputs)
+    expected_grads = torch.autograd.grad((expected * factors).sum(), reference)
+    assert npu_kernels[-1].name == "npu_lightning_indexer_grad"
+    for grad, other in zip(grads, expected_grads, strict=True):
+        assert grad.dtype == torch.float16
+        # Half of the least number that fp16 holds is lost in what is returned.
+        assert (grad.float() - other).abs().max() < 4e-3 * other.abs().max() + 2**-25
+
+
 def test_deterministic_algorithms_pass_over_the_operator(npu_kernels, monkeypatch):
     monkeypatch.setattr(npu, "_GRAD_HEADS", 8)
     monkeypatch.setattr(npu, "_GRAD_TOPK", 12)

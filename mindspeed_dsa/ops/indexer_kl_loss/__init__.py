@@ -21,8 +21,7 @@ from mindspeed_dsa.ops.precision import outside_autocast
 from mindspeed_dsa.ops.ranges import visible_ranges
 
 OPERATOR = "indexer_kl_loss"
-# Where the number of keys is not known, any int32 may be one.
-_LAST_KEY = 2**31
+_LAST_KEY = 2**31  # Where the number of keys is not known, any int32 may be one.
 
 
 @outside_autocast
@@ -252,13 +251,12 @@ def dense_indexer_kl_loss(
     implementation = choose(OPERATOR, backend, shape)
     found: tuple[Any, ...] = ()
     if hasattr(implementation, "plan_dense"):
-        plan = implementation.plan_dense(
+        fit = implementation.plan_dense(
             index_query, query, ranges, key.shape[1], row_mask, tp_group, use_relu
         )
-        if isinstance(plan, str):
-            implementation = settle(OPERATOR, backend, implementation, plan)
-        else:
-            found = (plan,)
+        reason = fit if isinstance(fit, str) else None
+        implementation = settle(OPERATOR, backend, implementation, reason)
+        found = (fit,) if reason is None else ()
     elif hasattr(implementation, "unsupported_dense"):
         reason = implementation.unsupported_dense(index_query)
         implementation = settle(OPERATOR, backend, implementation, reason)
@@ -390,9 +388,11 @@ class _Dense(torch.autograd.Function):
         )
         if gradients is not None:
             ctx.save_for_backward(*gradients)
+        ctx.dtypes = index_query.dtype, index_key.dtype, index_weights.dtype
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
-        return (None, *(gradient * grad_loss.to(gradient.dtype) for gradient in ctx.saved_tensors), None)
+        scaled = (x * grad_loss.to(x.dtype) for x in ctx.saved_tensors)
+        return (None, *(x.to(dtype) for x, dtype in zip(scaled, ctx.dtypes, strict=True)), None)

@@ -20,6 +20,7 @@ from mindspeed_dsa.ops.cpu_blocks import (
 )
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient as divergence_and_gradient
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_of_rows
+from mindspeed_dsa.ops.precision import gradient_dtype
 
 # Attention scores of a block in the dense form. A constant of the algorithm, not of the machine: with
 # tensor parallelism every rank must cut its rows at the same places, because the target is reduced block
@@ -75,13 +76,18 @@ def dense_loss_and_gradients(
     use_relu: bool,
     with_gradients: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """The loss over all visible keys, and its gradients with respect to the indexer's three inputs."""
+    """The loss over all visible keys, and its gradients with respect to the indexer's three inputs.
+
+    Those of fp16 inputs are in fp32.
+    """
     batch, query_length, heads, _ = query.shape
     index_heads = index_query.shape[2]
     # What either side is in: the sides may differ.
     dtype = torch.promote_types(compute_dtype(index_query.dtype), compute_dtype(query.dtype))
     loss = torch.zeros((), dtype=torch.float64)
-    grad_query, grad_weights = torch.empty_like(index_query), torch.empty_like(index_weights)
+    grad_query, grad_weights = (
+        torch.empty_like(x, dtype=gradient_dtype(x.dtype)) for x in (index_query, index_weights)
+    )
     grad_key = torch.zeros(index_key.shape, dtype=dtype)
     rows = max(1, _DENSE_BLOCK // (max(heads, index_heads) * max(key.shape[1], 1)))
     for b in range(batch):
@@ -116,7 +122,9 @@ def dense_loss_and_gradients(
             grad_product = grad_product.view(flat.shape[0], -1)
             grad_query[at] = torch.mm(grad_product, keys[low:high]).view(q.shape)
             grad_key[b, low:high] += torch.mm(grad_product.t(), flat)
-    gradients = (grad_query, grad_key.to(index_key.dtype), grad_weights) if with_gradients else None
+    gradients = (
+        (grad_query, grad_key.to(gradient_dtype(index_key.dtype)), grad_weights) if with_gradients else None
+    )
     return loss.to(compute_dtype(index_query.dtype)), gradients
 
 

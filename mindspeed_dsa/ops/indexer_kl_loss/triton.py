@@ -27,6 +27,7 @@ from mindspeed_dsa.ops.lightning_indexer.triton import (
     unsupported_index_sizes,
 )
 from mindspeed_dsa.ops.lightning_indexer.triton_kernels import score_gradients_kernel
+from mindspeed_dsa.ops.precision import gradient_dtype, raising_factor
 from mindspeed_dsa.ops.sparse_flash_attention import triton as attention
 from mindspeed_dsa.ops.triton_common import (
     LOG2E,
@@ -115,15 +116,24 @@ def dense_loss_and_gradients(
     use_relu: bool,
     with_gradients: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """The loss over all visible keys, and its gradients with respect to the indexer's three inputs."""
+    """The loss over all visible keys, and its gradients with respect to the indexer's three inputs.
+
+    Those of fp16 inputs are in fp32.
+    """
     index_query, index_key, query, key = map(dense_rows, (index_query, index_key, query, key))
     (batch, query_length), (key_length, index_dim) = query.shape[:2], index_key.shape[1:]
     starts, ends, row_weights = starts.contiguous(), ends.contiguous(), row_weights.contiguous()
     device = query.device
     losses = torch.zeros(batch, query_length, dtype=torch.float32, device=device)
-    grad_query = torch.empty(index_query.shape, dtype=index_query.dtype, device=device)
-    grad_weights = torch.empty(index_weights.shape, dtype=index_weights.dtype, device=device)
-    grad_key = torch.empty(index_key.shape, dtype=index_key.dtype, device=device)
+    grad_query, grad_key, grad_weights = (
+        torch.empty(x.shape, dtype=gradient_dtype(x.dtype), device=device)
+        for x in (index_query, index_key, index_weights)
+    )
+    factor = None
+    if index_query.dtype == torch.float16 and row_weights.numel() and index_weights.numel():
+        # Kernels round gradient times weight to fp16. The gradient is at most the weight of its row.
+        factor = raising_factor(row_weights.amax() * index_weights.abs().amax().float(), 14)
+        row_weights = row_weights * factor
     # With tensor parallelism every rank cuts its rows at the same places: the lengths alone say where.
     rows = slab_rows(query_length, key_length)
     target = torch.empty(rows, key_length, dtype=torch.float32, device=device)
@@ -160,6 +170,10 @@ def dense_loss_and_gradients(
                     target, inputs, starts[at], ends[at], grad_query[at], shares, grad_weights[at], use_relu
                 )
         grad_key[b] = shares.sum(0)
+    if factor is not None:
+        losses /= factor
+        for gradient in (grad_query, grad_key, grad_weights) if with_gradients else ():
+            gradient /= factor
     gradients = (grad_query, grad_key, grad_weights) if with_gradients else None
     return losses.sum(dtype=torch.float64).to(torch.float32), gradients
 

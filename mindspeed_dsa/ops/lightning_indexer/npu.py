@@ -9,6 +9,7 @@ from mindspeed_dsa.ops import chunks
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.npu_device import DTYPES, TOPK_WIDTHS, npu_op, unavailable
 from mindspeed_dsa.ops.npu_layout import Layout, layout_of_indices, layout_of_ranges
+from mindspeed_dsa.ops.precision import raising_factor
 from mindspeed_dsa.ops.ranges import Ranges
 
 _HEAD_DIM = 128
@@ -110,10 +111,12 @@ def score_gradients(
             layout = layout_of_indices(topk_indices, key.shape[1])
         if not isinstance(layout, str) and layout.shortest >= _GRAD_TOPK:
             packed = layout.name == "TND"
+            grad_scores = grad_scores.masked_fill(topk_indices < 0, 0)
+            factor = raising_factor(grad_scores.abs().amax().float(), 0)
             grad_query, grad_key, grad_weights = npu_op("npu_lightning_indexer_grad")(
                 layout.pack(query),
                 layout.pack(key[:, :, None]),
-                layout.pack(grad_scores.masked_fill(topk_indices < 0, 0).to(query.dtype)),
+                layout.pack((grad_scores * factor).to(query.dtype)),
                 layout.pack_indices(topk_indices),
                 layout.pack(weights.to(query.dtype)),
                 # Lengths are for packed sequences only, unlike in the forward.
@@ -123,8 +126,8 @@ def score_gradients(
                 sparse_mode=3,
             )
             return (
-                layout.unpack(grad_query),
-                layout.unpack(grad_key.squeeze(-2)),
-                layout.unpack(grad_weights).to(weights.dtype),
+                (layout.unpack(grad_query).float() / factor).to(query.dtype),
+                (layout.unpack(grad_key.squeeze(-2)).float() / factor).to(key.dtype),
+                (layout.unpack(grad_weights).float() / factor).to(weights.dtype),
             )
     return chunks.score_gradients(grad_scores, query, key, weights, topk_indices, use_relu)

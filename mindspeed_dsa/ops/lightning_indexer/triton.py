@@ -18,6 +18,7 @@ from mindspeed_dsa.ops.lightning_indexer.triton_kernels import (
     scores_at_kernel,
     select_kernel,
 )
+from mindspeed_dsa.ops.precision import gradient_dtype, raising_factor
 from mindspeed_dsa.ops.triton_common import (
     WORKSPACE_BYTES,
     add_rows_by_key,
@@ -174,10 +175,16 @@ def score_gradients(
     deterministic = torch.are_deterministic_algorithms_enabled()
     query, key, topk_indices = dense_rows(query), dense_rows(key), packed_indices(topk_indices)
     (batch, rows, _, dim), (key_length, topk) = query.shape, (key.shape[1], topk_indices.shape[2])
-    grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    grad_weights = torch.empty(weights.shape, dtype=weights.dtype, device=query.device)
+    grad_query = torch.empty(query.shape, dtype=gradient_dtype(query.dtype), device=query.device)
+    grad_weights = torch.empty(weights.shape, dtype=gradient_dtype(weights.dtype), device=query.device)
     grad_key = torch.zeros(batch * key_length, dim, dtype=torch.float32, device=query.device)
+    factor = None
     if topk_indices.numel() > 0:
+        if query.dtype == torch.float16:
+            # The kernel rounds gradient times weight to the dtype of the query.
+            grad_scores = grad_scores.masked_fill(topk_indices < 0, 0)
+            factor = raising_factor(grad_scores.abs().amax() * weights.abs().amax().float(), 14)
+            grad_scores = grad_scores * factor
         grad_scores = grad_scores.contiguous().view(batch * rows, topk)
         lengths = row_lengths(topk_indices)
         chunk = batch * rows
@@ -214,7 +221,13 @@ def score_gradients(
     else:
         grad_query.zero_()
         grad_weights.zero_()
-    return grad_query, grad_key.view(key.shape).to(key.dtype), grad_weights
+    if factor is not None:
+        grad_query, grad_key, grad_weights = (x.div_(factor) for x in (grad_query, grad_key, grad_weights))
+    return (
+        grad_query.to(query.dtype),
+        grad_key.view(key.shape).to(key.dtype),
+        grad_weights.to(weights.dtype),
+    )
 
 
 def gradient_constants(query: Tensor, use_relu: bool) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.precision import gradient_dtype, raising_factor
 from mindspeed_dsa.ops.sparse_flash_attention.triton_kernels import (
     attention_sum_kernel,
     backward_keys_kernel,
@@ -164,7 +165,12 @@ def backward(
     grad_out = dense_rows(grad_out)
     (batch, rows, heads, dim), topk = query.shape, topk_indices.shape[2]
     key_length, value_dim, device = key_value.shape[1], out.shape[3], query.device
-    grad_query = torch.empty(query.shape, dtype=query.dtype, device=device)
+    factor = None
+    if query.dtype == torch.float16 and grad_out.numel() > 0:
+        # The kernel rounds the gradient of the scores, smaller than this by a probability, to fp16.
+        factor = raising_factor(grad_out.abs().amax().float(), 1)
+        grad_out = (grad_out.float() * factor).to(grad_out.dtype)
+    grad_query = torch.empty(query.shape, dtype=gradient_dtype(query.dtype), device=device)
     grad_key_value = torch.zeros(batch * key_length, dim, dtype=torch.float32, device=device)
     summed = None
     if return_attention_sum:
@@ -226,7 +232,9 @@ def backward(
                 add_rows_by_key(grad_key_value, gathered[:count], ids)
     else:
         grad_query.zero_()
-    return grad_query, grad_key_value.view(key_value.shape).to(key_value.dtype), summed
+    if factor is not None:
+        grad_query, grad_key_value = grad_query.div_(factor), grad_key_value.div_(factor)
+    return grad_query.to(query.dtype), grad_key_value.view(key_value.shape).to(key_value.dtype), summed
 
 
 def _delta(grad_out: Tensor, out: Tensor) -> Tensor:
