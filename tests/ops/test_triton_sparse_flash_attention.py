@@ -190,9 +190,9 @@ def test_offsets_beyond_32_bits(tmp_path):
 
 
 def test_nothing_to_do():
-    for rows, topk in ((0, 4), (3, 0)):
+    for rows, topk in ((0, 4), (3, 1)):
         query, key_value = attention_inputs(1, rows, 5, 2, 8, torch.float32)
-        indices = torch.zeros(1, rows, topk, dtype=torch.int32)
+        indices = torch.full((1, rows, topk), -1, dtype=torch.int32)
         out, lse, summed = attend(query, key_value, indices, 1.0, 8, return_attention_sum=True)
         assert (out == 0).all()
         assert (lse == -torch.inf).all()
