@@ -245,13 +245,17 @@ def load(
     except (CheckpointingException, KeyError) as error:
         raise UsageError(f"checkpoint {checkpoint} does not fit this model: {error}") from error
     except DamagedError as error:  # names every rank's trouble, each with a traceback
-        causes = "; ".join(
-            sorted({f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()})
-        )
+        causes = {cause for cause, _ in error.failures.values()}
+        if all(isinstance(cause, KeyError) and "optimizer." in str(cause) for cause in causes):
+            raise UsageError(
+                f"checkpoint {checkpoint} has no optimizer state for some of these parameters, as one of "
+                "--dsa-stage warmup, which trains the indexers alone; add --finetune to take its weights only"
+            ) from error
+        told = "; ".join(sorted({f"{type(cause).__name__}: {cause}" for cause in causes}))
         step = int(checkpoint.name[5:])
         others = [other for other in complete_steps(checkpoint.parent) if other != step]
         raise UsageError(
-            f"checkpoint {checkpoint} cannot be read, its files are damaged ({causes}); go on from another "
+            f"checkpoint {checkpoint} cannot be read, its files are damaged ({told}); go on from another "
             f"with --load {checkpoint.parent} --ckpt-step, which has: {others or 'none'}"
         ) from error
     for index, chunk in enumerate(model):

@@ -50,6 +50,8 @@ def examine(argv: Sequence[str]) -> dict[str, Any]:
         problems.append(str(error))
     running = session.current()
     if running is not None and running is not before:
+        given = _as_arguments(running.settings)
+        problems += [f"{f.name}: {text}" for f in running.features for text in f.validate(given)]
         problems += _verify(running)
         sites = running.manager.report()
         problems += [f"{s.target}: {s.reason}" for s in sites if s.state == "foreign"]
@@ -62,6 +64,13 @@ def examine(argv: Sequence[str]) -> dict[str, Any]:
     }
     session.disable()
     return findings
+
+
+def _as_arguments(resolved: settings.Settings) -> argparse.Namespace:
+    """What a job would know of its arguments, were these all; Megatron's flags only where they are given."""
+    chosen = resolved.chosen()
+    known = [flag.dest for flag in features.all_flags() if not flag.host or flag.dest in chosen]
+    return argparse.Namespace(**{dest: getattr(resolved, dest) for dest in known})
 
 
 def _verify(running: session.Session) -> list[str]:

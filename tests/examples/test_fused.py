@@ -59,6 +59,10 @@ def test_sparse_training_goes_on_from_a_warmup(jobs: JobServer, pool: WorkerPool
     trained = losses(warm, "indexer_loss")
     assert trained[-1] < 0.9 * trained[0]
 
+    finished = jobs.run(sparse, FUSED, "--load", str(warm / "checkpoints"))
+    assert finished.code == 2
+    assert "as one of --dsa-stage warmup" in finished.output
+    assert "add --finetune" in finished.output
     finished = jobs.run(sparse, FUSED, "--load", str(warm / "checkpoints"), "--finetune")
     assert finished.code == 0, finished.output
     first, last = (_weights(pool, warm, step) for step in (2, 6))

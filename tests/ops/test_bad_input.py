@@ -188,3 +188,16 @@ def test_sizes_that_do_not_fit_together():
         indexer_kl_loss(*index, query, key, indices, 0.3, row_mask=torch.ones(1, ROWS))
     with pytest.raises(ValueError, match=r"^indexer_kl_loss: reduction must be 'mean' or 'sum', got 'none'"):
         indexer_kl_loss(*index, query, key, indices, 0.3, reduction="none")
+
+
+@pytest.mark.parametrize("name", ["lse", "topk_scores", "attention_sum"])
+@pytest.mark.parametrize("wrong", ["one batch", "one entry", "integers"])
+def test_what_the_loss_is_given_must_fit(name, wrong):
+    query, key = torch.randn(2, 5, 3, 8), torch.randn(2, 5, 8)
+    index = torch.randn(2, 5, 2, 4), torch.randn(2, 5, 4), torch.randn(2, 5, 2)
+    position = torch.arange(5, dtype=torch.int32)
+    topk_indices = position.where(position <= position[:, None], -1).expand(2, 5, 5)
+    whole = torch.randn(2, 5, 3 if name == "lse" else 5)
+    given = {"one batch": whole[:1], "one entry": whole[..., :1], "integers": whole.int()}[wrong]
+    with pytest.raises(ValueError, match=f"indexer_kl_loss: {name} must"):
+        indexer_kl_loss(*index, query, key, topk_indices, 0.3, **{name: given})

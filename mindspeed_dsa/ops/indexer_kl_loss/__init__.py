@@ -79,6 +79,7 @@ def indexer_kl_loss(
     """
     rows = _check(index_query, index_key, index_weights, query, key, (key.shape[1], query.shape[3]))
     check_topk_indices(OPERATOR, topk_indices, query, key.shape[1])
+    _check_given(topk_indices, query.shape[2], lse, topk_scores=topk_scores, attention_sum=attention_sum)
     implementation = choose(OPERATOR, backend, _shape_class(index_query, query, topk_indices.shape[-1]))
     # One operator may form target, loss and gradients of the indexer's inputs. It goes past the scores, so
     # that a gradient which only they want needs the other way.
@@ -119,6 +120,24 @@ def indexer_kl_loss(
     if not hasattr(implementation, "divergence_and_gradient"):
         return implementation.divergence(topk_scores, attention_sum, valid, row_weights)
     return _Divergence.apply(implementation, topk_scores, attention_sum, valid, row_weights)
+
+
+def _check_given(
+    topk_indices: Tensor, heads: int, per_head: Tensor | None, **per_entry: Tensor | None
+) -> None:
+    """Check what a caller brings from the attention and the indexer: ``lse``, and one number an entry."""
+    batch, query_length, topk = topk_indices.shape
+    shapes = [("lse", per_head, (batch, query_length, heads))]
+    shapes += [(name, tensor, (batch, query_length, topk)) for name, tensor in per_entry.items()]
+    for name, tensor, shape in shapes:
+        if tensor is not None:
+            check_shape(OPERATOR, name, tensor, shape, str(list(shape)))
+            device = topk_indices.device
+            require(
+                tensor.is_floating_point() and tensor.device == device,
+                OPERATOR,
+                f"{name} must be floating point on {device}, got {tensor.dtype} on {tensor.device}",
+            )
 
 
 def takes_lse(index_query: Tensor, query: Tensor, topk: int, *, backend: str = "auto") -> bool:

@@ -211,8 +211,9 @@ DSA = {"experimental_attention_variant": "dsa"}
         (
             {"use_fused_lightning_indexer": True, "dsa_fuse_kl_in_backward": True},
             DSA,
-            "needs all four fused parts; add --use-fused-dsa",
+            "and --use-dsa-absorb, --use-fused-sparse-flash-attention, .* is off; add --use-fused-dsa",
         ),
+        ({"dsa_fuse_kl_in_backward": True}, DSA, "needs all four fused parts"),
         (IN_BACKWARD, DSA | {"dsa_indexer_use_sparse_loss": False}, "add --dsa-indexer-use-sparse-loss"),
         (IN_BACKWARD | {"dsa_stage": "warmup"}, DSA, "no attention backward to work in"),
         (FUSED, DSA | {"delay_wgrad_compute": True}, "no delayed weight gradients"),

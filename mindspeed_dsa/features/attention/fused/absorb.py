@@ -160,8 +160,8 @@ def up_projections(attention: Any) -> tuple[Tensor, Tensor]:
         )
     if type(layer.weight) not in (torch.nn.Parameter, Tensor):
         raise ValueError(
-            f"dsa-absorb: linear_kv_up_proj keeps its weight as {type(layer.weight).__name__}, and absorption "
-            "takes plain numbers only; add --no-use-dsa-absorb, or leave --fp8-param-gather away"
+            f"dsa-absorb: linear_kv_up_proj keeps its weight as {type(layer.weight).__name__}, and "
+            "absorption takes plain numbers only; add --no-use-dsa-absorb, or leave --fp8-param-gather away"
         )
     by_head = layer.weight.unflatten(0, (attention.num_attention_heads_per_partition, -1))
     up_key, up_value = by_head.split([config.qk_head_dim, config.v_head_dim], dim=1)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from mindspeed_dsa.features.attention.declare import DSA, HERE, MLA, host_flag
-from mindspeed_dsa.features.attention.fused.options import Options
+from mindspeed_dsa.features.attention.fused.options import PARTS, Options
 from mindspeed_dsa.features.base import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag, Requires
 from mindspeed_dsa.patches.spec import Patch
 
@@ -119,8 +119,13 @@ def _fuse_problems(chosen: Options, args: Any) -> list[str]:
         problem = "--dsa-fuse-kl-in-backward has no attention backward to work in under --dsa-stage warmup"
         return [f"{problem}; leave it away"]
     problems = []
-    if not (chosen.absorb and chosen.indexer and chosen.attention and chosen.kl_loss):
-        problems.append("--dsa-fuse-kl-in-backward needs all four fused parts; add --use-fused-dsa")
+    chosen_parts = (chosen.absorb, chosen.indexer, chosen.attention, chosen.kl_loss)
+    missing = ["--" + name.replace("_", "-") for name, on in zip(PARTS, chosen_parts, strict=True) if not on]
+    if missing:
+        problems.append(
+            f"--dsa-fuse-kl-in-backward needs all four fused parts, and {', '.join(missing)} is off; add "
+            "--use-fused-dsa and take --no-use-... away"
+        )
     if not getattr(args, "dsa_indexer_use_sparse_loss", True):
         problems.append(
             "--dsa-fuse-kl-in-backward has the probabilities of the chosen keys only; add "
@@ -153,7 +158,7 @@ FUSED = Feature(
         EXPERIMENTAL_ATTENTION_VARIANT,
         host_flag("--dsa-indexer-loss-coeff", float),
     ),
-    active=lambda settings: Options.of(settings).any,
+    active=lambda settings: Options.of(settings).any or Options.of(settings).fuse_kl_in_backward,
     validate=_check,
     doc="fused-dsa.md",
     patches=(
