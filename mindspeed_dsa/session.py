@@ -276,8 +276,8 @@ def _unheard(args: Any, armed: Settings) -> Iterator[str]:
             continue
         yield (
             f"the job's arguments have {flag.dest}={wanted!r}, and mindspeed_dsa was set up with "
-            f"{getattr(armed, flag.dest)!r} ({armed.setting(flag.dest).who}). API and environment outrank the "
-            "command line, which is the process's own; where the arguments come from elsewhere, call "
+            f"{getattr(armed, flag.dest)!r} ({armed.setting(flag.dest).who}). API and environment outrank "
+            "the command line, which is the process's own; where the arguments come from elsewhere, call "
             f"mindspeed_dsa.enable({flag.dest}={wanted!r})"
         )
 
