@@ -11,11 +11,9 @@ BOTH = {**ACTIVATIONS, "recompute_norm": True, "recompute_verify": True}
 SOME = {**BOTH, "recompute_activation_function_num_layers": 1, "recompute_norm_num_layers": 1}
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 
-LAYOUTS = (
-    Layout("recomputed: TP2+SP", 2, TP2, switches=BOTH),
-    Layout("recomputed: PP4 x VPP2", 4, f"{PP4} {VPP2}", switches=BOTH),
-)
+LAYOUTS = (Layout("recomputed: PP4 x VPP2", 4, f"{PP4} {VPP2}", switches=BOTH),)
 MORE = (
+    Layout("recomputed: TP2+SP", 2, TP2, switches=BOTH),
     Layout("recomputed: PP2", 2, PP2, switches=BOTH),
     Layout("recomputed in some layers: PP2 x VPP2", 2, f"{PP2} {VPP2}", switches=SOME),
     Layout("recomputed: EP2", 2, EP2, switches=BOTH),

@@ -7,11 +7,18 @@ DISTRIBUTED = ("fully_reshardable", "dp_reshardable", "torch")
 STATE = ("weights", "masters", "moments")
 
 
+QUICK = {(True, "fully_reshardable"), (False, "torch_dist")}
+
+
 def cases():
-    for way in DISTRIBUTED:
-        yield pytest.param(way, {"distributed": True}, id=f"distributed, {way}")
-    for way in ("torch_dist", "torch"):
-        yield pytest.param(way, {"distributed": False}, id=f"plain, {way}")
+    ways = [(True, way) for way in DISTRIBUTED] + [(False, way) for way in ("torch_dist", "torch")]
+    for distributed, way in ways:
+        yield pytest.param(
+            way,
+            {"distributed": distributed},
+            id=f"{'distributed' if distributed else 'plain'}, {way}",
+            marks=[] if (distributed, way) in QUICK else pytest.mark.full,
+        )
 
 
 def run(pool, ranks, **arguments):
@@ -41,7 +48,7 @@ def test_saved_and_loaded_with_the_flag_on_or_off(pool, tmp_path, way, options):
 
 
 @pytest.mark.parametrize(("way", "options"), [case for case in cases() if case.values[0] != "torch"])
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.full)])
 def test_at_another_data_parallel_size(pool, tmp_path, way, options, before, after):
     run(pool, before, steps=3, save=(way, str(tmp_path)), reuse=True, **options)
     off = resumed(pool, after, tmp_path, way, False, options)
