@@ -59,7 +59,7 @@ def test_sparse_training_goes_on_from_a_warmup(jobs: JobServer, pool: WorkerPool
     trained = losses(warm, "indexer_loss")
     assert trained[-1] < 0.9 * trained[0]
 
-    finished = jobs.run(sparse, FUSED, "--load", str(warm / "checkpoints"))
+    finished = jobs.run(tmp_path / "refused", FUSED, "--load", str(warm / "checkpoints"))
     assert finished.code == 2
     assert "as one of --dsa-stage warmup" in finished.output
     assert "add --finetune" in finished.output
