@@ -261,6 +261,7 @@ def test_compiled_functions_of_the_user_still_compile(redirected):
     assert len(seen) == 1
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 def test_inductor_still_finds_its_way(redirected):
     compiled = torch.compile(lambda x: torch.relu(x) + torch.ones(3, device="cuda"), fullgraph=True)

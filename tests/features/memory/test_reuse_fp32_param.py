@@ -12,13 +12,13 @@ DISTRIBUTED = {"distributed": True}
 OVERLAP = {"distributed": True, "overlap": True}
 LAYOUTS = {
     "dp1": (1, PLAIN),
-    "dp1, distributed": (1, DISTRIBUTED),
-    "dp1, distributed, overlap": (1, OVERLAP),
-    "dp2": (2, PLAIN),
     "dp2, distributed": (2, DISTRIBUTED),
     "dp2, distributed, overlap": (2, OVERLAP),
 }
 FULL = {
+    "dp1, distributed": (1, DISTRIBUTED),
+    "dp1, distributed, overlap": (1, OVERLAP),
+    "dp2": (2, PLAIN),
     "dp4": (4, PLAIN),
     "dp4, distributed": (4, DISTRIBUTED),
     "dp4, distributed, overlap": (4, OVERLAP),
@@ -89,8 +89,12 @@ SAVED = 2.0  # bytes a parameter; by DP with the distributed optimizer
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [(1, PLAIN), (1, DISTRIBUTED), (2, PLAIN), (2, DISTRIBUTED)],
-    ids=["dp1", "dp1, distributed", "dp2", "dp2, distributed"],
+    [
+        pytest.param(1, PLAIN, id="dp1"),
+        pytest.param(1, DISTRIBUTED, id="dp1, distributed", marks=pytest.mark.full),
+        pytest.param(2, PLAIN, id="dp2", marks=pytest.mark.full),
+        pytest.param(2, DISTRIBUTED, id="dp2, distributed"),
+    ],
 )
 def test_bytes_a_parameter_at_rest(pool, ranks, options):
     larger = {"overrides": {"hidden_size": 128, "ffn_hidden_size": 512, "moe_ffn_hidden_size": 128}}
