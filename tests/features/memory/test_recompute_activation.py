@@ -136,7 +136,7 @@ def test_layouts_train_the_same_bit_for_bit(pool, world_size, arguments):
         # per token: the product; and silu of the gate and the other half plus its offset, which it is made of
         (PLAIN, "silu", 3 * FFN),
         pytest.param({**PLAIN, **FUSED}, "silu", FFN, marks=pytest.mark.full),
-        ({**PLAIN, **UNGATED}, "gelu", FFN),
+        pytest.param({**PLAIN, **UNGATED}, "gelu", FFN, marks=pytest.mark.full),
         # every token goes to two of the experts of width 16, where the product with the router's probability
         # comes on top, and to the shared expert of width 24
         (EXPERTS, "silu", 2 * 4 * 16 + 3 * 24),
@@ -145,8 +145,8 @@ def test_layouts_train_the_same_bit_for_bit(pool, world_size, arguments):
     ids=("SwiGLU", "SwiGLU, fused", "GELU", "experts", "experts, fused"),
 )
 def test_the_memory_of_activations_goes(pool, overrides, activation, floats):
-    # Fused functions are scripted: what their first calls keep depends on how often they have run.
-    for _ in range(3 if "bias_activation_fusion" in str(overrides) else 1):
+    # Some functions are scripted: what their first calls keep depends on how often they have run.
+    for _ in range(3):
         (off,) = run(pool, "kept_bytes", switches={}, overrides=overrides, activation=activation)
         (on,) = run(pool, "kept_bytes", switches=ON, overrides=overrides, activation=activation)
     saved = off["forward"] - on["forward"]
