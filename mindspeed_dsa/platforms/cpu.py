@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import platform as host
 import resource
@@ -150,6 +151,24 @@ def process_memory() -> MemoryFigures:
     return MemoryFigures(current=current, peak=max(peak, current), total=total, free=free)
 
 
+_CGROUP = "/sys/fs/cgroup"
+
+
+def host_memory_free() -> int:
+    """Bytes of host memory that this process could still get: the system's, or its container's if less."""
+    free = process_memory().free
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+        figures = []
+        for name in ("memory.max", "memory.current"):
+            with open(f"{_CGROUP}/{name}", encoding="ascii") as file:
+                figures.append(int(file.read()))
+        limit, current = figures
+        with open(f"{_CGROUP}/memory.stat", encoding="ascii") as file:
+            lines = dict(line.split() for line in file)
+        free = min(free, limit - current + int(lines.get("inactive_file", 0)))  # files give way
+    return max(free, 0)
+
+
 def reset_peak_memory() -> None:
     """Let the peak start again; where the system does not allow it, the peak stays that of the process."""
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as control:
@@ -207,10 +226,16 @@ class CpuPlatform(Platform):
         pass
 
     def empty_pinned(self, size: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the system, not of torch's allocator: that one stands for the device, so the two
+        pools can be told apart, and their bytes counted, as on an accelerator.
+        """
         import torch
 
-        # There is no second device that would copy from it, so ordinary memory serves.
-        return torch.empty(size, dtype=dtype, device="cpu")
+        shape = torch.Size([size] if isinstance(size, int) else size)
+        nbytes = shape.numel() * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(shape)
 
     def memory(self) -> MemoryFigures:
         return process_memory()

@@ -1,0 +1,166 @@
+"""Host memory that a device copies from and to: one pool of buffers with exact byte accounting.
+
+Pinning memory costs far more than using it, so buffers are kept for reuse, in size classes. On a CPU
+the pool is memory of its own kind as well (see :meth:`CpuPlatform.empty_pinned`), so what torch's
+allocator holds is the device's and what the pool holds is the host's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mindspeed_dsa import platforms
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.platforms.base import Event
+from mindspeed_dsa.platforms.cpu import host_memory_free
+
+if TYPE_CHECKING:
+    import torch
+
+_SMALLEST = 4096  # a page
+_STEPS = 4  # size classes between a power of two and the next: at most a fifth of a buffer is unused
+
+
+@dataclass(frozen=True)
+class HostFigures:
+    """Bytes of a pool."""
+
+    in_use: int
+    """In buffers that were taken and not given back."""
+    held: int
+    """In all buffers, those kept for reuse included."""
+    peak: int
+    """Most bytes held so far."""
+
+
+class HostBuffer:
+    """Bytes on the host, taken from a pool.
+
+    Attributes:
+        tensor: uint8, shape ``[nbytes]``; the length asked for.
+    """
+
+    def __init__(self, pool: HostPool, whole: torch.Tensor, nbytes: int) -> None:
+        self._pool, self._whole = pool, whole
+        self.tensor = whole[:nbytes]
+
+    def as_tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """The same bytes as a tensor of that type and shape."""
+        return self.tensor.view(dtype).view(shape)
+
+    def give_back(self, after: Event | None = None) -> None:
+        """Let the pool hand the bytes out again.
+
+        Args:
+            after: recorded behind the last copy from or to the buffer; the bytes are not handed out
+                before it is done. ``None``: no copy is under way.
+        """
+        self._pool._take_back(self._whole, after)
+
+
+class HostPool:
+    """Buffers in pinned host memory of the current platform, reused by size class."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._pending: list[tuple[torch.Tensor, Event]] = []
+        self._addresses: set[int] = set()
+        self._in_use = self._held = self._peak = 0
+
+    def take(self, nbytes: int, exact: bool = False) -> HostBuffer:
+        """A buffer of at least ``nbytes`` bytes, with what was in it before.
+
+        Args:
+            nbytes: length of :attr:`HostBuffer.tensor`.
+            exact: not rounded up to a size class; for buffers that are kept for good.
+        """
+        import torch
+
+        size = max(nbytes, 1) if exact else size_class(nbytes)
+        with self._lock:
+            self._collect()
+            kept = self._kept[size]
+            if kept:
+                whole = kept.pop()
+            else:
+                whole = platforms.current().empty_pinned((size,), torch.uint8)
+                self._addresses.add(whole.untyped_storage().data_ptr())
+                self._held += size
+                self._peak = max(self._peak, self._held)
+            self._in_use += size
+        return HostBuffer(self, whole, nbytes)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in a buffer of this pool."""
+        return tensor.untyped_storage().data_ptr() in self._addresses
+
+    def figures(self) -> HostFigures:
+        """Bytes now."""
+        with self._lock:
+            self._collect()
+            return HostFigures(self._in_use, self._held, self._peak)
+
+    def release_kept(self) -> None:
+        """Give memory that nobody uses back to the system."""
+        with self._lock:
+            self._collect()
+            for size, kept in self._kept.items():
+                for whole in kept:
+                    self._addresses.discard(whole.untyped_storage().data_ptr())
+                self._held -= size * len(kept)
+            self._kept.clear()
+
+    def _take_back(self, whole: torch.Tensor, after: Event | None) -> None:
+        with self._lock:
+            if after is None or after.query():
+                self._keep(whole)
+            else:
+                self._pending.append((whole, after))
+
+    def _collect(self) -> None:
+        pending, self._pending = self._pending, []
+        for whole, after in pending:
+            if after.query():
+                self._keep(whole)
+            else:
+                self._pending.append((whole, after))
+
+    def _keep(self, whole: torch.Tensor) -> None:
+        self._kept[whole.numel()].append(whole)
+        self._in_use -= whole.numel()
+
+
+def size_class(nbytes: int) -> int:
+    """The smallest size class of at least ``nbytes`` bytes: powers of two from a page on, and quarters."""
+    if nbytes <= _SMALLEST:
+        return _SMALLEST
+    half = 1 << (nbytes - 1).bit_length() - 1  # the largest power of two below nbytes
+    step = half // _STEPS
+    return half + -(-(nbytes - half) // step) * step
+
+
+def require_host_memory(nbytes: int, who: str, remedy: str) -> None:
+    """Refuse before training starts what the host has no room for.
+
+    Args:
+        nbytes: pinned memory that this process is going to need.
+        who: name of the feature.
+        remedy: what the user can do.
+
+    Raises:
+        SettingsError: less is free.
+    """
+    free = host_memory_free()
+    if nbytes > free:
+        raise SettingsError(
+            f"{who}: needs {nbytes / 2**30:.2f} GiB of pinned host memory in this process, but the host has "
+            f"{free / 2**30:.2f} GiB free; {remedy}"
+        )
+
+
+shared = HostPool()
+"""The pool of this process; every feature takes its buffers here, so they share what is kept."""
