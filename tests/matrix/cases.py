@@ -6,8 +6,7 @@ import argparse
 import dataclasses
 import inspect
 import multiprocessing
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.features.attention import job
+from tests.features.attention.counting import counted
 from tests.matrix import model as tiny
 
 TARGETS = (
@@ -104,33 +104,11 @@ def overlapped(coefficient: float | None) -> dict[str, Tensor]:
     return {tiny.common_name(name): gradient for name, gradient in job.gradients([model]).items()}
 
 
-@contextmanager
-def counted(*names: str) -> Iterator[dict[str, int]]:
-    """Count calls by the globals that the attention looks up."""
-    from mindspeed_dsa.features.attention.bring_along import attend
-
-    counts = dict.fromkeys(names, 0)
-    originals = {name: getattr(attend, name) for name in names}
-
-    def counting(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    for name in names:
-        setattr(attend, name, counting(name))
-    try:
-        yield counts
-    finally:
-        for name, original in originals.items():
-            setattr(attend, name, original)
-
-
 def calls(recompute: str) -> dict[str, int]:
     """How often a step of two layers selects keys and computes the indexer loss."""
     job.start()
+    from mindspeed_dsa.features.attention.fused import core
+
     overrides: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     if recompute == "full":
         overrides = {
@@ -139,7 +117,7 @@ def calls(recompute: str) -> dict[str, int]:
             "recompute_num_layers": 1,
         }
     model = tiny.gpt_model(tiny.config(**overrides))
-    with counted("lightning_indexer", "sparse_loss") as counts:
+    with counted(core, "lightning_indexer", "sparse_loss") as counts:
         job.per_token_loss(model, job.samples(2)).mean().backward()
     return counts
 
@@ -186,14 +164,14 @@ def gradients_of_each_loss() -> dict[str, tuple[float, float]]:
 def without_loss(mode: str) -> dict[str, Any]:
     """What is done for the indexer loss where there is none."""
     job.start()
-    from mindspeed_dsa.features.attention.bring_along import attend
     from mindspeed_dsa.features.attention.dsa_module import dsa_module
+    from mindspeed_dsa.features.attention.fused import core
 
     coefficient = {"coefficient 0": 0.0, "no coefficient": None}.get(mode, 1.0)
     model = tiny.gpt_model(tiny.config(dsa_indexer_loss_coeff=coefficient))
     model.train(mode != "evaluation")
     graphs = 0
-    index_inputs = attend.index_inputs
+    index_inputs = core.index_inputs
 
     def watched(*args: Any) -> Any:
         nonlocal graphs
@@ -201,15 +179,15 @@ def without_loss(mode: str) -> dict[str, Any]:
         graphs += inputs.query.requires_grad
         return inputs
 
-    attend.index_inputs = watched
+    core.index_inputs = watched
     try:
         names = ("sparse_loss", "dense_loss")
-        with counted(*names) as counts, torch.set_grad_enabled(mode != "no_grad"):
+        with counted(core, *names) as counts, torch.set_grad_enabled(mode != "no_grad"):
             loss = job.per_token_loss(model, job.samples(2)).mean()
             if mode != "no_grad":
                 loss.backward()
     finally:
-        attend.index_inputs = index_inputs
+        core.index_inputs = index_inputs
     grads = [p.grad for name, p in model.named_parameters() if "indexer" in name]
     return {
         "losses computed": sum(counts.values()),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,30 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.features.attention import job
-
-
-@contextmanager
-def counted(*names: str) -> Iterator[dict[str, int]]:
-    """Count calls of Megatron's DSA functions by the globals that its own code looks up."""
-    from megatron.core.transformer.experimental_attention_variant import dsa
-
-    counts = dict.fromkeys(names, 0)
-    originals = {name: getattr(dsa, name) for name in names}
-
-    def counting(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    for name in names:
-        setattr(dsa, name, counting(name))
-    try:
-        yield counts
-    finally:
-        for name, original in originals.items():
-            setattr(dsa, name, original)
+from tests.features.attention.counting import counted
 
 
 def one_step(
@@ -42,19 +18,19 @@ def one_step(
 ) -> dict[str, Any]:
     """Forward and backward of one microbatch without a schedule, and what was done for it."""
     job.start(switches)
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+    from megatron.core.transformer.experimental_attention_variant import dsa
 
     model = job.gpt_model(job.config(**overrides))
     model.train(mode == "train")
     saved: list[Tensor] = []
     names = ("compute_dsa_indexer_loss", "unfused_dsa_fn", "rotate_activation")
-    with counted(*names) as counts, torch.set_grad_enabled(mode != "no_grad"):
+    with counted(dsa, *names) as counts, torch.set_grad_enabled(mode != "no_grad"):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
             loss = job.per_token_loss(model, job.samples(2)).mean()
         if mode != "no_grad":
             loss.backward()
     scores = [tensor for tensor in saved if list(tensor.shape).count(job.SEQUENCE) == 2]
-    tracker = DSAIndexerLossLoggingHelper.tracker.get("values")
+    tracker = dsa.DSAIndexerLossLoggingHelper.tracker.get("values")
     return {
         "loss": loss.item(),
         "counts": counts,

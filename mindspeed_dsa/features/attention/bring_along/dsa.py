@@ -7,21 +7,23 @@ sequence, a rank's part of it only where sequence parallelism is named.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mindspeed_dsa.features.attention import loss_scale_impl, loss_tracker_impl
-from mindspeed_dsa.features.attention.bring_along.attend import attend
 from mindspeed_dsa.features.attention.bring_along.groups import Groups
 from mindspeed_dsa.features.attention.bring_along.options import indexer_layout
 from mindspeed_dsa.features.attention.deepseek_layout import rotate_first_dimensions
+from mindspeed_dsa.features.attention.fused import options
 from mindspeed_dsa.features.attention.fused.attend import Operands
+from mindspeed_dsa.features.attention.fused.core import sparse_attention
 from mindspeed_dsa.features.attention.hadamard_impl import hadamard_rotation
 from mindspeed_dsa.features.attention.local_modules import DuplicatedLinear
 from mindspeed_dsa.features.attention.local_norms import SequenceParallelLayerNorm
+from mindspeed_dsa.features.attention.loss_gate_impl import coefficient, with_zero_gradients
 from mindspeed_dsa.features.host import host
 
 try:
@@ -271,14 +273,18 @@ class DSAttention(MegatronModule):
                 "sequences, without a bias"
             )
         if self.training and torch.is_grad_enabled() and self._recomputes():
-
-            def run(query: Tensor, key: Tensor, value: Tensor, x: Tensor, qr: Tensor) -> Tensor:
-                return attend(self, Operands(query, key, value, self.softmax_scale), x, qr)
-
             # Without gradients, as the first pass is run, there is no indexer loss: it is computed once.
-            recomputed: Tensor = host("core.tensor_parallel").checkpoint(run, False, query, key, value, x, qr)
-            return recomputed
-        return attend(self, Operands(query, key, value, self.softmax_scale), x, qr)
+            checkpoint = host("core.tensor_parallel").checkpoint
+            return checkpoint(self._attend, False, query, key, value, x, qr)  # type: ignore[no-any-return]
+        return self._attend(query, key, value, x, qr)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, x: Tensor, qr: Tensor) -> Tensor:
+        # There is no form of Megatron's own to leave a part to.
+        chosen = replace(options.current(), indexer=True, attention=True, kl_loss=True)
+        out = sparse_attention(self, Operands(query, key, value, self.softmax_scale), x, qr, chosen)
+        if self.training and torch.is_grad_enabled() and coefficient(self.config) == 0:
+            return with_zero_gradients(out, self.indexer)
+        return out
 
     def _recomputes(self) -> bool:
         modules = getattr(self.config, "recompute_modules", None) or ()

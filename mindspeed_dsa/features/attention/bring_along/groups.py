@@ -26,8 +26,3 @@ class Groups:
             tp=state.get_tensor_model_parallel_group() if tp is None else tp,
             cp=state.get_context_parallel_group() if cp is None else cp,
         )
-
-
-def of_attention(attention: Any) -> Groups:
-    """Those of an attention layer: ``pg_collection`` in 0.15, ``model_comm_pgs`` in 0.13 and 0.14."""
-    return Groups.of(getattr(attention, "pg_collection", None) or getattr(attention, "model_comm_pgs", None))

@@ -13,13 +13,20 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.features.attention.bring_along.fields import problems_of
-from mindspeed_dsa.features.attention.bring_along.groups import of_attention
 from mindspeed_dsa.features.attention.bring_along.options import indexer_layout
 from mindspeed_dsa.features.attention.fused import options
 from mindspeed_dsa.features.attention.fused.absorb import up_projections
 from mindspeed_dsa.features.attention.local_norms import norm_of_fused_layer
-from mindspeed_dsa.features.attention.rotary_key_tp_grads_impl import SumGradients
-from mindspeed_dsa.features.host import host
+from mindspeed_dsa.features.attention.mla_projections import (
+    Rotate,
+    absorbed_query_and_key,
+    down,
+    own_part,
+    query_parts,
+    recomputed_if_asked,
+    rotary_key_for_all_heads,
+    rotation,
+)
 
 
 def build_with_dsa(original: Callable[..., None]) -> Callable[..., None]:
@@ -106,137 +113,51 @@ def _derive(attention: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tens
     config = attention.config
     latent_query = hidden_states
     if config.q_lora_rank is not None:
-        latent_query = _down(attention, attention.linear_q_down_proj, hidden_states, [config.q_lora_rank])[0]
-        latent_query = _own_part(attention, latent_query, hidden_states)
+        (latent_query,) = down(attention, attention.linear_q_down_proj, hidden_states, [config.q_lora_rank])
+        latent_query = own_part(attention, latent_query, hidden_states)
     _hand_over(attention, hidden_states, latent_query)
 
     sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
-    latent, rotary_key = _down(attention, attention.linear_kv_down_proj, hidden_states, sizes)
-    latent = _own_part(attention, latent, hidden_states)
-    rotary_key = _for_all_heads(attention, rotary_key, hidden_states)
-    angles, mscale = attention.rotary_pos_emb(rotary_key.size(0)), 1.0
-    if isinstance(angles, tuple):  # YaRN
-        angles, mscale = angles
+    latent, rotary_key = down(attention, attention.linear_kv_down_proj, hidden_states, sizes)
+    latent = own_part(attention, latent, hidden_states)
+    rotary_key = rotary_key_for_all_heads(attention, rotary_key, hidden_states)
+    rotate = rotation(attention, rotary_key.size(0))
 
-    def rotate(states: Tensor) -> Tensor:
-        apply = host("core.models.common.embeddings").apply_rotary_pos_emb
-        rotated: Tensor = apply(states, angles, config=config, mscale=mscale)
-        return rotated
+    def normed(latent_query: Tensor) -> Tensor:
+        return latent_query if config.q_lora_rank is None else attention.q_layernorm(latent_query)
 
     if options.current().absorb:
         up_key, up_value = up_projections(attention)
-        query, key = _recomputed_if_asked(
-            attention,
-            lambda *parts: _absorbed(attention, rotate, *parts),
-            latent_query,
-            latent,
-            rotary_key,
-            up_key,
-        )
+
+        def absorbed(latent_query: Tensor, latent: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+            latent = attention.kv_layernorm(latent)
+            return absorbed_query_and_key(attention, rotate, normed(latent_query), latent, *parts)
+
+        query, key = recomputed_if_asked(attention, absorbed, latent_query, latent, rotary_key, up_key)
         return query, key, up_value
-    query, key, value = _recomputed_if_asked(
-        attention, lambda *parts: _by_head(attention, rotate, *parts), latent_query, latent, rotary_key
-    )
+
+    def by_head(latent_query: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _by_head(attention, rotate, normed(latent_query), *parts)
+
+    query, key, value = recomputed_if_asked(attention, by_head, latent_query, latent, rotary_key)
     return query, key, value
-
-
-def _absorbed(
-    attention: Any,
-    rotate: Callable[[Tensor], Tensor],
-    latent_query: Tensor,
-    latent: Tensor,
-    rotary_key: Tensor,
-    up_key: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """query ``[s, b, heads, latent + rope]``, key ``[s, b, 1, latent + rope]``."""
-    config, group = attention.config, of_attention(attention).tp
-    plain, rotary = _query(attention, latent_query)
-    # [s, b, heads, qk_head_dim] x [heads, qk_head_dim, latent]
-    query = torch.cat([torch.einsum("sbhd,hdc->sbhc", plain, up_key), rotate(rotary)], dim=-1)
-    latent = attention.kv_layernorm(latent)
-    if hasattr(attention.linear_kv_up_proj, "layer_norm_weight"):
-        latent = norm_of_fused_layer(attention.linear_kv_up_proj, latent, config)
-    # Every head of every rank reads this one key: its gradients are summed over ranks.
-    if group.size() > 1:
-        if config.sequence_parallel:
-            latent = host("core.tensor_parallel").gather_from_sequence_parallel_region(latent)
-        else:
-            latent = SumGradients.apply(latent, group)
-    return query, torch.cat([latent.unsqueeze(2), rotate(rotary_key.unsqueeze(2))], dim=-1)
 
 
 def _by_head(
     attention: Any,
-    rotate: Callable[[Tensor], Tensor],
+    rotate: Rotate,
     latent_query: Tensor,
     latent: Tensor,
     rotary_key: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """query and key ``[s, b, heads, qk_head_dim + rope]``, value ``[s, b, heads, value_dim]``."""
     config, heads = attention.config, attention.num_attention_heads_per_partition
-    plain, rotary = _query(attention, latent_query)
+    plain, rotary = query_parts(attention, latent_query)
     query = torch.cat([plain, rotate(rotary)], dim=-1)
     key_value, _ = attention.linear_kv_up_proj(attention.kv_layernorm(latent))
     key, value = key_value.unflatten(-1, (heads, -1)).split([config.qk_head_dim, config.v_head_dim], dim=-1)
     shared = rotate(rotary_key.unsqueeze(2)).expand(-1, -1, heads, -1)
     return query, torch.cat([key, shared], dim=-1), value.contiguous()
-
-
-def _query(attention: Any, latent_query: Tensor) -> tuple[Tensor, ...]:
-    """``[s, b, heads, qk_head_dim]`` and ``[s, b, heads, rope]``, before rotation."""
-    config, heads = attention.config, attention.num_attention_heads_per_partition
-    if config.q_lora_rank is None:
-        query, _ = attention.linear_q_proj(latent_query)
-    else:
-        query, _ = attention.linear_q_up_proj(attention.q_layernorm(latent_query))
-    sizes = [config.qk_head_dim, config.qk_pos_emb_head_dim]
-    parts: tuple[Tensor, ...] = query.unflatten(-1, (heads, -1)).split(sizes, dim=-1)
-    return parts
-
-
-def _recomputed_if_asked(attention: Any, derive: Callable[..., Any], *parts: Tensor) -> Any:
-    """Run now; with ``mla_up_proj`` among the modules to recompute, the layer discards what is returned."""
-    if not getattr(attention, "recompute_up_proj", False):
-        return derive(*parts)
-    attention.qkv_up_checkpoint = host("core.tensor_parallel").CheckpointWithoutOutput()
-    return attention.qkv_up_checkpoint.checkpoint(derive, *parts)
-
-
-def _down(attention: Any, projection: Any, hidden_states: Tensor, sizes: list[int]) -> list[Tensor]:
-    """A down projection's output by parts, put together where the projection is split over ranks.
-
-    Under sequence parallelism a full copy of the projection returns its input's part of the sequence, a split
-    one the whole sequence.
-    """
-    projected, _ = projection(hidden_states)
-    if projected.size(-1) != sum(sizes):
-        projected = host("core.tensor_parallel").gather_from_tensor_model_parallel_region(projected)
-    return list(projected.split(sizes, dim=-1))
-
-
-def _own_part(attention: Any, states: Tensor, hidden_states: Tensor) -> Tensor:
-    """As long as the hidden states: under sequence parallelism, this rank's part."""
-    if states.size(0) == hidden_states.size(0):
-        return states
-    scattered: Tensor = host("core.tensor_parallel").scatter_to_sequence_parallel_region(states)
-    return scattered
-
-
-def _for_all_heads(attention: Any, rotary_key: Tensor, hidden_states: Tensor) -> Tensor:
-    """The rotary key of the whole sequence; its gradient is that of all ranks' heads.
-
-    Megatron lets each rank keep the gradient of its own heads where the projection is split, and without
-    sequence parallelism.
-    """
-    group = of_attention(attention).tp
-    if group.size() == 1:
-        return rotary_key
-    is_part = attention.config.sequence_parallel and rotary_key.size(0) == hidden_states.size(0)
-    if is_part:
-        gathered: Tensor = host("core.tensor_parallel").gather_from_sequence_parallel_region(rotary_key)
-        return gathered
-    summed: Tensor = SumGradients.apply(rotary_key, group)
-    return summed
 
 
 def _hand_over(attention: Any, hidden_states: Tensor, latent_query: Tensor) -> None:

@@ -16,9 +16,14 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.features.attention.fused import options
-from mindspeed_dsa.features.attention.local_norms import norm_of_fused_layer
-from mindspeed_dsa.features.attention.rotary_key_tp_grads_impl import SumGradients
-from mindspeed_dsa.features.host import host
+from mindspeed_dsa.features.attention.mla_projections import (
+    absorbed_query_and_key,
+    down,
+    own_part,
+    recomputed_if_asked,
+    rotary_key_for_all_heads,
+    rotation,
+)
 
 
 def absorb_latent(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,73 +74,26 @@ def absorbed_query_key_value(attention: Any, hidden_states: Tensor) -> tuple[Ten
         ``[s, b, latent]`` (both parts of the sequence under sequence parallelism).
     """
     config = attention.config
-    rotary, mscale = _rotary(attention, hidden_states)
     latent_query = hidden_states
     if config.q_lora_rank is not None:
-        latent_query = _whole(attention, attention.linear_q_down_proj(hidden_states)[0], config.q_lora_rank)
-        latent_query = attention.q_layernorm(_part(attention, attention.linear_q_down_proj, latent_query))
+        (latent_query,) = down(attention, attention.linear_q_down_proj, hidden_states, [config.q_lora_rank])
+        latent_query = attention.q_layernorm(own_part(attention, latent_query, hidden_states))
     sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
-    combined = _whole(attention, attention.linear_kv_down_proj(hidden_states)[0], sum(sizes))
-    latent, rotary_key = combined.split(sizes, dim=-1)
-    latent = attention.kv_layernorm(_part(attention, attention.linear_kv_down_proj, latent))
-    if config.sequence_parallel and not _is_split(attention.linear_kv_down_proj, sum(sizes)):
-        rotary_key = _gathered(attention, rotary_key)
+    latent, rotary_key = down(attention, attention.linear_kv_down_proj, hidden_states, sizes)
+    latent = attention.kv_layernorm(own_part(attention, latent, hidden_states))
+    # dsa-rotary-key-tp-grads sums the gradient, in absorbed form as in Megatron's.
+    rotary_key = rotary_key_for_all_heads(attention, rotary_key, hidden_states, is_summed=True)
+    rotate = rotation(attention, rotary_key.size(0))
     up_key, up_value = up_projections(attention)
-
-    def project(
-        latent_query: Tensor, latent: Tensor, rotary_key: Tensor, up_key: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return _project(attention, latent_query, latent, rotary_key, up_key, rotary, mscale)
-
-    operands = latent_query, latent, rotary_key, up_key
-    if attention.recompute_up_proj:
-        checkpoint = host("core.tensor_parallel").CheckpointWithoutOutput(fp8=config.fp8 or config.fp4)
-        query, key = checkpoint.checkpoint(project, *operands)
-        attention.qkv_up_checkpoint = checkpoint
-    else:
-        query, key = project(*operands)
+    query, key = recomputed_if_asked(
+        attention,
+        lambda *parts: absorbed_query_and_key(attention, rotate, *parts),
+        latent_query,
+        latent,
+        rotary_key,
+        up_key,
+    )
     return query, key, up_value, latent_query, latent
-
-
-def _project(
-    attention: Any,
-    latent_query: Tensor,
-    latent: Tensor,
-    rotary_key: Tensor,
-    up_key: Tensor,
-    rotary: Tensor,
-    mscale: float,
-) -> tuple[Tensor, Tensor]:
-    """Query and key in absorbed form, from what the down-projections made."""
-    config = attention.config
-    projection = attention.linear_q_proj if config.q_lora_rank is None else attention.linear_q_up_proj
-    query, _ = projection(latent_query)
-    query = query.unflatten(-1, (attention.num_attention_heads_per_partition, attention.q_head_dim))
-    query, rotary_query = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
-
-    def rotate(states: Tensor) -> Tensor:
-        embeddings = host("core.models.common.embeddings")
-        return embeddings.apply_rotary_pos_emb(  # type: ignore[no-any-return]
-            states,
-            rotary[: states.shape[0]],
-            config=config,
-            cu_seqlens=None,
-            mscale=mscale,
-            cp_group=attention.pg_collection.cp,
-        )
-
-    # [s, b, heads, qk_head_dim] x [heads, qk_head_dim, latent]
-    absorbed = torch.einsum("sbhd,hdc->sbhc", query, up_key)
-    query = torch.cat([absorbed, rotate(rotary_query)], dim=-1)
-    if hasattr(attention.linear_kv_up_proj, "layer_norm_weight"):
-        latent = norm_of_fused_layer(attention.linear_kv_up_proj, latent, config)
-    # Every head of every rank reads the same key: its gradients are summed over ranks.
-    if config.sequence_parallel:
-        latent = _gathered(attention, latent)
-    elif attention.pg_collection.tp.size() > 1:
-        latent = SumGradients.apply(latent, attention.pg_collection.tp)
-    key = torch.cat([latent.unsqueeze(2), rotate(rotary_key.unsqueeze(2))], dim=-1)
-    return query, key
 
 
 def up_projections(attention: Any) -> tuple[Tensor, Tensor]:
@@ -166,44 +124,3 @@ def up_projections(attention: Any) -> tuple[Tensor, Tensor]:
     by_head = layer.weight.unflatten(0, (attention.num_attention_heads_per_partition, -1))
     up_key, up_value = by_head.split([config.qk_head_dim, config.v_head_dim], dim=1)
     return up_key, up_value
-
-
-def _rotary(attention: Any, hidden_states: Tensor) -> tuple[Tensor, float]:
-    """Angles ``[s, 1, 1, rope]`` of the whole sequence, and YaRN's magnitude."""
-    embedding = attention.rotary_pos_emb
-    length = embedding.get_rotary_seq_len(None, None, hidden_states, attention.config, None)
-    if attention.config.rope_type == "rope":
-        return embedding(length, packed_seq=False), 1.0
-    angles, mscale = embedding(length, packed_seq=False)
-    return angles, mscale
-
-
-def _is_split(projection: Any, width: int) -> bool:
-    """Whether a down-projection is split over tensor parallel ranks, so that its output is a part."""
-    return bool(projection.weight.shape[0] != width)
-
-
-def _whole(attention: Any, projected: Tensor, width: int) -> Tensor:
-    """All ``width`` columns of a down-projection's output; of the whole sequence if it is split."""
-    if projected.shape[-1] == width:
-        return projected
-    gather = host("core.tensor_parallel").gather_from_tensor_model_parallel_region
-    return gather(projected, group=attention.pg_collection.tp)  # type: ignore[no-any-return]
-
-
-def _part(attention: Any, projection: Any, states: Tensor) -> Tensor:
-    """This rank's part of the sequence, where sequence parallelism has it and the projection gave all."""
-    config = attention.config
-    width = config.q_lora_rank
-    if projection is attention.linear_kv_down_proj:
-        width = config.kv_lora_rank + config.qk_pos_emb_head_dim
-    if not (config.sequence_parallel and _is_split(projection, width)):
-        return states
-    scatter = host("core.tensor_parallel").scatter_to_sequence_parallel_region
-    return scatter(states, group=attention.pg_collection.tp)  # type: ignore[no-any-return]
-
-
-def _gathered(attention: Any, states: Tensor) -> Tensor:
-    """The whole sequence from its parts; gradients are summed and scattered."""
-    gather = host("core.tensor_parallel").gather_from_sequence_parallel_region
-    return gather(states, group=attention.pg_collection.tp)  # type: ignore[no-any-return]

@@ -78,7 +78,7 @@ def fused_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 **kwargs,
             )
         _refuse_unknown(attn_mask_type, attention_bias, packed_seq_params, kwargs)
-        return sparse_attention(self, operands, x, qr)
+        return sparse_attention(self, operands, x, qr, options.current())
 
     return forward
 
@@ -101,20 +101,20 @@ def _refuse_unknown(
         )
 
 
-def sparse_attention(attention: Any, operands: Operands, x: Tensor, qr: Tensor) -> Tensor:
+def sparse_attention(attention: Any, operands: Operands, x: Tensor, qr: Tensor, chosen: Options) -> Tensor:
     """Choose keys, attend to them, and attach the indexer loss where it is wanted.
 
     Args:
-        attention: Megatron's ``DSAttention``; its ``training``, ``config``, ``indexer`` and
+        attention: a ``DSAttention``, Megatron's or ours; its ``training``, ``config``, ``indexer`` and
             ``layer_number`` are read.
         operands: of the main attention.
         x: ``[sequence, batch, hidden]``, a rank's part of the sequence under sequence parallelism.
         qr: ``[sequence, batch, q_lora_rank]``, likewise.
+        chosen: what runs on our operators.
 
     Returns:
         ``[sequence, batch, heads * value_dim]``.
     """
-    chosen = options.current()
     x, qr = x.detach(), qr.detach()
     if chosen.warmup:
         return warmup.attention(attention, operands, x, qr, chosen.backend)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mindspeed_dsa.features.attention.dsa_module import dsa_module
 from mindspeed_dsa.features.attention.fused.attend import (
     Attended,
     Operands,
@@ -21,7 +22,6 @@ from mindspeed_dsa.features.attention.fused.attend import (
 )
 from mindspeed_dsa.features.attention.fused.indexer import IndexInputs, Selection, for_host, host_scores
 from mindspeed_dsa.features.attention.loss_gate_impl import coefficient
-from mindspeed_dsa.features.host import host
 from mindspeed_dsa.ops.indexer_kl_loss import (
     dense_indexer_kl_loss,
     divergence_and_score_gradient,
@@ -84,7 +84,7 @@ def _detached(operands: Operands) -> tuple[Tensor, Tensor]:
 
 def host_loss(attention: Any, operands: Operands, selection: Selection) -> Tensor:
     """Megatron's ``compute_dsa_indexer_loss``: holds ``[b, heads, s, s]``."""
-    dsa = host("core.transformer.experimental_attention_variant.dsa")
+    dsa = dsa_module()
     scores = selection.scores
     if scores is None:
         scores = host_scores(attention.indexer, selection.inputs)
@@ -104,7 +104,7 @@ def host_loss(attention: Any, operands: Operands, selection: Selection) -> Tenso
 
 def log_loss(attention: Any, loss: Tensor) -> None:
     """Hand the layer's loss to Megatron's tracker."""
-    dsa = host("core.transformer.experimental_attention_variant.dsa")
+    dsa = dsa_module()
     dsa.DSAIndexerLossLoggingHelper.save_loss_to_tracker(
         loss=loss, layer_number=attention.layer_number, num_layers=attention.config.num_layers
     )
@@ -113,7 +113,7 @@ def log_loss(attention: Any, loss: Tensor) -> None:
 def attach_loss(attention: Any, out: Tensor, loss: Tensor) -> Tensor:
     """``out``, through whose backward the loss gets its gradient, scaled as Megatron's own is."""
     log_loss(attention, loss)
-    dsa = host("core.transformer.experimental_attention_variant.dsa")
+    dsa = dsa_module()
     return dsa.DSAIndexerLossAutoScaler.apply(out, loss)  # type: ignore[no-any-return]
 
 
@@ -124,7 +124,7 @@ def score_gradient_in_backward(
 
     The loss is logged then, and its gradient gets the scale that Megatron's scaler would give it.
     """
-    dsa = host("core.transformer.experimental_attention_variant.dsa")
+    dsa = dsa_module()
     scores = selection.topk_scores.detach()
     batch, length = scores.shape[:2]
 
