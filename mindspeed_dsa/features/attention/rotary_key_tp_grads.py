@@ -7,8 +7,8 @@ from mindspeed_dsa.patches.spec import Patch
 
 FEATURE = dsa_repair(
     "dsa-rotary-key-tp-grads",
-    summary="Sums the rotary key's gradient over tensor parallel ranks where sequence parallelism does not.",
-    switch_help="Sum the rotary key's gradient over tensor parallel ranks without sequence parallelism.",
+    summary="Sums the rotary key's gradient over tensor parallel ranks where Megatron does not.",
+    switch_help="Sum the rotary key's gradient over tensor parallel ranks where Megatron does not.",
     patches=(
         Patch(
             f"{MLA}:MLASelfAttention.__init__",

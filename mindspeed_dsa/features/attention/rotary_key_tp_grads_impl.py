@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, all_reduce
 
+from mindspeed_dsa.features.host import host
+
 
 class SumGradients(torch.autograd.Function):
     """Identity; in backward the sum over a group.
@@ -34,9 +36,12 @@ class SumGradients(torch.autograd.Function):
 def sum_rotary_key_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate ``MLASelfAttention.__init__``.
 
-    All heads share one rotary key. A rank's backward yields the gradient of its own heads; with sequence
-    parallelism a reduce-scatter sums these parts, without it nothing does, and the copies of the projection
-    drift apart.
+    All heads share one rotary key. A rank's backward yields the gradient of its own heads. A reduce-scatter
+    sums these parts where each rank has a full copy of the projection and applies it to its part of the
+    sequence; elsewhere nothing does, and the copies of the projection drift apart.
+
+    What a projection that is split over ranks returns is put together here, so that Megatron goes on as with
+    a full copy, and its reduce-scatter under sequence parallelism does the sum.
     """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -44,14 +49,23 @@ def sum_rotary_key_gradients(original: Callable[..., Any]) -> Callable[..., Any]
         config, group = self.config, self.pg_collection.tp
         sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
         is_full_copy = self.linear_kv_down_proj.weight.size(0) == sum(sizes)
-        if group.size() == 1 or config.sequence_parallel or not is_full_copy:
+        if group.size() == 1 or (config.sequence_parallel and is_full_copy):
             return
+        mappings = host("core.tensor_parallel.mappings")
 
         def sum_in_backward(module: Any, inputs: Any, output: Any) -> Any:
-            # [s, b, kv_lora_rank + qk_pos_emb_head_dim]; the latent part is summed at its up projection.
-            latent, rotary_key = output[0].split(sizes, dim=-1)
-            rotary_key = SumGradients.apply(rotary_key, group)
-            return (torch.cat([latent, rotary_key], dim=-1), *output[1:])
+            # [s, b, kv_lora_rank + qk_pos_emb_head_dim]; split projections return a part of the last
+            # dimension of the whole sequence, full copies all of a part of the sequence.
+            projected = output[0]
+            if not is_full_copy:
+                projected = mappings.gather_from_tensor_model_parallel_region(projected, group=group)
+                if config.sequence_parallel:
+                    projected = mappings.scatter_to_sequence_parallel_region(projected, group=group)
+            if not config.sequence_parallel:
+                # The latent part is summed at its up projection.
+                latent, rotary_key = projected.split(sizes, dim=-1)
+                projected = torch.cat([latent, SumGradients.apply(rotary_key, group)], dim=-1)
+            return (projected, *output[1:])
 
         self.linear_kv_down_proj.register_forward_hook(sum_in_backward)
 

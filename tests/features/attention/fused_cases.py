@@ -43,6 +43,27 @@ def whole_step(switches: Mapping[str, Any] | None = None, **arguments: Any) -> d
         return job.run(switches, **arguments)
 
 
+def step_with_split_down_projections(
+    switches: Mapping[str, Any] | None = None, **arguments: Any
+) -> dict[str, Any]:
+    """As :func:`whole_step`, on a spec that splits MLA's down-projections over tensor parallel ranks."""
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    name = "get_transformer_block_with_experimental_attention_variant_spec"
+    original = getattr(specs, name)
+
+    def block_spec(*args: Any, **kwargs: Any) -> Any:
+        block = original(*args, **kwargs)
+        for layer in block.layer_specs:
+            attention = layer.submodules.self_attention.submodules
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = ColumnParallelLinear
+        return block
+
+    with mock.patch.object(specs, name, block_spec):
+        return whole_step(switches, **arguments)
+
+
 def warmup(
     switches: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,

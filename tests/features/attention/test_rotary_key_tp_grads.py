@@ -5,7 +5,8 @@ import torch
 
 from tests.features.attention.job import assert_same_gradients, put_together
 
-RUN = "tests.features.attention.job:run"
+RUN = "tests.features.attention.fused_cases:whole_step"
+SPLIT = "tests.features.attention.fused_cases:step_with_split_down_projections"
 DENSE = {  # Megatron wants sequence parallelism with experts
     "num_moe_experts": None,
     "moe_layer_freq": 1,
@@ -34,3 +35,12 @@ def test_without_the_repair_the_rotary_keys_part_is_wrong_and_the_copies_differ(
     torch.testing.assert_close(left[latent], one_rank[name][latent], rtol=1e-4, atol=1e-5)
     assert not torch.allclose(left[16:], right[16:], rtol=0.1)
     torch.testing.assert_close(left[16:] + right[16:], one_rank[name][16:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("switches", [{}, {"use_fused_dsa": True}], ids=["Megatron's form", "absorbed"])
+def test_split_down_projections(pool, one_rank, switches, sequence_parallel):
+    ranks = pool.run(SPLIT, 2, tp=2, sequence_parallel=sequence_parallel, overrides=DENSE, switches=switches)
+    weights = [f"decoder.layers.0.self_attention.linear_{name}_down_proj.weight" for name in ("q", "kv")]
+    assert [ranks[0]["split"][weight] for weight in weights] == [0, 0]
+    assert_same_gradients(put_together(ranks), one_rank)
