@@ -122,9 +122,23 @@ def calls(recompute: str) -> dict[str, int]:
     return counts
 
 
-def per_token_gradients() -> dict[str, Tensor]:
+def loss_calls(switches: Mapping[str, Any]) -> dict[str, int]:
+    """How often a step of two layers computes the indexer loss, ordinary and for the attention's backward."""
+    job.start(switches)
+    from mindspeed_dsa.features.attention.fused import core, loss
+
+    model = tiny.gpt_model(tiny.config())
+    in_backward = "divergence_and_score_gradient"
+    with counted(core, "sparse_loss") as ordinary, counted(loss, in_backward) as late:
+        total = job.per_token_loss(model, job.samples(2)).mean()
+        before = late[in_backward]
+        total.backward()
+    return {**ordinary, f"{in_backward} in forward": before, "and in all": late[in_backward]}
+
+
+def per_token_gradients(switches: Mapping[str, Any]) -> dict[str, Tensor]:
     """Gradients of a step whose schedule sums over tokens and divides at the end."""
-    job.start()
+    job.start(switches)
     cfg = tiny.config(calculate_per_token_loss=True)
     model = tiny.gpt_model(cfg)
     job.train_step(cfg, [model], list(job.samples(8).view(2, 4, -1)))

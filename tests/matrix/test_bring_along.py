@@ -128,6 +128,34 @@ def test_recomputation_changes_nothing(pool, recompute, absorb):
         torch.testing.assert_close(result["gradients"][name], gradient, rtol=1e-6, atol=1e-8, msg=name)
 
 
+IN_BACKWARD = {"use_fused_dsa": True, "dsa_fuse_kl_in_backward": True}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"overrides": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}},
+        {"grad_scale": 128.0},
+        {"tp": 2},
+    ],
+    ids=str,
+)
+def test_the_loss_in_backward_is_the_ordinary_one(pool, arguments):
+    ranks = arguments.get("tp", 1)
+    ours, theirs = (
+        pool.run(STEP, ranks, switches=switches, num_microbatches=2, **arguments)
+        for switches in (IN_BACKWARD, {"use_fused_dsa": True})
+    )
+    for actual, expected in zip(ours, theirs, strict=True):
+        same(actual, expected)
+
+
+def test_the_loss_in_backward_runs_there_and_nowhere_else(pool):
+    (counts,) = pool.run(f"{CASE}:loss_calls", 1, switches=IN_BACKWARD)
+    assert counts == {"sparse_loss": 0, "divergence_and_score_gradient in forward": 0, "and in all": 2}
+
+
 @pytest.mark.parametrize("module", ["core_attn", "full"])
 def test_recomputation_runs_the_selection_twice_and_its_loss_once(pool, module):
     (counts,) = pool.run(f"{CASE}:calls", 1, recompute=module)
@@ -143,8 +171,9 @@ def test_the_indexer_loss_weighs_the_same_whatever_the_microbatches(pool, plain)
     assert_same_gradients({name: scaled["gradients"][name] for name in indexer}, indexer)
 
 
-def test_per_token_loss_counts_the_indexer_loss_by_tokens_as_well(pool, plain):
-    (result,) = pool.run(f"{CASE}:per_token_gradients", 1)
+@pytest.mark.parametrize("switches", [{}, IN_BACKWARD], ids=["ordinary", "in backward"])
+def test_per_token_loss_counts_the_indexer_loss_by_tokens_as_well(pool, plain, switches):
+    (result,) = pool.run(f"{CASE}:per_token_gradients", 1, switches=switches)
     assert_same_gradients(result, plain["gradients"])
 
 
@@ -218,16 +247,11 @@ def test_what_cannot_be_built_is_refused(pool, overrides, message):
     assert message in error
 
 
-@pytest.mark.parametrize(
-    ("switches", "message"),
-    [
-        ({"dsa_stage": "warmup"}, "needs megatron-core >=0.16"),
-        ({"dsa_fuse_kl_in_backward": True, "use_fused_dsa": True}, "needs Megatron-core 0.16 or later"),
-    ],
-)
-def test_what_these_releases_do_not_get_is_refused(pool, switches, message):
-    (error,) = pool.run("tests.features.attention.job:error_of", 1, case=STEP, switches=switches)
-    assert message in error
+def test_the_warmup_stage_is_refused(pool):
+    (error,) = pool.run(
+        "tests.features.attention.job:error_of", 1, case=STEP, switches={"dsa_stage": "warmup"}
+    )
+    assert "needs megatron-core >=0.16" in error
 
 
 @pytest.mark.parametrize("switch", ["dsa_indexer_rope_first", "dsa_indexer_normalised_query"])

@@ -41,8 +41,6 @@ def build_with_dsa(original: Callable[..., None]) -> Callable[..., None]:
             original(self, config, submodules, *args, **kwargs)
             return
         problems = problems_of(config)
-        if options.current().fuse_kl_in_backward:
-            problems.append("--dsa-fuse-kl-in-backward needs Megatron-core 0.16 or later; leave it away")
         if problems:
             raise ValueError("mindspeed_dsa: dsa-bring-along: " + "; ".join(problems))
         from mindspeed_dsa.features.attention.bring_along.dsa import core_attention_spec
