@@ -50,5 +50,11 @@ CASES: dict[str, Case] = {
             "benchmarks.dsa",
             has_quick=True,
         ),
+        Case(
+            "memory",
+            "memory features: bytes on the device a parameter, bytes of activations, time of a step",
+            "benchmarks.memory",
+            has_quick=True,
+        ),
     )
 }

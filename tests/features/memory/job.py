@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.memory.measure import live_bytes, storage_bytes
 from tests.features.attention.job import config, forward_step, gpt_model, samples, start
 
 FLAG = "reuse_fp32_param"
@@ -260,19 +261,3 @@ def bytes_at_rest(**options: Any) -> dict[str, float]:
         if options["reuse"]
         else 0,
     }
-
-
-def live_bytes() -> int:
-    """Bytes of the storages of all tensors that Python can reach."""
-    gc.collect()
-    return storage_bytes(each for each in gc.get_objects() if _is_tensor(each))
-
-
-def _is_tensor(candidate: Any) -> bool:
-    return issubclass(type(candidate), Tensor)
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Each storage once."""
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
-    return sum(storages.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.memory.measure import allocations
 from tests.features.attention import job
 
 PLAIN = {  # of DeepSeek's shape, what a stock GPT has not
@@ -186,21 +186,6 @@ def kept_bytes(
     with allocations(held):
         loss.backward()
     return {"forward": forward, "peak": max(held)}
-
-
-@contextmanager
-def allocations(held: list[int]) -> Iterator[None]:
-    """Append the bytes held after each allocation and release, as torch's CPU allocator reports them."""
-    gc.collect()
-    gc.disable()  # what earlier cases have left must not be freed meanwhile
-    try:
-        with torch.autograd.profiler.profile(profile_memory=True) as profile:
-            yield
-    finally:
-        gc.enable()
-    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held.append(held[-1] + event.nbytes())
 
 
 def drift(switches: Mapping[str, Any], by: float) -> float:

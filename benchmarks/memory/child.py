@@ -1,0 +1,92 @@
+"""A job in a process of its own that does what its parent says, so that two jobs can take turns.
+
+``python -m benchmarks.memory.child SIZES SWITCHES DEVICE``; reads names of commands from stdin, one a line,
+and answers each with one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.memory.job import Job, Sizes
+
+ANSWER = "answer:"
+
+
+class Child:
+    """The parent's side; a context manager that ends the process."""
+
+    def __init__(self, name: str, sizes: Sizes, switches: Mapping[str, Any], device: str) -> None:
+        root = Path(__file__).parents[2]
+        paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.name = name
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __spec__.name, json.dumps(asdict(sizes)), json.dumps(switches), device],
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *unused: Any) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def ask(self, command: str) -> dict[str, Any]:
+        """What the process answers.
+
+        Raises:
+            RuntimeError: it has ended instead.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{command}\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:  # Megatron greets its users on stdout
+            if line.startswith(ANSWER):
+                found: dict[str, Any] = json.loads(line.removeprefix(ANSWER))
+                return found
+        raise RuntimeError(f"{self.name}: the job ended at {command!r}; its messages are above")
+
+
+def _timed_step(job: Job) -> dict[str, float]:
+    started, cpu_started = time.perf_counter(), time.process_time()
+    found = job.step()
+    return {
+        **found,
+        "seconds": time.perf_counter() - started,
+        "cpu_seconds": time.process_time() - cpu_started,
+    }
+
+
+COMMANDS = {
+    "step": _timed_step,
+    "parameters": lambda job: {"parameters": job.parameters},
+    "rest": lambda job: {"bytes": job.state_bytes()},
+    "update peak": lambda job: {"bytes": job.update_peak()},
+    "activation peak": lambda job: {"bytes": job.activation_peak()},
+    "digest": lambda job: {"sha256": job.digest()},
+}
+
+
+def main(sizes: str, switches: str, device: str) -> None:
+    """Serve commands until stdin ends."""
+    job = Job(Sizes(**json.loads(sizes)), {**json.loads(switches), "mindspeed_platform": device})
+    for line in sys.stdin:
+        print(ANSWER + json.dumps(COMMANDS[line.strip()](job)), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

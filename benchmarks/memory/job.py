@@ -1,0 +1,202 @@
+"""The measured job: a bf16 GPT trained by Megatron's schedule, DDP and distributed optimizer on one rank."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.memory.measure import live_bytes, peak_bytes, storage_bytes
+from mindspeed_dsa import platforms
+
+_Reduce = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the model and of a step."""
+
+    layers: int = 3
+    hidden: int = 1024
+    ffn: int = 4096
+    heads: int = 16
+    vocabulary: int = 2048
+    length: int = 512
+    sequences: int = 4
+
+
+class Job:
+    """Model and optimizer, and what is asked of them.
+
+    Args:
+        sizes: of model and step.
+        switches: arguments of ``mindspeed_dsa.enable``; nothing is enabled without any.
+    """
+
+    def __init__(self, sizes: Sizes, switches: Mapping[str, Any]) -> None:
+        _start(switches)
+        from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+        from megatron.core.transformer.module import Float16Module
+
+        self._sizes = sizes
+        config, ddp_config, optimizer_config = _configs(sizes)
+        config.finalize_model_grads_func = finalize_model_grads
+        self._before = live_bytes()
+        model = Float16Module(config, _gpt(config, sizes)).to(platforms.current().device)
+        self.model = DistributedDataParallel(config, ddp_config, model)
+        from megatron.core.optimizer import get_megatron_optimizer
+
+        self.optimizer = get_megatron_optimizer(optimizer_config, [self.model])
+        self._number = 0
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all weights."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def step(self) -> dict[str, float]:
+        """One training step of one microbatch: its loss and gradient norm."""
+        loss = self.forward_backward()
+        return {"loss": loss, "norm": self.update()}
+
+    def forward_backward(self) -> float:
+        """The first half of a step; returns the loss."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        (result,) = get_forward_backward_func()(
+            forward_step_func=_forward,
+            data_iterator=iter([self._batch()]),
+            model=self.model,
+            num_microbatches=1,
+            seq_length=self._sizes.length,
+            micro_batch_size=self._sizes.sequences,
+            forward_only=False,
+        )
+        self._number += 1
+        return float(result["loss"])
+
+    def update(self) -> float:
+        """The second half: returns the gradient norm."""
+        _, norm, _ = self.optimizer.step()
+        platforms.current().synchronize()
+        return float(norm)
+
+    def state_bytes(self) -> int:
+        """Bytes on the device of weights and optimizer state: all that is live but gradients and scratch."""
+        from megatron.core import parallel_state
+
+        buffers = (*self.model.buffers, *self.model.expert_parallel_buffers)
+        gradients = [buffer.grad_data for buffer in buffers]
+        # Where attention scores are written, kept from step to step.
+        scratch = parallel_state.get_global_memory_buffer().buffer.values()
+        return live_bytes() - self._before - storage_bytes([*gradients, *scratch])
+
+    def update_peak(self) -> int:
+        """The most bytes of weights and optimizer state on the device during the second half of a step."""
+        return self.state_bytes() + peak_bytes(self.update, lead_in=self.forward_backward)
+
+    def activation_peak(self) -> int:
+        """The most bytes that forward and backward hold beside weights, optimizer state and gradients."""
+        peak = peak_bytes(self.forward_backward)
+        self.update()
+        return peak
+
+    def digest(self) -> str:
+        """SHA-256 over all weights."""
+        found = hashlib.sha256()
+        for parameter in self.model.parameters():
+            found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()
+
+    def _batch(self) -> Tensor:
+        """Tokens of the next step, ``[sequences, length + 1]``."""
+        shape = (self._sizes.sequences, self._sizes.length + 1)
+        generator = torch.Generator().manual_seed(self._number)
+        tokens = torch.randint(self._sizes.vocabulary, shape, generator=generator)
+        return tokens.to(platforms.current().device)
+
+
+def _start(switches: Mapping[str, Any]) -> None:
+    """Features on, and process groups of one rank."""
+    import mindspeed_dsa
+
+    # Without a feature there is the platform only, on which Megatron runs.
+    mindspeed_dsa.enable(**switches)
+    from megatron.core import parallel_state, tensor_parallel
+
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group(platforms.current().backend, store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    torch.manual_seed(1234)
+
+
+def _configs(sizes: Sizes) -> tuple[Any, Any, Any]:
+    """Megatron's configurations of model, data parallelism and optimizer."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    model = TransformerConfig(
+        num_layers=sizes.layers,
+        hidden_size=sizes.hidden,
+        ffn_hidden_size=sizes.ffn,
+        num_attention_heads=sizes.heads,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        transformer_impl="local",
+    )
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    optimizer = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-3,
+        weight_decay=0.1,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+        clip_grad=1.0,
+    )
+    return model, ddp, optimizer
+
+
+def _gpt(config: Any, sizes: Sizes) -> Any:
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization),
+        vocab_size=sizes.vocabulary,
+        max_sequence_length=sizes.length,
+        position_embedding_type="rope",
+    )
+
+
+def _forward(
+    iterator: Any, model: Any
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
+    """Megatron's forward step: losses of all tokens, and the function that reduces them."""
+    tokens = next(iterator)  # [sequences, length + 1]
+    length = tokens.size(1) - 1
+    positions = torch.arange(length, device=tokens.device).expand(tokens.size(0), length)
+    hidden = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
+    losses = model(tokens[:, :-1], positions, hidden, labels=tokens[:, 1:])
+    return losses, lambda output: (output.mean(), {"loss": output.detach().mean()})

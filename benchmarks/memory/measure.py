@@ -1,0 +1,101 @@
+"""Bytes on the device: live storages, and what the allocator has handed out.
+
+On a CPU the device is torch's allocator, and host memory is what the pool of this library holds.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa import platforms
+from mindspeed_dsa.platforms import host_pool
+
+
+def live_bytes() -> int:
+    """Bytes of the storages on the device of all tensors that Python can reach, each storage once."""
+    gc.collect()
+    return storage_bytes(each for each in gc.get_objects() if _is_on_device(each))
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors' storages, each storage once."""
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values())
+
+
+def _is_on_device(candidate: Any) -> bool:
+    # By type: isinstance would ask proxies such as torch's lazy modules, and load what they stand for.
+    return (
+        issubclass(type(candidate), Tensor)
+        and candidate.device.type == platforms.current().device_type
+        and not host_pool.shared.holds(candidate)
+    )
+
+
+@contextmanager
+def allocations(held: list[int]) -> Iterator[None]:
+    """Append the bytes held after each allocation and release, as torch's CPU allocator reports them.
+
+    Args:
+        held: ends with the level that the block begins at.
+    """
+    with _profiled() as events:
+        yield
+    before = held[-1]
+    held += [before + level for _, level in _levels(events)]
+
+
+def peak_bytes(work: Callable[[], Any], lead_in: Callable[[], Any] = lambda: None) -> int:
+    """The most bytes held on the device during ``work``, over what was held before ``lead_in``.
+
+    The CPU's allocator reports a release only of what it has seen allocated, so it watches both.
+    """
+    platform = platforms.current()
+    if platform.name == "cpu":
+        with _profiled() as events:
+            lead_in()
+            with torch.autograd.profiler.record_function(_WORK):
+                work()
+        (start,) = (event.start_ns() for event in events if event.name() == _WORK)
+        levels = _levels(events)
+        at_start = [level for time, level in levels if time < start][-1:]
+        return max([0, *at_start, *(level for time, level in levels if time >= start)])
+    platform.synchronize()
+    before = platform.memory().current
+    lead_in()
+    platform.synchronize()
+    platform.reset_peak_memory()
+    work()
+    platform.synchronize()
+    return platform.memory().peak - before
+
+
+_WORK = "benchmarks.memory: work"
+
+
+@contextmanager
+def _profiled() -> Iterator[list[Any]]:
+    """What torch's profiler records in the block is in the list behind it."""
+    events: list[Any] = []
+    gc.collect()
+    gc.disable()  # what was left over before must not be freed meanwhile
+    try:
+        with torch.autograd.profiler.profile(profile_memory=True) as profile:
+            yield events
+    finally:
+        gc.enable()
+    events += profile.kineto_results.events()
+
+
+def _levels(events: Iterable[Any]) -> list[tuple[int, int]]:
+    """Time in ns and bytes held, over those before, after each of the allocator's events."""
+    memory = sorted((e for e in events if e.name() == "[memory]"), key=lambda event: event.start_ns())
+    levels = accumulate(event.nbytes() for event in memory)
+    return [(event.start_ns(), level) for event, level in zip(memory, levels, strict=True)]

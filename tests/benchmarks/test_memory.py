@@ -1,0 +1,103 @@
+"""The benchmark of the memory features measures what it says; nothing here asks how good they are."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import __main__ as cli
+from benchmarks import memory
+from benchmarks.memory import measure
+from benchmarks.memory.child import Child
+
+pytest.importorskip("megatron.core")
+
+
+@pytest.mark.full
+def test_every_metric_of_a_quick_run(tmp_path, capsys):
+    file = tmp_path / "result.json"
+    assert cli.main(["memory", "--quick", "--device", "cpu", "--json", str(file)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(file.read_text()) == json.loads(line)
+    metrics = json.loads(line)["metrics"]
+    keys = {"off", *memory.FEATURES}
+    for name in ("device_bytes_per_param", "device_peak_bytes_per_param", "step_time_ratio"):
+        assert set(metrics[name]) == keys
+    assert set(metrics["activation_peak_ratio"]) == {"off", *memory.ACTIVATIONS}
+    for name, saved in memory.SAVED.items():
+        # Padding of buckets and counters of steps weigh more in a model this small.
+        assert metrics["saved_bytes_per_param"][name] == pytest.approx(saved, abs=0.1)
+
+
+def test_one_feature_beside_a_job_without_it():
+    found = memory.compare("reuse-fp32-param", memory.QUICK, pairs=2, device="cpu")
+    rest, peak = found["device_bytes_per_param"], found["device_peak_bytes_per_param"]
+    assert rest["off"] == pytest.approx(14, abs=0.1)  # bf16 weight, master weight, two moments
+    assert rest["off"] - rest["reuse-fp32-param"] == pytest.approx(2, abs=0.05)
+    assert all(peak[name] >= rest[name] for name in rest)
+    assert found["step_time_ratio"]["off"] == 1
+    assert found["step_time_ratio"]["reuse-fp32-param"] > 0
+
+
+def test_jobs_that_train_differently_are_not_compared(monkeypatch):
+    monkeypatch.setattr(memory, "GATE_STEPS", 1)
+    with (
+        Child("off", memory.QUICK, {}, "cpu") as off,
+        Child("on", memory.QUICK, {}, "cpu") as on,
+    ):
+        memory.require_same_training(off, on)
+        on.ask("step")  # one step ahead
+        with pytest.raises(RuntimeError, match="on: loss of step 0 is not the same"):
+            memory.require_same_training(off, on)
+
+
+def test_a_job_that_ends_is_an_error():
+    with (
+        Child("bad", memory.QUICK, {"use_nothing": True}, "cpu") as child,
+        pytest.raises(RuntimeError, match="bad: the job ended at 'step'"),
+    ):
+        child.ask("step")
+
+
+def test_ratios_are_medians_over_pairs_whatever_the_order():
+    class Clock:
+        def __init__(self, name, seconds):
+            self.name, self._seconds = name, iter(seconds)
+
+        def ask(self, command):
+            assert command == "step"
+            seconds = next(self._seconds)
+            return {"seconds": seconds, "cpu_seconds": 2 * seconds}
+
+    ratios = memory.step_ratios(Clock("off", [1, 10, 100]), Clock("on", [2, 50, 300]), pairs=3)
+    assert ratios == {"step_time_ratio": 3, "step_cpu_time_ratio": 3}
+
+
+def test_the_peak_of_work_knows_what_its_lead_in_allocated():
+    kept = []
+
+    def lead_in():
+        torch.empty(3 << 20, dtype=torch.uint8)  # gone before the work begins
+        kept.append(torch.empty(1 << 20, dtype=torch.uint8))
+
+    def work():
+        kept.append(torch.empty(1 << 18, dtype=torch.uint8))
+        kept.clear()
+        torch.empty(1 << 19, dtype=torch.uint8)
+
+    assert measure.peak_bytes(work, lead_in) == (1 << 20) + (1 << 18)
+    assert measure.peak_bytes(work) == 1 << 19
+
+
+def test_live_bytes_are_those_of_the_device():
+    from mindspeed_dsa.platforms import host_pool
+
+    before = measure.live_bytes()
+    device = torch.empty(1000, dtype=torch.float32)
+    views = [device[1:], device.view(10, 100)]
+    host = host_pool.shared.take(1 << 20)
+    assert measure.live_bytes() - before == 4000
+    host.give_back()
+    del views
