@@ -1,0 +1,167 @@
+"""Matmul and collective in chunks: the transfer of one chunk runs while another one is multiplied.
+
+Rows are those of the flattened input, ``sequence * batch``. Under sequence parallelism a tensor parallel rank
+holds ``rows`` of them, and the whole is ``[tp, rows, width]``, rank after rank. A chunk is the same range of
+every rank's own rows. Products are written where they belong in the whole, so nothing is put in order
+afterwards.
+
+Every function is called by all ranks of ``group`` in the same order, with the same shapes and chunk counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def bounds(rows: int, chunks: int) -> list[tuple[int, int]]:
+    """Ranges of rows, in order, whose sizes differ by one at most; never an empty one.
+
+    Args:
+        rows: how many there are.
+        chunks: how many ranges are wanted; fewer where there are fewer rows.
+    """
+    chunks = max(1, min(chunks, rows))
+    edges = [rows * index // chunks for index in range(chunks + 1)]
+    return [(edges[index], edges[index + 1]) for index in range(chunks)]
+
+
+@dataclass
+class Pending:
+    """A result that collectives are still writing to.
+
+    ``inputs`` are what they read.
+    """
+
+    result: Tensor
+    works: list[Any]
+    inputs: list[Tensor]
+
+    def wait(self) -> Tensor:
+        """The finished result."""
+        for work in self.works:
+            work.wait()
+        self.works, self.inputs = [], []
+        return self.result
+
+
+class Gather:
+    """All ranks' rows on their way here, chunk by chunk.
+
+    Args:
+        local: ``[rows, width]``, this rank's rows, contiguous.
+        group: tensor parallel group.
+        chunks: number of collectives.
+    """
+
+    def __init__(self, local: Tensor, group: Any, chunks: int) -> None:
+        self.local, self.ranks, self.rank = local, group.size(), dist.get_rank(group)
+        rows, width = local.shape
+        self.whole = local.new_empty(self.ranks, rows, width)
+        """``[tp, rows, width]``; other ranks' rows are there once :meth:`arriving` has named them."""
+        self._ranges = bounds(rows, chunks)
+        if len(self._ranges) == 1:
+            whole = self.whole.flatten(0, 1)
+            self._works = [dist.all_gather_into_tensor(whole, local, group=group, async_op=True)]
+            return
+        self._works = [
+            dist.all_gather(
+                [self.whole[rank, first:end] for rank in range(self.ranks)],
+                local[first:end],
+                group=group,
+                async_op=True,
+            )
+            for first, end in self._ranges
+        ]
+
+    def wait(self) -> Tensor:
+        """``[tp * rows, width]``, complete."""
+        for work in self._works:
+            work.wait()
+        return self.whole.flatten(0, 1)
+
+    def arriving(self) -> Iterator[tuple[int, int, int, Tensor]]:
+        """``rank, first, end, rows of it``: own rows at once, the others' as soon as they are here."""
+        yield self.rank, 0, self.local.size(0), self.local
+        for (first, end), work in zip(self._ranges, self._works, strict=True):
+            work.wait()
+            for rank in range(self.ranks):
+                if rank != self.rank:
+                    yield rank, first, end, self.whole[rank, first:end]
+
+
+def gather_matmul(local: Tensor, weight: Tensor, group: Any, chunks: int) -> tuple[Tensor, Tensor]:
+    """Rows of all ranks, and their product with ``weight``.
+
+    Args:
+        local: ``[rows, k]``, contiguous.
+        weight: ``[k, n]``, any strides.
+        group: tensor parallel group.
+        chunks: 1 gathers first and multiplies then.
+
+    Returns:
+        Product ``[tp * rows, n]`` and gathered rows ``[tp * rows, k]``.
+    """
+    gather = Gather(local, group, chunks)
+    if chunks == 1:
+        whole = gather.wait()
+        return torch.mm(whole, weight), whole
+    product = local.new_empty(gather.ranks, local.size(0), weight.size(1))
+    for rank, first, end, rows in gather.arriving():
+        torch.mm(rows, weight, out=product[rank, first:end])
+    return product.flatten(0, 1), gather.whole.flatten(0, 1)
+
+
+def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pending:
+    """Start the sum over ranks of ``whole @ weight``, of which each rank gets its own rows.
+
+    Args:
+        whole: ``[tp * rows, k]``, any row stride.
+        weight: ``[k, n]``, any strides.
+        group: tensor parallel group.
+        chunks: 1 multiplies first and scatters then.
+
+    Returns:
+        ``[rows, n]``, pending.
+    """
+    ranks = group.size()
+    rows = whole.size(0) // ranks
+    by_rank = whole.unflatten(0, (ranks, rows))  # [tp, rows, k]
+    pending = Pending(whole.new_empty(rows, weight.size(1)), [], [])
+    for first, end in bounds(rows, chunks):
+        if end - first == rows:
+            product = torch.mm(whole, weight)
+        else:
+            product = whole.new_empty(ranks * (end - first), weight.size(1))
+            for part, target in zip(by_rank[:, first:end], product.chunk(ranks), strict=True):
+                torch.mm(part, weight, out=target)
+        pending.inputs.append(product)
+        pending.works.append(
+            dist.reduce_scatter_tensor(pending.result[first:end], product, group=group, async_op=True)
+        )
+    return pending
+
+
+def matmul_reduce(rows: Tensor, weight: Tensor, group: Any, chunks: int) -> Pending:
+    """Start the sum over ranks of ``rows @ weight``, which all of them get.
+
+    Args:
+        rows: ``[rows, k]``, any row stride.
+        weight: ``[k, n]``, any strides.
+        group: tensor parallel group.
+        chunks: 1 multiplies first and reduces then.
+
+    Returns:
+        ``[rows, n]``, pending.
+    """
+    pending = Pending(rows.new_empty(rows.size(0), weight.size(1)), [], [])
+    for first, end in bounds(rows.size(0), chunks):
+        product = pending.result[first:end]
+        torch.mm(rows[first:end], weight, out=product)
+        pending.works.append(dist.all_reduce(product, group=group, async_op=True))
+    return pending

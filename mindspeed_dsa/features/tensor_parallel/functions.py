@@ -1,0 +1,187 @@
+"""Autograd functions of column and row parallel linear layers whose communication hides behind matmul."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.features.tensor_parallel.weight_gradient import WeightGradient
+
+Backend = Any
+"""A module with the functions of ``chunked.py``."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one layer communicates in one call.
+
+    Attributes:
+        backend: has ``Gather``, ``gather_matmul``, ``matmul_scatter`` and ``matmul_reduce``.
+        group: tensor parallel group.
+        sequence_parallel: whether ranks hold different rows outside of the layer.
+        forward, backward: number of chunks; 1 does what stock Megatron does.
+        keep_gathered: a column parallel layer keeps all ranks' rows for its backward.
+        fusion: Megatron's ``gradient_accumulation_fusion``.
+    """
+
+    backend: Backend
+    group: Any
+    sequence_parallel: bool
+    forward: int = 1
+    backward: int = 1
+    keep_gathered: bool = False
+    fusion: bool = False
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """``[..., width]`` to contiguous ``[rows, width]``."""
+    return tensor.reshape(-1, tensor.size(-1)).contiguous()
+
+
+def shaped(rows: Tensor, like: Tensor, ranks: int = 1) -> Tensor:
+    """``[rows, width]`` to the leading dimensions of ``like``, the first of them ``ranks`` times as long."""
+    first, *others = like.shape[:-1]
+    return rows.view(int(first * ranks), *others, rows.size(-1))
+
+
+class Column(torch.autograd.Function):
+    """``gathered(input) @ weight.T + bias``; gradients of the input are summed over ranks.
+
+    ``input`` is ``[sequence / tp, batch, in]`` under sequence parallelism, else ``[sequence, batch, in]``;
+    ``weight`` is ``[out / tp, in]``, the output ``[sequence, batch, out / tp]``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+        ranks = plan.group.size() if plan.sequence_parallel else 1
+        rows = flat(input)
+        kept = rows
+        if plan.sequence_parallel:
+            product, whole = plan.backend.gather_matmul(rows, weight.t(), plan.group, plan.forward)
+            if plan.keep_gathered and weight.requires_grad:
+                kept = whole
+        else:
+            product = torch.mm(rows, weight.t())
+        if bias is not None:
+            product.add_(bias)
+        _remember(ctx, kept, input, weight, plan)
+        ctx.has_bias_grad = bias is not None and weight.requires_grad
+        return shaped(product, input, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        plan: Plan = ctx.plan
+        weight, gradient = _recall(ctx)
+        grad = flat(grad_output)
+        grad_input, grad_weight = column_backward(weight, grad, plan, gradient)
+        grad_bias = grad.sum(dim=0) if ctx.has_bias_grad else None
+        return grad_input.view(ctx.input_shape), grad_weight, grad_bias, None
+
+
+def column_backward(
+    weight: Tensor, grad: Tensor, plan: Plan, gradient: WeightGradient | None
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of input and weight; the input's is on its way while the weight's is computed.
+
+    Args:
+        weight: ``[out / tp, in]``.
+        grad: ``[tp * rows, out / tp]`` under sequence parallelism, else ``[rows, out / tp]``.
+        plan: how to communicate.
+        gradient: of the weight, with input ``[rows, in]``, or ``[tp * rows, in]`` where that was kept;
+            ``None`` where the weight is frozen.
+    """
+    if not plan.sequence_parallel:
+        pending = plan.backend.matmul_reduce(grad, weight, plan.group, plan.backward)
+        if gradient is not None:
+            gradient.add(grad, gradient.rows)
+    else:
+        gather = None
+        if gradient is not None and gradient.rows.size(0) != grad.size(0):
+            # The link is free until the first chunk is multiplied, and only the last matmul reads this.
+            gather = plan.backend.Gather(gradient.rows, plan.group, 1)
+        pending = plan.backend.matmul_scatter(grad, weight, plan.group, plan.backward)
+        if gradient is not None:
+            gradient.add(grad, gradient.rows if gather is None else gather.wait())
+    return pending.wait(), None if gradient is None else gradient.result(grad.dtype)
+
+
+class Row(torch.autograd.Function):
+    """``input @ weight.T``, summed over ranks; under sequence parallelism each rank gets its own rows.
+
+    ``input`` is ``[sequence, batch, in / tp]``, ``weight`` is ``[out, in / tp]``, the output
+    ``[sequence / tp, batch, out]`` under sequence parallelism, else ``[sequence, batch, out]``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, plan: Plan) -> Tensor:
+        rows = flat(input)
+        start = plan.backend.matmul_scatter if plan.sequence_parallel else plan.backend.matmul_reduce
+        pending = start(rows, weight.t(), plan.group, plan.forward)
+        _remember(ctx, rows, input, weight, plan)
+        product: Tensor = pending.wait()
+        first, *others = input.shape[:-1]
+        if plan.sequence_parallel:
+            first //= plan.group.size()
+        return product.view(first, *others, product.size(-1))
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        plan: Plan = ctx.plan
+        weight, gradient = _recall(ctx)
+        grad = flat(grad_output)
+        if plan.sequence_parallel:
+            grad_input, grad_weight = row_backward(weight, grad, plan, gradient)
+        else:
+            grad_input, grad_weight = torch.mm(grad, weight), None
+            if gradient is not None:
+                gradient.add(grad, gradient.rows)
+                grad_weight = gradient.result(grad.dtype)
+        return grad_input.view(ctx.input_shape), grad_weight, None
+
+
+def row_backward(
+    weight: Tensor, grad: Tensor, plan: Plan, gradient: WeightGradient | None
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of input and weight under sequence parallelism, chunk by chunk as the output's arrives.
+
+    Args:
+        weight: ``[out, in / tp]``.
+        grad: ``[rows, out]``.
+        plan: how to communicate.
+        gradient: of the weight, with input ``[tp * rows, in / tp]``; ``None`` where the weight is frozen.
+    """
+    count = grad.size(0)
+    if plan.backward == 1 or (gradient is not None and not gradient.in_pieces):
+        grad_input, whole = plan.backend.gather_matmul(grad, weight, plan.group, plan.backward)
+        if gradient is not None:
+            gradient.add(whole, gradient.rows)
+    else:
+        gather = plan.backend.Gather(grad, plan.group, plan.backward)
+        grad_input = grad.new_empty(gather.ranks * count, weight.size(1))
+        for rank, first, end, part in gather.arriving():
+            place = slice(rank * count + first, rank * count + end)
+            torch.mm(part, weight, out=grad_input[place])
+            if gradient is not None:
+                gradient.add(part, gradient.rows[place])
+    return grad_input, None if gradient is None else gradient.result(grad.dtype)
+
+
+def _remember(ctx: Any, rows: Tensor, input: Tensor, weight: Tensor, plan: Plan) -> None:
+    """Keep what backward needs: a frozen weight needs no rows."""
+    learns = weight.requires_grad
+    ctx.save_for_backward(weight, *([rows] if learns else []))
+    ctx.plan, ctx.input_shape = plan, input.shape
+    # Not among the saved tensors: it changes in place between forward and backward, and may.
+    ctx.main_grad = getattr(weight, "main_grad", None) if plan.fusion and learns else None
+    ctx.learns = learns
+
+
+def _recall(ctx: Any) -> tuple[Tensor, WeightGradient | None]:
+    if not ctx.learns:
+        (weight,) = ctx.saved_tensors
+        return weight, None
+    weight, rows = ctx.saved_tensors
+    return weight, WeightGradient(weight, rows, ctx.main_grad, ctx.plan.fusion)

@@ -1,0 +1,250 @@
+"""Where Megatron's linear layers come in: each call decides for itself how it communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_dsa.features.host import host
+from mindspeed_dsa.features.tensor_parallel import options, tuning
+from mindspeed_dsa.features.tensor_parallel.functions import (
+    Column,
+    Plan,
+    Row,
+    column_backward,
+    flat,
+    row_backward,
+)
+from mindspeed_dsa.features.tensor_parallel.options import Options
+from mindspeed_dsa.features.tensor_parallel.weight_gradient import WeightGradient
+
+
+def overlap_in_column(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorate Megatron's two linear functions, with and without a weight that learns.
+
+    Column parallel layers call them, and whoever brings a weight of its own, such as tied embeddings.
+    """
+
+    def linear(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        plan = None
+        # Anything beyond the group is a duty that only Megatron's own function knows, such as the deferred
+        # weight gradient of the embedding.
+        group, *others = (kwargs.get("tp_group"), *args, *(kwargs[n] for n in kwargs if n not in _PASSIVE))
+        if (sequence_parallel or allreduce_dgrad) and all(other is None for other in others):
+            plan = _column_plan(
+                input, weight, _group_of(group), sequence_parallel, gradient_accumulation_fusion
+            )
+        if plan is None:
+            return original(
+                input,
+                weight,
+                bias,
+                gradient_accumulation_fusion,
+                allreduce_dgrad,
+                sequence_parallel,
+                *args,
+                **kwargs,
+            )
+        output: Tensor = Column.apply(input, weight, bias, plan)
+        return output
+
+    return linear
+
+
+_ANY = 1e-3
+"""An output gradient to measure with: how long a matmul takes does not depend on values."""
+_PASSIVE = ("tp_group", "wgrad_deferral_limit", "gtp_remat_size")
+"""Keywords that ask for nothing by themselves; of the last one see :func:`_is_plain`."""
+
+
+def overlap_in_row(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``RowParallelLinear.forward``.
+
+    The host's forward runs on a stand-in for the layer whose product is already summed over ranks, so that
+    there is nothing left for it to reduce.
+    """
+
+    def forward(self: Any, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
+        plan = None
+        if not self.explicit_expert_comm and not args and not kwargs:
+            group = _group_of(getattr(self, "tp_group", None))
+            plan = _row_plan(self, input_, group)
+        if plan is None:
+            return original(self, input_, *args, **kwargs)
+        output, bias = original(_Reduced(self, plan), input_)
+        if self.skip_bias_add:
+            return output, bias
+        return (output if bias is None else output + bias), None
+
+    return forward
+
+
+class _Reduced:
+    """A row parallel layer, but for what comes after its matmul."""
+
+    explicit_expert_comm = True
+    skip_bias_add = True
+
+    def __init__(self, layer: Any, plan: Plan) -> None:
+        vars(self).update(_layer=layer, _plan=plan)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "_forward_impl":  # before megatron-core 0.14 forward chooses it anew each time
+            setattr(self._layer, name, value)
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
+        output: Tensor = Row.apply(input, weight, self._plan)
+        return output
+
+
+def _group_of(group: Any) -> Any:
+    return host("core.parallel_state").get_tensor_model_parallel_group() if group is None else group
+
+
+def _is_plain(input: Tensor, weight: Tensor, group: Any) -> bool:
+    """Whether the matmul is one of two ordinary tensors of one type, over more than one rank."""
+    return (
+        group.size() > 1
+        and input.dim() >= 2
+        and input.numel() > 0
+        and input.dtype == weight.dtype
+        and input.is_floating_point()
+        and not hasattr(weight, "__fsdp_param__")
+        and not hasattr(weight, "all_gather_and_prefetch")
+        and not torch.is_autocast_enabled(input.device.type)
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _column_plan(
+    input: Tensor, weight: Tensor, group: Any, sequence_parallel: bool, fusion: bool
+) -> Plan | None:
+    """How this call communicates; ``None`` where Megatron's own way is to be taken."""
+    wanted = options.current()
+    if wanted is None or not _is_plain(input, weight, group):
+        return None
+    plan = _plan(wanted, group, sequence_parallel, fusion)
+    if plan.forward == 0:
+        plan = _tuned_column(plan, input, weight)
+    if plan.forward == plan.backward == 1 and not plan.keep_gathered:
+        return None
+    return plan
+
+
+def _row_plan(layer: Any, input: Tensor, group: Any) -> Plan | None:
+    wanted, weight = options.current(), layer.weight
+    usual = host("core.tensor_parallel.layers").RowParallelLinear
+    if getattr(type(layer), "_forward_impl", None) is not getattr(usual, "_forward_impl", None):
+        return None  # a matmul of its own, such as a quantised one
+    if wanted is None or not _is_plain(input, weight, group):
+        return None
+    if layer.sequence_parallel and input.size(0) % group.size():
+        return None  # Megatron says what is wrong
+    plan = _plan(wanted, group, layer.sequence_parallel, layer.gradient_accumulation_fusion)
+    plan = replace(plan, keep_gathered=False)
+    if plan.forward == 0:
+        plan = _tuned_row(plan, input, weight)
+    if plan.forward == 1 and (plan.backward == 1 or not plan.sequence_parallel):
+        return None
+    return plan
+
+
+def _plan(wanted: Options, group: Any, sequence_parallel: bool, fusion: bool) -> Plan:
+    return Plan(
+        backend=wanted.module,
+        group=group,
+        sequence_parallel=sequence_parallel,
+        forward=wanted.chunks,
+        backward=wanted.chunks,
+        keep_gathered=wanted.keep_gathered and sequence_parallel,
+        fusion=fusion,
+    )
+
+
+def _tuned_column(plan: Plan, input: Tensor, weight: Tensor) -> Plan:
+    """With the chunk counts that are the fastest for these sizes."""
+    (n, k), group, backend = weight.shape, plan.group, plan.backend
+    ranks = group.size() if plan.sequence_parallel else 1
+    m = input.numel() // k * ranks
+
+    def forward() -> tuning.Run:
+        rows, matrix = flat(input.detach()), weight.detach().t()
+        return lambda chunks: backend.gather_matmul(rows, matrix, group, chunks)
+
+    def backward() -> tuning.Run:
+        rows = flat(input.detach())
+        kept = rows.repeat(ranks, 1) if plan.keep_gathered else rows
+        grad, matrix, gradient = rows.new_full((m, n), _ANY), weight.detach(), _scratch(weight, kept, plan)
+        return lambda chunks: column_backward(matrix, grad, replace(plan, backward=chunks), gradient())
+
+    plan = replace(plan, forward=1, backward=1)
+    if plan.sequence_parallel:
+        problem = _problem("column forward", plan, weight, m, k, n)
+        plan = replace(plan, forward=tuning.chunks_for(problem, group, forward))
+    if torch.is_grad_enabled():
+        problem = _problem("column backward", plan, weight, m, n, k)
+        plan = replace(plan, backward=tuning.chunks_for(problem, group, backward))
+    return plan
+
+
+def _tuned_row(plan: Plan, input: Tensor, weight: Tensor) -> Plan:
+    (n, k), group, backend = weight.shape, plan.group, plan.backend
+    m = input.numel() // k
+
+    def forward() -> tuning.Run:
+        rows, matrix = flat(input.detach()), weight.detach().t()
+        start = backend.matmul_scatter if plan.sequence_parallel else backend.matmul_reduce
+        return lambda chunks: start(rows, matrix, group, chunks).wait()
+
+    def backward() -> tuning.Run:
+        matrix, gradient = weight.detach(), _scratch(weight, flat(input.detach()), plan)
+        grad = matrix.new_full((m // group.size(), n), _ANY)
+        return lambda chunks: row_backward(matrix, grad, replace(plan, backward=chunks), gradient())
+
+    problem = _problem("row forward", plan, weight, m, k, n)
+    plan = replace(plan, forward=tuning.chunks_for(problem, group, forward), backward=1)
+    if plan.sequence_parallel and torch.is_grad_enabled():
+        problem = _problem("row backward", plan, weight, m, n, k)
+        plan = replace(plan, backward=tuning.chunks_for(problem, group, backward))
+    return plan
+
+
+def _problem(kind: tuning.Kind, plan: Plan, weight: Tensor, m: int, k: int, n: int) -> tuning.Problem:
+    return tuning.Problem(
+        kind=kind,
+        sequence_parallel=plan.sequence_parallel,
+        m=m,
+        k=k,
+        n=n,
+        learns=weight.requires_grad,
+        dtype=weight.dtype,
+        device=weight.device.type,
+        ranks=tuple(dist.get_process_group_ranks(plan.group)),
+        variant=f"{plan.backend.__name__}, kept {plan.keep_gathered}, fused {plan.fusion}",
+    )
+
+
+def _scratch(weight: Tensor, rows: Tensor, plan: Plan) -> Callable[[], WeightGradient | None]:
+    """Gradients of the same kind as the weight's, which nobody will see."""
+    if not weight.requires_grad:
+        return lambda: None
+    main_grad = getattr(weight, "main_grad", None) if plan.fusion else None
+    aside = None if main_grad is None else torch.zeros_like(main_grad)
+    return lambda: WeightGradient(weight.detach(), rows, aside, plan.fusion)

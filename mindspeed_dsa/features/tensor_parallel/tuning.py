@@ -1,0 +1,154 @@
+"""How many chunks: measured once for each kind of call, its sizes and its group."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_dsa import platforms
+
+Kind = Literal["column forward", "column backward", "row forward", "row backward"]
+CANDIDATES = (1, 2, 4, 8)
+_GAIN = 0.97
+"""Several chunks are chosen where they take less than this part of the time of one."""
+_MOST_ROW_COUNTS = 16
+"""Where lengths vary without end, later ones take the choice of the nearest one that was measured."""
+_ROUNDS = 5
+_BUDGET_S = 2.0
+"""Rounds stop early when a candidate takes long."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a choice is made for: ``[m, k] @ [k, n]`` is what one rank multiplies.
+
+    Attributes:
+        kind: layer and direction.
+        sequence_parallel: gather and reduce-scatter, or all-reduce.
+        m, k, n: sizes; for backwards those of the input's gradient.
+        learns: whether the weight has a gradient.
+        dtype: of the input.
+        device: its type.
+        ranks: of the tensor parallel group, by their global numbers.
+        variant: what else changes what is computed, such as the backend.
+    """
+
+    kind: Kind
+    sequence_parallel: bool
+    m: int
+    k: int
+    n: int
+    learns: bool
+    dtype: torch.dtype
+    device: str
+    ranks: tuple[int, ...]
+    variant: str = ""
+
+    def __str__(self) -> str:
+        if self.sequence_parallel:
+            transfer = "reduce-scatter" if self.kind in ("column backward", "row forward") else "all-gather"
+        else:
+            transfer = "all-reduce"
+        return (
+            f"{self.kind}, {transfer}, m {self.m}, k {self.k}, n {self.n}, {str(self.dtype)[6:]}, "
+            f"TP {len(self.ranks)}"
+        )
+
+
+_chosen: dict[Problem, int] = {}
+
+
+def forget() -> None:
+    """Measure everything again, for example after the machine or the link changed."""
+    _chosen.clear()
+
+
+def chosen() -> Mapping[Problem, int]:
+    """All choices made so far."""
+    return dict(_chosen)
+
+
+Run = Callable[[int], object]
+
+
+def chunks_for(problem: Problem, group: Any, prepare: Callable[[], Run]) -> int:
+    """The fastest number of chunks; called by all ranks of the group at the same place.
+
+    Random number generators are not touched, and the ranks agree: they compare the slowest rank's times.
+
+    Args:
+        problem: what it is for.
+        group: tensor parallel group.
+        prepare: makes what does the work once with a number of chunks and leaves nothing behind; called
+            only where something is measured.
+    """
+    known = _chosen.get(problem)
+    if known is None:
+        known = _nearest(problem)
+    if known is None:
+        times = _measure(group, prepare())
+        best = min(times, key=lambda chunks: times[chunks])
+        known = best if times[best] < _GAIN * times[1] else 1
+        _tell(problem, known, times)
+    _chosen[problem] = known
+    return known
+
+
+def _nearest(problem: Problem) -> int | None:
+    """A choice for another number of rows, once enough of them were measured."""
+    others = {
+        each.m: chunks
+        for each, chunks in _chosen.items()
+        if each.m != problem.m and _at(each, 0) == _at(problem, 0)
+    }
+    if len(others) < _MOST_ROW_COUNTS:
+        return None
+    return others[min(others, key=lambda m: (abs(m - problem.m), m))]
+
+
+def _at(problem: Problem, m: int) -> Problem:
+    return Problem(**{**vars(problem), "m": m})
+
+
+def _measure(group: Any, run: Run) -> dict[int, float]:
+    """Seconds by number of chunks: medians of rounds in which the candidates take turns."""
+    first = _slowest({chunks: _seconds(chunks, group, run) for chunks in CANDIDATES}, group)
+    rounds = max(1, min(_ROUNDS, int(_BUDGET_S / max(sum(first.values()), 1e-9))))
+    found: dict[int, list[float]] = {chunks: [] for chunks in CANDIDATES}
+    for _ in range(rounds):
+        for chunks in CANDIDATES:
+            found[chunks].append(_seconds(chunks, group, run))
+    return _slowest({chunks: statistics.median(seconds) for chunks, seconds in found.items()}, group)
+
+
+def _seconds(chunks: int, group: Any, run: Run) -> float:
+    platform = platforms.current()
+    dist.all_reduce(torch.zeros(1, device=platform.device), group=group)  # all ranks start together
+    platform.synchronize()
+    start = time.perf_counter()
+    run(chunks)
+    platform.synchronize()
+    return time.perf_counter() - start
+
+
+def _slowest(seconds: Mapping[int, float], group: Any) -> dict[int, float]:
+    """Each time of the slowest rank, the same on all of them."""
+    times = torch.tensor(list(seconds.values()), dtype=torch.float32, device=platforms.current().device)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
+    return dict(zip(seconds, times.tolist(), strict=True))
+
+
+def _tell(problem: Problem, choice: int, times: Mapping[int, float]) -> None:
+    """On the first rank of the first group."""
+    if dist.get_rank() != 0:
+        return
+    measured = ", ".join(f"{chunks}: {1e3 * seconds:.2f} ms" for chunks, seconds in times.items())
+    word = "1 chunk, as stock" if choice == 1 else f"{choice} chunks"
+    print(f"mindspeed_dsa: {problem}: {word} ({measured})", file=sys.stderr, flush=True)
