@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from tests.distributed import dense
+from tests.distributed import dense, memory_events
 from tests.distributed.observe import Choices, Fault, Observer, Place
 
 EXAMPLES = str(Path(__file__).absolute().parents[2] / "examples")
@@ -19,11 +20,12 @@ EXAMPLES = str(Path(__file__).absolute().parents[2] / "examples")
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """What one rank saw of a job: the job's own record of every step, and the rank's choices."""
+    """What one rank saw of a job: the job's own record of every step, the rank's choices, memory events."""
 
     records: list[dict[str, Any]]
     place: Place
     choices: Choices
+    memory: Counter[str]
 
 
 def train(
@@ -78,10 +80,11 @@ def train(
         mock.patch.object(training, "Stepper", watched_stepper),
         observer.watching_fused_indexers(),
         dense.instead_of_dsa(stock),
+        memory_events.counted() as memory,
     ):
         records = training.train(args)
     assert observer.place is not None
-    return RankOutcome([dict(record) for record in records], observer.place, observer.choices)
+    return RankOutcome([dict(record) for record in records], observer.place, observer.choices, memory)
 
 
 def read(checkpoints: Sequence[tuple[str, int]]) -> list[dict[str, torch.Tensor]]:

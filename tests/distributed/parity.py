@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,13 +101,17 @@ class Layout:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run has led to; tensors are whole parameters, by their names in a checkpoint."""
+    """What a run has led to; tensors are whole parameters, by their names in a checkpoint.
+
+    ``memory`` holds the counts of :func:`memory_events.counted`, summed over the ranks.
+    """
 
     records: list[dict[str, Any]]
     weights: Tensors
     first_gradients: Tensors
     last_gradients: Tensors
     choices: Choices
+    memory: Counter[str]
 
 
 @dataclass(frozen=True)
@@ -184,7 +189,8 @@ class Lab:
             layout, f"{layout.flags} {flags}", gradients=str(gradients), forced=forced, fault=fault
         )
         tensors = self._read((final, STEPS), (gradients, 1), (gradients, STEPS))
-        return Outcome(ranks[0].records, *tensors, merge(ranks))
+        memory = sum((rank.memory for rank in ranks), Counter())
+        return Outcome(ranks[0].records, *tensors, merge(ranks), memory)
 
     def compare(self, layout: Layout, outcome: Outcome, reference: Outcome | None = None) -> Comparison:
         """Differences from the one process, or from another outcome."""
