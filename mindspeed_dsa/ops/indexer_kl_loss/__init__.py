@@ -13,14 +13,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.ops.backend import ShapeClass, check_name, choose, say_once, settle
-from mindspeed_dsa.ops.checks import check_float, check_shape, check_topk_indices, check_weights, require
+from mindspeed_dsa.ops.backend import check_name, choose, say_once, settle
+from mindspeed_dsa.ops.checks import check_shape, check_topk_indices, require
+from mindspeed_dsa.ops.indexer_kl_loss.arguments import (
+    OPERATOR,
+    check_given,
+    check_inputs,
+    over_ranks,
+    row_weights_of,
+    shape_class,
+)
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient
 from mindspeed_dsa.ops.lightning_indexer import selected_scores
 from mindspeed_dsa.ops.precision import outside_autocast
 from mindspeed_dsa.ops.ranges import visible_ranges
 
-OPERATOR = "indexer_kl_loss"
 _LAST_KEY = 2**31  # Where the number of keys is not known, any int32 may be one.
 
 
@@ -77,10 +84,10 @@ def indexer_kl_loss(
 
     Source: DeepSeek-V3.2-Exp report, section 2.1, equation 4.
     """
-    rows = _check(index_query, index_key, index_weights, query, key, (key.shape[1], query.shape[3]))
+    rows = check_inputs(index_query, index_key, index_weights, query, key, (key.shape[1], query.shape[3]))
     check_topk_indices(OPERATOR, topk_indices, query, key.shape[1])
-    _check_given(topk_indices, query.shape[2], lse, topk_scores=topk_scores, attention_sum=attention_sum)
-    implementation = choose(OPERATOR, backend, _shape_class(index_query, query, topk_indices.shape[-1]))
+    check_given(topk_indices, query.shape[2], lse, topk_scores=topk_scores, attention_sum=attention_sum)
+    implementation = choose(OPERATOR, backend, shape_class(index_query, query, topk_indices.shape[-1]))
     # One operator may form target, loss and gradients of the indexer's inputs. It goes past the scores, so
     # that a gradient which only they want needs the other way.
     only_scores = topk_scores is not None and topk_scores.requires_grad and not index_query.requires_grad
@@ -99,7 +106,7 @@ def indexer_kl_loss(
                 topk_indices,
                 softmax_scale,
                 lse,
-                _row_weights(rows, None, reduction, query.new_empty(0, dtype=torch.float32))[0, 0],
+                row_weights_of(rows, None, reduction, query.new_empty(0, dtype=torch.float32))[0, 0],
                 tp_group,
                 found,
             )
@@ -114,30 +121,12 @@ def indexer_kl_loss(
             if tp_group is not None:
                 dist.all_reduce(attention_sum, group=tp_group)
         else:
-            attention_sum = _over_ranks(attention_sum, tp_group)
-        row_weights = _row_weights(rows, row_mask, reduction, topk_scores)
+            attention_sum = over_ranks(attention_sum, tp_group)
+        row_weights = row_weights_of(rows, row_mask, reduction, topk_scores)
     valid = topk_indices >= 0
     if not hasattr(implementation, "divergence_and_gradient"):
         return implementation.divergence(topk_scores, attention_sum, valid, row_weights)
     return _Divergence.apply(implementation, topk_scores, attention_sum, valid, row_weights)
-
-
-def _check_given(
-    topk_indices: Tensor, heads: int, per_head: Tensor | None, **per_entry: Tensor | None
-) -> None:
-    """Check what a caller brings from the attention and the indexer: ``lse``, and one number an entry."""
-    batch, query_length, topk = topk_indices.shape
-    shapes = [("lse", per_head, (batch, query_length, heads))]
-    shapes += [(name, tensor, (batch, query_length, topk)) for name, tensor in per_entry.items()]
-    for name, tensor, shape in shapes:
-        if tensor is not None:
-            check_shape(OPERATOR, name, tensor, shape, str(list(shape)))
-            device = topk_indices.device
-            require(
-                tensor.is_floating_point() and tensor.device == device,
-                OPERATOR,
-                f"{name} must be floating point on {device}, got {tensor.dtype} on {tensor.device}",
-            )
 
 
 def takes_lse(index_query: Tensor, query: Tensor, topk: int, *, backend: str = "auto") -> bool:
@@ -151,7 +140,7 @@ def takes_lse(index_query: Tensor, query: Tensor, topk: int, *, backend: str = "
         topk: entries per row.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
     """
-    return hasattr(choose(OPERATOR, backend, _shape_class(index_query, query, topk)), "fused_loss")
+    return hasattr(choose(OPERATOR, backend, shape_class(index_query, query, topk)), "fused_loss")
 
 
 @outside_autocast
@@ -194,8 +183,8 @@ def divergence_and_score_gradient(
     check_topk_indices(OPERATOR, topk_indices, topk_scores, _LAST_KEY)
     check_name(OPERATOR, backend)
     with torch.no_grad():
-        row_weights = _row_weights((batch, query_length), row_mask, reduction, topk_scores)
-        attention_sum = _over_ranks(attention_sum, tp_group)
+        row_weights = row_weights_of((batch, query_length), row_mask, reduction, topk_scores)
+        attention_sum = over_ranks(attention_sum, tp_group)
         valid = topk_indices >= 0
         if backend != "reference":
             loss, gradient = divergence_and_gradient(topk_scores, attention_sum, valid, row_weights, True)
@@ -259,14 +248,14 @@ def dense_indexer_kl_loss(
     """
     heads, dim = query.shape[2:]
     tail = (heads, dim) if key.dim() == 4 else (dim,)
-    rows = _check(index_query, index_key, index_weights, query, key, (None, *tail))
+    rows = check_inputs(index_query, index_key, index_weights, query, key, (None, *tail))
     require(
         index_key.shape[1] == key.shape[1],
         OPERATOR,
         f"index_key has {index_key.shape[1]} keys and key has {key.shape[1]}; both list the same positions",
     )
     ranges = visible_ranges(OPERATOR, *rows, key.shape[1], starts, ends, query.device)
-    shape = _shape_class(index_query, query, 0, heads if key.dim() == 4 else 1)
+    shape = shape_class(index_query, query, 0, heads if key.dim() == 4 else 1)
     implementation = choose(OPERATOR, backend, shape)
     found: tuple[Any, ...] = ()
     if hasattr(implementation, "plan_dense"):
@@ -280,89 +269,11 @@ def dense_indexer_kl_loss(
         reason = implementation.unsupported_dense(index_query)
         implementation = settle(OPERATOR, backend, implementation, reason)
     dtype = torch.promote_types(index_query.dtype, torch.float32)
-    row_weights = _row_weights(rows, row_mask, reduction, index_query.new_empty(0, dtype=dtype))
+    row_weights = row_weights_of(rows, row_mask, reduction, index_query.new_empty(0, dtype=dtype))
     arguments = (query.detach(), key.detach(), softmax_scale, *ranges[:2], row_weights, tp_group, use_relu)
     if not hasattr(implementation, "dense_loss_and_gradients"):
         return implementation.dense_loss(index_query, index_key, index_weights, *arguments, *found)
     return _Dense.apply(implementation, index_query, index_key, index_weights, arguments)
-
-
-def _check(
-    index_query: Tensor,
-    index_key: Tensor,
-    index_weights: Tensor,
-    query: Tensor,
-    key: Tensor,
-    key_tail: tuple[int | None, ...],
-) -> tuple[int, int]:
-    """Check what both forms share; returns (batch, query_length)."""
-    check_shape(OPERATOR, "query", query, (None,) * 4, "[batch, query_length, heads, dim]")
-    batch, query_length = query.shape[:2]
-    check_shape(OPERATOR, "key", key, (batch, *key_tail), f"[{batch}, key_length, ...{key_tail[1:]}]")
-    check_shape(
-        OPERATOR,
-        "index_query",
-        index_query,
-        (batch, query_length, None, None),
-        f"[{batch}, {query_length}, index_heads, index_dim]",
-    )
-    index_heads, index_dim = index_query.shape[2:]
-    check_shape(
-        OPERATOR, "index_key", index_key, (batch, None, index_dim), f"[{batch}, key_length, {index_dim}]"
-    )
-    check_shape(
-        OPERATOR,
-        "index_weights",
-        index_weights,
-        (batch, query_length, index_heads),
-        f"[{batch}, {query_length}, {index_heads}]",
-    )
-    check_float(OPERATOR, query=query, key=key)
-    check_float(OPERATOR, index_query=index_query, index_key=index_key)
-    check_weights(OPERATOR, "index_weights", index_weights, index_query)
-    require(
-        index_query.device == query.device,
-        OPERATOR,
-        f"index_query ({index_query.device}) and query ({query.device}) must be on one device",
-    )
-    return batch, query_length
-
-
-def _over_ranks(attention_sum: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
-    """The sum over the heads of all ranks; the caller's tensor stays as it is."""
-    attention_sum = attention_sum.detach()
-    if tp_group is not None:
-        attention_sum = attention_sum.clone()
-        dist.all_reduce(attention_sum, group=tp_group)
-    return attention_sum
-
-
-def _row_weights(rows: tuple[int, int], row_mask: Tensor | None, reduction: str, like: Tensor) -> Tensor:
-    """``[batch, query_length]``: what each row's divergence is multiplied with in the loss."""
-    require(reduction in ("mean", "sum"), OPERATOR, f"reduction must be 'mean' or 'sum', got {reduction!r}")
-    if row_mask is None:
-        weights = like.new_ones(rows)
-    else:
-        require(
-            row_mask.shape == rows and row_mask.dtype == torch.bool,
-            OPERATOR,
-            f"row_mask must be bool {list(rows)}, got {row_mask.dtype} {list(row_mask.shape)}",
-        )
-        weights = row_mask.to(dtype=like.dtype, device=like.device)
-    # Without a row that counts the loss is zero, not 0/0.
-    return weights / weights.sum().clamp_min(1) if reduction == "mean" else weights
-
-
-def _shape_class(index_query: Tensor, query: Tensor, topk: int, key_heads: int = 1) -> ShapeClass:
-    sizes = (
-        ("heads", query.shape[2]),
-        ("dim", query.shape[3]),
-        ("key_heads", key_heads),
-        ("index_heads", index_query.shape[2]),
-        ("index_dim", index_query.shape[3]),
-        ("topk", topk),
-    )
-    return ShapeClass(query.device.type, query.dtype, sizes)
 
 
 class _Divergence(torch.autograd.Function):
