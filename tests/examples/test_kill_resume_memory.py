@@ -1,0 +1,57 @@
+"""A run with memory features that is killed goes on as if nothing had happened, with them or without."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from dsa_job.checkpoint_files import latest
+
+from .conftest import JobServer, records, results
+from .test_kill_resume import final_tensors
+
+JOB = ("--bf16", "--use-distributed-optimizer")
+RECOMPUTE = ("--recompute-activation-function", "--recompute-norm")
+FEATURES = {
+    "reuse-fp32-param": ("--reuse-fp32-param", *RECOMPUTE),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(jobs: JobServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unbroken run without any memory feature."""
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    finished = jobs.run(folder, *JOB)
+    assert finished.code == 0, finished.output
+    assert len(records(folder)) == 6
+    return folder
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_killed_in_the_write_of_a_checkpoint(jobs: JobServer, plain: Path, tmp_path: Path, name: str) -> None:
+    run, other = tmp_path / "run", tmp_path / "without"
+    killed = jobs.run(run, *JOB, *FEATURES[name], fault="before the rename")  # at step 4
+    assert killed.code == -signal.SIGKILL, killed.output
+    assert f"\n{name} " in killed.output, "the start table does not name it"
+    assert latest(run / "checkpoints") == 2
+    without = jobs.run(other, *JOB, "--load", str(run / "checkpoints"))
+    assert without.code == 0, without.output
+    finished = jobs.run(run, *JOB, *FEATURES[name])
+    assert finished.code == 0, finished.output
+    assert f"resuming the unfinished run in {run} from step 2" in finished.output
+    assert results(run) == results(plain)  # bitwise: JSON keeps every digit
+    assert results(other) == results(plain)[2:]
+    assert final_tensors(run) == final_tensors(other) == final_tensors(plain)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_checkpoint_without_features_goes_on_with_them(
+    jobs: JobServer, plain: Path, tmp_path: Path, name: str
+) -> None:
+    load = ("--load", str(plain / "checkpoints"), "--ckpt-step", "2")
+    finished = jobs.run(tmp_path / "run", *JOB, *FEATURES[name], *load)
+    assert finished.code == 0, finished.output
+    assert results(tmp_path / "run") == results(plain)[2:]
+    assert final_tensors(tmp_path / "run") == final_tensors(plain)
