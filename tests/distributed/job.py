@@ -84,6 +84,8 @@ def train(
     ):
         records = training.train(args)
     assert observer.place is not None
+    wants_fused = bool((switches or {}).get("use_fused_dsa"))
+    assert (observer.fused_selections > 0) == wants_fused, f"{observer.fused_selections} fused selections"
     return RankOutcome([dict(record) for record in records], observer.place, observer.choices, memory)
 
 

@@ -73,6 +73,7 @@ class Observer:
         self._uses: dict[tuple[Key, bool], int] = defaultdict(int)
         self._step = 0
         self.place: Place | None = None
+        self.fused_selections = 0
 
     @property
     def choices(self) -> Choices:
@@ -130,6 +131,7 @@ class Observer:
             # Where the choice is left to Megatron's own indexer, it is forced and noted here all the same.
             with mock.patch.object(attention.indexer, "forward_with_scores", _plain(attention.indexer)):
                 selection = original(attention, x, qr, chosen)
+            self.fused_selections += chosen.indexer
             if self._forced is not None:
                 selection = _chosen_instead(selection, torch.from_numpy(self._next_forced(key)))
             self._note(key, selected_keys(selection.topk_indices, x.shape[0] * self._sequence_ranks))

@@ -43,9 +43,12 @@ def test_switches_may_change_across_a_resume(
     jobs: JobServer, unbroken: Path, tmp_path: Path, before: list[str], after: list[str]
 ) -> None:
     run = tmp_path / "run"
-    assert jobs.run(run, *WIDE, *before, "--exit-interval", "2").code == 0
+    first = jobs.run(run, *WIDE, *before, "--exit-interval", "2")
+    assert first.code == 0, first.output
+    assert ("\nfused-dsa " in first.output) == (FUSED in before)
     finished = jobs.run(run, *WIDE, *after)
     assert finished.code == 0, finished.output
+    assert ("\nfused-dsa " in finished.output) == (FUSED in after)
     assert f"resuming the unfinished run in {run} from step 2" in finished.output
     assert losses(run) == pytest.approx(losses(unbroken), rel=1e-5)
     assert losses(run, "indexer_loss") == pytest.approx(losses(unbroken, "indexer_loss"), rel=1e-3)
@@ -65,6 +68,7 @@ def test_sparse_training_goes_on_from_a_warmup(jobs: JobServer, pool: WorkerPool
     assert "add --finetune" in finished.output
     finished = jobs.run(sparse, FUSED, "--load", str(warm / "checkpoints"), "--finetune")
     assert finished.code == 0, finished.output
+    assert "\nfused-dsa " in finished.output
     first, last = (_weights(pool, warm, step) for step in (2, 6))
     changed = {name for name in first if not torch.equal(first[name], last[name])}
     assert changed == {name for name in first if ".indexer." in name}

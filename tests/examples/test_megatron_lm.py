@@ -109,6 +109,7 @@ def test_pretrain_gpt_agrees_with_one_process_and_resumes(tmp_path, flags):
         command += ["--step-metrics-file", str(metrics), *map(str, more)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
         assert done.returncode == 0, done.stderr[-3000:]
+        assert ("\nfused-dsa " in done.stdout + done.stderr) == ("--use-fused-dsa" in more)
         return {record["step"]: record for record in map(json.loads, metrics.read_text().splitlines())}
 
     weights = tmp_path / "weights"
