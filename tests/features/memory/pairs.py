@@ -1,0 +1,123 @@
+"""Every two memory features together: the same training as without any, or a refusal with its reason.
+
+``python -m tests.features.memory.pairs`` tries all of them and writes the table of ``docs/memory.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.memory_events import EVENTS
+from tests.distributed.pool import WorkerPool
+
+DOCS = Path(__file__).parents[3] / "docs" / "memory.md"
+BEGIN, END = "<!-- pairs:begin -->", "<!-- pairs:end -->"
+SMALL = {"swap_attention_min_bytes": 0}  # the tested model has no large tensors
+FEATURES: dict[str, dict[str, Any]] = {
+    "reuse-fp32-param": {"reuse_fp32_param": True},
+    "recompute-activation-function": {"recompute_activation_function": True},
+    "recompute-norm": {"recompute_norm": True},
+    "swap-attention": {"swap_attention": True, **SMALL},
+    "swap-optimizer": {"swap_optimizer": True},
+    "virtual-optimizer": {"virtual_optimizer": ["all"]},
+}
+COMBINES = "combines"
+CASE = "tests.features.memory.pairs:attempt"
+Pair = tuple[str, str]
+
+
+def pairs() -> list[Pair]:
+    """All of them, in the order of :data:`FEATURES`."""
+    return list(combinations(FEATURES, 2))
+
+
+def attempt(switches: Mapping[str, Any]) -> dict[str, Any]:
+    """Ten steps of the tiny model, one skipped, in a worker: what there is to compare, or ``refused``."""
+    from mindspeed_dsa import SettingsError
+    from tests.distributed import memory_events
+    from tests.features.memory.job import train
+
+    with memory_events.counted() as counts:
+        try:
+            # RMSNorm is several operations on a CPU: recomputed, its gradient is rounded differently.
+            norm = {"normalization": "LayerNorm"}
+            result = train(switches=switches, distributed=True, skip=5, clip=0.5, overrides=norm)
+        except SettingsError as error:
+            return {"refused": str(error)}
+    return {**result, "counts": dict(counts)}
+
+
+def outcome(pool: WorkerPool, pair: Pair, alone: Mapping[str, Any]) -> str:
+    """:data:`COMBINES`, or why the pair is refused.
+
+    Args:
+        pool: of workers.
+        pair: two of :data:`FEATURES`.
+        alone: what :func:`attempt` gives without any.
+
+    Raises:
+        AssertionError: it is neither refused nor the same training.
+    """
+    switches = {name: value for each in pair for name, value in FEATURES[each].items()}
+    (found,) = pool.run(CASE, 1, switches=switches)
+    if "refused" in found:
+        return reason(found["refused"])
+    for what in ("records", "weights", "masters", "moments"):
+        assert found[what] == alone[what], f"{' with '.join(pair)}: {what} differ"
+    for name, event in EVENTS.items():
+        assert (found["counts"].get(event, 0) > 0) >= (name in pair), f"{' with '.join(pair)}: no {event}"
+        assert event not in alone["counts"]
+    return COMBINES
+
+
+def reason(error: str) -> str:
+    """The sentence of a refusal, without what every refusal begins with."""
+    (line,) = [line.strip(" -") for line in error.splitlines()[1:]]
+    return line
+
+
+def table(outcomes: Mapping[Pair, str]) -> str:
+    """Markdown: who combines with whom, and the reasons of those that do not."""
+    names = list(FEATURES)
+    reasons = list(dict.fromkeys(text for text in outcomes.values() if text != COMBINES))
+    cells = {
+        pair: "yes" if text == COMBINES else f"refused ({1 + reasons.index(text)})"
+        for pair, text in outcomes.items()
+    }
+
+    def cell(row: str, column: str) -> str:
+        return cells.get((row, column), "") if row != column else ""
+
+    lines = ["| | " + " | ".join(names[1:]) + " |", "| --- |" + " --- |" * (len(names) - 1)]
+    for row in names[:-1]:
+        lines.append(f"| {row} | " + " | ".join(cell(row, column) for column in names[1:]) + " |")
+    lines += ["", *(f"{number}. {text}" for number, text in enumerate(reasons, 1))]
+    return "\n".join(lines)
+
+
+def written() -> str:
+    """The table in the documentation."""
+    return DOCS.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
+
+
+def main() -> None:
+    """Try all pairs and write the table."""
+    with WorkerPool() as pool:
+        outcomes = dict(results(pool))
+    before, _, rest = DOCS.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    DOCS.write_text(f"{before}{BEGIN}\n{table(outcomes)}\n{END}{after}", encoding="utf-8")
+
+
+def results(pool: WorkerPool) -> Iterator[tuple[Pair, str]]:
+    """Every pair and its outcome."""
+    (alone,) = pool.run(CASE, 1, switches={})
+    for pair in pairs():
+        yield pair, outcome(pool, pair, alone)
+
+
+if __name__ == "__main__":
+    main()
