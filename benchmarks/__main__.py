@@ -33,12 +33,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="tiny problems: shows that it runs, figures mean nothing"
     )
+    extra = {name: text for case in CASES.values() for name, text in case.options.items()}
+    for name, text in extra.items():
+        cases = ", ".join(case.name for case in CASES.values() if name in case.options)
+        parser.add_argument(f"--{name}", metavar=name.upper(), help=f"{cases}: {text}")
     options = parser.parse_args(argv)
+    given = {name: getattr(options, name) for name in extra if getattr(options, name) is not None}
+    for name in given:
+        if name not in CASES[options.case].options:
+            parser.error(f"{options.case} has no --{name}; leave it out")
     if options.quick and not CASES[options.case].has_quick:
         parser.error(f"{options.case} has no quick form; leave --quick out")
     # What the measured code prints (Megatron greets its users on stdout) belongs to the log.
     with contextlib.redirect_stdout(sys.stderr):
-        found = result(CASES[options.case], options.device, options.quick)
+        found = result(CASES[options.case], options.device, options.quick, **given)
     text = json.dumps(found)
     if options.json:
         Path(options.json).write_text(text + "\n", encoding="utf-8")
@@ -46,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def result(case: Case, device: str, quick: bool = False) -> dict[str, Any]:
+def result(case: Case, device: str, quick: bool = False, **options: str) -> dict[str, Any]:
     """Run a case: ``{case, metrics, device, versions, date}``."""
     if case.on_device:
         from mindspeed_dsa import platforms
@@ -55,7 +63,7 @@ def result(case: Case, device: str, quick: bool = False) -> dict[str, Any]:
         name = platforms.describe(device)["device"]
     else:
         device, name = "cpu", f"{platform.machine()}, {os.cpu_count()} cores"
-    metrics = case.run(device, quick)
+    metrics = case.run(device, quick, **options)
     from mindspeed_dsa import versions
 
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Union
 
@@ -21,6 +21,7 @@ class Case:
         module: where its ``run(device) -> Metrics`` is; imported when the case is run.
         on_device: whether it computes on a device, so that ``--device auto`` looks for one.
         has_quick: whether ``run`` takes ``quick``, for a run in seconds whose figures mean nothing.
+        options: keywords that ``run`` takes beside, each with what the command line says of it.
     """
 
     name: str
@@ -28,11 +29,12 @@ class Case:
     module: str
     on_device: bool = True
     has_quick: bool = False
+    options: Mapping[str, str] = field(default_factory=dict)
 
-    def run(self, device: str, quick: bool = False) -> Metrics:
+    def run(self, device: str, quick: bool = False, **options: str) -> Metrics:
         """Measure."""
         function: Callable[..., Metrics] = import_module(self.module).run
-        return function(device, quick=True) if quick else function(device)
+        return function(device, **({"quick": True} if quick else {}), **options)
 
 
 CASES: dict[str, Case] = {
@@ -49,6 +51,17 @@ CASES: dict[str, Case] = {
             "sparse attention operators: speed and memory against Megatron's own, time over the floor",
             "benchmarks.dsa",
             has_quick=True,
+        ),
+        Case(
+            "tp-overlap",
+            "tensor parallel communication behind matmul, on two ranks joined by a slow link (needs root)",
+            "benchmarks.tp_overlap",
+            on_device=False,
+            has_quick=True,
+            options={
+                "link": "rate of the link, as tc reads it (default: 2gbit)",
+                "trace": "file for a chrome trace of one step; a picture goes beside it",
+            },
         ),
         Case(
             "memory",

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_dsa.features.host import host
+
 
 def bounds(rows: int, chunks: int) -> list[tuple[int, int]]:
     """Ranges of rows, in order, whose sizes differ by one at most; never an empty one.
@@ -57,12 +59,18 @@ class Gather:
         local: ``[rows, width]``, this rank's rows, contiguous.
         group: tensor parallel group.
         chunks: number of collectives.
+        keep: the rows are needed after the next gathering; else they lie in Megatron's buffer for that.
     """
 
-    def __init__(self, local: Tensor, group: Any, chunks: int) -> None:
+    def __init__(self, local: Tensor, group: Any, chunks: int, keep: bool = False) -> None:
         self.local, self.ranks, self.rank = local, group.size(), dist.get_rank(group)
         rows, width = local.shape
-        self.whole = local.new_empty(self.ranks, rows, width)
+        shape = [self.ranks, rows, width]
+        if keep:
+            self.whole = local.new_empty(shape)
+        else:
+            buffers = host("core.parallel_state").get_global_memory_buffer()
+            self.whole = buffers.get_tensor(shape, local.dtype, "mpu")
         """``[tp, rows, width]``; other ranks' rows are there once :meth:`arriving` has named them."""
         self._ranges = bounds(rows, chunks)
         if len(self._ranges) == 1:
@@ -95,7 +103,9 @@ class Gather:
                     yield rank, first, end, self.whole[rank, first:end]
 
 
-def gather_matmul(local: Tensor, weight: Tensor, group: Any, chunks: int) -> tuple[Tensor, Tensor]:
+def gather_matmul(
+    local: Tensor, weight: Tensor, group: Any, chunks: int, keep: bool = False
+) -> tuple[Tensor, Tensor]:
     """Rows of all ranks, and their product with ``weight``.
 
     Args:
@@ -103,11 +113,12 @@ def gather_matmul(local: Tensor, weight: Tensor, group: Any, chunks: int) -> tup
         weight: ``[k, n]``, any strides.
         group: tensor parallel group.
         chunks: 1 gathers first and multiplies then.
+        keep: as for :class:`Gather`.
 
     Returns:
         Product ``[tp * rows, n]`` and gathered rows ``[tp * rows, k]``.
     """
-    gather = Gather(local, group, chunks)
+    gather = Gather(local, group, chunks, keep)
     if chunks == 1:
         whole = gather.wait()
         return torch.mm(whole, weight), whole

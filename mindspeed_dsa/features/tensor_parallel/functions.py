@@ -60,8 +60,9 @@ class Column(torch.autograd.Function):
         rows = flat(input)
         kept = rows
         if plan.sequence_parallel:
-            product, whole = plan.backend.gather_matmul(rows, weight.t(), plan.group, plan.forward)
-            if plan.keep_gathered and weight.requires_grad:
+            keep = plan.keep_gathered and weight.requires_grad
+            product, whole = plan.backend.gather_matmul(rows, weight.t(), plan.group, plan.forward, keep)
+            if keep:
                 kept = whole
         else:
             product = torch.mm(rows, weight.t())

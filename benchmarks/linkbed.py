@@ -1,0 +1,227 @@
+"""Ranks on one machine joined by slow links, where overlap of communication and computing can be measured.
+
+Over loopback a transfer costs nothing but processor time, so that there is nothing to hide. Here each rank is
+a process in a network namespace of its own, on a processor core of its own, and the namespaces are joined by
+virtual links with a rate limit: a transfer takes time and hardly any computing::
+
+    with LinkBed(ranks=2, rate="2gbit") as bed:
+        results = bed.run("benchmarks.tp_overlap.rank:measure", sizes=...)
+
+runs ``measure(sizes=...)`` on both ranks, with a gloo process group over the link, and returns what they
+return. Without a rate the ranks talk over loopback, otherwise unchanged. Needs Linux, root and iproute2
+(``ip``, ``tc``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+_BURST, _LATENCY = "256k", "400ms"
+_NETWORK = "10.231.0"
+_PREFIX = "linkbed"
+_DEVICE = "slow0"
+
+
+class LinkBedError(RuntimeError):
+    """The links cannot be had, or a rank failed; the message says which and what to do."""
+
+
+class LinkBed:
+    """A few ranks and the links between them; a context manager that leaves nothing behind.
+
+    Args:
+        ranks: number of processes, 2 to 8.
+        rate: of each link in each direction, as ``tc`` reads it (``2gbit``, ``400mbit``); ``None`` for
+            loopback.
+        cores: a processor core for each rank; default: those that this process may use, in turn.
+
+    Raises:
+        LinkBedError: on entering: not root, no iproute2, or a kernel that refuses.
+    """
+
+    def __init__(
+        self, ranks: int = 2, rate: str | None = "2gbit", cores: Sequence[int] | None = None
+    ) -> None:
+        if not 2 <= ranks <= 8:
+            raise LinkBedError(f"link bed: {ranks} ranks were asked for; use 2 to 8")
+        if rate is not None and not re.fullmatch(r"\d+(\.\d+)?[kmgt]bit", rate):
+            raise LinkBedError(f"link bed: {rate!r} is no rate; write 2gbit or 400mbit")
+        available = sorted(os.sched_getaffinity(0))
+        self.ranks, self.rate = ranks, rate
+        self.cores = list(cores or (available[rank % len(available)] for rank in range(ranks)))
+        self._name = f"{_PREFIX}{os.getpid()}"
+        self._cleanup = contextlib.ExitStack()
+
+    def __enter__(self) -> LinkBed:
+        self._folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="linkbed-")))
+        if self.rate is not None:
+            require_tools()
+            _remove_leftovers()
+            try:
+                self._build()
+            except BaseException:
+                self.__exit__()
+                raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._cleanup.close()
+
+    def _build(self) -> None:
+        """A star: every namespace has one link to a bridge, limited at both ends."""
+        switch = f"{self._name}-sw"
+        self._add_namespace(switch)
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        for rank in range(self.ranks):
+            space = self._space(rank)
+            self._add_namespace(space)
+            port = f"port{rank}"
+            _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", _DEVICE, "netns", space)
+            _ip("-n", switch, "link", "set", port, "master", "bridge")
+            _ip("-n", space, "addr", "add", f"{_NETWORK}.{rank + 1}/24", "dev", _DEVICE)
+            for where, device in ((switch, port), (space, _DEVICE)):
+                _ip("-n", where, "link", "set", device, "up")
+                limit = ("tbf", "rate", str(self.rate), "burst", _BURST, "latency", _LATENCY)
+                _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", *limit)
+            _ip("-n", space, "link", "set", "lo", "up")
+
+    def _add_namespace(self, name: str) -> None:
+        _ip("netns", "add", name)
+        self._cleanup.callback(_run, "ip", "netns", "delete", name, check=False)
+
+    def _space(self, rank: int) -> str:
+        return f"{self._name}-{rank}"
+
+    def run(self, function: str, timeout_s: float = 600.0, **arguments: Any) -> list[Any]:
+        """Call ``function(**arguments)`` on every rank and return the results by rank.
+
+        Args:
+            function: ``"package.module:name"``; there a gloo process group over the links exists, torch uses
+                one thread, and ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are set.
+            timeout_s: seconds until the ranks are ended.
+            **arguments: the same for all ranks; they and the results travel by pickle.
+
+        Raises:
+            LinkBedError: a rank failed, with its last words, or took too long.
+        """
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        (folder / "task").write_bytes(pickle.dumps((function, arguments)))
+        with contextlib.ExitStack() as stack:
+            processes = [stack.enter_context(self._start(rank, folder)) for rank in range(self.ranks)]
+            deadline = time.monotonic() + timeout_s
+            while (running := [p for p in processes if p.poll() is None]) and time.monotonic() < deadline:
+                if any(process.poll() for process in processes):
+                    break  # the others would wait for it
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    running[0].wait(0.2)
+        failed = [rank for rank in range(self.ranks) if not (folder / f"result-{rank}").exists()]
+        if failed:
+            words = [f"--- rank {rank}:\n{(folder / f'log-{rank}').read_text()[-3000:]}" for rank in failed]
+            raise LinkBedError(
+                f"link bed: {function} did not end well within {timeout_s:.0f} s\n" + "\n".join(words)
+            )
+        return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(self.ranks)]
+
+    @contextlib.contextmanager
+    def _start(self, rank: int, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+        command = [sys.executable, "-m", "benchmarks.linkbed", str(folder)]
+        if self.rate is not None:
+            command = ["ip", "netns", "exec", self._space(rank), *command]
+        interface = "lo" if self.rate is None else _DEVICE
+        root = str(Path(__file__).parents[1])
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.ranks),
+            "GLOO_SOCKET_IFNAME": interface,
+            "TP_SOCKET_IFNAME": interface,
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "LINKBED_CORE": str(self.cores[rank]),
+        }
+        with (
+            open(folder / f"log-{rank}", "wb") as log,
+            subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT) as process,
+        ):
+            try:
+                yield process
+            finally:
+                process.kill()
+
+
+def require_tools() -> None:
+    """Whether this process can build links.
+
+    Raises:
+        LinkBedError: it cannot; what is missing.
+    """
+    if not sys.platform.startswith("linux"):
+        raise LinkBedError(f"link bed: network namespaces are Linux's, this is {sys.platform}")
+    if os.geteuid() != 0:
+        raise LinkBedError(
+            "link bed: network namespaces need root; run as root or in a container that has it"
+        )
+    if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
+        raise LinkBedError(f"link bed: {' and '.join(missing)} not found; apt-get install iproute2")
+
+
+def _remove_leftovers() -> None:
+    """Namespaces of link beds whose process was killed."""
+    for line in _run("ip", "netns", "list").splitlines():
+        found = re.match(rf"({_PREFIX}(\d+)-\w+)\b", line)
+        if found and not Path(f"/proc/{found[2]}").exists():
+            _run("ip", "netns", "delete", found[1], check=False)
+
+
+def _ip(*words: str) -> None:
+    _run("ip", *words)
+
+
+def _run(*words: str, check: bool = True) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if check and done.returncode:
+        raise LinkBedError(
+            f"link bed: `{' '.join(words)}` failed: {done.stderr.strip()}; the kernel or the container must "
+            "allow network namespaces, veth, bridge and tbf"
+        )
+    return done.stdout
+
+
+def _rank(folder: Path) -> None:
+    """The inside of a rank's process."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.sched_setaffinity(0, {int(os.environ["LINKBED_CORE"])})  # before threads start
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    name, arguments = pickle.loads((folder / "task").read_bytes())
+    module, _, attribute = name.partition(":")
+    result = getattr(importlib.import_module(module), attribute)(**arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+    partial = folder / f"partial-{rank}"
+    partial.write_bytes(pickle.dumps(result))
+    partial.rename(folder / f"result-{rank}")
+
+
+if __name__ == "__main__":
+    _rank(Path(sys.argv[1]))

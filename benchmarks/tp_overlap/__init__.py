@@ -1,0 +1,101 @@
+"""Tensor parallel communication behind matmul, on two ranks joined by a slow link."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.linkbed import LinkBed
+from benchmarks.registry import Metrics
+from benchmarks.tp_overlap.cells import FIXED, Sizes
+
+RATE = "2gbit"
+QUICK = Sizes(rows=128, hidden=128, rounds=1)
+_CELLS = "benchmarks.tp_overlap.cells:measure"
+_JOB = "benchmarks.tp_overlap.job:measure"
+_TRACE = "benchmarks.tp_overlap.trace:record"
+
+
+def run(device: str, quick: bool = False, link: str = RATE, trace: str | None = None) -> Metrics:
+    """All metrics of the case; link beds join processes on the host's processor, whatever the device.
+
+    Args:
+        device: not used.
+        quick: tiny problems.
+        link: rate of the link.
+        trace: file for the trace of one step; a picture goes beside it.
+    """
+    sizes = QUICK if quick else Sizes()
+    with LinkBed(2, link) as bed:
+        slow = bed.run(_CELLS, sizes=sizes)[0]
+        job = bed.run(_JOB, quick=quick)[0]
+        inner = slow["pair"]["hidden_inner"][1]
+        recorded = bed.run(_TRACE, sizes=sizes, inner=inner) if trace else []
+    with LinkBed(2, None) as bed:
+        # The pair that the link was measured with: what is gained there must not be lost here.
+        loopback = bed.run(_CELLS, sizes=sizes, inner=inner)[0]
+    if trace:
+        from benchmarks.tp_overlap import picture
+
+        picture.write(recorded, Path(trace))
+    for layer, directions in slow["cells"].items():
+        for direction, cell in directions.items():
+            _say(f"{layer} {direction}: {cell}")
+    _say(f"pair: {slow['pair']}")
+    _say(f"pair over loopback: {loopback['pair']}")
+    return metrics(link, slow, loopback, job)
+
+
+def metrics(link: str, slow: Mapping[str, Any], loopback: Mapping[str, Any], job: Metrics) -> Metrics:
+    """From measured milliseconds to ratios.
+
+    Args:
+        link: rate.
+        slow: of :func:`benchmarks.tp_overlap.cells.measure` over the link.
+        loopback: over loopback.
+        job: of :func:`benchmarks.tp_overlap.job.measure` over the link.
+    """
+    cells, pair, fast = slow["cells"], slow["pair"]["milliseconds"], loopback["pair"]["milliseconds"]
+    return {
+        "link": link,
+        "hidden_fraction": _table(cells, lambda cell: hidden(cell, "overlapped")),
+        "hidden_fraction_stock": _table(cells, lambda cell: hidden(cell, "stock")),
+        "hidden_fraction_fixed": {
+            str(count): _table(cells, lambda cell, count=count: hidden(cell, str(count))) for count in FIXED
+        },
+        "layer_speedup": pair["stock"] / pair["overlapped"],
+        "layer_speedup_fixed": {str(count): pair["stock"] / pair[str(count)] for count in FIXED},
+        "loopback_ratio": fast["overlapped"] / fast["stock"],
+        "chunks_chosen": _table(cells, lambda cell: cell["chunks"]),
+        "chunks_chosen_pair": slow["pair"]["chunks"],
+        "chunks_chosen_loopback": loopback["pair"]["chunks"],
+        "transfer_over_matmul": _table(
+            cells, lambda cell: cell["milliseconds"]["transfer"] / cell["milliseconds"]["matmul"]
+        ),
+        "m_k_n": _table(cells, lambda cell: " x ".join(map(str, cell["m_k_n"]))),
+        "milliseconds": _table(cells, lambda cell: cell["milliseconds"]),
+        "milliseconds_pair": pair,
+        "milliseconds_pair_loopback": fast,
+        "correctness_deviation": max(slow["deviation"], loopback["deviation"]),
+        "job": job,
+    }
+
+
+def hidden(cell: Mapping[str, Any], name: str) -> float:
+    """The part of the shorter of transfer and matmul that is not seen: 1 at best, 0 one after the other."""
+    times = cell["milliseconds"]
+    saved = times["transfer"] + times["matmul"] - times[name]
+    return min(1.0, saved / min(times["transfer"], times["matmul"]))
+
+
+def _table(cells: Mapping[str, Any], value: Any) -> dict[str, dict[str, Any]]:
+    return {
+        layer: {direction: value(cell) for direction, cell in directions.items()}
+        for layer, directions in cells.items()
+    }
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,277 @@
+"""Measured on the ranks of a link bed: one linear layer and direction at a time, and a pair of layers."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LAYERS, DIRECTIONS = ("column", "row"), ("forward", "backward")
+FIXED = (2, 4, 8)
+_MULTIPLE = 32
+Works = dict[str, Callable[[], float]]
+"""Ways of computing by name; each returns the seconds that it took."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured.
+
+    Attributes:
+        rows: of each rank, ``sequence / tp * batch``.
+        hidden: width of what is transferred.
+        rounds: in each of them every way of computing has its turn.
+    """
+
+    rows: int = 2048
+    hidden: int = 1024
+    rounds: int = 9
+
+
+def measure(sizes: Sizes, inner: int | None = None) -> dict[str, Any]:
+    """All figures of this link; the same on all ranks.
+
+    Args:
+        sizes: of the problem.
+        inner: width between the layers of the pair, where only this pair is to be measured.
+    """
+    start()
+    found: dict[str, Any] = {"deviation": _require_same_results()}
+    if inner is None:
+        found["cells"] = {
+            layer: {direction: _cell(sizes, layer, direction) for direction in DIRECTIONS} for layer in LAYERS
+        }
+    found["pair"] = _pair(sizes, inner)
+    return found
+
+
+def start() -> None:
+    """Feature on, all ranks one tensor parallel group."""
+    import mindspeed_dsa
+
+    mindspeed_dsa.enable(use_ascend_coc=True)
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+
+def way(name: str) -> AbstractContextManager[Any]:
+    """Which way layers communicate meanwhile: ``stock``, ``overlapped`` as shipped, or a number of chunks."""
+    from mindspeed_dsa.features.tensor_parallel import options
+
+    if name == "overlapped":
+        wanted: options.Options | None = options.Options(0, False, "chunked")
+    else:
+        wanted = None if name == "stock" else options.Options(int(name), False, "chunked")
+    return mock.patch.object(options, "current", return_value=wanted)
+
+
+def layer_of(kind: str, width: int, out: int) -> Any:
+    """A layer with sequence parallelism and no bias; ``width`` and ``out`` are those of one rank's matmul."""
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    ranks = dist.get_world_size()
+    common = {
+        "config": ModelParallelConfig(tensor_model_parallel_size=ranks, sequence_parallel=True),
+        "init_method": lambda weight: torch.nn.init.normal_(weight, std=0.02),
+        "bias": False,
+        "skip_bias_add": False,
+    }
+    if kind == "column":
+        return ColumnParallelLinear(width, out * ranks, gather_output=False, **common)
+    return RowParallelLinear(width * ranks, out, input_is_parallel=True, **common)
+
+
+def slowest(seconds: float) -> float:
+    """The time of the slowest rank."""
+    value = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value)
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds until all ranks have done it; they start together."""
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    return slowest(time.perf_counter() - start)
+
+
+def medians(works: Works, rounds: int) -> dict[str, float]:
+    """Of several ways that take turns; the first round, in which chunks are chosen, does not count."""
+    found: dict[str, list[float]] = {name: [] for name in works}
+    for number in range(rounds + 1):
+        for name, work in works.items():
+            seconds = work()
+            if number:
+                found[name].append(seconds)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def _tensors(sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """Rows of one rank and of all."""
+    whole = torch.randn(sizes.rows * dist.get_world_size(), sizes.hidden)
+    return whole[: sizes.rows].clone(), whole
+
+
+def _agreed(count: float) -> int:
+    """A width, the same on all ranks."""
+    shared = torch.tensor([max(_MULTIPLE, round(count / _MULTIPLE) * _MULTIPLE)])
+    dist.broadcast(shared, 0)
+    return int(shared)
+
+
+def _alone(sizes: Sizes, gathers: int, scatters: int, forwards: int, backwards: int, inner: int) -> Works:
+    """So many collectives, and the matmuls of so many forwards and backwards, with nothing beside them."""
+    local, whole = _tensors(sizes)
+    weight, product = torch.randn(inner, sizes.hidden), torch.randn(whole.size(0), inner)
+
+    def transfers() -> None:
+        for _ in range(gathers):
+            dist.all_gather_into_tensor(whole, local)
+        for _ in range(scatters):
+            dist.reduce_scatter_tensor(local, whole)
+
+    def products() -> None:
+        for _ in range(forwards):
+            torch.mm(whole, weight.t())
+        for _ in range(backwards):
+            torch.mm(product, weight)
+            torch.mm(product.t(), whole)
+
+    return {"transfer": lambda: timed(transfers), "matmul": lambda: timed(products)}
+
+
+def _balanced(sizes: Sizes, gathers: int, scatters: int, forwards: int, backwards: int) -> int:
+    """The inner width for which transfers and matmuls take equally long here."""
+    inner = sizes.hidden // 4
+    for _ in range(4):
+        found = medians(_alone(sizes, gathers, scatters, forwards, backwards, inner), 5)
+        ratio = found["transfer"] / found["matmul"]
+        inner = _agreed(inner * ratio)
+        if 0.9 < ratio < 1.1:
+            break
+    return inner
+
+
+def _cell(sizes: Sizes, layer: str, direction: str) -> dict[str, Any]:
+    """One layer and direction, with a width for which transfer and matmul take about as long."""
+    gathers = int((layer, direction) != ("row", "forward"))
+    scatters = int((layer, direction) in (("row", "forward"), ("column", "backward")))
+    counts = gathers, scatters, int(direction == "forward"), int(direction == "backward")
+    inner = _balanced(sizes, *counts)
+    local, whole = _tensors(sizes)
+    width, out = (sizes.hidden, inner) if layer == "column" else (inner, sizes.hidden)
+    module = layer_of(layer, width, out)
+    narrow = torch.randn(whole.size(0), inner)
+    input, grad = (local, narrow) if layer == "column" else (narrow, local)
+    works = _alone(sizes, *counts, inner)
+    for name in ("stock", "overlapped", *map(str, FIXED)):
+        works[name] = _layer_work(name, module, input, grad, direction)
+    found = medians(works, sizes.rounds)
+    return {
+        "milliseconds": {name: 1e3 * seconds for name, seconds in found.items()},
+        "m_k_n": [whole.size(0), width, out],
+        "chunks": _chosen(f"{layer} {direction}", width, out),
+    }
+
+
+def _layer_work(name: str, module: Any, input: Tensor, grad: Tensor, direction: str) -> Callable[[], float]:
+    def work() -> float:
+        module.weight.grad = None
+        leaf = input.detach().requires_grad_()
+        with way(name):
+            if direction == "forward":
+                return timed(lambda: module(leaf))
+            output = module(leaf)[0]
+            return timed(lambda: output.backward(grad))
+
+    return work
+
+
+def _chosen(kind: str, width: int, out: int) -> int:
+    """What the tuning chose for a layer of these widths."""
+    from mindspeed_dsa.features.tensor_parallel import tuning
+
+    widths = {(width, out), (out, width)}  # a backward multiplies the other way round
+    (chunks,) = (
+        chunks
+        for problem, chunks in tuning.chosen().items()
+        if problem.kind == kind and (problem.k, problem.n) in widths
+    )
+    return chunks
+
+
+def _pair(sizes: Sizes, inner: int | None) -> dict[str, Any]:
+    """A column parallel layer and a row parallel one behind it, forward and backward."""
+    inner = inner or _balanced(sizes, gathers=3, scatters=2, forwards=2, backwards=2)
+    work = pair_step(sizes, inner)
+    works = _alone(sizes, 3, 2, 2, 2, inner)
+    for name in ("stock", "overlapped", *map(str, FIXED)):
+        works[name] = partial(_in, name, work)
+    found = medians(works, 2 * sizes.rounds)
+    widths = {"column": (sizes.hidden, inner), "row": (inner, sizes.hidden)}
+    return {
+        "milliseconds": {name: 1e3 * seconds for name, seconds in found.items()},
+        "hidden_inner": [sizes.hidden, inner],
+        "chunks": {
+            layer: {direction: _chosen(f"{layer} {direction}", *widths[layer]) for direction in DIRECTIONS}
+            for layer in LAYERS
+        },
+    }
+
+
+def _in(name: str, work: Callable[[], object]) -> float:
+    with way(name):
+        return timed(work)
+
+
+def pair_step(sizes: Sizes, inner: int) -> Callable[[], object]:
+    """Forward and backward of the pair, ``hidden -> tp * inner -> hidden``."""
+    column, row = layer_of("column", sizes.hidden, inner), layer_of("row", inner, sizes.hidden)
+    input, _ = _tensors(sizes)
+    grad = torch.randn_like(input)
+
+    def step() -> dict[str, Tensor]:
+        column.weight.grad = row.weight.grad = None
+        leaf = input.detach().requires_grad_()
+        output = row(column(leaf)[0])[0]
+        output.backward(grad)
+        return {
+            "output": output.detach(),
+            "input": leaf.grad,
+            "column": column.weight.grad,
+            "row": row.weight.grad,
+        }
+
+    return step
+
+
+def _require_same_results() -> float:
+    """The largest relative deviation of any chunk count from stock; nothing is timed before."""
+    work = pair_step(Sizes(rows=96, hidden=64), 96)
+    with way("stock"):
+        expected = work()
+    worst = 0.0
+    for name in ("overlapped", *map(str, FIXED)):
+        with way(name):
+            for key, value in work().items():
+                worst = max(worst, float((value - expected[key]).norm() / expected[key].norm()))
+    worst = slowest(worst)
+    if worst > 1e-6:
+        raise RuntimeError(f"tp-overlap: results differ from stock by {worst:.1e}; nothing was timed")
+    if dist.get_rank() == 0:
+        print(f"results agree with stock to {worst:.1e}", file=sys.stderr, flush=True)
+    return worst

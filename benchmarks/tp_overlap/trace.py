@@ -1,0 +1,120 @@
+"""One step of the pair of layers, matmul by matmul and transfer by transfer."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.tp_overlap.cells import Sizes, pair_step, start, way
+
+_MATMULS = ("mm", "matmul", "addmm")
+_COLLECTIVES = ("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+_GLOO_THREADS = 2  # as many collectives of one group run at a time, in the order of their start
+
+
+@dataclass
+class Span:
+    """Something that took time on a rank; seconds of the host's clock, which all ranks share."""
+
+    name: str
+    lane: str
+    start: float
+    end: float = 0.0
+
+
+def record(sizes: Sizes, inner: int) -> dict[str, list[Span]]:
+    """Spans of this rank in one forward and backward, by way.
+
+    Args:
+        sizes: of the pair.
+        inner: its inner width.
+    """
+    start()
+    step = pair_step(sizes, inner)
+    found = {}
+    for name in ("stock", "overlapped"):
+        with way(name):
+            for _ in range(2):  # chunks are chosen, memory is there
+                step()
+            dist.barrier()
+            with _recorded() as spans:
+                step()
+            found[name] = _without_queueing(spans)
+    return found
+
+
+@contextlib.contextmanager
+def _recorded() -> Iterator[list[Span]]:
+    from megatron.core.tensor_parallel import layers, mappings
+
+    spans: list[Span] = []
+    places: list[tuple[Any, str, Callable[..., Any]]] = [(torch, name, _matmul) for name in _MATMULS]
+    places.append((torch.Tensor, "matmul", _matmul))
+    places += [(dist, name, _collective) for name in _COLLECTIVES]
+    for module in (layers, mappings):  # names that were bound when Megatron was imported
+        places += [
+            (module, name, _collective)
+            for name in ("dist_all_gather_func", "dist_reduce_scatter_func")
+            if hasattr(module, name)
+        ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, decorate in places:
+            original = getattr(owner, name)
+            stack.enter_context(mock.patch.object(owner, name, decorate(original, spans)))
+        yield spans
+    for span in spans:
+        while not span.end:  # set by the thread that ends a transfer
+            time.sleep(1e-4)
+
+
+def _matmul(original: Callable[..., Any], spans: list[Span]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        span = Span("matmul", "matmul", time.perf_counter())
+        result = original(*args, **kwargs)
+        span.end = time.perf_counter()
+        spans.append(span)
+        return result
+
+    return call
+
+
+def _collective(original: Callable[..., Any], spans: list[Span]) -> Callable[..., Any]:
+    name = original.__name__.removesuffix("_into_tensor").removesuffix("_tensor").replace("_", "-")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        span = Span(name, "transfer", time.perf_counter())
+        spans.append(span)
+        work = original(*args, **kwargs)
+        if work is None:
+            span.end = time.perf_counter()
+        else:
+            # Not every work of gloo has a future; all of them can be waited for twice.
+            threading.Thread(target=_watch, args=(work, span), daemon=True).start()
+        return work
+
+    return call
+
+
+def _watch(work: Any, span: Span) -> None:
+    work.wait()
+    span.end = time.perf_counter()
+
+
+def _without_queueing(spans: list[Span]) -> list[Span]:
+    """Transfers from when a thread of gloo took them up, not from when they were asked for."""
+    transfers = sorted((span for span in spans if span.lane == "transfer"), key=lambda span: span.start)
+    busy_until = [0.0] * _GLOO_THREADS
+    for span in transfers:
+        thread = min(range(_GLOO_THREADS), key=lambda index: busy_until[index])
+        span.start = max(span.start, min(busy_until[thread], span.end))
+        span.lane = f"transfer {thread + 1}"
+        busy_until[thread] = span.end
+    return spans
