@@ -65,18 +65,23 @@ class HostPool:
     """Buffers in pinned host memory of the current platform, reused by size class."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Buffers may be given back by the garbage collector, which runs anywhere, in here too.
+        self._lock = threading.RLock()
         self._kept: dict[int, list[torch.Tensor]] = defaultdict(list)
         self._pending: list[tuple[torch.Tensor, Event]] = []
         self._addresses: set[int] = set()
         self._in_use = self._held = self._peak = 0
 
-    def take(self, nbytes: int, exact: bool = False) -> HostBuffer:
+    def take(self, nbytes: int, exact: bool = False, remedy: str = "use less of it") -> HostBuffer:
         """A buffer of at least ``nbytes`` bytes, with what was in it before.
 
         Args:
             nbytes: length of :attr:`HostBuffer.tensor`.
             exact: not rounded up to a size class; for buffers that are kept for good.
+            remedy: what the user can do if the host has no memory left.
+
+        Raises:
+            SettingsError: it has none left.
         """
         import torch
 
@@ -87,6 +92,8 @@ class HostPool:
             if kept:
                 whole = kept.pop()
             else:
+                held = f"host pool, beside the {self._held / 2**30:.2f} GiB that it holds"
+                require_host_memory(size, held, remedy)
                 whole = platforms.current().empty_pinned((size,), torch.uint8)
                 self._addresses.add(whole.untyped_storage().data_ptr())
                 self._held += size

@@ -38,9 +38,9 @@ def counted() -> Iterator[Counter[str]]:
         counts["master forms"] += 1
         to_master(self)
 
-    def counting_take(self: Any, nbytes: int, exact: bool = False) -> Any:
+    def counting_take(self: Any, nbytes: int, exact: bool = False, **remedy: str) -> Any:
         counts["host bytes for good" if exact else "host bytes in passing"] += nbytes
-        return take(self, nbytes, exact)
+        return take(self, nbytes, exact, **remedy)
 
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", counting_resize),

@@ -18,7 +18,7 @@ _RANGE = ">=0.16,<0.17"
 _SWITCHES = ("recompute_activation_function", "recompute_norm", "recompute_verify")
 
 
-def _wanted(dest: str) -> Any:
+def wanted(dest: str) -> Any:
     """On with its switch; a number of layers without the switch is a mistake that `validate` tells."""
 
     def active(settings: Any) -> bool:
@@ -75,7 +75,7 @@ ACTIVATION = Feature(
         ),
     ),
     requires=Requires(versions={"megatron-core": _RANGE}),
-    active=_wanted("recompute_activation_function"),
+    active=wanted("recompute_activation_function"),
     validate=recompute_limits.of_activation,
     doc="recompute-activation-function.md",
 )
@@ -105,7 +105,7 @@ NORM = Feature(
         Patch(_MTP_BLOCK, "wrap", f"{_HERE}.recompute_norm:choose_in_mtp", _MTP_CHOICE, versions=_RANGE),
     ),
     requires=Requires(versions={"megatron-core": _RANGE}),
-    active=_wanted("recompute_norm"),
+    active=wanted("recompute_norm"),
     validate=recompute_limits.of_norm,
     doc="recompute-norm.md",
 )
@@ -130,7 +130,7 @@ OUTPUTS = Feature(
         ),
     ),
     requires=Requires(versions={"megatron-core": _RANGE}),
-    active=lambda settings: any(_wanted(dest)(settings) for dest in _SWITCHES),
+    active=lambda settings: any(wanted(dest)(settings) for dest in _SWITCHES),
     validate=recompute_limits.of_outputs,
     doc="recompute-outputs.md",
 )

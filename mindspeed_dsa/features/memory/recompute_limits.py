@@ -12,7 +12,7 @@ _NORM = "recompute_norm"
 def of_activation(args: Any) -> Sequence[str]:
     """Problems of ``--recompute-activation-function``; ``args`` is a namespace or Megatron's config."""
     return [
-        *_of_choice(args, _ACTIVATION),
+        *of_choice(args, _ACTIVATION),
         *_of_both(args, "--recompute-activation-function"),
         *_of_own_module(args, "--recompute-activation-function", "moe_act"),
         *_of_fused_mlp(args),
@@ -22,7 +22,7 @@ def of_activation(args: Any) -> Sequence[str]:
 def of_norm(args: Any) -> Sequence[str]:
     """Problems of ``--recompute-norm``."""
     return [
-        *_of_choice(args, _NORM),
+        *of_choice(args, _NORM),
         *_of_both(args, "--recompute-norm"),
         *_of_own_module(args, "--recompute-norm", "layernorm"),
     ]
@@ -35,11 +35,11 @@ def of_outputs(args: Any) -> Sequence[str]:
 
 def layers_wanted(dest: str) -> int | None:
     """The number of layers that somebody has asked for; none for all of them."""
-    wanted: int | None = getattr(_settings(), f"{dest}_num_layers", None)
+    wanted: int | None = getattr(own_settings(), f"{dest}_num_layers", None)
     return wanted
 
 
-def _settings() -> Any:
+def own_settings() -> Any:
     """Our switches: not every job's own arguments hold what came from the environment or the API."""
     from mindspeed_dsa import session
 
@@ -47,8 +47,9 @@ def _settings() -> Any:
     return running.settings if running else None
 
 
-def _of_choice(args: Any, dest: str) -> Iterator[str]:
-    settings = _settings() or args
+def of_choice(args: Any, dest: str) -> Iterator[str]:
+    """Problems of a number of layers, for the switch that is called ``dest``."""
+    settings = own_settings() or args
     flag = "--" + dest.replace("_", "-")
     wanted = getattr(settings, f"{dest}_num_layers", None)
     if wanted is None:
@@ -63,17 +64,17 @@ def _of_choice(args: Any, dest: str) -> Iterator[str]:
 
 def _of_both(args: Any, flag: str) -> Iterator[str]:
     yield from _of_precision_and_graphs(args, flag)
-    if _get(args, "recompute_granularity") == "full" and _get(args, "recompute_method") != "block":
+    if argument(args, "recompute_granularity") == "full" and argument(args, "recompute_method") != "block":
         yield (
             f"{flag} has nothing left to do where --recompute-granularity full recomputes every layer; drop "
             "one of them, or recompute only some layers in full with --recompute-method block"
         )
-    if _get(args, "cpu_offloading"):
+    if argument(args, "cpu_offloading"):
         yield (
             f"{flag} frees the memory of tensors that --cpu-offloading-num-layers moves to the host, where "
             "nothing is gained by it; drop one of them"
         )
-    if _get(args, "overlap_moe_expert_parallel_comm"):
+    if argument(args, "overlap_moe_expert_parallel_comm"):
         yield (
             f"{flag} has its hooks in the layer's forward, which --overlap-moe-expert-parallel-comm takes "
             "apart; drop one of them"
@@ -82,14 +83,14 @@ def _of_both(args: Any, flag: str) -> Iterator[str]:
 
 def _of_precision_and_graphs(args: Any, flag: str) -> Iterator[str]:
     for name in ("fp8", "fp4"):
-        if _get(args, name):
+        if argument(args, name):
             yield (
                 f"{flag} cannot be used with --{name}-format: the consumer keeps a quantised copy, "
                 "so nothing would be freed, and recomputing would change scaling factors a second time; drop "
                 "one of them"
             )
-    graphs = _get(args, "cuda_graph_impl") or "none"
-    if graphs != "none" or _get(args, "enable_cuda_graph") or _get(args, "external_cuda_graph"):
+    graphs = argument(args, "cuda_graph_impl") or "none"
+    if graphs != "none" or argument(args, "enable_cuda_graph") or argument(args, "external_cuda_graph"):
         yield (
             f"{flag} cannot be used with CUDA graphs: a graph holds the addresses of the memory that this "
             "frees; drop --cuda-graph-impl or this"
@@ -97,8 +98,8 @@ def _of_precision_and_graphs(args: Any, flag: str) -> Iterator[str]:
 
 
 def _of_own_module(args: Any, flag: str, module: str) -> Iterator[str]:
-    if _get(args, "recompute_granularity") == "selective" and module in (
-        _get(args, "recompute_modules") or ()
+    if argument(args, "recompute_granularity") == "selective" and module in (
+        argument(args, "recompute_modules") or ()
     ):
         yield (
             f"{flag} and --recompute-modules {module} do the same work, the latter in every layer; drop "
@@ -107,12 +108,13 @@ def _of_own_module(args: Any, flag: str, module: str) -> Iterator[str]:
 
 
 def _of_fused_mlp(args: Any) -> Iterator[str]:
-    if _get(args, "use_transformer_engine_op_fuser"):
+    if argument(args, "use_transformer_engine_op_fuser"):
         yield (
             "--recompute-activation-function: with --use-transformer-engine-op-fuser the activation is "
             "inside one operation with both linear layers and has no output of its own; drop one of them"
         )
 
 
-def _get(args: Any, name: str) -> Any:
+def argument(args: Any, name: str) -> Any:
+    """Of a namespace or of Megatron's config; none where it has no such argument."""
     return getattr(args, name, None)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.features.host import host
+from mindspeed_dsa.features.memory import discarded
 
 _where: ContextVar[str] = ContextVar("where", default="a layer")
 
@@ -163,7 +164,10 @@ class _Pending:
         taken = {arg.untyped_storage().data_ptr() for arg in ctx.saved if arg is not None}
         for output in outputs:
             address = output.untyped_storage().data_ptr()
-            self._outputs.append(_Output(output, address not in taken and _is_whole(output)))
+            may_go = address not in taken and _is_whole(output)
+            if may_go:
+                discarded.mark(output)
+            self._outputs.append(_Output(output, may_go))
             taken.add(address)
         ctx.saved = None
 
@@ -210,7 +214,7 @@ class _Output:
     def discard(self, verify: bool) -> None:
         if self._may_go:
             if verify:
-                self._expected = _bytes(self._storage).to("cpu", copy=True)
+                self._expected = bytes_of(self._storage).to("cpu", copy=True)
             self._storage.resize_(0)
             self._gone = True
 
@@ -225,7 +229,7 @@ class _Output:
                 "but its inputs"
             )
         if self._expected is not None:
-            _compare(_bytes(again.untyped_storage()).cpu(), self._expected, again, where)
+            _compare(bytes_of(again.untyped_storage()).cpu(), self._expected, again, where)
         with torch.no_grad():
             self._storage.resize_(again.untyped_storage().nbytes())
             self._storage.copy_(again.untyped_storage())
@@ -279,7 +283,8 @@ def _is_whole(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
-def _bytes(storage: Any) -> Tensor:
+def bytes_of(storage: Any) -> Tensor:
+    """All bytes of a ``torch.UntypedStorage``, as a uint8 tensor on the same memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -1,0 +1,259 @@
+"""Saved tensors of attention on the host: the same training bit for bit, and the memory that was copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.features.memory.recompute_cases import EXPERTS, PLAIN
+
+CASES = "tests.features.memory.swap_cases"
+ON = {"swap_attention": True, "swap_attention_min_bytes": 0}
+ALL = {**ON, "swap_modules": "input_norm,self_attention,post_attention_norm"}
+FUSED = {"use_fused_dsa": True}
+LAYERS = 2
+HIDDEN = 32
+TOKENS = 4 * 20  # of `kept_bytes`
+
+
+def run(pool: Any, case: str, world_size: int = 1, **arguments: Any) -> list[Any]:
+    result: list[Any] = pool.run(f"{CASES}:{case}", world_size, **arguments)
+    return result
+
+
+def both(
+    pool: Any, world_size: int = 1, swap: Any = ON, switches: Any = None, **arguments: Any
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The same job with and without swapping, on top of ``switches``."""
+    off = run(pool, "train", world_size, switches=switches or {}, **arguments)
+    return off, run(pool, "train", world_size, switches={**(switches or {}), **swap}, **arguments)
+
+
+def assert_same(off: list[dict[str, Any]], on: list[dict[str, Any]]) -> None:
+    """Losses and gradients of all ranks, bit for bit, and copies that have all come to an end."""
+    for before, after in zip(off, on, strict=True):
+        assert [float(loss) for loss in before["losses"]] == [float(loss) for loss in after["losses"]]
+        assert_same_gradients(before["gradients"], after["gradients"])
+        assert before["out"] == before["back"] == 0
+        assert after["out"] > 0
+        # Some need not come back: somebody else has kept them, or no gradient goes that way.
+        assert after["out"] / 2 < after["back"] <= after["out"]
+        assert after["in use"] == 0
+    assert any(gradient.any() for rank in off for gradient in rank["gradients"].values())
+
+
+def assert_same_gradients(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
+    assert before.keys() == after.keys()
+    for name, gradient in before.items():
+        assert torch.equal(after[name], gradient), name
+
+
+CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+UP = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj", "layernorm"]}
+MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn", "mla_up_proj"]}
+BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+OWN = {"recompute_activation_function": True, "recompute_norm": True, "recompute_verify": True}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "switches", "swap"),
+    [
+        (PLAIN, {}, ALL),
+        (EXPERTS, OWN, ALL),
+        ({}, {}, ON),
+        ({}, FUSED, ALL),
+        ({**PLAIN, **MLP}, {}, ON),
+        pytest.param(
+            {**PLAIN, "attention_dropout": 0.2, "hidden_dropout": 0.1, "add_bias_linear": True},
+            {},
+            ALL,
+            marks=pytest.mark.full,
+        ),
+        pytest.param({**PLAIN, **CORE}, {}, ON, marks=pytest.mark.full),
+        pytest.param({**PLAIN, **BLOCK}, {}, ON, marks=pytest.mark.full),
+        pytest.param({**CORE}, FUSED, ON, marks=pytest.mark.full),
+        pytest.param({**MOE}, {}, ON, marks=pytest.mark.full),
+        pytest.param({**MOE}, {**FUSED, **OWN}, ALL, marks=pytest.mark.full),
+        pytest.param({}, OWN, ALL, marks=pytest.mark.full),
+        pytest.param({**UP}, {"recompute_verify": True}, ALL, marks=pytest.mark.full),
+    ],
+    ids=(
+        "MLP, all modules",
+        "experts, recomputed norms and activations",
+        "MLA, DSA",
+        "fused DSA, all modules",
+        "MLP recomputed",
+        "dropout, biases",
+        "core attention recomputed",
+        "first layer recomputed in full",
+        "fused DSA, core attention recomputed",
+        "experts, up-projection and core attention recomputed",
+        "fused DSA, all of these recomputed",
+        "DSA, recomputed norms and activations",
+        "up-projection and norms recomputed by Megatron's modules",
+    ),
+)
+def test_training_is_the_same_bit_for_bit(pool, overrides, switches, swap):
+    assert_same(*both(pool, overrides=overrides, switches=switches, swap=swap))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "arguments"),
+    [
+        (2, {}, {"tp": 2}),
+        (2, PLAIN, {"pp": 2}),
+        (1, {}, {"mtp": True}),
+        pytest.param(2, {}, {"pp": 2}, marks=pytest.mark.full),
+        pytest.param(2, PLAIN, {"tp": 2}, marks=pytest.mark.full),
+        pytest.param(2, {}, {"pp": 2, "vpp": 2, "num_microbatches": 4}, marks=pytest.mark.full),
+        pytest.param(4, {}, {"pp": 4, "vpp": 2, "num_microbatches": 8}, marks=pytest.mark.full),
+        pytest.param(4, EXPERTS, {"pp": 4, "vpp": 2, "num_microbatches": 8}, marks=pytest.mark.full),
+        pytest.param(4, {}, {"tp": 2, "pp": 2, "num_microbatches": 4}, marks=pytest.mark.full),
+    ],
+    ids=(
+        "DSA: TP2+SP",
+        "MLP: PP2",
+        "DSA: MTP",
+        "DSA: PP2",
+        "MLP: TP2+SP",
+        "DSA: PP2 x VPP2",
+        "DSA: PP4 x VPP2",
+        "experts: PP4 x VPP2",
+        "DSA: TP2+SP x PP2",
+    ),
+)
+def test_layouts_train_the_same_bit_for_bit(pool, world_size, overrides, arguments):
+    layers = arguments.get("pp", 1) * (arguments.get("vpp") or 1)
+    assert_same(*both(pool, world_size, overrides={**overrides, "num_layers": max(layers, 2)}, **arguments))
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
+def test_backwards_in_any_order(pool, order):
+    (off,) = run(pool, "in_flight", switches={}, order=[0, 1, 2])
+    (on,) = run(pool, "in_flight", switches=ON, order=order)
+    for before, after in zip(off, on, strict=True):
+        assert_same_gradients(before, after)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "switches", "swap"),
+    [
+        (PLAIN, {}, ON),
+        (PLAIN, {}, ALL),
+        (EXPERTS, {"recompute_norm": True}, ALL),
+        ({}, {}, ON),
+        pytest.param({}, FUSED, ALL, marks=pytest.mark.full),
+    ],
+    ids=("attention", "attention and norms", "beside recomputed norms", "DSA", "fused DSA and norms"),
+)
+def test_the_device_has_less_by_what_was_copied(pool, overrides, switches, swap):
+    (off,) = run(pool, "kept_bytes", switches=switches, overrides=overrides)
+    (on,) = run(pool, "kept_bytes", switches={**switches, **swap}, overrides=overrides)
+    assert off["back"] == 0
+    assert on["back"] > 0
+    assert off["forward"] - on["forward"] == pytest.approx(on["back"], rel=0.02)
+
+
+def test_the_memory_of_multi_head_attention_is_what_the_formula_says(pool):
+    """Per token: norm, mixed query, key and value, these three behind rotation, scores, and the output."""
+    (on,) = run(pool, "kept_bytes", switches=ON, overrides={**PLAIN, "normalization": "LayerNorm"})
+    least = LAYERS * TOKENS * HIDDEN * (1 + 3 + 1) * 4
+    assert on["back"] >= least
+
+
+def test_the_peak_is_lower_with_many_layers(pool):
+    """All layers but two are on the host when backward begins, and no more than two are on the device."""
+    overrides = {**PLAIN, "num_layers": 6}
+    (off,) = run(pool, "kept_bytes", switches={}, overrides=overrides)
+    (on,) = run(pool, "kept_bytes", switches=ON, overrides=overrides)
+    assert off["peak"] - on["peak"] >= (6 - 2) / 6 * on["back"] * 0.9
+
+
+def test_as_many_layers_as_asked_for(pool):
+    one = {**ON, "swap_attention_num_layers": 1}
+    (all_layers,) = run(pool, "kept_bytes", switches=ON, overrides=PLAIN)
+    (one_layer,) = run(pool, "kept_bytes", switches=one, overrides=PLAIN)
+    assert one_layer["back"] * LAYERS == all_layers["back"]
+
+
+def test_copies_hide_behind_mlps(pool):
+    """Memory goes behind the layer's MLP, and comes back before the MLP's backward of the layer above."""
+    (events,) = run(pool, "timeline", switches=ON, num_layers=3)
+    forward, backward = events[: events.index("back")], events[events.index("back") :]
+    assert forward == [
+        event for layer in range(3) for event in ("out", f"attention {layer}", f"mlp {layer}", "gone")
+    ]
+    began = [event for event in backward if event != "back"]
+    assert began == [f"backward of {what} {layer}" for layer in (2, 1, 0) for what in ("mlp", "attention")]
+    # Before each MLP's backward something is asked for, and unpacking asks once more.
+    for layer in (2, 1):
+        assert backward[backward.index(f"backward of mlp {layer}") - 1] == "back"
+
+
+def test_forwards_without_backward(pool):
+    (found,) = run(pool, "without_backward", switches=ON)
+    assert found["no_grad"] == found["frozen"] == 0
+    assert found["dropped"] > 0
+    assert found["held"] > 0
+    assert found["left"] == 0
+
+
+def test_a_second_backward(pool):
+    (off,) = run(pool, "twice", switches={})
+    (on,) = run(pool, "twice", switches=ON)
+    assert_same_gradients(off["first"], on["first"])
+    assert_same_gradients(off["second"], on["second"])
+    assert on["copies"] == 0, "the bytes are there"
+    assert on["left"] == 0
+
+
+@pytest.mark.parametrize("where", ["attention", "mlp"])
+def test_an_exception_leaves_nothing_behind(pool, where):
+    (off,) = run(pool, "interrupted", switches={}, where=where)
+    (on,) = run(pool, "interrupted", switches=ON, where=where)
+    assert on["raised"] == where
+    assert on["left"] == 0
+    assert not on["hooked"]
+    assert_same_gradients(off["gradients"], on["gradients"])
+
+
+def test_gradient_accumulation_fusion(pool):
+    (off,) = run(pool, "fused_accumulation", switches={})
+    (on,) = run(pool, "fused_accumulation", switches=ON)
+    assert_same_gradients(off["gradients"], on["gradients"])
+    assert all(gradient.any() for name, gradient in on["gradients"].items() if "linear_qkv" in name)
+
+
+def test_transformer_engine_is_told(pool):
+    (found,) = run(pool, "told_to_transformer_engine", switches=ON)
+    assert found == {"attention": True, "mlp": False}
+
+
+@pytest.mark.parametrize(
+    ("switches", "layout", "world_size", "expected"),
+    [
+        ({}, {}, 1, [{1: ("self_attention",), 2: ("self_attention",)}]),
+        (
+            {"swap_modules": "post_attention_norm, input_norm", "swap_attention_num_layers": 1},
+            {"pp": 2, "vpp": 2},
+            2,
+            [{1: ("pre_mlp_layernorm", "input_layernorm")}, {2: ("pre_mlp_layernorm", "input_layernorm")}],
+        ),
+    ],
+    ids=("all layers", "one layer, PP2 x VPP2"),
+)
+def test_layers_and_modules(pool, switches, layout, world_size, expected):
+    found = run(
+        pool, "chosen_layers", world_size, switches={**ON, **switches}, num_layers=2 * world_size, **layout
+    )
+    assert found == expected
+
+
+def test_undo_gives_the_model_back(pool):
+    (off,) = run(pool, "after_undo", switches={})
+    (on,) = run(pool, "after_undo", switches=ON)
+    assert on["copies"] == 0
+    assert_same_gradients(off["gradients"], on["gradients"])
