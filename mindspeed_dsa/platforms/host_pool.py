@@ -60,6 +60,10 @@ class HostBuffer:
         """
         self._pool._take_back(self._whole, after)
 
+    def let_go(self) -> None:
+        """Leave the bytes to the tensors that still view them; the pool forgets them."""
+        self._pool._forget(self._whole)
+
 
 class HostPool:
     """Buffers in pinned host memory of the current platform, reused by size class."""
@@ -127,6 +131,12 @@ class HostPool:
                 self._keep(whole)
             else:
                 self._pending.append((whole, after))
+
+    def _forget(self, whole: torch.Tensor) -> None:
+        with self._lock:
+            self._addresses.discard(whole.untyped_storage().data_ptr())
+            self._held -= whole.numel()
+            self._in_use -= whole.numel()
 
     def _collect(self) -> None:
         pending, self._pending = self._pending, []

@@ -37,6 +37,19 @@ class Master:
         return self.storage.read(self.start, self.start + self.tensor.numel()).view(self.tensor.shape)
 
 
+class Voids:
+    """What tensors hold that have lost their numbers: views, of their own shape, of a single NaN."""
+
+    def __init__(self) -> None:
+        self._nothing: dict[torch.device, Tensor] = {}
+
+    def void(self, tensor: Tensor) -> None:
+        """Free the memory of a float32 tensor; it keeps its shape and device."""
+        if tensor.device not in self._nothing:
+            self._nothing[tensor.device] = torch.full((), math.nan, dtype=torch.float32, device=tensor.device)
+        tensor.data = self._nothing[tensor.device].expand(tensor.shape)
+
+
 class Masters:
     """All master weights of an optimizer whose numbers lie in shared storages, in pair form at first."""
 
@@ -44,9 +57,9 @@ class Masters:
         self._by_tensor = {each.tensor: each for each in masters}
         self.storages = list({id(each.storage): each.storage for each in masters}.values())
         self.in_master_form = False
-        self._nothing: dict[torch.device, Tensor] = {}
+        self._voids = Voids()
         for each in masters:
-            self._void(each)
+            self._voids.void(each.tensor)
 
     def to_master(self) -> None:
         """The tensors hold the float32 weights; the model's bfloat16 weights are void."""
@@ -60,7 +73,7 @@ class Masters:
     def to_pairs(self) -> None:
         """The model's bfloat16 weights are there; the tensors are void."""
         for each in self._by_tensor.values():
-            self._void(each)
+            self._voids.void(each.tensor)
         for storage in self.storages:
             storage.to_pairs()
         self.in_master_form = False
@@ -83,7 +96,7 @@ class Masters:
         finally:
             for each in chosen:
                 each.storage.write(each.start, each.tensor.data.flatten())
-                self._void(each)
+                self._voids.void(each.tensor)
 
     def drop_lower_halves(self) -> None:
         """The float32 weights become what the bfloat16 weights are."""
@@ -92,9 +105,3 @@ class Masters:
 
     def _known(self, tensors: Sequence[Tensor]) -> list[Master]:
         return [self._by_tensor[tensor] for tensor in tensors if tensor in self._by_tensor]
-
-    def _void(self, master: Master) -> None:
-        device = master.storage.weights.device
-        if device not in self._nothing:
-            self._nothing[device] = torch.full((), math.nan, dtype=torch.float32, device=device)
-        master.tensor.data = self._nothing[device].expand(master.tensor.shape)

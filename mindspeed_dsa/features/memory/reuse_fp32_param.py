@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_dsa.features.base import Feature, Flag, Requires
+from mindspeed_dsa.features.memory.combinations import refused, unknown_optimizer
 from mindspeed_dsa.patches.spec import Patch
 
 _IMPL = "mindspeed_dsa.features.memory.reuse_fp32_param_impl"
@@ -48,24 +49,15 @@ _OPTIMIZERS = ("adam", "sgd")
 
 def problems(args: Any) -> Sequence[str]:
     """What in Megatron's arguments does not go together with the feature."""
-    found = [
-        f"--reuse-fp32-param does not combine with {name}: {why}; {remedy}"
-        for name, why, remedy in _REFUSED
-        if getattr(args, name, None)
-    ]
+    found = refused("--reuse-fp32-param", args, _REFUSED)
     # A namespace without bf16 is not Megatron's; the optimizer is checked again when it is built.
     if hasattr(args, "bf16") and not args.bf16 and not getattr(args, "fp16", False):
         found.append(
             "--reuse-fp32-param: weights are float32, so there are no two copies to put in one storage; "
             "add --bf16 or leave the flag out"
         )
-    optimizer = getattr(args, "optimizer", None)
-    if optimizer is not None and optimizer not in _OPTIMIZERS:
-        found.append(
-            f"--reuse-fp32-param: --optimizer {optimizer} is not known to leave the master weights alone "
-            f"outside of its step; use one of {', '.join(_OPTIMIZERS)}"
-        )
-    return found
+    why = "is not known to leave the master weights alone outside of its step"
+    return found + unknown_optimizer("--reuse-fp32-param", args, _OPTIMIZERS, why)
 
 
 FEATURE = Feature(

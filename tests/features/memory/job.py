@@ -1,4 +1,4 @@
-"""A tiny bfloat16 model trained by Megatron's schedule, DDP and optimizer; runs in the pool's workers."""
+"""A tiny model trained by Megatron's schedule, DDP and optimizer; runs in the pool's workers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from benchmarks.memory.measure import live_bytes, storage_bytes
 from tests.features.attention.job import config, forward_step, gpt_model, samples, start
 
-FLAG = "reuse_fp32_param"
 MICROBATCHES = 2
 RANKS_OF_DATA = 4  # the global batch is the same for 1, 2 and 4 ranks
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass
@@ -36,16 +36,17 @@ class Job:
 
 
 def build(
-    reuse: bool,
+    switches: Mapping[str, Any] | None = None,
     distributed: bool = False,
     overlap: bool = False,
     clip: float = 1.0,
+    precision: str = "bf16",
     overrides: Mapping[str, Any] | None = None,
     optimizer_options: Mapping[str, Any] | None = None,
     ddp_options: Mapping[str, Any] | None = None,
 ) -> Job:
-    """Model, DDP and optimizer with or without the feature."""
-    start({FLAG: reuse})
+    """Model, DDP and optimizer, with the features that are switched on."""
+    start(switches)
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -54,8 +55,9 @@ def build(
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
 
-    bf16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
-    cfg = config(**bf16, **(overrides or {}))
+    dtype = DTYPES[precision]
+    types = {"bf16": precision == "bf16", "fp16": precision == "fp16", "params_dtype": dtype}
+    cfg = config(**types, pipeline_dtype=dtype, **(overrides or {}))
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=distributed,
@@ -63,18 +65,17 @@ def build(
         overlap_grad_reduce=overlap,
         **{"bucket_size": 10_000, **(ddp_options or {})},
     )
-    model = DistributedDataParallel(cfg, ddp_config, Float16Module(cfg, gpt_model(cfg)))
+    model = gpt_model(cfg) if precision == "fp32" else Float16Module(cfg, gpt_model(cfg))
+    model = DistributedDataParallel(cfg, ddp_config, model)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam",
             lr=2e-3,
             weight_decay=0.1,
-            params_dtype=torch.bfloat16,
             use_distributed_optimizer=distributed,
             overlap_param_gather=overlap,
             clip_grad=clip,
             loss_scale=1.0,  # a constant scale, for its check of infinite gradients
-            **{"bf16": True, **(optimizer_options or {})},
+            **{"optimizer": "adam", **types, **(optimizer_options or {})},
         ),
         [model],
     )
@@ -87,6 +88,16 @@ def build(
 
 def step(job: Job, number: int, spoil: bool = False) -> dict[str, Any]:
     """One training step, as Megatron's loop does it; ``spoil`` makes a gradient infinite."""
+    losses = forward_backward(job, number)
+    if spoil:
+        for parameter in job.model.parameters():
+            parameter.main_grad.fill_(float("inf"))
+    successful, norm, _ = job.optimizer.step()
+    return {"loss": losses, "norm": norm, "successful": successful}
+
+
+def forward_backward(job: Job, number: int) -> list[float]:
+    """The first part of a step, up to complete gradients; returns the losses."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -104,11 +115,7 @@ def step(job: Job, number: int, spoil: bool = False) -> dict[str, Any]:
         micro_batch_size=mine.size(1),
         forward_only=False,
     )
-    if spoil:
-        for parameter in job.model.parameters():
-            parameter.main_grad.fill_(float("inf"))
-    successful, norm, _ = job.optimizer.step()
-    return {"loss": [float(each["lm loss"]) for each in losses], "norm": norm, "successful": successful}
+    return [float(each["lm loss"]) for each in losses]
 
 
 def train(
@@ -137,12 +144,12 @@ def train(
         from tests.features.memory.checkpoints import save_to
 
         save_to(job, *save)
-    return {"records": records, "loaded": before, "voided": masters_are_void(job), **state(job)}
+    return {"records": records, "loaded": before, "placed": places(job), **state(job)}
 
 
 def fail_in_the_step(**options: Any) -> dict[str, Any]:
     """The inner optimizer raises after it has changed nothing; the weights must be weights again."""
-    job = build(reuse=True, **options)
+    job = build(**options)
     step(job, 0)
     before = state(job)
 
@@ -159,7 +166,7 @@ def fail_in_the_step(**options: Any) -> dict[str, Any]:
     same = after["masters"] == before["masters"] and (
         job.ddp.use_distributed_optimizer or after["weights"] == before["weights"]
     )
-    return {"error": error, "shard is as before": same, "voided": masters_are_void(job)}
+    return {"error": error, "shard is as before": same, "placed": places(job)}
 
 
 def reload(from_state_dict: bool = False, **options: Any) -> dict[str, Any]:
@@ -178,11 +185,11 @@ def reload(from_state_dict: bool = False, **options: Any) -> dict[str, Any]:
     return {"reloaded": reloaded, "records": [step(job, number) for number in (2, 3)], **state(job)}
 
 
-def step_after_undo() -> str:
+def step_after_undo(switches: Mapping[str, Any]) -> str:
     """What an optimizer says whose feature was switched off underneath it."""
     import mindspeed_dsa
 
-    job = build(reuse=True)
+    job = build(switches)
     step(job, 0)
     mindspeed_dsa.disable()
     mindspeed_dsa.enable(experimental_attention_variant="dsa")
@@ -196,7 +203,7 @@ def step_after_undo() -> str:
 def error_of_build(**options: Any) -> str:
     """What building an optimizer that does not combine with the feature says."""
     try:
-        build(reuse=True, **options)
+        build(**options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -225,15 +232,35 @@ def gather(job: Job) -> None:
 def master_value(part: Any, tensor: Tensor) -> Tensor:
     """The float32 weight, wherever it is."""
     from mindspeed_dsa.features.memory.reuse_fp32_param_impl import masters_of
+    from mindspeed_dsa.features.memory.swap_optimizer_impl import swapped_of
 
-    masters = masters_of(part)
+    masters, swapped = masters_of(part), swapped_of(part)
+    if swapped is not None:
+        return swapped.master(tensor)
     return tensor if masters is None else masters.values(tensor)
 
 
-def masters_are_void(job: Job) -> bool:
-    """Whether every tensor that stands for a master weight reads as NaN and owns nothing."""
-    mains = [main for part in job.parts for group in part.optimizer.param_groups for main in group["params"]]
-    return all(bool(main.isnan().all()) and main.untyped_storage().nbytes() == 4 for main in mains)
+def places(job: Job) -> dict[str, bool]:
+    """Where state is, as far as its tensors tell.
+
+    Returns:
+        ``voided``: every tensor that stands for a master weight reads as NaN and owns nothing;
+        ``moments on the host``: every moment lies in the pool, and is part of a larger buffer.
+    """
+    from mindspeed_dsa.platforms import host_pool
+
+    groups = [(part, group) for part in job.parts for group in part.optimizer.param_groups]
+    mains = [main for _, group in groups for main in group["params"]]
+    moments = [
+        part.optimizer.state[main][key]
+        for part, group in groups
+        for main in group["params"]
+        for key in ("exp_avg", "exp_avg_sq")
+    ]
+    return {
+        "voided": all(bool(main.isnan().all()) and main.untyped_storage().nbytes() == 4 for main in mains),
+        "moments on the host": all(map(host_pool.shared.holds, moments)),
+    }
 
 
 def digest(tensor: Tensor) -> str:
@@ -243,8 +270,10 @@ def digest(tensor: Tensor) -> str:
 
 
 def bytes_at_rest(**options: Any) -> dict[str, float]:
-    """Bytes of all live storages, gradients excluded, after two steps, and the number of parameters."""
-    before = live_bytes()
+    """Bytes of all live storages and of the pool, gradients excluded, after two steps; and parameters."""
+    from mindspeed_dsa.platforms import host_pool
+
+    before, host = live_bytes(), host_pool.shared.figures().in_use
     job = build(**options)
     for number in range(2):
         step(job, number)
@@ -255,9 +284,5 @@ def bytes_at_rest(**options: Any) -> dict[str, float]:
     return {
         "bytes": live_bytes() - before - storage_bytes(gradients),
         "parameters": parameters,
-        "listed": sum(
-            storage.listed_bytes() for part in job.parts for storage in part._mindspeed_dsa_masters.storages
-        )
-        if options["reuse"]
-        else 0,
+        "host": host_pool.shared.figures().in_use - host,
     }

@@ -5,82 +5,60 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed_dsa.features.memory.reuse_fp32_param import FEATURE, problems
+from tests.features.memory.training import (
+    COMPARED,
+    DISTRIBUTED,
+    JOB,
+    OFF,
+    PLAIN,
+    assert_same_training,
+    assert_skipped,
+    layouts,
+    saved_at_rest,
+)
 
-JOB = "tests.features.memory.job"
-PLAIN: dict = {}
-DISTRIBUTED = {"distributed": True}
-OVERLAP = {"distributed": True, "overlap": True}
-LAYOUTS = {
-    "dp1": (1, PLAIN),
-    "dp2, distributed": (2, DISTRIBUTED),
-    "dp2, distributed, overlap": (2, OVERLAP),
-}
-FULL = {
-    "dp1, distributed": (1, DISTRIBUTED),
-    "dp1, distributed, overlap": (1, OVERLAP),
-    "dp2": (2, PLAIN),
-    "dp4": (4, PLAIN),
-    "dp4, distributed": (4, DISTRIBUTED),
-    "dp4, distributed, overlap": (4, OVERLAP),
-}
-COMPARED = ("records", "weights", "masters", "moments")
+ON = {"reuse_fp32_param": True}
+VOIDED = {"voided": True, "moments on the host": False}
 
 
-def layouts():
-    for name, layout in {**LAYOUTS, **FULL}.items():
-        marks = [pytest.mark.full] if name in FULL else []
-        yield pytest.param(*layout, id=name, marks=marks)
-
-
-def assert_same_training(pool, ranks, **options):
-    """Ten steps with and without; returns the runs with the feature."""
-    off = pool.run(f"{JOB}:train", ranks, reuse=False, **options)
-    on = pool.run(f"{JOB}:train", ranks, reuse=True, **options)
-    for without, having in zip(off, on, strict=True):
-        for what in COMPARED:
-            assert having[what] == without[what], what
-        assert (having["voided"], without["voided"]) == (True, False), "on in one of them"
-    return on
-
-
-@pytest.mark.parametrize(("ranks", "options"), list(layouts()))
+@pytest.mark.parametrize(
+    ("ranks", "options"), list(layouts(["dp1", "dp2, distributed", "dp2, distributed, overlap"]))
+)
 def test_ten_steps_are_the_same_bits_with_a_skipped_step_in_the_middle(pool, ranks, options):
-    for run in assert_same_training(pool, ranks, skip=5, clip=0.5, **options):
-        successful = [record["successful"] for record in run["records"]]
-        assert successful == [number != 5 for number in range(10)]
-        assert all(record["norm"] is None or record["norm"] > 0.5 for record in run["records"]), "clipped"
-        assert len(run["moments"]) == 2 * len(run["masters"])
+    for run in assert_same_training(pool, ranks, ON, skip=5, clip=0.5, **options):
+        assert_skipped(run, 5)
+        assert run["placed"] == VOIDED
 
 
 @pytest.mark.parametrize("options", [PLAIN, DISTRIBUTED], ids=["plain", "distributed"])
 def test_without_clipping(pool, options):
-    assert_same_training(pool, 1, steps=4, clip=0.0, **options)
+    assert_same_training(pool, 1, ON, steps=4, clip=0.0, **options)
 
 
 def test_small_blocks_make_the_same_training(pool):
-    (whole,) = pool.run(f"{JOB}:train", 1, reuse=True, steps=3, distributed=True)
-    (blocks,) = pool.run(f"{JOB}:train", 1, reuse=True, steps=3, distributed=True, block=64)
+    (whole,) = pool.run(f"{JOB}:train", 1, switches=ON, steps=3, distributed=True)
+    (blocks,) = pool.run(f"{JOB}:train", 1, switches=ON, steps=3, distributed=True, block=64)
     for what in COMPARED:
         assert blocks[what] == whole[what], what
 
 
 def test_a_step_that_fails_leaves_weights(pool):
     for ranks, options in ((1, PLAIN), (2, DISTRIBUTED)):
-        for result in pool.run(f"{JOB}:fail_in_the_step", ranks, **options):
-            assert result == {"error": "out of luck", "shard is as before": True, "voided": True}
+        for result in pool.run(f"{JOB}:fail_in_the_step", ranks, switches=ON, **options):
+            assert result == {"error": "out of luck", "shard is as before": True, "placed": VOIDED}
 
 
 def test_reload_takes_the_models_weights(pool):
     for ranks, options in ((1, PLAIN), (1, DISTRIBUTED), (2, DISTRIBUTED)):
-        off = pool.run(f"{JOB}:reload", ranks, reuse=False, **options)
-        on = pool.run(f"{JOB}:reload", ranks, reuse=True, **options)
+        off = pool.run(f"{JOB}:reload", ranks, switches=OFF, **options)
+        on = pool.run(f"{JOB}:reload", ranks, switches=ON, **options)
         assert on == off
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_reload_takes_master_weights_from_a_state_dict(pool, ranks):
-    off = pool.run(f"{JOB}:reload", ranks, reuse=False, distributed=True, from_state_dict=True)
-    on = pool.run(f"{JOB}:reload", ranks, reuse=True, distributed=True, from_state_dict=True)
+    off = pool.run(f"{JOB}:reload", ranks, switches=OFF, distributed=True, from_state_dict=True)
+    on = pool.run(f"{JOB}:reload", ranks, switches=ON, distributed=True, from_state_dict=True)
     assert on == off
 
 
@@ -97,25 +75,12 @@ SAVED = 2.0  # bytes a parameter; by DP with the distributed optimizer
     ],
 )
 def test_bytes_a_parameter_at_rest(pool, ranks, options):
-    larger = {"overrides": {"hidden_size": 128, "ffn_hidden_size": 512, "moe_ffn_hidden_size": 128}}
-    # Buckets of the default size: the padding of many small ones would blur the figures.
-    larger["ddp_options"] = {"bucket_size": None}
-    off = pool.run(f"{JOB}:bytes_at_rest", ranks, reuse=False, **options, **larger)
-    on = pool.run(f"{JOB}:bytes_at_rest", ranks, reuse=True, **options, **larger)
-    expected = SAVED / (ranks if "distributed" in options else 1)
-    saved = sum(each["bytes"] for each in off) - sum(each["bytes"] for each in on)
-    count = sum(each["parameters"] for each in on)
-    print(
-        f"bytes a parameter: {sum(e['bytes'] for e in off) / count:.3f} without, "
-        f"{sum(e['bytes'] for e in on) / count:.3f} with; listed {sum(e['listed'] for e in on)} bytes"
-    )
-    assert saved / count == pytest.approx(expected, rel=0.02)
+    saved, _ = saved_at_rest(pool, ranks, ON, **options)
+    assert saved == pytest.approx(SAVED / (ranks if "distributed" in options else 1), rel=0.02)
 
 
 def test_every_row_is_applied_and_undone(pool):
-    (result,) = pool.run(
-        "tests.features.attention.cases:arm_and_undo", 1, switches={"reuse_fp32_param": True}
-    )
+    (result,) = pool.run("tests.features.attention.cases:arm_and_undo", 1, switches=ON)
     states = {(site["target"], site["state"]) for site in result["sites"]}
     for patch in FEATURE.patches:
         assert (patch.label, "applied") in states
@@ -123,7 +88,7 @@ def test_every_row_is_applied_and_undone(pool):
 
 
 def test_an_optimizer_that_outlives_the_feature_fails_loudly(pool):
-    (message,) = pool.run(f"{JOB}:step_after_undo", 1)
+    (message,) = pool.run(f"{JOB}:step_after_undo", 1, switches=ON)
     assert "refers to a single memory location" in message
 
 
@@ -135,7 +100,7 @@ def test_an_optimizer_that_outlives_the_feature_fails_loudly(pool):
     ],
 )
 def test_the_optimizer_is_checked_where_nobody_saw_the_arguments(pool, options, named):
-    (message,) = pool.run(f"{JOB}:error_of_build", 1, distributed=True, **options)
+    (message,) = pool.run(f"{JOB}:error_of_build", 1, switches=ON, distributed=True, **options)
     assert message.startswith("SettingsError: reuse-fp32-param")
     assert named in message
 

@@ -1,0 +1,114 @@
+"""Adam's moments in memory of this library's choice, for any Adam that Megatron builds.
+
+torch, Apex and Transformer Engine agree on the names ``exp_avg`` and ``exp_avg_sq`` in the optimizer's
+state, create them in the first step where a parameter has no state yet, and use what they find there
+afterwards. So a state that exists before the first step decides where the moments are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_Copy = Callable[[Tensor, Tensor], Any]
+
+
+class Moments:
+    """The moments of one optimizer.
+
+    Args:
+        optimizer: the inner optimizer, not Megatron's.
+        places: for the optimizer's parameters the two float32 tensors, shaped as the parameter, that its
+            moments are to be kept in, zero at first. Those of other parameters are as they would be.
+        copy: ``copy(place, values)``; only needed for memory that ``Tensor.copy_`` cannot write.
+    """
+
+    def __init__(
+        self, optimizer: Any, places: Mapping[Tensor, tuple[Tensor, Tensor]], copy: _Copy = Tensor.copy_
+    ) -> None:
+        self._optimizer, self._copy = optimizer, copy
+        self._places = {
+            parameter: dict(zip(MOMENTS, tensors, strict=True)) for parameter, tensors in places.items()
+        }
+
+    def begin(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameter's state, with what a first step starts from if there is none.
+
+        Args:
+            parameter: one of the optimizer's.
+            group: its parameter group.
+        """
+        state = self._start(parameter)
+        if isinstance(self._optimizer, torch.optim.Adam) and "step" not in state:
+            on_device = group["capturable"] or group["fused"]
+            state["step"] = torch.zeros(
+                (), dtype=torch.float32, device=parameter.device if on_device else "cpu"
+            )
+        return state
+
+    def begin_all(self) -> None:
+        """:meth:`begin` for all parameters."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                self.begin(parameter, group)
+
+    def init_state(self, optimizer: Any, config: Any = None) -> None:
+        """Take the place of Megatron's ``init_state_fn``, which makes the moments alone."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not optimizer.state[parameter]:
+                    self._start(parameter)
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Let the optimizer's ``load_state_dict`` copy moments to their places.
+
+        torch's own copies all of them to the parameters' device first.
+        """
+        original = self._optimizer.load_state_dict
+        own = vars(self._optimizer).get("load_state_dict")
+        self._optimizer.load_state_dict = lambda state_dict: self._load(original, state_dict)
+        try:
+            yield
+        finally:
+            if own is None:
+                del self._optimizer.load_state_dict
+            else:
+                self._optimizer.load_state_dict = own
+
+    @torch.no_grad()
+    def _load(self, original: Callable[[Any], Any], state_dict: Mapping[str, Any]) -> None:
+        names = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
+        own = {
+            index: self._places[parameter]
+            for index, parameter in zip(names, parameters, strict=True)
+            if parameter in self._places
+        }
+        given: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
+        rest = {
+            index: {key: value for key, value in state.items() if not (index in own and key in MOMENTS)}
+            for index, state in given.items()
+        }
+        original({**state_dict, "state": rest})
+        for index, parameter in zip(names, parameters, strict=True):
+            for key, place in own.get(index, {}).items():
+                if key not in given.get(index, {}):
+                    place.zero_()  # what a first step starts from
+                    continue
+                if given[index][key] is not place:
+                    self._copy(place, given[index][key])
+                self._optimizer.state[parameter][key] = place
+
+    def _start(self, parameter: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self._optimizer.state[parameter]
+        places = self._places.get(parameter, {})
+        for key in MOMENTS:
+            if key not in state:
+                state[key] = places[key] if places else torch.zeros_like(parameter)
+        return state
