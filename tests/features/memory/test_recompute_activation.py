@@ -154,7 +154,8 @@ def test_the_memory_of_activations_goes(pool, overrides, activation, floats):
     # At two layers, computing again takes what was freed in the other one. Without fusion the intermediates
     # are gone as well, and so must be the second copy of the output when the function's backward runs.
     lowered = 3.5 * FFN if overrides is PLAIN else 0
-    assert on["peak"] <= off["peak"] - TOKENS * lowered * 4 + 16
+    # Peaks of equal runs differ by up to 324 bytes; the smallest activation here has 7680.
+    assert on["peak"] <= off["peak"] - TOKENS * lowered * 4 + 1000
 
 
 def test_memory_is_freed_in_as_many_layers_as_asked_for(pool):
