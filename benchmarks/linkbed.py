@@ -80,23 +80,37 @@ class LinkBed:
         self._cleanup.close()
 
     def _build(self) -> None:
-        """A star: every namespace has one link to a bridge, limited at both ends."""
-        switch = f"{self._name}-sw"
-        self._add_namespace(switch)
-        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", switch, "link", "set", "bridge", "up")
-        for rank in range(self.ranks):
-            space = self._space(rank)
+        """Two ranks share one link; more of them have a link each to a bridge. Limited at both ends."""
+        spaces = [self._space(rank) for rank in range(self.ranks)]
+        for space in spaces:
             self._add_namespace(space)
-            port = f"port{rank}"
-            _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", _DEVICE, "netns", space)
-            _ip("-n", switch, "link", "set", port, "master", "bridge")
+        if self.ranks == 2:
+            self._link(spaces[0], _DEVICE, spaces[1])
+            self._limit(spaces[0], _DEVICE)
+        else:
+            switch = f"{self._name}-sw"
+            self._add_namespace(switch)
+            _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+            _ip("-n", switch, "link", "set", "bridge", "up")
+            for rank, space in enumerate(spaces):
+                self._link(switch, f"port{rank}", space)
+                _ip("-n", switch, "link", "set", f"port{rank}", "master", "bridge")
+                self._limit(switch, f"port{rank}")
+        for rank, space in enumerate(spaces):
+            if rank or self.ranks > 2:
+                self._limit(space, _DEVICE)
             _ip("-n", space, "addr", "add", f"{_NETWORK}.{rank + 1}/24", "dev", _DEVICE)
-            for where, device in ((switch, port), (space, _DEVICE)):
-                _ip("-n", where, "link", "set", device, "up")
-                limit = ("tbf", "rate", str(self.rate), "burst", _BURST, "latency", _LATENCY)
-                _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", *limit)
             _ip("-n", space, "link", "set", "lo", "up")
+
+    def _link(self, space: str, device: str, other: str) -> None:
+        """From ``device`` in one namespace to the usual device in the other."""
+        _ip("-n", space, "link", "add", device, "type", "veth", "peer", "name", _DEVICE, "netns", other)
+
+    def _limit(self, space: str, device: str) -> None:
+        """Switch a link's end on and limit what it sends."""
+        _ip("-n", space, "link", "set", device, "up")
+        limit = ("tbf", "rate", str(self.rate), "burst", _BURST, "latency", _LATENCY)
+        _run("tc", "-n", space, "qdisc", "add", "dev", device, "root", *limit)
 
     def _add_namespace(self, name: str) -> None:
         _ip("netns", "add", name)

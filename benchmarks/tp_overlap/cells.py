@@ -18,6 +18,7 @@ from torch import Tensor
 
 LAYERS, DIRECTIONS = ("column", "row"), ("forward", "backward")
 FIXED = (2, 4, 8)
+RATIO = 1.1
 _MULTIPLE = 32
 Works = dict[str, Callable[[], float]]
 """Ways of computing by name; each returns the seconds that it took."""
@@ -155,14 +156,14 @@ def _alone(sizes: Sizes, gathers: int, scatters: int, forwards: int, backwards: 
 
 
 def _balanced(sizes: Sizes, gathers: int, scatters: int, forwards: int, backwards: int) -> int:
-    """The inner width for which transfers and matmuls take equally long here."""
+    """The inner width for which transfers take :data:`RATIO` of the matmuls' time here."""
     inner = sizes.hidden // 4
     for _ in range(4):
         found = medians(_alone(sizes, gathers, scatters, forwards, backwards, inner), 5)
         ratio = found["transfer"] / found["matmul"]
-        inner = _agreed(inner * ratio)
-        if 0.9 < ratio < 1.1:
+        if 0.95 < ratio / RATIO < 1.05:
             break
+        inner = _agreed(inner * ratio / RATIO)
     return inner
 
 

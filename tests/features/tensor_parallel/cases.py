@@ -1,10 +1,10 @@
-"""One column or row parallel layer, stock and overlapped; runs in the pool's workers."""
+"""Column and row parallel layers, stock and overlapped; runs in the pool's workers."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -15,41 +15,35 @@ from torch import Tensor
 COLLECTIVES = ("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 
 
-def compare(
-    layer: str,
-    sequence: int = 12,
-    batch: int | None = 2,
-    switches: Mapping[str, Any] | None = None,
-    dtype: str = "float64",
-    **options: Any,
-) -> dict[str, Any]:
-    """Relative differences from stock by tensor, which of them are equal bit for bit, and what was called.
+def compare(runs: Sequence[Mapping[str, Any]], switches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For each of the switches and each of the runs: how far from stock, and which collectives were called.
 
     Args:
-        layer: ``column`` or ``row``.
-        sequence: length of the whole sequence.
-        batch: second dimension; none for inputs of two dimensions.
+        runs: keywords of :func:`run`.
         switches: of the feature.
-        dtype: of everything.
-        **options: for :func:`_run`.
     """
     import mindspeed_dsa
 
+    mindspeed_dsa.enable()
+    groups()
+    stock = [run(**each) for each in runs]
     found = []
-    for wanted in ({}, switches or {"coc_parallel_num": 2}):
+    for wanted in switches:
         mindspeed_dsa.disable()
         mindspeed_dsa.enable(**wanted)
-        _groups()
-        with counted() as calls:
-            found.append(_run(layer, sequence, batch, getattr(torch, dtype), **options))
-    stock, overlapped = found
-    assert stock.keys() == overlapped.keys()
-    return {
-        "errors": {name: relative(overlapped[name], stock[name]) for name in stock},
-        "bitwise": sorted(name for name in stock if overlapped[name].equal(stock[name])),
-        "calls": dict(calls),
-        "sizes": {name: list(tensor.shape) for name, tensor in overlapped.items()},
-    }
+        for each, theirs in zip(runs, stock, strict=True):
+            with counted() as calls:
+                ours = run(**each)
+            assert ours.keys() == theirs.keys()
+            found.append(
+                {
+                    "case": {**wanted, **each},
+                    "errors": {name: relative(ours[name], theirs[name]) for name in theirs},
+                    "bitwise": sorted(name for name in theirs if ours[name].equal(theirs[name])),
+                    "calls": dict(calls),
+                }
+            )
+    return found
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
@@ -61,7 +55,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """How often each collective is called by the layers."""
+    """How often each collective is called by the overlapped layers; stock ones hold names of their own."""
     calls: Counter[str] = Counter()
     with contextlib.ExitStack() as stack:
         for name in COLLECTIVES:
@@ -77,7 +71,7 @@ def _counting(name: str, original: Callable[..., Any], calls: Counter[str]) -> C
     return call
 
 
-def _groups() -> None:
+def groups() -> None:
     """All ranks are one tensor parallel group."""
     from megatron.core import parallel_state, tensor_parallel
 
@@ -86,72 +80,159 @@ def _groups() -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(7)
 
 
-def _run(
+def build(
     layer: str,
-    sequence: int,
-    batch: int | None,
     dtype: torch.dtype,
     sequence_parallel: bool = True,
     bias: bool = True,
     skip_bias_add: bool = False,
-    frozen: bool = False,
-    transposed: bool = False,
     input_is_parallel: bool = True,
-    main_grad: bool = False,
-    passes: int = 1,
-) -> dict[str, Tensor]:
+) -> Any:
+    """A layer whose matmul is ``[..., 5 tp] @ [5 tp, 7]`` or ``[..., 5] @ [5, 7 tp]`` on each rank."""
+    from megatron.core import tensor_parallel
     from megatron.core.model_parallel_config import ModelParallelConfig
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    config = ModelParallelConfig(
-        tensor_model_parallel_size=ranks, sequence_parallel=sequence_parallel, params_dtype=dtype
-    )
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    ranks = dist.get_world_size()
     common = {
-        "config": config,
+        "config": ModelParallelConfig(
+            tensor_model_parallel_size=ranks, sequence_parallel=sequence_parallel, params_dtype=dtype
+        ),
         "init_method": lambda weight: torch.nn.init.normal_(weight, std=0.3),
         "bias": bias,
         "skip_bias_add": skip_bias_add,
     }
-    width, out = 5 * ranks, 7 * ranks
     if layer == "column":
-        module = ColumnParallelLinear(width, out, gather_output=False, **common)
-        shape = [sequence // ranks if sequence_parallel else sequence, batch, width]
+        module = tensor_parallel.ColumnParallelLinear(5 * ranks, 7 * ranks, gather_output=False, **common)
     else:
-        module = RowParallelLinear(width, out, input_is_parallel=input_is_parallel, **common)
-        shape = [sequence, batch, width // ranks if input_is_parallel else width]
-    shape = [size for size in shape if size is not None]
-    same_everywhere = not sequence_parallel and (layer == "column" or not input_is_parallel)
-    generator = torch.Generator().manual_seed(3 if same_everywhere else 5 + rank)
-    with torch.no_grad():
-        if bias:
+        module = tensor_parallel.RowParallelLinear(
+            5 * ranks, 7 * ranks, input_is_parallel=input_is_parallel, **common
+        )
+    if bias:
+        with torch.no_grad():
             module.bias.copy_(torch.arange(module.bias.numel(), dtype=dtype) / 8)
+    return module
+
+
+def run(
+    layer: str,
+    sequence: int = 12,
+    batch: int | None = 2,
+    dtype: str = "float64",
+    sequence_parallel: bool = True,
+    frozen: bool = False,
+    transposed: bool = False,
+    input_is_parallel: bool = True,
+    main_grad: str | None = None,
+    backward: bool = True,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Two microbatches through a layer; outputs, gradients of inputs, accumulated gradients of parameters.
+
+    Args:
+        layer: ``column`` or ``row``.
+        sequence: length of the whole sequence.
+        batch: second dimension; none for inputs of two dimensions.
+        dtype: of weights and inputs.
+        sequence_parallel: as in Megatron's configuration.
+        frozen: the weight does not learn.
+        transposed: input and output gradient lie in memory in another order.
+        input_is_parallel: of the row parallel layer.
+        main_grad: dtype in which gradients accumulate through gradient accumulation fusion.
+        backward: whether there is one.
+        **options: for :func:`build`.
+    """
+    kind = getattr(torch, dtype)
+    module = build(
+        layer, kind, sequence_parallel=sequence_parallel, input_is_parallel=input_is_parallel, **options
+    )
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    local = sequence // ranks if layer == "column" and sequence_parallel else sequence
+    width = 5 if layer == "row" and input_is_parallel else 5 * ranks
+    shape = [size for size in (local, batch, width) if size is not None]
+    same_everywhere = not sequence_parallel and (layer == "column" or not input_is_parallel)
     module.weight.requires_grad_(not frozen)
-    if main_grad:
-        module.gradient_accumulation_fusion = True
-        module.weight.main_grad = torch.ones_like(module.weight, dtype=torch.float32)
-        module.weight.grad_added_to_main_grad = False
     found: dict[str, Tensor] = {}
-    for number in range(passes):
-        input = torch.randn(shape, generator=generator, dtype=dtype)
-        if transposed:  # the same numbers in another order of memory
-            input = input.transpose(0, -1).contiguous().transpose(0, -1)
-        input.requires_grad_()
-        output, returned_bias = module(input)
-        if returned_bias is not None:
-            output = output + returned_bias
-        # The gradient of a reduced output is the same on all ranks, otherwise each has its own.
-        seed = 11 if layer == "row" and not sequence_parallel else 13 + rank
-        grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-        if transposed:
-            grad = grad.transpose(0, -1).contiguous().transpose(0, -1)
-        output.backward(grad)
-        found[f"output {number}"], found[f"input {number}"] = output.detach(), input.grad
-    if main_grad:
+    with contextlib.ExitStack() as stack:
+        if main_grad is not None:
+            module.gradient_accumulation_fusion = True
+            module.weight.main_grad = torch.ones_like(module.weight, dtype=getattr(torch, main_grad))
+            module.weight.grad_added_to_main_grad = False
+            stack.enter_context(_wgrad_kernels())
+        for number in range(2):
+            input = _noise(shape, kind, 100 * number + (3 if same_everywhere else 5 + rank), transposed)
+            input.requires_grad_()
+            with torch.set_grad_enabled(backward):
+                output, returned_bias = module(input)
+                if returned_bias is not None:
+                    output = output + returned_bias
+            found[f"output {number}"] = output.detach()
+            if backward:
+                # The gradient of a reduced output is the same on all ranks, otherwise each has its own.
+                seed = 11 if layer == "row" and not sequence_parallel else 13 + rank
+                output.backward(_noise(output.shape, kind, 100 * number + seed, transposed))
+                found[f"input {number}"] = input.grad
+    if main_grad is not None:
         assert module.weight.grad_added_to_main_grad
         found["main_grad"] = module.weight.main_grad
-    elif not frozen:
+    elif module.weight.grad is not None:
         found["weight"] = module.weight.grad
-    if bias and module.bias.grad is not None:
+    if module.bias is not None and module.bias.grad is not None:
         found["bias"] = module.bias.grad
     return found
+
+
+def _noise(shape: Sequence[int], dtype: torch.dtype, seed: int, transposed: bool) -> Tensor:
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return noise.transpose(0, -1).contiguous().transpose(0, -1) if transposed else noise
+
+
+@contextlib.contextmanager
+def _wgrad_kernels() -> Iterator[None]:
+    """What Apex's kernels for gradient accumulation compute."""
+    from megatron.core.tensor_parallel import layers
+
+    class Kernels:
+        @staticmethod
+        def wgrad_gemm_accum_fp32(rows: Tensor, grad: Tensor, main_grad: Tensor) -> None:
+            main_grad += grad.t().to(main_grad.dtype) @ rows.to(main_grad.dtype)
+
+        wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+    with mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", Kernels, create=True):
+        yield
+
+
+def left_to_megatron(case: str) -> dict[str, int]:
+    """Collectives that our own code calls for a layer that is none of its business."""
+    import mindspeed_dsa
+
+    mindspeed_dsa.enable(coc_parallel_num=2)
+    groups()
+    from megatron.core.tensor_parallel import RowParallelLinear
+
+    layer = "row" if case in ("another matmul", "experts, row") else "column"
+    module = build(layer, torch.float32)
+    if case.startswith("experts"):
+        module.explicit_expert_comm, module.skip_bias_add = True, True
+    if case == "another matmul":
+
+        class Quantised(RowParallelLinear):
+            def _forward_impl(self, *args: Any, **kwargs: Any) -> Tensor:
+                return super()._forward_impl(*args, **kwargs)
+
+        module.__class__ = Quantised
+    if case == "sharded weight":
+        module.weight.__fsdp_param__ = True
+    input = torch.randn(12, 2, module.weight.size(1), requires_grad=True)
+    if case == "deferred weight gradient":
+        module.config.defer_embedding_wgrad_compute = True
+        module.config.wgrad_deferral_limit = 0
+        module.embedding_activation_buffer, module.grad_output_buffer = [], []
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast")
+    with counted() as calls, autocast:
+        output = module(input)[0]
+        # Megatron's own backward of these needs Apex, or fails: it mixes types under autocast.
+        if case not in ("deferred weight gradient", "autocast"):
+            output.float().sum().backward()
+    return dict(calls)

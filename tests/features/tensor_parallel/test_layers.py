@@ -2,38 +2,120 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-CASE = "tests.features.tensor_parallel.cases:compare"
+from tests.distributed.pool import WorkerPool
+
+CASES = "tests.features.tensor_parallel.cases"
 LAYERS = ("column", "row")
 COUNTS = (2, 4, 8)
-EXACT = {"float64": 1e-13, "float32": 1e-6}
+EXACT = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 1e-2}
+PLAIN = [
+    {"layer": layer, "sequence_parallel": parallel, "dtype": dtype, "sequence": 48}
+    for layer, parallel, dtype in itertools.product(LAYERS, (True, False), ("float64", "float32"))
+]
+VARIANTS = {
+    "uneven chunks": {"sequence": 20, "batch": 3},
+    "fewer rows than chunks": {"sequence": 4, "batch": 1},
+    "two dimensions": {"batch": None},
+    "not contiguous": {"transposed": True},
+    "no bias": {"bias": False},
+    "bias returned": {"skip_bias_add": True},
+    "frozen weight": {"frozen": True},
+    "no backward": {"backward": False},
+    "fp32 main_grad": {"main_grad": "float32", "dtype": "float32"},
+    "fp32 main_grad of bf16": {"main_grad": "float32", "dtype": "bfloat16"},
+    "bf16 main_grad": {"main_grad": "bfloat16", "dtype": "bfloat16"},
+    "bf16": {"dtype": "bfloat16"},
+}
 
 
-def compare(pool, layer, tp=2, dtype="float64", chunks=2, **options):
-    switches = {"coc_parallel_num": chunks, **options.pop("switches", {})}
-    ranks = pool.run(CASE, tp, layer=layer, dtype=dtype, switches=switches, **options)
-    for rank in ranks:
-        worst = max(rank["errors"].values())
-        print(f"{layer} TP{tp} {dtype} {chunks} chunks {options}: {worst:.1e}, bitwise {rank['bitwise']}")
-        assert worst <= EXACT[dtype], rank["errors"]
-    return ranks[0]["calls"]
+def compare(pool, runs, counts=COUNTS, tp=2, **switches):
+    """Runs both sides, requires the same numbers and prints which are the same bit for bit."""
+    wanted = [{"coc_parallel_num": count, **switches} for count in counts]
+    ranks = pool.run(f"{CASES}:compare", tp, runs=runs, switches=wanted)
+    for found in itertools.chain(*ranks):
+        worst = max(found["errors"].values())
+        print(f"TP{tp} {found['case']}: {worst:.1e}, bitwise {found['bitwise']}")
+        assert worst <= EXACT[found["case"].get("dtype", "float64")], found
+    return ranks[0]
 
 
-def expected_calls(layer, chunks, sequence_parallel):
-    """Forward and backward of one layer that gathers its input again."""
-    if not sequence_parallel:
-        return {"all_reduce": chunks}
-    if layer == "column":
-        return {"all_gather": chunks, "all_gather_into_tensor": 1, "reduce_scatter_tensor": chunks}
-    return {"all_gather": chunks, "reduce_scatter_tensor": chunks}
+def expected_calls(case, rows):
+    """Forwards and backwards of two microbatches."""
+    chunks, layer = min(case["coc_parallel_num"], rows), case["layer"]
+    learns, again = not case.get("frozen"), case.get("coc_recompute_all_gather", True)
+    if not case.get("sequence_parallel", True):
+        return {"all_reduce": 2 * chunks}
+    backward = 2 * chunks if case.get("backward", True) else 0
+    if layer == "row":
+        counts = {"all_gather": backward, "reduce_scatter_tensor": 2 * chunks}
+    else:
+        gathered_again = 2 if learns and again and backward else 0
+        counts = {
+            "all_gather": 2 * chunks,
+            "all_gather_into_tensor": gathered_again,
+            "reduce_scatter_tensor": backward,
+        }
+    if chunks == 1:
+        counts["all_gather_into_tensor"] = counts.pop("all_gather") + counts.get("all_gather_into_tensor", 0)
+    return {name: count for name, count in counts.items() if count}
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["SP", "no SP"])
-@pytest.mark.parametrize("chunks", COUNTS)
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("layer", LAYERS)
-def test_layers_are_stock_but_for_rounding(pool, layer, tp, chunks, sequence_parallel):
-    for dtype in EXACT:
-        calls = compare(pool, layer, tp, dtype, chunks, sequence=64, sequence_parallel=sequence_parallel)
-        assert calls == expected_calls(layer, chunks, sequence_parallel)
+@pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.full), 4])
+def test_layers_are_stock_but_for_rounding(pool, tp):
+    found = compare(pool, PLAIN, tp=tp)
+    for each in found:
+        assert each["calls"] == expected_calls(each["case"], rows=48 // tp * 2), each["case"]
+    assert all("output 0" in each["bitwise"] for each in found if each["case"]["layer"] == "column")
+
+
+@pytest.mark.full
+def test_eight_ranks():
+    with WorkerPool(size=8) as workers:
+        for each in compare(workers, PLAIN, counts=(4,), tp=8):
+            assert each["calls"] == expected_calls(each["case"], rows=12)
+
+
+@pytest.mark.parametrize("parallel", [True, False], ids=["SP", "no SP"])
+def test_unusual_inputs(pool, parallel):
+    runs = [
+        {"layer": layer, "sequence_parallel": parallel, **variant}
+        for layer in LAYERS
+        for variant in VARIANTS.values()
+    ]
+    runs += [{"layer": "row", "input_is_parallel": False, "sequence_parallel": False}] * (not parallel)
+    for each in compare(pool, runs, counts=(4,)):
+        case = each["case"]
+        rows = case.get("sequence", 12) * (case.get("batch", 2) or 1) // (2 if parallel else 1)
+        if case["layer"] == "column" and not parallel and not case.get("backward", True):
+            assert each["calls"] == {}, case
+        else:
+            assert each["calls"] == expected_calls(case, rows), case
+
+
+def test_gathered_input_can_be_kept(pool):
+    runs = [{"layer": layer} for layer in LAYERS] + [{"layer": "column", "frozen": True}]
+    for each in compare(pool, runs, counts=(2, 4), coc_recompute_all_gather=False):
+        assert each["calls"] == expected_calls(each["case"], rows=12)
+        assert "all_gather_into_tensor" not in each["calls"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "experts, column",
+        "experts, row",
+        "another matmul",
+        "sharded weight",
+        "autocast",
+        "deferred weight gradient",
+    ],
+)
+def test_what_is_left_to_megatron(pool, case):
+    """Its own functions hold their collectives under names of their own, so that nothing is counted."""
+    for calls in pool.run(f"{CASES}:left_to_megatron", 2, case=case):
+        assert "all_gather" not in calls
+        assert "reduce_scatter_tensor" not in calls

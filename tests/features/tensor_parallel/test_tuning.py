@@ -1,0 +1,124 @@
+"""The number of chunks is measured once, agreed upon by all ranks, and leaves no trace in the training."""
+
+from __future__ import annotations
+
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+CASE = "tests.features.tensor_parallel.test_tuning"
+
+
+class Clock:
+    """Shows what work says that it takes."""
+
+    now = 0.0
+
+    def read(self):
+        return self.now
+
+
+def choose(problems, seconds):
+    """Choices and runs of this rank, for work that takes these seconds by rank and number of chunks."""
+    from mindspeed_dsa.features.tensor_parallel import tuning
+
+    tuning.forget()
+    chosen, runs, clock = [], [], Clock()
+    ranks = tuple(range(dist.get_world_size()))
+
+    def work(m):
+        def run(chunks):
+            runs.append((m, chunks))
+            clock.now += seconds[dist.get_rank()][chunks]
+
+        return lambda: run
+
+    with mock.patch.object(time, "perf_counter", clock.read):
+        for m in problems:
+            problem = tuning.Problem("row forward", True, m, 4, 4, True, torch.float32, "cpu", ranks)
+            chosen.append(tuning.chunks_for(problem, dist.group.WORLD, work(m)))
+    tuning.forget()
+    return chosen, runs
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best"),
+    [
+        ([{1: 1.0, 2: 0.8, 4: 0.7, 8: 0.75}] * 2, 4),
+        ([{1: 1.0, 2: 0.99, 4: 0.98, 8: 0.98}] * 2, 1),  # not worth it
+        ([{1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3}] * 2, 1),
+        # Alone the first rank would take 8 and the second one 2; the slower of both decides.
+        ([{1: 1.0, 2: 0.6, 4: 0.5, 8: 0.4}, {1: 1.0, 2: 0.5, 4: 0.7, 8: 0.9}], 2),
+    ],
+)
+def test_the_slowest_rank_decides_and_nobody_measures_twice(pool, seconds, best):
+    for chosen, runs in pool.run(f"{CASE}:choose", 2, problems=[64, 64], seconds=seconds):
+        assert chosen == [best, best]
+        assert {chunks for _, chunks in runs} == {1, 2, 4, 8}
+        assert len(runs) <= 4 * 6
+
+
+def test_lengths_without_end_are_not_measured_without_end(pool):
+    seconds = [{1: 1.0, 2: 0.5, 4: 0.6, 8: 0.7}] * 2
+    lengths = [*range(100, 140), 100]
+    for chosen, runs in pool.run(f"{CASE}:choose", 2, problems=lengths, seconds=seconds):
+        assert chosen == [2] * len(lengths)
+        assert {m for m, _ in runs} == set(range(100, 116))
+
+
+def tuned_layers():
+    """Generators and gradients beside a tuning, what was said, and what the same call did the second time."""
+    import contextlib
+    import io
+
+    import mindspeed_dsa
+    from mindspeed_dsa.features.tensor_parallel import tuning
+    from tests.features.tensor_parallel.cases import build, counted, groups, run
+
+    mindspeed_dsa.enable()
+    groups()
+    stock = {layer: run(layer) for layer in ("column", "row")}
+    mindspeed_dsa.disable()
+    mindspeed_dsa.enable(use_ascend_coc=True)
+    tuning.forget()
+    said = io.StringIO()
+    found = {}
+    for layer in stock:
+        with contextlib.redirect_stderr(said), counted() as first:
+            ours = run(layer)
+        with contextlib.redirect_stderr(said), counted() as second:
+            again = run(layer)
+        found[layer] = {
+            "errors": [
+                float((one[name] - stock[layer][name]).norm() / stock[layer][name].norm())
+                for one in (ours, again)
+                for name in stock[layer]
+            ],
+            "calls": [sum(first.values()), sum(second.values())],
+        }
+    tuning.forget()
+    module = build("column", torch.float64)
+    input = torch.ones(12, 2, module.weight.size(1), dtype=torch.float64, requires_grad=True)
+    state = torch.get_rng_state()
+    with contextlib.redirect_stderr(io.StringIO()):
+        module(input)
+    assert torch.get_rng_state().equal(state)
+    assert module.weight.grad is None
+    assert input.grad is None
+    return found, said.getvalue(), [str(problem) for problem in tuning.chosen()]
+
+
+def test_tuned_layers(pool):
+    ranks = pool.run(f"{CASE}:tuned_layers", 2)
+    for found, _, _ in ranks:
+        for layer in found.values():
+            assert max(layer["errors"]) <= 1e-13
+            assert layer["calls"][0] > 20 + layer["calls"][1]
+    said = ranks[0][1]
+    for kind in ("column forward", "column backward", "row forward", "row backward"):
+        assert said.count(kind) == 1, said
+    assert ranks[1][1] == ""
+    assert len(ranks[0][2]) == 2
