@@ -75,7 +75,7 @@ FEATURE = Feature(
         Patch(
             f"{_PARALLEL}.layers:LinearWithGradAccumulationAndAsyncCommunication.backward",
             "wrap",
-            f"{_HERE}.own_weights:with_own_weight",
+            "mindspeed_dsa.features.own_weights:with_own_weight",
             "gradient accumulation fusion reads and sets attributes of the parameter",
             ("ctx", "grad_output"),
             _RANGE,

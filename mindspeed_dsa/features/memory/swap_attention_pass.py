@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.features.memory import discarded, own_weights
+from mindspeed_dsa.features import own_weights
+from mindspeed_dsa.features.memory import discarded
 from mindspeed_dsa.features.memory.swapped_storage import SwappedStorage
 
 _running: ContextVar[LayerPass | None] = ContextVar("running", default=None)

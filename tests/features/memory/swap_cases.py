@@ -191,21 +191,21 @@ def timeline(switches: Mapping[str, Any], num_layers: int) -> list[str]:
     return events
 
 
-def fused_accumulation(switches: Mapping[str, Any]) -> dict[str, Any]:
+def fused_accumulation(switches: Mapping[str, Any], tp: int = 1) -> dict[str, Any]:
     """Weight gradients that the linear layers add to ``main_grad`` themselves, and their reduction."""
     from megatron.core.tensor_parallel import layers
 
     def accumulate(rows: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
         main_grad.addmm_(grad_output.flatten(0, -2).t(), rows.flatten(0, -2))
 
-    job.start(switches)
+    job.start(switches, tp=tp)
     kernels = mock.Mock(wgrad_gemm_accum_fp32=accumulate)
     with (
         mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", kernels, create=True),
         mock.patch.object(layers, "_grad_accum_fusion_available", True),
         mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
     ):
-        cfg, chunks = built({**PLAIN, "gradient_accumulation_fusion": True})
+        cfg, chunks = built({**PLAIN, "gradient_accumulation_fusion": True}, tp=tp)
         job.train_step(cfg, chunks, list(job.samples(4).split(2)), ddp={"overlap_grad_reduce": True})
     return {"gradients": job.gradients(chunks)}
 

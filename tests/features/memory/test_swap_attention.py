@@ -220,11 +220,18 @@ def test_an_exception_leaves_nothing_behind(pool, where):
     assert_same_gradients(off["gradients"], on["gradients"])
 
 
-def test_gradient_accumulation_fusion(pool):
-    (off,) = run(pool, "fused_accumulation", switches={})
-    (on,) = run(pool, "fused_accumulation", switches=ON)
-    assert_same_gradients(off["gradients"], on["gradients"])
-    assert all(gradient.any() for name, gradient in on["gradients"].items() if "linear_qkv" in name)
+@pytest.mark.parametrize(
+    ("switches", "tp"),
+    [({}, 1), ({"use_ascend_coc": True}, 2)],
+    ids=("Megatron's layers", "overlapped layers"),
+)
+def test_gradient_accumulation_fusion(pool, switches, tp):
+    """Data parallelism reduces on time, which it does when the parameters themselves are marked."""
+    off = run(pool, "fused_accumulation", tp, switches=switches, tp=tp)
+    on = run(pool, "fused_accumulation", tp, switches={**switches, **ON}, tp=tp)
+    for before, after in zip(off, on, strict=True):
+        assert_same_gradients(before["gradients"], after["gradients"])
+        assert all(gradient.any() for name, gradient in after["gradients"].items() if "linear_qkv" in name)
 
 
 def test_transformer_engine_is_told(pool):

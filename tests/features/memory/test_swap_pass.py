@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.features.memory import discarded, own_weights
+from mindspeed_dsa.features import own_weights
+from mindspeed_dsa.features.memory import discarded
 from mindspeed_dsa.features.memory.swap_attention_pass import LayerPass
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.platforms import host_pool
@@ -158,6 +159,10 @@ def test_a_dropped_graph_gives_everything_back(seen):
         assert in_use() > 0
         del y
         assert in_use() == 0
+        y = swapped(torch.exp, source(), min_bytes=NBYTES + 1)  # saves its own output
+        storage = weakref.ref(y.untyped_storage())
+        del y
+        assert storage() is None
     finally:
         gc.enable()
 
