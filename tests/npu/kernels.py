@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.npu import attention_kernels, loss_kernels
+from tests.npu import attention_kernels, collective_kernels, loss_kernels
 
 _library: torch.library.Library | None = None
 
@@ -34,6 +34,8 @@ def register() -> None:
         loss_kernels.npu_sparse_lightning_indexer_grad_kl_loss,
         loss_kernels.npu_dense_lightning_indexer_softmax_lse,
         loss_kernels.npu_dense_lightning_indexer_grad_kl_loss,
+        collective_kernels.npu_all_gather_base_mm,
+        collective_kernels.npu_mm_reduce_scatter_base,
     ):
         _library.impl(kernel.__name__, _held_against_meta(kernel), "CPU")
 
@@ -44,7 +46,8 @@ def _held_against_meta(kernel: Callable[..., Any]) -> Callable[..., Any]:
         operator = getattr(torch.ops.npu, kernel.__name__)
         to_meta = torch.utils._pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
         expected = operator(*to_meta[0], **to_meta[1])
-        facts = [[(tuple(x.shape), x.dtype) for x in one] for one in (results, expected)]
+        each = [(one,) if isinstance(one, Tensor) else one for one in (results, expected)]
+        facts = [[(tuple(x.shape), x.dtype) for x in one] for one in each]
         assert facts[0] == facts[1], f"{kernel.__name__}: {facts[0]}, by torch_npu's meta kernel {facts[1]}"
         return results
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -141,6 +143,8 @@ def _column_plan(
     if wanted is None or not _is_plain(input, weight, group):
         return None
     plan = _plan(wanted, group, sequence_parallel, fusion)
+    if wanted.fused:
+        return plan if sequence_parallel and _taken(plan, weight) else None
     if plan.forward == 0:
         plan = _tuned_column(plan, input, weight)
     if plan.forward == plan.backward == 1 and not plan.keep_gathered:
@@ -159,6 +163,8 @@ def _row_plan(layer: Any, input: Tensor, group: Any) -> Plan | None:
         return None  # Megatron says what is wrong
     plan = _plan(wanted, group, layer.sequence_parallel, layer.gradient_accumulation_fusion)
     plan = replace(plan, keep_gathered=False)
+    if wanted.fused:
+        return plan if plan.sequence_parallel and _taken(plan, weight) else None
     if plan.forward == 0:
         plan = _tuned_row(plan, input, weight)
     if plan.forward == 1 and (plan.backward == 1 or not plan.sequence_parallel):
@@ -171,11 +177,25 @@ def _plan(wanted: Options, group: Any, sequence_parallel: bool, fusion: bool) ->
         backend=wanted.module,
         group=group,
         sequence_parallel=sequence_parallel,
-        forward=wanted.chunks,
-        backward=wanted.chunks,
+        forward=1 if wanted.fused else wanted.chunks,
+        backward=1 if wanted.fused else wanted.chunks,
         keep_gathered=wanted.keep_gathered and sequence_parallel,
         fusion=fusion,
     )
+
+
+def _taken(plan: Plan, weight: Tensor) -> bool:
+    """Whether the fused operators take this layer; if not, that is said once for each reason."""
+    reason = plan.backend.declines(weight, plan.group)
+    if reason:
+        _say_once(f"layers are left to Megatron that the fused operators do not take: {reason}")
+    return not reason
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"mindspeed_dsa: {text}", file=sys.stderr, flush=True)
 
 
 def _tuned_column(plan: Plan, input: Tensor, weight: Tensor) -> Plan:

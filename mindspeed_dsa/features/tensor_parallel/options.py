@@ -35,8 +35,19 @@ class Options:
         return cls(
             chunks=settings.coc_parallel_num or 0,
             keep_gathered=again is not None and not again,
-            backend="chunked",
+            backend=_backend(settings),
         )
+
+    @property
+    def fused(self) -> bool:
+        """Whether matmul and collective are one operator, which knows its own chunks."""
+        return self.backend != "chunked"
+
+
+def _backend(settings: Any) -> str:
+    if settings.use_ascend_mc2:
+        return "mc2"
+    return "symmetric" if settings.coc_fused_kernel else "chunked"
 
 
 _latest: tuple[Any, Options] | None = None

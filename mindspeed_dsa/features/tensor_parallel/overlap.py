@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mindspeed_dsa.features.base import Feature, Flag, Requires
+from mindspeed_dsa.features.base import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.patches.spec import Patch
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -46,10 +48,31 @@ PATCHES = (
 """Also those of fused kernels: they differ in who multiplies and communicates, not in where it is done."""
 
 
+def sequence_parallel_problems(args: Any, flag: str) -> Iterator[str]:
+    """What operators need that gather and scatter rows."""
+    if getattr(args, "tensor_model_parallel_size", 1) > 1 and not getattr(args, "sequence_parallel", True):
+        yield (
+            f"{flag}: its operators gather and scatter rows, which tensor parallel ranks only do under "
+            f"sequence parallelism; add --sequence-parallel or leave {flag} out"
+        )
+
+
+def tell_of_transformer_engine(args: Any, flag: str) -> None:
+    """Its layers are nobody's mistake, but whoever expects them to change should know."""
+    if getattr(args, "transformer_impl", None) == "transformer_engine" and os.environ.get("RANK", "0") == "0":
+        print(
+            f"mindspeed_dsa: {flag} leaves Transformer Engine's layers alone, which have --tp-comm-overlap; "
+            "Megatron's own linear layers, such as the output layer, overlap",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def wanted(settings: Any) -> bool:
     """Switched on, and not back off by a chunk count of 1."""
     count = getattr(settings, "coc_parallel_num", None)
-    return count != 1 and (bool(getattr(settings, "use_ascend_coc", False)) or count is not None)
+    switches = ("use_ascend_coc", "coc_fused_kernel")
+    return count != 1 and (count is not None or any(getattr(settings, name, False) for name in switches))
 
 
 def tensor_parallel_problems(args: Any, flag: str) -> Iterator[str]:
@@ -61,9 +84,22 @@ def tensor_parallel_problems(args: Any, flag: str) -> Iterator[str]:
         )
 
 
-def problems(args: Any) -> Sequence[str]:
-    """What in Megatron's arguments does not go together with the feature."""
-    return [*tensor_parallel_problems(args, "--use-ascend-coc")]
+def coc_problems(args: Any) -> Sequence[str]:
+    """What in Megatron's arguments does not go together with chunks."""
+    found = [*tensor_parallel_problems(args, "--use-ascend-coc")]
+    tell_of_transformer_engine(args, "--use-ascend-coc")
+    if getattr(args, "coc_fused_kernel", False):
+        found += sequence_parallel_problems(args, "--coc-fused-kernel")
+    return found
+
+
+def mc2_problems(args: Any) -> Sequence[str]:
+    """What in Megatron's arguments does not go together with MC2."""
+    tell_of_transformer_engine(args, "--use-ascend-mc2")
+    return [
+        *tensor_parallel_problems(args, "--use-ascend-mc2"),
+        *sequence_parallel_problems(args, "--use-ascend-mc2"),
+    ]
 
 
 COC = Feature(
@@ -89,11 +125,38 @@ COC = Feature(
             "it, which saves time and costs memory. Default: gather again.",
             kind="auto",
         ),
+        Flag(
+            "--coc-fused-kernel",
+            "On CUDA, with sequence parallelism: PyTorch's fused operators on symmetric memory in place of "
+            "chunks.",
+        ),
     ),
     patches=PATCHES,
     requires=Requires(versions={"megatron-core": ">=0.12.1,<0.20"}),
     active=wanted,
-    validate=problems,
+    validate=coc_problems,
     doc="ascend-coc.md",
 )
-FEATURES = (COC,)
+MC2 = Feature(
+    name="ascend-mc2",
+    summary="Runs matmul and collective of tensor parallel layers as one operator of torch_npu.",
+    flags=(
+        Flag(
+            "--use-ascend-mc2",
+            "On NPUs, with sequence parallelism: matmul and collective of tensor parallel linear layers in "
+            "one operator.",
+        ),
+    ),
+    patches=PATCHES,
+    requires=Requires(versions={"megatron-core": ">=0.12.1,<0.20"}, platforms=("npu",)),
+    conflicts=(
+        Conflict(
+            COC.name,
+            "both overlap the same transfers, one in chunks, the other inside an operator; leave one of "
+            "--use-ascend-coc and --use-ascend-mc2 out",
+        ),
+    ),
+    validate=mc2_problems,
+    doc="ascend-mc2.md",
+)
+FEATURES = (COC, MC2)

@@ -116,9 +116,9 @@ def test_tuned_layers(pool):
     for found, _, _ in ranks:
         for layer in found.values():
             assert max(layer["errors"]) <= 1e-13
-            assert layer["calls"][0] > 20 + layer["calls"][1]
+            assert layer["calls"][0] >= 8 + layer["calls"][1]
     said = ranks[0][1]
     for kind in ("column forward", "column backward", "row forward", "row backward"):
         assert said.count(kind) == 1, said
-    assert ranks[1][1] == ""
+    assert "mindspeed_dsa" not in ranks[1][1]
     assert len(ranks[0][2]) == 2

@@ -1,0 +1,89 @@
+"""Matmul and collective in one operator of torch_npu (MC2), with the functions of ``chunked.py``.
+
+The operators cut the work into chunks themselves, so every number of chunks means the same here. Limits and
+signatures are those of torch_npu's manual of ``npu_all_gather_base_mm`` and ``npu_mm_reduce_scatter_base``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_dsa.features.tensor_parallel.chunked import Gather, Pending, matmul_reduce
+
+__all__ = ["Gather", "declines", "gather_matmul", "matmul_reduce", "matmul_scatter"]
+
+_RANKS = (2, 4, 8, 16)
+_WIDTHS = range(256, 65535)
+
+
+def declines(weight: Tensor, group: Any) -> str:
+    """Why the operators do not take a layer; empty where they do.
+
+    Args:
+        weight: ``[out, in]`` of one rank. Both widths are multiplied over, one of them in backward.
+        group: tensor parallel group.
+    """
+    if weight.dtype not in (torch.float16, torch.bfloat16):
+        return f"they take fp16 and bf16, not {str(weight.dtype)[6:]}"
+    if group.size() not in _RANKS:
+        return f"they take {', '.join(map(str, _RANKS))} ranks, not {group.size()}"
+    if outside := [width for width in weight.shape if width not in _WIDTHS]:
+        return f"they take widths of {_WIDTHS.start} to {_WIDTHS.stop - 1}, not {outside[0]}"
+    return ""
+
+
+def gather_matmul(
+    local: Tensor, weight: Tensor, group: Any, chunks: int, keep: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rows of all ranks, and their product with ``weight``.
+
+    Args:
+        local: ``[rows, k]``, contiguous.
+        weight: ``[k, n]``, contiguous or the transpose of a contiguous tensor.
+        group: tensor parallel group.
+        chunks: the operator's own affair.
+        keep: gathered rows are always the caller's own.
+
+    Returns:
+        Product ``[tp * rows, n]`` and gathered rows ``[tp * rows, k]``.
+    """
+    product, whole = _torch_npu().npu_all_gather_base_mm(
+        local, weight, communicator(group), group.size(), bias=None, gather_index=0, gather_output=True
+    )
+    return product, whole
+
+
+def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pending:
+    """The sum over ranks of ``whole @ weight``, of which each rank gets its own rows.
+
+    Args:
+        whole: ``[tp * rows, k]``, contiguous.
+        weight: ``[k, n]``, contiguous or the transpose of a contiguous tensor.
+        group: tensor parallel group.
+        chunks: the operator's own affair.
+
+    Returns:
+        ``[rows, n]``; there is nothing to wait for but the device's stream.
+    """
+    product = _torch_npu().npu_mm_reduce_scatter_base(
+        whole, weight, communicator(group), group.size(), reduce_op="sum", bias=None
+    )
+    return Pending(product, [], [])
+
+
+@lru_cache(maxsize=64)
+def communicator(group: Any) -> str:
+    """Name of the group's HCCL communicator, by which operators know it."""
+    backend = group._get_backend(torch.device("npu"))
+    name: str = backend.get_hccl_comm_name(dist.get_global_rank(group, dist.get_rank(group)))
+    return name
+
+
+def _torch_npu() -> Any:
+    return import_module("torch_npu")

@@ -1,0 +1,72 @@
+"""Matmul and collective in one operator of PyTorch on symmetric memory (CUDA), as in ``chunked.py``.
+
+The operators cut the work into chunks themselves, so every number of chunks means the same here.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.features.tensor_parallel.chunked import Gather, Pending, matmul_reduce
+
+__all__ = ["Gather", "declines", "gather_matmul", "matmul_reduce", "matmul_scatter"]
+
+
+def declines(weight: Tensor, group: Any) -> str:
+    """Why the operators do not take a layer; empty where they do.
+
+    Args:
+        weight: ``[out, in]`` of one rank.
+        group: tensor parallel group.
+    """
+    if weight.device.type != "cuda":
+        return f"they compute on CUDA, not on {weight.device.type}"
+    if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"they take fp32, fp16 and bf16, not {str(weight.dtype)[6:]}"
+    if not hasattr(_operators(), "fused_all_gather_matmul"):
+        return "this release of PyTorch does not have them"
+    return ""
+
+
+def gather_matmul(
+    local: Tensor, weight: Tensor, group: Any, chunks: int, keep: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rows of all ranks, and their product with ``weight``.
+
+    Args:
+        local: ``[rows, k]``, contiguous.
+        weight: ``[k, n]``, any strides.
+        group: tensor parallel group.
+        chunks: the operator's own affair.
+        keep: gathered rows are always the caller's own.
+
+    Returns:
+        Product ``[tp * rows, n]`` and gathered rows ``[tp * rows, k]``.
+    """
+    whole, (product,) = _operators().fused_all_gather_matmul(local, [weight], 0, group.group_name)
+    return product, whole
+
+
+def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pending:
+    """The sum over ranks of ``whole @ weight``, of which each rank gets its own rows.
+
+    Args:
+        whole: ``[tp * rows, k]``, contiguous.
+        weight: ``[k, n]``, any strides.
+        group: tensor parallel group.
+        chunks: the operator's own affair.
+
+    Returns:
+        ``[rows, n]``; there is nothing to wait for but the device's stream.
+    """
+    product = _operators().fused_matmul_reduce_scatter(whole, weight, "sum", 0, group.group_name)
+    return Pending(product, [], [])
+
+
+def _operators() -> Any:
+    import_module("torch.distributed._symmetric_memory")  # declares them
+    return torch.ops.symm_mem
