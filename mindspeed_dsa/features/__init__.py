@@ -27,6 +27,7 @@ _DECLARATIONS: tuple[str, ...] = (
     "attention.fused.kernel_declare",
     "memory.reuse_fp32_param",
     "memory.swap_optimizer",
+    "memory.virtual_optimizer",
     "memory.recompute",
     "memory.swap_attention",
     "tensor_parallel.overlap",

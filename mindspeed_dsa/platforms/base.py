@@ -124,6 +124,22 @@ class Platform(abc.ABC):
         """
 
     @abc.abstractmethod
+    def empty_mapped(self, numel: int, dtype: torch.dtype, owner: object) -> torch.Tensor:
+        """Uninitialised memory of the host that kernels of the device read and write where it is.
+
+        Args:
+            numel: how many elements.
+            dtype: their type.
+            owner: as long as it lives, the memory counts as in use.
+
+        Returns:
+            ``[numel]``, a tensor of this device.
+
+        Raises:
+            SettingsError: the device does not address it.
+        """
+
+    @abc.abstractmethod
     def memory(self) -> MemoryFigures:
         """Memory in use."""
 

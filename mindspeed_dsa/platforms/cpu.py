@@ -237,6 +237,12 @@ class CpuPlatform(Platform):
             return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(shape)
 
+    def empty_mapped(self, numel: int, dtype: torch.dtype, owner: object) -> torch.Tensor:
+        """Memory of the pool that stands for the host's."""
+        from mindspeed_dsa.platforms import host_pool
+
+        return host_pool.shared.keep(numel * dtype.itemsize, owner).view(dtype)
+
     def memory(self) -> MemoryFigures:
         return process_memory()
 

@@ -5,10 +5,24 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.platforms.base import Event, MemoryFigures, Platform, PlatformName, Stream
 
 if TYPE_CHECKING:
     import torch
+
+
+class _OnDevice:
+    """Bytes of the host as CUDA's array interface shows them, which torch makes a tensor of the device of."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory  # lives as long as the tensor that is made of this object
+        self.__cuda_array_interface__ = {
+            "shape": tuple(memory.shape),
+            "typestr": "|u1",
+            "data": (memory.data_ptr(), False),
+            "version": 2,
+        }
 
 
 class CudaPlatform(Platform):
@@ -66,6 +80,25 @@ class CudaPlatform(Platform):
         import torch
 
         return torch.empty(size, dtype=dtype, device="cpu", pin_memory=True)
+
+    def empty_mapped(self, numel: int, dtype: torch.dtype, owner: object) -> torch.Tensor:
+        """Pinned memory of the pool: with unified addressing its pointer is valid on the device, too."""
+        import torch
+
+        from mindspeed_dsa.platforms import host_pool
+
+        memory = host_pool.shared.keep(numel * dtype.itemsize, owner)
+        mapped = torch.as_tensor(_OnDevice(memory), device=self.device)
+        if mapped.data_ptr() == memory.data_ptr():  # else it is a copy
+            memory[-1] = 0
+            mapped[-1:].fill_(1)
+            self.synchronize()
+            if int(memory[-1]) == 1:
+                return mapped.view(dtype)
+        raise SettingsError(
+            f"platform {self.name}: {self.device_name()} does not address pinned memory of the host by the "
+            "host's pointers; leave out --virtual-optimizer"
+        )
 
     def memory(self) -> MemoryFigures:
         free, total = self._module.mem_get_info()

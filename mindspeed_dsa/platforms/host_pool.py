@@ -8,6 +8,7 @@ allocator holds is the device's and what the pool holds is the host's.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -60,10 +61,6 @@ class HostBuffer:
         """
         self._pool._take_back(self._whole, after)
 
-    def let_go(self) -> None:
-        """Leave the bytes to the tensors that still view them; the pool forgets them."""
-        self._pool._forget(self._whole)
-
 
 class HostPool:
     """Buffers in pinned host memory of the current platform, reused by size class."""
@@ -105,6 +102,20 @@ class HostPool:
             self._in_use += size
         return HostBuffer(self, whole, nbytes)
 
+    def keep(self, nbytes: int, owner: object) -> torch.Tensor:
+        """Bytes that count as in use for as long as ``owner`` lives, and are never handed out again.
+
+        Args:
+            nbytes: how many.
+            owner: outlives every use of the bytes that the pool's figures should tell of.
+
+        Returns:
+            uint8, shape ``[nbytes]``.
+        """
+        buffer = self.take(nbytes, exact=True)
+        weakref.finalize(owner, self._forget, buffer.tensor.untyped_storage().data_ptr(), max(nbytes, 1))
+        return buffer.tensor
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in a buffer of this pool."""
         return tensor.untyped_storage().data_ptr() in self._addresses
@@ -132,11 +143,11 @@ class HostPool:
             else:
                 self._pending.append((whole, after))
 
-    def _forget(self, whole: torch.Tensor) -> None:
+    def _forget(self, address: int, size: int) -> None:
         with self._lock:
-            self._addresses.discard(whole.untyped_storage().data_ptr())
-            self._held -= whole.numel()
-            self._in_use -= whole.numel()
+            self._addresses.discard(address)
+            self._held -= size
+            self._in_use -= size
 
     def _collect(self) -> None:
         pending, self._pending = self._pending, []

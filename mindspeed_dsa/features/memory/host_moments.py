@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_Copy = Callable[[Tensor, Tensor], Any]
+_ATTRIBUTE = "_mindspeed_dsa_moments"
 
 
 class Moments:
@@ -25,13 +25,10 @@ class Moments:
         optimizer: the inner optimizer, not Megatron's.
         places: for the optimizer's parameters the two float32 tensors, shaped as the parameter, that its
             moments are to be kept in, zero at first. Those of other parameters are as they would be.
-        copy: ``copy(place, values)``; only needed for memory that ``Tensor.copy_`` cannot write.
     """
 
-    def __init__(
-        self, optimizer: Any, places: Mapping[Tensor, tuple[Tensor, Tensor]], copy: _Copy = Tensor.copy_
-    ) -> None:
-        self._optimizer, self._copy = optimizer, copy
+    def __init__(self, optimizer: Any, places: Mapping[Tensor, tuple[Tensor, Tensor]]) -> None:
+        self._optimizer = optimizer
         self._places = {
             parameter: dict(zip(MOMENTS, tensors, strict=True)) for parameter, tensors in places.items()
         }
@@ -50,6 +47,13 @@ class Moments:
                 (), dtype=torch.float32, device=parameter.device if on_device else "cpu"
             )
         return state
+
+    def begin_step(self) -> None:
+        """:meth:`begin` for all parameters that have a gradient."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.begin(parameter, group)
 
     def begin_all(self) -> None:
         """:meth:`begin` for all parameters."""
@@ -102,7 +106,7 @@ class Moments:
                     place.zero_()  # what a first step starts from
                     continue
                 if given[index][key] is not place:
-                    self._copy(place, given[index][key])
+                    place.copy_(given[index][key])
                 self._optimizer.state[parameter][key] = place
 
     def _start(self, parameter: Tensor) -> dict[str, Any]:
@@ -112,3 +116,41 @@ class Moments:
             if key not in state:
                 state[key] = places[key] if places else torch.zeros_like(parameter)
         return state
+
+
+def attach(optimizer: Any, moments: Moments) -> None:
+    """Give the moments to one of Megatron's optimizers, whose inner optimizer has them."""
+    setattr(optimizer, _ATTRIBUTE, moments)
+    optimizer.init_state_fn = moments.init_state
+
+
+def moments_of(optimizer: Any) -> Moments | None:
+    """What :func:`attach` gave, or ``None``."""
+    found: Moments | None = getattr(optimizer, _ATTRIBUTE, None)
+    return found
+
+
+def from_the_first_step_on(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``DistributedOptimizer.state_dict``, for which a fresh Adam of torch has a state."""
+
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        moments = moments_of(self)
+        if moments is not None and isinstance(self.optimizer, torch.optim.Adam):
+            moments.begin_all()
+        return original(self, *args, **kwargs)
+
+    return state_dict
+
+
+def into_places(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``load_state_dict`` of Megatron's optimizers."""
+
+    def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        moments = moments_of(self)
+        if moments is None:
+            return original(self, state_dict, *args, **kwargs)
+        moments.begin_all()  # else Megatron makes some on the device
+        with moments.loading():
+            return original(self, state_dict, *args, **kwargs)
+
+    return load_state_dict

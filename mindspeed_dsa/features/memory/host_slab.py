@@ -8,7 +8,6 @@ by element, so a chunk may begin and end inside a parameter.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,11 +27,13 @@ class Parameter:
         group: number of its parameter group.
         weights: gives the model's weights that are made from it, ``[main.numel()]``; ``None`` if ``main``
             is the model's weight.
+        position: parameters are updated in this order; with sharding, that of the buckets they lie in.
     """
 
     main: Tensor
     group: int
     weights: Callable[[], Tensor] | None
+    position: int = 0
 
     @property
     def rows(self) -> int:
@@ -49,7 +50,7 @@ class Slab:
     """
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
-        self.parameters = list(parameters)
+        self.parameters = sorted(parameters, key=lambda each: each.position)
         count = self.parameters[0].rows
         self.starts: dict[Tensor, int] = {}
         numel = 0
@@ -57,9 +58,8 @@ class Slab:
             self.starts[each.main] = numel
             numel += each.main.numel()
         # A padding number: Megatron's writer takes a tensor that fills its storage for one nobody changes.
-        buffer = host_pool.shared.take(4 * (count * numel + 1), exact=True)
-        weakref.finalize(self, buffer.let_go)
-        self.rows = buffer.as_tensor(torch.float32, (count * numel + 1,))[:-1].view(count, numel)
+        memory = host_pool.shared.keep(4 * (count * numel + 1), owner=self).view(torch.float32)
+        self.rows = memory[:-1].view(count, numel)
         self.rows[-2:].zero_()
 
     def of(self, parameter: Parameter) -> tuple[Tensor, ...]:

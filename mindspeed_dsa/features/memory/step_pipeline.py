@@ -115,11 +115,14 @@ class Pipeline:
         self._stored.synchronize()
 
     @torch.no_grad()
-    def step(self, update: Callable[[], Any]) -> None:
+    def step(
+        self, update: Callable[[], Any], updated: Callable[[int, Event], Any] = lambda number, event: None
+    ) -> None:
         """One step over all chunks.
 
         Args:
             update: the optimizer's own step.
+            updated: told each chunk's number when its update is recorded in the event.
 
         Raises:
             Exception: whatever ``update`` raises; what it has finished before stays.
@@ -131,6 +134,7 @@ class Pipeline:
             for number in range(len(self.chunks)):
                 self._update(number, update, counters, groups)
                 self._store(number)
+                updated(number, self._buffers[number % BUFFERS].updated)
                 if number + BUFFERS < len(self.chunks):
                     self._load(number + BUFFERS)
         finally:

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_dsa.features.base import Conflict, Feature, Flag, Requires
-from mindspeed_dsa.features.memory.combinations import MOVED_STATE, refused, unknown_optimizer
+from mindspeed_dsa.features.memory.combinations import (
+    LOADED_INTO_PLACES,
+    MOVED_STATE,
+    refused,
+    unknown_optimizer,
+)
 from mindspeed_dsa.patches.spec import Patch
 
 _IMPL = "mindspeed_dsa.features.memory.swap_optimizer_impl"
@@ -80,6 +85,12 @@ FEATURE = Feature(
             f"{_IMPL}:before_gradients_are_ready",
             "the first parts are loaded when the last backward has its first gradients",
         ),
+        Patch(
+            f"{_BUCKETS}.start_param_sync",
+            "wrap",
+            "mindspeed_dsa.features.memory.early_gather:unless_gathered",
+            "a bucket's weights are gathered as soon as its parts are updated",
+        ),
         *(
             Patch(
                 f"{optimizer}.prepare_grads",
@@ -118,25 +129,16 @@ FEATURE = Feature(
             for optimizer in (_FLOAT16, _DISTRIBUTED)
         ),
         *(
-            Patch(f"{optimizer}.state_dict", "wrap", f"{_IMPL}:to_the_host", "checkpoints are read there")
-            for optimizer in (_FLOAT16, _FLOAT32)
-        ),
-        Patch(
-            f"{_DISTRIBUTED}.state_dict",
-            "wrap",
-            f"{_IMPL}:from_the_first_step_on",
-            "torch's Adam has a step count to tell before its first step",
-        ),
-        *(
             Patch(
-                f"{optimizer}.load_state_dict",
+                f"{optimizer}.{method}",
                 "wrap",
-                f"{_IMPL}:loading_to_the_host",
-                "moments are not copied to the device first",
-                params=("state_dict",),
+                f"{_IMPL}:to_the_host",
+                "checkpoints are read from the host and written to it",
             )
             for optimizer in (_FLOAT16, _FLOAT32, _DISTRIBUTED)
+            for method in ("state_dict", "load_state_dict")
         ),
+        *LOADED_INTO_PLACES,
         *(
             Patch(
                 f"{_DISTRIBUTED}.{direction}_main_param_and_optimizer_states",

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa import platforms, session
-from mindspeed_dsa.features.memory.host_moments import Moments
+from mindspeed_dsa.features.memory.combinations import require_movable_state
+from mindspeed_dsa.features.memory.early_gather import BucketOrder, EarlyGather
+from mindspeed_dsa.features.memory.host_moments import Moments, attach
 from mindspeed_dsa.features.memory.host_slab import Parameter, Slab
 from mindspeed_dsa.features.memory.masters import Voids
 from mindspeed_dsa.features.memory.step_pipeline import Pipeline
-from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.platforms import host_pool
 
 _Function = Callable[..., Any]
 _ATTRIBUTE = "_mindspeed_dsa_swapped"
 _WAITING = "_mindspeed_dsa_swapped"
 _LISTS = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
-_REFUSED = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
 _voids: ContextVar[Voids | None] = ContextVar("voids", default=None)
 
 
@@ -51,6 +51,9 @@ class Swapped:
             optimizer.optimizer, {each.main: (rows[each][-2], rows[each][-1]) for each in parameters}
         )
         self.pipeline = Pipeline(optimizer.optimizer, slabs, self.moments, times)
+        self._gather: EarlyGather | None = None
+        if _is_sharded(optimizer) and not optimizer.ddp_config.overlap_param_gather:
+            self._gather = EarlyGather(BucketOrder(optimizer).groups, self.pipeline.chunks)
         self.reload()
 
     def master(self, main: Tensor) -> Tensor:
@@ -73,7 +76,11 @@ class Swapped:
     def stepping(self) -> Iterator[None]:
         """The inner optimizer's step goes through the pipeline."""
         inner = self._optimizer.optimizer
-        with _replaced(inner, "step", partial(self.pipeline.step, inner.step)):
+        step = partial(self.pipeline.step, inner.step)
+        with contextlib.ExitStack() as stack:
+            if self._gather is not None and platforms.current().asynchronous:
+                step = partial(step, updated=stack.enter_context(self._gather.during_a_step()))
+            stack.enter_context(_replaced(inner, "step", step))
             yield
 
     @contextlib.contextmanager
@@ -135,14 +142,13 @@ def with_state_on_the_host(original: _Function) -> _Function:
     """Decorate ``__init__`` of Megatron's optimizers."""
 
     def __init__(self: Any, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        _refuse(optimizer, config)
+        require_movable_state("swap-optimizer", config)
         token = _voids.set(Voids())
         try:
             original(self, optimizer, config, *args, **kwargs)
         finally:
             _voids.reset(token)
-        if getattr(getattr(self, "ddp_config", None), "use_megatron_fsdp", False):
-            raise SettingsError(_not_with("use_megatron_fsdp"))
+        require_movable_state("swap-optimizer", config, getattr(self, "ddp_config", None))
         if not self.is_stub_optimizer:
             _swap(self)
 
@@ -227,32 +233,6 @@ def to_the_host(original: _Function) -> _Function:
     return on_the_host
 
 
-def loading_to_the_host(original: _Function) -> _Function:
-    """Decorate ``load_state_dict``."""
-
-    def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        swapped = swapped_of(self)
-        if swapped is None:
-            return original(self, state_dict, *args, **kwargs)
-        swapped.moments.begin_all()  # else Megatron makes some on the device
-        with swapped.on_the_host(), swapped.moments.loading(), torch.no_grad():
-            return original(self, state_dict, *args, **kwargs)
-
-    return load_state_dict
-
-
-def from_the_first_step_on(original: _Function) -> _Function:
-    """Decorate ``DistributedOptimizer.state_dict``, for which a fresh Adam of torch has a state."""
-
-    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        swapped = swapped_of(self)
-        if swapped is not None and isinstance(self.optimizer, torch.optim.Adam):
-            swapped.moments.begin_all()
-        return original(self, *args, **kwargs)
-
-    return state_dict
-
-
 def of_one_parameter(original: _Function) -> _Function:
     """Decorate what reads or writes the state of one of the model's parameters."""
 
@@ -307,7 +287,7 @@ def _swap(optimizer: Any) -> None:
     times = running.settings.swap_optimizer_times if running else None
     swapped = Swapped(optimizer, parameters, 16 if times is None else times)
     setattr(optimizer, _ATTRIBUTE, swapped)
-    optimizer.init_state_fn = swapped.moments.init_state
+    attach(optimizer, swapped.moments)
     for chunk in getattr(optimizer, "model_chunks", ()):
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             vars(group).setdefault(_WAITING, []).append(swapped)
@@ -315,20 +295,31 @@ def _swap(optimizer: Any) -> None:
 
 def _parameters(optimizer: Any) -> Iterator[Parameter]:
     """What is updated, each with a function that gives the model's weights."""
-    weights = {}
-    if hasattr(optimizer, "shard_fp32_from_float16_groups"):
-        pairs = zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
-        for models, mains in pairs:
-            for model, main in zip(models, mains, strict=True):
-                weights[main] = partial(_shard_in_bucket, optimizer, model)
+    weights: dict[Tensor, Callable[[], Tensor]] = {}
+    positions: dict[Tensor, int] = {}
+    if _is_sharded(optimizer):
+        order = BucketOrder(optimizer)
+        for model, main in _pairs(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups):
+            weights[main] = partial(_shard_in_bucket, optimizer, model)
+            positions[main] = order.position(model)
+        for model, main in _pairs(optimizer.model_fp32_groups, optimizer.shard_fp32_groups):
+            positions[main] = order.position(model)
     elif hasattr(optimizer, "fp32_from_float16_groups"):
-        pairs = zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
-        for models, mains in pairs:
-            for model, main in zip(models, mains, strict=True):
-                weights[main] = partial(_flat, model)
+        for model, main in _pairs(optimizer.float16_groups, optimizer.fp32_from_float16_groups):
+            weights[main] = partial(_flat, model)
     for index, group in enumerate(optimizer.optimizer.param_groups):
         for main in group["params"]:
-            yield Parameter(main, index, weights.get(main))
+            yield Parameter(main, index, weights.get(main), positions.get(main, 0))
+
+
+def _is_sharded(optimizer: Any) -> bool:
+    return hasattr(optimizer, "shard_fp32_from_float16_groups")
+
+
+def _pairs(models: list[list[Tensor]], mains: list[list[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The model's parameters with what the optimizer updates for them."""
+    for model_group, main_group in zip(models, mains, strict=True):
+        yield from zip(model_group, main_group, strict=True)
 
 
 def _shard_in_bucket(optimizer: Any, model: Tensor) -> Tensor:
@@ -341,22 +332,3 @@ def _shard_in_bucket(optimizer: Any, model: Tensor) -> Tensor:
 
 def _flat(model: Tensor) -> Tensor:
     return model.data.view(-1)
-
-
-def _refuse(optimizer: Any, config: Any) -> None:
-    """Programs without Megatron's arguments come past no other check."""
-    for name in _REFUSED:
-        if getattr(config, name, False):
-            raise SettingsError(_not_with(name))
-    if config.optimizer != "adam":
-        raise SettingsError(
-            f"swap-optimizer: the optimizer is configured as {config.optimizer!r}, but only Adam's state is "
-            "known; set 'adam', or switch the feature off"
-        )
-
-
-def _not_with(name: str) -> str:
-    return (
-        f"swap-optimizer: the optimizer is configured with {name}, which does not combine with optimizer "
-        "state on the host; switch one of them off"
-    )

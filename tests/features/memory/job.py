@@ -41,12 +41,13 @@ def build(
     overlap: bool = False,
     clip: float = 1.0,
     precision: str = "bf16",
+    ep: int = 1,
     overrides: Mapping[str, Any] | None = None,
     optimizer_options: Mapping[str, Any] | None = None,
     ddp_options: Mapping[str, Any] | None = None,
 ) -> Job:
     """Model, DDP and optimizer, with the features that are switched on."""
-    start(switches)
+    start(switches, ep=ep)
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -57,13 +58,12 @@ def build(
 
     dtype = DTYPES[precision]
     types = {"bf16": precision == "bf16", "fp16": precision == "fp16", "params_dtype": dtype}
-    cfg = config(**types, pipeline_dtype=dtype, **(overrides or {}))
+    cfg = config(**types, pipeline_dtype=dtype, expert_model_parallel_size=ep, **(overrides or {}))
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=distributed,
         overlap_param_gather=overlap,
-        overlap_grad_reduce=overlap,
-        **{"bucket_size": 10_000, **(ddp_options or {})},
+        **{"bucket_size": 10_000, "overlap_grad_reduce": overlap, **(ddp_options or {})},
     )
     model = gpt_model(cfg) if precision == "fp32" else Float16Module(cfg, gpt_model(cfg))
     model = DistributedDataParallel(cfg, ddp_config, model)
@@ -80,7 +80,7 @@ def build(
         [model],
     )
     cfg.finalize_model_grads_func = finalize_model_grads
-    if overlap:
+    if ddp_config.overlap_grad_reduce:
         cfg.no_sync_func = model.no_sync
         cfg.param_sync_func = None
     return Job(cfg, model, optimizer, ddp_config)
@@ -240,12 +240,12 @@ def master_value(part: Any, tensor: Tensor) -> Tensor:
     return tensor if masters is None else masters.values(tensor)
 
 
-def places(job: Job) -> dict[str, bool]:
+def places(job: Job) -> dict[str, Any]:
     """Where state is, as far as its tensors tell.
 
     Returns:
         ``voided``: every tensor that stands for a master weight reads as NaN and owns nothing;
-        ``moments on the host``: every moment lies in the pool, and is part of a larger buffer.
+        ``moments on the host``: share of the moments' numbers that lie in the pool.
     """
     from mindspeed_dsa.platforms import host_pool
 
@@ -259,7 +259,9 @@ def places(job: Job) -> dict[str, bool]:
     ]
     return {
         "voided": all(bool(main.isnan().all()) and main.untyped_storage().nbytes() == 4 for main in mains),
-        "moments on the host": all(map(host_pool.shared.holds, moments)),
+        "moments on the host": sum(each.numel() for each in moments if host_pool.shared.holds(each))
+        / sum(each.numel() for each in moments),
+        "optimizers": len(job.parts),
     }
 
 

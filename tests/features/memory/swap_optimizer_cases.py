@@ -17,46 +17,56 @@ ON = {"swap_optimizer": True}
 
 
 def order_of_events(early: bool, **options: Any) -> dict[str, Any]:
-    """When loading begins, and the staging memory between steps.
+    """When loading and gathering begin, and the staging memory between steps.
 
     Args:
         early: as on a device that copies beside other work.
         options: of the job.
     """
+    from megatron.core.distributed import param_and_grad_buffer
+
     from mindspeed_dsa.features.memory.step_pipeline import Pipeline
     from mindspeed_dsa.features.memory.swap_optimizer_impl import swapped_of
 
     job = build(ON, **options)
     pipelines = [swapped_of(part).pipeline for part in job.parts]
-    seen: list[str] = []
-    phase = ["backward"]
-    staging: list[int] = []
-    before: list[int] = []
-    load, optimizer_step = Pipeline._load, job.optimizer.step
+    events: list[str] = []
+    staging: list[tuple[int, int]] = []
+    all_gather = param_and_grad_buffer.dist_all_gather_func
 
-    def watched_load(self: Any, number: int) -> None:
-        seen.append(phase[0])
-        load(self, number)
+    def noting(name: str, function: Any) -> Any:
+        def noted(*arguments: Any, **keywords: Any) -> Any:
+            events.append(name)
+            return function(*arguments, **keywords)
 
-    def watched_step() -> Any:
-        before.append(sum(pipeline.staging for pipeline in pipelines))
-        phase[0] = "prepare"
-        return optimizer_step()
+        return noted
 
-    job.optimizer.step = watched_step
-    asynchronous = mock.patch.object(CpuPlatform, "asynchronous", early)
-    with mock.patch.object(Pipeline, "_load", watched_load), asynchronous:
+    def held() -> int:
+        return sum(pipeline.staging for pipeline in pipelines)
+
+    with (
+        mock.patch.object(CpuPlatform, "asynchronous", early),
+        mock.patch.object(Pipeline, "_load", noting("load", Pipeline._load)),
+        mock.patch.object(Pipeline, "_update", noting("update", Pipeline._update)),
+        mock.patch.object(param_and_grad_buffer, "dist_all_gather_func", noting("gather", all_gather)),
+    ):
         for number in range(4):
-            phase[0] = "backward"
-            step(job, number, spoil=number == 2)
-            if number == 3:
-                state(job)
-            staging.append(sum(pipeline.staging for pipeline in pipelines))
+            events.clear()
+            forward_backward(job, number)
+            events.append("gradients")
+            before = held()
+            if number == 2:
+                next(job.model.parameters()).main_grad.fill_(float("inf"))
+            job.optimizer.step()
+            staging.append((before, held()))
+    step_events = events[events.index("gradients") :]
+    last = len(step_events) - step_events[::-1].index("update")
     return {
         "parts": max(len(pipeline.chunks) for pipeline in pipelines),
-        "first load": seen[0],
-        "staging at rest": staging,
-        "staging before the step": min(before),
+        "first load": "backward" if events.index("load") < events.index("gradients") else "step",
+        "staging": staging,
+        "gathered before the last update": step_events[:last].count("gather"),
+        "gathered": step_events.count("gather"),
         **state(job),
     }
 
@@ -114,7 +124,7 @@ def legacy_state(switches: dict[str, Any]) -> dict[str, Any]:
     return {"loaded": loaded, "record": step(job, 1), **state(job)}
 
 
-def without_memory() -> str:
+def without_memory(switches: dict[str, Any]) -> str:
     """What building an optimizer says on a host whose memory is full."""
     with mock.patch.object(host_pool, "host_memory_free", return_value=0):
-        return error_of_build(switches=ON)
+        return error_of_build(switches=switches)

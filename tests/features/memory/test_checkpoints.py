@@ -7,6 +7,7 @@ from tests.features.memory.training import COMPARED, DISTRIBUTED, JOB, OFF, PLAI
 ON = {
     "reuse-fp32-param": {"reuse_fp32_param": True},
     "swap-optimizer": {"swap_optimizer": True},
+    "virtual-optimizer": {"virtual_optimizer": ["all"]},
 }
 STATE = ("weights", "masters", "moments")
 WAYS = [
@@ -19,6 +20,7 @@ QUICK = {
     "reuse-fp32-param, plain, torch_dist",
     "swap-optimizer, distributed, dp_reshardable",
     "swap-optimizer, plain, torch",
+    "virtual-optimizer, distributed, dp_reshardable",
 }
 
 

@@ -18,7 +18,7 @@ from tests.features.memory.training import (
 )
 
 ON = {"reuse_fp32_param": True}
-VOIDED = {"voided": True, "moments on the host": False}
+VOIDED = {"voided": True, "moments on the host": 0, "optimizers": 1}
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,10 @@ from tests.features.memory.training import (
 )
 
 ON = {"swap_optimizer": True}
-SWAPPED = {"voided": True, "moments on the host": True}
-KEPT = {"voided": False, "moments on the host": True}  # the model's own float32 weights
+SWAPPED = {"voided": True, "moments on the host": 1, "optimizers": 1}
+KEPT = {"voided": False, "moments on the host": 1, "optimizers": 1}  # the model's own float32 weights
+# Megatron has more than one bucket only if their gradients are reduced one by one.
+BUCKETS = {**DISTRIBUTED, "ddp_options": {"overlap_grad_reduce": True}}
 CASES = "tests.features.memory.swap_optimizer_cases"
 
 
@@ -44,6 +46,11 @@ def test_a_float32_models_moments_move_alone(pool, ranks, options):
         assert run["placed"] == KEPT
 
 
+def test_experts_with_an_optimizer_of_their_own(pool):
+    for run in assert_same_training(pool, 2, ON, steps=4, skip=2, clip=0.5, ep=2, **DISTRIBUTED):
+        assert run["placed"] == {**SWAPPED, "optimizers": 2}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("ranks", "options"), [(1, PLAIN), (2, DISTRIBUTED)], ids=["plain", "distributed"])
 def test_fp16(pool, ranks, options):
@@ -57,20 +64,32 @@ def test_any_number_of_parts_makes_the_same_training(pool, times):
     assert_same_training(pool, 1, switches, steps=3, clip=0.0, **DISTRIBUTED)
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(1, PLAIN), (2, OVERLAP)], ids=["plain", "overlap"])
-def test_loading_begins_before_the_step_and_ends_with_it(pool, ranks, options):
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        pytest.param(1, PLAIN, id="plain"),
+        pytest.param(2, BUCKETS, id="distributed"),
+        pytest.param(2, OVERLAP, id="overlap", marks=pytest.mark.full),
+        pytest.param(2, {**BUCKETS, "ep": 2}, id="experts", marks=pytest.mark.full),
+    ],
+)
+def test_loading_and_gathering_begin_early_on_devices_that_copy_beside_other_work(pool, ranks, options):
     early = pool.run(f"{CASES}:order_of_events", ranks, early=True, **options)
     late = pool.run(f"{CASES}:order_of_events", ranks, early=False, **options)
-    for with_steps, before in zip(late, early, strict=True):
-        assert before["parts"] > 16, "parameters are split"
+    for inert, found in zip(late, early, strict=True):
+        assert found["parts"] > 16, "parameters are split"
         # Megatron's optimizer without sharding does not know the buckets of gradients.
-        assert before["first load"] == ("backward" if options else "prepare")
-        assert (before["staging before the step"] > 0) == bool(options)
-        assert with_steps["first load"] == "prepare"
-        for found in (before, with_steps):
-            assert found["staging at rest"] == [0] * 4, "after steps, and after one that was skipped"
+        sharded = "distributed" in options
+        assert (found["first load"], inert["first load"]) == ("backward" if sharded else "step", "step")
+        gathers = sharded and "overlap" not in options
+        assert (found["gathered before the last update"] > 0) == gathers
+        if "ep" not in options:  # Megatron gathers all buckets of a model again for each of its optimizers
+            assert inert["gathered before the last update"] == 0
+            assert found["gathered"] == inert["gathered"], "no bucket twice"
+        assert all((before > 0) == sharded and after == 0 for before, after in found["staging"])
+        assert all(pair == (0, 0) for pair in inert["staging"])
         for what in ("weights", "masters", "moments"):
-            assert before[what] == with_steps[what]
+            assert found[what] == inert[what]
 
 
 @pytest.mark.parametrize(("ranks", "options"), [(1, PLAIN), (2, DISTRIBUTED)], ids=["plain", "distributed"])
@@ -153,7 +172,7 @@ def test_what_nobody_saw_the_arguments_of_is_checked_too(pool, options, named):
 
 
 def test_too_little_host_memory_is_told_before_training(pool):
-    (message,) = pool.run(f"{CASES}:without_memory", 1)
+    (message,) = pool.run(f"{CASES}:without_memory", 1, switches=ON)
     assert message.startswith("SettingsError: swap-optimizer: needs ")
     assert "0.00 GiB free" in message
 
