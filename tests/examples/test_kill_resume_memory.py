@@ -12,9 +12,13 @@ from .conftest import JobServer, records, results
 from .test_kill_resume import final_tensors
 
 JOB = ("--bf16", "--use-distributed-optimizer")
-RECOMPUTE = ("--recompute-activation-function", "--recompute-norm")
+ACTIVATIONS = (
+    *("--recompute-activation-function", "--recompute-norm"),
+    *("--swap-attention", "--swap-attention-min-bytes", "0"),
+)
 FEATURES = {
-    "reuse-fp32-param": ("--reuse-fp32-param", *RECOMPUTE),
+    "reuse-fp32-param": ("--reuse-fp32-param", "--virtual-optimizer", "all", *ACTIVATIONS),
+    "swap-optimizer": ("--swap-optimizer", *ACTIVATIONS),
 }
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
@@ -76,7 +77,7 @@ def outcome(pool: WorkerPool, pair: Pair, alone: Mapping[str, Any]) -> str:
 def reason(error: str) -> str:
     """The sentence of a refusal, without what every refusal begins with."""
     (line,) = [line.strip(" -") for line in error.splitlines()[1:]]
-    return line
+    return re.sub(r" \(switched on by API \(.*?\)\)", "", line)
 
 
 def table(outcomes: Mapping[Pair, str]) -> str:
