@@ -15,7 +15,9 @@ ALL = {**ON, "swap_modules": "input_norm,self_attention,post_attention_norm"}
 FUSED = {"use_fused_dsa": True}
 LAYERS = 2
 HIDDEN = 32
-TOKENS = 4 * 20  # of `kept_bytes`
+HEADS = 4
+LENGTH = 20
+TOKENS = 4 * LENGTH  # of `kept_bytes`
 
 
 def run(pool: Any, case: str, world_size: int = 1, **arguments: Any) -> list[Any]:
@@ -142,7 +144,7 @@ def test_backwards_in_any_order(pool, order):
     ("overrides", "switches", "swap"),
     [
         (PLAIN, {}, ON),
-        (PLAIN, {}, ALL),
+        pytest.param(PLAIN, {}, ALL, marks=pytest.mark.full),
         (EXPERTS, {"recompute_norm": True}, ALL),
         ({}, {}, ON),
         pytest.param({}, FUSED, ALL, marks=pytest.mark.full),
@@ -157,11 +159,24 @@ def test_the_device_has_less_by_what_was_copied(pool, overrides, switches, swap)
     assert off["forward"] - on["forward"] == pytest.approx(on["back"], rel=0.02)
 
 
-def test_the_memory_of_multi_head_attention_is_what_the_formula_says(pool):
-    """Per token: norm, mixed query, key and value, these three behind rotation, scores, and the output."""
-    (on,) = run(pool, "kept_bytes", switches=ON, overrides={**PLAIN, "normalization": "LayerNorm"})
-    least = LAYERS * TOKENS * HIDDEN * (1 + 3 + 1) * 4
-    assert on["back"] >= least
+@pytest.mark.parametrize(
+    ("modules", "of_layer"),
+    [
+        # the norm's output, the mixed projection, query and key behind the rotation, the output;
+        # probabilities of all heads; two tables each of cosines and sines; and the mask, in bytes
+        (
+            "self_attention",
+            4 * TOKENS * (7 * HIDDEN + HEADS * LENGTH) + 4 * 4 * LENGTH * HIDDEN // HEADS + LENGTH**2,
+        ),
+        # the hidden states, their mean and the inverse of their deviation, for each norm
+        ("input_norm,post_attention_norm", 2 * 4 * TOKENS * (HIDDEN + 2)),
+    ],
+    ids=("attention", "norms"),
+)
+def test_bytes_of_multi_head_attention_are_what_the_formula_says(pool, modules, of_layer):
+    switches = {**ON, "swap_modules": modules}
+    (on,) = run(pool, "kept_bytes", switches=switches, overrides={**PLAIN, "normalization": "LayerNorm"})
+    assert on["back"] == LAYERS * of_layer
 
 
 def test_the_peak_is_lower_with_many_layers(pool):
@@ -170,13 +185,6 @@ def test_the_peak_is_lower_with_many_layers(pool):
     (off,) = run(pool, "kept_bytes", switches={}, overrides=overrides)
     (on,) = run(pool, "kept_bytes", switches=ON, overrides=overrides)
     assert off["peak"] - on["peak"] >= (6 - 2) / 6 * on["back"] * 0.9
-
-
-def test_as_many_layers_as_asked_for(pool):
-    one = {**ON, "swap_attention_num_layers": 1}
-    (all_layers,) = run(pool, "kept_bytes", switches=ON, overrides=PLAIN)
-    (one_layer,) = run(pool, "kept_bytes", switches=one, overrides=PLAIN)
-    assert one_layer["back"] * LAYERS == all_layers["back"]
 
 
 def test_copies_hide_behind_mlps(pool):
