@@ -68,6 +68,7 @@ def metrics(link: str, slow: Mapping[str, Any], loopback: Mapping[str, Any], job
         "layer_speedup": pair["stock"] / pair["overlapped"],
         "layer_speedup_fixed": {str(count): pair["stock"] / pair[str(count)] for count in FIXED},
         "loopback_ratio": fast["overlapped"] / fast["stock"],
+        "reduce_scatter_gain": slow["reduce_scatter"]["torch"] / slow["reduce_scatter"]["platform"],
         "chunks_chosen": _table(cells, lambda cell: cell["chunks"]),
         "chunks_chosen_pair": slow["pair"]["chunks"],
         "chunks_chosen_loopback": loopback["pair"]["chunks"],

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_dsa.platforms.collectives import reduce_scatter_tensor
+
 LAYERS, DIRECTIONS = ("column", "row"), ("forward", "backward")
 FIXED = (2, 4, 8)
 RATIO = 1.1
@@ -53,6 +55,7 @@ def measure(sizes: Sizes, inner: int | None = None) -> dict[str, Any]:
             layer: {direction: _cell(sizes, layer, direction) for direction in DIRECTIONS} for layer in LAYERS
         }
     found["pair"] = _pair(sizes, inner)
+    found["reduce_scatter"] = _reduce_scatters(sizes)
     return found
 
 
@@ -143,7 +146,7 @@ def _alone(sizes: Sizes, gathers: int, scatters: int, forwards: int, backwards: 
         for _ in range(gathers):
             dist.all_gather_into_tensor(whole, local)
         for _ in range(scatters):
-            dist.reduce_scatter_tensor(local, whole)
+            reduce_scatter_tensor(local, whole)
 
     def products() -> None:
         for _ in range(forwards):
@@ -232,6 +235,18 @@ def _pair(sizes: Sizes, inner: int | None) -> dict[str, Any]:
             for layer in LAYERS
         },
     }
+
+
+def _reduce_scatters(sizes: Sizes) -> dict[str, float]:
+    """Seconds of torch's own reduce-scatter over gloo and of the platform's."""
+    local, whole = _tensors(sizes)
+    return medians(
+        {
+            "torch": lambda: timed(lambda: dist.reduce_scatter_tensor(local, whole)),
+            "platform": lambda: timed(lambda: reduce_scatter_tensor(local, whole)),
+        },
+        sizes.rounds,
+    )
 
 
 def _in(name: str, work: Callable[[], object]) -> float:

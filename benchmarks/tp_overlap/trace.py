@@ -16,7 +16,12 @@ import torch.distributed as dist
 from benchmarks.tp_overlap.cells import Sizes, pair_step, start, way
 
 _MATMULS = ("mm", "matmul", "addmm")
-_COLLECTIVES = ("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+_COLLECTIVES = {
+    "all_gather": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "all_to_all_single": "reduce-scatter",  # of the CPU platform
+    "all_reduce": "all-reduce",
+}
 _GLOO_THREADS = 2  # as many collectives of one group run at a time, in the order of their start
 
 
@@ -60,11 +65,8 @@ def _recorded() -> Iterator[list[Span]]:
     places.append((torch.Tensor, "matmul", _matmul))
     places += [(dist, name, _collective) for name in _COLLECTIVES]
     for module in (layers, mappings):  # names that were bound when Megatron was imported
-        places += [
-            (module, name, _collective)
-            for name in ("dist_all_gather_func", "dist_reduce_scatter_func")
-            if hasattr(module, name)
-        ]
+        if hasattr(module, "dist_all_gather_func"):
+            places.append((module, "dist_all_gather_func", _collective))
     with contextlib.ExitStack() as stack:
         for owner, name, decorate in places:
             original = getattr(owner, name)
@@ -87,7 +89,7 @@ def _matmul(original: Callable[..., Any], spans: list[Span]) -> Callable[..., An
 
 
 def _collective(original: Callable[..., Any], spans: list[Span]) -> Callable[..., Any]:
-    name = original.__name__.removesuffix("_into_tensor").removesuffix("_tensor").replace("_", "-")
+    name = _COLLECTIVES[original.__name__]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         span = Span(name, "transfer", time.perf_counter())

@@ -169,6 +169,16 @@ _PATCHES = (
         params=("input_", "group", "input_split_sizes"),
         required=False,
     ),
+    *(
+        Patch(
+            f"megatron.core.tensor_parallel.{module}:dist_reduce_scatter_func",
+            "value",
+            "mindspeed_dsa.platforms.collectives:reduce_scatter_tensor",
+            "over gloo torch's reduce-scatter is an all-reduce, which moves twice the bytes",
+            required=False,
+        )
+        for module in ("layers", "mappings")
+    ),
     Patch(
         "megatron.training.utils:get_device_arch_version",
         "replace",

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.features.host import host
+from mindspeed_dsa.platforms.collectives import exchange, reduce_scatter_tensor
 
 
 def bounds(rows: int, chunks: int) -> list[tuple[int, int]]:
@@ -142,19 +143,40 @@ def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pe
     """
     ranks = group.size()
     rows = whole.size(0) // ranks
+    if len(ranges := bounds(rows, chunks)) == 1:
+        product = torch.mm(whole, weight)
+        pending = Pending(whole.new_empty(rows, weight.size(1)), [], [product])
+        pending.works.append(reduce_scatter_tensor(pending.result, product, group=group, async_op=True))
+        return pending
     by_rank = whole.unflatten(0, (ranks, rows))  # [tp, rows, k]
+    if whole.device.type == "cpu":
+        return _matmul_exchange(by_rank, weight, group, ranges)
     pending = Pending(whole.new_empty(rows, weight.size(1)), [], [])
-    for first, end in bounds(rows, chunks):
-        if end - first == rows:
-            product = torch.mm(whole, weight)
-        else:
-            product = whole.new_empty(ranks * (end - first), weight.size(1))
-            for part, target in zip(by_rank[:, first:end], product.chunk(ranks), strict=True):
-                torch.mm(part, weight, out=target)
+    for first, end in ranges:
+        product = whole.new_empty(ranks, end - first, weight.size(1))
+        for rank in range(ranks):
+            torch.mm(by_rank[rank, first:end], weight, out=product[rank])
         pending.inputs.append(product)
         pending.works.append(
-            dist.reduce_scatter_tensor(pending.result[first:end], product, group=group, async_op=True)
+            dist.reduce_scatter_tensor(
+                pending.result[first:end], product.flatten(0, 1), group=group, async_op=True
+            )
         )
+    return pending
+
+
+def _matmul_exchange(by_rank: Tensor, weight: Tensor, group: Any, ranges: list[tuple[int, int]]) -> Pending:
+    """The same where ranks exchange products: those of the own rows need no transfer and come last."""
+    ranks, rows, _ = by_rank.shape
+    own = dist.get_rank(group)
+    others = [rank for rank in range(ranks) if rank != own]
+    pending = Pending(by_rank.new_empty(rows, weight.size(1)), [], [])
+    for first, end in ranges:
+        product = by_rank.new_empty(ranks - 1, end - first, weight.size(1))
+        for place, rank in enumerate(others):
+            torch.mm(by_rank[rank, first:end], weight, out=product[place])
+        pending.works.append(exchange(pending.result[first:end], product, group))
+    torch.mm(by_rank[own], weight, out=pending.result)
     return pending
 
 

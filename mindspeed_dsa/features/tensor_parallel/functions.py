@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.features.own_weights import own
 from mindspeed_dsa.features.tensor_parallel.weight_gradient import WeightGradient
 
 Backend = Any
@@ -41,10 +42,15 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.size(-1)).contiguous()
 
 
-def shaped(rows: Tensor, like: Tensor, ranks: int = 1) -> Tensor:
-    """``[rows, width]`` to the leading dimensions of ``like``, the first of them ``ranks`` times as long."""
-    first, *others = like.shape[:-1]
-    return rows.view(int(first * ranks), *others, rows.size(-1))
+def shaped(rows: Tensor, like: Tensor, sequence: int) -> Tensor:
+    """``[rows, width]`` to ``[sequence, ...]`` with the other leading dimensions of ``like``.
+
+    To autograd it is no view: consumers change outputs in place, as the cross entropy does, which it forbids
+    for views that a function of ours returns.
+    """
+    shape = [sequence, *like.shape[1:-1], rows.size(-1)]
+    output: Tensor = torch.ops.aten._unsafe_view(rows, shape)
+    return output
 
 
 class Column(torch.autograd.Function):
@@ -70,7 +76,7 @@ class Column(torch.autograd.Function):
             product.add_(bias)
         _remember(ctx, kept, input, weight, plan)
         ctx.has_bias_grad = bias is not None and weight.requires_grad
-        return shaped(product, input, ranks)
+        return shaped(product, input, input.size(0) * ranks)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -122,11 +128,8 @@ class Row(torch.autograd.Function):
         start = plan.backend.matmul_scatter if plan.sequence_parallel else plan.backend.matmul_reduce
         pending = start(rows, weight.t(), plan.group, plan.forward)
         _remember(ctx, rows, input, weight, plan)
-        product: Tensor = pending.wait()
-        first, *others = input.shape[:-1]
-        if plan.sequence_parallel:
-            first //= plan.group.size()
-        return product.view(first, *others, product.size(-1))
+        ranks = plan.group.size() if plan.sequence_parallel else 1
+        return shaped(pending.wait(), input, input.size(0) // ranks)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -185,4 +188,4 @@ def _recall(ctx: Any) -> tuple[Tensor, WeightGradient | None]:
         (weight,) = ctx.saved_tensors
         return weight, None
     weight, rows = ctx.saved_tensors
-    return weight, WeightGradient(weight, rows, ctx.main_grad, ctx.plan.fusion)
+    return weight, WeightGradient(own(weight), rows, ctx.main_grad, ctx.plan.fusion)

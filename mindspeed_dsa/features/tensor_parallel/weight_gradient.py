@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.features.host import host
-from mindspeed_dsa.features.own_weights import own
 
 
 class WeightGradient:
@@ -22,7 +21,7 @@ class WeightGradient:
     """
 
     def __init__(self, weight: Tensor, rows: Tensor, main_grad: Tensor | None, fusion: bool) -> None:
-        self._weight, self.rows, self._fusion = own(weight), rows, fusion
+        self._weight, self.rows, self._fusion = weight, rows, fusion
         if fusion and main_grad is not None:
             # A weight that several layers share may have lost it since the forward.
             self._weight.main_grad = main_grad  # type: ignore[attr-defined]

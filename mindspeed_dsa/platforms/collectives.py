@@ -1,0 +1,76 @@
+"""Collectives that gloo does with more traffic than they need.
+
+``torch.distributed`` gives a reduce-scatter over gloo as an all-reduce of which each rank keeps its part:
+twice the bytes, in two phases. Here the ranks exchange parts and each adds up its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Exchange:
+    """Parts of a sum on their way here; ``wait`` adds them to what is in the output already.
+
+    Args:
+        output: ``[rows, ...]``, this rank's own part, or what becomes of it before :meth:`wait`.
+        parts: for each other rank, in their order, ``[rows, ...]``; written to meanwhile.
+        work: of the collective.
+        kept: tensors that the collective reads.
+    """
+
+    def __init__(self, output: Tensor, parts: list[Tensor], work: Any, kept: Tensor) -> None:
+        self._output, self._parts, self._work = output, parts, work
+        self._kept: Tensor | None = kept
+
+    def wait(self) -> None:
+        """Return when the output is the sum; later calls have nothing left to add."""
+        self._work.wait()
+        for part in self._parts:
+            self._output.add_(part)
+        self._parts, self._kept = [], None
+
+
+def reduce_scatter_tensor(
+    output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
+    """``torch.distributed.reduce_scatter_tensor``, on CPU tensors without an all-reduce.
+
+    Args:
+        output: ``[rows, ...]``, contiguous.
+        input: ``[ranks * rows, ...]``, contiguous.
+        op: sums are exchanged; everything else goes to ``torch.distributed``.
+        group: process group.
+        async_op: return something to wait for.
+    """
+    if input.device.type != "cpu" or op != dist.ReduceOp.SUM:
+        return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
+    received = torch.empty_like(input)
+    work = dist.all_to_all_single(received, input, group=group, async_op=True)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    output.copy_(input.view(ranks, *output.shape)[rank])
+    by_rank = received.view(ranks, *output.shape)
+    exchange = Exchange(output, [by_rank[other] for other in range(ranks) if other != rank], work, input)
+    if async_op:
+        return exchange
+    exchange.wait()
+    return None
+
+
+def exchange(output: Tensor, parts: Tensor, group: Any) -> Exchange:
+    """Start a reduce-scatter whose own part comes later: it is to be in ``output`` before the wait.
+
+    Args:
+        output: ``[rows, ...]``.
+        parts: ``[ranks - 1, rows, ...]``, contiguous: what the other ranks add, in their order.
+        group: process group.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    received = torch.empty_like(parts)
+    splits = [int(other != rank) for other in range(ranks)]
+    work = dist.all_to_all_single(received, parts, splits, splits, group=group, async_op=True)
+    return Exchange(output, list(received), work, parts)

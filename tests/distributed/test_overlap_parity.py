@@ -1,0 +1,51 @@
+"""The main job with tensor parallel communication in chunks is the same training as without."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.parity import EP2, PP2, REPORT, TP2, ZERO, Bounds, Lab, Layout
+
+CHUNKS = {"coc_parallel_num": 4}
+TUNED = {"use_ascend_coc": True}
+KEPT = {"coc_parallel_num": 2, "coc_recompute_all_gather": False}
+TP4 = "--tensor-model-parallel-size 4 --sequence-parallel"
+BESIDE_STOCK = Bounds(loss=1e-6, grad_norm=1e-6, first_gradient=1e-6, last_gradient=5e-5, update=5e-4)
+"""Beside the same layout in stock's way: the order of a few sums is all that differs."""
+
+LAYOUTS = (
+    Layout("overlapped, 2 chunks, input kept: TP2+SP", 2, TP2, switches=KEPT),
+    Layout("overlapped, tuned: TP2+SP", 2, TP2, switches=TUNED),
+    Layout("overlapped, 4 chunks: TP4+SP", 4, TP4, switches=CHUNKS),
+    Layout("overlapped, 4 chunks: TP2+SP, PP2", 4, f"{TP2} {PP2}", switches=CHUNKS),
+    Layout("overlapped, 4 chunks: TP2+SP, EP2", 4, f"{TP2} {EP2}", switches=CHUNKS),
+    Layout("overlapped, 4 chunks: TP2+SP, DP2, distributed optimizer", 4, f"{TP2} {ZERO}", switches=CHUNKS),
+    Layout("overlapped, 4 chunks, MTP: TP2+SP", 2, TP2, model="--mtp-num-layers 1", switches=CHUNKS),
+    Layout("overlapped, 4 chunks, fused DSA: TP2+SP", 2, TP2, switches={**CHUNKS, "use_fused_dsa": True}),
+    Layout(
+        "overlapped, 4 chunks, recomputed: TP2+SP",
+        2,
+        TP2,
+        switches={**CHUNKS, "recompute_activation_function": True, "recompute_norm": True},
+    ),
+    Layout("overlapped, 4 chunks: TP2 without SP", 2, "--tensor-model-parallel-size 2", switches=CHUNKS),
+)
+
+
+def test_chunks_beside_stock(lab: Lab) -> None:
+    """Losses, gradients and updates of five steps."""
+    stock, overlapped = (
+        lab.run(Layout(name, 2, TP2, switches=switches))
+        for name, switches in (("TP2+SP", {}), ("overlapped", CHUNKS))
+    )
+    layout = Layout("overlapped, 4 chunks: TP2+SP, beside stock", 2, TP2)
+    comparison = lab.compare(layout, overlapped, stock)
+    REPORT.append(str(comparison))
+    assert not comparison.violations(BESIDE_STOCK)
+    assert comparison.first_gradients[0][0] > 0, "not a single sum was added up in another order"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_layout_trains_as_one_process(lab: Lab, layout: Layout) -> None:
+    lab.check(layout)

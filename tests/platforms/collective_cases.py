@@ -1,0 +1,47 @@
+"""Reduce-scatter over gloo by exchange, beside torch's; runs in the pool's workers."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_dsa.platforms import collectives
+
+
+def scattered(dtype: str, op: str = "SUM", async_op: bool = False) -> dict[str, Any]:
+    """Results of both, and whether torch's own was called for ours."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    whole = torch.randint(-8, 8, (3 * ranks, 5), generator=generator).to(getattr(torch, dtype))
+    theirs, ours = (torch.full((3, 5), torch.nan).to(whole.dtype) for _ in range(2))
+    operation = getattr(dist.ReduceOp, op)
+    dist.reduce_scatter_tensor(theirs, whole.clone(), op=operation)
+    with mock.patch.object(dist, "reduce_scatter_tensor", wraps=dist.reduce_scatter_tensor) as torchs:
+        work = collectives.reduce_scatter_tensor(ours, whole.clone(), op=operation, async_op=async_op)
+    if async_op:
+        work.wait()
+        work.wait()  # as often as one likes
+    else:
+        assert work is None
+    return {"theirs": theirs, "ours": ours, "torch's was called": torchs.called}
+
+
+def used_by_megatron() -> list[bool]:
+    """Whether Megatron's own regions exchange, and what they give."""
+    import mindspeed_dsa
+
+    mindspeed_dsa.enable()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import layers, mappings
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanged:
+        output = mappings.reduce_scatter_to_sequence_parallel_region(torch.ones(4, 2, 3))
+    return [
+        exchanged.call_count == 1,
+        output.tolist() == torch.full((4 // dist.get_world_size(), 2, 3), dist.get_world_size()).tolist(),
+        layers.dist_reduce_scatter_func.__code__ is collectives.reduce_scatter_tensor.__code__,
+    ]

@@ -1,0 +1,28 @@
+"""A reduce-scatter over gloo that moves each byte once gives what torch's gives."""
+
+from __future__ import annotations
+
+import pytest
+
+CASES = "tests.platforms.collective_cases"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments"),
+    [
+        (2, {"dtype": "float32"}),
+        (3, {"dtype": "float64", "async_op": True}),
+        (4, {"dtype": "bfloat16", "async_op": True}),
+        (2, {"dtype": "float32", "op": "MAX"}),
+    ],
+)
+def test_the_sum_is_torchs(pool, ranks, arguments):
+    """Of whole numbers, which every order of adding gives exactly; other operations are left to torch."""
+    for found in pool.run(f"{CASES}:scattered", ranks, **arguments):
+        assert found["ours"].equal(found["theirs"])
+        assert found["torch's was called"] == ("op" in arguments)
+
+
+def test_megatron_uses_it(pool):
+    for facts in pool.run(f"{CASES}:used_by_megatron", 2):
+        assert facts == [True] * 3
