@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -156,11 +156,14 @@ def interrupted(switches: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def timeline(switches: Mapping[str, Any], num_layers: int) -> list[str]:
     """When copies start and memory goes, among what layers compute in a forward and a backward."""
+    from mindspeed_dsa.features.memory import swapped_storage
     from mindspeed_dsa.features.memory.swapped_storage import SwappedStorage
 
     job.start(switches)
     _, (model,) = built({**PLAIN, "num_layers": num_layers})
     events: list[str] = []
+    layer_of: dict[int, int] = {}  # by the address of a host buffer
+    start, leave = swapped_storage._copy_behind_current, SwappedStorage.leave
 
     def note(what: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -169,23 +172,26 @@ def timeline(switches: Mapping[str, Any], num_layers: int) -> list[str]:
 
         return hook
 
-    def noting(name: str, what: str) -> Any:
-        original = getattr(SwappedStorage, name)
-        hook = note(what)
+    def noting_copy(platform: Any, stream: Any, destination: Tensor, source: Tensor) -> Any:
+        if source.data_ptr() in layer_of:
+            note(f"back {layer_of[source.data_ptr()]}")()
+        else:
+            layer_of[destination.data_ptr()] = events.count("gone")
+            note(f"out {events.count('gone')}")()
+        return start(platform, stream, destination, source)
 
-        def wrapped(self: Any, *args: Any) -> Any:
-            hook()
-            return original(self, *args)
-
-        return mock.patch.object(SwappedStorage, name, wrapped)
+    def noting_leave(self: Any) -> None:
+        note("gone")()
+        leave(self)
 
     for number, layer in enumerate(model.decoder.layers):
         for name, module in (("attention", layer.self_attention), ("mlp", layer.mlp)):
             module.register_forward_hook(note(f"{name} {number}"))
             module.register_full_backward_pre_hook(note(f"backward of {name} {number}"))
-    with ExitStack() as stack:
-        for name, what in (("__init__", "out"), ("leave", "gone"), ("come_back", "back")):
-            stack.enter_context(noting(name, what))
+    with (
+        mock.patch.object(swapped_storage, "_copy_behind_current", noting_copy),
+        mock.patch.object(SwappedStorage, "leave", noting_leave),
+    ):
         loss = job.per_token_loss(model, job.samples(2)).sum()
         loss.backward()
     return events

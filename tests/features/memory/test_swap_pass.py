@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from mindspeed_dsa import platforms
 from mindspeed_dsa.features import own_weights
 from mindspeed_dsa.features.memory import discarded
+from mindspeed_dsa.features.memory.swap_attention_layers import _of_others
 from mindspeed_dsa.features.memory.swap_attention_pass import LayerPass
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.platforms import host_pool
@@ -125,6 +127,23 @@ def test_parameters_leaves_and_what_others_need_stay(seen):
     found = torch.autograd.grad(y.sum(), [x, weight])
     expected = torch.autograd.grad(((x @ weight.t()) * mask).sum(), [x, weight])
     assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
+
+
+@dataclass
+class Packed:
+    """As Megatron describes sequences of several lengths."""
+
+    offsets: Tensor
+    longest: int = 5
+
+
+def test_what_all_layers_are_given_belongs_to_others():
+    module = torch.nn.BatchNorm1d(3)
+    mask, cosine, sine, bias, offsets = torch.ones(5, 2).unbind()
+    arguments = [mask, (cosine, [sine]), {"bias": bias}, Packed(offsets), None, 7]
+    found = list(_of_others([module], arguments))
+    expected = [*module.parameters(), *module.buffers(), mask, cosine, sine, bias, offsets]
+    assert [id(tensor) for tensor in found] == [id(tensor) for tensor in expected]
 
 
 def test_parameters_are_found_again():
