@@ -76,6 +76,8 @@ class Platform(abc.ABC):
     """Backend of ``torch.distributed`` for this device."""
     asynchronous: ClassVar[bool]
     """Whether work on a side stream can run at the same time as work on the current one."""
+    mapped_by_kernels_only: ClassVar[bool] = False
+    """Whether :meth:`empty_mapped` gives memory that some kernels read and write and copies do not."""
 
     @abc.abstractmethod
     def is_available(self) -> bool:
@@ -150,6 +152,14 @@ class Platform(abc.ABC):
     @abc.abstractmethod
     def prepare(self) -> None:
         """Whatever has to happen once, before Megatron is imported."""
+
+    def read_mapped(self, mapped: torch.Tensor) -> torch.Tensor:
+        """What memory from :meth:`empty_mapped` holds, as a tensor that can be copied; maybe the same one."""
+        return mapped
+
+    def write_mapped(self, mapped: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy to memory from :meth:`empty_mapped`."""
+        mapped.copy_(values)
 
     def copy_async(self, destination: torch.Tensor, source: torch.Tensor) -> Event:
         """Copy on the current stream without blocking the host.

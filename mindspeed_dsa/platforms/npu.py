@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.platforms.cuda import CudaPlatform
+
+if TYPE_CHECKING:
+    import torch
 
 _INSTALL = "install the torch_npu release that matches your torch (pip install torch_npu==<torch version>)"
 _CANN = (
@@ -22,6 +25,7 @@ class NpuPlatform(CudaPlatform):
     name = "npu"
     device_type = "npu"
     backend = "hccl"
+    mapped_by_kernels_only = True
 
     @property
     def _module(self) -> Any:
@@ -41,6 +45,21 @@ class NpuPlatform(CudaPlatform):
         if not _torch_npu().npu.is_available():
             raise SettingsError(f"platform npu: torch_npu is there but sees no NPU; {_CANN}")
         import_module("torch_npu.contrib.transfer_to_npu")
+
+    def empty_mapped(self, numel: int, dtype: torch.dtype, owner: object) -> torch.Tensor:
+        """torch_npu's swapped memory: the driver's, not the pool's."""
+        swapped: torch.Tensor = _torch_npu().empty_with_swapped_memory(
+            [numel], dtype=dtype, device=self.device
+        )
+        return swapped
+
+    def read_mapped(self, mapped: torch.Tensor) -> torch.Tensor:
+        """A copy on the host, by way of the device: swapped memory is no source of a copy."""
+        return (mapped * 1).cpu()
+
+    def write_mapped(self, mapped: torch.Tensor, values: torch.Tensor) -> None:
+        """By multiplication: swapped memory is no destination of a copy."""
+        mapped.fill_(1).mul_(values.to(mapped.device))
 
 
 def _torch_npu() -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +26,20 @@ class Moments:
         optimizer: the inner optimizer, not Megatron's.
         places: for the optimizer's parameters the two float32 tensors, shaped as the parameter, that its
             moments are to be kept in, zero at first. Those of other parameters are as they would be.
+        write: ``write(place, values)``, for memory that ``Tensor.copy_`` cannot write.
+
+    Attributes:
+        places: by parameter and name of the moment.
     """
 
-    def __init__(self, optimizer: Any, places: Mapping[Tensor, tuple[Tensor, Tensor]]) -> None:
-        self._optimizer = optimizer
-        self._places = {
+    def __init__(
+        self,
+        optimizer: Any,
+        places: Mapping[Tensor, tuple[Tensor, Tensor]],
+        write: Callable[[Tensor, Tensor], Any] = Tensor.copy_,
+    ) -> None:
+        self._optimizer, self._write = optimizer, write
+        self.places = {
             parameter: dict(zip(MOMENTS, tensors, strict=True)) for parameter, tensors in places.items()
         }
 
@@ -74,25 +84,18 @@ class Moments:
 
         torch's own copies all of them to the parameters' device first.
         """
-        original = self._optimizer.load_state_dict
-        own = vars(self._optimizer).get("load_state_dict")
-        self._optimizer.load_state_dict = lambda state_dict: self._load(original, state_dict)
-        try:
+        load = partial(self._load, self._optimizer.load_state_dict)
+        with replaced(self._optimizer, "load_state_dict", load):
             yield
-        finally:
-            if own is None:
-                del self._optimizer.load_state_dict
-            else:
-                self._optimizer.load_state_dict = own
 
     @torch.no_grad()
     def _load(self, original: Callable[[Any], Any], state_dict: Mapping[str, Any]) -> None:
         names = [index for group in state_dict["param_groups"] for index in group["params"]]
         parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
         own = {
-            index: self._places[parameter]
+            index: self.places[parameter]
             for index, parameter in zip(names, parameters, strict=True)
-            if parameter in self._places
+            if parameter in self.places
         }
         given: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
         rest = {
@@ -106,16 +109,29 @@ class Moments:
                     place.zero_()  # what a first step starts from
                     continue
                 if given[index][key] is not place:
-                    place.copy_(given[index][key])
+                    self._write(place, given[index][key])
                 self._optimizer.state[parameter][key] = place
 
     def _start(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self._optimizer.state[parameter]
-        places = self._places.get(parameter, {})
+        places = self.places.get(parameter, {})
         for key in MOMENTS:
             if key not in state:
                 state[key] = places[key] if places else torch.zeros_like(parameter)
         return state
+
+
+@contextlib.contextmanager
+def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """An instance attribute for the length of a block, whether or not there is one already."""
+    before = vars(holder).get(name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        delattr(holder, name)
+        if before is not None:
+            setattr(holder, name, before)
 
 
 def attach(optimizer: Any, moments: Moments) -> None:

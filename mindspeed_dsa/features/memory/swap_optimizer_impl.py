@@ -19,7 +19,7 @@ from torch import Tensor
 from mindspeed_dsa import platforms, session
 from mindspeed_dsa.features.memory.combinations import require_movable_state
 from mindspeed_dsa.features.memory.early_gather import BucketOrder, EarlyGather
-from mindspeed_dsa.features.memory.host_moments import Moments, attach
+from mindspeed_dsa.features.memory.host_moments import Moments, attach, replaced
 from mindspeed_dsa.features.memory.host_slab import Parameter, Slab
 from mindspeed_dsa.features.memory.masters import Voids
 from mindspeed_dsa.features.memory.step_pipeline import Pipeline
@@ -80,7 +80,7 @@ class Swapped:
         with contextlib.ExitStack() as stack:
             if self._gather is not None and platforms.current().asynchronous:
                 step = partial(step, updated=stack.enter_context(self._gather.during_a_step()))
-            stack.enter_context(_replaced(inner, "step", step))
+            stack.enter_context(replaced(inner, "step", step))
             yield
 
     @contextlib.contextmanager
@@ -92,7 +92,7 @@ class Swapped:
                 groups = getattr(self._optimizer, name, None)
                 if groups is not None:
                     lists = [list(map(self.master, group)) for group in groups]
-                    stack.enter_context(_replaced(self._optimizer, name, lists))
+                    stack.enter_context(replaced(self._optimizer, name, lists))
             yield
 
     @contextlib.contextmanager
@@ -256,19 +256,6 @@ def of_all_parameters(original: _Function) -> _Function:
             original(self, state_dict)
 
     return load_parameter_state_from_dp_zero_legacy
-
-
-@contextlib.contextmanager
-def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """An instance attribute for the length of a block, whether or not there is one already."""
-    before = vars(holder).get(name)
-    setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        delattr(holder, name)
-        if before is not None:
-            setattr(holder, name, before)
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ _FLOAT16 = f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params"
 _FLOAT32 = f"{_OPTIMIZER}:FP32Optimizer"
 _MIXED = f"{_OPTIMIZER}:MixedPrecisionOptimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+_COPIES = "on NPUs moments cannot be copied as they are"
 _GIB = 2**30
 
 
@@ -107,8 +108,33 @@ FEATURE = Feature(
             for optimizer in (_MIXED, _FLOAT32)
         ),
         *LOADED_INTO_PLACES,
+        *(
+            Patch(f"{optimizer}.state_dict", "wrap", f"{_IMPL}:with_copies", _COPIES)
+            for optimizer in (_FLOAT16, _FLOAT32)
+        ),
+        Patch(
+            f"{_DISTRIBUTED}._get_main_param_and_optimizer_states",
+            "wrap",
+            f"{_IMPL}:with_copies_of_one",
+            _COPIES,
+            params=("model_param",),
+        ),
+        Patch(
+            f"{_DISTRIBUTED}._set_main_param_and_optimizer_states",
+            "wrap",
+            f"{_IMPL}:written_back_to_one",
+            _COPIES,
+            params=("model_param", "tensors"),
+        ),
+        Patch(
+            f"{_DISTRIBUTED}.load_parameter_state_from_dp_zero_legacy",
+            "wrap",
+            f"{_IMPL}:written_back",
+            _COPIES,
+            params=("state_dict",),
+        ),
     ),
-    requires=Requires(versions={"megatron-core": ">=0.16,<0.17"}, platforms=("cpu", "cuda")),
+    requires=Requires(versions={"megatron-core": ">=0.16,<0.17"}),
     conflicts=(
         Conflict(
             "swap-optimizer",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +14,9 @@ from torch import Tensor
 
 from mindspeed_dsa import platforms, session
 from mindspeed_dsa.features.host import host
+from mindspeed_dsa.features.memory import kernel_moments
 from mindspeed_dsa.features.memory.combinations import require_movable_state
-from mindspeed_dsa.features.memory.host_moments import Moments, attach, moments_of
+from mindspeed_dsa.features.memory.host_moments import Moments, attach, replaced
 from mindspeed_dsa.features.memory.virtual_optimizer import quota_of
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.platforms import host_pool
@@ -44,7 +48,27 @@ class Virtual:
                 chosen.append(parameter)
                 self.nbytes += _BYTES * parameter.numel()
         host_pool.require_host_memory(self.nbytes, _WHO, "give --virtual-optimizer a smaller quota")
-        self.moments = Moments(optimizer, dict(self._places(chosen)))
+        self._optimizer = optimizer
+        platform = platforms.current()
+        if platform.mapped_by_kernels_only:
+            kernel_moments.require_adamw(optimizer)
+        self.moments = Moments(optimizer, dict(self._places(chosen)), platform.write_mapped)
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Every parameter that is about to be updated has its moments."""
+        self.moments.begin_step()
+        with contextlib.ExitStack() as stack:
+            if platforms.current().mapped_by_kernels_only:
+                step = partial(kernel_moments.step, self._optimizer, self.moments, self._optimizer.step)
+                stack.enter_context(replaced(self._optimizer, "step", step))
+            yield
+
+    def copied(self, **options: Any) -> AbstractContextManager[None]:
+        """Moments in the optimizer's state that can be copied; see :func:`kernel_moments.copied`."""
+        if not platforms.current().mapped_by_kernels_only:
+            return contextlib.nullcontext()
+        return kernel_moments.copied(self._optimizer, self.moments, **options)
 
     def _places(self, chosen: list[Tensor]) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
         numel = self.nbytes // 4
@@ -56,6 +80,12 @@ class Virtual:
             span = slice(start, start + parameter.numel())
             yield parameter, (first[span].view(parameter.shape), second[span].view(parameter.shape))
             start = span.stop
+
+
+def virtual_of(optimizer: Any) -> Virtual | None:
+    """The moments on the host of one of Megatron's optimizers, if it was built with the feature on."""
+    found: Virtual | None = getattr(optimizer, _ATTRIBUTE, None)
+    return found
 
 
 def with_moments_on_the_host(original: _Function) -> _Function:
@@ -79,12 +109,65 @@ def with_places(original: _Function) -> _Function:
     """Decorate ``step_with_ready_grads``."""
 
     def step_with_ready_grads(self: Any) -> bool:
-        moments = moments_of(self)
-        if moments is not None:
-            moments.begin_step()
-        return bool(original(self))
+        virtual = virtual_of(self)
+        with contextlib.nullcontext() if virtual is None else virtual.stepping():
+            return bool(original(self))
 
     return step_with_ready_grads
+
+
+def with_copies(original: _Function) -> _Function:
+    """Decorate ``state_dict``."""
+
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        virtual = virtual_of(self)
+        with contextlib.nullcontext() if virtual is None else virtual.copied():
+            return original(self, *args, **kwargs)
+
+    return state_dict
+
+
+def with_copies_of_one(original: _Function) -> _Function:
+    """Decorate ``_get_main_param_and_optimizer_states``."""
+
+    def _get_main_param_and_optimizer_states(self: Any, model_param: Any) -> Any:
+        virtual = virtual_of(self)
+        chosen = [] if virtual is None else [_main(self, model_param)]
+        with contextlib.nullcontext() if virtual is None else virtual.copied(parameters=chosen):
+            return original(self, model_param)
+
+    return _get_main_param_and_optimizer_states
+
+
+def written_back_to_one(original: _Function) -> _Function:
+    """Decorate ``_set_main_param_and_optimizer_states``."""
+
+    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> None:
+        virtual = virtual_of(self)
+        if virtual is None:
+            original(self, model_param, tensors)
+            return
+        with virtual.copied(parameters=[_main(self, model_param)], write_back=True):
+            original(self, model_param, tensors)
+
+    return _set_main_param_and_optimizer_states
+
+
+def written_back(original: _Function) -> _Function:
+    """Decorate ``load_parameter_state_from_dp_zero_legacy``."""
+
+    def load_parameter_state_from_dp_zero_legacy(self: Any, state_dict: Any) -> None:
+        virtual = virtual_of(self)
+        with contextlib.nullcontext() if virtual is None else virtual.copied(write_back=True):
+            original(self, state_dict)
+
+    return load_parameter_state_from_dp_zero_legacy
+
+
+def _main(optimizer: Any, model_param: Tensor) -> Tensor:
+    group, place = optimizer.model_param_group_index_map[model_param]
+    main: Tensor = optimizer.optimizer.param_groups[group]["params"][place]
+    return main
 
 
 def _quota() -> float:

@@ -71,11 +71,28 @@ def order_of_events(early: bool, **options: Any) -> dict[str, Any]:
     }
 
 
+def changed_while_loaded(early: bool) -> dict[str, Any]:
+    """Master weights that are set from outside when the first parts of a step are loaded already."""
+    from mindspeed_dsa.features.memory.swap_optimizer_impl import swapped_of
+
+    job = build(ON, distributed=True)
+    with mock.patch.object(CpuPlatform, "asynchronous", early):
+        forward_backward(job, 0)
+        loaded = sum(swapped_of(part).pipeline.staging for part in job.parts)
+        with torch.no_grad():
+            for parameter in job.model.parameters():
+                parameter.mul_(2)
+        job.optimizer.reload_model_params()
+        job.optimizer.step()
+    return {"loaded": loaded > 0, **state(job)}
+
+
 def peaks(switches: dict[str, Any], **options: Any) -> dict[str, float]:
     """Bytes a parameter over what was there before: while the optimizer is built, and in its updates.
 
     Returns:
-        ``construction``, ``first``, ``second``: peaks; ``largest``: share of the largest parameter.
+        ``construction``, ``first``, ``second``: peaks; ``load``: peak while a fresh state is loaded;
+        ``largest``: share of the largest parameter.
     """
     from megatron.core import optimizer
 
@@ -96,7 +113,14 @@ def peaks(switches: dict[str, Any], **options: Any) -> dict[str, float]:
         with allocations(during):
             job.optimizer.step()
         updates.append(max(during))
+    state_dict = job.optimizer.state_dict()
+    for part in job.parts:
+        part.optimizer.state.clear()
+    loading = [0]
+    with allocations(loading):
+        job.optimizer.load_state_dict(state_dict)
     return {
+        "load": max(loading) / sum(sizes),
         "construction": max(held) / sum(sizes),
         "first": updates[0] / sum(sizes),
         "second": updates[1] / sum(sizes),

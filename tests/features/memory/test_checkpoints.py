@@ -45,10 +45,12 @@ def resumed(pool, ranks, folder, way, switches, options):
 def test_saved_and_loaded_with_the_feature_on_or_off(pool, tmp_path, on, way, options):
     ranks = 2
     reference = run(pool, ranks, steps=5, **options)
+    placed = {}
     for name, saved_with, loaded_with in (("on", on, (OFF, on)), ("off", OFF, (on,))):
         folder = tmp_path / name
         folder.mkdir()
         at_save = run(pool, ranks, steps=3, save=(way, str(folder)), switches=saved_with, **options)
+        placed[name] = at_save[0]["placed"]
         for switches in loaded_with:
             results = resumed(pool, ranks, folder, way, switches, options)
             for result, whole, before in zip(results, reference, at_save, strict=True):
@@ -56,7 +58,8 @@ def test_saved_and_loaded_with_the_feature_on_or_off(pool, tmp_path, on, way, op
                     assert result["loaded"][what] == before[what], f"{what} as saved"
                     assert result[what] == whole[what], f"{what} as without a break"
                 assert result["records"] == whole["records"][3:]
-                assert (result["placed"] != whole["placed"]) == (switches is on)
+                assert result["placed"] == (placed["on"] if switches is on else whole["placed"])
+    assert placed["on"] != placed["off"]
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,13 @@ def test_loading_and_gathering_begin_early_on_devices_that_copy_beside_other_wor
             assert found[what] == inert[what]
 
 
+def test_what_is_loaded_is_dropped_when_weights_are_set_from_outside(pool):
+    (early,) = pool.run(f"{CASES}:changed_while_loaded", 1, early=True)
+    (late,) = pool.run(f"{CASES}:changed_while_loaded", 1, early=False)
+    assert (early.pop("loaded"), late.pop("loaded")) == (True, False)
+    assert early == late
+
+
 @pytest.mark.parametrize(("ranks", "options"), [(1, PLAIN), (2, DISTRIBUTED)], ids=["plain", "distributed"])
 def test_a_step_that_fails_leaves_everything(pool, ranks, options):
     for result in pool.run(f"{JOB}:fail_in_the_step", ranks, switches=ON, **options):
@@ -135,6 +142,8 @@ def test_peak_of_a_step_over_rest(pool, times):
     for step in ("first", "second"):
         assert 24 / times < found[step] <= 36 / times, step
     assert found["construction"] <= 6 * found["largest"] + 0.1, "one master weight at a time"
+    assert found["load"] < 0.1, "moments are read into their places"
+    assert off["load"] >= 8
     assert off["construction"] >= 4, "master weights"
     assert off["first"] >= 8, "moments"
 

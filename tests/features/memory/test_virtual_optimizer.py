@@ -95,6 +95,45 @@ def test_old_parameter_states_are_read_into_their_places(pool):
     assert found[0] == found[1]
 
 
+KERNELS = "tests.features.memory.kernel_moments_cases"
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        pytest.param("dp_reshardable", DISTRIBUTED, id="dp_reshardable"),
+        pytest.param("torch_dist", PLAIN, id="plain, torch_dist"),
+        pytest.param("torch", DISTRIBUTED, id="torch", marks=pytest.mark.full),
+        pytest.param("fully_reshardable", DISTRIBUTED, id="fully_reshardable", marks=pytest.mark.full),
+        pytest.param("torch", PLAIN, id="plain, torch", marks=pytest.mark.full),
+    ],
+)
+def test_memory_that_only_kernels_reach(pool, tmp_path, way, options):
+    whole = pool.run(f"{JOB}:train", 2, steps=4, **options)
+    at_save = pool.run(f"{KERNELS}:train", 2, steps=2, save=(way, str(tmp_path)), switches=ALL, **options)
+    resumed = pool.run(
+        f"{KERNELS}:train", 2, steps=2, first=2, load=(way, str(tmp_path)), switches=ALL, **options
+    )
+    for expected, before, found in zip(whole, at_save, resumed, strict=True):
+        assert found["calls"] == 2 * len(found["masters"]) > 0, "every parameter in every step"
+        for what in ("weights", "masters", "moments"):
+            assert found["loaded"][what] == before[what]
+            assert found[what] == expected[what]
+        assert found["records"] == expected["records"][2:]
+        assert found["placed"] == PLACED
+
+
+def test_old_parameter_states_are_read_into_memory_that_only_kernels_reach(pool):
+    found = pool.run(f"{KERNELS}:legacy_state", 1, switches=ALL)
+    assert found == pool.run(f"{CASES}:legacy_state", 1, switches=OFF)
+
+
+def test_another_optimizer_than_the_kernels_is_refused(pool):
+    options = {"optimizer_options": {"decoupled_weight_decay": False}}
+    (message,) = pool.run(f"{KERNELS}:error_of_build", 1, switches=ALL, **options)
+    assert message.startswith("SettingsError: virtual-optimizer: on NPUs only torch_npu's AdamW")
+
+
 def test_every_row_is_applied_and_undone(pool):
     (result,) = pool.run("tests.features.attention.cases:arm_and_undo", 1, switches=ALL)
     states = {(site["target"], site["state"]) for site in result["sites"]}

@@ -1,0 +1,93 @@
+"""Moments in torch_npu's swapped memory, through torch_npu's schemas."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mindspeed_dsa.features.memory import kernel_moments
+from mindspeed_dsa.platforms.npu import NpuPlatform
+
+
+def kernel(  # by the manual; beta1_power and beta2_power are those of the step before
+    beta1_power,
+    beta2_power,
+    lr,
+    weight_decay,
+    beta1,
+    beta2,
+    epsilon,
+    grad,
+    max_grad_norm,
+    amsgrad,
+    maximize,
+    *,
+    out,
+):
+    var, m, v = out
+    assert not amsgrad
+    assert not maximize
+    m.copy_(beta1 * m + (1 - beta1) * grad)
+    v.copy_(beta2 * v + (1 - beta2) * grad * grad)
+    m_hat, v_hat = m / (1 - beta1_power * beta1), v / (1 - beta2_power * beta2)
+    var.copy_(var - lr / (v_hat.sqrt() + epsilon) * m_hat - lr * weight_decay * var)
+    return var, m, v
+
+
+@pytest.fixture
+def adamw_operator():
+    import torch_npu  # noqa: F401
+
+    with torch.library._scoped_library("npu", "IMPL") as library:
+        library.impl("npu_apply_adam_w.out", kernel, "CPU")
+        yield
+
+
+@pytest.mark.usefixtures("adamw_operator")
+def test_the_operator_makes_the_steps_of_torchs_adamw():
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(size, generator=generator) for size in (5, 300, 7)]
+    # torch_npu asks the device which optimizers have kernels for many tensors at once.
+    rates = {"foreach": False, "lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}
+    ours, reference = ([each.clone() for each in start] for _ in range(2))
+    optimizer, expected = (torch.optim.AdamW(each, **rates) for each in (ours, reference))
+    # The last one is outside of the quota and is the optimizer's own.
+    places = {each: (torch.zeros_like(each), torch.zeros_like(each)) for each in ours[:2]}
+    moments = kernel_moments.Moments(optimizer, places)
+    kernel_moments.require_adamw(optimizer)
+    for _ in range(4):
+        for left, right in zip(ours, reference, strict=True):
+            left.grad = right.grad = torch.randn(left.shape, generator=generator)
+        kernel_moments.step(optimizer, moments, optimizer.step)
+        expected.step()
+    for left, right in zip(ours, reference, strict=True):
+        torch.testing.assert_close(left, right)
+        assert left.grad is right.grad
+        for key, value in expected.state[right].items():
+            torch.testing.assert_close(optimizer.state[left][key], value)
+    assert optimizer.state[ours[1]]["exp_avg"] is places[ours[1]][0]
+
+
+def test_swapped_memory_is_asked_for_on_the_device(monkeypatch):
+    import torch_npu
+
+    schema = torch.ops.npu.empty_with_swapped_memory.default._schema
+    assert [each.name for each in schema.arguments] == ["size", "dtype", "device"]
+    asked = []
+
+    def swapped(*args, **kwargs):
+        asked.append((args, kwargs))
+        return torch.full(args[0], 7, dtype=kwargs["dtype"])
+
+    monkeypatch.setattr(torch_npu, "empty_with_swapped_memory", swapped)
+    monkeypatch.setattr(NpuPlatform, "device", torch.device("cpu"))
+    platform = NpuPlatform()
+    memory = platform.empty_mapped(6, torch.float32, owner=SimpleNamespace())
+    assert asked == [(([6],), {"dtype": torch.float32, "device": torch.device("cpu")})]
+    values = torch.tensor([0.0, -1.5, 3e-39, float("inf"), 1e38, 2.0])
+    platform.write_mapped(memory, values)
+    read = platform.read_mapped(memory)
+    assert read.data_ptr() != memory.data_ptr()
+    assert torch.equal(read.view(torch.int32), values.view(torch.int32))
