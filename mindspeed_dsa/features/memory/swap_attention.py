@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mindspeed_dsa.features.base import Feature, Flag, Requires
 from mindspeed_dsa.features.memory import swap_attention_limits as limits
 from mindspeed_dsa.features.memory.recompute import wanted
@@ -65,14 +67,6 @@ FEATURE = Feature(
             versions=_RANGE,
         ),
         Patch(
-            f"{_PARALLEL}.random:CheckpointWithoutOutput.checkpoint",
-            "wrap",
-            f"{_HERE}.discarded:mark_outputs",
-            "outputs that are recomputed in place must not be moved",
-            ("run_function",),
-            _RANGE,
-        ),
-        Patch(
             f"{_PARALLEL}.layers:LinearWithGradAccumulationAndAsyncCommunication.backward",
             "wrap",
             "mindspeed_dsa.features.own_weights:with_own_weight",
@@ -86,4 +80,29 @@ FEATURE = Feature(
     validate=limits.problems,
     doc="swap-attention.md",
 )
-FEATURES = (FEATURE,)
+
+
+def _with_megatrons_checkpoints(settings: Any) -> bool:
+    """recompute-outputs, which is decided earlier, puts a class in place that does it itself."""
+    return wanted("swap_attention")(settings) and "recompute-outputs" not in settings.features_on
+
+
+OUTPUTS = Feature(
+    name="swap-attention-outputs",
+    summary="Tells swap-attention what Megatron's own modules recompute in place.",
+    flags=(),
+    patches=(
+        Patch(
+            f"{_PARALLEL}.random:CheckpointWithoutOutput.checkpoint",
+            "wrap",
+            f"{_HERE}.discarded:mark_outputs",
+            "outputs that are recomputed in place must not be moved",
+            ("run_function",),
+            _RANGE,
+        ),
+    ),
+    requires=Requires(versions={"megatron-core": _RANGE}),
+    active=_with_megatrons_checkpoints,
+    doc="swap-attention.md",
+)
+FEATURES = (FEATURE, OUTPUTS)

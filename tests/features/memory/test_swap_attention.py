@@ -278,3 +278,15 @@ def test_undo_gives_the_model_back(pool):
     (on,) = run(pool, "after_undo", switches=ON)
     assert on["copies"] == 0
     assert_same_gradients(off["gradients"], on["gradients"])
+
+
+@pytest.mark.parametrize("beside", [{}, {"recompute_norm": True}], ids=("alone", "beside recompute-outputs"))
+def test_every_row_is_applied_and_undone(pool, beside):
+    """recompute-outputs brings a checkpoint of its own; then there is nothing to decorate in Megatron's."""
+    switches = {**ON, **beside}
+    (result,) = pool.run("tests.features.attention.cases:arm_and_undo", 1, switches=switches)
+    ours = [site for site in result["sites"] if any("swap-attention" in name for name in site["features"])]
+    assert len(ours) == (4 if beside else 5)
+    assert {site["state"] for site in ours} == {"applied"}
+    assert "foreign" not in {site["state"] for site in result["sites"]}
+    assert result["still changed after disable"] == []
