@@ -19,7 +19,6 @@ QUICK = {
     "reuse-fp32-param, distributed, fully_reshardable",
     "reuse-fp32-param, plain, torch_dist",
     "swap-optimizer, distributed, dp_reshardable",
-    "swap-optimizer, plain, torch",
     "virtual-optimizer, distributed, dp_reshardable",
 }
 

@@ -109,7 +109,7 @@ def test_a_step_that_fails_leaves_everything(pool, ranks, options):
     ("ranks", "options"),
     [
         pytest.param(1, PLAIN, id="plain"),
-        pytest.param(2, DISTRIBUTED, id="distributed"),
+        pytest.param(2, DISTRIBUTED, id="distributed", marks=pytest.mark.full),
         pytest.param(2, {**DISTRIBUTED, "from_state_dict": True}, id="from a state dict"),
     ],
 )

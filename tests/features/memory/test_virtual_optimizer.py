@@ -23,9 +23,7 @@ PLACED = {"voided": False, "moments on the host": 1, "optimizers": 1}
 CASES = "tests.features.memory.swap_optimizer_cases"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "options"), list(layouts(["dp1", "dp2, distributed", "dp2, distributed, overlap"]))
-)
+@pytest.mark.parametrize(("ranks", "options"), list(layouts(["dp1", "dp2, distributed"])))
 def test_ten_steps_are_the_same_bits_with_a_skipped_step_in_the_middle(pool, ranks, options):
     for run in assert_same_training(pool, ranks, ALL, skip=5, clip=0.5, **options):
         assert_skipped(run, 5)
@@ -55,6 +53,7 @@ def test_with_weights_that_share_a_storage_with_their_masters(pool, ranks, optio
         assert run["placed"] == {**PLACED, "voided": True}
 
 
+@pytest.mark.full
 def test_experts_with_an_optimizer_of_their_own(pool):
     for run in assert_same_training(pool, 2, ALL, steps=4, skip=2, clip=0.5, ep=2, **DISTRIBUTED):
         assert run["placed"] == {**PLACED, "optimizers": 2}
@@ -69,6 +68,7 @@ def test_a_quota_is_for_all_optimizers_of_a_process(pool):
     assert 0 < runs[0]["placed"]["moments on the host"] < 0.6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ranks", "options"), [(1, PLAIN), (2, DISTRIBUTED)], ids=["plain", "distributed"])
 def test_reload_takes_the_models_weights(pool, ranks, options):
     off = pool.run(f"{JOB}:reload", ranks, **options)
@@ -102,7 +102,7 @@ KERNELS = "tests.features.memory.kernel_moments_cases"
     ("way", "options"),
     [
         pytest.param("dp_reshardable", DISTRIBUTED, id="dp_reshardable"),
-        pytest.param("torch_dist", PLAIN, id="plain, torch_dist"),
+        pytest.param("torch_dist", PLAIN, id="plain, torch_dist", marks=pytest.mark.full),
         pytest.param("torch", DISTRIBUTED, id="torch", marks=pytest.mark.full),
         pytest.param("fully_reshardable", DISTRIBUTED, id="fully_reshardable", marks=pytest.mark.full),
         pytest.param("torch", PLAIN, id="plain, torch", marks=pytest.mark.full),
