@@ -89,6 +89,8 @@ def test_unusual_inputs(pool, parallel):
     runs += [{"layer": "row", "input_is_parallel": False, "sequence_parallel": False}] * (not parallel)
     for each in compare(pool, runs, counts=(4,)):
         case = each["case"]
+        if not case.get("input_is_parallel", True):
+            each["calls"].pop("all_gather_into_tensor", None)  # Megatron's scatter, in some releases
         rows = case.get("sequence", 12) * (case.get("batch", 2) or 1) // (2 if parallel else 1)
         if case["layer"] == "column" and not parallel and not case.get("backward", True):
             assert each["calls"] == {}, case

@@ -5,8 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 
 import pytest
+import torch
 
-from mindspeed_dsa.features.tensor_parallel.overlap import COC
+from mindspeed_dsa.features.tensor_parallel import symmetric
+from mindspeed_dsa.features.tensor_parallel.overlap import COC, MC2
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.session import resolve
 
@@ -45,3 +47,49 @@ def test_one_rank_has_nothing_to_hide():
     (problem,) = COC.validate(Namespace(tensor_model_parallel_size=1, sequence_parallel=False))
     assert "--use-ascend-coc: with --tensor-model-parallel-size 1 there is no communication" in problem
     assert list(COC.validate(TP2)) == []
+
+
+def test_chunks_and_mc2_do_not_combine_and_mc2_needs_an_npu():
+    with pytest.raises(SettingsError) as refused:
+        resolve({}, ["--use-ascend-coc", "--use-ascend-mc2"])
+    assert "ascend-mc2 (switched on by argv (--use-ascend-mc2)) cannot be combined with ascend-coc" in str(
+        refused.value
+    )
+    assert "runs on npu, but this is platform cpu; switch it off here" in str(refused.value)
+
+
+@pytest.mark.parametrize(("feature", "flag"), [(COC, "--coc-fused-kernel"), (MC2, "--use-ascend-mc2")])
+def test_fused_operators_need_sequence_parallelism(feature, flag):
+    without = Namespace(tensor_model_parallel_size=2, sequence_parallel=False, coc_fused_kernel=True)
+    (problem,) = feature.validate(without)
+    assert problem.startswith(f"{flag}: ")
+    assert "add --sequence-parallel" in problem
+
+
+@pytest.mark.parametrize(("feature", "flag"), [(COC, "--use-ascend-coc"), (MC2, "--use-ascend-mc2")])
+def test_transformer_engine_is_left_alone_and_that_is_said(feature, flag, capsys, monkeypatch):
+    args = Namespace(**vars(TP2), transformer_impl="transformer_engine")
+    assert list(feature.validate(args)) == []
+    assert f"{flag} leaves Transformer Engine's layers alone" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    feature.validate(args)
+    feature.validate(TP2)
+    assert capsys.readouterr().err == ""
+
+
+def test_symmetric_memory_operators_are_called_as_they_are_declared():
+    """They compute on GPUs only; their schemas are the same everywhere."""
+    weight = torch.empty(4, 4)
+    assert symmetric.declines(weight, None) == "they compute on CUDA, not on cpu"
+    assert symmetric.declines(torch.empty(4, 4, dtype=torch.float64, device="meta"), None)
+    operators = symmetric._operators()
+    gather = operators.fused_all_gather_matmul.default._schema
+    scatter = operators.fused_matmul_reduce_scatter.default._schema
+    assert [argument.name for argument in gather.arguments][:4] == ["A", "Bs", "gather_dim", "group_name"]
+    assert [argument.name for argument in scatter.arguments] == [
+        "A",
+        "B",
+        "reduce_op",
+        "scatter_dim",
+        "group_name",
+    ]
