@@ -1,4 +1,4 @@
-"""The main job with fused DSA, tensor and sequence parallel, over the link: stock and overlapped take turns."""
+"""The main job with fused DSA, tensor and sequence parallel, over the link: stock and overlapped in turn."""
 
 from __future__ import annotations
 
