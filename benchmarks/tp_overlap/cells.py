@@ -21,6 +21,7 @@ from mindspeed_dsa.platforms.collectives import reduce_scatter_tensor
 LAYERS, DIRECTIONS = ("column", "row"), ("forward", "backward")
 FIXED = (2, 4, 8)
 RATIO = 1.1
+ALLOWED = (0.8, 1.25)
 _MULTIPLE = 32
 Works = dict[str, Callable[[], float]]
 """Ways of computing by name; each returns the seconds that it took."""
@@ -176,6 +177,18 @@ def _cell(sizes: Sizes, layer: str, direction: str) -> dict[str, Any]:
     scatters = int((layer, direction) in (("row", "forward"), ("column", "backward")))
     counts = gathers, scatters, int(direction == "forward"), int(direction == "backward")
     inner = _balanced(sizes, *counts)
+    for _ in range(3):
+        found = _cell_of(sizes, layer, direction, counts, inner)
+        ratio = found["milliseconds"]["transfer"] / found["milliseconds"]["matmul"]
+        if ALLOWED[0] <= ratio <= ALLOWED[1]:
+            break
+        inner = _agreed(inner * ratio / RATIO)  # something else was running while the width was chosen
+    return found
+
+
+def _cell_of(
+    sizes: Sizes, layer: str, direction: str, counts: tuple[int, int, int, int], inner: int
+) -> dict[str, Any]:
     local, whole = _tensors(sizes)
     width, out = (sizes.hidden, inner) if layer == "column" else (inner, sizes.hidden)
     module = layer_of(layer, width, out)
