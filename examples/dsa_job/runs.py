@@ -166,9 +166,9 @@ def _unfit(folder: Path, wanted: dict[str, Any], latest: Callable[[Path], int | 
     there, wanted = _plain(there, folder), _plain(wanted, folder)
     names = sorted(name for name in {*there, *wanted} if there.get(name) != wanted.get(name))
     if names:
-        return "unfinished, with other settings: " + ", ".join(
-            f"{name} {there.get(name)} -> {wanted.get(name)}" for name in names[:4]
-        )
+        changed = ", ".join(f"{name} {there.get(name)} -> {wanted.get(name)}" for name in names[:4])
+        saved = "" if latest(folder) is None else f"; to go on from it: --load {folder / 'checkpoints'}"
+        return f"unfinished, with other settings: {changed}{saved}"
     if latest(folder) is None:
         return "unfinished, without a checkpoint"
     return ""

@@ -3,48 +3,53 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import torch
-
 EVENTS = {
-    "reuse-fp32-param": "master forms",
-    "recompute-activation-function": "freed outputs",
-    "recompute-norm": "freed outputs",
-    "swap-attention": "host bytes in passing",
-    "swap-optimizer": "host bytes for good",
-    "virtual-optimizer": "host bytes for good",
+    "reuse-fp32-param": "weights in master form",
+    "recompute-activation-function": "activation functions recomputed",
+    "recompute-norm": "norms recomputed",
+    "swap-attention": "storages moved to the host",
+    "swap-optimizer": "chunks updated",
+    "virtual-optimizer": "steps with moments on the host",
 }
-"""What has to be counted where a feature is on."""
+"""What has to be counted where a feature is on, and nowhere else."""
 
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Count freed outputs, changes of weights into master form and bytes taken from the host pool."""
+    """Count :data:`EVENTS`."""
+    from mindspeed_dsa.features.memory.host_moments import Moments
     from mindspeed_dsa.features.memory.masters import Masters
-    from mindspeed_dsa.platforms.host_pool import HostPool
+    from mindspeed_dsa.features.memory.recompute_outputs import _Output
+    from mindspeed_dsa.features.memory.step_pipeline import Pipeline
+    from mindspeed_dsa.features.memory.swapped_storage import SwappedStorage
 
     counts: Counter[str] = Counter()
-    resize, to_master, take = torch.UntypedStorage.resize_, Masters.to_master, HostPool.take
 
-    def counting_resize(self: Any, size: int) -> Any:
-        counts["freed outputs"] += size == 0
-        return resize(self, size)
+    def counting(holder: type, name: str, event: Callable[..., str]) -> Any:
+        original = getattr(holder, name)
 
-    def counting_to_master(self: Any) -> None:
-        counts["master forms"] += 1
-        to_master(self)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            counts[event(*args)] += 1
+            return original(self, *args, **kwargs)
 
-    def counting_take(self: Any, nbytes: int, exact: bool = False, **remedy: str) -> Any:
-        counts["host bytes for good" if exact else "host bytes in passing"] += nbytes
-        return take(self, nbytes, exact, **remedy)
+        return mock.patch.object(holder, name, call)
 
-    with (
-        mock.patch.object(torch.UntypedStorage, "resize_", counting_resize),
-        mock.patch.object(Masters, "to_master", counting_to_master),
-        mock.patch.object(HostPool, "take", counting_take),
-    ):
+    def refilled(_: Any, where: str) -> str:
+        kind = "activation-function" if "activation function" in where else "norm"
+        return EVENTS[f"recompute-{kind}"]
+
+    with ExitStack() as stack:
+        stack.enter_context(counting(_Output, "refill", refilled))
+        for holder, name, feature in (
+            (Masters, "to_master", "reuse-fp32-param"),
+            (SwappedStorage, "leave", "swap-attention"),
+            (Pipeline, "_update", "swap-optimizer"),
+            (Moments, "begin_step", "virtual-optimizer"),
+        ):
+            stack.enter_context(counting(holder, name, lambda *_, feature=feature: EVENTS[feature]))
         yield counts

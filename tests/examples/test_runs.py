@@ -42,7 +42,13 @@ def test_an_unfinished_run_goes_on(tmp_path: Path) -> None:
         (MINE, 40, True, False, "finished"),
         (MINE, 40, False, True, "unfinished, but --new-run was given"),
         (MINE, None, False, False, "unfinished, without a checkpoint"),
-        ({**MINE, "lr": 0.2}, 40, False, False, "unfinished, with other settings: lr 0.1 -> 0.2"),
+        (
+            {**MINE, "lr": 0.2},
+            40,
+            False,
+            False,
+            "unfinished, with other settings: lr 0.1 -> 0.2; to go on from it: --load {output}/checkpoints",
+        ),
     ],
 )
 def test_what_cannot_go_on_is_left_alone(
@@ -56,7 +62,7 @@ def test_what_cannot_go_on_is_left_alone(
     before = {path: path.read_bytes() for path in output.iterdir()}
     run = start(output, settings, step, new_run)
     assert (run.folder, run.resumed) == (tmp_path / "quick-2", False)
-    assert run.why == f"new run in {run.folder} ({output} is {why})"
+    assert run.why == f"new run in {run.folder} ({output} is {why.format(output=output)})"
     assert {path: path.read_bytes() for path in output.iterdir()} == before
     # The newest run decides about the next one.
     following = start(output, settings, step=None)

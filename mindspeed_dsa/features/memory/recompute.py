@@ -18,12 +18,18 @@ _RANGE = ">=0.16,<0.17"
 _SWITCHES = ("recompute_activation_function", "recompute_norm", "recompute_verify")
 
 
-def wanted(dest: str) -> Any:
-    """On with its switch; a number of layers without the switch is a mistake that `validate` tells."""
+def wanted(dest: str, *options: str) -> Any:
+    """On with its switch; an option without the switch is a mistake that `validate` tells.
+
+    Args:
+        dest: of the switch.
+        options: of it, beside a number of layers.
+    """
+    others = (f"{dest}_num_layers", *options)
 
     def active(settings: Any) -> bool:
-        return (
-            bool(getattr(settings, dest, False)) or getattr(settings, f"{dest}_num_layers", None) is not None
+        return bool(getattr(settings, dest, False)) or any(
+            getattr(settings, other, None) is not None for other in others
         )
 
     return active

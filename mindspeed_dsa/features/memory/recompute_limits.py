@@ -62,6 +62,16 @@ def of_choice(args: Any, dest: str) -> Iterator[str]:
         yield f"{flag}-num-layers {wanted}: use a number that is at least 0{most}"
 
 
+def of_options(args: Any, dest: str, *options: str) -> Iterator[str]:
+    """Problems of options that somebody has set without the switch that is called ``dest``."""
+    settings = own_settings() or args
+    if not getattr(settings, dest, False):
+        for option in options:
+            if getattr(settings, option, None) is not None:
+                flag, switch = (f"--{name.replace('_', '-')}" for name in (option, dest))
+                yield f"{flag} has no effect without {switch}; add that or drop it"
+
+
 def _of_both(args: Any, flag: str) -> Iterator[str]:
     yield from _of_precision_and_graphs(args, flag)
     if argument(args, "recompute_granularity") == "full" and argument(args, "recompute_method") != "block":

@@ -22,9 +22,9 @@ FEATURE = Feature(
         Flag("--swap-attention", "Keep saved tensors of attention in host memory until their backward."),
         Flag(
             "--swap-modules",
-            f"Whose saved tensors: names out of {', '.join(limits.MODULES)}, with commas between them.",
+            f"Whose saved tensors: names out of {', '.join(limits.MODULES)}, with commas between them; "
+            f"default: {limits.DEFAULT_MODULES}.",
             kind="value",
-            default=limits.DEFAULT_MODULES,
             metavar="NAMES",
         ),
         Flag(
@@ -36,10 +36,10 @@ FEATURE = Feature(
         ),
         Flag(
             "--swap-attention-min-bytes",
-            "Leave storages on the device that are smaller than this.",
+            "Leave storages on the device that are smaller than this; default: "
+            f"{limits.DEFAULT_MIN_BYTES >> 20} MiB.",
             kind="value",
             type=int,
-            default=limits.DEFAULT_MIN_BYTES,
             metavar="BYTES",
         ),
     ),
@@ -76,7 +76,7 @@ FEATURE = Feature(
         ),
     ),
     requires=Requires(versions={"megatron-core": _RANGE}),
-    active=wanted("swap_attention"),
+    active=wanted(*limits.SWITCHES),
     validate=limits.problems,
     doc="swap-attention.md",
 )
@@ -84,7 +84,7 @@ FEATURE = Feature(
 
 def _with_megatrons_checkpoints(settings: Any) -> bool:
     """recompute-outputs, which is decided earlier, puts a class in place that does it itself."""
-    return wanted("swap_attention")(settings) and "recompute-outputs" not in settings.features_on
+    return wanted(*limits.SWITCHES)(settings) and "recompute-outputs" not in settings.features_on
 
 
 OUTPUTS = Feature(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mindspeed_dsa.features.memory.recompute_limits import argument, of_choice, own_settings
+from mindspeed_dsa.features.memory.recompute_limits import argument, of_choice, of_options, own_settings
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.platforms.host_pool import require_host_memory
 
@@ -18,18 +18,20 @@ MODULES = {
 DEFAULT_MODULES = "self_attention"
 DEFAULT_MIN_BYTES = 1 << 20
 
-_DEST = "swap_attention"
+SWITCHES = ("swap_attention", "swap_modules", "swap_attention_min_bytes")
+"""The switch, and its options beside the number of layers."""
+_DEST = SWITCHES[0]
 
 
 def modules() -> tuple[str, ...]:
     """Attributes of a layer whose modules swap."""
-    return tuple(MODULES[name] for name in _names(own_settings().swap_modules))
+    return tuple(MODULES[name] for name in _names(own_settings().swap_modules or DEFAULT_MODULES))
 
 
 def min_bytes() -> int:
     """Smaller storages stay on the device."""
-    smallest: int = own_settings().swap_attention_min_bytes
-    return smallest
+    smallest: int | None = own_settings().swap_attention_min_bytes
+    return DEFAULT_MIN_BYTES if smallest is None else smallest
 
 
 def _names(text: str) -> list[str]:
@@ -40,6 +42,7 @@ def problems(args: Any) -> Sequence[str]:
     """Problems of ``--swap-attention``; ``args`` is a namespace or Megatron's config."""
     return [
         *of_choice(args, _DEST),
+        *of_options(args, *SWITCHES),
         *_of_values(args),
         *_of_other_movers(args),
         *_of_host_memory(args),
@@ -143,7 +146,8 @@ def least_host_bytes(args: Any) -> int | None:
         ) or heads
         width = 2 * head * (heads + groups)
     of_layer = length * batch * width * _bytes_of_number(args) // ranks
-    if of_layer < (argument(settings, "swap_attention_min_bytes") or 0):
+    smallest = argument(settings, "swap_attention_min_bytes")
+    if of_layer < (DEFAULT_MIN_BYTES if smallest is None else smallest):
         return None
     wanted = argument(settings, "swap_attention_num_layers")
     of_stage = layers // stages if wanted is None else min(wanted, layers // stages)

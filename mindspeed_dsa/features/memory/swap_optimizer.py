@@ -12,6 +12,8 @@ from mindspeed_dsa.features.memory.combinations import (
     refused,
     unknown_optimizer,
 )
+from mindspeed_dsa.features.memory.recompute import wanted
+from mindspeed_dsa.features.memory.recompute_limits import of_options
 from mindspeed_dsa.patches.spec import Patch
 
 _IMPL = "mindspeed_dsa.features.memory.swap_optimizer_impl"
@@ -40,6 +42,7 @@ def problems(args: Any) -> Sequence[str]:
     times = getattr(args, "swap_optimizer_times", None)
     if times is not None and times < 1:
         found.append(f"--swap-optimizer-times {times}: a step has at least one part; use 1 or more")
+    found += of_options(args, "swap_optimizer", "swap_optimizer_times")
     return found
 
 
@@ -54,10 +57,9 @@ FEATURE = Feature(
         ),
         Flag(
             "--swap-optimizer-times",
-            "Parts of a step: three of them are on the device at a time, 36/N bytes a parameter.",
+            "Parts of a step: three of them are on the device at a time, 36/N bytes a parameter; default 16.",
             kind="value",
             type=int,
-            default=16,
             metavar="N",
         ),
     ),
@@ -165,6 +167,7 @@ FEATURE = Feature(
             "--swap-optimizer alone, which saves more",
         ),
     ),
+    active=wanted("swap_optimizer", "swap_optimizer_times"),
     validate=problems,
     doc="swap-optimizer.md",
 )

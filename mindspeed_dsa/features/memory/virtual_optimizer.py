@@ -35,7 +35,7 @@ def gibibytes(word: str | float) -> float:
     quota = math.nan
     with contextlib.suppress(ValueError):
         quota = math.inf if word == "all" else float(word)
-    if not quota > 0:
+    if not quota > 0 or (quota == math.inf and word != "all"):
         raise ValueError(f"--virtual-optimizer {word}: a quota is 'all' or a number of GiB above 0")
     return quota
 
@@ -55,7 +55,7 @@ def quota_of(words: Sequence[str | float] | str | float, stage: int, stages: int
     if len(quotas) not in (1, stages):
         raise ValueError(
             f"--virtual-optimizer has {len(quotas)} quotas for {stages} pipeline stages; give one for all of "
-            f"them, or {stages}"
+            + ("them" if stages == 1 else f"them, or {stages}")
         )
     return quotas[stage if len(quotas) > 1 else 0] * _GIB
 

@@ -46,6 +46,7 @@ def problems(**arguments: Any) -> list[str]:
             "'mlp' cannot be swapped; use names out of input_norm, self_",
         ),
         ({"swap_modules": "self_attentio"}, "'self_attentio' cannot be swapped"),
+        ({"swap_attention": False, "swap_modules": "self_attention"}, "no effect without --swap-attention"),
         ({"swap_attention_min_bytes": -1}, "--swap-attention-min-bytes -1: use a number of bytes"),
         ({"swap_attention_num_layers": 5, "num_layers": 4}, "--swap-attention-num-layers 5: use a number"),
         ({"swap_attention": False, "swap_attention_num_layers": 2}, "has no effect without --swap-attention"),

@@ -187,7 +187,7 @@ def test_too_little_host_memory_is_told_before_training(pool):
 
 
 def arguments(**given):
-    return SimpleNamespace(**{"bf16": True, "optimizer": "adam", "swap_optimizer_times": 16, **given})
+    return SimpleNamespace(**{"bf16": True, "optimizer": "adam", "swap_optimizer": True, **given})
 
 
 def test_ordinary_arguments_are_accepted():
@@ -200,6 +200,7 @@ def test_ordinary_arguments_are_accepted():
     ("given", "said"),
     [
         ({"swap_optimizer_times": 0}, "use 1 or more"),
+        ({"swap_optimizer": False, "swap_optimizer_times": 8}, "no effect without --swap-optimizer"),
         ({"use_precision_aware_optimizer": True}, "one of the two"),
         ({"optimizer_cpu_offload": True}, "one of the two"),
         ({"fp8": "hybrid"}, "--fp8-format"),
