@@ -45,8 +45,9 @@ class LayerPass:
         self._name, self._min_bytes = name, min_bytes
         self._stays = {tensor.untyped_storage().data_ptr() for tensor in stays}
         self._previous = previous
-        # By address, which nobody else gets as long as the storage is held here.
-        self._leaving: dict[int, SwappedStorage] = {}
+        self._leaving: list[SwappedStorage] = []
+        # The last save, by address, which nobody else gets as long as the storage is held here.
+        self._saved: dict[int, _Swapped] = {}
         self._gone: list[ref[SwappedStorage]] = []
 
     @contextlib.contextmanager
@@ -57,10 +58,10 @@ class LayerPass:
             yield
         finally:
             _running.reset(token)
-        for swapped in self._leaving.values():
+        for swapped in self._leaving:
             swapped.leave()
-        self._gone = [ref(swapped) for swapped in self._leaving.values()]
-        self._leaving = {}
+        self._gone = [ref(swapped) for swapped in self._leaving]
+        self._leaving, self._saved = [], {}
 
     def hooks(self) -> Any:
         """Context in which what autograd saves is taken over."""
@@ -81,11 +82,15 @@ class LayerPass:
         if not self._may_leave(tensor):
             return _Kept(tensor, self._name)
         storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        swapped = self._leaving.get(address)
-        if swapped is None:
-            swapped = self._leaving[address] = SwappedStorage(storage)
-        return _Swapped(tensor, self._name, swapped)
+        # The copy starts now and not at the module's end, to run behind what is left of the module too. So
+        # a write that no version counter tells of is not in it; autograd takes such a write for none, too.
+        former = self._saved.get(storage.data_ptr())
+        if former is not None and former.is_as_saved(tensor):
+            return _Swapped(tensor, self._name, former.swapped)
+        swapped = SwappedStorage(storage)
+        self._leaving.append(swapped)
+        saved = self._saved[storage.data_ptr()] = _Swapped(tensor, self._name, swapped)
+        return saved
 
     def _may_leave(self, tensor: Tensor) -> bool:
         if (
@@ -150,15 +155,23 @@ class _Swapped(_Saved):
         counter = tensor.detach()  # shares the version counter,
         counter.data = tensor.new_empty(0)  # and no longer the memory
         super().__init__(counter, name)
-        self._swapped = swapped
+        self.swapped = swapped
         self._dtype, self._device = tensor.dtype, tensor.device
         self._place = tensor.storage_offset(), tensor.size(), tensor.stride()
 
     def tensor(self) -> Tensor:
         self._check(self._place[1])
         return torch.empty(0, dtype=self._dtype, device=self._device).set_(
-            self._swapped.on_device(), *self._place
+            self.swapped.on_device(), *self._place
         )
+
+    def is_as_saved(self, tensor: Tensor) -> bool:
+        """Whether the storage has not changed since, by the counters of both tensors.
+
+        Views and detached tensors share a counter; ``tensor.data`` has one of its own, which may show the
+        same number after the other one has moved.
+        """
+        return self._watched._version == self._version == tensor._version
 
 
 def _unpack(saved: _Saved) -> Tensor:

@@ -204,6 +204,24 @@ def test_second_derivatives(seen):
     assert second(swapped(chain, x), x).equal(second(chain(x), x))
 
 
+@pytest.mark.parametrize("which", ["the same", "a view", "another counter"])
+def test_what_has_changed_since_its_first_save_is_copied_again(seen, which):
+    """The first graph is dropped, so nobody is told of the change."""
+    weight = source()
+
+    def function(weight: Tensor) -> Tensor:
+        x = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(1))
+        again = {"the same": x, "a view": x.view(-1, 8), "another counter": x.data}[which]
+        weight * x
+        x.add_(1)
+        return weight.view(again.shape) * again
+
+    expected = gradient(function(weight), weight)
+    y = swapped(function, weight)
+    assert seen.out == [NBYTES, NBYTES]
+    assert gradient(y, weight).equal(expected)
+
+
 @pytest.mark.parametrize("min_bytes", [0, 1 << 20], ids=("on the host", "on the device"))
 def test_a_change_in_place_is_told(seen, min_bytes):
     x = source()
@@ -339,9 +357,10 @@ def test_a_buffer_is_not_used_again_under_a_copy(late):
     with layer_pass.hooks():
         y = (2 * x).sin()
         del y
-    (swapped_storage,) = layer_pass._leaving.values()
+    (swapped_storage,) = layer_pass._leaving
     event = swapped_storage._last_copy
     layer_pass._leaving.clear()
+    layer_pass._saved.clear()
     del swapped_storage
     assert in_use() > 0
     event.wait()
