@@ -123,7 +123,14 @@ class Platform(abc.ABC):
         Args:
             size: shape.
             dtype: element type.
+
+        Returns:
+            A tensor whose storage is as large as what is pinned for it.
         """
+
+    @abc.abstractmethod
+    def release_pinned(self) -> None:
+        """Give pinned memory back to the system that was freed and is kept for reuse below this library."""
 
     @abc.abstractmethod
     def empty_mapped(self, numel: int, dtype: torch.dtype, owner: object) -> torch.Tensor:

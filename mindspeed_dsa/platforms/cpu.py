@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_dsa.platforms.base import MemoryFigures, Platform
+from mindspeed_dsa.platforms.host_pages import tensor_on
 
 if TYPE_CHECKING:
     import torch
@@ -235,7 +236,10 @@ class CpuPlatform(Platform):
         nbytes = shape.numel() * dtype.itemsize
         if nbytes == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(shape)
+        return tensor_on(mmap.mmap(-1, nbytes)).view(dtype).view(shape)
+
+    def release_pinned(self) -> None:
+        """Nothing to do: pages go back with their tensor."""
 
     def empty_mapped(self, numel: int, dtype: torch.dtype, owner: object) -> torch.Tensor:
         """Memory of the pool that stands for the host's."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.platforms.base import Event, MemoryFigures, Platform, PlatformName, Stream
+from mindspeed_dsa.platforms.host_pages import RegisteredPages, tensor_on
 
 if TYPE_CHECKING:
     import torch
@@ -77,9 +78,26 @@ class CudaPlatform(Platform):
         self._module.synchronize()
 
     def empty_pinned(self, size: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Pages of the system that the CUDA runtime pins; torch's pinned memory if it cannot."""
         import torch
 
-        return torch.empty(size, dtype=dtype, device="cpu", pin_memory=True)
+        shape = torch.Size([size] if isinstance(size, int) else size)
+        nbytes = shape.numel() * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        pages = RegisteredPages(-1, nbytes)
+        flat = tensor_on(pages)
+        if not pages.register(self._module.cudart(), flat.data_ptr()):
+            rounded = 1 << (nbytes - 1).bit_length()  # as torch does anyway, but seen in the storage's size
+            flat = torch.empty(rounded, dtype=torch.uint8, device="cpu", pin_memory=True)[:nbytes]
+        return flat.view(dtype).view(shape)
+
+    def release_pinned(self) -> None:
+        import torch
+
+        release = getattr(torch._C, "_host_emptyCache", None)  # not in every torch
+        if release is not None:
+            release()
 
     def empty_mapped(self, numel: int, dtype: torch.dtype, owner: object) -> torch.Tensor:
         """Pinned memory of the pool: with unified addressing its pointer is valid on the device, too."""

@@ -7,6 +7,7 @@ allocator holds is the device's and what the pool holds is the host's.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import defaultdict
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _SMALLEST = 4096  # a page
 _STEPS = 4  # size classes between a power of two and the next: at most a fifth of a buffer is unused
+_free_at_start = host_memory_free()  # processes import this while they start, before any takes its share
 
 
 @dataclass(frozen=True)
@@ -93,13 +95,16 @@ class HostPool:
             if kept:
                 whole = kept.pop()
             else:
+                if size > host_memory_free():  # what is kept in other size classes may be enough
+                    self.release_kept()
                 held = f"host pool, beside the {self._held / 2**30:.2f} GiB that it holds"
-                require_host_memory(size, held, remedy)
+                # The other processes hold theirs already, or ask for themselves when they grow.
+                require_host_memory(size, held, remedy, processes=1)
                 whole = platforms.current().empty_pinned((size,), torch.uint8)
                 self._addresses.add(whole.untyped_storage().data_ptr())
-                self._held += size
+                self._held += _pinned(whole)
                 self._peak = max(self._peak, self._held)
-            self._in_use += size
+            self._in_use += _pinned(whole)
         return HostBuffer(self, whole, nbytes)
 
     def keep(self, nbytes: int, owner: object) -> torch.Tensor:
@@ -113,7 +118,8 @@ class HostPool:
             uint8, shape ``[nbytes]``.
         """
         buffer = self.take(nbytes, exact=True)
-        weakref.finalize(owner, self._forget, buffer.tensor.untyped_storage().data_ptr(), max(nbytes, 1))
+        address = buffer.tensor.untyped_storage().data_ptr()
+        weakref.finalize(owner, self._forget, address, _pinned(buffer.tensor))
         return buffer.tensor
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -130,11 +136,11 @@ class HostPool:
         """Give memory that nobody uses back to the system."""
         with self._lock:
             self._collect()
-            for size, kept in self._kept.items():
-                for whole in kept:
-                    self._addresses.discard(whole.untyped_storage().data_ptr())
-                self._held -= size * len(kept)
+            for whole in (each for kept in self._kept.values() for each in kept):
+                self._addresses.discard(whole.untyped_storage().data_ptr())
+                self._held -= _pinned(whole)
             self._kept.clear()
+        platforms.current().release_pinned()
 
     def _take_back(self, whole: torch.Tensor, after: Event | None) -> None:
         with self._lock:
@@ -159,7 +165,7 @@ class HostPool:
 
     def _keep(self, whole: torch.Tensor) -> None:
         self._kept[whole.numel()].append(whole)
-        self._in_use -= whole.numel()
+        self._in_use -= _pinned(whole)
 
 
 def size_class(nbytes: int) -> int:
@@ -171,22 +177,42 @@ def size_class(nbytes: int) -> int:
     return half + -(-(nbytes - half) // step) * step
 
 
-def require_host_memory(nbytes: int, who: str, remedy: str) -> None:
+def _pinned(tensor: torch.Tensor) -> int:
+    nbytes: int = tensor.untyped_storage().nbytes()
+    return nbytes
+
+
+def local_processes() -> int:
+    """Processes of the job on this host, as torchrun tells them; one where nobody does."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def require_host_memory(nbytes: int, who: str, remedy: str, processes: int | None = None) -> None:
     """Refuse before training starts what the host has no room for.
+
+    Each process asks for itself, before or after others have taken theirs. So what all of them need is
+    compared with what the host had when this process started, and what this one needs with what is left.
 
     Args:
         nbytes: pinned memory that this process is going to need.
         who: name of the feature.
         remedy: what the user can do.
+        processes: of this host that need as much; default: all of the job's.
 
     Raises:
         SettingsError: less is free.
     """
+    processes = local_processes() if processes is None else processes
     free = host_memory_free()
+    needs = f"{who}: needs {nbytes / 2**30:.2f} GiB of pinned host memory in this process"
     if nbytes > free:
+        raise SettingsError(f"{needs}, but the host has {free / 2**30:.2f} GiB free; {remedy}")
+    together = processes * (shared.figures().held + nbytes)
+    free = max(free, _free_at_start)
+    if processes > 1 and together > free:
         raise SettingsError(
-            f"{who}: needs {nbytes / 2**30:.2f} GiB of pinned host memory in this process, but the host has "
-            f"{free / 2**30:.2f} GiB free; {remedy}"
+            f"{needs}, and in {processes} processes on this host {together / 2**30:.2f} GiB with what they "
+            f"hold already, but the host had {free / 2**30:.2f} GiB free; {remedy}"
         )
 
 

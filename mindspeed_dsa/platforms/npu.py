@@ -46,6 +46,15 @@ class NpuPlatform(CudaPlatform):
             raise SettingsError(f"platform npu: torch_npu is there but sees no NPU; {_CANN}")
         import_module("torch_npu.contrib.transfer_to_npu")
 
+    def empty_pinned(self, size: Any, dtype: torch.dtype) -> torch.Tensor:
+        """torch_npu's pinned memory; whatever it rounds the size up to is not seen."""
+        import torch
+
+        return torch.empty(size, dtype=dtype, device="cpu", pin_memory=True)
+
+    def release_pinned(self) -> None:
+        """torch_npu keeps it."""
+
     def empty_mapped(self, numel: int, dtype: torch.dtype, owner: object) -> torch.Tensor:
         """torch_npu's swapped memory: the driver's, not the pool's."""
         swapped: torch.Tensor = _torch_npu().empty_with_swapped_memory(

@@ -87,6 +87,42 @@ def test_too_little_host_memory_is_told_with_the_figure_needed(monkeypatch):
         host_pool.require_host_memory(4 << 30, "swap-optimizer", "use more ranks")
 
 
+def test_every_process_of_the_host_is_counted(monkeypatch):
+    """With 500 GiB, 8 processes have room for 62 GiB each, whoever comes first."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(host_pool, "shared", HostPool())
+    monkeypatch.setattr(host_pool, "_free_at_start", 500 << 30)
+    for taken in (0, 7 * 62):
+        monkeypatch.setattr(host_pool, "host_memory_free", lambda taken=taken: (500 - taken) << 30)
+        host_pool.require_host_memory(62 << 30, "swap-optimizer", "use more ranks")
+    monkeypatch.setattr(host_pool, "host_memory_free", lambda: 500 << 30)
+    with pytest.raises(SettingsError, match=r"needs 72\.00 GiB .* in 8 processes .* 576\.00 .* 500\.00 "):
+        host_pool.require_host_memory(72 << 30, "swap-optimizer", "use more ranks")
+    monkeypatch.setattr(host_pool.shared, "_held", 1 << 30)
+    with pytest.raises(SettingsError, match=r"needs 62\.00 GiB .* 504\.00 GiB with what they hold"):
+        host_pool.require_host_memory(62 << 30, "swap-optimizer", "use more ranks")
+
+
+def test_a_pool_that_grows_asks_for_itself_alone(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(host_pool, "_free_at_start", 0)
+    monkeypatch.setattr(host_pool, "host_memory_free", lambda: 8192)
+    assert HostPool().take(8192).tensor.shape == (8192,)
+
+
+def test_what_is_kept_in_other_size_classes_goes_when_memory_is_short(monkeypatch):
+    pool, free = HostPool(), 8192
+    monkeypatch.setattr(host_pool, "host_memory_free", lambda: free - pool._held)
+    first, second = pool.take(4096), pool.take(4096)
+    first.give_back()
+    with pytest.raises(SettingsError, match=r"^host pool, .*needs"):
+        pool.take(8192)
+    second.give_back()
+    del first, second
+    assert pool.take(8192).tensor.shape == (8192,)
+    assert pool.figures() == HostFigures(in_use=8192, held=8192, peak=8192)
+
+
 def test_a_containers_limit_counts(monkeypatch, tmp_path):
     system = cpu.host_memory_free()
     monkeypatch.setattr(cpu, "_CGROUP", str(tmp_path))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mindspeed_dsa.features.memory.recompute_limits import argument, of_choice, of_options, own_settings
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.platforms.host_pool import require_host_memory
+from mindspeed_dsa.platforms.host_pool import local_processes, require_host_memory
 
 MODULES = {
     "input_norm": "input_layernorm",
@@ -108,9 +109,17 @@ def _of_host_memory(args: Any) -> Iterator[str]:
             nbytes,
             "--swap-attention on the first pipeline stage",
             "swap fewer layers (--swap-attention-num-layers N) or use smaller microbatches",
+            _on_first_stage(args),
         )
     except SettingsError as error:
         yield str(error)
+
+
+def _on_first_stage(args: Any) -> int:
+    """Processes of this host that are on a first pipeline stage; ranks of a stage follow each other."""
+    local = local_processes()
+    world = int(os.environ.get("WORLD_SIZE", local))
+    return min(local, max(world // (argument(args, "pipeline_model_parallel_size") or 1), 1))
 
 
 def least_host_bytes(args: Any) -> int | None:

@@ -122,6 +122,20 @@ def test_host_memory_that_is_certainly_needed(monkeypatch, arguments, expected):
     assert "--swap-attention-num-layers" in problem
 
 
+@pytest.mark.parametrize(("world", "processes"), [(16, 4), (64, 8)])
+def test_host_memory_is_asked_for_the_processes_of_the_first_stage(monkeypatch, world, processes):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    args = SimpleNamespace(swap_attention=True, **LARGE, pipeline_model_parallel_size=4)
+    free = processes * (limits.least_host_bytes(args) + host_pool.shared.figures().held)
+    monkeypatch.setattr(host_pool, "_free_at_start", 0)
+    monkeypatch.setattr(host_pool, "host_memory_free", lambda: free)
+    assert limits.problems(args) == []
+    monkeypatch.setattr(host_pool, "host_memory_free", lambda: free - 1)
+    (problem,) = limits.problems(args)
+    assert f"in {processes} processes on this host" in problem
+
+
 @pytest.mark.parametrize("arguments", [{"swap_modules": "input_norm"}, {"seq_length": None}])
 def test_nothing_is_said_of_host_memory_that_is_not_known(arguments):
     assert limits.least_host_bytes(SimpleNamespace(**{**LARGE, **arguments})) is None
