@@ -19,6 +19,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 _ATTRIBUTE = "_mindspeed_dsa_moments"
 
 
+def is_torch_adam(optimizer: Any) -> bool:
+    """Whether it is torch's own Adam or AdamW, of which neither is the other's subclass before torch 2.7."""
+    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+
+
 class Moments:
     """The moments of one optimizer.
 
@@ -51,7 +56,7 @@ class Moments:
             group: its parameter group.
         """
         state = self._start(parameter)
-        if isinstance(self._optimizer, torch.optim.Adam) and "step" not in state:
+        if is_torch_adam(self._optimizer) and "step" not in state:
             on_device = group["capturable"] or group["fused"]
             state["step"] = torch.zeros(
                 (), dtype=torch.float32, device=parameter.device if on_device else "cpu"
@@ -151,7 +156,7 @@ def from_the_first_step_on(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         moments = moments_of(self)
-        if moments is not None and isinstance(self.optimizer, torch.optim.Adam):
+        if moments is not None and is_torch_adam(self.optimizer):
             moments.begin_all()
         return original(self, *args, **kwargs)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.features.memory.host_moments import MOMENTS, Moments
+from mindspeed_dsa.features.memory.host_moments import MOMENTS, Moments, is_torch_adam
 from mindspeed_dsa.patches.errors import SettingsError
 
 
@@ -25,14 +25,19 @@ def require_adamw(optimizer: Any) -> None:
     Raises:
         SettingsError: it is not torch's Adam, or its weight decay is not decoupled.
     """
-    if not isinstance(optimizer, torch.optim.Adam) or any(
-        group["weight_decay"] and not group["decoupled_weight_decay"] for group in optimizer.param_groups
+    if not is_torch_adam(optimizer) or any(
+        group["weight_decay"] and not _is_decoupled(optimizer, group) for group in optimizer.param_groups
     ):
         raise SettingsError(
             "virtual-optimizer: on NPUs only torch_npu's AdamW operator updates moments in swapped memory, "
             "and this optimizer is another one; use decoupled weight decay without Apex, or leave out "
             "--virtual-optimizer"
         )
+
+
+def _is_decoupled(optimizer: Any, group: Mapping[str, Any]) -> bool:
+    # AdamW's groups have no such key where it is not a subclass of Adam.
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
 
 
 @contextlib.contextmanager
@@ -69,12 +74,12 @@ def copied(
 def step(optimizer: Any, moments: Moments, rest: Callable[[], Any]) -> None:
     """One step: the operator for parameters whose moments lie in such memory, ``rest`` for the others."""
     hidden: dict[Tensor, Tensor] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None and parameter in moments.places:
-                apply_adamw(parameter, moments.begin(parameter, group), group)
-                hidden[parameter], parameter.grad = parameter.grad, None
     try:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter in moments.places:
+                    apply_adamw(parameter, moments.begin(parameter, group), group)
+                    hidden[parameter], parameter.grad = parameter.grad, None
         rest()
     finally:
         for parameter, gradient in hidden.items():

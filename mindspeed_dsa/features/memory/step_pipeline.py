@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.features.memory.host_moments import MOMENTS, Moments
+from mindspeed_dsa.features.memory.host_moments import MOMENTS, Moments, is_torch_adam
 from mindspeed_dsa.features.memory.host_slab import Chunk, Piece, Slab, cut
-from mindspeed_dsa.platforms.base import Event
+from mindspeed_dsa.platforms.base import Event, Stream
 
 BUFFERS = 3
 _NUMBER = 4  # bytes of a float32
@@ -44,8 +44,8 @@ def columns_of(slabs: Sequence[Slab], times: int, scratch: int) -> int:
 
 def scratch_of(optimizer: Any) -> int:
     """Bytes a number that this optimizer's step allocates; a fused one needs none."""
-    is_torch = isinstance(optimizer, torch.optim.Adam)
-    return _SCRATCH if is_torch and not all(group["fused"] for group in optimizer.param_groups) else 0
+    is_fused = all(group["fused"] for group in optimizer.param_groups) if is_torch_adam(optimizer) else True
+    return 0 if is_fused else _SCRATCH
 
 
 @dataclass
@@ -70,6 +70,10 @@ class Pipeline:
         slabs: its state.
         moments: of the same state.
         times: staging buffers are a ``times``-th of the state each, scratch included.
+
+    Attributes:
+        torn: whether a step has failed after it had updated a part of the state. Such state is of no step;
+            whoever sets all of it anew sets this back.
     """
 
     def __init__(self, optimizer: Any, slabs: Sequence[Slab], moments: Moments, times: int) -> None:
@@ -82,6 +86,7 @@ class Pipeline:
         self._loader, self._storer = platform.new_stream(), platform.new_stream()
         self._stored = platform.new_event()
         self._buffers: list[_Buffer] = []
+        self.torn = False
 
     @property
     def staging(self) -> int:
@@ -89,19 +94,29 @@ class Pipeline:
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
     def prefetch(self) -> None:
-        """Start to load the first chunks; does nothing if they are loaded."""
+        """Start to load the first chunks; does nothing if they are loaded.
+
+        Raises:
+            Exception: the device's, if it has no memory for the buffers; then nothing is loaded.
+        """
         if self._buffers:
             return
         platform = platforms.current()
         device = platform.device
-        for _ in range(min(BUFFERS, len(self.chunks))):
-            memory = torch.empty(self._size, dtype=torch.float32, device=device)
-            self._buffers.append(_Buffer(memory, *(platform.new_event() for _ in range(3))))
-        # The memory may have been somebody's whose work is not done; the host's may not be written yet.
-        self._loader.wait_stream(platform.current_stream())
-        self._loader.wait_event(self._stored)
-        for number in range(len(self._buffers)):
-            self._load(number)
+        buffers: list[_Buffer] = []
+        try:
+            for _ in range(min(BUFFERS, len(self.chunks))):
+                memory = torch.empty(self._size, dtype=torch.float32, device=device)
+                buffers.append(_Buffer(memory, *(platform.new_event() for _ in range(3))))
+            # The memory may have been somebody's whose work is not done; the host's may not be written yet.
+            self._loader.wait_stream(platform.current_stream())
+            self._loader.wait_event(self._stored)
+            for number, buffer in enumerate(buffers):
+                self._load(number, buffer)
+        except BaseException:
+            _release(buffers, self._loader)
+            raise
+        self._buffers = buffers  # all of them hold what they should
 
     def discard(self) -> None:
         """Drop what is loaded, for a step that does not come; the host's memory may be written afterwards."""
@@ -114,6 +129,19 @@ class Pipeline:
         self.discard()
         self._stored.synchronize()
 
+    def require_whole(self) -> None:
+        """Check that the state is that of a whole number of steps.
+
+        Raises:
+            RuntimeError: a step has failed in the middle.
+        """
+        if self.torn:
+            raise RuntimeError(
+                "swap-optimizer: a step of this optimizer failed after it had updated a part of the "
+                "parameters, so its state is neither that before the step nor that after it; load a "
+                "state dict into the optimizer, or start again from the last checkpoint"
+            )
+
     @torch.no_grad()
     def step(
         self, update: Callable[[], Any], updated: Callable[[int, Event], Any] = lambda number, event: None
@@ -125,8 +153,10 @@ class Pipeline:
             updated: told each chunk's number when its update is recorded in the event.
 
         Raises:
-            Exception: whatever ``update`` raises; what it has finished before stays.
+            RuntimeError: a step before this one has failed in the middle.
+            Exception: whatever ``update`` raises. If chunks were updated by then, the state is torn.
         """
+        self.require_whole()
         self.prefetch()
         counters: dict[Tensor, dict[str, Any]] = {}
         groups: dict[int, dict[str, Any]] = {}
@@ -136,16 +166,17 @@ class Pipeline:
                 self._store(number)
                 updated(number, self._buffers[number % BUFFERS].updated)
                 if number + BUFFERS < len(self.chunks):
-                    self._load(number + BUFFERS)
+                    self._load(number + BUFFERS, self._buffers[number % BUFFERS])
         finally:
             self._drop()
         for main, counted in counters.items():
             _assign(self._optimizer.state[main], counted)
         for index, counted in groups.items():
             _assign(self._optimizer.param_groups[index], counted)
+        self.torn = False
 
-    def _load(self, number: int) -> None:
-        chunk, buffer = self.chunks[number], self._buffers[number % BUFFERS]
+    def _load(self, number: int, buffer: _Buffer) -> None:
+        chunk = self.chunks[number]
         with platforms.current().use_stream(self._loader):
             if number >= BUFFERS:
                 self._loader.wait_event(buffer.stored)
@@ -166,6 +197,7 @@ class Pipeline:
         parts = {piece: _part(piece, rows) for piece in chunk.pieces}
         with self._only(parts, rows) as view:
             update()
+        self.torn = True  # until the last chunk is updated and all is counted
         for piece, part in parts.items():
             if part in view.state:
                 counters[piece.parameter.main] = _without_moments(view.state[part])
@@ -183,9 +215,7 @@ class Pipeline:
             self._stored.record(self._storer)
 
     def _drop(self) -> None:
-        for buffer in self._buffers:
-            for stream in (self._loader, self._storer):
-                platforms.current().record_stream(buffer.memory, stream)
+        _release(self._buffers, self._loader, self._storer)
         self._buffers = []
 
     @contextmanager
@@ -225,6 +255,13 @@ def _part(piece: Piece, rows: Tensor) -> Tensor:
     if piece.parameter.weights is None:
         return piece.parameter.main.detach().view(-1)[piece.start : piece.end]
     return rows[0, piece.column : piece.column + piece.end - piece.start]
+
+
+def _release(buffers: Sequence[_Buffer], *streams: Stream) -> None:
+    """Let the buffers' memory go when the streams are done with it."""
+    for buffer in buffers:
+        for stream in streams:
+            platforms.current().record_stream(buffer.memory, stream)
 
 
 def _copy(destination: Tensor, source: Tensor) -> None:

@@ -134,22 +134,22 @@ FEATURE = Feature(
             Patch(
                 f"{optimizer}.{method}",
                 "wrap",
-                f"{_IMPL}:to_the_host",
+                f"{_IMPL}:{factory}",
                 "checkpoints are read from the host and written to it",
             )
             for optimizer in (_FLOAT16, _FLOAT32, _DISTRIBUTED)
-            for method in ("state_dict", "load_state_dict")
+            for method, factory in (("state_dict", "from_the_host"), ("load_state_dict", "to_the_host"))
         ),
         *LOADED_INTO_PLACES,
         *(
             Patch(
-                f"{_DISTRIBUTED}.{direction}_main_param_and_optimizer_states",
+                f"{_DISTRIBUTED}.{method}_main_param_and_optimizer_states",
                 "wrap",
-                f"{_IMPL}:of_one_parameter",
+                f"{_IMPL}:{direction}_one_parameter",
                 "checkpoints are read from the host and written to it",
                 params=("model_param",),
             )
-            for direction in ("_get", "_set")
+            for method, direction in (("_get", "from"), ("_set", "to"))
         ),
         Patch(
             f"{_DISTRIBUTED}.load_parameter_state_from_dp_zero_legacy",

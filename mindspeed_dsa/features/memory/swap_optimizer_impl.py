@@ -8,6 +8,7 @@ finds on the host instead, for the length of that call.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
@@ -28,6 +29,8 @@ from mindspeed_dsa.platforms import host_pool
 _Function = Callable[..., Any]
 _ATTRIBUTE = "_mindspeed_dsa_swapped"
 _WAITING = "_mindspeed_dsa_swapped"
+# The name that torch has for it since 2.5, and the one before.
+_OUT_OF_MEMORY = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 _LISTS = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
 _voids: ContextVar[Voids | None] = ContextVar("voids", default=None)
 
@@ -68,9 +71,13 @@ class Swapped:
             master.view(-1).copy_(self._weights[main]())
 
     def load_early(self) -> None:
-        """Start to load for the step to come, where that goes on beside other work."""
+        """Start to load for the step to come, where that goes on beside other work.
+
+        Where the device has no memory yet, as in a backward whose activations are alive, a later call loads.
+        """
         if platforms.current().asynchronous:
-            self.pipeline.prefetch()
+            with contextlib.suppress(_OUT_OF_MEMORY):
+                self.pipeline.prefetch()
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
@@ -173,6 +180,9 @@ def while_gradients_are_prepared(original: _Function) -> _Function:
         parts = [swapped_of(each) for each in getattr(self, "chained_optimizers", [self])]
         for swapped in parts:
             if swapped is not None:
+                swapped.pipeline.require_whole()  # of all parts, before the first of them makes its step
+        for swapped in parts:
+            if swapped is not None:
                 swapped.load_early()
         skipped = bool(original(self))
         for swapped in parts:
@@ -220,21 +230,50 @@ def reloaded_on_the_host(original: _Function) -> _Function:
     return _copy_model_params_to_main_params
 
 
-def to_the_host(original: _Function) -> _Function:
-    """Decorate what reads or writes all master weights, or moments, by Megatron's lists."""
+def from_the_host(original: _Function) -> _Function:
+    """Decorate ``state_dict``."""
 
-    def on_the_host(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        swapped = swapped_of(self)
+        if swapped is None:
+            return original(self, *args, **kwargs)
+        swapped.pipeline.require_whole()
+        with swapped.on_the_host(), torch.no_grad():
+            return original(self, *args, **kwargs)
+
+    return state_dict
+
+
+def to_the_host(original: _Function) -> _Function:
+    """Decorate ``load_state_dict``, after which the state is whole again."""
+
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         swapped = swapped_of(self)
         if swapped is None:
             return original(self, *args, **kwargs)
         with swapped.on_the_host(), torch.no_grad():
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
+        swapped.pipeline.torn = False
+        return result
 
-    return on_the_host
+    return load_state_dict
 
 
-def of_one_parameter(original: _Function) -> _Function:
-    """Decorate what reads or writes the state of one of the model's parameters."""
+def from_one_parameter(original: _Function) -> _Function:
+    """Decorate ``_get_main_param_and_optimizer_states``."""
+    read = to_one_parameter(original)
+
+    def _get_main_param_and_optimizer_states(self: Any, model_param: Any) -> Any:
+        swapped = swapped_of(self)
+        if swapped is not None:
+            swapped.pipeline.require_whole()
+        return read(self, model_param)
+
+    return _get_main_param_and_optimizer_states
+
+
+def to_one_parameter(original: _Function) -> _Function:
+    """Decorate ``_set_main_param_and_optimizer_states``."""
 
     def on_the_host(self: Any, model_param: Any, *args: Any, **kwargs: Any) -> Any:
         swapped = swapped_of(self)
@@ -277,7 +316,8 @@ def _swap(optimizer: Any) -> None:
     attach(optimizer, swapped.moments)
     for chunk in getattr(optimizer, "model_chunks", ()):
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            vars(group).setdefault(_WAITING, []).append(swapped)
+            # The model may outlive the optimizer.
+            vars(group).setdefault(_WAITING, weakref.WeakSet()).add(swapped)
 
 
 def _parameters(optimizer: Any) -> Iterator[Parameter]:
