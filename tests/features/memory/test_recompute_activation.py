@@ -134,7 +134,7 @@ def test_layouts_train_the_same_bit_for_bit(pool, world_size, arguments):
     ("overrides", "activation", "floats"),
     [
         # per token: the product; and silu of the gate and the other half plus its offset, which it is made of
-        (PLAIN, "silu", 3 * FFN),
+        pytest.param(PLAIN, "silu", 3 * FFN, marks=pytest.mark.full),
         pytest.param({**PLAIN, **FUSED}, "silu", FFN, marks=pytest.mark.full),
         pytest.param({**PLAIN, **UNGATED}, "gelu", FFN, marks=pytest.mark.full),
         # every token goes to two of the experts of width 16, where the product with the router's probability
@@ -158,6 +158,7 @@ def test_the_memory_of_activations_goes(pool, overrides, activation, floats):
     assert on["peak"] <= off["peak"] - TOKENS * lowered * 4 + 1000
 
 
+@pytest.mark.full
 def test_memory_is_freed_in_as_many_layers_as_asked_for(pool):
     (off,) = run(pool, "kept_bytes", switches={}, overrides=PLAIN)
     switches = {**ON, "recompute_activation_function_num_layers": 1}

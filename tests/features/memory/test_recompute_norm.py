@@ -33,8 +33,8 @@ def test_training_is_the_same_bit_for_bit(pool, overrides, switches):
     ("world_size", "arguments"),
     [
         (1, {}),
-        (1, {"mtp": True}),
-        (2, {"tp": 2}),
+        pytest.param(1, {"mtp": True}, marks=pytest.mark.full),
+        pytest.param(2, {"tp": 2}, marks=pytest.mark.full),
         (2, {"pp": 2}),
         pytest.param(4, {"pp": 4, "vpp": 2, "num_microbatches": 8}, marks=pytest.mark.full),
     ],
@@ -69,7 +69,8 @@ def test_norms_learn_where_their_input_needs_no_gradient(pool):
 
 
 @pytest.mark.parametrize(
-    ("norm", "floats", "per_token"), [("LayerNorm", HIDDEN, 2), ("RMSNorm", 2 * HIDDEN, 1)]
+    ("norm", "floats", "per_token"),
+    [("LayerNorm", HIDDEN, 2), pytest.param("RMSNorm", 2 * HIDDEN, 1, marks=pytest.mark.full)],
 )
 def test_the_memory_of_norms_goes(pool, norm, floats, per_token):
     """Output, mean and reciprocal deviation; of RMSNorm on the CPU also what is between its operations."""

@@ -65,10 +65,10 @@ OWN = {"recompute_activation_function": True, "recompute_norm": True, "recompute
     ("overrides", "switches", "swap"),
     [
         (PLAIN, {}, ALL),
-        (EXPERTS, OWN, ALL),
+        pytest.param(EXPERTS, OWN, ALL, marks=pytest.mark.full),
         ({}, {}, ON),
         ({}, FUSED, ALL),
-        ({**PLAIN, **MLP}, {}, ON),
+        pytest.param({**PLAIN, **MLP}, {}, ON, marks=pytest.mark.full),
         pytest.param(
             {**PLAIN, "attention_dropout": 0.2, "hidden_dropout": 0.1, "add_bias_linear": True},
             {},
@@ -108,7 +108,7 @@ def test_training_is_the_same_bit_for_bit(pool, overrides, switches, swap):
     [
         (2, {}, {"tp": 2}),
         (2, PLAIN, {"pp": 2}),
-        (1, {}, {"mtp": True}),
+        pytest.param(1, {}, {"mtp": True}, marks=pytest.mark.full),
         pytest.param(2, {}, {"pp": 2}, marks=pytest.mark.full),
         pytest.param(2, PLAIN, {"tp": 2}, marks=pytest.mark.full),
         pytest.param(2, {}, {"pp": 2, "vpp": 2, "num_microbatches": 4}, marks=pytest.mark.full),
@@ -133,7 +133,7 @@ def test_layouts_train_the_same_bit_for_bit(pool, world_size, overrides, argumen
     assert_same(*both(pool, world_size, overrides={**overrides, "num_layers": max(layers, 2)}, **arguments))
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
+@pytest.mark.parametrize("order", [[0, 1, 2], pytest.param([2, 1, 0], marks=pytest.mark.full), [1, 2, 0]])
 def test_backwards_in_any_order(pool, order):
     (off,) = run(pool, "in_flight", switches={}, order=[0, 1, 2])
     (on,) = run(pool, "in_flight", switches=ON, order=order)
@@ -144,10 +144,10 @@ def test_backwards_in_any_order(pool, order):
 @pytest.mark.parametrize(
     ("overrides", "switches", "swap"),
     [
-        (PLAIN, {}, ON),
+        pytest.param(PLAIN, {}, ON, marks=pytest.mark.full),
         pytest.param(PLAIN, {}, ALL, marks=pytest.mark.full),
-        (EXPERTS, {"recompute_norm": True}, ALL),
-        (UP_ALONE, {}, ON),
+        pytest.param(EXPERTS, {"recompute_norm": True}, ALL, marks=pytest.mark.full),
+        pytest.param(UP_ALONE, {}, ON, marks=pytest.mark.full),
         ({}, {}, ON),
         pytest.param({}, FUSED, ALL, marks=pytest.mark.full),
     ],
@@ -178,7 +178,7 @@ def test_the_device_has_less_by_what_was_copied(pool, overrides, switches, swap)
             4 * TOKENS * (7 * HIDDEN + HEADS * LENGTH) + 4 * 4 * LENGTH * HIDDEN // HEADS + LENGTH**2,
         ),
         # the hidden states, their mean and the inverse of their deviation, for each norm
-        ("input_norm,post_attention_norm", 2 * 4 * TOKENS * (HIDDEN + 2)),
+        pytest.param("input_norm,post_attention_norm", 2 * 4 * TOKENS * (HIDDEN + 2), marks=pytest.mark.full),
     ],
     ids=("attention", "norms"),
 )
@@ -188,6 +188,7 @@ def test_bytes_of_multi_head_attention_are_what_the_formula_says(pool, modules, 
     assert on["back"] == LAYERS * of_layer
 
 
+@pytest.mark.full
 def test_the_peak_is_lower_with_many_layers(pool):
     """All layers but two are on the host when backward begins, and no more than two are on the device."""
     overrides = {**PLAIN, "num_layers": 6}
