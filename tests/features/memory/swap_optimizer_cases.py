@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -85,6 +88,75 @@ def changed_while_loaded(early: bool) -> dict[str, Any]:
         job.optimizer.reload_model_params()
         job.optimizer.step()
     return {"loaded": loaded > 0, **state(job)}
+
+
+def loading_fails(error: type[Exception] | None, **options: Any) -> dict[str, Any]:
+    """Two steps; the second's first early load copies one part and then raises, if an error is given."""
+    from mindspeed_dsa.features.memory import step_pipeline
+
+    job = build(ON, **options)
+    original, calls = step_pipeline._copy, []
+    raised = ""
+
+    def fails_once(*tensors: Any) -> None:
+        calls.append(tensors)
+        if len(calls) == 2 and error is not None:
+            raise error
+        original(*tensors)
+
+    with mock.patch.object(CpuPlatform, "asynchronous", True):
+        step(job, 0)
+        with mock.patch.object(step_pipeline, "_copy", fails_once):
+            try:
+                step(job, 1)
+            except Exception as found:
+                raised = type(found).__name__
+    return {"raised": raised, **state(job)}
+
+
+def torn(**options: Any) -> dict[str, Any]:
+    """A step that fails in its second chunk, what is refused then, and training from the state before it."""
+    job = build(ON, **options)
+    step(job, 0)
+    kept = copy.deepcopy(job.optimizer.state_dict())
+    inner = job.parts[0].optimizer
+    original, updates = inner.step, []
+
+    def unlucky(*unused: Any) -> None:
+        updates.append(None)
+        if len(updates) == 2:
+            raise ZeroDivisionError
+        original()
+
+    refused = []
+    for attempt in (
+        partial(step, job, 1),
+        partial(step, job, 1),
+        job.optimizer.state_dict,
+    ):
+        with mock.patch.object(inner, "step", unlucky):
+            try:
+                attempt()
+            except (ZeroDivisionError, RuntimeError) as error:
+                refused.append(f"{type(error).__name__}: {error}")
+    job.optimizer.load_state_dict(kept)
+    return {"refused": refused, "record": step(job, 1), **state(job)}
+
+
+def second_optimizer(**options: Any) -> dict[str, int]:
+    """Bytes on the host with one optimizer, and with another one of the same model after it has gone."""
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    gc.collect()  # of other tests' jobs
+    before = host_pool.shared.figures().in_use
+    job = build(ON, **options)
+    one = host_pool.shared.figures().in_use - before
+    with mock.patch.object(CpuPlatform, "asynchronous", True):
+        step(job, 0)
+        job.optimizer = get_megatron_optimizer(job.optimizer.config, [job.model])
+        gc.collect()
+        step(job, 1)
+    return {"one": one, "next": host_pool.shared.figures().in_use - before}
 
 
 def peaks(switches: dict[str, Any], **options: Any) -> dict[str, float]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mindspeed_dsa.features.memory.swap_optimizer import FEATURE, problems
 from tests.features.memory.training import (
@@ -103,6 +104,27 @@ def test_what_is_loaded_is_dropped_when_weights_are_set_from_outside(pool):
 def test_a_step_that_fails_leaves_everything(pool, ranks, options):
     for result in pool.run(f"{JOB}:fail_in_the_step", ranks, switches=ON, **options):
         assert result == {"error": "out of luck", "shard is as before": True, "placed": SWAPPED}
+
+
+def test_after_a_step_that_fails_in_the_middle_only_loading_helps(pool):
+    (found,) = pool.run(f"{CASES}:torn", 1)
+    first, *refused = found.pop("refused")
+    assert first.startswith("ZeroDivisionError")
+    assert len(refused) == 2, "a step, and what a checkpoint is made of"
+    assert all(each.startswith("RuntimeError: swap-optimizer: a step of this") for each in refused)
+    assert found["record"]["successful"]
+
+
+def test_an_early_load_without_memory_is_made_later(pool):
+    (expected,) = pool.run(f"{CASES}:loading_fails", 1, error=None, **DISTRIBUTED)
+    assert pool.run(f"{CASES}:loading_fails", 1, error=torch.OutOfMemoryError, **DISTRIBUTED) == [expected]
+    (other,) = pool.run(f"{CASES}:loading_fails", 1, error=ZeroDivisionError, **DISTRIBUTED)
+    assert (expected["raised"], other["raised"]) == ("", "ZeroDivisionError")
+
+
+def test_a_model_that_outlives_its_optimizer_keeps_nothing_of_it(pool):
+    (found,) = pool.run(f"{CASES}:second_optimizer", 1, **DISTRIBUTED)
+    assert found["next"] == found["one"] > 0
 
 
 @pytest.mark.parametrize(
