@@ -25,9 +25,13 @@ def remember(parameter: Parameter) -> None:
 def own(saved: Tensor) -> Tensor:
     """The parameter that ``saved`` is a look-alike of; ``saved`` itself if it is none."""
     parameter = _by_address.get(saved.data_ptr())
-    if parameter is None or parameter.data_ptr() != saved.data_ptr() or parameter.shape != saved.shape:
+    if parameter is None or _place(parameter) != _place(saved):
         return saved
     return parameter
+
+
+def _place(tensor: Tensor) -> Any:
+    return tensor.data_ptr(), tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
 class _OwnWeights:
