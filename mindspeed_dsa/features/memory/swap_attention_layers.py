@@ -41,6 +41,8 @@ def swap_in_layer(original: Callable[..., Any]) -> Callable[..., Any]:
             limits.min_bytes(),
             _of_others([getattr(self, name) for name in modules], others),
             _pass_of_output.get(hidden_states),
+            # Transformer Engine computes every other part of the sequence on a stream of its own.
+            of_any_stream=self.config.context_parallel_size > 1,
         )
         with layer_pass.whole_layer():
             result = original(self, *args, **kwargs)
@@ -118,9 +120,12 @@ def _told_to_transformer_engine() -> Iterator[None]:
     if engine is None:
         yield
         return
-    before = engine.CPUOffloadEnabled
+    before = getattr(engine, "CPUOffloadEnabled", None)  # not in every release; to set it does no harm
     engine.CPUOffloadEnabled = True
     try:
         yield
     finally:
-        engine.CPUOffloadEnabled = before
+        if before is None:
+            del engine.CPUOffloadEnabled
+        else:
+            engine.CPUOffloadEnabled = before

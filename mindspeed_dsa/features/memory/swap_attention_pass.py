@@ -37,14 +37,20 @@ class LayerPass:
         min_bytes: smaller storages stay on the device.
         stays: tensors whose memory stays on the device: it belongs to others too.
         previous: the pass of the layer below, whose backward comes next.
+        of_any_stream: the layer may allocate what it saves on more than one stream.
     """
 
     def __init__(
-        self, name: str, min_bytes: int, stays: Iterator[Tensor], previous: LayerPass | None = None
+        self,
+        name: str,
+        min_bytes: int,
+        stays: Iterator[Tensor],
+        previous: LayerPass | None = None,
+        of_any_stream: bool = False,
     ) -> None:
         self._name, self._min_bytes = name, min_bytes
         self._stays = {tensor.untyped_storage().data_ptr() for tensor in stays}
-        self._previous = previous
+        self._previous, self._of_any_stream = previous, of_any_stream
         self._leaving: list[SwappedStorage] = []
         # The last save, by address, which nobody else gets as long as the storage is held here.
         self._saved: dict[int, _Swapped] = {}
@@ -87,7 +93,7 @@ class LayerPass:
         former = self._saved.get(storage.data_ptr())
         if former is not None and former.is_as_saved(tensor):
             return _Swapped(tensor, self._name, former.swapped)
-        swapped = SwappedStorage(storage)
+        swapped = SwappedStorage(storage, self._of_any_stream)
         self._leaving.append(swapped)
         saved = self._saved[storage.data_ptr()] = _Swapped(tensor, self._name, swapped)
         return saved

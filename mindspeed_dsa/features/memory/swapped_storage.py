@@ -39,12 +39,15 @@ class SwappedStorage:
 
     Args:
         storage: a ``torch.UntypedStorage`` on the device, not empty.
+        of_any_stream: it may have been allocated while another stream than the current one was, whose later
+            work does not wait for the copy. The allocator then keeps the memory until it sees the copy done,
+            which is later than the current stream needs where the host runs ahead of the device.
 
     Raises:
         SettingsError: the host has no memory left.
     """
 
-    def __init__(self, storage: Any) -> None:
+    def __init__(self, storage: Any, of_any_stream: bool = False) -> None:
         self.nbytes: int = storage.nbytes()
         self._device = storage.device
         self._storage: Any = storage
@@ -55,7 +58,10 @@ class SwappedStorage:
         self._buffer = shared.take(self.nbytes, remedy=_REMEDY)
         platform = platforms.current()
         stream, _ = _streams(platform)
-        self._last_copy = _copy_behind_current(platform, stream, self._buffer.tensor, bytes_of(storage))
+        source = bytes_of(storage)
+        self._last_copy = _copy_behind_current(platform, stream, self._buffer.tensor, source)
+        if of_any_stream:
+            platform.record_stream(source, stream)
 
     def leave(self) -> None:
         """Let the device's memory go.
@@ -90,7 +96,11 @@ class SwappedStorage:
         """The storage; the current stream waits until its bytes are there."""
         self.come_back()
         if self._back is not None:
-            self._back.wait(platforms.current().current_stream())
+            platform = platforms.current()
+            stream = platform.current_stream()
+            self._back.wait(stream)
+            if stream != self._consumer:  # the memory is the consumer's: this one reads it as a guest
+                platform.record_stream(bytes_of(self._storage), stream)
         return self._storage
 
     def __del__(self) -> None:

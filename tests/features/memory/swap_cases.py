@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -216,22 +217,25 @@ def fused_accumulation(switches: Mapping[str, Any], tp: int = 1) -> dict[str, An
     return {"gradients": job.gradients(chunks)}
 
 
-def told_to_transformer_engine(switches: Mapping[str, Any]) -> dict[str, bool]:
-    """What Transformer Engine's switch says inside the attention and outside of it."""
+def told_to_transformer_engine(switches: Mapping[str, Any], **before: bool) -> dict[str, Any]:
+    """What Transformer Engine's switch says inside the attention and outside of it, and what is left of it.
+
+    ``before``: the attributes of the engine's module.
+    """
     from megatron.core.extensions import transformer_engine
 
     job.start(switches)
     _, (model,) = built(PLAIN)
     layer = model.decoder.layers[0]
-    engine = mock.Mock(CPUOffloadEnabled=False)
-    found: dict[str, bool] = {}
+    engine = SimpleNamespace(**before)
+    found: dict[str, Any] = {}
     for name, module in (("attention", layer.self_attention.linear_proj), ("mlp", layer.mlp)):
         module.register_forward_pre_hook(
-            lambda *_, name=name: found.__setitem__(name, engine.CPUOffloadEnabled)
+            lambda *_, name=name: found.__setitem__(name, vars(engine).get("CPUOffloadEnabled"))
         )
     with mock.patch.object(transformer_engine, "cpu_offload", engine):
         job.per_token_loss(model, job.samples(2))
-    return found
+    return {**found, "left": vars(engine)}
 
 
 def chosen_layers(switches: Mapping[str, Any], num_layers: int, **layout: Any) -> dict[int, tuple[str, ...]]:

@@ -249,9 +249,10 @@ def test_gradient_accumulation_fusion(pool, switches, tp):
         assert all(gradient.any() for name, gradient in after["gradients"].items() if "linear_qkv" in name)
 
 
-def test_transformer_engine_is_told(pool):
-    (found,) = run(pool, "told_to_transformer_engine", switches=ON)
-    assert found == {"attention": True, "mlp": False}
+@pytest.mark.parametrize("before", [{"CPUOffloadEnabled": False}, {}], ids=("known", "not known"))
+def test_transformer_engine_is_told(pool, before):
+    (found,) = run(pool, "told_to_transformer_engine", switches=ON, **before)
+    assert found == {"attention": True, "mlp": before.get("CPUOffloadEnabled"), "left": before}
 
 
 @pytest.mark.parametrize(
