@@ -2,7 +2,8 @@
 
 Megatron gathers all buckets after the step. Here each bucket group is gathered, on a stream of its own, as
 soon as the chunks that hold this rank's part of it are updated; Megatron's own call then finds it done.
-Ranks have different parts of parameters, so their chunks differ; they agree on the order of bucket groups.
+Ranks have different parts of parameters, so their chunks differ; they agree on the order of bucket groups,
+also those that have no part at all.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class EarlyGather:
 
     Args:
         groups: bucket groups, in order.
-        chunks: of a step.
+        chunks: of a step; none on a rank that has nothing to update.
     """
 
     def __init__(self, groups: Sequence[Any], chunks: Sequence[Chunk]) -> None:
@@ -74,6 +75,15 @@ class EarlyGather:
                 vars(group).pop(_GATHERED, None)
             raise
         platforms.current().current_stream().wait_stream(self._stream)
+
+    @contextmanager
+    def with_nothing_to_update(self) -> Iterator[None]:
+        """The gathers of a step on a rank that has no part of the buckets, in the order of the others."""
+        with self.during_a_step() as updated:
+            event = platforms.current().new_event()
+            event.record(platforms.current().current_stream())
+            updated(0, event)
+            yield
 
     def _updated(self, number: int, event: Event) -> None:
         with platforms.current().use_stream(self._stream):

@@ -28,6 +28,7 @@ from mindspeed_dsa.platforms import host_pool
 
 _Function = Callable[..., Any]
 _ATTRIBUTE = "_mindspeed_dsa_swapped"
+_GATHER_ALONE = "_mindspeed_dsa_gather_alone"
 _WAITING = "_mindspeed_dsa_swapped"
 # The name that torch has for it since 2.5, and the one before.
 _OUT_OF_MEMORY = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
@@ -55,7 +56,7 @@ class Swapped:
         )
         self.pipeline = Pipeline(optimizer.optimizer, slabs, self.moments, times)
         self._gather: EarlyGather | None = None
-        if _is_sharded(optimizer) and not optimizer.ddp_config.overlap_param_gather:
+        if _gathers_after_steps(optimizer):
             self._gather = EarlyGather(BucketOrder(optimizer).groups, self.pipeline.chunks)
         self.reload()
 
@@ -197,8 +198,12 @@ def through_the_pipeline(original: _Function) -> _Function:
     """Decorate ``step_with_ready_grads``."""
 
     def step_with_ready_grads(self: Any) -> bool:
-        swapped = swapped_of(self)
-        with contextlib.nullcontext() if swapped is None else swapped.stepping():
+        swapped, alone = swapped_of(self), vars(self).get(_GATHER_ALONE)
+        with contextlib.ExitStack() as stack:
+            if swapped is not None:
+                stack.enter_context(swapped.stepping())
+            elif alone is not None and platforms.current().asynchronous:
+                stack.enter_context(alone.with_nothing_to_update())
             return bool(original(self))
 
     return step_with_ready_grads
@@ -301,6 +306,9 @@ def of_all_parameters(original: _Function) -> _Function:
 def _swap(optimizer: Any) -> None:
     parameters = list(_parameters(optimizer))
     if not parameters:
+        # This rank's part of the buckets is empty; other ranks gather them early, and in this order.
+        if _gathers_after_steps(optimizer):
+            setattr(optimizer, _GATHER_ALONE, EarlyGather(BucketOrder(optimizer).groups, []))
         return
     needed = 4 * sum(each.rows * each.main.numel() for each in parameters)
     host_pool.require_host_memory(
@@ -341,6 +349,10 @@ def _parameters(optimizer: Any) -> Iterator[Parameter]:
 
 def _is_sharded(optimizer: Any) -> bool:
     return hasattr(optimizer, "shard_fp32_from_float16_groups")
+
+
+def _gathers_after_steps(optimizer: Any) -> bool:
+    return _is_sharded(optimizer) and not optimizer.ddp_config.overlap_param_gather
 
 
 def _pairs(models: list[list[Tensor]], mains: list[list[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:

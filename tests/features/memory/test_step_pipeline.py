@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.features.memory import step_pipeline
-from mindspeed_dsa.features.memory.early_gather import EarlyGather
+from mindspeed_dsa.features.memory import step_pipeline, swap_optimizer_impl
+from mindspeed_dsa.features.memory.early_gather import EarlyGather, unless_gathered
 from mindspeed_dsa.features.memory.host_moments import Moments
 from mindspeed_dsa.features.memory.host_slab import Parameter, Slab
 from mindspeed_dsa.features.memory.step_pipeline import Pipeline
@@ -198,6 +199,36 @@ def test_a_step_that_fails_at_its_first_chunk_can_be_made_again(platform, monkey
     made.step(1)
     made.pipeline.settle()
     assert same(made.masters, plain(2))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_rank_without_a_part_gathers_in_the_order_of_the_others(platform, overlap):
+    """The others gather the groups of the optimizer during its step, and all that are left after it."""
+    order: list[str] = []
+
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name, self.buckets = name, [object()]
+
+        @unless_gathered
+        def start_param_sync(self) -> None:
+            order.append(self.name)
+
+    dense, experts = [Named("dense 0")], [Named("expert 0"), Named("expert 1")]
+    optimizer = SimpleNamespace(
+        **{name: [[]] for name in ("model_float16_groups", "shard_fp32_from_float16_groups")},
+        **{name: [[]] for name in ("model_fp32_groups", "shard_fp32_groups")},
+        optimizer=SimpleNamespace(param_groups=[{"params": []}]),
+        ddp_config=SimpleNamespace(overlap_param_gather=overlap),
+        model_chunks=[SimpleNamespace(bucket_groups=dense, expert_parallel_bucket_groups=experts)],
+        buffers=[SimpleNamespace(buckets=[bucket for each in experts for bucket in each.buckets])],
+    )
+    swap_optimizer_impl._swap(optimizer)
+    swap_optimizer_impl.through_the_pipeline(lambda self: order.append("step") or True)(optimizer)
+    for group in (*dense, *experts):
+        group.start_param_sync()
+    early, late = ["expert 0", "expert 1"], ["dense 0"]
+    assert [each for each in order if each != "step"] == (late + early if overlap else early + late)
 
 
 def fail_in_chunk(made: Swapped, chunk: int) -> None:
