@@ -3,8 +3,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from mindspeed_dsa.features.memory import kernel_moments
+from mindspeed_dsa.features.memory.host_moments import Moments
 from mindspeed_dsa.features.memory.virtual_optimizer import FEATURE, problems, quota_of
+from mindspeed_dsa.patches.errors import SettingsError
 from tests.features.memory.training import (
     DISTRIBUTED,
     JOB,
@@ -132,6 +136,39 @@ def test_another_optimizer_than_the_kernels_is_refused(pool):
     options = {"optimizer_options": {"decoupled_weight_decay": False}}
     (message,) = pool.run(f"{KERNELS}:error_of_build", 1, switches=ALL, **options)
     assert message.startswith("SettingsError: virtual-optimizer: on NPUs only torch_npu's AdamW")
+
+
+def test_gradients_are_back_after_the_operator_has_failed(monkeypatch):
+    parameters = [torch.ones(4, requires_grad=True) for _ in range(3)]
+    gradients = [torch.full((4,), float(number)) for number in range(3)]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    optimizer = torch.optim.AdamW(parameters)
+    places = {each: (torch.zeros(4), torch.zeros(4)) for each in parameters}
+    calls = []
+
+    def fails(parameter: torch.Tensor, *unused: object) -> None:
+        calls.append(parameter)
+        if len(calls) == 3:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(kernel_moments, "apply_adamw", fails)
+    with pytest.raises(ZeroDivisionError):
+        kernel_moments.step(optimizer, Moments(optimizer, places), lambda: None)
+    assert [each.grad for each in parameters] == gradients
+
+
+def test_adamw_that_is_no_subclass_of_adam(monkeypatch):
+    """As in torch before 2.7, where its groups do not say either that the decay is decoupled."""
+
+    class Old(torch.optim.Optimizer):
+        pass
+
+    optimizer = Old([torch.ones(4)], {"weight_decay": 0.1})
+    with pytest.raises(SettingsError, match="AdamW operator"):
+        kernel_moments.require_adamw(optimizer)
+    monkeypatch.setattr(torch.optim, "AdamW", Old)
+    kernel_moments.require_adamw(optimizer)
 
 
 def test_every_row_is_applied_and_undone(pool):
