@@ -87,7 +87,7 @@ class CudaPlatform(Platform):
             return torch.empty(shape, dtype=dtype, device="cpu")
         pages = RegisteredPages(-1, nbytes)
         flat = tensor_on(pages)
-        if not pages.register(self._module.cudart(), flat.data_ptr()):
+        if not pages.register(self._module.cudart(), flat.data_ptr(), self._module.synchronize):
             rounded = 1 << (nbytes - 1).bit_length()  # as torch does anyway, but seen in the storage's size
             flat = torch.empty(rounded, dtype=torch.uint8, device="cpu", pin_memory=True)[:nbytes]
         return flat.view(dtype).view(shape)

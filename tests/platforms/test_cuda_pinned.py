@@ -22,6 +22,7 @@ class Runtime:
         self.error = 0
         self.pinned: dict[int, int] = {}
         self.last = b""
+        self.idle = False
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         if self.error == 0:
@@ -29,6 +30,7 @@ class Runtime:
         return self.error
 
     def cudaHostUnregister(self, address: int) -> int:
+        assert self.idle, "a copy may be under way"
         self.last = ctypes.string_at(address, self.pinned.pop(address))  # dies if unmapped by now
         return 0
 
@@ -39,9 +41,12 @@ class Cuda(CudaPlatform):
     def __init__(self) -> None:
         self.runtime = Runtime()
 
+    def _synchronize(self) -> None:
+        self.runtime.idle = True
+
     @property
     def _module(self) -> Any:
-        return SimpleNamespace(cudart=lambda: self.runtime)
+        return SimpleNamespace(cudart=lambda: self.runtime, synchronize=self._synchronize)
 
 
 @pytest.fixture
