@@ -159,14 +159,20 @@ def _row_plan(layer: Any, input: Tensor, group: Any) -> Plan | None:
         return None  # a matmul of its own, such as a quantised one
     if wanted is None or not _is_plain(input, weight, group):
         return None
-    if layer.sequence_parallel and input.size(0) % group.size():
-        return None  # Megatron says what is wrong
+    ranks, width = group.size(), weight.size(1)
+    parallel = layer.input_is_parallel
+    if input.size(-1) != (width if parallel else width * ranks):
+        return None  # Megatron says what is wrong, here and below
+    if layer.sequence_parallel and input.size(0) % ranks:
+        return None
     plan = _plan(wanted, group, layer.sequence_parallel, layer.gradient_accumulation_fusion)
     plan = replace(plan, keep_gathered=False)
     if wanted.fused:
         return plan if plan.sequence_parallel and _taken(plan, weight) else None
     if plan.forward == 0:
-        plan = _tuned_row(plan, input, weight)
+        # Megatron's forward scatters an input that is whole, after this.
+        mine = input if parallel else input.narrow(-1, group.rank() * width, width)
+        plan = _tuned_row(plan, mine, weight)
     if plan.forward == 1 and (plan.backward == 1 or not plan.sequence_parallel):
         return None
     return plan

@@ -46,6 +46,21 @@ def compare(runs: Sequence[Mapping[str, Any]], switches: Sequence[Mapping[str, A
     return found
 
 
+def compare_tuned(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same for ``--use-ascend-coc``, with the choices of each run: 4 chunks win every measurement."""
+    from mindspeed_dsa.features.tensor_parallel import tuning
+
+    times, found = {1: 1.0, 2: 0.8, 4: 0.5, 8: 0.8}, []
+    with mock.patch.object(tuning, "_slowest", lambda *_: times):
+        for each in runs:
+            tuning.forget()
+            (result,) = compare([each], [{"use_ascend_coc": True}])
+            chosen = {problem.kind: chunks for problem, chunks in tuning.chosen().items()}
+            found.append({**result, "chosen": chosen})
+    tuning.forget()
+    return found
+
+
 def relative(ours: Tensor, theirs: Tensor) -> float:
     """Norm of the difference over the norm of ``theirs``."""
     assert ours.shape == theirs.shape

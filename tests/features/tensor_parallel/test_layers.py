@@ -35,7 +35,11 @@ VARIANTS = {
 def compare(pool, runs, counts=COUNTS, tp=2, **switches):
     """Runs both sides, requires the same numbers and prints which are the same bit for bit."""
     wanted = [{"coc_parallel_num": count, **switches} for count in counts]
-    ranks = pool.run(f"{CASES}:compare", tp, runs=runs, switches=wanted)
+    return exact(pool.run(f"{CASES}:compare", tp, runs=runs, switches=wanted), tp)
+
+
+def exact(ranks, tp=2):
+    """Requires the same numbers of all ranks; returns what the first one found."""
     for found in itertools.chain(*ranks):
         worst = max(found["errors"].values())
         print(f"TP{tp} {found['case']}: {worst:.1e}, bitwise {found['bitwise']}")
@@ -79,15 +83,33 @@ def test_eight_ranks():
             assert each["calls"] == expected_calls(each["case"], rows=12)
 
 
-@pytest.mark.parametrize("parallel", [True, False], ids=["SP", "no SP"])
-def test_unusual_inputs(pool, parallel):
+def unusual(parallel):
+    """Runs of all variants, with or without sequence parallelism."""
     runs = [
         {"layer": layer, "sequence_parallel": parallel, **variant}
         for layer in LAYERS
         for variant in VARIANTS.values()
     ]
-    runs += [{"layer": "row", "input_is_parallel": False, "sequence_parallel": False}] * (not parallel)
-    for each in compare(pool, runs, counts=(4,)):
+    if not parallel:
+        runs.append({"layer": "row", "input_is_parallel": False, "sequence_parallel": False})
+    return runs
+
+
+@pytest.mark.parametrize("parallel", [True, False], ids=["SP", "no SP"])
+def test_unusual_inputs_where_the_number_of_chunks_is_measured(pool, parallel):
+    for each in exact(pool.run(f"{CASES}:compare_tuned", 2, runs=unusual(parallel))):
+        case = each["case"]
+        directions = {"row": ["forward"], "column": ["backward"]}[case["layer"]]
+        if parallel:
+            directions = ["forward", "backward"]
+        if not case.get("backward", True):
+            directions = [direction for direction in directions if direction != "backward"]
+        assert each["chosen"] == {f"{case['layer']} {direction}": 4 for direction in directions}, case
+
+
+@pytest.mark.parametrize("parallel", [True, False], ids=["SP", "no SP"])
+def test_unusual_inputs(pool, parallel):
+    for each in compare(pool, unusual(parallel), counts=(4,)):
         case = each["case"]
         if not case.get("input_is_parallel", True):
             each["calls"].pop("all_gather_into_tensor", None)  # Megatron's scatter, in some releases
