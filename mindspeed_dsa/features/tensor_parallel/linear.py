@@ -224,7 +224,7 @@ def _tuned_column(plan: Plan, input: Tensor, weight: Tensor) -> Plan:
     if plan.sequence_parallel:
         problem = _problem("column forward", plan, weight, m, k, n)
         plan = replace(plan, forward=tuning.chunks_for(problem, group, forward))
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and _can_measure_gradient(plan, weight):
         problem = _problem("column backward", plan, weight, m, n, k)
         plan = replace(plan, backward=tuning.chunks_for(problem, group, backward))
     return plan
@@ -246,7 +246,7 @@ def _tuned_row(plan: Plan, input: Tensor, weight: Tensor) -> Plan:
 
     problem = _problem("row forward", plan, weight, m, k, n)
     plan = replace(plan, forward=tuning.chunks_for(problem, group, forward), backward=1)
-    if plan.sequence_parallel and torch.is_grad_enabled():
+    if plan.sequence_parallel and torch.is_grad_enabled() and _can_measure_gradient(plan, weight):
         problem = _problem("row backward", plan, weight, m, n, k)
         plan = replace(plan, backward=tuning.chunks_for(problem, group, backward))
     return plan
@@ -265,6 +265,14 @@ def _problem(kind: tuning.Kind, plan: Plan, weight: Tensor, m: int, k: int, n: i
         ranks=tuple(dist.get_process_group_ranks(plan.group)),
         variant=f"{plan.backend.__name__}, kept {plan.keep_gathered}, fused {plan.fusion}",
     )
+
+
+def _can_measure_gradient(plan: Plan, weight: Tensor) -> bool:
+    """Whether gradients have where to go: before DDP wraps the model there is no ``main_grad``.
+
+    Backward then communicates as stock does in this call; a later call measures.
+    """
+    return not (plan.fusion and weight.requires_grad) or getattr(weight, "main_grad", None) is not None
 
 
 def _scratch(weight: Tensor, rows: Tensor, plan: Plan) -> Callable[[], WeightGradient | None]:

@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -62,17 +62,20 @@ class Problem:
         )
 
 
-_chosen: dict[Problem, int] = {}
+_measured: dict[Problem, dict[int, int]] = {}
+"""Chunks by number of rows, for problems whose own number of rows is left at 0."""
 
 
 def forget() -> None:
     """Measure everything again, for example after the machine or the link changed."""
-    _chosen.clear()
+    _measured.clear()
 
 
 def chosen() -> Mapping[Problem, int]:
-    """All choices made so far."""
-    return dict(_chosen)
+    """All choices that were measured."""
+    return {
+        replace(problem, m=m): chunks for problem, by_m in _measured.items() for m, chunks in by_m.items()
+    }
 
 
 Run = Callable[[int], object]
@@ -89,32 +92,16 @@ def chunks_for(problem: Problem, group: Any, prepare: Callable[[], Run]) -> int:
         prepare: makes what does the work once with a number of chunks and leaves nothing behind; called
             only where something is measured.
     """
-    known = _chosen.get(problem)
-    if known is None:
-        known = _nearest(problem)
-    if known is None:
-        times = _measure(group, prepare())
-        best = min(times, key=lambda chunks: times[chunks])
-        known = best if times[best] < _GAIN * times[1] else 1
-        _tell(problem, known, times)
-    _chosen[problem] = known
-    return known
-
-
-def _nearest(problem: Problem) -> int | None:
-    """A choice for another number of rows, once enough of them were measured."""
-    others = {
-        each.m: chunks
-        for each, chunks in _chosen.items()
-        if each.m != problem.m and _at(each, 0) == _at(problem, 0)
-    }
-    if len(others) < _MOST_ROW_COUNTS:
-        return None
-    return others[min(others, key=lambda m: (abs(m - problem.m), m))]
-
-
-def _at(problem: Problem, m: int) -> Problem:
-    return Problem(**{**vars(problem), "m": m})
+    by_m = _measured.setdefault(replace(problem, m=0), {})
+    if problem.m in by_m:
+        return by_m[problem.m]
+    if len(by_m) >= _MOST_ROW_COUNTS:
+        return by_m[min(by_m, key=lambda m: (abs(m - problem.m), m))]
+    times = _measure(group, prepare())
+    best = min(times, key=lambda chunks: times[chunks])
+    by_m[problem.m] = best if times[best] < _GAIN * times[1] else 1
+    _tell(problem, by_m[problem.m], times)
+    return by_m[problem.m]
 
 
 def _measure(group: Any, run: Run) -> dict[int, float]:

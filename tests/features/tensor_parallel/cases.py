@@ -51,7 +51,7 @@ def compare_tuned(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     from mindspeed_dsa.features.tensor_parallel import tuning
 
     times, found = {1: 1.0, 2: 0.8, 4: 0.5, 8: 0.8}, []
-    with mock.patch.object(tuning, "_slowest", lambda *_: times):
+    with mock.patch.object(tuning, "_slowest", return_value=times):
         for each in runs:
             tuning.forget()
             (result,) = compare([each], [{"use_ascend_coc": True}])
@@ -173,7 +173,7 @@ def run(
             module.gradient_accumulation_fusion = True
             module.weight.main_grad = torch.ones_like(module.weight, dtype=getattr(torch, main_grad))
             module.weight.grad_added_to_main_grad = False
-            stack.enter_context(_wgrad_kernels())
+            stack.enter_context(wgrad_kernels())
         for number in range(2):
             input = _noise(shape, kind, 100 * number + (3 if same_everywhere else 5 + rank), transposed)
             input.requires_grad_()
@@ -205,7 +205,7 @@ def _noise(shape: Sequence[int], dtype: torch.dtype, seed: int, transposed: bool
 
 
 @contextlib.contextmanager
-def _wgrad_kernels() -> Iterator[None]:
+def wgrad_kernels() -> Iterator[None]:
     """What Apex's kernels for gradient accumulation compute."""
     from megatron.core.tensor_parallel import layers
 

@@ -22,7 +22,7 @@ class Clock:
 
 
 def choose(problems, seconds):
-    """Choices and runs of this rank, for work that takes these seconds by rank and number of chunks."""
+    """Choices, runs and what is remembered on this rank, for work that takes these seconds by rank and number of chunks."""
     from mindspeed_dsa.features.tensor_parallel import tuning
 
     tuning.forget()
@@ -40,8 +40,9 @@ def choose(problems, seconds):
         for m in problems:
             problem = tuning.Problem("row forward", True, m, 4, 4, True, torch.float32, "cpu", ranks)
             chosen.append(tuning.chunks_for(problem, dist.group.WORLD, work(m)))
+    kept = sorted(problem.m for problem in tuning.chosen())
     tuning.forget()
-    return chosen, runs
+    return chosen, runs, kept
 
 
 @pytest.mark.parametrize(
@@ -55,18 +56,20 @@ def choose(problems, seconds):
     ],
 )
 def test_the_slowest_rank_decides_and_nobody_measures_twice(pool, seconds, best):
-    for chosen, runs in pool.run(f"{CASE}:choose", 2, problems=[64, 64], seconds=seconds):
+    for chosen, runs, kept in pool.run(f"{CASE}:choose", 2, problems=[64, 64], seconds=seconds):
         assert chosen == [best, best]
         assert {chunks for _, chunks in runs} == {1, 2, 4, 8}
         assert len(runs) <= 4 * 6
+        assert kept == [64]
 
 
 def test_lengths_without_end_are_not_measured_without_end(pool):
     seconds = [{1: 1.0, 2: 0.5, 4: 0.6, 8: 0.7}] * 2
-    lengths = [*range(100, 140), 100]
-    for chosen, runs in pool.run(f"{CASE}:choose", 2, problems=lengths, seconds=seconds):
+    lengths = [*range(100, 140), 100, 139]
+    for chosen, runs, kept in pool.run(f"{CASE}:choose", 2, problems=lengths, seconds=seconds):
         assert chosen == [2] * len(lengths)
         assert {m for m, _ in runs} == set(range(100, 116))
+        assert kept == list(range(100, 116)), "nothing is stored for the others"
 
 
 def tuned_layers():
@@ -109,6 +112,37 @@ def tuned_layers():
     assert module.weight.grad is None
     assert input.grad is None
     return found, said.getvalue(), [str(problem) for problem in tuning.chosen()]
+
+
+def before_and_after_ddp():
+    """What is tuned with gradient accumulation fusion while weights have no ``main_grad``, and once they do."""
+    import mindspeed_dsa
+    from mindspeed_dsa.features.tensor_parallel import tuning
+    from tests.features.tensor_parallel.cases import build, groups, wgrad_kernels
+
+    mindspeed_dsa.enable(use_ascend_coc=True)
+    groups()
+    tuning.forget()
+    found = []
+    for layer in ("column", "row"):
+        module = build(layer, torch.float32)
+        module.gradient_accumulation_fusion = True
+        input = torch.ones(12, 2, module.weight.size(1), requires_grad=True)
+        for main_grad in (None, torch.zeros_like(module.weight)):
+            if main_grad is not None:
+                module.weight.main_grad = main_grad
+            with wgrad_kernels():
+                module(input)
+            found.append(sorted(problem.kind for problem in tuning.chosen()))
+        assert not module.weight.main_grad.any()
+    tuning.forget()
+    return found
+
+
+def test_backward_is_not_tuned_before_there_is_a_main_grad(pool):
+    column, row = ["column backward", "column forward"], ["row backward", "row forward"]
+    for found in pool.run(f"{CASE}:before_and_after_ddp", 2):
+        assert found == [column[1:], column, [*column, row[1]], [*column, *row]]
 
 
 def test_tuned_layers(pool):
