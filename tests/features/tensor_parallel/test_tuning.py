@@ -22,7 +22,7 @@ class Clock:
 
 
 def choose(problems, seconds):
-    """Choices, runs and what is remembered on this rank, for work that takes these seconds by rank and number of chunks."""
+    """Choices, runs and lengths remembered; the work takes these seconds by rank and number of chunks."""
     from mindspeed_dsa.features.tensor_parallel import tuning
 
     tuning.forget()
@@ -115,7 +115,7 @@ def tuned_layers():
 
 
 def before_and_after_ddp():
-    """What is tuned with gradient accumulation fusion while weights have no ``main_grad``, and once they do."""
+    """What is tuned with gradient accumulation fusion while weights have no ``main_grad``, and then."""
     import mindspeed_dsa
     from mindspeed_dsa.features.tensor_parallel import tuning
     from tests.features.tensor_parallel.cases import build, groups, wgrad_kernels
