@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_RESULTS = ("get_future", "get_future_result", "result")
+"""Of a work: here they would give parts that are not added up."""
+
 
 class Exchange:
     """Parts of a sum on their way here; ``wait`` adds them to what is in the output already.
@@ -27,12 +30,19 @@ class Exchange:
         self._output, self._parts, self._work = output, parts, work
         self._kept: Tensor | None = kept
 
-    def wait(self) -> None:
+    def wait(self, *timeout: Any) -> bool:
         """Return when the output is the sum; later calls have nothing left to add."""
-        self._work.wait()
+        self._work.wait(*timeout)
         for part in self._parts:
             self._output.add_(part)
         self._parts, self._kept = [], None
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the collective's own."""
+        if name in _RESULTS:
+            raise AttributeError(f"{name}: the sum is in the output once wait() has returned; call that")
+        return getattr(self._work, name)
 
 
 def reduce_scatter_tensor(
@@ -42,16 +52,17 @@ def reduce_scatter_tensor(
 
     Args:
         output: ``[rows, ...]``, contiguous.
-        input: ``[ranks * rows, ...]``, contiguous.
-        op: sums are exchanged; everything else goes to ``torch.distributed``.
+        input: ``[ranks * rows, ...]``, of the output's dtype.
+        op: sums are exchanged; everything else goes to ``torch.distributed``, also what it refuses.
         group: process group.
         async_op: return something to wait for.
     """
-    if input.device.type != "cpu" or op != dist.ReduceOp.SUM:
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if op != dist.ReduceOp.SUM or not _can_exchange(output, input, ranks):
         return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
+    input = input.contiguous()
     received = torch.empty_like(input)
     work = dist.all_to_all_single(received, input, group=group, async_op=True)
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     output.copy_(input.view(ranks, *output.shape)[rank])
     by_rank = received.view(ranks, *output.shape)
     exchange = Exchange(output, [by_rank[other] for other in range(ranks) if other != rank], work, input)
@@ -59,6 +70,16 @@ def reduce_scatter_tensor(
         return exchange
     exchange.wait()
     return None
+
+
+def _can_exchange(output: Tensor, input: Tensor, ranks: int) -> bool:
+    """Whether both lie on the CPU and fit together; said before any rank starts to wait for this one."""
+    return (
+        input.device.type == output.device.type == "cpu"
+        and input.dtype == output.dtype
+        and input.numel() == ranks * output.numel()
+        and output.is_contiguous()
+    )
 
 
 def exchange(output: Tensor, parts: Tensor, group: Any) -> Exchange:
