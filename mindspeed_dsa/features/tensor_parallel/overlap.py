@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mindspeed_dsa.features.base import Conflict, Feature, Flag, Requires
+from mindspeed_dsa.features.memory.recompute_limits import own_settings
 from mindspeed_dsa.patches.spec import Patch
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -69,10 +70,32 @@ def tell_of_transformer_engine(args: Any, flag: str) -> None:
 
 
 def wanted(settings: Any) -> bool:
-    """Switched on, and not back off by a chunk count of 1."""
+    """On, or an option is set that has no effect: a mistake that `validate` tells."""
+    return _switched_on(settings) or any(True for _ in _without_effect(settings))
+
+
+def _switched_on(settings: Any) -> bool:
+    """Not back off by a chunk count of 1."""
     count = getattr(settings, "coc_parallel_num", None)
     switches = ("use_ascend_coc", "coc_fused_kernel")
     return count != 1 and (count is not None or any(getattr(settings, name, False) for name in switches))
+
+
+def _without_effect(settings: Any) -> Iterator[str]:
+    count = getattr(settings, "coc_parallel_num", None)
+    if count and getattr(settings, "coc_fused_kernel", False):
+        yield (
+            f"--coc-parallel-num {count} has no effect with --coc-fused-kernel, whose operators know their "
+            "own chunks; drop one of them"
+        )
+    again = getattr(settings, "coc_recompute_all_gather", None)
+    on = _switched_on(settings) or getattr(settings, "use_ascend_mc2", False)
+    if again is not None and not on:
+        flag = "--coc-recompute-all-gather" if again else "--no-coc-recompute-all-gather"
+        yield (
+            f"{flag} has no effect without --use-ascend-coc, or with --coc-parallel-num 1, which switches "
+            "the overlap off; switch it on or drop this"
+        )
 
 
 def tensor_parallel_problems(args: Any, flag: str) -> Iterator[str]:
@@ -86,10 +109,19 @@ def tensor_parallel_problems(args: Any, flag: str) -> Iterator[str]:
 
 def coc_problems(args: Any) -> Sequence[str]:
     """What in Megatron's arguments does not go together with chunks."""
-    found = [*tensor_parallel_problems(args, "--use-ascend-coc")]
+    settings = own_settings() or args
+    found = [*_without_effect(settings)]
+    if found:
+        return found
+    found += tensor_parallel_problems(args, "--use-ascend-coc")
     tell_of_transformer_engine(args, "--use-ascend-coc")
-    if getattr(args, "coc_fused_kernel", False):
+    if getattr(settings, "coc_fused_kernel", False):
         found += sequence_parallel_problems(args, "--coc-fused-kernel")
+    elif getattr(args, "deterministic_mode", False) and not getattr(settings, "coc_parallel_num", None):
+        found.append(
+            "--use-ascend-coc: a measured number of chunks may differ from run to run, and the last bits "
+            "with it, which --deterministic-mode rules out; fix it, for example with --coc-parallel-num 4"
+        )
     return found
 
 

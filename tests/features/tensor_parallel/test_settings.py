@@ -7,7 +7,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from mindspeed_dsa.features.tensor_parallel import symmetric
+from mindspeed_dsa.features.tensor_parallel import overlap, symmetric
 from mindspeed_dsa.features.tensor_parallel.overlap import COC, MC2
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.session import resolve
@@ -25,7 +25,7 @@ TP2 = Namespace(tensor_model_parallel_size=2, sequence_parallel=True)
         ("", "off"),
         ("--use-ascend-coc --coc-parallel-num 1", "off"),
         ("--tp-comm-overlap-chunks 1", "off"),
-        ("--coc-recompute-all-gather", "off"),
+        ("--use-ascend-coc --no-coc-recompute-all-gather", None),
     ],
 )
 def test_switches(argv, count):
@@ -47,6 +47,54 @@ def test_one_rank_has_nothing_to_hide():
     (problem,) = COC.validate(Namespace(tensor_model_parallel_size=1, sequence_parallel=False))
     assert "--use-ascend-coc: with --tensor-model-parallel-size 1 there is no communication" in problem
     assert list(COC.validate(TP2)) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        ("--coc-recompute-all-gather", "--coc-recompute-all-gather has no effect without --use-ascend-coc"),
+        ("--no-coc-recompute-all-gather", "--no-coc-recompute-all-gather has no effect without"),
+        (
+            "--no-coc-recompute-all-gather --use-ascend-coc --coc-parallel-num 1",
+            "--coc-parallel-num 1, which",
+        ),
+        ("--coc-fused-kernel --coc-parallel-num 4", "--coc-parallel-num 4 has no effect with --coc-fused"),
+        ("--coc-fused-kernel --coc-parallel-num 1", "--coc-parallel-num 1 has no effect with --coc-fused"),
+    ],
+)
+def test_options_without_effect_are_refused(argv, problem, monkeypatch):
+    settings, active = resolve({}, argv.split())
+    assert COC in active
+    monkeypatch.setattr(overlap, "own_settings", lambda: settings)
+    (found,) = COC.validate(TP2)
+    assert problem in found
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--use-ascend-coc --no-coc-recompute-all-gather",
+        "--coc-fused-kernel --coc-parallel-num 0",
+        "--coc-parallel-num 2 --coc-recompute-all-gather",
+    ],
+)
+def test_options_with_effect_are_not_refused(argv, monkeypatch):
+    settings, active = resolve({}, argv.split())
+    assert COC in active
+    monkeypatch.setattr(overlap, "own_settings", lambda: settings)
+    assert list(COC.validate(TP2)) == []
+
+
+def test_keeping_the_gathered_input_is_an_option_of_mc2_too():
+    assert not COC.active(Namespace(use_ascend_mc2=True, coc_recompute_all_gather=False))
+
+
+@pytest.mark.parametrize(("count", "refused"), [(None, True), (0, True), (4, False)])
+def test_deterministic_training_takes_no_measured_count(count, refused):
+    args = Namespace(**vars(TP2), deterministic_mode=True, use_ascend_coc=True, coc_parallel_num=count)
+    problems = list(COC.validate(args))
+    assert len(problems) == refused
+    assert all("fix it, for example with --coc-parallel-num 4" in problem for problem in problems)
 
 
 def test_chunks_and_mc2_do_not_combine_and_mc2_needs_an_npu():
