@@ -3,7 +3,8 @@
 Rows are those of the flattened input, ``sequence * batch``. Under sequence parallelism a tensor parallel rank
 holds ``rows`` of them, and the whole is ``[tp, rows, width]``, rank after rank. A chunk is the same range of
 every rank's own rows. Products are written where they belong in the whole, so nothing is put in order
-afterwards.
+afterwards. Gathered chunks are copied there once, inside torch: over gloo and NCCL the list form of the
+all-gather receives into a buffer of its own.
 
 Every function is called by all ranks of ``group`` in the same order, with the same shapes and chunk counts.
 """
