@@ -8,6 +8,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,6 +36,7 @@ _TRAINING = """
     --lr-decay-style constant --eval-iters 0 --save-interval 0 --no-save --no-plot --no-tensorboard
 """
 WAYS = ("stock", "overlapped")
+_LOSSES = 1e-6
 
 
 def measure(quick: bool = False) -> dict[str, Any]:
@@ -53,14 +55,30 @@ def measure(quick: bool = False) -> dict[str, Any]:
                 seconds[name] += times[1:]
         dist.barrier()  # the other ranks may read from this folder
     medians = {name: statistics.median(values) for name, values in seconds.items()}
+    difference = require_same_losses(losses)
     return {
         "step_time_ratio": medians["overlapped"] / medians["stock"],
         "step_seconds": medians,
-        "loss_difference": max(
-            abs(ours / theirs - 1) for ours, theirs in zip(losses["overlapped"], losses["stock"], strict=True)
-        ),
+        "loss_difference": difference,
         "losses": {name: [round(loss, 6) for loss in values] for name, values in losses.items()},
     }
+
+
+def require_same_losses(losses: Mapping[str, Sequence[float]]) -> float:
+    """The largest relative difference of the overlapped way's losses from stock's.
+
+    Raises:
+        RuntimeError: it is above 1e-6, or not a number.
+    """
+    pairs = zip(losses["overlapped"], losses["stock"], strict=True)
+    differences = [abs(ours / theirs - 1) for ours, theirs in pairs]
+    difference = max(differences)
+    if not all(each <= _LOSSES for each in differences):
+        raise RuntimeError(
+            f"tp-overlap: losses of the main job differ by {difference:.1e}, more than {_LOSSES:.0e}; "
+            "the step times are of another training"
+        )
+    return difference
 
 
 def _train(name: str, steps: int, folder: Path, model: str) -> tuple[list[float], list[float]]:

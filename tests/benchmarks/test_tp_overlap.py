@@ -11,6 +11,7 @@ import pytest
 from benchmarks import linkbed
 from benchmarks.linkbed import LinkBed, LinkBedError
 from benchmarks.tp_overlap import hidden, metrics, picture
+from benchmarks.tp_overlap.job import require_same_losses
 from benchmarks.tp_overlap.trace import Span
 
 HERE = "tests.benchmarks.test_tp_overlap"
@@ -33,6 +34,19 @@ def test_hidden_fraction():
     assert hidden(cell(overlapped=160.0), "overlapped") == -1, "a loss is not hidden"
 
 
+def test_no_hidden_fraction_where_transfer_and_matmul_are_not_about_as_long():
+    for transfer in (39.0, 64.0):
+        said = hidden(cell(transfer=transfer), "overlapped")
+        assert f"transfer took {transfer / 50:.2f} of the matmul's time, not 0.8 to 1.25" in said
+
+
+@pytest.mark.parametrize("last", [3.0 + 1e-5, float("nan")])
+def test_another_training_is_not_timed(last):
+    assert require_same_losses({"stock": [4.0, 3.0], "overlapped": [4.0, 3.0 + 1e-6]}) < 1e-6
+    with pytest.raises(RuntimeError, match="losses of the main job differ"):
+        require_same_losses({"stock": [4.0, 3.0], "overlapped": [4.0, last]})
+
+
 def test_metrics():
     cells = {layer: {"forward": cell(), "backward": cell(overlapped=85.0)} for layer in ("column", "row")}
     pair = {"milliseconds": cell()["milliseconds"], "chunks": {}}
@@ -52,6 +66,7 @@ def test_metrics():
     assert found["loopback_ratio"] == pytest.approx(1.02)
     assert found["reduce_scatter_gain"] == 2
     assert found["transfer_over_matmul"]["row"]["forward"] == pytest.approx(1.2)
+    assert found["transfer_over_matmul_pair"] == pytest.approx(1.2)
     assert found["correctness_deviation"] == 2e-8
 
 
