@@ -18,15 +18,21 @@ EVENTS = {
 }
 """What has to be counted where a feature is on, and nowhere else."""
 
+CHUNKED = "rows gathered in chunks"
+"""The same for overlapped tensor parallel communication, under sequence parallelism."""
+CHUNKED_SUM = "sums reduced in chunks"
+"""And without."""
+
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Count :data:`EVENTS`."""
+    """Count :data:`EVENTS`, :data:`CHUNKED` and :data:`CHUNKED_SUM`."""
     from mindspeed_dsa.features.memory.host_moments import Moments
     from mindspeed_dsa.features.memory.masters import Masters
     from mindspeed_dsa.features.memory.recompute_outputs import _Output
     from mindspeed_dsa.features.memory.step_pipeline import Pipeline
     from mindspeed_dsa.features.memory.swapped_storage import SwappedStorage
+    from mindspeed_dsa.features.tensor_parallel import chunked
 
     counts: Counter[str] = Counter()
 
@@ -39,11 +45,24 @@ def counted() -> Iterator[Counter[str]]:
 
         return mock.patch.object(holder, name, call)
 
+    gather, reduce = chunked.Gather.__init__, chunked.matmul_reduce
+
+    def gathered(self: Any, *args: Any, **kwargs: Any) -> None:
+        gather(self, *args, **kwargs)
+        counts[CHUNKED] += len(self._works) > 1
+
+    def reduced(*args: Any, **kwargs: Any) -> Any:
+        pending = reduce(*args, **kwargs)
+        counts[CHUNKED_SUM] += len(pending.works) > 1
+        return pending
+
     def refilled(_: Any, where: str) -> str:
         kind = "activation-function" if "activation function" in where else "norm"
         return EVENTS[f"recompute-{kind}"]
 
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(chunked.Gather, "__init__", gathered))
+        stack.enter_context(mock.patch.object(chunked, "matmul_reduce", reduced))
         stack.enter_context(counting(_Output, "refill", refilled))
         for holder, name, feature in (
             (Masters, "to_master", "reuse-fp32-param"),

@@ -197,14 +197,15 @@ class Lab:
         (initial,) = self._read((self._initial_weights(layout), 0))
         return compare(layout.name, outcome, reference or self.one_process(layout), initial)
 
-    def check(self, layout: Layout, bounds: Bounds = FP32) -> None:
-        """Run the layout and hold it against the bounds.
+    def check(self, layout: Layout, bounds: Bounds = FP32) -> Outcome:
+        """Run the layout, hold it against the bounds, and return what it has led to.
 
         Raises:
             AssertionError: lists everything that is out of bounds.
         """
         reference = self.one_process(layout)
-        comparison = self.compare(layout, self.run(layout))
+        outcome = self.run(layout)
+        comparison = self.compare(layout, outcome)
         REPORT.append(str(comparison))
         problems = comparison.violations(bounds)
         if problems and any(count for count, _ in comparison.flips.values()):
@@ -212,6 +213,7 @@ class Lab:
             REPORT.append(f"again with forced choices, {forced}")
             problems = forced.violations(bounds)
         assert not problems, f"{layout.name} differs from one process:\n" + "\n".join(problems)
+        return outcome
 
     def _initial_weights(self, layout: Layout) -> Path:
         key = layout.model, layout.stock

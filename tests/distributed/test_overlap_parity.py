@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.distributed.memory_events import CHUNKED, CHUNKED_SUM
 from tests.distributed.parity import EP2, PP2, REPORT, TP2, ZERO, Bounds, Lab, Layout
 
 CHUNKS = {"coc_parallel_num": 4}
@@ -46,6 +47,9 @@ def test_chunks_beside_stock(lab: Lab, flags: str, model: str) -> None:
         lab.run(Layout(name, 2, flags, model=model, switches=switches))
         for name, switches in (("stock", {}), ("overlapped", CHUNKS))
     )
+    event = CHUNKED if "--sequence-parallel" in flags else CHUNKED_SUM
+    assert stock.memory[event] == 0
+    assert overlapped.memory[event] > 0
     layout = Layout(f"overlapped, 4 chunks: {flags}, beside stock", 2, flags, model=model)
     comparison = lab.compare(layout, overlapped, stock)
     REPORT.append(str(comparison))
@@ -55,4 +59,6 @@ def test_chunks_beside_stock(lab: Lab, flags: str, model: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_layout_trains_as_one_process(lab: Lab, layout: Layout) -> None:
-    lab.check(layout)
+    outcome = lab.check(layout)
+    if layout.switches is not TUNED:  # which may choose one chunk
+        assert outcome.memory[CHUNKED] > 0
