@@ -8,7 +8,7 @@ are listed with their upper half, about one in 2^17 of evenly spread numbers. So
 from their rounding; a NaN that arithmetic makes does not.
 
 The bfloat16 is made by torch's own conversion, so it is what torch would store; what torch does with any
-number cannot make the way back inexact, because every number whose difference is out of range is listed.
+number cannot make the way back inexact, because every number that does not come back is listed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_LEAST, _MOST = -0x7FFF, 0x8000  # differences that sixteen bits tell apart
 _QUIET = 0x40  # the bit that makes a NaN of any bfloat16 with all exponent bits set
 
 
@@ -42,28 +41,37 @@ def split(words: Tensor) -> Halves:
     """Split float32 ``[n]``, contiguous; the result shares no memory with it."""
     bits = words.view(torch.int32)
     weight, low = words.to(torch.bfloat16), bits.to(torch.int16)  # int16 keeps the lower half
-    away = bits - _as_words(weight)
-    least, most = away.aminmax() if away.numel() else (away.new_zeros(()),) * 2
-    if not bool((least < _LEAST) | (most > _MOST)):
-        nothing = torch.empty(0, dtype=torch.int64, device=words.device)
-        return Halves(weight, low, nothing, nothing.to(torch.int16))
-    # A NaN keeps sign and payload, whichever NaN torch's rounding gives: few are to be listed then.
-    high = (bits >> 16).to(torch.int16)
-    weight = torch.where(words.isnan(), high | _QUIET, weight.view(torch.int16)).view(torch.bfloat16)
-    away = bits - _as_words(weight)
-    where = ((away < _LEAST) | (away > _MOST)).nonzero().flatten()
-    return Halves(weight, low, where, high[where])
+    where = _told_wrong(bits, weight, low)
+    if where.numel() and bool(words[where].isnan().any()):
+        # A NaN keeps sign and payload, whichever NaN torch's rounding gives: few are to be listed then.
+        high = (bits >> 16).to(torch.int16)
+        weight = torch.where(words.isnan(), high | _QUIET, weight.view(torch.int16)).view(torch.bfloat16)
+        where = _told_wrong(bits, weight, low)
+    return Halves(weight, low, where, (bits[where] >> 16).to(torch.int16))
+
+
+def _told_wrong(bits: Tensor, weight: Tensor, low: Tensor) -> Tensor:
+    """Ascending positions of the numbers that their halves alone do not give back, int64 ``[e]``."""
+    joined = _join(weight, low)
+    if torch.equal(joined, bits):
+        return torch.empty(0, dtype=torch.int64, device=bits.device)
+    return joined.bitwise_xor_(bits).nonzero().flatten()
 
 
 def join(halves: Halves) -> Tensor:
     """The float32 ``[n]`` that :func:`split` was given, bit for bit."""
-    # One less, and one more in 32 bits: so 0x8000 means itself and not its negative.
-    bits = (halves.low - 1).to(torch.int32).add_(1).add_(_as_words(halves.weight))
+    bits = _join(halves.weight, halves.low)
     if halves.where.numel():
         bits[halves.where] = (halves.high.to(torch.int32) << 16) | (
             halves.low[halves.where].to(torch.int32) & 0xFFFF
         )
     return bits.view(torch.float32)
+
+
+def _join(weight: Tensor, low: Tensor) -> Tensor:
+    """What the halves give where nothing is listed, int32 ``[n]``."""
+    # One less, and one more in 32 bits: so 0x8000 means itself and not its negative.
+    return (low - 1).to(torch.int32).add_(1).add_(_as_words(weight))
 
 
 def _as_words(weight: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mindspeed_dsa.features.memory.bf16_split import Halves, join, split
 
-_BLOCK_CPU = 2**17  # words; a block and its scratch stay in a core's cache
+_BLOCK_CPU = 2**16  # words; a block and its scratch stay in a core's cache, and the heap serves them
 _BLOCK_DEVICE = 2**22  # words; enough work for each kernel
 
 
