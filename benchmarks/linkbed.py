@@ -45,10 +45,12 @@ class LinkBed:
         ranks: number of processes, 2 to 8.
         rate: of each link in each direction, as ``tc`` reads it (``2gbit``, ``400mbit``); ``None`` for
             loopback.
-        cores: a processor core for each rank; default: those that this process may use, in turn.
+        cores: a processor core for each rank; default: those that this process may use, one each. Ranks
+            that share a core work; what they take then says nothing about overlap.
 
     Raises:
-        LinkBedError: on entering: not root, no iproute2, or a kernel that refuses.
+        LinkBedError: ranks or rate that cannot be, or fewer cores than ranks and none named; on entering:
+            not root, no iproute2, or a kernel that refuses.
     """
 
     def __init__(
@@ -60,20 +62,26 @@ class LinkBed:
             raise LinkBedError(f"link bed: {rate!r} is no rate; write 2gbit or 400mbit")
         available = sorted(os.sched_getaffinity(0))
         self.ranks, self.rate = ranks, rate
-        self.cores = list(cores or (available[rank % len(available)] for rank in range(ranks)))
+        if cores is None and len(available) < ranks:
+            raise LinkBedError(
+                f"link bed: {ranks} ranks need a core each and this process may use {len(available)}; use "
+                "fewer ranks, or name the cores that they are to share"
+            )
+        self.cores = list(available[:ranks] if cores is None else cores)
         self._name = f"{_PREFIX}{os.getpid()}"
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> LinkBed:
-        self._folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="linkbed-")))
         if self.rate is not None:
             require_tools()
             _remove_leftovers()
-            try:
+        try:
+            self._folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="linkbed-")))
+            if self.rate is not None:
                 self._build()
-            except BaseException:
-                self.__exit__()
-                raise
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -20,11 +21,15 @@ from mindspeed_dsa.platforms.collectives import reduce_scatter_tensor
 
 LAYERS, DIRECTIONS = ("column", "row"), ("forward", "backward")
 FIXED = (2, 4, 8)
+WAYS = ("stock", "overlapped", *map(str, FIXED))
 RATIO = 1.1
 ALLOWED = (0.8, 1.25)
 _MULTIPLE = 32
+_DEVIATION = 1e-6
 Works = dict[str, Callable[[], float]]
 """Ways of computing by name; each returns the seconds that it took."""
+Step = Callable[[], dict[str, Tensor]]
+"""Forward and backward, which give results and gradients by name."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +55,15 @@ def measure(sizes: Sizes, inner: int | None = None) -> dict[str, Any]:
         inner: width between the layers of the pair, where only this pair is to be measured.
     """
     start()
-    found: dict[str, Any] = {"deviation": _require_same_results()}
+    found: dict[str, Any] = {}
     if inner is None:
         found["cells"] = {
             layer: {direction: _cell(sizes, layer, direction) for direction in DIRECTIONS} for layer in LAYERS
         }
     found["pair"] = _pair(sizes, inner)
     found["reduce_scatter"] = _reduce_scatters(sizes)
+    measured = [cell for cells in found.get("cells", {}).values() for cell in cells.values()]
+    found["deviation"] = max(each["deviation"] for each in [found["pair"], *measured])
     return found
 
 
@@ -100,7 +107,7 @@ def layer_of(kind: str, width: int, out: int) -> Any:
 
 
 def slowest(seconds: float) -> float:
-    """The time of the slowest rank."""
+    """The largest of all ranks' values, which for times is that of the slowest."""
     value = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value)
@@ -194,15 +201,31 @@ def _cell_of(
     module = layer_of(layer, width, out)
     narrow = torch.randn(whole.size(0), inner)
     input, grad = (local, narrow) if layer == "column" else (narrow, local)
+    compute = _layer_step(module, input, grad)
+    deviation = _require_same_results(f"{layer} {direction}", compute)
     works = _alone(sizes, *counts, inner)
-    for name in ("stock", "overlapped", *map(str, FIXED)):
+    for name in WAYS:
         works[name] = _layer_work(name, module, input, grad, direction)
     found = medians(works, sizes.rounds)
     return {
         "milliseconds": {name: 1e3 * seconds for name, seconds in found.items()},
         "m_k_n": [whole.size(0), width, out],
         "chunks": _chosen(f"{layer} {direction}", width, out),
+        "deviation": deviation,
     }
+
+
+def _layer_step(module: Any, input: Tensor, grad: Tensor) -> Step:
+    """Forward and backward of one layer, which give its output and gradients."""
+
+    def step() -> dict[str, Tensor]:
+        module.weight.grad = None
+        leaf = input.detach().requires_grad_()
+        output = module(leaf)[0]
+        output.backward(grad)
+        return {"output": output.detach(), "input": leaf.grad, "weight": module.weight.grad}
+
+    return step
 
 
 def _layer_work(name: str, module: Any, input: Tensor, grad: Tensor, direction: str) -> Callable[[], float]:
@@ -234,10 +257,11 @@ def _chosen(kind: str, width: int, out: int) -> int:
 def _pair(sizes: Sizes, inner: int | None) -> dict[str, Any]:
     """A column parallel layer and a row parallel one behind it, forward and backward."""
     inner = inner or _balanced(sizes, gathers=3, scatters=2, forwards=2, backwards=2)
-    work = pair_step(sizes, inner)
+    step = pair_step(sizes, inner)
+    deviation = _require_same_results("pair", step)
     works = _alone(sizes, 3, 2, 2, 2, inner)
-    for name in ("stock", "overlapped", *map(str, FIXED)):
-        works[name] = partial(_in, name, work)
+    for name in WAYS:
+        works[name] = partial(_in, name, step)
     found = medians(works, 2 * sizes.rounds)
     widths = {"column": (sizes.hidden, inner), "row": (inner, sizes.hidden)}
     return {
@@ -247,6 +271,7 @@ def _pair(sizes: Sizes, inner: int | None) -> dict[str, Any]:
             layer: {direction: _chosen(f"{layer} {direction}", *widths[layer]) for direction in DIRECTIONS}
             for layer in LAYERS
         },
+        "deviation": deviation,
     }
 
 
@@ -267,7 +292,7 @@ def _in(name: str, work: Callable[[], object]) -> float:
         return timed(work)
 
 
-def pair_step(sizes: Sizes, inner: int) -> Callable[[], object]:
+def pair_step(sizes: Sizes, inner: int) -> Step:
     """Forward and backward of the pair, ``hidden -> tp * inner -> hidden``."""
     column, row = layer_of("column", sizes.hidden, inner), layer_of("row", inner, sizes.hidden)
     input, _ = _tensors(sizes)
@@ -288,19 +313,23 @@ def pair_step(sizes: Sizes, inner: int) -> Callable[[], object]:
     return step
 
 
-def _require_same_results() -> float:
-    """The largest relative deviation of any chunk count from stock; nothing is timed before."""
-    work = pair_step(Sizes(rows=96, hidden=64), 96)
+def _require_same_results(what: str, step: Step) -> float:
+    """The largest relative deviation of any way from stock, for what is to be timed and at its sizes.
+
+    Raises:
+        RuntimeError: it is above 1e-6, or not a number; the same on all ranks.
+    """
     with way("stock"):
-        expected = work()
+        expected = step()
     worst = 0.0
-    for name in ("overlapped", *map(str, FIXED)):
+    for name in WAYS[1:]:
         with way(name):
-            for key, value in work().items():
-                worst = max(worst, float((value - expected[key]).norm() / expected[key].norm()))
+            for key, value in step().items():
+                found = float((value - expected[key]).norm() / expected[key].norm())
+                worst = max(worst, math.inf if math.isnan(found) else found)
     worst = slowest(worst)
-    if worst > 1e-6:
-        raise RuntimeError(f"tp-overlap: results differ from stock by {worst:.1e}; nothing was timed")
+    if worst > _DEVIATION:
+        raise RuntimeError(f"tp-overlap: results of {what} differ from stock by {worst:.1e}; it is not timed")
     if dist.get_rank() == 0:
-        print(f"results agree with stock to {worst:.1e}", file=sys.stderr, flush=True)
+        print(f"{what}: results agree with stock to {worst:.1e}", file=sys.stderr, flush=True)
     return worst

@@ -98,7 +98,7 @@ def test_ranks_over_links():
     """Where links can be had they are used and removed again; elsewhere the message says what is missing."""
     possible = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
     if possible:
-        with LinkBed(3, "400mbit") as bed:
+        with LinkBed(3, "400mbit", cores=[0, 0, 0]) as bed:
             for rank, ones, _, _, devices in bed.run(f"{HERE}:where", timeout_s=120):
                 assert (rank, ones) == (rank, [3.0] * 3)
                 assert {"lo", "slow0"} <= devices
@@ -106,7 +106,7 @@ def test_ranks_over_links():
         assert f"linkbed{os.getpid()}" not in linkbed._run("ip", "netns", "list")
     else:
         with pytest.raises(LinkBedError, match=r"root|iproute2"):
-            LinkBed(2, "2gbit").__enter__()
+            LinkBed(2, "2gbit", cores=[0, 0]).__enter__()
 
 
 def test_links_that_cannot_be_had(monkeypatch):
@@ -114,6 +114,9 @@ def test_links_that_cannot_be_had(monkeypatch):
         LinkBed(2, "fast")
     with pytest.raises(LinkBedError, match="9 ranks were asked for; use 2 to 8"):
         LinkBed(9)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3})
+    with pytest.raises(LinkBedError, match="2 ranks need a core each and this process may use 1"):
+        LinkBed(2)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(LinkBedError, match="need root"):
         linkbed.require_tools()
