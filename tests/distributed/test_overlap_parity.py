@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.memory_events import CHUNKED, CHUNKED_SUM
-from tests.distributed.parity import EP2, PP2, REPORT, TP2, ZERO, Bounds, Lab, Layout
+from tests.distributed.parity import EP2, HEADING, PP2, TP2, ZERO, Bounds, Lab, Layout
+from tests.figures import tell
 
 CHUNKS = {"coc_parallel_num": 4}
 TUNED = {"use_ascend_coc": True}
@@ -34,25 +35,29 @@ LAYOUTS = (
 
 
 @pytest.mark.parametrize(
-    ("flags", "model"),
+    ("flags", "model", "chunks"),
     [
-        (TP2, ""),
-        pytest.param("--tensor-model-parallel-size 2", DENSE, marks=pytest.mark.full),
+        (TP2, "", 4),
+        pytest.param(TP2, "", 2, marks=pytest.mark.full),
+        pytest.param(TP2, "", 8, marks=pytest.mark.full),
+        pytest.param(TP4, "", 4, marks=pytest.mark.full),
+        pytest.param("--tensor-model-parallel-size 2", DENSE, 4, marks=pytest.mark.full),
     ],
-    ids=["TP2+SP", "TP2 without SP, dense"],
+    ids=["TP2+SP", "TP2+SP, 2 chunks", "TP2+SP, 8 chunks", "TP4+SP", "TP2 without SP, dense"],
 )
-def test_chunks_beside_stock(lab: Lab, flags: str, model: str) -> None:
+def test_chunks_beside_stock(lab: Lab, flags: str, model: str, chunks: int) -> None:
     """Losses, gradients and updates of five steps."""
+    ranks = 4 if flags == TP4 else 2
     stock, overlapped = (
-        lab.run(Layout(name, 2, flags, model=model, switches=switches))
-        for name, switches in (("stock", {}), ("overlapped", CHUNKS))
+        lab.run(Layout(name, ranks, flags, model=model, switches=switches))
+        for name, switches in (("stock", {}), ("overlapped", {"coc_parallel_num": chunks}))
     )
     event = CHUNKED if "--sequence-parallel" in flags else CHUNKED_SUM
     assert stock.memory[event] == 0
     assert overlapped.memory[event] > 0
-    layout = Layout(f"overlapped, 4 chunks: {flags}, beside stock", 2, flags, model=model)
-    comparison = lab.compare(layout, overlapped, stock)
-    REPORT.append(str(comparison))
+    name = f"overlapped, {chunks} chunks: {flags} {model}, beside stock"
+    comparison = lab.compare(Layout(name, ranks, flags, model=model), overlapped, stock)
+    tell(HEADING, str(comparison))
     assert not comparison.violations(BESIDE_STOCK)
 
 

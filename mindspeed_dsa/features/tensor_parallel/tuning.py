@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_dsa import platforms
+from mindspeed_dsa.features.host import host
 
 Kind = Literal["column forward", "column backward", "row forward", "row backward"]
 CANDIDATES = (1, 2, 4, 8)
@@ -133,8 +134,12 @@ def _slowest(seconds: Mapping[int, float], group: Any) -> dict[int, float]:
 
 
 def _tell(problem: Problem, choice: int, times: Mapping[int, float]) -> None:
-    """On the first rank of the first group."""
-    if dist.get_rank() != 0:
+    """Once for each pipeline stage: on the first rank of the first of its groups."""
+    parallel_state = host("core.parallel_state")
+    first = dist.get_rank() == problem.ranks[0]
+    if first and parallel_state.model_parallel_is_initialized():
+        first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    if not first:
         return
     measured = ", ".join(f"{chunks}: {1e3 * seconds:.2f} ms" for chunks, seconds in times.items())
     word = "1 chunk, as stock" if choice == 1 else f"{choice} chunks"

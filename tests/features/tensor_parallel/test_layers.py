@@ -95,7 +95,7 @@ def unusual(parallel):
     return runs
 
 
-@pytest.mark.parametrize("parallel", [True, False], ids=["SP", "no SP"])
+@pytest.mark.parametrize("parallel", [True, pytest.param(False, marks=pytest.mark.full)], ids=["SP", "no SP"])
 def test_unusual_inputs_where_the_number_of_chunks_is_measured(pool, parallel):
     for each in exact(pool.run(f"{CASES}:compare_tuned", 2, runs=unusual(parallel))):
         case = each["case"]
@@ -143,3 +143,10 @@ def test_what_is_left_to_megatron(pool, case):
     for calls in pool.run(f"{CASES}:left_to_megatron", 2, case=case):
         assert "all_gather" not in calls
         assert calls.get("all_to_all_single", 0) <= 1
+
+
+@pytest.mark.parametrize("case", ["plain, column", "plain, row"])
+def test_what_is_not_left_to_megatron(pool, case):
+    """The same layers with nothing unusual about them."""
+    for calls in pool.run(f"{CASES}:left_to_megatron", 2, case=case):
+        assert (calls["all_gather"], calls["all_to_all_single"]) == (2, 2)

@@ -145,6 +145,47 @@ def test_backward_is_not_tuned_before_there_is_a_main_grad(pool):
         assert found == [column[1:], column, [*column, row[1]], [*column, *row]]
 
 
+def said_by_stages(pipeline, data):
+    """What this rank says of a layer's tuning, with these parallel sizes beside TP2."""
+    import contextlib
+    import io
+
+    import mindspeed_dsa
+
+    mindspeed_dsa.enable(use_ascend_coc=True)
+    from megatron.core import parallel_state
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel import RowParallelLinear, model_parallel_cuda_manual_seed
+
+    from mindspeed_dsa.features.tensor_parallel import tuning
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=pipeline
+    )
+    assert parallel_state.get_data_parallel_world_size() == data
+    model_parallel_cuda_manual_seed(7)
+    row = RowParallelLinear(
+        8,
+        6,
+        config=ModelParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True),
+        init_method=torch.nn.init.ones_,
+        bias=False,
+        input_is_parallel=True,
+        skip_bias_add=False,
+    )
+    tuning.forget()
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), torch.no_grad():
+        row(torch.ones(4, 2, 4))
+    tuning.forget()
+    return said.getvalue().count("row forward")
+
+
+@pytest.mark.parametrize(("pipeline", "data", "speaking"), [(2, 1, [1, 0, 1, 0]), (1, 2, [1, 0, 0, 0])])
+def test_each_pipeline_stage_says_its_choices_once(pool, pipeline, data, speaking):
+    assert pool.run(f"{CASE}:said_by_stages", 4, pipeline=pipeline, data=data) == speaking
+
+
 def test_tuned_layers(pool):
     ranks = pool.run(f"{CASE}:tuned_layers", 2)
     for found, _, _ in ranks:
