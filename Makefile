@@ -13,6 +13,10 @@ NPU_VENV ?= .venv-npu
 NPU_BIN := $(NPU_VENV)/bin
 NPU_STAMP := $(NPU_VENV)/.installed
 
+# Test files are dealt out to so many processes; WORKERS=0 runs them in one, as a debugger needs it.
+WORKERS ?= auto
+XDIST := --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile
+
 # Threads that spin while they wait starve the others where cores are shared: a step took 0.5 s with this
 # and 5 to 14 s without it on a busy machine.
 export OMP_WAIT_POLICY ?= passive
@@ -40,10 +44,10 @@ train: $(STAMP)  ## train a small DeepSeek-V3.2-shaped model with DSA on real te
 	$(BIN)/python examples/pretrain_dsa.py --output-dir runs/quickstart $(ARGS)
 
 test: $(STAMP)  ## quick tests: one case per parallel layout
-	$(BIN)/python -m pytest -m "not full" $(ARGS)
+	$(BIN)/python -m pytest $(XDIST) -m "not full" $(ARGS)
 
 test-full: $(STAMP)  ## every test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(XDIST) $(ARGS)
 
 $(NPU_STAMP): setup.py constraints.txt
 	@$(NPU_BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(NPU_VENV)

@@ -14,7 +14,13 @@ EXTRAS = {
     "npu": ["torch_npu>=2.6; platform_system == 'Linux'"],
     "viz": ["matplotlib", "tensorboard", "tqdm"],
     # Triton's kernels are tested in its interpreter, which needs no GPU.
-    "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis", "triton>=3.3; platform_system == 'Linux'"],
+    "test": [
+        "pytest>=8",
+        "pytest-timeout>=2.3",
+        "pytest-xdist>=3.5",
+        "hypothesis",
+        "triton>=3.3; platform_system == 'Linux'",
+    ],
 }
 EXTRAS["dev"] = [*EXTRAS["test"], "ruff", "mypy"]
 

@@ -28,6 +28,8 @@ def _import_triton() -> None:
 
 _import_triton()
 
+pytest_plugins = ["tests.figures"]
+
 
 @pytest.fixture(autouse=True)
 def _no_patches_left():

@@ -24,6 +24,7 @@ def numbers(metrics):
             yield value
 
 
+@pytest.mark.full
 def test_every_metric_of_a_quick_run(tmp_path, capsys):
     pytest.importorskip("megatron.core")
     file = tmp_path / "result.json"
@@ -88,6 +89,7 @@ def test_sides_that_differ_are_not_compared(monkeypatch):
         problem.require_same_results(TINY)
 
 
+@pytest.mark.full
 def test_extra_memory_is_what_the_step_holds_at_its_peak(monkeypatch):
     size = 160 << 20
     held = []

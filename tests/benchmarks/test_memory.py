@@ -31,6 +31,7 @@ def test_every_metric_of_a_quick_run(tmp_path, capsys):
         assert metrics["saved_bytes_per_param"][name] == pytest.approx(saved, abs=0.1)
 
 
+@pytest.mark.full
 def test_one_feature_beside_a_job_without_it():
     found = memory.compare("reuse-fp32-param", memory.QUICK, pairs=2, device="cpu")
     rest, peak = found["device_bytes_per_param"], found["device_peak_bytes_per_param"]

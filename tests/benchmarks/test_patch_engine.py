@@ -54,6 +54,7 @@ def test_an_unknown_case_is_refused(capsys):
     assert "patch-engine" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_every_metric_of_the_case(monkeypatch):
     ratio, engine = patch_engine.call_ratio, patch_engine.engine_ms
     monkeypatch.setattr(patch_engine, "call_ratio", lambda calls, rounds: ratio(calls=2000, rounds=5))

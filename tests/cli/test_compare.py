@@ -152,6 +152,7 @@ def test_a_command_that_cannot_be_started_has_failed(compare):
     assert "cannot be started" in found["problems"][0]
 
 
+@pytest.mark.full
 def test_a_run_that_takes_too_long_is_ended(compare, tmp_path):
     begin = time.monotonic()
     status, found, _, _ = compare("--a", "--sleep 120", "--timeout", "0.1")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.convergence.conftest import REPORT
 from tests.distributed.pool import WorkerPool
+from tests.figures import tell
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
@@ -62,7 +62,8 @@ def gaps(name, ours, theirs, steps=STEPS) -> dict[str, float]:
     pairs = list(zip(ours.records, theirs.records, strict=True))[:steps]
     figures = (*BOUNDS, "indexer_loss")
     found = {figure: max(abs(our[figure] / their[figure] - 1) for our, their in pairs) for figure in figures}
-    REPORT.append(f"{name}: " + ", ".join(f"{figure} {gap:.1e}" for figure, gap in found.items()))
+    line = ", ".join(f"{figure} {gap:.1e}" for figure, gap in found.items())
+    tell("twenty steps beside Megatron's own DSA", f"{name}: {line}")
     return found
 
 

@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import atexit
 import functools
-from typing import Any
 
 import pytest
 
-from tests.distributed.parity import REPORT, Lab
+from tests.distributed.parity import Lab
 from tests.distributed.pool import WorkerPool
 
 
@@ -28,10 +27,3 @@ def pool() -> WorkerPool:
 def lab(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Lab:
     """Layouts from common initial weights; see ``parity.py``."""
     return Lab(pool, tmp_path_factory.mktemp("parity"))
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if REPORT:
-        terminalreporter.section("parity with one process: largest relative differences over five steps")
-        for line in REPORT:
-            terminalreporter.write_line(line)

@@ -34,6 +34,7 @@ import torch
 from tests.distributed.job import RankOutcome
 from tests.distributed.observe import Choices, Fault
 from tests.distributed.pool import WorkerPool
+from tests.figures import tell
 
 STEPS = 5
 MODEL = """
@@ -55,8 +56,7 @@ EP2 = "--expert-model-parallel-size 2"
 ZERO = "--use-distributed-optimizer"
 
 Tensors = dict[str, torch.Tensor]
-REPORT: list[str] = []
-"""One entry per comparison, printed when pytest ends."""
+HEADING = "parity with one process: largest relative differences over five steps"
 
 
 @dataclass(frozen=True)
@@ -206,11 +206,11 @@ class Lab:
         reference = self.one_process(layout)
         outcome = self.run(layout)
         comparison = self.compare(layout, outcome)
-        REPORT.append(str(comparison))
+        tell(HEADING, str(comparison))
         problems = comparison.violations(bounds)
         if problems and any(count for count, _ in comparison.flips.values()):
             forced = self.compare(layout, self.run(layout, forced=reference.choices))
-            REPORT.append(f"again with forced choices, {forced}")
+            tell(HEADING, f"again with forced choices, {forced}")
             problems = forced.violations(bounds)
         assert not problems, f"{layout.name} differs from one process:\n" + "\n".join(problems)
         return outcome

@@ -31,7 +31,7 @@ def layout_of(name: str, ranks: int, flags: str, switches: Mapping[str, Any], fu
 
 
 LAYOUTS = [
-    layout_of("all with reuse: PP4 x VPP2", 4, f"{PP4} {VPP2} {ZERO}", WITH_REUSE, full=False),
+    layout_of("all with reuse: PP4 x VPP2", 4, f"{PP4} {VPP2} {ZERO}", WITH_REUSE),
     layout_of("all with swap: PP4 x VPP2", 4, f"{PP4} {VPP2} {ZERO}", WITH_SWAP, full=False),
     layout_of("all with swap: PP2 x DP2, overlap", 4, f"{PP2} {ZERO} {OVERLAP}", WITH_SWAP),
     layout_of("all with reuse, fused DSA: TP2+SP", 2, f"{TP2} {ZERO}", {**WITH_REUSE, "use_fused_dsa": True}),

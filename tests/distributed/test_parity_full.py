@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.distributed.parity import EP2, FP32, PP2, PP4, REPORT, TP2, VPP2, ZERO, Bounds, Lab, Layout
+from tests.distributed.parity import EP2, FP32, HEADING, PP2, PP4, TP2, VPP2, ZERO, Bounds, Lab, Layout
+from tests.figures import tell
 
 pytestmark = pytest.mark.full
 
@@ -23,6 +24,7 @@ LAYOUTS = (
     Layout("EP2 x DP2, distributed optimizer", 4, f"{EP2} {ZERO}"),
     Layout("EP2, allgather dispatcher", 2, f"{EP2} --moe-token-dispatcher-type allgather"),
     Layout("PP2 x VPP2", 2, f"{PP2} {VPP2}"),
+    Layout("PP4 x VPP2, no P2P overlap", 4, f"{PP4} {VPP2} --no-overlap-p2p-communication"),
     Layout("PP2 x EP2", 4, f"{PP2} {EP2}"),
     Layout("DP2, overlapped gradients", 2, "--overlap-grad-reduce --ddp-bucket-size 20000"),
     Layout("DP2, distributed optimizer, overlap", 2, f"{ZERO} {OVERLAP}"),
@@ -81,7 +83,7 @@ def test_bfloat16_trains_as_one_process(lab: Lab, layout: Layout, bounds: Bounds
 def test_a_defect_of_the_host_does_not_pass(lab: Lab, layout: Layout) -> None:
     """Without its repair each defect spoils every gradient of the indexer and no other."""
     comparison = lab.compare(layout, lab.run(layout))
-    REPORT.append(str(comparison))
+    tell(HEADING, str(comparison))
     wrong = {name for value, name in comparison.first_gradients if value > FP32.first_gradient}
     assert wrong == {name for _, name in comparison.first_gradients if ".indexer." in name}
 
@@ -93,7 +95,7 @@ def test_forced_choices_are_made_in_every_layout(lab: Lab) -> None:
     forced = {key: by_lot(key[0], own, generator) for key, own in lab.one_process(alone).choices.items()}
     reference = lab.run(alone, forced=forced)
     comparison = lab.compare(layout, lab.run(layout, forced=forced), reference)
-    REPORT.append(str(comparison))
+    tell(HEADING, str(comparison))
     assert all(np.array_equal(reference.choices[key], forced[key]) for key in forced)
     assert {count for count, _ in comparison.flips.values()} == {0}
     assert not comparison.violations(FP32)

@@ -51,6 +51,7 @@ def test_a_rank_that_dies_fails_the_case(pool: WorkerPool) -> None:
     assert len(pool.run(f"{CASES}:describe", 2, payload=torch.ones(1))) == 2
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_fails_the_case_with_its_stack(pool: WorkerPool) -> None:
     pool.run(f"{CASES}:describe", 2, payload=torch.ones(1))  # start-up does not count
     with pytest.raises(CaseError) as error:
@@ -69,6 +70,7 @@ def test_more_ranks_than_workers_are_refused(pool: WorkerPool) -> None:
         pool.run(f"{CASES}:describe", 3, payload=torch.ones(1))
 
 
+@pytest.mark.full
 def test_nothing_of_a_case_is_left_for_the_next(pool: WorkerPool) -> None:
     untouched = pool.run(f"{CASES}:what_is_left", 2)
     pool.run(f"{CASES}:change_everything", 2)

@@ -11,8 +11,8 @@ BOTH = {**ACTIVATIONS, "recompute_norm": True, "recompute_verify": True}
 SOME = {**BOTH, "recompute_activation_function_num_layers": 1, "recompute_norm_num_layers": 1}
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 
-LAYOUTS = (Layout("recomputed: PP4 x VPP2", 4, f"{PP4} {VPP2}", switches=BOTH),)
-MORE = (
+LAYOUTS = (
+    Layout("recomputed: PP4 x VPP2", 4, f"{PP4} {VPP2}", switches=BOTH),
     Layout("recomputed: TP2+SP", 2, TP2, switches=BOTH),
     Layout("recomputed: PP2", 2, PP2, switches=BOTH),
     Layout("recomputed in some layers: PP2 x VPP2", 2, f"{PP2} {VPP2}", switches=SOME),
@@ -35,14 +35,9 @@ MORE = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_layout_trains_as_stock_in_one_process(lab: Lab, layout: Layout) -> None:
-    lab.check(layout)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", MORE, ids=lambda layout: layout.name)
-def test_more_layouts_train_as_stock_in_one_process(lab: Lab, layout: Layout) -> None:
     lab.check(layout)
 
 

@@ -24,8 +24,8 @@ def layout_of(name: str, ranks: int, flags: str, switches: Any = None, model: st
     return pytest.param(Layout(name, ranks, flags, model=model, switches=switches or {}), id=name)
 
 
-LAYOUTS = [layout_of("PP2", 2, PP2)]
-MORE = [
+LAYOUTS = [
+    layout_of("PP2", 2, PP2),
     layout_of("PP4 x VPP2", 4, f"{PP4} {VPP2}"),
     layout_of("PP4 x VPP2, norms and activations recomputed", 4, f"{PP4} {VPP2}", RECOMPUTE),
     layout_of("TP2+SP, fused DSA", 2, TP2, {"use_fused_dsa": True}),
@@ -38,18 +38,9 @@ MORE = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_trains_the_same_bits(lab: Lab, layout: Layout) -> None:
-    check(lab, layout)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", MORE)
-def test_more_layouts_train_the_same_bits(lab: Lab, layout: Layout) -> None:
-    check(lab, layout)
-
-
-def check(lab: Lab, layout: Layout) -> None:
     where = layout.world_size, layout.flags, layout.model
     off = lab.run(Layout(f"{layout.name}, without", *where, switches=layout.switches))
     on = lab.run(Layout(f"{layout.name}, swapped", *where, switches={**layout.switches, **SWAP}))

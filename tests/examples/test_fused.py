@@ -33,9 +33,9 @@ def unbroken(jobs: JobServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ([FUSED], [FUSED, "--no-use-dsa-absorb"]),
+        pytest.param([FUSED], [FUSED, "--no-use-dsa-absorb"], marks=pytest.mark.full),
         ([], [FUSED, "--dsa-fuse-kl-in-backward"]),
-        ([FUSED], []),
+        pytest.param([FUSED], [], marks=pytest.mark.full),
     ],
     ids=["absorb off", "fused on", "fused off"],
 )
@@ -54,6 +54,7 @@ def test_switches_may_change_across_a_resume(
     assert losses(run, "indexer_loss") == pytest.approx(losses(unbroken, "indexer_loss"), rel=1e-3)
 
 
+@pytest.mark.full
 def test_sparse_training_goes_on_from_a_warmup(jobs: JobServer, pool: WorkerPool, tmp_path: Path) -> None:
     warm, sparse = tmp_path / "warm", tmp_path / "sparse"
     flags = [*WIDE, "--lr", "1e-2", "--lr-decay-style", "constant"]

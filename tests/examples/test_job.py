@@ -85,6 +85,7 @@ def test_other_models_train_too(jobs: JobServer, tmp_path: Path, flags: list[str
     assert all(record["indexer_loss"] > 0 for record in steps)
 
 
+@pytest.mark.full
 def test_initial_weights_can_be_saved_and_loaded(jobs: JobServer, tmp_path: Path) -> None:
     initial = tmp_path / "initial"
     saved = jobs.run(
@@ -185,6 +186,7 @@ def test_a_loaded_checkpoint_is_never_written_again(jobs: JobServer, tmp_path: P
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in saved.rglob("*.*")} == before
 
 
+@pytest.mark.full
 def test_a_run_with_a_checkpoint_folder_of_its_own_goes_on(jobs: JobServer, tmp_path: Path) -> None:
     saved, run = tmp_path / "saved", tmp_path / "run"
     assert jobs.run(run, "--save", str(saved), "--exit-interval", "2").code == 0

@@ -37,6 +37,7 @@ def final_tensors(run: Path) -> bytes:
     return (folder_of(run / "checkpoints", 6) / "__0_0.distcp").read_bytes()
 
 
+@pytest.mark.full
 def test_killed_again_and_again(jobs: JobServer, unbroken: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     checkpoints = run / "checkpoints"

@@ -98,7 +98,8 @@ def run_dense_loss(length: int, backend: str) -> None:
     dense_indexer_kl_loss(*inputs, *main_inputs(length), 0.3, backend=backend).backward()
 
 
-RUNS = [run_indexer, run_selected_scores, run_attention, run_loss, run_dense_loss]
+RUNS = [run_indexer, run_selected_scores, run_attention, run_loss]
+LONG = pytest.param(run_dense_loss, marks=pytest.mark.full)
 
 
 def largest_of(run: Callable[[int, str], None], length: int, backend: str) -> int:
@@ -108,7 +109,7 @@ def largest_of(run: Callable[[int, str], None], length: int, backend: str) -> in
     return seen.bytes
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", [*RUNS, LONG])
 def test_no_allocation_has_two_sequence_axes(run, one_thread, monkeypatch):
     # Blocks are at their smallest, so that what grows is not hidden behind them.
     monkeypatch.setattr(loss_cpu, "_DENSE_BLOCK", 4096)

@@ -11,7 +11,7 @@ from tests.ops.cases import indexer_inputs
 CASE = "tests.ops.tp_cases:loss_and_gradients"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_ranks_equal_one_process(pool, ranks, backend):
     generator = torch.Generator().manual_seed(6)

@@ -77,7 +77,10 @@ def test_dense_form(dtype, per_head, use_relu):
     check(loss, leaves, *expected_loss(leaves, query, key, mask, row_mask, "mean", use_relu))
 
 
-@pytest.mark.parametrize(("dtype", "heads", "keys"), [(torch.float32, 5, 70), (torch.bfloat16, 128, 70)])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "keys"),
+    [(torch.float32, 5, 70), pytest.param(torch.bfloat16, 128, 70, marks=pytest.mark.full)],
+)
 def test_dense_form_at_full_size(dtype, heads, keys):
     """64 index heads x 128, keys of 576, more of them than a tile, a range that begins within one."""
     leaves = [x.requires_grad_() for x in indexer_inputs(1, 2, keys, heads=64, dim=128, dtype=dtype)]

@@ -48,9 +48,9 @@ def assert_same(ours, theirs, rtol=1e-4):
     assert_same_gradients(ours["gradients"], theirs["gradients"], rtol)
 
 
-# One part alone and one part left to Megatron run in every test; two and two with the long ones.
+# One part alone and all of them run in every test; two and three with the long ones.
 COMBINATIONS = [
-    pytest.param(chosen, marks=[pytest.mark.full] if sum(chosen) == 2 else [], id=str(chosen))
+    pytest.param(chosen, marks=[pytest.mark.full] if sum(chosen) in (2, 3) else [], id=str(chosen))
     for chosen in itertools.product((False, True), repeat=4)
     if any(chosen)
 ]

@@ -48,6 +48,7 @@ def test_a_step_that_fails_leaves_weights(pool):
             assert result == {"error": "out of luck", "shard is as before": True, "placed": VOIDED}
 
 
+@pytest.mark.full
 def test_reload_takes_the_models_weights(pool):
     for ranks, options in ((1, PLAIN), (1, DISTRIBUTED), (2, DISTRIBUTED)):
         off = pool.run(f"{JOB}:reload", ranks, switches=OFF, **options)
@@ -71,7 +72,7 @@ SAVED = 2.0  # bytes a parameter; by DP with the distributed optimizer
         pytest.param(1, PLAIN, id="dp1"),
         pytest.param(1, DISTRIBUTED, id="dp1, distributed", marks=pytest.mark.full),
         pytest.param(2, PLAIN, id="dp2", marks=pytest.mark.full),
-        pytest.param(2, DISTRIBUTED, id="dp2, distributed"),
+        pytest.param(2, DISTRIBUTED, id="dp2, distributed", marks=pytest.mark.full),
     ],
 )
 def test_bytes_a_parameter_at_rest(pool, ranks, options):

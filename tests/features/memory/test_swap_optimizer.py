@@ -27,7 +27,7 @@ CASES = "tests.features.memory.swap_optimizer_cases"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options"), list(layouts(["dp1", "dp2, distributed", "dp2, distributed, overlap"]))
+    ("ranks", "options"), list(layouts(["dp2, distributed", "dp2, distributed, overlap"]))
 )
 def test_ten_steps_are_the_same_bits_with_a_skipped_step_in_the_middle(pool, ranks, options):
     for run in assert_same_training(pool, ranks, ON, skip=5, clip=0.5, **options):
@@ -146,7 +146,7 @@ def test_reload_takes_the_models_weights(pool, ranks, options):
         pytest.param(1, PLAIN, 12, id="dp1"),
         pytest.param(1, DISTRIBUTED, 12, id="dp1, distributed", marks=pytest.mark.full),
         pytest.param(2, PLAIN, 12, id="dp2", marks=pytest.mark.full),
-        pytest.param(2, DISTRIBUTED, 6, id="dp2, distributed"),
+        pytest.param(2, DISTRIBUTED, 6, id="dp2, distributed", marks=pytest.mark.full),
         pytest.param(1, {**DISTRIBUTED, "precision": "fp32"}, 8, id="fp32", marks=pytest.mark.full),
     ],
 )

@@ -27,7 +27,7 @@ PLACED = {"voided": False, "moments on the host": 1, "optimizers": 1}
 CASES = "tests.features.memory.swap_optimizer_cases"
 
 
-@pytest.mark.parametrize(("ranks", "options"), list(layouts(["dp1", "dp2, distributed"])))
+@pytest.mark.parametrize(("ranks", "options"), list(layouts(["dp2, distributed"])))
 def test_ten_steps_are_the_same_bits_with_a_skipped_step_in_the_middle(pool, ranks, options):
     for run in assert_same_training(pool, ranks, ALL, skip=5, clip=0.5, **options):
         assert_skipped(run, 5)
@@ -63,6 +63,7 @@ def test_experts_with_an_optimizer_of_their_own(pool):
         assert run["placed"] == {**PLACED, "optimizers": 2}
 
 
+@pytest.mark.full
 def test_a_quota_is_for_all_optimizers_of_a_process(pool):
     (whole, _) = pool.run(f"{JOB}:bytes_at_rest", 2, switches=ALL, ep=2, **DISTRIBUTED, **LARGER)
     half = {"virtual_optimizer": [whole["host"] / 2 / 2**30]}
@@ -85,7 +86,7 @@ def test_reload_takes_the_models_weights(pool, ranks, options):
         pytest.param(1, PLAIN, 8, id="dp1"),
         pytest.param(1, DISTRIBUTED, 8, id="dp1, distributed", marks=pytest.mark.full),
         pytest.param(2, PLAIN, 8, id="dp2", marks=pytest.mark.full),
-        pytest.param(2, DISTRIBUTED, 4, id="dp2, distributed"),
+        pytest.param(2, DISTRIBUTED, 4, id="dp2, distributed", marks=pytest.mark.full),
     ],
 )
 def test_bytes_a_parameter_at_rest(pool, ranks, options, expected):

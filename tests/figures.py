@@ -1,0 +1,39 @@
+"""Figures that tests found, printed when pytest ends.
+
+Each travels with its test's report, since other processes than the one that prints may run the tests.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+_PROPERTY = "figure"
+_found: list[tuple[str, str]] = []
+
+
+def tell(heading: str, line: str) -> None:
+    """Have a line of the running test printed below a heading."""
+    _found.append((heading, line))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    item.user_properties.extend((_PROPERTY, figure) for figure in _found)
+    _found.clear()
+    return (yield)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    lines = defaultdict(list)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            # The last of a test's three reports knows the properties of all.
+            if getattr(report, "when", "") == "teardown":
+                for _, (heading, line) in (each for each in report.user_properties if each[0] == _PROPERTY):
+                    lines[heading].append(line)
+    for heading, each in sorted(lines.items()):
+        terminalreporter.section(heading)
+        terminalreporter.write_line("\n".join(each))
