@@ -65,6 +65,7 @@ def metrics(link: str, slow: Mapping[str, Any], loopback: Mapping[str, Any], job
         "hidden_fraction_fixed": {
             str(count): _table(cells, lambda cell, count=count: hidden(cell, str(count))) for count in FIXED
         },
+        "hidden_fraction_of_chunks": _table(cells, hidden_of_chunks),
         "layer_speedup": pair["stock"] / pair["overlapped"],
         "layer_speedup_fixed": {str(count): pair["stock"] / pair[str(count)] for count in FIXED},
         "loopback_ratio": fast["overlapped"] / fast["stock"],
@@ -72,6 +73,7 @@ def metrics(link: str, slow: Mapping[str, Any], loopback: Mapping[str, Any], job
         "chunks_chosen": _table(cells, lambda cell: cell["chunks"]),
         "chunks_chosen_pair": slow["pair"]["chunks"],
         "chunks_chosen_loopback": loopback["pair"]["chunks"],
+        "transfer_in_chunks": _table(cells, in_chunks),
         "transfer_over_matmul": _table(cells, lambda cell: ratio(cell["milliseconds"])),
         "transfer_over_matmul_pair": ratio(pair),
         "m_k_n": _table(cells, lambda cell: " x ".join(map(str, cell["m_k_n"]))),
@@ -95,6 +97,18 @@ def hidden(cell: Mapping[str, Any], name: str) -> float | str:
         )
     saved = times["transfer"] + times["matmul"] - times[name]
     return min(1.0, saved / min(times["transfer"], times["matmul"]))
+
+
+def hidden_of_chunks(cell: Mapping[str, Any]) -> float:
+    """The same with the transfer alone in the chunks of the overlapped layer, instead of in one piece."""
+    times = cell["milliseconds"]
+    transfer, matmul = times["transfer in chunks"], times["matmul"]
+    return min(1.0, (transfer + matmul - times["overlapped"]) / min(transfer, matmul))
+
+
+def in_chunks(cell: Mapping[str, Any]) -> float:
+    """Transfer alone, in the chunks of the overlapped layer over in one piece."""
+    return cell["milliseconds"]["transfer in chunks"] / cell["milliseconds"]["transfer"]
 
 
 def ratio(milliseconds: Mapping[str, float]) -> float:

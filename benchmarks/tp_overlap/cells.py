@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_dsa.platforms.collectives import reduce_scatter_tensor
+from mindspeed_dsa.features.tensor_parallel.chunked import Gather, bounds
+from mindspeed_dsa.platforms.collectives import exchange, reduce_scatter_tensor
 
 LAYERS, DIRECTIONS = ("column", "row"), ("forward", "backward")
 FIXED = (2, 4, 8)
@@ -25,6 +26,7 @@ WAYS = ("stock", "overlapped", *map(str, FIXED))
 RATIO = 1.1
 ALLOWED = (0.8, 1.25)
 _MULTIPLE = 32
+_ATTEMPTS = 6
 _DEVIATION = 1e-6
 Works = dict[str, Callable[[], float]]
 """Ways of computing by name; each returns the seconds that it took."""
@@ -166,6 +168,38 @@ def _alone(sizes: Sizes, gathers: int, scatters: int, forwards: int, backwards: 
     return {"transfer": lambda: timed(transfers), "matmul": lambda: timed(products)}
 
 
+def _transfer_in_chunks(
+    sizes: Sizes, layer: str, direction: str, width: int, out: int
+) -> Callable[[], float]:
+    """What an overlapped layer transfers, in the chunks that were chosen for it, with no matmul beside it.
+
+    Chunks are on their way side by side, which alone may be faster than one transfer after the other.
+    """
+    local, whole = _tensors(sizes)
+    group, received = dist.group.WORLD, torch.zeros_like(local)
+    parts = whole.unflatten(0, (-1, sizes.rows))[1:]  # [tp - 1, rows, hidden]: what the other ranks add
+    gathers, scatters = _transfers(layer, direction)
+
+    def transfer(chunks: int) -> None:
+        pending: list[Any] = []
+        if gathers:
+            pending.append(Gather(local, group, 1 if scatters else chunks))
+        if scatters:
+            for first, end in bounds(sizes.rows, chunks):
+                pending.append(exchange(received[first:end], parts[:, first:end].contiguous(), group))
+        for each in pending:
+            each.wait()
+
+    return lambda: timed(partial(transfer, _chosen(f"{layer} {direction}", width, out)))
+
+
+def _transfers(layer: str, direction: str) -> tuple[int, int]:
+    """Numbers of all-gathers and reduce-scatters."""
+    gathers = int((layer, direction) != ("row", "forward"))
+    scatters = int((layer, direction) in (("row", "forward"), ("column", "backward")))
+    return gathers, scatters
+
+
 def _balanced(sizes: Sizes, gathers: int, scatters: int, forwards: int, backwards: int) -> int:
     """The inner width for which transfers take :data:`RATIO` of the matmuls' time here."""
     inner = sizes.hidden // 4
@@ -180,16 +214,14 @@ def _balanced(sizes: Sizes, gathers: int, scatters: int, forwards: int, backward
 
 def _cell(sizes: Sizes, layer: str, direction: str) -> dict[str, Any]:
     """One layer and direction, with a width for which transfer and matmul take about as long."""
-    gathers = int((layer, direction) != ("row", "forward"))
-    scatters = int((layer, direction) in (("row", "forward"), ("column", "backward")))
-    counts = gathers, scatters, int(direction == "forward"), int(direction == "backward")
+    counts = *_transfers(layer, direction), int(direction == "forward"), int(direction == "backward")
     inner = _balanced(sizes, *counts)
-    for _ in range(3):
+    for _ in range(_ATTEMPTS):
         found = _cell_of(sizes, layer, direction, counts, inner)
         ratio = found["milliseconds"]["transfer"] / found["milliseconds"]["matmul"]
         if ALLOWED[0] <= ratio <= ALLOWED[1]:
             break
-        inner = _agreed(inner * ratio / RATIO)  # something else was running while the width was chosen
+        inner = _agreed(inner * ratio / RATIO)  # one transfer may take twice as long as the next
     return found
 
 
@@ -206,6 +238,7 @@ def _cell_of(
     works = _alone(sizes, *counts, inner)
     for name in WAYS:
         works[name] = _layer_work(name, module, input, grad, direction)
+    works["transfer in chunks"] = _transfer_in_chunks(sizes, layer, direction, width, out)
     found = medians(works, sizes.rounds)
     return {
         "milliseconds": {name: 1e3 * seconds for name, seconds in found.items()},

@@ -19,6 +19,7 @@ HERE = "tests.benchmarks.test_tp_overlap"
 
 def cell(transfer=60.0, matmul=50.0, stock=110.0, overlapped=70.0):
     times = {"transfer": transfer, "matmul": matmul, "stock": stock, "overlapped": overlapped}
+    times["transfer in chunks"] = 0.8 * transfer
     return {
         "milliseconds": {**times, "2": 80.0, "4": 75.0, "8": 60.0},
         "m_k_n": [4, 2, 3],
@@ -62,6 +63,8 @@ def test_metrics():
     assert found["hidden_fraction"]["row"] == {"forward": pytest.approx(0.8), "backward": pytest.approx(0.5)}
     assert found["hidden_fraction_stock"]["column"]["forward"] == 0
     assert found["hidden_fraction_fixed"]["8"]["column"]["backward"] == 1
+    assert found["transfer_in_chunks"]["row"]["forward"] == pytest.approx(0.8)
+    assert found["hidden_fraction_of_chunks"]["row"]["forward"] == pytest.approx((48 + 50 - 70) / 48)
     assert found["layer_speedup"] == pytest.approx(110 / 70)
     assert found["loopback_ratio"] == pytest.approx(1.02)
     assert found["reduce_scatter_gain"] == 2
