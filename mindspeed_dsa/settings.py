@@ -15,6 +15,8 @@ from mindspeed_dsa.patches.errors import SettingsError
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
+_NUMBERS: dict[Any, tuple[type, ...]] = {int: (int,), float: (int, float)}
+"""What an API keyword may be whose flag is a number."""
 
 MEGATRON_ROOT = Flag(
     "--megatron-root",
@@ -246,6 +248,14 @@ def _from_api(flag: Flag, value: Any) -> Any:
         if not isinstance(value, bool) and value not in (0, 1):
             raise ValueError(f"{who}={value!r}: use True or False")
         return bool(value)
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return _words(flag, value, who)
+    several = isinstance(value, (list, tuple))
+    for each in value if several else [value]:
+        if flag.type in _NUMBERS and (isinstance(each, bool) or not isinstance(each, _NUMBERS[flag.type])):
+            raise ValueError(f"{who}={value!r}: not a valid {flag.type.__name__}")
     _check_choice(flag, value, who)
     return value
 
@@ -261,15 +271,18 @@ def _truth(text: str, who: str) -> bool:
 def _from_text(flag: Flag, text: str) -> Any:
     if flag.kind in ("bool", "auto"):
         return _truth(text, flag.env)
+    return _words(flag, text, flag.env)
+
+
+def _words(flag: Flag, text: str, who: str) -> Any:
+    """One value, or several where the flag takes several, as on a command line."""
     words = text.split() if flag.nargs not in (None, "?") else [text]
     try:
         converted = [flag.type(word) for word in words]
     except (TypeError, ValueError):
-        raise ValueError(
-            f"{flag.env}={text}: not a valid {getattr(flag.type, '__name__', 'value')}"
-        ) from None
+        raise ValueError(f"{who}={text}: not a valid {getattr(flag.type, '__name__', 'value')}") from None
     value = converted if flag.nargs not in (None, "?") else converted[0]
-    _check_choice(flag, value, flag.env)
+    _check_choice(flag, value, who)
     return value
 
 

@@ -59,6 +59,8 @@ def test_strings_of_launchers_mean_what_they_say():
     assert read(api={"use_thing": "false"}).use_thing is False
     assert read(api={"thing_repair": "1"}).thing_repair is True
     assert read(api={"thing_repair": None}).thing_repair is None
+    assert read(api={"thing_count": "3"}).thing_count == 3
+    assert read(api={"thing_list": "1 2.5"}).thing_list == [1.0, 2.5]
 
 
 def test_several_values():
@@ -75,6 +77,11 @@ def test_several_values():
         ({"environ": {"MINDSPEED_DSA_THING_COUNT": "x"}}, ["MINDSPEED_DSA_THING_COUNT=x", "int"]),
         ({"argv": ["--thing-count", "2"]}, ["--thing-count", "1, 3, 5"]),
         ({"api": {"thing_count": 2}}, ["thing_count=2", "1, 3, 5"]),
+        ({"api": {"thing_count": "2"}}, ["thing_count=2", "1, 3, 5"]),
+        ({"api": {"thing_count": "x"}}, ["thing_count=x", "int"]),
+        ({"api": {"thing_count": 3.0}}, ["thing_count=3.0", "int"]),
+        ({"api": {"thing_count": True}}, ["thing_count=True", "int"]),
+        ({"api": {"thing_list": [1, "x"]}}, ["thing_list=[1, 'x']", "float"]),
         ({"api": {"use_thing": "maybe"}}, ["use_thing=maybe", "true"]),
         ({"api": {"use_thing": 2}}, ["use_thing=2", "True or False"]),
     ],
