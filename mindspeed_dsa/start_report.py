@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
@@ -13,26 +12,22 @@ from typing import Any
 from mindspeed_dsa import versions
 from mindspeed_dsa.features.base import Feature
 from mindspeed_dsa.patches import SiteReport
+from mindspeed_dsa.say import say, say_once
 from mindspeed_dsa.settings import Settings
 
 REPORT_FILE = "mindspeed_dsa.json"
 
 
-@functools.cache
-def _say_once(text: str) -> None:
-    _say(text)
-
-
 def warn_of_near_misses(found: Mapping[str, str]) -> None:
     """One line for each flag that is nearly one of ours."""
     for typed, meant in found.items():
-        _say(f"mindspeed_dsa: {typed} is no flag of ours and switches nothing on; did you mean {meant}?")
+        say(f"{typed} is no flag of ours and switches nothing on; did you mean {meant}?")
 
 
 def announce_platform(settings: Settings) -> None:
     """Say once that the CPU stands in for an accelerator."""
     if settings.platform == "cpu":
-        _say_once("mindspeed_dsa: no accelerator in use, Megatron runs on the CPU platform (gloo)")
+        say_once("no accelerator in use, Megatron runs on the CPU platform (gloo)")
 
 
 def publish(
@@ -41,7 +36,7 @@ def publish(
     """On rank 0: print the table, and write the same as JSON into ``folder``, if there is one."""
     if int(os.environ.get("RANK", "0")) != 0:
         return
-    _say(table(settings, features, sites))
+    print(table(settings, features, sites), file=sys.stderr, flush=True)
     if folder:
         path = Path(folder)
         text = json.dumps(as_dict(settings, features, sites), indent=1)
@@ -49,7 +44,7 @@ def publish(
             path.mkdir(parents=True, exist_ok=True)
             (path / REPORT_FILE).write_text(text + "\n", encoding="utf-8")
         except OSError as error:  # a record is not worth a run that is ready to train
-            _say(f"mindspeed_dsa: {REPORT_FILE} cannot be written to {folder}: {error}")
+            say(f"{REPORT_FILE} cannot be written to {folder}: {error}")
 
 
 def table(settings: Settings, features: Sequence[Feature], sites: Sequence[SiteReport]) -> str:
@@ -115,8 +110,3 @@ def _remarks(site: SiteReport, support: set[str]) -> list[str]:
     if site.stale and not support.issuperset(site.features):
         found.append(f"the original is still held by {', '.join(site.stale)}")
     return found
-
-
-def _say(text: str) -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(text, file=sys.stderr, flush=True)

@@ -20,6 +20,7 @@ from mindspeed_dsa import platforms
 from mindspeed_dsa.features import own_weights
 from mindspeed_dsa.features.memory import discarded
 from mindspeed_dsa.features.memory.swapped_storage import SwappedStorage
+from mindspeed_dsa.say import say_once
 
 _running: ContextVar[LayerPass | None] = ContextVar("running", default=None)
 
@@ -55,6 +56,7 @@ class LayerPass:
         # The last save, by address, which nobody else gets as long as the storage is held here.
         self._saved: dict[int, _Swapped] = {}
         self._gone: list[ref[SwappedStorage]] = []
+        self._largest_too_small = 0
 
     @contextlib.contextmanager
     def whole_layer(self) -> Iterator[None]:
@@ -64,6 +66,11 @@ class LayerPass:
             yield
         finally:
             _running.reset(token)
+        if self._largest_too_small and not self._leaving:
+            say_once(
+                f"swap-attention: {self._name} swaps nothing: the largest of its storages has "
+                f"{self._largest_too_small} bytes, fewer than --swap-attention-min-bytes {self._min_bytes}"
+            )
         for swapped in self._leaving:
             swapped.leave()
         self._gone = [ref(swapped) for swapped in self._leaving]
@@ -111,11 +118,13 @@ class LayerPass:
         if tensor.is_leaf and tensor.requires_grad:  # held by whoever wants its gradient
             return False
         storage = tensor.untyped_storage()
-        return (
-            0 < storage.nbytes() >= self._min_bytes
-            and storage.data_ptr() not in self._stays
-            and not discarded.is_marked(storage)
-        )
+        bytes_ = storage.nbytes()
+        if bytes_ == 0 or storage.data_ptr() in self._stays or discarded.is_marked(storage):
+            return False
+        if bytes_ < self._min_bytes:
+            self._largest_too_small = max(self._largest_too_small, bytes_)
+            return False
+        return True
 
 
 class _Saved:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,6 +22,7 @@ from mindspeed_dsa.features.tensor_parallel.functions import (
 )
 from mindspeed_dsa.features.tensor_parallel.options import Options
 from mindspeed_dsa.features.tensor_parallel.weight_gradient import WeightGradient
+from mindspeed_dsa.say import say_once
 
 
 def overlap_in_column(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -194,14 +193,8 @@ def _taken(plan: Plan, weight: Tensor) -> bool:
     """Whether the fused operators take this layer; if not, that is said once for each reason."""
     reason = plan.backend.declines(weight, plan.group)
     if reason:
-        _say_once(f"layers are left to Megatron that the fused operators do not take: {reason}")
+        say_once(f"layers are left to Megatron that the fused operators do not take: {reason}")
     return not reason
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(f"mindspeed_dsa: {text}", file=sys.stderr, flush=True)
 
 
 def _tuned_column(plan: Plan, input: Tensor, weight: Tensor) -> Plan:

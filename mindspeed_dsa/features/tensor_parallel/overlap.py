@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mindspeed_dsa.features.base import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.features.memory.recompute_limits import own_settings
 from mindspeed_dsa.patches.spec import Patch
+from mindspeed_dsa.say import say
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _IMPL = "mindspeed_dsa.features.tensor_parallel.linear"
@@ -60,12 +59,10 @@ def sequence_parallel_problems(args: Any, flag: str) -> Iterator[str]:
 
 def tell_of_transformer_engine(args: Any, flag: str) -> None:
     """Its layers are nobody's mistake, but whoever expects them to change should know."""
-    if getattr(args, "transformer_impl", None) == "transformer_engine" and os.environ.get("RANK", "0") == "0":
-        print(
-            f"mindspeed_dsa: {flag} leaves Transformer Engine's layers alone, which have --tp-comm-overlap; "
-            "Megatron's own linear layers, such as the output layer, overlap",
-            file=sys.stderr,
-            flush=True,
+    if getattr(args, "transformer_impl", None) == "transformer_engine":
+        say(
+            f"{flag} leaves Transformer Engine's layers alone, which have --tp-comm-overlap; Megatron's own "
+            "linear layers, such as the output layer, overlap"
         )
 
 

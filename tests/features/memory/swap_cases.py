@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import io
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -118,6 +119,18 @@ def without_backward(switches: Mapping[str, Any]) -> dict[str, Any]:
     finally:
         gc.enable()
     return found
+
+
+def told(switches: Mapping[str, Any]) -> list[str]:
+    """What is said while two samples pass."""
+    from mindspeed_dsa.say import say_once
+
+    job.start(switches)
+    _, (model,) = built(PLAIN)
+    say_once.cache_clear()
+    with redirect_stderr(io.StringIO()) as said:
+        job.per_token_loss(model, job.samples(2))
+    return said.getvalue().splitlines()
 
 
 def twice(switches: Mapping[str, Any]) -> dict[str, Any]:

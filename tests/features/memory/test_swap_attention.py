@@ -216,6 +216,14 @@ def test_forwards_without_backward(pool):
     assert found["left"] == 0
 
 
+def test_a_layer_of_which_nothing_is_large_enough_is_named(pool):
+    (said,) = run(pool, "told", switches={"swap_attention": True})
+    assert len(said) == LAYERS
+    assert "layer 1 swaps nothing: the largest of its storages has " in said[0]
+    assert "fewer than --swap-attention-min-bytes 1048576" in said[0]
+    assert run(pool, "told", switches=ON) == [[]]
+
+
 def test_a_second_backward(pool):
     (off,) = run(pool, "twice", switches={})
     (on,) = run(pool, "twice", switches=ON)
