@@ -42,6 +42,7 @@ def test_one_feature_beside_a_job_without_it():
     assert found["step_time_ratio"]["reuse-fp32-param"] > 0
 
 
+@pytest.mark.full
 def test_jobs_that_train_differently_are_not_compared(monkeypatch):
     monkeypatch.setattr(memory, "GATE_STEPS", 1)
     with (
@@ -92,6 +93,7 @@ def test_the_peak_of_work_knows_what_its_lead_in_allocated():
     assert measure.peak_bytes(work) == 1 << 19
 
 
+@pytest.mark.full
 def test_live_bytes_are_those_of_the_device():
     from mindspeed_dsa.platforms import host_pool
 

@@ -15,9 +15,9 @@ SELECTIVE = "--recompute-granularity selective --recompute-modules"
 LAYOUTS = (
     Layout("fused", switches=FUSED),
     Layout("fused: TP2+SP", 2, TP2, switches=FUSED),
-    Layout("fused: DP2, distributed optimizer, overlap", 2, f"{ZERO} {OVERLAP}", switches=FUSED),
 )
 MORE = (
+    Layout("fused: DP2, distributed optimizer, overlap", 2, f"{ZERO} {OVERLAP}", switches=FUSED),
     Layout("fused, loss in backward: TP2+SP", 2, TP2, switches=IN_BACKWARD),
     Layout("fused: PP4 x VPP2", 4, f"{PP4} {VPP2}", switches=FUSED),
     Layout("fused: PP2", 2, PP2, switches=FUSED),

@@ -41,6 +41,7 @@ def test_layout_trains_as_stock_in_one_process(lab: Lab, layout: Layout) -> None
     lab.check(layout)
 
 
+@pytest.mark.full
 def test_activations_change_nothing_at_all(lab: Lab) -> None:
     """Beside the same layout without them, bit for bit, after five steps with Adam."""
     plain, recomputed = (

@@ -32,7 +32,8 @@ def plain(jobs: JobServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [pytest.param("reuse-fp32-param", marks=pytest.mark.full), "swap-optimizer"])
+@pytest.mark.full
+@pytest.mark.parametrize("name", FEATURES)
 def test_killed_in_the_write_of_a_checkpoint(jobs: JobServer, plain: Path, tmp_path: Path, name: str) -> None:
     run, other = tmp_path / "run", tmp_path / "without"
     killed = jobs.run(run, *JOB, *FEATURES[name], fault="before the rename")  # at step 4

@@ -12,7 +12,7 @@ CASE = "tests.ops.tp_cases:loss_and_gradients"
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.full), "cpu"])
 def test_ranks_equal_one_process(pool, ranks, backend):
     generator = torch.Generator().manual_seed(6)
     # Heads of very different sharpness: a rank that normalised its own sum would be far off.

@@ -53,6 +53,7 @@ def test_the_device_context_still_reaches_the_factories(redirected):
         assert torch.tensor(1.0).device.type == "meta"
 
 
+@pytest.mark.full
 def test_tables_filled_while_redirected_serve_afterwards(tmp_path):
     """torch fills look-up tables on first use; in a fresh process that is under our redirections."""
     (tmp_path / "functions.py").write_text(

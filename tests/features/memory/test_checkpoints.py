@@ -15,7 +15,7 @@ WAYS = [
     *((PLAIN, way) for way in ("torch_dist", "torch")),
 ]
 OLDER = [(DISTRIBUTED, "dp_zero_gather_scatter")]
-QUICK = {"reuse-fp32-param, plain, torch_dist", "swap-optimizer, distributed, dp_reshardable"}
+QUICK = {"swap-optimizer, distributed, dp_reshardable"}
 
 
 def cases(ways):

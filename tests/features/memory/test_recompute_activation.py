@@ -130,17 +130,18 @@ def test_layouts_train_the_same_bit_for_bit(pool, world_size, arguments):
     assert all(rank["discarded"] > 0 for rank in on)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("overrides", "activation", "floats"),
     [
         # per token: the product; and silu of the gate and the other half plus its offset, which it is made of
-        pytest.param(PLAIN, "silu", 3 * FFN, marks=pytest.mark.full),
+        (PLAIN, "silu", 3 * FFN),
         ({**PLAIN, **FUSED}, "silu", FFN),
-        pytest.param({**PLAIN, **UNGATED}, "gelu", FFN, marks=pytest.mark.full),
+        ({**PLAIN, **UNGATED}, "gelu", FFN),
         # every token goes to two of the experts of width 16, where the product with the router's probability
         # comes on top, and to the shared expert of width 24
-        pytest.param(EXPERTS, "silu", 2 * 4 * 16 + 3 * 24, marks=pytest.mark.full),
-        pytest.param({**EXPERTS, **FUSED}, "silu", 2 * 16 + 24, marks=pytest.mark.full),
+        (EXPERTS, "silu", 2 * 4 * 16 + 3 * 24),
+        ({**EXPERTS, **FUSED}, "silu", 2 * 16 + 24),
     ],
     ids=("SwiGLU", "SwiGLU, fused", "GELU", "experts", "experts, fused"),
 )
