@@ -18,6 +18,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from mindspeed_dsa import say
+
 logger = logging.getLogger(__name__)
 
 BackendName = Literal["auto", "reference", "cpu", "triton", "npu"]
@@ -72,11 +74,13 @@ def choose(operator: str, requested: str, shape: ShapeClass) -> ModuleType:
                 f"{operator}: backend {requested!r} cannot run {shape}: {reason}. "
                 "Ask for 'auto' to take the best backend that can, or for the slow and exact 'reference'"
             )
+        say.say_once(f"{operator} runs on the {requested} backend")
         return module
 
     for name in _PREFERENCE.get(shape.device, ("reference",)):
         module, reason = _load(operator, name, shape)
         if module is not None:
+            say.say_once(f"{operator} runs on the {name} backend")
             return module
         logger.warning("%s: backend %r is passed over for %s: %s", operator, name, shape, reason)
     raise BackendUnavailable(f"{operator}: no backend can run {shape}")

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from mindspeed_dsa import say
 from mindspeed_dsa.ops import backend
 from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass, choose
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
@@ -67,6 +68,16 @@ def test_the_choice_is_made_once_per_shape_class():
     for length in (5, 9, 12):
         lightning_indexer(*indexer_inputs(1, length), 4)
     assert choose.cache_info().misses == 1
+
+
+def test_the_backend_that_runs_is_told_once(capsys):
+    say.say_once.cache_clear()
+    for name in ("auto", "cpu", "reference", "reference"):
+        lightning_indexer(*indexer_inputs(1, 5), 4, backend=name)
+    assert capsys.readouterr().err.splitlines() == [
+        "mindspeed_dsa: lightning_indexer runs on the cpu backend",
+        "mindspeed_dsa: lightning_indexer runs on the reference backend",
+    ]
 
 
 def test_operators_import_no_megatron():
