@@ -13,7 +13,6 @@ from typing import Any
 from mindspeed_dsa import features, session, settings, start_report, versions
 from mindspeed_dsa.patches import MindSpeedDSAError, PatchError, SiteReport
 
-_STATE = {True: "on", False: "off", None: "unknown"}
 _IN_ORDER = ("applied", "pending")
 
 
@@ -119,24 +118,21 @@ def as_text(findings: dict[str, Any], every_site: bool = False) -> str:
     lines = ["versions:"]
     lines += [f"  {name}: {version or 'not installed'}" for name, version in findings["versions"].items()]
     lines += ["", "platform: " + ", ".join(f"{key} {value}" for key, value in findings["platform"].items())]
-    rows = [("feature", "state", "switch", "set by")]
-    rows += [
-        (
-            row["name"],
-            {True: "on", False: "off", None: "unknown"}[row["on"]],
-            row["switch"] or "(automatic)",
-            row["set_by"],
-        )
-        for row in findings["features"]
-    ]
-    lines += ["", *start_report.aligned(rows)]
+    decided = [row for row in findings["features"] if row["on"] is not None]
+    if decided:
+        rows = [("feature", "state", "switch", "set by")]
+        rows += [
+            (row["name"], "on" if row["on"] else "off", row["switch"] or "(automatic)", row["set_by"])
+            for row in decided
+        ]
+        lines += ["", *start_report.aligned(rows)]
+    else:
+        lines += ["", "features: not decided, for the problem below"]
     support = {feature.name for feature in features.all_features() if feature.platform_support}
     shown = [
         site
         for site in findings["sites"]
-        if every_site
-        or site["state"] not in ("applied", "pending")
-        or not support.issuperset(site["features"])
+        if every_site or site["state"] not in _IN_ORDER or not support.issuperset(site["features"])
     ]
     if len(shown) < len(findings["sites"]):
         count = len(findings["sites"]) - len(shown)

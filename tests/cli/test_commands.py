@@ -73,6 +73,15 @@ def test_doctor_reports_a_problem_with_status_1():
     assert "did you mean --dsa-spec-dispatch?" in done.stdout
 
 
+def test_doctor_says_why_nothing_is_decided():
+    from mindspeed_dsa.cli import doctor
+
+    text = doctor.as_text(doctor.examine(["--swap-optimizer", "--reuse-fp32-param"]))
+    assert "swap-optimizer (switched on by argv (--swap-optimizer)) cannot be combined with" in text
+    assert "features: not decided, for the problem below" in text
+    assert "unknown" not in text.replace("platform: name unknown", "")
+
+
 def run_script(tmp_path, lines, *argv):
     fork.write_training(tmp_path)
     path = tmp_path / "train.py"

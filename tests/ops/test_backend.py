@@ -70,7 +70,8 @@ def test_the_choice_is_made_once_per_shape_class():
     assert choose.cache_info().misses == 1
 
 
-def test_the_backend_that_runs_is_told_once(capsys):
+def test_the_backend_that_runs_is_told_once(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
     say.say_once.cache_clear()
     for name in ("auto", "cpu", "reference", "reference"):
         lightning_indexer(*indexer_inputs(1, 5), 4, backend=name)
