@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import itertools
+import numbers
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from mindspeed_dsa.patches.errors import SettingsError
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
-_NUMBERS: dict[Any, tuple[type, ...]] = {int: (int,), float: (int, float)}
+_KINDS: dict[Any, type] = {int: numbers.Integral, float: numbers.Real}
 """What an API keyword may be whose flag is a number."""
 
 MEGATRON_ROOT = Flag(
@@ -249,15 +250,21 @@ def _from_api(flag: Flag, value: Any) -> Any:
             raise ValueError(f"{who}={value!r}: use True or False")
         return bool(value)
     if value is None:
-        return None
+        return flag.unset
     if isinstance(value, str):
         return _words(flag, value, who)
     several = isinstance(value, (list, tuple))
+    if several != _takes_several(flag):
+        raise ValueError(f"{who}={value!r}: use {'one value' if several else 'a list'}")
     for each in value if several else [value]:
-        if flag.type in _NUMBERS and (isinstance(each, bool) or not isinstance(each, _NUMBERS[flag.type])):
+        if isinstance(each, bool) or not isinstance(each, _KINDS.get(flag.type, object)):
             raise ValueError(f"{who}={value!r}: not a valid {flag.type.__name__}")
     _check_choice(flag, value, who)
     return value
+
+
+def _takes_several(flag: Flag) -> bool:
+    return flag.nargs not in (None, "?")
 
 
 def _truth(text: str, who: str) -> bool:
@@ -276,12 +283,12 @@ def _from_text(flag: Flag, text: str) -> Any:
 
 def _words(flag: Flag, text: str, who: str) -> Any:
     """One value, or several where the flag takes several, as on a command line."""
-    words = text.split() if flag.nargs not in (None, "?") else [text]
+    words = text.split() if _takes_several(flag) else [text]
     try:
         converted = [flag.type(word) for word in words]
     except (TypeError, ValueError):
         raise ValueError(f"{who}={text}: not a valid {getattr(flag.type, '__name__', 'value')}") from None
-    value = converted if flag.nargs not in (None, "?") else converted[0]
+    value = converted if _takes_several(flag) else converted[0]
     _check_choice(flag, value, who)
     return value
 

@@ -60,6 +60,7 @@ def test_strings_of_launchers_mean_what_they_say():
     assert read(api={"thing_repair": "1"}).thing_repair is True
     assert read(api={"thing_repair": None}).thing_repair is None
     assert read(api={"thing_count": "3"}).thing_count == 3
+    assert read(api={"thing_count": None}).thing_count == read().thing_count
     assert read(api={"thing_list": "1 2.5"}).thing_list == [1.0, 2.5]
 
 
@@ -81,7 +82,9 @@ def test_several_values():
         ({"api": {"thing_count": "x"}}, ["thing_count=x", "int"]),
         ({"api": {"thing_count": 3.0}}, ["thing_count=3.0", "int"]),
         ({"api": {"thing_count": True}}, ["thing_count=True", "int"]),
+        ({"api": {"thing_count": [1, 3]}}, ["thing_count=[1, 3]", "use one value"]),
         ({"api": {"thing_list": [1, "x"]}}, ["thing_list=[1, 'x']", "float"]),
+        ({"api": {"thing_list": 1.5}}, ["thing_list=1.5", "use a list"]),
         ({"api": {"use_thing": "maybe"}}, ["use_thing=maybe", "true"]),
         ({"api": {"use_thing": 2}}, ["use_thing=2", "True or False"]),
     ],
