@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from typing import Any, get_args
 
@@ -10,7 +11,6 @@ from mindspeed_dsa.platforms.base import Event, MemoryFigures, Platform, Platfor
 from mindspeed_dsa.platforms.cpu import CpuPlatform
 from mindspeed_dsa.platforms.cuda import CudaPlatform
 from mindspeed_dsa.platforms.npu import NpuPlatform
-from mindspeed_dsa.say import say
 
 __all__ = [
     "CHOICES",
@@ -74,7 +74,8 @@ def _npu_answers() -> bool:
     try:
         return _PLATFORMS["npu"].is_available()
     except SettingsError as error:
-        say(f"{error}; going on without the NPU")
+        # On every rank: another node's NPUs may be well.
+        print(f"mindspeed_dsa: {error}; going on without the NPU", file=sys.stderr, flush=True)
         return False
 
 

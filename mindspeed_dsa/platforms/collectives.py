@@ -60,16 +60,22 @@ def reduce_scatter_tensor(
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if op != dist.ReduceOp.SUM or not _can_exchange(output, input, ranks):
         return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
-    input = input.contiguous()
-    received = torch.empty_like(input)
-    work = dist.all_to_all_single(received, input, group=group, async_op=True)
-    output.copy_(input.view(ranks, *output.shape)[rank])
-    by_rank = received.view(ranks, *output.shape)
-    exchange = Exchange(output, [by_rank[other] for other in range(ranks) if other != rank], work, input)
+    by_rank = input.contiguous().view(ranks, *output.shape)
+    pending = exchange(output, _without(by_rank, rank), group)
+    output.copy_(by_rank[rank])
     if async_op:
-        return exchange
-    exchange.wait()
+        return pending
+    pending.wait()
     return None
+
+
+def _without(by_rank: Tensor, rank: int) -> Tensor:
+    """The parts of all ranks but one, contiguous; copied where that one lies in between."""
+    if rank == 0:
+        return by_rank[1:]
+    if rank == by_rank.size(0) - 1:
+        return by_rank[:-1]
+    return torch.cat((by_rank[:rank], by_rank[rank + 1 :]))
 
 
 def _can_exchange(output: Tensor, input: Tensor, ranks: int) -> bool:
