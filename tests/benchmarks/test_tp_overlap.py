@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import linkbed
 from benchmarks.linkbed import LinkBed, LinkBedError
-from benchmarks.tp_overlap import hidden, metrics, picture
+from benchmarks.tp_overlap import hidden, hidden_of_chunks, metrics, picture
 from benchmarks.tp_overlap.job import require_same_losses
 from benchmarks.tp_overlap.trace import Span
 
@@ -39,6 +39,8 @@ def test_no_hidden_fraction_where_transfer_and_matmul_are_not_about_as_long():
     for transfer in (39.0, 64.0):
         said = hidden(cell(transfer=transfer), "overlapped")
         assert f"transfer took {transfer / 50:.2f} of the matmul's time, not 0.8 to 1.25" in said
+    assert hidden(cell(transfer=48.0), "overlapped") == pytest.approx((48 + 50 - 70) / 48)
+    assert "transfer took 0.77 of" in hidden_of_chunks(cell(transfer=48.0)), "0.8 of that in chunks"
 
 
 @pytest.mark.parametrize("last", [3.0 + 1e-5, float("nan")])
@@ -57,7 +59,8 @@ def test_metrics():
         "deviation": 1e-8,
         "reduce_scatter": {"torch": 4.0, "platform": 2.0},
     }
-    fast = {"pair": {"milliseconds": {"stock": 50.0, "overlapped": 51.0}, "chunks": {}}, "deviation": 2e-8}
+    over_loopback = {"stock": 50.0, "overlapped": 51.0, "2": 60.0, "4": 45.0, "8": 50.0}
+    fast = {"pair": {"milliseconds": over_loopback, "chunks": {}}, "deviation": 2e-8}
     found = metrics("2gbit", slow, fast, {"step_time_ratio": 0.9})
     json.dumps(found)
     assert found["hidden_fraction"]["row"] == {"forward": pytest.approx(0.8), "backward": pytest.approx(0.5)}
@@ -67,7 +70,9 @@ def test_metrics():
     assert found["hidden_fraction_of_chunks"]["row"]["forward"] == pytest.approx((48 + 50 - 70) / 48)
     assert found["layer_speedup"] == pytest.approx(110 / 70)
     assert found["loopback_ratio"] == pytest.approx(1.02)
+    assert found["loopback_ratio_fixed"]["4"] == pytest.approx(0.9)
     assert found["reduce_scatter_gain"] == 2
+    assert found["milliseconds_reduce_scatter"] == {"torch": 4000, "platform": 2000}
     assert found["transfer_over_matmul"]["row"]["forward"] == pytest.approx(1.2)
     assert found["transfer_over_matmul_pair"] == pytest.approx(1.2)
     assert found["correctness_deviation"] == 2e-8

@@ -22,17 +22,19 @@ CHUNKED = "rows gathered in chunks"
 """The same for overlapped tensor parallel communication, under sequence parallelism."""
 CHUNKED_SUM = "sums reduced in chunks"
 """And without."""
+TUNED = "numbers of chunks measured"
+"""And where the number of chunks is left to us."""
 
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Count :data:`EVENTS`, :data:`CHUNKED` and :data:`CHUNKED_SUM`."""
+    """Count :data:`EVENTS`, :data:`CHUNKED`, :data:`CHUNKED_SUM` and :data:`TUNED`."""
     from mindspeed_dsa.features.memory.host_moments import Moments
     from mindspeed_dsa.features.memory.masters import Masters
     from mindspeed_dsa.features.memory.recompute_outputs import _Output
     from mindspeed_dsa.features.memory.step_pipeline import Pipeline
     from mindspeed_dsa.features.memory.swapped_storage import SwappedStorage
-    from mindspeed_dsa.features.tensor_parallel import chunked
+    from mindspeed_dsa.features.tensor_parallel import chunked, tuning
 
     counts: Counter[str] = Counter()
 
@@ -45,7 +47,7 @@ def counted() -> Iterator[Counter[str]]:
 
         return mock.patch.object(holder, name, call)
 
-    gather, reduce = chunked.Gather.__init__, chunked.matmul_reduce
+    gather, reduce, measure = chunked.Gather.__init__, chunked.matmul_reduce, tuning._measure
 
     def gathered(self: Any, *args: Any, **kwargs: Any) -> None:
         gather(self, *args, **kwargs)
@@ -56,6 +58,12 @@ def counted() -> Iterator[Counter[str]]:
         counts[CHUNKED_SUM] += len(pending.works) > 1
         return pending
 
+    def measured(*args: Any) -> dict[int, float]:
+        measure(*args)
+        counts[TUNED] += 1
+        # Several chunks everywhere: at the sizes of tests the fastest would often be what stock does.
+        return {1: 1.0, 2: 0.8, 4: 0.5, 8: 0.8}
+
     def refilled(_: Any, where: str) -> str:
         kind = "activation-function" if "activation function" in where else "norm"
         return EVENTS[f"recompute-{kind}"]
@@ -63,6 +71,7 @@ def counted() -> Iterator[Counter[str]]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(chunked.Gather, "__init__", gathered))
         stack.enter_context(mock.patch.object(chunked, "matmul_reduce", reduced))
+        stack.enter_context(mock.patch.object(tuning, "_measure", measured))
         stack.enter_context(counting(_Output, "refill", refilled))
         for holder, name, feature in (
             (Masters, "to_master", "reuse-fp32-param"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.memory_events import CHUNKED, CHUNKED_SUM
+from tests.distributed.memory_events import TUNED as MEASURED
 from tests.distributed.parity import EP2, HEADING, PP2, TP2, ZERO, Bounds, Lab, Layout
 from tests.figures import tell
 
@@ -65,5 +66,5 @@ def test_chunks_beside_stock(lab: Lab, flags: str, model: str, chunks: int) -> N
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_layout_trains_as_one_process(lab: Lab, layout: Layout) -> None:
     outcome = lab.check(layout)
-    if layout.switches is not TUNED:  # which may choose one chunk
-        assert outcome.memory[CHUNKED] > 0
+    assert outcome.memory[CHUNKED] > 0
+    assert (outcome.memory[MEASURED] > 0) == (layout.switches is TUNED)

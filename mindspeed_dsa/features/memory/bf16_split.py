@@ -7,8 +7,8 @@ all differences apart but two: plus and minus 0x8000, a tie that was rounded dow
 are listed with their upper half, about one in 2^17 of evenly spread numbers. So are NaNs that lie further
 from their rounding; a NaN that arithmetic makes does not.
 
-The bfloat16 is made by torch's own conversion, so it is what torch would store; what torch does with any
-number cannot make the way back inexact, because every number that does not come back is listed.
+The bfloat16 is made by torch's own conversion, so it is what torch would store; how that rounds any number
+cannot make the way back inexact, because every number that does not come back is listed.
 """
 
 from __future__ import annotations

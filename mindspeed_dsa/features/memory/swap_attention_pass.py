@@ -20,7 +20,7 @@ from mindspeed_dsa import platforms
 from mindspeed_dsa.features import own_weights
 from mindspeed_dsa.features.memory import discarded
 from mindspeed_dsa.features.memory.swapped_storage import SwappedStorage
-from mindspeed_dsa.say import say_once
+from mindspeed_dsa.features.tell import tell_once
 
 _running: ContextVar[LayerPass | None] = ContextVar("running", default=None)
 
@@ -67,9 +67,10 @@ class LayerPass:
         finally:
             _running.reset(token)
         if self._largest_too_small and not self._leaving:
-            say_once(
-                f"swap-attention: {self._name} swaps nothing: the largest of its storages has "
-                f"{self._largest_too_small} bytes, fewer than --swap-attention-min-bytes {self._min_bytes}"
+            tell_once(
+                f"swap-attention: {self._name} swaps nothing: the largest storage that could leave has "
+                f"{self._largest_too_small} bytes, fewer than --swap-attention-min-bytes {self._min_bytes}",
+                about=f"what {self._name} swaps",
             )
         for swapped in self._leaving:
             swapped.leave()

@@ -20,7 +20,8 @@ class Plan:
     """How one layer communicates in one call.
 
     Attributes:
-        backend: has ``Gather``, ``gather_matmul``, ``matmul_scatter`` and ``matmul_reduce``.
+        backend: has ``Gather``, ``gather_matmul`` and ``matmul_scatter``, and for layers without sequence
+            parallelism, which fused operators do not take, ``matmul_reduce``.
         group: tensor parallel group.
         sequence_parallel: whether ranks hold different rows outside of the layer.
         forward, backward: number of chunks; 1 does what stock Megatron does.

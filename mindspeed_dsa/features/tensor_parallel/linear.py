@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.features.host import host
+from mindspeed_dsa.features.tell import tell_once
 from mindspeed_dsa.features.tensor_parallel import options, tuning
 from mindspeed_dsa.features.tensor_parallel.functions import (
     Column,
@@ -22,7 +24,6 @@ from mindspeed_dsa.features.tensor_parallel.functions import (
 )
 from mindspeed_dsa.features.tensor_parallel.options import Options
 from mindspeed_dsa.features.tensor_parallel.weight_gradient import WeightGradient
-from mindspeed_dsa.say import say_once
 
 
 def overlap_in_column(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -30,6 +31,7 @@ def overlap_in_column(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     Column parallel layers call them, and whoever brings a weight of its own, such as tied embeddings.
     """
+    beyond = tuple(inspect.signature(original).parameters)[_COMMON:]
 
     def linear(
         input: Tensor,
@@ -42,12 +44,17 @@ def overlap_in_column(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         **kwargs: Any,
     ) -> Tensor:
         plan = None
+        given = {**dict(zip(beyond, args, strict=False)), **kwargs}
         # Anything beyond the group is a duty that only Megatron's own function knows, such as the deferred
         # weight gradient of the embedding.
-        group, *others = (kwargs.get("tp_group"), *args, *(kwargs[n] for n in kwargs if n not in _PASSIVE))
-        if (sequence_parallel or allreduce_dgrad) and all(other is None for other in others):
+        duties = [name for name, value in given.items() if value is not None and name not in _PASSIVE]
+        if (sequence_parallel or allreduce_dgrad) and not duties:
             plan = _column_plan(
-                input, weight, _group_of(group), sequence_parallel, gradient_accumulation_fusion
+                input,
+                weight,
+                _group_of(given.get("tp_group")),
+                sequence_parallel,
+                gradient_accumulation_fusion,
             )
         if plan is None:
             return original(
@@ -68,8 +75,10 @@ def overlap_in_column(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 _ANY = 1e-3
 """An output gradient to measure with: how long a matmul takes does not depend on values."""
+_COMMON = 6
+"""Parameters that both functions have in every release."""
 _PASSIVE = ("tp_group", "wgrad_deferral_limit", "gtp_remat_size")
-"""Keywords that ask for nothing by themselves; of the last one see :func:`_is_plain`."""
+"""Others that ask for nothing by themselves; of the last one see :func:`_is_plain`."""
 
 
 def overlap_in_row(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,7 +202,7 @@ def _taken(plan: Plan, weight: Tensor) -> bool:
     """Whether the fused operators take this layer; if not, that is said once for each reason."""
     reason = plan.backend.declines(weight, plan.group)
     if reason:
-        say_once(f"layers are left to Megatron that the fused operators do not take: {reason}")
+        tell_once(f"layers are left to Megatron that the fused operators do not take: {reason}")
     return not reason
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_dsa.features.tensor_parallel.chunked import Gather, Pending, matmul_reduce
+from mindspeed_dsa.features.tensor_parallel.chunked import Gather, Pending
 
-__all__ = ["Gather", "declines", "gather_matmul", "matmul_reduce", "matmul_scatter"]
+__all__ = ["Gather", "declines", "gather_matmul", "matmul_scatter"]
 
 _RANKS = (2, 4, 8, 16)
 _WIDTHS = range(256, 65535)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.features.tensor_parallel.chunked import Gather, Pending, matmul_reduce
+from mindspeed_dsa.features.tensor_parallel.chunked import Gather, Pending
 
-__all__ = ["Gather", "declines", "gather_matmul", "matmul_reduce", "matmul_scatter"]
+__all__ = ["Gather", "declines", "gather_matmul", "matmul_scatter"]
 
 
 def declines(weight: Tensor, group: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.features.host import host
+from mindspeed_dsa.features.tell import tell
 
 Kind = Literal["column forward", "column backward", "row forward", "row backward"]
 CANDIDATES = (1, 2, 4, 8)
@@ -134,13 +133,6 @@ def _slowest(seconds: Mapping[int, float], group: Any) -> dict[int, float]:
 
 
 def _tell(problem: Problem, choice: int, times: Mapping[int, float]) -> None:
-    """Once for each pipeline stage: on the first rank of the first of its groups."""
-    parallel_state = host("core.parallel_state")
-    first = dist.get_rank() == problem.ranks[0]
-    if first and parallel_state.model_parallel_is_initialized():
-        first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-    if not first:
-        return
     measured = ", ".join(f"{chunks}: {1e3 * seconds:.2f} ms" for chunks, seconds in times.items())
     word = "1 chunk, as stock" if choice == 1 else f"{choice} chunks"
-    print(f"mindspeed_dsa: {problem}: {word} ({measured})", file=sys.stderr, flush=True)
+    tell(f"{problem}: {word} ({measured})")

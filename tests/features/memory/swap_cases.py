@@ -123,11 +123,11 @@ def without_backward(switches: Mapping[str, Any]) -> dict[str, Any]:
 
 def told(switches: Mapping[str, Any]) -> list[str]:
     """What is said while two samples pass."""
-    from mindspeed_dsa.say import say_once
+    from mindspeed_dsa.features import tell
 
     job.start(switches)
     _, (model,) = built(PLAIN)
-    say_once.cache_clear()
+    tell.forget()
     with redirect_stderr(io.StringIO()) as said:
         job.per_token_loss(model, job.samples(2))
     return said.getvalue().splitlines()

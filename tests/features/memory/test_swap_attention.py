@@ -219,7 +219,7 @@ def test_forwards_without_backward(pool):
 def test_a_layer_of_which_nothing_is_large_enough_is_named(pool):
     (said,) = run(pool, "told", switches={"swap_attention": True})
     assert len(said) == LAYERS
-    assert "layer 1 swaps nothing: the largest of its storages has " in said[0]
+    assert "layer 1 swaps nothing: the largest storage that could leave has " in said[0]
     assert "fewer than --swap-attention-min-bytes 1048576" in said[0]
     assert run(pool, "told", switches=ON) == [[]]
 

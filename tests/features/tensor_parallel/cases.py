@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -218,6 +219,26 @@ def wgrad_kernels() -> Iterator[None]:
 
     with mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", Kernels, create=True):
         yield
+
+
+def with_arguments_by_position() -> dict[str, int]:
+    """Collectives of Megatron's two functions where all that they take is given by position."""
+    from megatron.core.tensor_parallel import layers
+
+    names = ("linear_with_frozen_weight", "linear_with_grad_accumulation_and_async_allreduce")
+    takes = [list(inspect.signature(getattr(layers, name)).parameters)[6:] for name in names]
+    import mindspeed_dsa
+
+    mindspeed_dsa.enable(coc_parallel_num=2)
+    groups()
+    from megatron.core import parallel_state
+
+    given = {"tp_group": parallel_state.get_tensor_model_parallel_group(), "wgrad_deferral_limit": 0}
+    with counted() as calls:
+        for name, beyond in zip(names, takes, strict=True):
+            rest = (None, False, True, True, *(given.get(each) for each in beyond))
+            getattr(layers, name)(torch.ones(6, 2, 5), torch.ones(7, 5), *rest)
+    return dict(calls)
 
 
 def left_to_megatron(case: str) -> dict[str, int]:

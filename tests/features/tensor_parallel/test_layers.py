@@ -145,6 +145,11 @@ def test_what_is_left_to_megatron(pool, case):
         assert calls.get("all_to_all_single", 0) <= 1
 
 
+def test_arguments_may_be_given_by_position(pool):
+    for calls in pool.run(f"{CASES}:with_arguments_by_position", 2):
+        assert calls == {"all_gather": 4}
+
+
 @pytest.mark.parametrize("case", ["plain, column", "plain, row"])
 def test_what_is_not_left_to_megatron(pool, case):
     """The same layers with nothing unusual about them."""
