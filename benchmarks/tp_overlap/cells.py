@@ -124,11 +124,16 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def medians(works: Works, rounds: int) -> dict[str, float]:
-    """Of several ways that take turns; the first round, in which chunks are chosen, does not count."""
+    """Of several ways that take turns; the first round, in which chunks are chosen, does not count.
+
+    Each round begins with another one: what ran just before leaves caches and connections behind.
+    """
     found: dict[str, list[float]] = {name: [] for name in works}
+    names = list(works)
     for number in range(rounds + 1):
-        for name, work in works.items():
-            seconds = work()
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            seconds = works[name]()
             if number:
                 found[name].append(seconds)
     return {name: statistics.median(values) for name, values in found.items()}

@@ -20,8 +20,8 @@ _GAIN = 0.97
 """Several chunks are chosen where they take less than this part of the time of one."""
 _MOST_ROW_COUNTS = 16
 """Where lengths vary without end, later ones take the choice of the nearest one that was measured."""
-_ROUNDS = 5
-_BUDGET_S = 2.0
+_ROUNDS = 9
+_BUDGET_S = 4.0
 """Rounds stop early when a candidate takes long."""
 
 
