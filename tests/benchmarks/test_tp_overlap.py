@@ -93,6 +93,7 @@ def where(fail=None):
     return dist.get_rank(), ones.tolist(), sorted(os.sched_getaffinity(0)), torch.get_num_threads(), devices
 
 
+@pytest.mark.full
 def test_ranks_over_loopback():
     with LinkBed(2, None, cores=[0, 0]) as bed:
         for number, (rank, ones, cores, threads, _) in enumerate(bed.run(f"{HERE}:where", timeout_s=120)):

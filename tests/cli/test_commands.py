@@ -67,6 +67,7 @@ def test_doctor_with_dsa_patches_for_real():
     assert repair["set_by"] == "argv (--experimental-attention-variant)"
 
 
+@pytest.mark.full
 def test_doctor_reports_a_problem_with_status_1():
     done = command("doctor", "--experimental-attention-variant", "dsa", "--dsa-spec-dispach")
     assert done.returncode == 1

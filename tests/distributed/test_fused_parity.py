@@ -12,11 +12,9 @@ OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
-LAYOUTS = (
-    Layout("fused", switches=FUSED),
-    Layout("fused: TP2+SP", 2, TP2, switches=FUSED),
-)
+LAYOUTS = (Layout("fused: TP2+SP", 2, TP2, switches=FUSED),)
 MORE = (
+    Layout("fused", switches=FUSED),
     Layout("fused: DP2, distributed optimizer, overlap", 2, f"{ZERO} {OVERLAP}", switches=FUSED),
     Layout("fused, loss in backward: TP2+SP", 2, TP2, switches=IN_BACKWARD),
     Layout("fused: PP4 x VPP2", 4, f"{PP4} {VPP2}", switches=FUSED),

@@ -35,14 +35,15 @@ LAYOUTS = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "model", "chunks"),
     [
         (TP2, "", 4),
-        pytest.param(TP2, "", 2, marks=pytest.mark.full),
-        pytest.param(TP2, "", 8, marks=pytest.mark.full),
-        pytest.param(TP4, "", 4, marks=pytest.mark.full),
-        pytest.param("--tensor-model-parallel-size 2", DENSE, 4, marks=pytest.mark.full),
+        (TP2, "", 2),
+        (TP2, "", 8),
+        (TP4, "", 4),
+        ("--tensor-model-parallel-size 2", DENSE, 4),
     ],
     ids=["TP2+SP", "TP2+SP, 2 chunks", "TP2+SP, 8 chunks", "TP4+SP", "TP2 without SP, dense"],
 )

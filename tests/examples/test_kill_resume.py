@@ -62,6 +62,7 @@ def test_killed_again_and_again(jobs: JobServer, unbroken: Path, tmp_path: Path)
     assert_resumes_like(unbroken, run, jobs, step=4)
 
 
+@pytest.mark.full
 def test_a_rank_killed_in_a_write_of_shards(jobs: JobServer, tmp_path: Path) -> None:
     run, whole = tmp_path / "run", tmp_path / "whole"
     layout = ("--use-distributed-optimizer", "--train-iters", "6")

@@ -44,6 +44,7 @@ def test_the_script_trains(jobs: JobServer, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_a_model_that_needs_a_repair_that_is_off_names_the_switch(jobs: JobServer, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, SCRIPT, *jobs.arguments(tmp_path / "run", "--no-dsa-spec-dispatch")],
