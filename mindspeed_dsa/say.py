@@ -8,8 +8,8 @@ import sys
 
 
 def say(text: str) -> None:
-    """Print a line on the first rank, which the launcher or else the process group tells."""
-    if _rank() == 0:
+    """Print a line on the first rank."""
+    if is_first_rank():
         print(f"mindspeed_dsa: {text}", file=sys.stderr, flush=True)
 
 
@@ -19,11 +19,11 @@ def say_once(text: str) -> None:
     say(text)
 
 
-def _rank() -> int:
+def is_first_rank() -> bool:
+    """Whether this is the job's first rank, as the launcher or else the process group tells."""
     if "RANK" in os.environ:
-        return int(os.environ["RANK"])
+        return int(os.environ["RANK"]) == 0
     distributed = sys.modules.get("torch.distributed")  # whoever has a group has imported it
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return 0
-    rank: int = distributed.get_rank()
-    return rank
+        return True
+    return bool(distributed.get_rank() == 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from mindspeed_dsa import versions
 from mindspeed_dsa.features.base import Feature
 from mindspeed_dsa.patches import SiteReport
-from mindspeed_dsa.say import say, say_once
+from mindspeed_dsa.say import is_first_rank, say, say_once
 from mindspeed_dsa.settings import Settings
 
 REPORT_FILE = "mindspeed_dsa.json"
@@ -34,7 +33,7 @@ def publish(
     settings: Settings, features: Sequence[Feature], sites: Sequence[SiteReport], folder: str | None
 ) -> None:
     """On rank 0: print the table, and write the same as JSON into ``folder``, if there is one."""
-    if int(os.environ.get("RANK", "0")) != 0:
+    if not is_first_rank():
         return
     print(table(settings, features, sites), file=sys.stderr, flush=True)
     if folder:

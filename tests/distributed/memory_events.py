@@ -22,13 +22,13 @@ CHUNKED = "rows gathered in chunks"
 """The same for overlapped tensor parallel communication, under sequence parallelism."""
 CHUNKED_SUM = "sums reduced in chunks"
 """And without."""
-TUNED = "numbers of chunks measured"
+MEASURED = "numbers of chunks measured"
 """And where the number of chunks is left to us."""
 
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Count :data:`EVENTS`, :data:`CHUNKED`, :data:`CHUNKED_SUM` and :data:`TUNED`."""
+    """Count :data:`EVENTS`, :data:`CHUNKED`, :data:`CHUNKED_SUM` and :data:`MEASURED`."""
     from mindspeed_dsa.features.memory.host_moments import Moments
     from mindspeed_dsa.features.memory.masters import Masters
     from mindspeed_dsa.features.memory.recompute_outputs import _Output
@@ -60,7 +60,7 @@ def counted() -> Iterator[Counter[str]]:
 
     def measured(*args: Any) -> dict[int, float]:
         measure(*args)
-        counts[TUNED] += 1
+        counts[MEASURED] += 1
         # Several chunks everywhere: at the sizes of tests the fastest would often be what stock does.
         return {1: 1.0, 2: 0.8, 4: 0.5, 8: 0.8}
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.memory_events import CHUNKED, CHUNKED_SUM
-from tests.distributed.memory_events import TUNED as MEASURED
+from tests.distributed.memory_events import CHUNKED, CHUNKED_SUM, MEASURED
 from tests.distributed.parity import EP2, HEADING, PP2, TP2, ZERO, Bounds, Lab, Layout
 from tests.figures import tell
 
