@@ -225,23 +225,26 @@ def wgrad_kernels() -> Iterator[None]:
         yield
 
 
-def with_arguments_by_position() -> dict[str, int]:
-    """Collectives of Megatron's two functions where all that they take is given by position."""
+def with_arguments_by_position(name: str, **given: Any) -> dict[str, int]:
+    """Collectives of one of Megatron's two functions where all that it takes is given by position.
+
+    Args:
+        name: of the function.
+        **given: what beyond the group is not ``None``.
+    """
     from megatron.core.tensor_parallel import layers
 
-    names = ("linear_with_frozen_weight", "linear_with_grad_accumulation_and_async_allreduce")
-    takes = [list(inspect.signature(getattr(layers, name)).parameters)[6:] for name in names]
+    beyond = list(inspect.signature(getattr(layers, name)).parameters)[6:]
     import mindspeed_dsa
 
     mindspeed_dsa.enable(coc_parallel_num=2)
     groups()
     from megatron.core import parallel_state
 
-    given = {"tp_group": parallel_state.get_tensor_model_parallel_group(), "wgrad_deferral_limit": 0}
+    given["tp_group"] = parallel_state.get_tensor_model_parallel_group()
+    rest = (None, False, True, True, *(given.get(each) for each in beyond))
     with counted() as calls:
-        for name, beyond in zip(names, takes, strict=True):
-            rest = (None, False, True, True, *(given.get(each) for each in beyond))
-            getattr(layers, name)(torch.ones(6, 2, 5), torch.ones(7, 5), *rest)
+        getattr(layers, name)(torch.ones(6, 2, 5), torch.ones(7, 5), *rest)
     return dict(calls)
 
 

@@ -145,9 +145,19 @@ def test_what_is_left_to_megatron(pool, case):
         assert calls.get("all_to_all_single", 0) <= 1
 
 
-def test_arguments_may_be_given_by_position(pool):
-    for calls in pool.run(f"{CASES}:with_arguments_by_position", 2):
-        assert calls == {"all_gather": 4}
+FUNCTIONS = ("linear_with_frozen_weight", "linear_with_grad_accumulation_and_async_allreduce")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_arguments_may_be_given_by_position(pool, name):
+    for calls in pool.run(f"{CASES}:with_arguments_by_position", 2, name=name, wgrad_deferral_limit=0):
+        assert calls == {"all_gather": 2}
+
+
+def test_a_duty_given_by_position_is_left_to_megatron(pool):
+    given = {"name": FUNCTIONS[1], "grad_output_buffer": []}
+    for calls in pool.run(f"{CASES}:with_arguments_by_position", 2, **given):
+        assert "all_gather" not in calls, "as the function above has it without the duty"
 
 
 @pytest.mark.parametrize("case", ["plain, column", "plain, row"])
