@@ -92,13 +92,12 @@ def platform_sites() -> tuple[set[tuple[int, str]], dict[int, Any], int]:
     if running is None:
         raise SystemExit("the one-liner started no session")
     features = running.features
-    # With nothing else on, the companions serve the platform.
-    others = [feature.name for feature in features if not (feature.platform_support or feature.companion)]
+    others = [feature.name for feature in features if not feature.platform_support]
     if others:
         raise SystemExit(f"this is to measure nothing being on, and {', '.join(others)} is on")
     places: set[tuple[int, str]] = set()
     objects: dict[int, Any] = {}
-    applied = [site for site in running.manager.report() if site.state == "applied"]
+    applied = [site for site in running.report() if site.state == "applied"]
     for site in applied:
         target, _, key = site.target.removesuffix("]").partition("[")
         module, _, path = target.partition(":")

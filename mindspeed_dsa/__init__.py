@@ -9,18 +9,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mindspeed_dsa.declarations import Conflict, Feature, Flag, Requires
     from mindspeed_dsa.features import register, unregister
-    from mindspeed_dsa.features.base import Conflict, Feature, Flag, Requires
     from mindspeed_dsa.patches import MindSpeedDSAError, Patch, PatchError, SettingsError
     from mindspeed_dsa.session import add_arguments, disable, enable, enabled, finalize, report, validate
 
 _HOME = {
     "register": "features",
     "unregister": "features",
-    "Conflict": "features.base",
-    "Feature": "features.base",
-    "Flag": "features.base",
-    "Requires": "features.base",
+    "Conflict": "declarations",
+    "Feature": "declarations",
+    "Flag": "declarations",
+    "Requires": "declarations",
     "MindSpeedDSAError": "patches",
     "Patch": "patches",
     "PatchError": "patches",

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa import versions
-from mindspeed_dsa.features.base import Feature
+from mindspeed_dsa.declarations import Feature
 from mindspeed_dsa.settings import Settings
 
 

@@ -1,6 +1,7 @@
 """One session: settings -> features -> plan -> check -> arm, and the way back.
 
-There is at most one session a process, because there is one Megatron a process.
+:func:`enable` keeps one session for the process. The class itself shares nothing: two sessions for two
+Megatron packages in one process do not see each other.
 """
 
 from __future__ import annotations
@@ -9,37 +10,179 @@ import argparse
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from mindspeed_dsa import checks, compat, features, platforms, settings, start_report, versions
-from mindspeed_dsa.features.base import Feature
+from mindspeed_dsa import checks, compat, features, log, platforms, settings, start_report, versions
+from mindspeed_dsa.context import Context, Megatron
+from mindspeed_dsa.declarations import Feature
 from mindspeed_dsa.features.host import use_root
-from mindspeed_dsa.patches import Claim, PatchError, PatchManager, SettingsError
+from mindspeed_dsa.integration import job
+from mindspeed_dsa.patches import Claim, PatchError, PatchManager, SettingsError, SiteReport
 from mindspeed_dsa.patches.site import load
 from mindspeed_dsa.settings import Settings
 
 
-@dataclass
 class Session:
-    """Resolved settings, the features they switch on, and the engine that holds their patches."""
+    """Resolved settings, the features they switch on, and the engine that holds their patches.
 
-    settings: Settings
-    features: list[Feature]
-    manager: PatchManager
-    finalized: bool = False
-    log_folder: str | None = None
-    """Where the job keeps its logs, once its arguments are known."""
-    refused: PatchError | None = None
-    """What :func:`finalize` raised; every patch is undone, and no model may be built."""
-    guard: PatchManager | None = None
-    """After a refusal: keeps the patch that lets every further model raise it again."""
+    Args:
+        resolved: the settings.
+        active: the features that they switch on, in the order in which their wrappers stack.
+
+    Attributes:
+        contexts: by feature name, what each feature's patches are composed with.
+        log_folder: where the job keeps its logs, once its arguments are known.
+    """
+
+    def __init__(self, resolved: Settings, active: Sequence[Feature]) -> None:
+        self.settings = resolved
+        self.features = list(active)
+        self.log_folder: str | None = None
+        root = resolved.megatron_root
+        self.contexts = {
+            feature.name: Context(
+                feature=feature.name,
+                options=feature.options(resolved) if feature.options else None,
+                megatron=Megatron(root),
+                log=log.get(feature.name, root),
+            )
+            for feature in active
+        }
+        self._manager = PatchManager(
+            root=root,
+            version_of=lambda package: versions.of_package(package, root),
+            static_check=compat.static_check(root),
+        )
+        self._finalized = False
+        # What finalize() raised: every patch is undone, and no model may be built.
+        self._refused: PatchError | None = None
+        # After a refusal: keeps the patch that lets every further model raise it again.
+        self._guard: PatchManager | None = None
+
+    def arm(self) -> None:
+        """Plan, check and apply every patch; what is not imported yet waits for its import.
+
+        Raises:
+            PatchError: a required patch cannot be applied; nothing stays patched.
+        """
+        claims = [
+            Claim(feature.name, patch, order, self.contexts[feature.name])
+            for order, feature in enumerate(self.features)
+            for patch in feature.patches
+        ]
+        use_root(self.settings.megatron_root)
+        self._manager.plan([*claims, *self._services()])
+        self._manager.check()
+        self._manager.arm()
+
+    def _services(self) -> list[Claim]:
+        """The session's own rows; nothing on and nothing asked of us means nothing patched."""
+        wanted = {
+            "megatron-arguments": bool(self.settings.mentioned or self.features),
+            "verify-before-model": bool(self.features),
+        }
+        return [
+            Claim(service.name, patch, len(self.features), self)
+            for service in job.SERVICES
+            if wanted[service.name]
+            for patch in service.patches
+        ]
 
     def undo(self) -> None:
         """Take every patch of this session away."""
-        self.manager.undo()
-        if self.guard is not None:
-            self.guard.undo()
+        self._manager.undo()
+        if self._guard is not None:
+            self._guard.undo()
+
+    def finalize(self, report_dir: str | None = None) -> None:
+        """Verify every patch site; see the module's :func:`finalize`."""
+        try:
+            self._manager.finalize()
+        except PatchError as error:
+            self._stay_refused(error)
+            raise
+        for feature in self.features:
+            if feature.on_finalize:
+                load(feature.on_finalize)(self.contexts[feature.name])
+        self._finalized = True
+        folder = report_dir or self.settings.mindspeed_report_dir or self.log_folder
+        start_report.publish(self.settings, self.features, self.report(), folder)
+
+    def _stay_refused(self, error: PatchError) -> None:
+        """Everything is undone, and a retry must not quietly build its model on stock Megatron."""
+        self._refused = error
+        self._guard = PatchManager(root=self.settings.megatron_root)
+        verify = [claim for claim in self._services() if claim.feature == job.VERIFY_BEFORE_MODEL.name]
+        self._guard.plan(verify)
+        self._guard.arm()
+
+    def finalize_once(self) -> None:
+        """:meth:`finalize`, unless it has been done since the patches were armed.
+
+        Raises:
+            PatchError: also for every later model of a session that was refused.
+        """
+        if self._finalized:
+            return
+        if self._refused is not None:
+            raise self._refused
+        self._finalized = True  # a model built by a finalize hook must not come back here
+        try:
+            self.finalize()
+        except BaseException:
+            self._finalized = False
+            raise
+
+    def verify(self) -> None:
+        """Verify every site, harmless holders of originals included; publishes nothing.
+
+        Raises:
+            PatchError: as :meth:`finalize` does.
+        """
+        self._manager.finalize(thorough=True)
+
+    def report(self) -> list[SiteReport]:
+        """The state of every patch site."""
+        return self._manager.report()
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add the flags of all features; see the module's :func:`add_arguments`."""
+        return add_arguments(parser)
+
+    def write_back(self, namespace: argparse.Namespace) -> None:
+        """Make a job's argument namespace agree with the settings: API and environment outrank argv."""
+        for dest, setting in self.settings.chosen().items():
+            if setting.source in ("API", "environment"):
+                setattr(namespace, dest, setting.value)
+
+    def validate(self, args: Any) -> None:
+        """Ask every active feature about the job's full arguments; see the module's :func:`validate`."""
+        self.log_folder = getattr(args, "tensorboard_dir", None) or getattr(args, "save", None)
+        problems = [*_unheard(args, self.settings), *self.problems(args)]
+        if problems:
+            raise SettingsError(
+                "mindspeed_dsa: " + "\n  - ".join(["these arguments cannot be used:", *problems])
+            )
+
+    def problems(self, args: Any) -> list[str]:
+        """What the features have against these arguments, each with the feature's name.
+
+        Not every job's own namespace holds our switches, or what came from the environment: in what the
+        features see, our switches read as the settings say.
+        """
+        own = [*settings.GENERAL_FLAGS, *(flag for flag in features.all_flags() if not flag.host)]
+        seen = _Arguments(args, {flag.dest: getattr(self.settings, flag.dest) for flag in own})
+        return [f"{f.name}: {text}" for f in self.features for text in f.validate(seen)]
+
+
+class _Arguments:
+    """A job's arguments, with some of them overruled."""
+
+    def __init__(self, args: Any, own: Mapping[str, Any]) -> None:
+        self._args, self._own = args, own
+
+    def __getattr__(self, name: str) -> Any:
+        return self._own[name] if name in self._own else getattr(self._args, name)
 
 
 _lock = threading.RLock()
@@ -68,7 +211,7 @@ def enable(**switches: Any) -> None:
 def enable_from_argv(argv: Sequence[str]) -> None:
     """What ``import mindspeed_dsa.megatron_adaptor`` does; raises as :func:`enable` does.
 
-    A flag that looks like a misspelt one of ours is told of: whether it is refused, the job's own
+    A flag that looks like a misspelt one of ours is reported: whether it is refused, the job's own
     parser decides, whose flag it might be.
     """
     with _lock:
@@ -121,30 +264,15 @@ def resolve(api: Mapping[str, Any], argv: Sequence[str]) -> tuple[Settings, list
             resolved.features_on = (*resolved.features_on, feature.name)
     problems = checks.problems(active, resolved)
     if problems:
-        raise SettingsError("mindspeed_dsa: " + "\n  - ".join(["features cannot be switched on:", *problems]))
+        raise SettingsError(_listed("features cannot be switched on:", problems))
     return resolved, active
 
 
 def _platform(requested: str) -> str:
-    """Detected once a session: when the CPU stands in for a GPU, torch can no longer be asked."""
+    """Detected once per session: when the CPU stands in for a GPU, torch can no longer be asked."""
     if _current is not None and _current.settings.mindspeed_platform == requested:
         return _current.settings.platform
     return platforms.detect(requested)
-
-
-def make_manager(resolved: Settings, active: Sequence[Feature]) -> PatchManager:
-    """An engine with these features' patches planned and checked."""
-    root = resolved.megatron_root
-    manager = PatchManager(
-        root=root,
-        version_of=lambda package: versions.of_package(package, root),
-        static_check=compat.static_check(root),
-    )
-    manager.plan(
-        Claim(feature.name, patch, order) for order, feature in enumerate(active) for patch in feature.patches
-    )
-    manager.check()
-    return manager
 
 
 def _start(api: Mapping[str, Any], argv: Sequence[str]) -> None:
@@ -156,29 +284,19 @@ def _start(api: Mapping[str, Any], argv: Sequence[str]) -> None:
         _current = None
     try:
         platforms.prepare(resolved.platform, needed=bool(active))
-        use_root(resolved.megatron_root)
-        manager = make_manager(resolved, active)
-        manager.arm()
+        started = Session(resolved, active)
+        started.arm()
     except Exception:
         if previous is not None:
-            _rearm(previous)
+            _current = Session(previous.settings, previous.features)
+            _current.log_folder = previous.log_folder
+            _current.arm()
         raise
-    log_folder = previous.log_folder if previous is not None else None
-    _current = Session(resolved, active, manager, log_folder=log_folder)
+    if previous is not None:
+        started.log_folder = previous.log_folder
+    _current = started
     _api, _argv = dict(api), tuple(argv)
     start_report.announce_platform(resolved)
-
-
-def _rearm(session: Session) -> None:
-    """Bring back what a refused :func:`enable` had to take away first."""
-    global _current, _api, _argv
-    api, argv = _api, _argv
-    _api, _argv = {}, ()
-    use_root(session.settings.megatron_root)
-    manager = make_manager(session.settings, session.features)
-    manager.arm()
-    _current = Session(session.settings, session.features, manager, log_folder=session.log_folder)
-    _api, _argv = api, argv
 
 
 def finalize(report_dir: str | None = None) -> None:
@@ -193,54 +311,13 @@ def finalize(report_dir: str | None = None) -> None:
         PatchError: lists every failed required site; everything has been undone.
     """
     with _lock:
-        session = _current
-        if session is None:
-            return
-        try:
-            session.manager.finalize()
-        except PatchError as error:
-            _stay_refused(session, error)
-            raise
-        for feature in session.features:
-            if feature.on_finalize:
-                load(feature.on_finalize)()
-        session.finalized = True
-    folder = report_dir or session.settings.mindspeed_report_dir or session.log_folder
-    start_report.publish(session.settings, session.features, session.manager.report(), folder)
-
-
-def _stay_refused(session: Session, error: PatchError) -> None:
-    """Everything is undone, and a retry must not quietly build its model on stock Megatron."""
-    session.refused = error
-    session.guard = PatchManager(root=session.settings.megatron_root)
-    verifying = [feature for feature in session.features if feature.name == "verify-before-model"]
-    session.guard.plan(Claim(feature.name, patch) for feature in verifying for patch in feature.patches)
-    session.guard.arm()
-
-
-def finalize_once() -> None:
-    """:func:`finalize`, unless it has been done since the patches were armed.
-
-    Raises:
-        PatchError: also for every later model, until :func:`disable` or a new :func:`enable`.
-    """
-    session = _current
-    if session is None or session.finalized:
-        return
-    if session.refused is not None:
-        raise session.refused
-    session.finalized = True  # a model built by a finalize hook must not come back here
-    try:
-        finalize()
-    except BaseException:
-        session.finalized = False
-        raise
+        if _current is not None:
+            _current.finalize(report_dir)
 
 
 def report() -> list[dict[str, Any]]:
     """The state of every patch site, as plain data."""
-    session = _current
-    return [] if session is None else [site.as_dict() for site in session.manager.report()]
+    return [] if _current is None else [site.as_dict() for site in _current.report()]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -259,13 +336,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def write_back(namespace: argparse.Namespace) -> None:
-    """Make a job's argument namespace agree with the settings: API and environment outrank argv."""
-    if _current is None:
-        return
-    for dest, setting in _current.settings.chosen().items():
-        if setting.source in ("API", "environment"):
-            setattr(namespace, dest, setting.value)
+def validate(args: Any) -> None:
+    """Ask every active feature about the job's full arguments; to be called before process groups start.
+
+    Raises:
+        SettingsError: all problems of all features in one message.
+    """
+    if _current is not None:
+        _current.validate(args)
 
 
 def _unheard(args: Any, armed: Settings) -> Iterator[str]:
@@ -282,17 +360,5 @@ def _unheard(args: Any, armed: Settings) -> Iterator[str]:
         )
 
 
-def validate(args: Any) -> None:
-    """Ask every active feature about the job's full arguments; to be called before process groups start.
-
-    Raises:
-        SettingsError: all problems of all features in one message.
-    """
-    session = _current
-    if session is None:
-        return
-    session.log_folder = getattr(args, "tensorboard_dir", None) or getattr(args, "save", None)
-    problems = [*_unheard(args, session.settings)]
-    problems += [f"{f.name}: {text}" for f in session.features for text in f.validate(args)]
-    if problems:
-        raise SettingsError("mindspeed_dsa: " + "\n  - ".join(["these arguments cannot be used:", *problems]))
+def _listed(headline: str, problems: Sequence[str]) -> str:
+    return "mindspeed_dsa: " + "\n  - ".join([headline, *problems])

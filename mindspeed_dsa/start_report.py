@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa import versions
-from mindspeed_dsa.features.base import Feature
+from mindspeed_dsa.declarations import Feature
 from mindspeed_dsa.patches import SiteReport
 from mindspeed_dsa.say import is_first_rank, say, say_once
 from mindspeed_dsa.settings import Settings

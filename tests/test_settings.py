@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from mindspeed_dsa import settings
-from mindspeed_dsa.features.base import Flag
+from mindspeed_dsa.declarations import Flag
 from mindspeed_dsa.patches import SettingsError
 
 SWITCH = Flag("--use-thing", "a switch")

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_dsa.features.tensor_parallel.chunked import Gather, bounds
-from mindspeed_dsa.platforms.collectives import exchange, reduce_scatter_tensor
+from mindspeed_dsa.parallel.gather import Gather, bounds
+from mindspeed_dsa.parallel.collectives import exchange, reduce_scatter_tensor
 
 LAYERS, DIRECTIONS = ("column", "row"), ("forward", "backward")
 FIXED = (2, 4, 8)
@@ -82,13 +82,13 @@ def start() -> None:
 
 def way(name: str) -> AbstractContextManager[Any]:
     """Which way layers communicate meanwhile: ``stock``, ``overlapped`` as shipped, or a number of chunks."""
-    from mindspeed_dsa.features.tensor_parallel import options
+    from mindspeed_dsa import session
 
-    if name == "overlapped":
-        wanted: options.Options | None = options.Options(0, False, "chunked")
-    else:
-        wanted = None if name == "stock" else options.Options(int(name), False, "chunked")
-    return mock.patch.object(options, "current", return_value=wanted)
+    chunks = {"overlapped": 0, "stock": 1}.get(name)
+    running = session.current()
+    assert running is not None
+    options = running.contexts["ascend-coc"].options
+    return mock.patch.dict(vars(options), chunks=int(name) if chunks is None else chunks)
 
 
 def layer_of(kind: str, width: int, out: int) -> Any:
@@ -281,7 +281,7 @@ def _layer_work(name: str, module: Any, input: Tensor, grad: Tensor, direction: 
 
 def _chosen(kind: str, width: int, out: int) -> int:
     """What the tuning chose for a layer of these widths."""
-    from mindspeed_dsa.features.tensor_parallel import tuning
+    from mindspeed_dsa.features.tensor_parallel.overlap import tuning
 
     widths = {(width, out), (out, width)}  # a backward multiplies the other way round
     (chunks,) = (

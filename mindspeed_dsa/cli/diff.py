@@ -14,9 +14,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from mindspeed_dsa import versions
+from mindspeed_dsa.catalogue import everything
 from mindspeed_dsa.compat import records, wheels
-from mindspeed_dsa.features import all_features
-from mindspeed_dsa.features.base import Feature
+from mindspeed_dsa.declarations import Feature
 from mindspeed_dsa.patches.drift import Checker, Finding
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.source_tree import SourceTree
@@ -67,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
     tree = _sources(options.source, root)
     release = options.release or _release(tree, root)
     checker = Checker(tree, release, records.load().fingerprints(), root)
-    results = [_examine(feature, checker, root) for feature in all_features()]
+    results = [_examine(feature, checker, root) for feature in everything()]
     problems = [
         f"{feature.name}: {text}"
         for feature in results

@@ -49,10 +49,9 @@ def examine(argv: Sequence[str]) -> dict[str, Any]:
         problems.append(str(error))
     running = session.current()
     if running is not None and running is not before:
-        given = _as_arguments(running.settings)
-        problems += [f"{f.name}: {text}" for f in running.features for text in f.validate(given)]
+        problems += running.problems(_as_arguments(running.settings))
         problems += _verify(running)
-        sites = running.manager.report()
+        sites = running.report()
         problems += [f"{s.target}: {s.reason}" for s in sites if s.state == "foreign"]
     findings = {
         "versions": versions.installed(running.settings.megatron_root if running else "megatron"),
@@ -75,7 +74,7 @@ def _as_arguments(resolved: settings.Settings) -> argparse.Namespace:
 def _verify(running: session.Session) -> list[str]:
     """Import what the sites wait for, so that their states are facts; then look for stale references."""
     problems = []
-    for site in running.manager.report():
+    for site in running.report():
         if site.state != "pending":
             continue
         module = site.target.partition(":")[0]
@@ -85,7 +84,7 @@ def _verify(running: session.Session) -> list[str]:
             if site.required:
                 problems.append(f"{', '.join(site.features)}: {module} cannot be imported: {error!r}")
     try:
-        running.manager.finalize(thorough=True)
+        running.verify()
     except PatchError as error:
         problems += error.problems
     return problems

@@ -7,8 +7,9 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-from mindspeed_dsa import features, settings
-from mindspeed_dsa.features.base import Feature, Flag
+from mindspeed_dsa import settings
+from mindspeed_dsa.catalogue import everything
+from mindspeed_dsa.declarations import Feature, Flag
 
 
 def run(argv: Sequence[str]) -> int:
@@ -22,7 +23,7 @@ def run(argv: Sequence[str]) -> int:
         parser.parse_args(list(argv))
     wanted = argv[0]
     names: dict[str, list[Feature]] = {}
-    for feature in features.all_features():
+    for feature in everything():
         for name in {feature.name, *(s for flag in feature.flags for s in _spellings(flag))}:
             names.setdefault(name, []).append(feature)
     general = {name: flag for flag in settings.GENERAL_FLAGS for name in _spellings(flag)}

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from mindspeed_dsa import features, start_report
-from mindspeed_dsa.features.base import Feature
+from mindspeed_dsa.declarations import Feature
 
 
 def run(argv: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mindspeed_dsa import features, settings
-from mindspeed_dsa.features.base import Feature, Flag
+from mindspeed_dsa.declarations import Feature, Flag
 from mindspeed_dsa.patches.errors import SettingsError
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from mindspeed_dsa.catalogue import everything
 from mindspeed_dsa.compat.records import RELEASES, Records, load
 from mindspeed_dsa.compat.verdicts import Verdict, judge
-from mindspeed_dsa.features import all_features
-from mindspeed_dsa.features.base import Feature, Flag
+from mindspeed_dsa.declarations import Feature, Flag
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 
 TABLE = "compatibility.md"
@@ -75,10 +75,10 @@ def stale(docs: Path) -> list[str]:
 
 def expected(docs: Path) -> tuple[dict[Path, str], list[str]]:
     """Path to the text that it should have, and the problems with pages that are written by hand."""
-    pages = {docs / TABLE: compatibility(all_features(), load())}
+    pages = {docs / TABLE: compatibility(everything(), load())}
     problems: list[str] = []
     by_page: dict[Path, list[Feature]] = {}
-    for feature in all_features():
+    for feature in everything():
         if feature.doc:
             page = docs / "features" / f"{feature.doc.removesuffix('.md')}.md"
             by_page.setdefault(page, []).append(feature)

@@ -9,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from mindspeed_dsa.compat.records import ROOT, Records
-from mindspeed_dsa.features.base import Feature
+from mindspeed_dsa.declarations import Feature
 from mindspeed_dsa.patches import ranges
 from mindspeed_dsa.patches.drift import assess
 from mindspeed_dsa.versions import MEGATRON_DISTRIBUTION

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
+from pkgutil import walk_packages
 
-from mindspeed_dsa.features.base import Feature, Flag
+from mindspeed_dsa.declarations import Feature, Flag
 from mindspeed_dsa.patches.errors import SettingsError
+
+KINDS = ("platform", "attention", "memory", "tensor_parallel", "diagnostics")
+"""Folders of features. Wrappers of one target nest in this order, and within a kind by folder name; where
+another nesting is meant, the rows say it with ``priority``."""
 
 _DECLARATIONS: tuple[str, ...] = (
     "platform.cpu",
@@ -30,13 +36,10 @@ _DECLARATIONS: tuple[str, ...] = (
     "memory.virtual_optimizer",
     "memory.recompute",
     "memory.swap_attention",
-    "tensor_parallel.overlap",
+    "tensor_parallel.overlap.feature",
     "training.metrics",
     "training.initial_weights",
-    "training.arguments",
-    "training.verify",
 )
-"""Modules below this package that declare ``FEATURES``."""
 
 _registered: list[Feature] = []
 
@@ -54,21 +57,32 @@ def register(feature: Feature) -> Feature:
 
 
 def unregister(name: str) -> None:
-    """Take a registered feature away again."""
+    """Remove a registered feature."""
     _registered[:] = [feature for feature in _registered if feature.name != name]
 
 
 def all_features() -> tuple[Feature, ...]:
     """Built-in features and registered ones; imports neither torch nor Megatron."""
-    declared: list[Feature] = []
+    return (*built_in(), *_registered)
+
+
+@cache
+def built_in() -> tuple[Feature, ...]:
+    """What the ``feature.py`` below the folders of :data:`KINDS` declare as ``FEATURE`` or ``FEATURES``."""
+    found: list[Feature] = []
     for name in _DECLARATIONS:
-        declared += import_module(f"{__name__}.{name}").FEATURES
-    companions = [feature for feature in declared if feature.companion]
-    return (*(f for f in declared if not f.companion), *_registered, *companions)
+        found += import_module(f"{__name__}.{name}").FEATURES
+    for kind in KINDS[:0]:
+        package = import_module(f"{__name__}.{kind}")
+        names = [m.name for m in walk_packages(package.__path__, f"{package.__name__}.")]
+        for name in sorted(name for name in names if name.endswith(".feature")):
+            module = import_module(name)
+            found += module.FEATURES if hasattr(module, "FEATURES") else (module.FEATURE,)
+    return tuple(found)
 
 
 def all_flags() -> list[Flag]:
-    """Flags of all features, host flags included, each once."""
+    """Flags of all features, Megatron's own that they read included, each once."""
     found: dict[str, Flag] = {}
     for feature in all_features():
         for flag in feature.flags:

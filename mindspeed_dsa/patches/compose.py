@@ -21,6 +21,22 @@ _METHODS = (staticmethod, classmethod)
 _DESCRIPTORS = (*_METHODS, property)
 
 
+def with_context(decorate: Any, context: Any) -> tuple[Decorator, bool]:
+    """A ``wrap`` decorator of one argument, and whether the context is a part of it."""
+    if not _takes_context(decorate):
+        return decorate, False
+    return lambda original: decorate(original, context), True
+
+
+def _takes_context(decorate: Any) -> bool:
+    try:
+        parameters = inspect.signature(decorate).parameters.values()
+    except (TypeError, ValueError):  # nothing is known of it: the plain form
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters) >= 2
+
+
 def underlying(raw: Any) -> Any:
     """The function inside a static method, class method or property; else ``raw`` itself."""
     if is_a(raw, _METHODS):

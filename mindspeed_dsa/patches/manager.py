@@ -9,16 +9,20 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
 
+from mindspeed_dsa import log
 from mindspeed_dsa.patches import compiled, hooks, ranges, stale
 from mindspeed_dsa.patches.conflicts import clash, contradictions, group, places_of
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, PatchError
 from mindspeed_dsa.patches.report import SiteReport, describe
 from mindspeed_dsa.patches.site import Site, State
 from mindspeed_dsa.patches.spec import Claim, Patch
+
+_log = log.get()
 
 StaticCheck = Callable[[Patch], tuple[list[str], list[str]]]
 """``patch -> (problems, notes)`` from the source of the target, without importing it."""
@@ -70,11 +74,11 @@ class PatchManager:
         """
         with self._lock:
             if self._armed:
-                raise MindSpeedDSAError("patches are armed already; undo() them before planning anew")
+                raise MindSpeedDSAError("patches are armed already; undo() them before planning again")
             self._restore(self._touched())  # what had been re-patched by others and is no more
             inside, outside = [], []
             for claim in claims:
-                rooted = Claim(claim.feature, claim.patch.under_root(self._root), claim.order)
+                rooted = replace(claim, patch=claim.patch.under_root(self._root))
                 reason = ranges.outside(rooted.patch, self._version_of)
                 if reason:
                     outside.append(Site([rooted], state="skipped", reason=reason))
@@ -157,11 +161,8 @@ class PatchManager:
                 self._fail(site, f"it cannot be patched: {error!r}")
         failed = [site for site in sites if site.state == "failed"]
         if failed:
-            import logging  # slow to import, and most runs have no failure
-
             for site in failed:
-                text = "mindspeed_dsa: %s; the next finalize() raises this"
-                logging.getLogger(__name__).error(text, _words(site))
+                _log.error("%s; the next finalize() raises this", _words(site), ranks="all")
 
     def _apply_loaded(self) -> bool:
         """Sites of modules that are complete by now; some were half executed when we armed."""

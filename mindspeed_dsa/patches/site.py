@@ -164,17 +164,21 @@ class Site:
         Raises:
             PatchDeclarationError: the implementations do not fit the target.
         """
-        replacement = None
-        wrappers = []
+        replacement, decided = None, False
+        wrappers: dict[Any, tuple[str, compose.Decorator]] = {}
         for claim, implementation in zip(self.claims, implementations, strict=True):
             if claim.patch.kind == "wrap":
-                wrappers.append((claim.patch.impl, implementation))
-            else:
-                replacement = implementation
+                decorate, bound = compose.with_context(implementation, claim.context)
+                # Features that claim the same decorator want it once, not around itself.
+                once = (claim.patch.impl, id(claim.context) if bound else None)
+                wrappers.setdefault(once, (claim.patch.impl, decorate))
+            elif not decided:  # others that decide name the same object, or check() refused them
+                replacement = implementation(claim.context) if claim.patch.factory else implementation
+                decided = True
         if self.composed:
             if replacement is not None:
                 self._require_fit(replacement)
-            self.installed = compose.compose(self.raw, replacement, wrappers, self._place())
+            self.installed = compose.compose(self.raw, replacement, [*wrappers.values()], self._place())
         elif is_a(replacement, FunctionType) and self.patch.kind == "value":
             copy = compose.clone(replacement, "the value")
             self.installed = compose.put_at(copy, self.patch.module, ".".join(self.patch.path))

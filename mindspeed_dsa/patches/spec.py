@@ -41,6 +41,9 @@ class Patch:
         stale: what a reference to the original that cannot be rebound (a default argument, a
             closure, a container) means for a required site: ``error``, or ``report`` where the
             target's own package keeps such tables and they do no harm.
+        factory: for kinds other than ``wrap``: ``impl`` is a function that is called once with the
+            claim's context and returns what is put in place. (A ``wrap`` decorator gets the context if
+            it takes a second positional parameter.)
     """
 
     target: str
@@ -53,6 +56,7 @@ class Patch:
     priority: int = 0
     key: Any = None
     stale: Literal["error", "report"] = "error"
+    factory: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -69,6 +73,10 @@ class Patch:
             raise PatchDeclarationError(f"{self.target}: say in `why` what the patch is for")
         if (self.key is None) == (self.kind == "entry"):
             raise PatchDeclarationError(f"{self.target}: `key` goes with kind 'entry' and no other")
+        if self.factory and self.kind == "wrap":
+            raise PatchDeclarationError(
+                f"{self.target}: a decorator gets the context if it takes (original, context); drop `factory`"
+            )
         if not isinstance(self.params, tuple):
             raise PatchDeclarationError(f"{self.target}: `params` is a tuple of names")
         if self.stale not in STALE:
@@ -102,8 +110,12 @@ def _rooted(dotted: str, root: str) -> str:
 
 @dataclass(frozen=True)
 class Claim:
-    """A patch together with the feature that asks for it and that feature's place in the order."""
+    """A patch together with the feature that asks for it and that feature's place in the order.
+
+    ``context`` is opaque to the engine: implementations that take one are composed with it.
+    """
 
     feature: str
     patch: Patch
     order: int = 0
+    context: Any = None

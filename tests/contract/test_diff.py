@@ -12,7 +12,7 @@ import pytest
 from mindspeed_dsa import features
 from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.compat import records
-from mindspeed_dsa.features.base import Feature, Requires
+from mindspeed_dsa.declarations import Feature, Requires
 from mindspeed_dsa.patches.source_tree import SourceTree
 from mindspeed_dsa.patches.spec import Patch
 from tests.patches.drift_packages import write

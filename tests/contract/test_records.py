@@ -16,7 +16,7 @@ from mindspeed_dsa.compat import checker, pages, records
 from mindspeed_dsa.compat.records import RELEASES, Records
 from mindspeed_dsa.compat.verdicts import Verdict, judge
 from mindspeed_dsa.features import all_features
-from mindspeed_dsa.features.base import Feature, Requires
+from mindspeed_dsa.declarations import Feature, Requires
 from mindspeed_dsa.patches.drift import TargetFacts
 from mindspeed_dsa.patches.spec import Patch
 

@@ -10,7 +10,7 @@ import pytest
 from mindspeed_dsa.compat import refresh as refreshing
 from mindspeed_dsa.compat import wheels
 from mindspeed_dsa.compat.records import Records
-from mindspeed_dsa.features.base import Feature
+from mindspeed_dsa.declarations import Feature
 from mindspeed_dsa.patches.drift import TargetFacts
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.patches.source_tree import SourceTree

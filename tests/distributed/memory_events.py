@@ -34,7 +34,8 @@ def counted() -> Iterator[Counter[str]]:
     from mindspeed_dsa.features.memory.recompute_outputs import _Output
     from mindspeed_dsa.features.memory.step_pipeline import Pipeline
     from mindspeed_dsa.features.memory.swapped_storage import SwappedStorage
-    from mindspeed_dsa.features.tensor_parallel import chunked, tuning
+    from mindspeed_dsa.features.tensor_parallel.overlap import tuning
+    from mindspeed_dsa.parallel import chunked
 
     counts: Counter[str] = Counter()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mindspeed_dsa.features.base import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag, Requires, repair
+from mindspeed_dsa.declarations import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag, Requires, repair
 from mindspeed_dsa.patches.spec import Patch
 
 DSA = "megatron.core.transformer.experimental_attention_variant.dsa"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from mindspeed_dsa.declarations import Flag
 from mindspeed_dsa.features.attention.declare import DSA, HERE, dsa_option
-from mindspeed_dsa.features.base import Flag
 from mindspeed_dsa.patches.spec import Patch
 
 FEATURE = dsa_option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_dsa.features.base import Feature, Flag, Requires
+from mindspeed_dsa.declarations import Feature, Flag, Requires
 from mindspeed_dsa.features.memory import recompute_limits
 from mindspeed_dsa.patches.spec import Patch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_dsa.features.base import Feature, Flag, Requires
+from mindspeed_dsa.declarations import Feature, Flag, Requires
 from mindspeed_dsa.features.memory.combinations import refused, unknown_optimizer
 from mindspeed_dsa.patches.spec import Patch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_dsa.features.base import Feature, Flag, Requires
+from mindspeed_dsa.declarations import Feature, Flag, Requires
 from mindspeed_dsa.features.memory import swap_attention_limits as limits
 from mindspeed_dsa.features.memory.recompute import wanted
 from mindspeed_dsa.patches.spec import Patch
@@ -69,7 +69,7 @@ FEATURE = Feature(
         Patch(
             f"{_PARALLEL}.layers:LinearWithGradAccumulationAndAsyncCommunication.backward",
             "wrap",
-            "mindspeed_dsa.features.own_weights:with_own_weight",
+            "mindspeed_dsa.parallel.own_weights:with_own_weight",
             "gradient accumulation fusion reads and sets attributes of the parameter",
             ("ctx", "grad_output"),
             _RANGE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_dsa.features.base import Conflict, Feature, Flag, Requires
+from mindspeed_dsa.declarations import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.features.memory.combinations import (
     LOADED_INTO_PLACES,
     MOVED_STATE,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_dsa.features.base import Feature
+from mindspeed_dsa.declarations import Feature
 from mindspeed_dsa.patches.spec import Kind, Patch
 from mindspeed_dsa.settings import PLATFORM
 
@@ -173,7 +173,7 @@ _PATCHES = (
         Patch(
             f"megatron.core.tensor_parallel.{module}:dist_reduce_scatter_func",
             "value",
-            "mindspeed_dsa.platforms.collectives:reduce_scatter_tensor",
+            "mindspeed_dsa.parallel.collectives:reduce_scatter_tensor",
             "over gloo torch's reduce-scatter is an all-reduce, which moves twice the bytes",
             required=False,
         )

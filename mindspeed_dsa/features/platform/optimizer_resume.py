@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_dsa.features.base import Feature
+from mindspeed_dsa.declarations import Feature
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.settings import PLATFORM
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mindspeed_dsa.features.base import Feature, Flag
+from mindspeed_dsa.declarations import Feature, Flag
 from mindspeed_dsa.patches.spec import Patch
 
 _TRAINING = "megatron.training.training"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.features import own_weights
+from mindspeed_dsa.parallel import own_weights
 from mindspeed_dsa.features.memory import discarded
 from mindspeed_dsa.features.memory.swap_attention_layers import _of_others
 from mindspeed_dsa.features.memory.swap_attention_pass import LayerPass

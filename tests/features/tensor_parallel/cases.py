@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_dsa.platforms import collectives
+from mindspeed_dsa.parallel import collectives
+from mindspeed_dsa.parallel.gather import bounds
 
 COLLECTIVES = ("all_gather", "all_gather_into_tensor", "all_to_all_single", "all_reduce")
 
@@ -46,14 +47,30 @@ def compare(runs: Sequence[Mapping[str, Any]], switches: Sequence[Mapping[str, A
                     "errors": {name: relative(ours[name], theirs[name]) for name in theirs},
                     "bitwise": sorted(name for name in theirs if ours[name].equal(theirs[name])),
                     "calls": dict(calls),
+                    "matmul_by_rows": matmul_by_rows(each, wanted.get("coc_parallel_num", 1)),
                 }
             )
     return found
 
 
+def matmul_by_rows(case: Mapping[str, Any], chunks: int) -> bool:
+    """Whether this machine's matmul of a column layer's chunk gives the bits of the whole one's rows.
+
+    Some processors' libraries take another kernel, with another order of sums, where rows are few.
+    """
+    ranks = dist.get_world_size()
+    rows = case["sequence"] // ranks * 2 if "sequence" in case else 12 // ranks * 2
+    noise = torch.Generator().manual_seed(7)
+    dtype = getattr(torch, case.get("dtype", "float64"))
+    input = torch.randn(ranks * rows, 5 * ranks, generator=noise, dtype=torch.float64).to(dtype)
+    weight = torch.randn(7, 5 * ranks, generator=noise, dtype=torch.float64).to(dtype).t()
+    parts = [input[first:end] @ weight for first, end in bounds(ranks * rows, ranks * chunks)]
+    return torch.cat(parts).equal(input @ weight)
+
+
 def compare_tuned(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The same for ``--use-ascend-coc``, with the choices of each run: 4 chunks win every measurement."""
-    from mindspeed_dsa.features.tensor_parallel import tuning
+    from mindspeed_dsa.features.tensor_parallel.overlap import tuning
 
     times, found = {1: 1.0, 2: 0.8, 4: 0.5, 8: 0.8}, []
     with mock.patch.object(tuning, "_slowest", return_value=times):

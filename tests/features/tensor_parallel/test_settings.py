@@ -7,8 +7,9 @@ from argparse import Namespace
 import pytest
 import torch
 
-from mindspeed_dsa.features.tensor_parallel import overlap, symmetric
-from mindspeed_dsa.features.tensor_parallel.overlap import COC, MC2
+from mindspeed_dsa.features.tensor_parallel.overlap import symmetric
+from mindspeed_dsa.features.tensor_parallel.overlap.feature import COC, MC2
+from mindspeed_dsa.session import Session
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.session import resolve
 
@@ -62,12 +63,11 @@ def test_one_rank_has_nothing_to_hide():
         ("--coc-fused-kernel --coc-parallel-num 1", "--coc-parallel-num 1 has no effect with --coc-fused"),
     ],
 )
-def test_options_without_effect_are_refused(argv, problem, monkeypatch):
+def test_options_without_effect_are_refused(argv, problem):
     settings, active = resolve({}, argv.split())
     assert COC in active
-    monkeypatch.setattr(overlap, "own_settings", lambda: settings)
-    (found,) = COC.validate(TP2)
-    assert problem in found
+    (found,) = Session(settings, active).problems(TP2)
+    assert f"ascend-coc: {problem}" in found
 
 
 @pytest.mark.parametrize(
@@ -78,11 +78,10 @@ def test_options_without_effect_are_refused(argv, problem, monkeypatch):
         "--coc-parallel-num 2 --coc-recompute-all-gather",
     ],
 )
-def test_options_with_effect_are_not_refused(argv, monkeypatch):
+def test_options_with_effect_are_not_refused(argv):
     settings, active = resolve({}, argv.split())
     assert COC in active
-    monkeypatch.setattr(overlap, "own_settings", lambda: settings)
-    assert list(COC.validate(TP2)) == []
+    assert Session(settings, active).problems(TP2) == []
 
 
 def test_keeping_the_gathered_input_is_an_option_of_mc2_too():

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mindspeed_dsa import log
+
 CASE = "tests.features.tensor_parallel.test_tuning"
 
 
@@ -23,7 +25,7 @@ class Clock:
 
 def choose(problems, seconds):
     """Choices, runs and lengths remembered; the work takes these seconds by rank and number of chunks."""
-    from mindspeed_dsa.features.tensor_parallel import tuning
+    from mindspeed_dsa.features.tensor_parallel.overlap import tuning
 
     tuning.forget()
     chosen, runs, clock = [], [], Clock()
@@ -39,7 +41,7 @@ def choose(problems, seconds):
     with mock.patch.object(time, "perf_counter", clock.read):
         for m in problems:
             problem = tuning.Problem("row forward", True, m, 4, 4, True, torch.float32, "cpu", ranks)
-            chosen.append(tuning.chunks_for(problem, dist.group.WORLD, work(m)))
+            chosen.append(tuning.chunks_for(problem, dist.group.WORLD, work(m), log.get()))
     kept = sorted(problem.m for problem in tuning.chosen())
     tuning.forget()
     return chosen, runs, kept
@@ -78,7 +80,7 @@ def tuned_layers():
     import io
 
     import mindspeed_dsa
-    from mindspeed_dsa.features.tensor_parallel import tuning
+    from mindspeed_dsa.features.tensor_parallel.overlap import tuning
     from tests.features.tensor_parallel.cases import build, counted, groups, run
 
     mindspeed_dsa.enable()
@@ -117,7 +119,7 @@ def tuned_layers():
 def before_and_after_ddp():
     """What is tuned with gradient accumulation fusion while weights have no ``main_grad``, and then."""
     import mindspeed_dsa
-    from mindspeed_dsa.features.tensor_parallel import tuning
+    from mindspeed_dsa.features.tensor_parallel.overlap import tuning
     from tests.features.tensor_parallel.cases import build, groups, wgrad_kernels
 
     mindspeed_dsa.enable(use_ascend_coc=True)
@@ -157,7 +159,7 @@ def said_by_stages(pipeline, data):
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.tensor_parallel import RowParallelLinear, model_parallel_cuda_manual_seed
 
-    from mindspeed_dsa.features.tensor_parallel import tuning
+    from mindspeed_dsa.features.tensor_parallel.overlap import tuning
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=2, pipeline_model_parallel_size=pipeline

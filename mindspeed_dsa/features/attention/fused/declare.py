@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from mindspeed_dsa.declarations import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag, Requires
 from mindspeed_dsa.features.attention.declare import DSA, HERE, MLA, host_flag
 from mindspeed_dsa.features.attention.fused.options import PARTS, Options
-from mindspeed_dsa.features.base import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag, Requires
 from mindspeed_dsa.patches.spec import Patch
 
 _FUSED = f"{HERE}.fused"

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_dsa import versions
+from mindspeed_dsa.declarations import EXPERIMENTAL_ATTENTION_VARIANT, Feature
 from mindspeed_dsa.features.attention.declare import DSA, HERE, host_flag
 from mindspeed_dsa.features.attention.fused.declare import FUSED, USE_FUSED_DSA
 from mindspeed_dsa.features.attention.fused.kernel_choice import refusals
 from mindspeed_dsa.features.attention.fused.options import Options
-from mindspeed_dsa.features.base import EXPERIMENTAL_ATTENTION_VARIANT, Feature
 from mindspeed_dsa.features.host import current_root
 from mindspeed_dsa.patches.spec import Patch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-CASES = "tests.platforms.collective_cases"
+CASES = "tests.parallel.collective_cases"
 
 
 @pytest.mark.parametrize(

@@ -91,15 +91,15 @@ class Feature:
         requires, conflicts: declared, checked before anything is mutated.
         active: decides from the settings (attribute access by ``dest``, ``platform``) whether the
             feature is on; by default: the first flag is true.
-        validate: gets Megatron's full argument namespace (or the settings, when there is none);
-            returns every problem at once, each naming who, what, and what to do.
+        options: makes of the settings (attribute access by ``dest``, ``platform``, ``features_on``) the
+            frozen options that the feature's implementations find in their context.
+        validate: gets Megatron's full argument namespace, in which our own switches read as the settings
+            say; returns every problem at once, each naming who, what, and what to do.
         doc: page under ``docs/features/``.
         platform_support: true for redirections without which Megatron does not run on the platform at
             all; doctor and the benchmarks count them apart from features that a user switched on.
-        companion: true for a feature that serves the others; it is decided last and may look at
-            ``settings.features_on``.
-        on_finalize: lazy ``"module:function"``; called without arguments right before the model is
-            built, after all sites are verified.
+        on_finalize: lazy ``"module:function"``; called with the feature's context right before the model
+            is built, after all sites are verified.
     """
 
     name: str
@@ -109,10 +109,10 @@ class Feature:
     requires: Requires = field(default_factory=Requires)
     conflicts: tuple[Conflict, ...] = ()
     active: Callable[[Any], bool] | None = None
+    options: Callable[[Any], Any] | None = None
     validate: Callable[[Any], Sequence[str]] = _no_problems
     doc: str = ""
     platform_support: bool = False
-    companion: bool = False
     on_finalize: str = ""
 
     def is_active(self, settings: Any) -> bool:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_dsa.features import own_weights
+from mindspeed_dsa.parallel import own_weights
 
 
 @pytest.fixture

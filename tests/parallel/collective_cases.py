@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from mindspeed_dsa.platforms import collectives
+from mindspeed_dsa.parallel import collectives
 
 
 def scattered(dtype: str, op: str = "SUM", async_op: bool = False) -> dict[str, Any]:

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.features.own_weights import own
-from mindspeed_dsa.features.tensor_parallel.weight_gradient import WeightGradient
+from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.parallel.gather import Allocate
+from mindspeed_dsa.parallel.own_weights import own
+from mindspeed_dsa.parallel.weight_gradient import WeightGradient
 
 Backend = Any
-"""A module with the functions of ``chunked.py``."""
+"""A module with the functions of ``parallel/chunked.py``."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +29,27 @@ class Plan:
         forward, backward: number of chunks; 1 does what stock Megatron does.
         keep_gathered: a column parallel layer keeps all ranks' rows for its backward.
         fusion: Megatron's ``gradient_accumulation_fusion``.
+        megatron: whose buffer holds gathered rows that nobody keeps.
     """
 
     backend: Backend
     group: Any
+    megatron: Megatron
     sequence_parallel: bool
     forward: int = 1
     backward: int = 1
     keep_gathered: bool = False
     fusion: bool = False
+
+    def passing(self, local: Tensor) -> Allocate:
+        """Memory for rows like ``local`` until the next gathering: Megatron's own buffer for that."""
+
+        def allocate(shape: list[int]) -> Tensor:
+            buffer = self.megatron("core.parallel_state").get_global_memory_buffer()
+            rows: Tensor = buffer.get_tensor(shape, local.dtype, "mpu")
+            return rows
+
+        return allocate
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -68,7 +82,8 @@ class Column(torch.autograd.Function):
         kept = rows
         if plan.sequence_parallel:
             keep = plan.keep_gathered and weight.requires_grad
-            product, whole = plan.backend.gather_matmul(rows, weight.t(), plan.group, plan.forward, keep)
+            allocate = rows.new_empty if keep else plan.passing(rows)
+            product, whole = plan.backend.gather_matmul(rows, weight.t(), plan.group, plan.forward, allocate)
             if keep:
                 kept = whole
         else:
@@ -109,7 +124,7 @@ def column_backward(
         gather = None
         if gradient is not None and gradient.rows.size(0) != grad.size(0):
             # The link is free until the first chunk is multiplied, and only the last matmul reads this.
-            gather = plan.backend.Gather(gradient.rows, plan.group, 1)
+            gather = plan.backend.Gather(gradient.rows, plan.group, 1, plan.passing(gradient.rows))
         pending = plan.backend.matmul_scatter(grad, weight, plan.group, plan.backward)
         if gradient is not None:
             gradient.add(grad, gradient.rows if gather is None else gather.wait())
@@ -160,11 +175,13 @@ def row_backward(
     """
     count = grad.size(0)
     if plan.backward == 1 or (gradient is not None and not gradient.in_pieces):
-        grad_input, whole = plan.backend.gather_matmul(grad, weight, plan.group, plan.backward)
+        grad_input, whole = plan.backend.gather_matmul(
+            grad, weight, plan.group, plan.backward, plan.passing(grad)
+        )
         if gradient is not None:
             gradient.add(whole, gradient.rows)
     else:
-        gather = plan.backend.Gather(grad, plan.group, plan.backward)
+        gather = plan.backend.Gather(grad, plan.group, plan.backward, plan.passing(grad))
         grad_input = grad.new_empty(gather.ranks * count, weight.size(1))
         for rank, first, end, part in gather.arriving():
             place = slice(rank * count + first, rank * count + end)
@@ -189,4 +206,4 @@ def _recall(ctx: Any) -> tuple[Tensor, WeightGradient | None]:
         (weight,) = ctx.saved_tensors
         return weight, None
     weight, rows = ctx.saved_tensors
-    return weight, WeightGradient(own(weight), rows, ctx.main_grad, ctx.plan.fusion)
+    return weight, WeightGradient(own(weight), rows, ctx.main_grad, ctx.plan.fusion, ctx.plan.megatron)

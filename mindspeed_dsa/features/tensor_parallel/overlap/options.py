@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-_HERE = "mindspeed_dsa.features.tensor_parallel"
+_BACKENDS = {
+    "chunked": "mindspeed_dsa.parallel.chunked",
+    "mc2": "mindspeed_dsa.features.tensor_parallel.overlap.mc2",
+    "symmetric": "mindspeed_dsa.features.tensor_parallel.overlap.symmetric",
+}
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,7 @@ class Options:
     Attributes:
         chunks: how many; 0 measures.
         keep_gathered: column parallel layers keep the gathered input for backward.
-        backend: name of the module that multiplies and communicates.
+        backend: who multiplies and communicates, by a name of :data:`_BACKENDS`.
     """
 
     chunks: int
@@ -26,7 +30,7 @@ class Options:
     @property
     def module(self) -> Any:
         """The backend."""
-        return import_module(f"{_HERE}.{self.backend}")
+        return import_module(_BACKENDS[self.backend])
 
     @classmethod
     def of(cls, settings: Any) -> Options:
@@ -48,19 +52,3 @@ def _backend(settings: Any) -> str:
     if settings.use_ascend_mc2:
         return "mc2"
     return "symmetric" if settings.coc_fused_kernel else "chunked"
-
-
-_latest: tuple[Any, Options] | None = None
-
-
-def current() -> Options | None:
-    """Those of the running session, if there is one."""
-    global _latest
-    from mindspeed_dsa import session
-
-    running = session.current()
-    if running is None:
-        return None
-    if _latest is None or _latest[0] is not running.settings:
-        _latest = running.settings, Options.of(running.settings)
-    return _latest[1]

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_dsa.features.host import host
-from mindspeed_dsa.features.tell import tell_once
-from mindspeed_dsa.features.tensor_parallel import options, tuning
-from mindspeed_dsa.features.tensor_parallel.functions import (
+from mindspeed_dsa.context import Context
+from mindspeed_dsa.features.tensor_parallel.overlap import tuning
+from mindspeed_dsa.features.tensor_parallel.overlap.autograd import (
     Column,
     Plan,
     Row,
@@ -22,11 +21,13 @@ from mindspeed_dsa.features.tensor_parallel.functions import (
     flat,
     row_backward,
 )
-from mindspeed_dsa.features.tensor_parallel.options import Options
-from mindspeed_dsa.features.tensor_parallel.weight_gradient import WeightGradient
+from mindspeed_dsa.features.tensor_parallel.overlap.options import Options
+from mindspeed_dsa.parallel.weight_gradient import WeightGradient
 
 
-def overlap_in_column(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def overlap_column_parallel(
+    original: Callable[..., Tensor], context: Context[Options]
+) -> Callable[..., Tensor]:
     """Decorate Megatron's two linear functions, with and without a weight that learns.
 
     Column parallel layers call them, and whoever brings a weight of its own, such as tied embeddings.
@@ -49,12 +50,9 @@ def overlap_in_column(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         # weight gradient of the embedding.
         duties = [name for name, value in given.items() if value is not None and name not in _PASSIVE]
         if (sequence_parallel or allreduce_dgrad) and not duties:
+            group = _group_of(given.get("tp_group"), context)
             plan = _column_plan(
-                input,
-                weight,
-                _group_of(given.get("tp_group")),
-                sequence_parallel,
-                gradient_accumulation_fusion,
+                input, weight, group, sequence_parallel, gradient_accumulation_fusion, context
             )
         if plan is None:
             return original(
@@ -81,18 +79,18 @@ _PASSIVE = ("tp_group", "wgrad_deferral_limit", "gtp_remat_size")
 """Others that ask for nothing by themselves; of the last one see :func:`_is_plain`."""
 
 
-def overlap_in_row(original: Callable[..., Any]) -> Callable[..., Any]:
+def overlap_row_parallel(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``RowParallelLinear.forward``.
 
-    The host's forward runs on a stand-in for the layer whose product is already summed over ranks, so that
+    Megatron's forward runs on a stand-in for the layer whose product is already summed over ranks, so that
     there is nothing left for it to reduce.
     """
 
     def forward(self: Any, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
         plan = None
         if not self.explicit_expert_comm and not args and not kwargs:
-            group = _group_of(getattr(self, "tp_group", None))
-            plan = _row_plan(self, input_, group)
+            group = _group_of(getattr(self, "tp_group", None), context)
+            plan = _row_plan(self, input_, group, context)
         if plan is None:
             return original(self, input_, *args, **kwargs)
         output, bias = original(_Reduced(self, plan), input_)
@@ -124,8 +122,10 @@ class _Reduced:
         return output
 
 
-def _group_of(group: Any) -> Any:
-    return host("core.parallel_state").get_tensor_model_parallel_group() if group is None else group
+def _group_of(group: Any, context: Context[Options]) -> Any:
+    if group is not None:
+        return group
+    return context.megatron("core.parallel_state").get_tensor_model_parallel_group()
 
 
 def _is_plain(input: Tensor, weight: Tensor, group: Any) -> bool:
@@ -144,28 +144,32 @@ def _is_plain(input: Tensor, weight: Tensor, group: Any) -> bool:
 
 
 def _column_plan(
-    input: Tensor, weight: Tensor, group: Any, sequence_parallel: bool, fusion: bool
+    input: Tensor,
+    weight: Tensor,
+    group: Any,
+    sequence_parallel: bool,
+    fusion: bool,
+    context: Context[Options],
 ) -> Plan | None:
     """How this call communicates; ``None`` where Megatron's own way is to be taken."""
-    wanted = options.current()
-    if wanted is None or not _is_plain(input, weight, group):
+    if not _is_plain(input, weight, group):
         return None
-    plan = _plan(wanted, group, sequence_parallel, fusion)
-    if wanted.fused:
-        return plan if sequence_parallel and _taken(plan, weight) else None
+    plan = _plan(context, group, sequence_parallel, fusion)
+    if context.options.fused:
+        return plan if sequence_parallel and _taken(plan, weight, context) else None
     if plan.forward == 0:
-        plan = _tuned_column(plan, input, weight)
+        plan = _tuned_column(plan, input, weight, context)
     if plan.forward == plan.backward == 1 and not plan.keep_gathered:
         return None
     return plan
 
 
-def _row_plan(layer: Any, input: Tensor, group: Any) -> Plan | None:
-    wanted, weight = options.current(), layer.weight
-    usual = host("core.tensor_parallel.layers").RowParallelLinear
+def _row_plan(layer: Any, input: Tensor, group: Any, context: Context[Options]) -> Plan | None:
+    weight = layer.weight
+    usual = context.megatron("core.tensor_parallel.layers").RowParallelLinear
     if getattr(type(layer), "_forward_impl", None) is not getattr(usual, "_forward_impl", None):
         return None  # a matmul of its own, such as a quantised one
-    if wanted is None or not _is_plain(input, weight, group):
+    if not _is_plain(input, weight, group):
         return None
     ranks, width = group.size(), weight.size(1)
     parallel = layer.input_is_parallel
@@ -173,23 +177,25 @@ def _row_plan(layer: Any, input: Tensor, group: Any) -> Plan | None:
         return None  # Megatron says what is wrong, here and below
     if layer.sequence_parallel and input.size(0) % ranks:
         return None
-    plan = _plan(wanted, group, layer.sequence_parallel, layer.gradient_accumulation_fusion)
+    plan = _plan(context, group, layer.sequence_parallel, layer.gradient_accumulation_fusion)
     plan = replace(plan, keep_gathered=False)
-    if wanted.fused:
-        return plan if plan.sequence_parallel and _taken(plan, weight) else None
+    if context.options.fused:
+        return plan if plan.sequence_parallel and _taken(plan, weight, context) else None
     if plan.forward == 0:
         # Megatron's forward scatters an input that is whole, after this.
         mine = input if parallel else input.narrow(-1, group.rank() * width, width)
-        plan = _tuned_row(plan, mine, weight)
+        plan = _tuned_row(plan, mine, weight, context)
     if plan.forward == 1 and (plan.backward == 1 or not plan.sequence_parallel):
         return None
     return plan
 
 
-def _plan(wanted: Options, group: Any, sequence_parallel: bool, fusion: bool) -> Plan:
+def _plan(context: Context[Options], group: Any, sequence_parallel: bool, fusion: bool) -> Plan:
+    wanted = context.options
     return Plan(
         backend=wanted.module,
         group=group,
+        megatron=context.megatron,
         sequence_parallel=sequence_parallel,
         forward=1 if wanted.fused else wanted.chunks,
         backward=1 if wanted.fused else wanted.chunks,
@@ -198,15 +204,16 @@ def _plan(wanted: Options, group: Any, sequence_parallel: bool, fusion: bool) ->
     )
 
 
-def _taken(plan: Plan, weight: Tensor) -> bool:
-    """Whether the fused operators take this layer; if not, that is said once for each reason."""
+def _taken(plan: Plan, weight: Tensor, context: Context[Options]) -> bool:
+    """Whether the fused operators take this layer; if not, that is reported once for each reason."""
     reason = plan.backend.declines(weight, plan.group)
     if reason:
-        tell_once(f"layers are left to Megatron that the fused operators do not take: {reason}")
+        text = "layers are left to Megatron that the fused operators do not take: %s"
+        context.log.info(text, reason, once=True, ranks="stage")
     return not reason
 
 
-def _tuned_column(plan: Plan, input: Tensor, weight: Tensor) -> Plan:
+def _tuned_column(plan: Plan, input: Tensor, weight: Tensor, context: Context[Options]) -> Plan:
     """With the chunk counts that are the fastest for these sizes."""
     (n, k), group, backend = weight.shape, plan.group, plan.backend
     ranks = group.size() if plan.sequence_parallel else 1
@@ -214,7 +221,7 @@ def _tuned_column(plan: Plan, input: Tensor, weight: Tensor) -> Plan:
 
     def forward() -> tuning.Run:
         rows, matrix = flat(input.detach()), weight.detach().t()
-        return lambda chunks: backend.gather_matmul(rows, matrix, group, chunks)
+        return lambda chunks: backend.gather_matmul(rows, matrix, group, chunks, plan.passing(rows))
 
     def backward() -> tuning.Run:
         rows = flat(input.detach())
@@ -225,14 +232,14 @@ def _tuned_column(plan: Plan, input: Tensor, weight: Tensor) -> Plan:
     plan = replace(plan, forward=1, backward=1)
     if plan.sequence_parallel:
         problem = _problem("column forward", plan, weight, m, k, n)
-        plan = replace(plan, forward=tuning.chunks_for(problem, group, forward))
+        plan = replace(plan, forward=tuning.chunks_for(problem, group, forward, context.log))
     if torch.is_grad_enabled() and _can_measure_gradient(plan, weight):
         problem = _problem("column backward", plan, weight, m, n, k)
-        plan = replace(plan, backward=tuning.chunks_for(problem, group, backward))
+        plan = replace(plan, backward=tuning.chunks_for(problem, group, backward, context.log))
     return plan
 
 
-def _tuned_row(plan: Plan, input: Tensor, weight: Tensor) -> Plan:
+def _tuned_row(plan: Plan, input: Tensor, weight: Tensor, context: Context[Options]) -> Plan:
     (n, k), group, backend = weight.shape, plan.group, plan.backend
     m = input.numel() // k
 
@@ -247,10 +254,10 @@ def _tuned_row(plan: Plan, input: Tensor, weight: Tensor) -> Plan:
         return lambda chunks: row_backward(matrix, grad, replace(plan, backward=chunks), gradient())
 
     problem = _problem("row forward", plan, weight, m, k, n)
-    plan = replace(plan, forward=tuning.chunks_for(problem, group, forward), backward=1)
+    plan = replace(plan, forward=tuning.chunks_for(problem, group, forward, context.log), backward=1)
     if plan.sequence_parallel and torch.is_grad_enabled() and _can_measure_gradient(plan, weight):
         problem = _problem("row backward", plan, weight, m, n, k)
-        plan = replace(plan, backward=tuning.chunks_for(problem, group, backward))
+        plan = replace(plan, backward=tuning.chunks_for(problem, group, backward, context.log))
     return plan
 
 
@@ -283,4 +290,4 @@ def _scratch(weight: Tensor, rows: Tensor, plan: Plan) -> Callable[[], WeightGra
         return lambda: None
     main_grad = getattr(weight, "main_grad", None) if plan.fusion else None
     aside = None if main_grad is None else torch.zeros_like(main_grad)
-    return lambda: WeightGradient(weight.detach(), rows, aside, plan.fusion)
+    return lambda: WeightGradient(weight.detach(), rows, aside, plan.fusion, plan.megatron)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.features.tell import tell
+from mindspeed_dsa.log import Log
 
 Kind = Literal["column forward", "column backward", "row forward", "row backward"]
 CANDIDATES = (1, 2, 4, 8)
@@ -81,7 +81,7 @@ def chosen() -> Mapping[Problem, int]:
 Run = Callable[[int], object]
 
 
-def chunks_for(problem: Problem, group: Any, prepare: Callable[[], Run]) -> int:
+def chunks_for(problem: Problem, group: Any, prepare: Callable[[], Run], log: Log) -> int:
     """The fastest number of chunks; called by all ranks of the group at the same place.
 
     Random number generators are not touched, and the ranks agree: they compare the slowest rank's times.
@@ -91,6 +91,7 @@ def chunks_for(problem: Problem, group: Any, prepare: Callable[[], Run]) -> int:
         group: tensor parallel group.
         prepare: makes what does the work once with a number of chunks and leaves nothing behind; called
             only where something is measured.
+        log: gets a line for each measurement, from each pipeline stage.
     """
     by_m = _measured.setdefault(replace(problem, m=0), {})
     if problem.m in by_m:
@@ -100,7 +101,7 @@ def chunks_for(problem: Problem, group: Any, prepare: Callable[[], Run]) -> int:
     times = _measure(group, prepare())
     best = min(times, key=lambda chunks: times[chunks])
     by_m[problem.m] = best if times[best] < _GAIN * times[1] else 1
-    _tell(problem, by_m[problem.m], times)
+    _report(problem, by_m[problem.m], times, log)
     return by_m[problem.m]
 
 
@@ -132,7 +133,7 @@ def _slowest(seconds: Mapping[int, float], group: Any) -> dict[int, float]:
     return dict(zip(seconds, times.tolist(), strict=True))
 
 
-def _tell(problem: Problem, choice: int, times: Mapping[int, float]) -> None:
+def _report(problem: Problem, choice: int, times: Mapping[int, float], log: Log) -> None:
     measured = ", ".join(f"{chunks}: {1e3 * seconds:.2f} ms" for chunks, seconds in times.items())
     word = "1 chunk, as stock" if choice == 1 else f"{choice} chunks"
-    tell(f"{problem}: {word} ({measured})")
+    log.info("%s: %s (%s)", problem, word, measured, ranks="stage")

@@ -1,4 +1,4 @@
-"""Matmul and collective in one operator of torch_npu (MC2), with the functions of ``chunked.py``.
+"""Matmul and collective in one operator of torch_npu (MC2), with the functions of ``parallel/chunked.py``.
 
 The operators cut the work into chunks themselves, so every number of chunks means the same here. Limits and
 signatures are those of torch_npu's manual of ``npu_all_gather_base_mm`` and ``npu_mm_reduce_scatter_base``.
@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_dsa.features.tensor_parallel.chunked import Gather, Pending
+from mindspeed_dsa.parallel.gather import Allocate, Gather
+from mindspeed_dsa.parallel.handles import Pending
 
 __all__ = ["Gather", "declines", "gather_matmul", "matmul_scatter"]
 
@@ -39,7 +40,7 @@ def declines(weight: Tensor, group: Any) -> str:
 
 
 def gather_matmul(
-    local: Tensor, weight: Tensor, group: Any, chunks: int, keep: bool = False
+    local: Tensor, weight: Tensor, group: Any, chunks: int, allocate: Allocate | None = None
 ) -> tuple[Tensor, Tensor]:
     """Rows of all ranks, and their product with ``weight``.
 
@@ -48,7 +49,7 @@ def gather_matmul(
         weight: ``[k, n]``, contiguous or the transpose of a contiguous tensor.
         group: tensor parallel group.
         chunks: the operator's own affair.
-        keep: gathered rows are always the caller's own.
+        allocate: unused; gathered rows are always the caller's own.
 
     Returns:
         Product ``[tp * rows, n]`` and gathered rows ``[tp * rows, k]``.

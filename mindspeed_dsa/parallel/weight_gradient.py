@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.features.host import host
+from mindspeed_dsa.context import Megatron
 
 
 class WeightGradient:
@@ -18,14 +18,18 @@ class WeightGradient:
         rows: ``[rows, in]``, contiguous: the layer's input as it was kept for backward.
         main_grad: ``[out, in]``, where gradients accumulate, or ``None``.
         fusion: Megatron's ``gradient_accumulation_fusion``: the product is added to ``main_grad`` directly.
+        megatron: whose fused kernels add it.
     """
 
-    def __init__(self, weight: Tensor, rows: Tensor, main_grad: Tensor | None, fusion: bool) -> None:
+    def __init__(
+        self, weight: Tensor, rows: Tensor, main_grad: Tensor | None, fusion: bool, megatron: Megatron
+    ) -> None:
         self._weight, self.rows, self._fusion = weight, rows, fusion
         if fusion and main_grad is not None:
             # A weight that several layers share may have lost it since the forward.
             self._weight.main_grad = main_grad  # type: ignore[attr-defined]
         self._sum: Tensor | None = None
+        self._megatron = megatron
 
     @property
     def in_pieces(self) -> bool:
@@ -48,7 +52,7 @@ class WeightGradient:
             torch.addmm(self._sum, grad_output.t(), rows, out=self._sum)
 
     def _add_to_main_grad(self, grad_output: Tensor, rows: Tensor) -> None:
-        layers = host("core.tensor_parallel.layers")
+        layers = self._megatron("core.tensor_parallel.layers")
         main_grad = self._weight.main_grad  # type: ignore[attr-defined]
         if main_grad.dtype == torch.float32:
             layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(rows, grad_output, main_grad)
@@ -76,7 +80,7 @@ class WeightGradient:
             return None
         weight.grad_added_to_main_grad = True
         zero = bool(getattr(weight, "zero_out_wgrad", False))
-        layers = host("core.tensor_parallel.layers")
+        layers = self._megatron("core.tensor_parallel.layers")
         shared = getattr(layers, "get_dummy_wgrad", None)
         if shared is not None:
             placeholder: Tensor = shared(list(weight.main_grad.shape), dtype, zero=zero)

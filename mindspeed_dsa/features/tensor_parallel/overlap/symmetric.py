@@ -1,4 +1,4 @@
-"""Matmul and collective in one operator of PyTorch on symmetric memory (CUDA), as in ``chunked.py``.
+"""Matmul and collective in one operator of PyTorch on symmetric memory (CUDA), as in ``parallel/chunked.py``.
 
 The operators cut the work into chunks themselves, so every number of chunks means the same here.
 """
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.features.tensor_parallel.chunked import Gather, Pending
+from mindspeed_dsa.parallel.gather import Allocate, Gather
+from mindspeed_dsa.parallel.handles import Pending
 
 __all__ = ["Gather", "declines", "gather_matmul", "matmul_scatter"]
 
@@ -33,7 +34,7 @@ def declines(weight: Tensor, group: Any) -> str:
 
 
 def gather_matmul(
-    local: Tensor, weight: Tensor, group: Any, chunks: int, keep: bool = False
+    local: Tensor, weight: Tensor, group: Any, chunks: int, allocate: Allocate | None = None
 ) -> tuple[Tensor, Tensor]:
     """Rows of all ranks, and their product with ``weight``.
 
@@ -42,7 +43,7 @@ def gather_matmul(
         weight: ``[k, n]``, any strides.
         group: tensor parallel group.
         chunks: the operator's own affair.
-        keep: gathered rows are always the caller's own.
+        allocate: unused; gathered rows are always the caller's own.
 
     Returns:
         Product ``[tp * rows, n]`` and gathered rows ``[tp * rows, k]``.

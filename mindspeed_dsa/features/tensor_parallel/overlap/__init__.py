@@ -1,0 +1,1 @@
+"""Tensor parallel communication hidden behind matmul."""

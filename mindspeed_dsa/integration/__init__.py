@@ -1,0 +1,1 @@
+"""Megatron's seams that several features, or the session itself, meet at."""

@@ -1,0 +1,133 @@
+"""The package's logger: standard ``logging`` with a filter that lets one rank speak.
+
+All records go to ``logging.getLogger("mindspeed_dsa")`` or a child named after a feature. Levels, handlers
+and formats are set there, as with any library; by default records of level INFO and above go to stderr.
+
+Three keywords beside the standard ones say who speaks, and how often::
+
+    log.info("runs on %s", backend, once=True)          # not again in this process
+    log.info("%s: %d chunks", layer, chunks, once=layer)  # once per layer, whatever the text
+    log.info("swaps %d layers", count, ranks="stage")   # the first rank of each pipeline stage
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Hashable, MutableMapping
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+NAME = "mindspeed_dsa"
+
+Ranks = Literal["first", "stage", "all"]
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+    _Handler = logging.StreamHandler[TextIO]
+else:  # Python 3.10 cannot subscript them
+    _Adapter, _Handler = logging.LoggerAdapter, logging.StreamHandler
+
+_already: set[Hashable] = set()
+"""What ``once`` has seen."""
+
+
+class Log(_Adapter):
+    """A logger whose calls take ``ranks`` and ``once``.
+
+    Attributes:
+        megatron_root: package whose ``core.parallel_state`` knows the pipeline stages.
+    """
+
+    def __init__(self, logger: logging.Logger, megatron_root: str = "megatron") -> None:
+        super().__init__(logger, {})
+        self.megatron_root = megatron_root
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        extra = {
+            **(kwargs.get("extra") or {}),
+            "ranks": kwargs.pop("ranks", "first"),
+            "once": kwargs.pop("once", False),
+            "megatron_root": self.megatron_root,
+        }
+        return msg, {**kwargs, "extra": extra}
+
+
+class RankFilter(logging.Filter):
+    """Passes a record where its ``ranks`` include this process, and a ``once`` record the first time."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        ranks: Ranks = getattr(record, "ranks", "first")
+        if ranks == "first" and not is_first_rank():
+            return False
+        if ranks == "stage" and not _is_first_of_stage(getattr(record, "megatron_root", "megatron")):
+            return False
+        once = getattr(record, "once", False)
+        if not once:
+            return True
+        key = (record.name, record.getMessage() if once is True else once)
+        if key in _already:
+            return False
+        _already.add(key)
+        return True
+
+
+def get(feature: str = "", megatron_root: str = "megatron") -> Log:
+    """The package's logger, or the child of one feature."""
+    logger = logging.getLogger(f"{NAME}.{feature}" if feature else NAME)
+    # A logger's own filters see its own records only, handlers' filters would not see users' handlers.
+    if not any(isinstance(known, RankFilter) for known in logger.filters):
+        logger.addFilter(RankFilter())
+    return Log(logger, megatron_root)
+
+
+def forget() -> None:
+    """Let every ``once`` record pass again."""
+    _already.clear()
+
+
+def is_first_rank() -> bool:
+    """Whether this is the job's first rank, as the launcher or else the process group says."""
+    if "RANK" in os.environ:
+        return int(os.environ["RANK"]) == 0
+    distributed = sys.modules.get("torch.distributed")  # whoever has a group has imported it
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return True
+    return bool(distributed.get_rank() == 0)
+
+
+def _is_first_of_stage(megatron_root: str) -> bool:
+    """Whether this rank speaks for its pipeline stage: stages hold different layers."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return True
+    state = sys.modules.get(f"{megatron_root}.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return bool(distributed.get_rank() == 0)
+    replica = state.get_data_parallel_rank(with_context_parallel=True)
+    return bool(replica == 0 and state.get_tensor_model_parallel_rank() == 0)
+
+
+class _Stderr(_Handler):
+    """Writes to what ``sys.stderr`` is when the record comes, as ``logging.lastResort`` does."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+        self.setFormatter(logging.Formatter(f"{NAME}: %(message)s"))
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+def _set_up() -> None:
+    """Attach the default handler, unless the application has set this logger up already."""
+    logger = logging.getLogger(NAME)
+    if not logger.handlers:
+        logger.addHandler(_Stderr())
+        logger.propagate = False
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+
+
+_set_up()
