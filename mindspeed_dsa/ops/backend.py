@@ -17,17 +17,19 @@ from types import ModuleType
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
 from mindspeed_dsa import say
 
 logger = logging.getLogger(__name__)
 
-BackendName = Literal["auto", "reference", "cpu", "triton", "npu"]
+BackendName = Literal["auto", "reference", "chunked", "cpu", "triton", "npu"]
 
-# What `auto` tries on each type of device, best first. The reference runs wherever PyTorch does.
-_PREFERENCE: dict[str, tuple[str, ...]] = {
+# What `auto` tries on each type of device, best first. The second takes every shape; `chunked` does so in
+# bounded memory, where the reference would gather more than a GPU holds.
+_PREFERENCE: dict[str, tuple[str, str]] = {
     "cpu": ("cpu", "reference"),
-    "cuda": ("triton", "reference"),
+    "cuda": ("triton", "chunked"),
     "npu": ("npu", "reference"),
 }
 
@@ -86,6 +88,20 @@ def choose(operator: str, requested: str, shape: ShapeClass) -> ModuleType:
     raise BackendUnavailable(f"{operator}: no backend can run {shape}")
 
 
+def unless_empty(operator: str, implementation: ModuleType, *tensors: Tensor) -> ModuleType:
+    """What runs a call: the reference if one of ``tensors`` has no entries, as in an empty pack.
+
+    There is nothing to compute then, and no block, tile or grid to cut; plain PyTorch gives empty results,
+    zeros, and zero gradients.
+
+    Args:
+        operator: folder name under ``mindspeed_dsa/ops``.
+        implementation: what :func:`choose` returned.
+        tensors: whose axes are the batch, the rows and the keys of the call.
+    """
+    return implementation if all(tensor.numel() for tensor in tensors) else _reference(operator)
+
+
 def plan(
     operator: str, requested: str, implementation: ModuleType, *facts: Any
 ) -> tuple[ModuleType, tuple[Any, ...]]:
@@ -100,8 +116,8 @@ def plan(
         facts: what this depends on.
 
     Returns:
-        The implementation, or the reference if it declines and any backend will do; and that last argument,
-        if there is one.
+        The implementation, or what `auto` tries after it if it declines and any backend will do; and that
+        last argument, if there is one.
 
     Raises:
         BackendUnavailable: it declines and was asked for by name.
@@ -124,7 +140,7 @@ def settle(operator: str, requested: str, implementation: ModuleType, reason: st
         reason: why it cannot take this call, or None.
 
     Returns:
-        The implementation, or the reference if it declines and any backend will do.
+        The implementation, or what `auto` tries after it if it declines and any backend will do.
 
     Raises:
         BackendUnavailable: it declines and was asked for by name.
@@ -137,8 +153,9 @@ def settle(operator: str, requested: str, implementation: ModuleType, reason: st
             f"{operator}: backend {name!r} cannot run this call: {reason}. "
             "Ask for 'auto' to fall back, or for the slow and exact 'reference'"
         )
-    say_once(f"{operator}: backend {name!r} is passed over: {reason}")
-    return import_module(f"{__package__}.{operator}.reference")
+    fallback = dict(_PREFERENCE.values()).get(name, "reference")
+    say_once(f"{operator}: backend {name!r} is passed over for {fallback!r}: {reason}")
+    return import_module(f"{__package__}.{operator}.{fallback}")
 
 
 @cache
@@ -152,6 +169,10 @@ def check_name(operator: str, requested: str) -> None:
     if requested not in get_args(BackendName):
         names = ", ".join(get_args(BackendName))
         raise ValueError(f"{operator}: no backend is called {requested!r}; choose one of {names}")
+
+
+def _reference(operator: str) -> ModuleType:
+    return import_module(f"{__package__}.{operator}.reference")
 
 
 def _load(operator: str, name: str, shape: ShapeClass) -> tuple[ModuleType | None, str | None]:

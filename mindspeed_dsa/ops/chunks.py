@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.ops.indices import names_key
+
 # Bytes that the intermediate tensors of a chunk may take.
 _CHUNK_BYTES = 256 << 20
 
@@ -38,13 +40,13 @@ def attention_sum(
     Args:
         query: ``[batch, query_length, heads, dim]``.
         key: ``[batch, key_length, dim]``.
-        topk_indices: ``[batch, query_length, topk]``, -1 where there is no key.
+        topk_indices: ``[batch, query_length, topk]``; entries outside of the keys are none.
         lse: ``[batch, query_length, heads]`` of the same attention, or None to have it computed.
         softmax_scale: factor of the scores.
     """
     heads, dtype = query.shape[2], wide(query.dtype)
     summed = torch.zeros(topk_indices.shape, dtype=dtype, device=query.device)
-    for chunk in _chunks(key, topk_indices, 3 * heads):
+    for chunk in row_chunks(key, topk_indices, 3 * heads):
         at = (chunk.batch, chunk.rows)
         # [n, heads, topk]
         scores = torch.bmm(query[at].to(dtype) * softmax_scale, chunk.keys.transpose(1, 2))
@@ -58,10 +60,10 @@ def attention_sum(
 
 
 def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool) -> Tensor:
-    """Index scores at given entries, ``[batch, query_length, topk]`` fp32, -inf where the index is -1."""
+    """Index scores at given entries, ``[batch, query_length, topk]`` fp32, -inf where there is no key."""
     heads, dtype = query.shape[2], wide(query.dtype)
     out = torch.empty(topk_indices.shape, dtype=dtype, device=query.device)
-    for chunk in _chunks(key, topk_indices, 2 * heads):
+    for chunk in row_chunks(key, topk_indices, 2 * heads):
         at = (chunk.batch, chunk.rows)
         product = torch.bmm(query[at].to(dtype), chunk.keys.transpose(1, 2))
         if use_relu:
@@ -79,7 +81,7 @@ def score_gradients(
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     grad_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)
     grad_key = torch.zeros(key.shape, dtype=dtype, device=key.device)
-    for chunk in _chunks(key, topk_indices, 4 * heads + key.shape[2]):
+    for chunk in row_chunks(key, topk_indices, 4 * heads + key.shape[2]):
         at = (chunk.batch, chunk.rows)
         q, w = query[at].to(dtype), weights[at].to(dtype)
         grad = grad_scores[at].to(dtype).masked_fill(chunk.invalid, 0)
@@ -123,7 +125,7 @@ def dense_lse(query: Tensor, key: Tensor, softmax_scale: float, starts: Tensor, 
     return lse
 
 
-def _chunks(key: Tensor, topk_indices: Tensor, scratch_per_entry: int) -> Iterator[Chunk]:
+def row_chunks(key: Tensor, topk_indices: Tensor, scratch_per_entry: int) -> Iterator[Chunk]:
     """Cut the rows into chunks and gather their keys; the caller holds ``scratch_per_entry`` numbers each."""
     batch, length, topk = topk_indices.shape
     dim, dtype = key.shape[2], wide(key.dtype)
@@ -132,7 +134,7 @@ def _chunks(key: Tensor, topk_indices: Tensor, scratch_per_entry: int) -> Iterat
         for first in range(0, length, rows):
             part = slice(first, first + rows)
             indices = topk_indices[b, part].long()
-            invalid = indices < 0
+            invalid = ~names_key(indices, key.shape[1])
             indices = indices.masked_fill(invalid, 0)
             keys = key[b].index_select(0, indices.flatten()).view(*indices.shape, dim).to(dtype)
             yield Chunk(b, part, indices, invalid, keys.masked_fill_(invalid[..., None], 0))

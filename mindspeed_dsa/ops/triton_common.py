@@ -17,12 +17,15 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.indices import names_key
 
 LOG2E: float = math.log2(math.e)
-# Kernels compiled by releases before 3.3 want more shared memory than there is. Releases before 3.7 fail to
-# compile a loop with a branch between products of warp groups.
-_OLDEST = Version("3.3")
-PIPELINES_BRANCHES: bool = Version(triton.__version__) >= Version("3.7")
+# What the kernels are written in came with 3.3. Compilers before 3.7 fail at a loop with a branch between
+# products of warp groups, and without it let both groups of a program compute the same.
+_OLDEST, _OLDEST_ON_GPU = Version("3.3"), Version("3.7")
+# Major compute capabilities whose 227 KiB of shared memory the tiles were cut for. Of the other one a backend
+# may have to decline sizes: see :func:`on_blackwell`.
+_HOPPER, _BLACKWELL = 9, 10
 # Blocks of a product have at least this many rows, columns and inner numbers.
 MIN_BLOCK = 16
 # Padded sizes of the two parts of a main key, together: a tile of keys and one of queries share the
@@ -34,14 +37,20 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
-def row_lengths_kernel(indices, lengths, topk, BLOCK: tl.constexpr):
-    """One program per row: one past the last entry that is not negative."""
+def is_key(index, key_length):
+    """:func:`names_key` in a kernel. An entry that names none must not become an address."""
+    return (index >= 0) & (index < key_length)
+
+
+@triton.jit
+def row_lengths_kernel(indices, lengths, key_length, topk, BLOCK: tl.constexpr):
+    """One program per row: one past the last entry that is a key."""
     row = tl.program_id(0).to(tl.int64)
     longest = tl.zeros([BLOCK], tl.int32)
     for first in range(0, topk, BLOCK):
         position = first + tl.arange(0, BLOCK)
         index = tl.load(indices + row * topk + position, mask=position < topk, other=-1)
-        longest = tl.maximum(longest, tl.where(index >= 0, position + 1, 0))
+        longest = tl.maximum(longest, tl.where(is_key(index, key_length), position + 1, 0))
     tl.store(lengths + row, tl.max(longest, axis=0))
 
 
@@ -121,15 +130,33 @@ def unsupported_here(shape: ShapeClass) -> str | None:
     if shape.device == "cuda":
         if torch.version.hip is not None:
             return "its kernels are written and checked for NVIDIA GPUs only"
-        # Others have 99 to 163 KiB of shared memory: the kernels of large sizes would fail at launch.
-        if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in (9, 10):
-            return "its tiles need the 227 KiB of shared memory of Hopper (compute capability 9.0) or 10.x"
+        if Version(triton.__version__) < _OLDEST_ON_GPU:
+            return (
+                f"on GPUs its kernels need triton {_OLDEST_ON_GPU} or later, and {triton.__version__} is "
+                "installed, which compiles them to code that does its work twice or fails to compile them"
+            )
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (_HOPPER, 0)
+        # Others have 99 to 163 KiB of shared memory: the kernels would fail at launch.
+        if capability[0] not in (_HOPPER, _BLACKWELL):
+            return (
+                "its tiles need the 227 KiB of shared memory of compute capability 9.0 (Hopper), and this "
+                f"GPU is of {capability[0]}.{capability[1]}"
+            )
         return None
     if shape.device == "cpu" and interpreted():
         return None
     return (
         "it runs on CUDA devices; on CPU only in Triton's interpreter, "
         "with TRITON_INTERPRET=1 in the environment before triton is imported"
+    )
+
+
+def on_blackwell(shape: ShapeClass) -> bool:
+    """Whether kernels would run on compute capability 10.x, where the same tiles take more shared memory."""
+    return (
+        shape.device == "cuda"
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability()[0] == _BLACKWELL
     )
 
 
@@ -189,16 +216,18 @@ def aligned(tensor: Tensor) -> bool:
 
 
 def packed_indices(topk_indices: Tensor) -> Tensor:
-    """int32 and contiguous."""
-    return topk_indices.to(torch.int32).contiguous()
+    """int32 and contiguous; what int32 does not hold becomes what is no key either."""
+    if topk_indices.dtype != torch.int32:
+        topk_indices = topk_indices.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
+    return topk_indices.contiguous()
 
 
-def row_lengths(topk_indices: Tensor) -> Tensor:
-    """One past the last valid entry of each row: ``[batch, rows, topk]`` -> ``[batch * rows]`` int32."""
+def row_lengths(topk_indices: Tensor, key_length: int) -> Tensor:
+    """One past the last entry of each row that is a key, ``[batch * rows]`` int32."""
     batch, rows, topk = topk_indices.shape
     lengths = torch.empty(batch * rows, dtype=torch.int32, device=topk_indices.device)
     if lengths.numel():
-        row_lengths_kernel[(batch * rows,)](topk_indices, lengths, topk, BLOCK=1024, num_warps=4)
+        row_lengths_kernel[(batch * rows,)](topk_indices, lengths, key_length, topk, BLOCK=1024, num_warps=4)
     return lengths
 
 
@@ -210,7 +239,8 @@ def key_ids(topk_indices: Tensor, key_length: int, first: int, count: int) -> Te
     batch, rows, topk = topk_indices.shape
     indices = topk_indices.view(batch * rows, topk)[first : first + count]
     row = torch.arange(first, first + count, device=indices.device)
-    return torch.where(indices < 0, batch * key_length, indices + (row // rows * key_length)[:, None])
+    numbers = indices + (row // rows * key_length)[:, None]
+    return torch.where(names_key(indices, key_length), numbers, batch * key_length)
 
 
 def add_rows_by_key(total: Tensor, tiles: Tensor, ids: Tensor) -> None:
@@ -222,6 +252,8 @@ def add_rows_by_key(total: Tensor, tiles: Tensor, ids: Tensor) -> None:
         ids: ``[rows, topk]`` int64, rows of ``total``; ``keys`` where there is none.
     """
     keys, dim = total.shape
+    if keys == 0:
+        return
     # Stable, so that each key's entries stay in row order.
     by_key, order = ids.flatten().sort(stable=True)
     bounds = torch.searchsorted(by_key, torch.arange(keys + 1, device=total.device))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
-from tests.features.attention import job
+from tests.features.attention import cp_cases, job
 
 HOOKS = (
     "run_fused_dsa_attention",
@@ -65,6 +68,19 @@ def context_parallel_step(switches: Mapping[str, Any] | None = None) -> dict[str
         "loss": losses.mean().item(),
         "gradients": {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
     }
+
+
+def context_parallel_training(
+    cp: int,
+    switches: Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    ddp: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """As :func:`step`, on context parallel ranks and with the indexer loss that is logged."""
+    parallel = {"context_parallel_size": cp, "cp_comm_type": "allgather"}
+    with mock.patch.object(job, "SEQUENCE", cp_cases.SEQUENCE):
+        result = step(switches, {**parallel, **(overrides or {})}, cp=cp, ddp=ddp, micro_batch_size=2)
+    return {**result, "indexer loss": cp_cases.logged_indexer_loss(2)}
 
 
 def packed(sparse_loss: bool) -> dict[str, Any]:
@@ -130,8 +146,6 @@ def packed(sparse_loss: bool) -> dict[str, Any]:
 def valid_rows() -> tuple[float, float]:
     """The sparse loss with the last rows of padding, and that of the rows in front of them."""
     job.start({"use_fused_dsa": True})
-    from types import SimpleNamespace
-
     from mindspeed_dsa.features.attention.fused.kernel_backend import run_fused_qk_topk_with_loss
 
     torch.manual_seed(0)
@@ -158,6 +172,42 @@ def valid_rows() -> tuple[float, float]:
         assert result is not None
         found.append(float(result[2]))
     return found[0], found[1]
+
+
+def valid_rows_on_two_ranks(counted: int) -> dict[str, Any]:
+    """The sparse loss of both halves of a row whose end is padding, and of the whole row on one rank."""
+    job.start({"use_fused_dsa": True}, cp=2)
+    from mindspeed_dsa.features.attention.fused.kernel_backend import run_fused_qk_topk_with_loss
+
+    torch.manual_seed(0)
+    length, rank = 12, dist.get_rank()
+    q, k, weights = torch.randn(length, 2, 16, 8), torch.randn(length, 2, 8), torch.randn(length, 2, 16)
+    query, key = torch.randn(length, 2, 3, 24), torch.randn(length, 2, 1, 24)
+    valid, ends = torch.arange(length) < counted, torch.arange(1, length + 1, dtype=torch.int32)
+    found = []
+    for rows, cp in ((slice(6 * rank, 6 * rank + 6), dist.group.WORLD), (slice(0, length), None)):
+        leaf = q.clone().requires_grad_()
+        result = run_fused_qk_topk_with_loss(
+            leaf[rows],
+            k,
+            weights[rows],
+            4,
+            torch.zeros_like(ends[rows]),
+            ends[rows],
+            8192,
+            query=query[rows],
+            key=key,
+            softmax_scale=0.2,
+            loss_coeff=0.5,
+            pg_collection=SimpleNamespace(tp=None, cp=cp),
+            query_valid_rows=valid[rows].expand(2, -1),
+        )
+        assert result is not None
+        result[2].backward()
+        found.append((float(result[2]), leaf.grad))
+    (mine, gradient), (whole, expected) = found
+    own = slice(6 * rank, 6 * rank + 6)
+    return {"loss": mine, "whole": whole, "gradients": (gradient[own], expected[own])}
 
 
 def topk_length_cuts() -> tuple[torch.Tensor, torch.Tensor]:

@@ -84,7 +84,41 @@ def test_context_parallel(pool):
     result = pool.run(f"{CASE}:context_parallel_step", 2, switches=ON)
     for mine, megatrons in zip(result, expected, strict=True):
         assert mine["loss"] == pytest.approx(megatrons["loss"], rel=1e-5)
-        assert_same_gradients(mine["gradients"], megatrons["gradients"])
+        # Megatron's mean over a rank's rows meets a scale that holds the number of ranks.
+        halved = {n: g / 2 if ".indexer." in n else g for n, g in megatrons["gradients"].items()}
+        assert_same_gradients(mine["gradients"], halved)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize(
+    ("switches", "overrides"),
+    [
+        (ON, {}),
+        (ON, {"dsa_indexer_use_sparse_loss": False}),
+        ({**ON, "use_fused_sparse_flash_attention": False}, {}),
+        (ON, {"calculate_per_token_loss": True}),
+    ],
+    ids=["sparse loss", "dense loss", "loss alone", "per token"],
+)
+def test_context_parallel_ranks_have_the_gradients_and_the_loss_of_one(pool, cp, switches, overrides):
+    arguments = {"switches": switches, "overrides": overrides}
+    if overrides.get("calculate_per_token_loss"):
+        arguments["ddp"] = {"average_in_collective": False}
+    case = f"{CASE}:context_parallel_training"
+    (expected,) = pool.run(case, 1, cp=1, **arguments)
+    for rank in pool.run(case, cp, cp=cp, **arguments):
+        assert any(rank["taken"].values())
+        assert_same_gradients(rank["gradients"], expected["gradients"])
+        assert rank["indexer loss"] == pytest.approx(expected["indexer loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("counted", [8, 5], ids=["some padding", "one rank of padding"])
+def test_padding_rows_do_not_count_on_any_context_parallel_rank(pool, counted):
+    ranks = pool.run(f"{CASE}:valid_rows_on_two_ranks", 2, counted=counted)
+    assert sum(rank["loss"] for rank in ranks) / 2 == pytest.approx(ranks[0]["whole"], rel=1e-5)
+    assert any(rank["gradients"][1].any() for rank in ranks)
+    for rank in ranks:
+        torch.testing.assert_close(*rank["gradients"], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("sparse_loss", [True, False])

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BACKENDS = ("reference", "cpu")
+BACKENDS = ("reference", "chunked", "cpu")
 DTYPES = (torch.float32, torch.bfloat16)
 
 

@@ -1,18 +1,21 @@
-"""Compile all Triton kernels for Hopper without a GPU, and say what the assembler makes of them.
+"""Compile all Triton kernels for a GPU that is not there, and say what the assembler makes of them.
 
-    python -m tests.ops.compile_kernels [bf16 | fp16 | fp32 ...]
+    python -m tests.ops.compile_kernels [bf16 | fp16 | fp32 ...] [--capability 90] [--only KERNEL]
 
 The operators run on meta tensors, so that kernels get the constants, tile sizes and alignments of real
 calls, but launches stop after compilation. Prints one JSON object per kernel: bytes of shared memory,
-registers per thread, bytes spilled to local memory, and how often instructions of interest occur.
+registers per thread, bytes spilled to local memory, how often instructions of interest occur, and the numbers
+of the assembler's advisories, which it gives where nothing comes from the compiler's cache.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -38,11 +42,14 @@ _INSTRUCTIONS = {
 }
 
 
-class Hopper:
+class Absent:
     """What Triton asks of a driver before it launches."""
 
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self._target
 
     def get_current_device(self) -> int:
         return 0
@@ -51,19 +58,42 @@ class Hopper:
         return 0
 
 
-def main(names: list[str]) -> None:
-    driver.set_active(Hopper())
+def compile_instead(capability: int, only: str | None, case: Any) -> None:
+    """From now on launches compile for this GPU, and say what became of kernels not seen before.
+
+    Args:
+        capability: of the GPU, ten times its version.
+        only: the kernel to compile, or None for all.
+        case: called for the words that tell what is compiled.
+    """
+    driver.set_active(Absent(capability))
+    knobs.nvidia.dump_ptxas_log = True
     launch, seen = JITFunction.run, set()
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        if only not in (None, self.__name__):
+            return None
+        with contextlib.redirect_stdout(io.StringIO()) as log:
+            kernel = launch(self, *args, grid=grid, warmup=True, **options)
         if kernel.hash not in seen:
             seen.add(kernel.hash)
-            print(json.dumps({"case": case, "kernel": self.__name__, **_describe(kernel)}), flush=True)
+            found = {"case": case(), "kernel": self.__name__, **_describe(kernel)}
+            found["advisories"] = sorted(set(re.findall(r"\bC7\d{3}\b", log.getvalue())))
+            print(json.dumps(found), flush=True)
         return kernel
 
     JITFunction.run = compile_only
-    for name in names or DTYPES:
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("dtypes", nargs="*", default=[*DTYPES], help="of the operators' inputs")
+    parser.add_argument("--capability", type=int, default=90, help="of the GPU, ten times its version")
+    parser.add_argument("--only", help="the one kernel to compile")
+    options = parser.parse_args()
+    case = ""
+    compile_instead(options.capability, options.only, lambda: case)
+    for name in options.dtypes:
         dtype = DTYPES[name]
         for heads in (1, 16, 32, 64, 128):
             for deterministic in (False, True):
@@ -113,6 +143,14 @@ def run_attention(dtype: torch.dtype, heads: int, dim: int, value_dim: int) -> N
         attention.backward(out, query, key, indices, out, lse, 0.07, with_sum)
 
 
+def run_backward(dtype: torch.dtype, heads: int, dim: int, value_dim: int) -> None:
+    """The backward of the attention alone, without the sum for the loss."""
+    query, key = _meta(1, ROWS, heads, dim, dtype=dtype), _meta(1, KEYS, dim, dtype=dtype)
+    out, lse = _meta(1, ROWS, heads, value_dim, dtype=dtype), _meta(1, ROWS, heads, dtype=torch.float32)
+    indices = _meta(1, ROWS, TOPK, dtype=torch.int32)
+    attention.backward(out, query, key, indices, out, lse, 0.07, False)
+
+
 def _index_inputs(dtype: torch.dtype, heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     query, key = _meta(1, ROWS, heads, dim, dtype=dtype), _meta(1, KEYS, dim, dtype=dtype)
     return query, key, _meta(1, ROWS, heads, dtype=dtype)
@@ -140,4 +178,4 @@ def run_loss(dtype: torch.dtype, heads: int, dim: int, shared: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

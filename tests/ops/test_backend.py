@@ -34,8 +34,25 @@ def test_explicit_request_that_cannot_be_met_is_an_error():
         BackendUnavailable, match=r"'cpu' cannot run float32 on cuda, heads 4.*CPU tensors only"
     ):
         choose("lightning_indexer", "cpu", GPU)
-    with pytest.raises(ValueError, match=r"no backend is called 'gpu'.*auto, reference, cpu"):
+    with pytest.raises(ValueError, match=r"no backend is called 'gpu'.*auto, reference, chunked, cpu"):
         choose("lightning_indexer", "gpu", CPU)
+
+
+@pytest.mark.parametrize("operator", ["lightning_indexer", "sparse_flash_attention", "indexer_kl_loss"])
+def test_on_a_gpu_auto_never_takes_what_gathers_all_keys(operator, monkeypatch, caplog):
+    """Where its kernels do not fit, the backend that works in chunks of bounded memory; it says why."""
+    triton = pytest.importorskip(f"mindspeed_dsa.ops.{operator}.triton")
+    monkeypatch.setattr(triton, "unsupported", lambda shape: "the GPU is too small")
+    with caplog.at_level(logging.WARNING, logger=backend.__name__):
+        for _ in range(2):
+            chosen = choose(operator, "auto", GPU)
+    assert chosen.__name__ == f"mindspeed_dsa.ops.{operator}.chunked"
+    assert chosen.unsupported(GPU) is None
+    (record,) = caplog.records
+    assert "backend 'triton' is passed over" in record.getMessage()
+    assert record.getMessage().endswith("the GPU is too small")
+    # A limit that no shape shows leads to the same place.
+    assert backend.settle(operator, "auto", triton, "it is raining") is chosen
 
 
 def test_auto_falls_back_and_says_so_once(monkeypatch, caplog):
@@ -110,4 +127,7 @@ def test_a_call_that_the_chosen_backend_declines(monkeypatch, caplog):
             result = lightning_indexer(*inputs, 4)
     assert torch.equal(result.topk_indices, expected.topk_indices)
     (record,) = caplog.records
-    assert record.getMessage() == "lightning_indexer: backend 'cpu' is passed over: rows are upside down"
+    assert (
+        record.getMessage()
+        == "lightning_indexer: backend 'cpu' is passed over for 'reference': rows are upside down"
+    )

@@ -18,22 +18,39 @@ SHARED_MEMORY = 227 * 1024
 SPILLED = {"bf16": 768, "fp16": 768, "fp32": 1536}
 
 
-@pytest.mark.full
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_kernels_fit_a_hopper_gpu(dtype, tmp_path):
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+def compiled(folder, *command, timeout):
+    """What the compiler made of kernels, compiled in a process of its own and found in no cache."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder), "TRITON_INTERPRET": "0"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.ops.compile_kernels", dtype],
+        [sys.executable, *command],
         capture_output=True,
         text=True,
         env=environment,
         cwd=Path(__file__).parents[2],
-        timeout=580,
+        timeout=timeout,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_the_hottest_kernel_overlaps_its_products(tmp_path):
+    """The assembler says C7515 and the like where it lets the tensor cores do one product at a time."""
+    code = (
+        "import torch; from tests.ops import compile_kernels as ck; "
+        "ck.compile_instead(90, 'backward_keys_kernel', str); ck.run_backward(torch.bfloat16, 128, 576, 512)"
+    )
+    (kernel,) = compiled(tmp_path, "-c", code, timeout=150)
+    assert kernel["wgmma"] == 44
+    assert kernel["advisories"] == []
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_kernels_fit_a_hopper_gpu(dtype, tmp_path):
+    found = compiled(tmp_path, "-m", "tests.ops.compile_kernels", dtype, timeout=580)
     for kernel in found:
+        assert kernel["advisories"] == [], kernel
         assert kernel["shared"] <= SHARED_MEMORY, kernel
         assert kernel["spilled"] <= SPILLED[dtype], kernel
     names = {kernel["kernel"] for kernel in found}

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass
+from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass, choose
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from tests.ops import oracle
 from tests.ops.cases import random_indices
@@ -247,12 +247,76 @@ def test_what_is_taken(heads, dim, value_dim, monkeypatch):
     monkeypatch.setattr(triton_common, "_OLDEST", Version("99"))
     assert "triton 99 or later" in triton_common.unsupported_here(ShapeClass("cuda", torch.bfloat16, sizes))
     monkeypatch.undo()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert "227 KiB" in triton_common.unsupported_here(ShapeClass("cuda", torch.bfloat16, sizes))
-    monkeypatch.undo()
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert "NVIDIA" in triton_common.unsupported_here(ShapeClass("cuda", torch.bfloat16, sizes))
+
+
+def on_a_gpu_of(monkeypatch, *capability):
+    """No device is touched: the choice looks at the capability alone."""
+    choose.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+
+def shape_of(operator, heads, dtype=torch.bfloat16):
+    sizes = {"heads": heads, "dim": 576, "value_dim": 512, "topk": 2048, "key_heads": 1}
+    index = {"index_heads": 64, "index_dim": 128}
+    if operator == "lightning_indexer":
+        sizes = {"heads": 64, "head_dim": 128, "topk": 2048}
+    return ShapeClass("cuda", dtype, tuple((sizes | index).items()))
+
+
+OPERATORS = ["lightning_indexer", "sparse_flash_attention", "indexer_kl_loss"]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (12, 0)])
+def test_gpus_whose_shared_memory_the_tiles_exceed(operator, capability, monkeypatch):
+    on_a_gpu_of(monkeypatch, *capability)
+    shape = shape_of(operator, 16)
+    reason = (
+        rf"capability 9\.0 \(Hopper\), and this GPU is of {capability[0]}\.{capability[1]}\. Ask for 'auto'"
+    )
+    with pytest.raises(BackendUnavailable, match=reason):
+        choose(operator, "triton", shape)
+    assert choose(operator, "auto", shape).__name__.endswith(f"{operator}.chunked")
+    on_a_gpu_of(monkeypatch, 9, 0)
+    for backend in ("auto", "triton"):
+        assert choose(operator, backend, shape).__name__.endswith(f"{operator}.triton")
+    choose.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "fits"),
+    [
+        (16, torch.bfloat16, True),
+        (17, torch.bfloat16, False),
+        (128, torch.float16, False),
+        (128, torch.float32, True),
+    ],
+)
+def test_what_fits_blackwell(heads, dtype, fits, monkeypatch):
+    on_a_gpu_of(monkeypatch, 10, 0)
+    shape = shape_of("sparse_flash_attention", heads, dtype)
+    chosen = choose("sparse_flash_attention", "auto", shape).__name__.rpartition(".")[2]
+    assert chosen == ("triton" if fits else "chunked")
+    if not fits:
+        with pytest.raises(BackendUnavailable, match=r"capability 10\.x .* 16 heads take up to 293 KiB"):
+            choose("sparse_flash_attention", "triton", shape)
+    choose.cache_clear()
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_compilers_before_3_7_are_for_the_interpreter_only(operator, monkeypatch):
+    on_a_gpu_of(monkeypatch, 9, 0)
+    monkeypatch.setattr(triton_common.triton, "__version__", "3.6.0")
+    shape = shape_of(operator, 16)
+    with pytest.raises(BackendUnavailable, match=r"need triton 3\.7 or later, and 3\.6\.0 is installed"):
+        choose(operator, "triton", shape)
+    assert choose(operator, "auto", shape).__name__.endswith(f"{operator}.chunked")
+    monkeypatch.setattr(triton_common, "interpreted", lambda: True)
+    assert triton_common.unsupported_here(ShapeClass("cpu", torch.float32, shape.sizes)) is None
+    choose.cache_clear()
 
 
 def test_an_explicit_request_names_the_limit():

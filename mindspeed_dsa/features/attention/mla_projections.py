@@ -25,8 +25,14 @@ Rotate = Callable[[Tensor], Tensor]
 
 def tensor_parallel_group(attention: Any) -> ProcessGroup:
     """That of an attention layer: ``pg_collection`` since 0.15, ``model_comm_pgs`` in 0.13 and 0.14."""
-    group = _group_of_its_own(attention)
+    group = _group_of_its_own(attention, "tp")
     return host("core.parallel_state").get_tensor_model_parallel_group() if group is None else group
+
+
+def context_parallel_group(attention: Any) -> ProcessGroup:
+    """That of an attention layer, likewise."""
+    group = _group_of_its_own(attention, "cp")
+    return host("core.parallel_state").get_context_parallel_group() if group is None else group
 
 
 def down(attention: Any, projection: Any, hidden_states: Tensor, sizes: list[int]) -> list[Tensor]:
@@ -71,8 +77,13 @@ def rotary_key_for_all_heads(
 
 
 def rotation(attention: Any, length: int) -> Rotate:
-    """Applies MLA's rotary embedding to states of a whole sequence, ``[length, b, heads, rope]``."""
-    angles, mscale = attention.rotary_pos_emb(length), 1.0
+    """Applies MLA's rotary embedding to states ``[length, b, heads, rope]``.
+
+    These are a whole sequence, or a context parallel rank's rows of it: the embedding makes the angles of the
+    whole sequence and returns those of its rank.
+    """
+    whole = length * context_parallel_group(attention).size()
+    angles, mscale = attention.rotary_pos_emb(whole), 1.0
     if isinstance(angles, tuple):  # YaRN
         angles, mscale = angles
 
@@ -141,12 +152,12 @@ def _gathered(attention: Any, states: Tensor) -> Tensor:
     return gather(states, group=tensor_parallel_group(attention))  # type: ignore[no-any-return]
 
 
-def _group_of_its_own(attention: Any) -> ProcessGroup | None:
+def _group_of_its_own(attention: Any, name: str) -> ProcessGroup | None:
     groups = getattr(attention, "pg_collection", None) or getattr(attention, "model_comm_pgs", None)
-    return getattr(groups, "tp", None)
+    return getattr(groups, name, None)
 
 
 def _group_argument(attention: Any) -> dict[str, ProcessGroup]:
     """Where layers have groups of their own, Megatron's mappings take one; 0.12 knows no such argument."""
-    group = _group_of_its_own(attention)
+    group = _group_of_its_own(attention, "tp")
     return {} if group is None else {"group": group}

@@ -55,13 +55,14 @@ class Moments:
             parameter: one of the optimizer's.
             group: its parameter group.
         """
-        state = self._start(parameter)
+        state: dict[str, Any] = self._optimizer.state[parameter]
         if is_torch_adam(self._optimizer) and "step" not in state:
             on_device = group["capturable"] or group["fused"]
+            # Before the moments, unless there are some: state dicts tell the order that torch makes them in.
             state["step"] = torch.zeros(
                 (), dtype=torch.float32, device=parameter.device if on_device else "cpu"
             )
-        return state
+        return self._start(parameter)
 
     def begin_step(self) -> None:
         """:meth:`begin` for all parameters that have a gradient."""
@@ -109,13 +110,17 @@ class Moments:
         }
         original({**state_dict, "state": rest})
         for index, parameter in zip(names, parameters, strict=True):
-            for key, place in own.get(index, {}).items():
-                if key not in given.get(index, {}):
+            if index not in own:
+                continue
+            values = given.get(index, {})
+            for key, place in own[index].items():
+                if key not in values:
                     place.zero_()  # what a first step starts from
-                    continue
-                if given[index][key] is not place:
-                    self._write(place, given[index][key])
-                self._optimizer.state[parameter][key] = place
+                elif values[key] is not place:
+                    self._write(place, values[key])
+            if values:
+                loaded = {**self._optimizer.state[parameter], **own[index]}
+                self._optimizer.state[parameter] = {key: loaded[key] for key in values}
 
     def _start(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self._optimizer.state[parameter]

@@ -92,17 +92,18 @@ class Chunk:
 
 
 def cut(slab: Slab, columns: int) -> list[Chunk]:
-    """Chunks of ``columns`` columns; the last one takes what is left."""
+    """Chunks of ``columns`` columns; the last one takes what is left, and there is one at least."""
     numel = slab.rows.size(1)
     return [
         Chunk(slab.rows[:, first:last], tuple(_pieces(slab, first, last)))
-        for first, last in ((at, min(at + columns, numel)) for at in range(0, numel, columns))
+        for first, last in ((at, min(at + columns, numel)) for at in range(0, max(numel, 1), columns))
     ]
 
 
 def _pieces(slab: Slab, first: int, last: int) -> Iterator[Piece]:
     for parameter in slab.parameters:
-        begin = slab.starts[parameter.main]
-        start, end = max(first - begin, 0), min(last - begin, parameter.main.numel())
-        if start < end:
+        begin, numel = slab.starts[parameter.main], parameter.main.numel()
+        start, end = max(first - begin, 0), min(last - begin, numel)
+        # One without elements has no moments, but steps to count: it goes with the column before it.
+        if start < end or (numel == 0 and max(begin - 1, 0) in range(first, max(last, 1))):
             yield Piece(parameter, start, end, begin + start - first)

@@ -11,11 +11,13 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mindspeed_dsa.features.memory.shared_storage import SharedStorage
+from mindspeed_dsa.features.memory.whole_steps import WholeSteps, Writes
 
 
 @dataclass(frozen=True)
@@ -51,32 +53,82 @@ class Voids:
 
 
 class Masters:
-    """All master weights of an optimizer whose numbers lie in shared storages, in pair form at first."""
+    """All master weights of an optimizer whose numbers lie in shared storages, in pair form at first.
+
+    Attributes:
+        storages: each of them once.
+        in_master_form: whether the tensors hold their numbers.
+        whole: torn by a step that has failed and left other numbers than Megatron's would.
+    """
 
     def __init__(self, masters: Sequence[Master]) -> None:
         self._by_tensor = {each.tensor: each for each in masters}
         self.storages = list({id(each.storage): each.storage for each in masters}.values())
         self.in_master_form = False
+        self.whole = WholeSteps("reuse-fp32-param")
+        self._is_changing = False
         self._voids = Voids()
         for each in masters:
             self._voids.void(each.tensor)
 
     def to_master(self) -> None:
         """The tensors hold the float32 weights; the model's bfloat16 weights are void."""
+        self._is_changing = True
         for storage in self.storages:
             storage.to_master()
         for each in self._by_tensor.values():
             end = each.start + each.tensor.numel()
             each.tensor.data = each.storage.master[each.start : end].view(each.tensor.shape)
-        self.in_master_form = True
+        self.in_master_form, self._is_changing = True, False
 
     def to_pairs(self) -> None:
         """The model's bfloat16 weights are there; the tensors are void."""
+        self._is_changing = True
         for each in self._by_tensor.values():
             self._voids.void(each.tensor)
         for storage in self.storages:
             storage.to_pairs()
-        self.in_master_form = False
+        self.in_master_form, self._is_changing = False, False
+
+    @contextlib.contextmanager
+    def stepping(self, optimizer: Any) -> Iterator[None]:
+        """Master form for a step, which makes the pairs again at its end.
+
+        A step that fails before it has written anything leaves the weights as they were. Another one leaves
+        Megatron with the old weights and new master weights, which do not fit in one storage: then the pairs
+        are those of the new ones, and the state is torn. Weights that cannot be had any more are NaN: those
+        of other ranks, which master form lies over, and all if changing the form has failed.
+
+        Args:
+            optimizer: the inner one.
+        """
+        self.whole.require()
+        writes = None
+        try:
+            self.to_master()
+            writes = Writes(optimizer, list(self._by_tensor))
+            yield
+        except BaseException:
+            if self.in_master_form and not self._is_changing:
+                if writes is None or writes.may_have_happened():
+                    self.whole.tear(self._by_tensor)
+                with contextlib.suppress(Exception):  # the first one is told
+                    self.to_pairs()
+            self._spoil_what_is_lost()
+            raise
+
+    def _spoil_what_is_lost(self) -> None:
+        """NaN for weights that a failed step has left nowhere."""
+        if self._is_changing:
+            for each in self._by_tensor.values():
+                self._voids.void(each.tensor)
+            for storage in self.storages:
+                storage.spoil()
+            self.in_master_form, self._is_changing = False, False
+            self.whole.tear(self._by_tensor)
+        for storage in self.storages:
+            if storage.spoil_others():
+                self.whole.tear(self._by_tensor)
 
     def values(self, tensor: Tensor) -> Tensor:
         """What ``tensor`` holds in master form, as a copy; the tensor itself if it is none of these."""

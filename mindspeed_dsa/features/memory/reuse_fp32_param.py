@@ -91,6 +91,12 @@ FEATURE = Feature(
             f"{_IMPL}:with_master_weights",
             "float32 weights are there for the step, which a skipped step never reaches",
         ),
+        Patch(
+            f"{_MIXED}.prepare_grads",
+            "wrap",
+            f"{_IMPL}:after_whole_steps",
+            "after a step that failed in the middle, no part of a chain of optimizers makes its step",
+        ),
         *(
             Patch(
                 f"{optimizer}._copy_main_params_to_model_params",

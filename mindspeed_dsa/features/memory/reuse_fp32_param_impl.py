@@ -62,14 +62,22 @@ def with_master_weights(original: _Function) -> _Function:
         masters = masters_of(self)
         if masters is None:
             return bool(original(self))
-        masters.to_master()
-        try:
+        with masters.stepping(self.optimizer):
             return bool(original(self))
-        finally:
-            if masters.in_master_form:  # the step has failed; the model's weights must be weights again
-                masters.to_pairs()
 
     return step_with_ready_grads
+
+
+def after_whole_steps(original: _Function) -> _Function:
+    """Decorate ``MixedPrecisionOptimizer.prepare_grads``; a chain calls all before it updates any part."""
+
+    def prepare_grads(self: Any) -> bool:
+        masters = masters_of(self)
+        if masters is not None:
+            masters.whole.require()
+        return bool(original(self))
+
+    return prepare_grads
 
 
 def by_rounding_in_place(original: _Function) -> _Function:
@@ -106,7 +114,10 @@ def with_float32_copies(original: _Function) -> _Function:
     """Decorate ``Float16OptimizerWithFloat16Params.state_dict``."""
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result, masters = original(self, *args, **kwargs), masters_of(self)
+        masters = masters_of(self)
+        if masters is not None:
+            masters.whole.require()
+        result = original(self, *args, **kwargs)
         if masters is not None:
             groups = result["fp32_from_fp16_params"]
             result["fp32_from_fp16_params"] = [[masters.values(each) for each in group] for group in groups]
@@ -129,6 +140,7 @@ def into_master_weights(original: _Function) -> _Function:
             original(self, state_dict)
         finally:
             masters.to_pairs()
+        masters.whole.all_loaded()
 
     return load_state_dict
 
@@ -137,7 +149,10 @@ def with_float32_copy(original: _Function) -> _Function:
     """Decorate ``DistributedOptimizer._get_main_param_and_optimizer_states``."""
 
     def _get_main_param_and_optimizer_states(self: Any, model_param: Any) -> Any:
-        tensors, masters = original(self, model_param), masters_of(self)
+        masters = masters_of(self)
+        if masters is not None:
+            masters.whole.require()
+        tensors = original(self, model_param)
         if masters is not None:
             tensors["param"] = masters.values(tensors["param"])
         return tensors
@@ -155,8 +170,10 @@ def into_shard(original: _Function) -> _Function:
             original(self, model_param, tensors)
             return
         group, place = self.model_param_group_index_map[model_param]
-        with masters.opened([self.optimizer.param_groups[group]["params"][place]]):
+        main = self.optimizer.param_groups[group]["params"][place]
+        with masters.opened([main]):
             original(self, model_param, tensors)
+        masters.whole.loaded(main)
 
     return _set_main_param_and_optimizer_states
 
@@ -172,6 +189,7 @@ def into_all_shards(original: _Function) -> _Function:
             return
         with masters.opened():
             original(self, state_dict)
+        masters.whole.all_loaded()
 
     return load_parameter_state_from_dp_zero_legacy
 

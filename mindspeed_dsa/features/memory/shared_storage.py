@@ -11,6 +11,7 @@ Positions below count 16-bit halves: the word ``i`` of the master form lies at `
 
 from __future__ import annotations
 
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -84,6 +85,20 @@ class SharedStorage(ABC):
         for _, first, last in self._blocks(0, self.numel):
             self._low(first, last).zero_()
         self._listed.clear()
+
+    def spoil(self) -> None:
+        """Pair form with NaN for every weight, also in the middle of a change of form."""
+        self.weights.fill_(math.nan)
+        self.in_master_form = False
+        self.drop_lower_halves()
+
+    def spoil_others(self) -> bool:
+        """NaN for weights of others that master form has been written over, in pair form.
+
+        Returns:
+            Whether there are any.
+        """
+        return False
 
     def _blocks(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Number, start and end of each block's part in the range."""
@@ -214,6 +229,7 @@ class OverBucketStorage(SharedStorage):
                 "begin its float32 weights at; Megatron pads buckets to a multiple of 128"
             )
         self.weights = bucket[rank * numel : (rank + 1) * numel]
+        self._others = bucket[start : start + numel] if self._upper else bucket[start + numel :][:numel]
         self.master = bucket[start : start + 2 * numel].view(torch.float32)
         self._lower_halves = torch.zeros(numel, dtype=torch.int16, device=bucket.device)
 
@@ -233,6 +249,11 @@ class OverBucketStorage(SharedStorage):
             self.master[first:last] = join(self._pair(number, first, last))
         self._listed.clear()
         self.in_master_form = True
+
+    def spoil_others(self) -> bool:
+        """As in the base class."""
+        self._others.fill_(math.nan)
+        return True
 
     def _low(self, start: int, end: int) -> Tensor:
         return self._lower_halves[start:end]

@@ -20,6 +20,7 @@ from torch import Tensor
 from mindspeed_dsa import platforms
 from mindspeed_dsa.features.memory.host_moments import MOMENTS, Moments, is_torch_adam
 from mindspeed_dsa.features.memory.host_slab import Chunk, Piece, Slab, cut
+from mindspeed_dsa.features.memory.whole_steps import WholeSteps, Writes
 from mindspeed_dsa.platforms.base import Event, Stream
 
 BUFFERS = 3
@@ -72,8 +73,8 @@ class Pipeline:
         times: staging buffers are a ``times``-th of the state each, scratch included.
 
     Attributes:
-        torn: whether a step has failed after it had updated a part of the state. Such state is of no step;
-            whoever sets all of it anew sets this back.
+        whole: torn by a step that has failed after it had updated anything.
+        completed: how many steps have been made.
     """
 
     def __init__(self, optimizer: Any, slabs: Sequence[Slab], moments: Moments, times: int) -> None:
@@ -86,7 +87,8 @@ class Pipeline:
         self._loader, self._storer = platform.new_stream(), platform.new_stream()
         self._stored = platform.new_event()
         self._buffers: list[_Buffer] = []
-        self.torn = False
+        self.whole = WholeSteps("swap-optimizer")
+        self.completed = 0
 
     @property
     def staging(self) -> int:
@@ -129,18 +131,9 @@ class Pipeline:
         self.discard()
         self._stored.synchronize()
 
-    def require_whole(self) -> None:
-        """Check that the state is that of a whole number of steps.
-
-        Raises:
-            RuntimeError: a step has failed in the middle.
-        """
-        if self.torn:
-            raise RuntimeError(
-                "swap-optimizer: a step of this optimizer failed after it had updated a part of the "
-                "parameters, so its state is neither that before the step nor that after it; load a "
-                "state dict into the optimizer, or start again from the last checkpoint"
-            )
+    def tear(self) -> None:
+        """Say that the state is that of no step."""
+        self.whole.tear(parameter.main for slab in self._slabs for parameter in slab.parameters)
 
     @torch.no_grad()
     def step(
@@ -154,9 +147,9 @@ class Pipeline:
 
         Raises:
             RuntimeError: a step before this one has failed in the middle.
-            Exception: whatever ``update`` raises. If chunks were updated by then, the state is torn.
+            Exception: whatever ``update`` raises. If it has written anything by then, the state is torn.
         """
-        self.require_whole()
+        self.whole.require()
         self.prefetch()
         counters: dict[Tensor, dict[str, Any]] = {}
         groups: dict[int, dict[str, Any]] = {}
@@ -173,7 +166,8 @@ class Pipeline:
             _assign(self._optimizer.state[main], counted)
         for index, counted in groups.items():
             _assign(self._optimizer.param_groups[index], counted)
-        self.torn = False
+        self.whole.all_loaded()
+        self.completed += 1
 
     def _load(self, number: int, buffer: _Buffer) -> None:
         chunk = self.chunks[number]
@@ -196,8 +190,15 @@ class Pipeline:
         rows = buffer.holding(chunk)
         parts = {piece: _part(piece, rows) for piece in chunk.pieces}
         with self._only(parts, rows) as view:
-            update()
-        self.torn = True  # until the last chunk is updated and all is counted
+            counters_of_view = [each for state in view.state.values() for each in _tensors(state)]
+            writes = Writes(self._optimizer, [*parts.values(), *counters_of_view])
+            try:
+                update()
+            except BaseException:
+                if writes.may_have_happened():
+                    self.tear()
+                raise
+        self.tear()  # until the last chunk is updated and all is counted
         for piece, part in parts.items():
             if part in view.state:
                 counters[piece.parameter.main] = _without_moments(view.state[part])
@@ -276,6 +277,10 @@ def _without_moments(state: Mapping[str, Any]) -> dict[str, Any]:
 def _own_tensors(values: Mapping[str, Any]) -> dict[str, Any]:
     """A copy whose tensors can be counted up in place: a parameter in several chunks is one step older."""
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in values.items()}
+
+
+def _tensors(state: Mapping[str, Any]) -> list[Tensor]:
+    return [value for value in state.values() if isinstance(value, Tensor)]
 
 
 def _assign(old: dict[str, Any], new: Mapping[str, Any]) -> None:

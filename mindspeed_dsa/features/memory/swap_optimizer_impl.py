@@ -89,7 +89,14 @@ class Swapped:
             if self._gather is not None and platforms.current().asynchronous:
                 step = partial(step, updated=stack.enter_context(self._gather.during_a_step()))
             stack.enter_context(replaced(inner, "step", step))
-            yield
+            completed = self.pipeline.completed
+            try:
+                yield
+            except BaseException:
+                # Megatron's own step would not have written the model's weights yet; the pipeline has.
+                if self._masters and self.pipeline.completed != completed:
+                    self.pipeline.tear()
+                raise
 
     @contextlib.contextmanager
     def on_the_host(self) -> Iterator[None]:
@@ -181,7 +188,7 @@ def while_gradients_are_prepared(original: _Function) -> _Function:
         parts = [swapped_of(each) for each in getattr(self, "chained_optimizers", [self])]
         for swapped in parts:
             if swapped is not None:
-                swapped.pipeline.require_whole()  # of all parts, before the first of them makes its step
+                swapped.pipeline.whole.require()  # of all parts, before the first of them makes its step
         for swapped in parts:
             if swapped is not None:
                 swapped.load_early()
@@ -242,7 +249,7 @@ def from_the_host(original: _Function) -> _Function:
         swapped = swapped_of(self)
         if swapped is None:
             return original(self, *args, **kwargs)
-        swapped.pipeline.require_whole()
+        swapped.pipeline.whole.require()
         with swapped.on_the_host(), torch.no_grad():
             return original(self, *args, **kwargs)
 
@@ -250,7 +257,7 @@ def from_the_host(original: _Function) -> _Function:
 
 
 def to_the_host(original: _Function) -> _Function:
-    """Decorate ``load_state_dict``, after which the state is whole again."""
+    """Decorate ``load_state_dict``."""
 
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         swapped = swapped_of(self)
@@ -258,7 +265,8 @@ def to_the_host(original: _Function) -> _Function:
             return original(self, *args, **kwargs)
         with swapped.on_the_host(), torch.no_grad():
             result = original(self, *args, **kwargs)
-        swapped.pipeline.torn = False
+        if not _is_sharded(self):  # else the state of parameters comes apart from this
+            swapped.pipeline.whole.all_loaded()
         return result
 
     return load_state_dict
@@ -266,13 +274,14 @@ def to_the_host(original: _Function) -> _Function:
 
 def from_one_parameter(original: _Function) -> _Function:
     """Decorate ``_get_main_param_and_optimizer_states``."""
-    read = to_one_parameter(original)
 
     def _get_main_param_and_optimizer_states(self: Any, model_param: Any) -> Any:
         swapped = swapped_of(self)
-        if swapped is not None:
-            swapped.pipeline.require_whole()
-        return read(self, model_param)
+        if swapped is None:
+            return original(self, model_param)
+        swapped.pipeline.whole.require()
+        with swapped.keyed_on_the_host([self.model_param_group_index_map[model_param]]), torch.no_grad():
+            return original(self, model_param)
 
     return _get_main_param_and_optimizer_states
 
@@ -280,15 +289,17 @@ def from_one_parameter(original: _Function) -> _Function:
 def to_one_parameter(original: _Function) -> _Function:
     """Decorate ``_set_main_param_and_optimizer_states``."""
 
-    def on_the_host(self: Any, model_param: Any, *args: Any, **kwargs: Any) -> Any:
+    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> None:
         swapped = swapped_of(self)
         if swapped is None:
-            return original(self, model_param, *args, **kwargs)
-        place = self.model_param_group_index_map[model_param]
-        with swapped.keyed_on_the_host([place]), torch.no_grad():
-            return original(self, model_param, *args, **kwargs)
+            original(self, model_param, tensors)
+            return
+        group, place = self.model_param_group_index_map[model_param]
+        with swapped.keyed_on_the_host([(group, place)]), torch.no_grad():
+            original(self, model_param, tensors)
+        swapped.pipeline.whole.loaded(self.optimizer.param_groups[group]["params"][place])
 
-    return on_the_host
+    return _set_main_param_and_optimizer_states
 
 
 def of_all_parameters(original: _Function) -> _Function:
@@ -298,6 +309,8 @@ def of_all_parameters(original: _Function) -> _Function:
         swapped = swapped_of(self)
         with contextlib.nullcontext() if swapped is None else swapped.keyed_on_the_host(), torch.no_grad():
             original(self, state_dict)
+        if swapped is not None:
+            swapped.pipeline.whole.all_loaded()
 
     return load_parameter_state_from_dp_zero_legacy
 

@@ -112,6 +112,16 @@ FEATURE = Feature(
             Patch(f"{optimizer}.state_dict", "wrap", f"{_IMPL}:with_copies", _COPIES)
             for optimizer in (_FLOAT16, _FLOAT32)
         ),
+        *(
+            Patch(
+                f"{optimizer}.load_state_dict",
+                "wrap",
+                f"{_IMPL}:whole_again",
+                "it ends the refusal that follows a step that failed in the middle",
+                params=("state_dict",),
+            )
+            for optimizer in (_FLOAT16, _FLOAT32)
+        ),
         Patch(
             f"{_DISTRIBUTED}._get_main_param_and_optimizer_states",
             "wrap",

@@ -18,6 +18,7 @@ from mindspeed_dsa.features.memory import kernel_moments
 from mindspeed_dsa.features.memory.combinations import require_movable_state
 from mindspeed_dsa.features.memory.host_moments import Moments, attach, replaced
 from mindspeed_dsa.features.memory.virtual_optimizer import quota_of
+from mindspeed_dsa.features.memory.whole_steps import WholeSteps
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.platforms import host_pool
 
@@ -38,6 +39,7 @@ class Virtual:
     Attributes:
         nbytes: bytes on the host.
         moments: where the inner optimizer's state has them.
+        whole: torn by a step that has failed where kernels make it, in an order of their own.
     """
 
     def __init__(self, optimizer: Any, quota: float) -> None:
@@ -53,16 +55,25 @@ class Virtual:
         if platform.mapped_by_kernels_only:
             kernel_moments.require_adamw(optimizer)
         self.moments = Moments(optimizer, dict(self._places(chosen)), platform.write_mapped)
+        self.whole = WholeSteps(_WHO)
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
         """Every parameter that is about to be updated has its moments."""
+        self.whole.require()
         self.moments.begin_step()
         with contextlib.ExitStack() as stack:
             if platforms.current().mapped_by_kernels_only:
-                step = partial(kernel_moments.step, self._optimizer, self.moments, self._optimizer.step)
+                step = partial(self._step_with_kernels, self._optimizer.step)
                 stack.enter_context(replaced(self._optimizer, "step", step))
             yield
+
+    def _step_with_kernels(self, rest: Callable[[], Any]) -> None:
+        try:
+            kernel_moments.step(self._optimizer, self.moments, rest)
+        except BaseException:
+            self.whole.tear(self.moments.places)
+            raise
 
     def copied(self, **options: Any) -> AbstractContextManager[None]:
         """Moments in the optimizer's state that can be copied; see :func:`kernel_moments.copied`."""
@@ -121,10 +132,25 @@ def with_copies(original: _Function) -> _Function:
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         virtual = virtual_of(self)
-        with contextlib.nullcontext() if virtual is None else virtual.copied():
+        if virtual is None:
+            return original(self, *args, **kwargs)
+        virtual.whole.require()
+        with virtual.copied():
             return original(self, *args, **kwargs)
 
     return state_dict
+
+
+def whole_again(original: _Function) -> _Function:
+    """Decorate ``load_state_dict`` of optimizers whose state dict has all of the state."""
+
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result, virtual = original(self, *args, **kwargs), virtual_of(self)
+        if virtual is not None:
+            virtual.whole.all_loaded()
+        return result
+
+    return load_state_dict
 
 
 def with_copies_of_one(original: _Function) -> _Function:
@@ -132,8 +158,10 @@ def with_copies_of_one(original: _Function) -> _Function:
 
     def _get_main_param_and_optimizer_states(self: Any, model_param: Any) -> Any:
         virtual = virtual_of(self)
-        chosen = [] if virtual is None else [_main(self, model_param)]
-        with contextlib.nullcontext() if virtual is None else virtual.copied(parameters=chosen):
+        if virtual is None:
+            return original(self, model_param)
+        virtual.whole.require()
+        with virtual.copied(parameters=[_main(self, model_param)]):
             return original(self, model_param)
 
     return _get_main_param_and_optimizer_states
@@ -147,8 +175,10 @@ def written_back_to_one(original: _Function) -> _Function:
         if virtual is None:
             original(self, model_param, tensors)
             return
-        with virtual.copied(parameters=[_main(self, model_param)], write_back=True):
+        main = _main(self, model_param)
+        with virtual.copied(parameters=[main], write_back=True):
             original(self, model_param, tensors)
+        virtual.whole.loaded(main)
 
     return _set_main_param_and_optimizer_states
 
@@ -160,6 +190,8 @@ def written_back(original: _Function) -> _Function:
         virtual = virtual_of(self)
         with contextlib.nullcontext() if virtual is None else virtual.copied(write_back=True):
             original(self, state_dict)
+        if virtual is not None:
+            virtual.whole.all_loaded()
 
     return load_parameter_state_from_dp_zero_legacy
 

@@ -169,6 +169,28 @@ _PATCHES = (
         params=("input_", "group", "input_split_sizes"),
         required=False,
     ),
+    Patch(
+        "megatron.core.parallel_state:create_group",
+        "wrap",
+        "mindspeed_dsa.features.platform.cpu_groups:remember_group",
+        "these releases keep no list of the groups that they make",
+        versions="<0.15",
+        required=False,
+    ),
+    Patch(
+        "megatron.core.parallel_state:initialize_model_parallel",
+        "wrap",
+        "mindspeed_dsa.features.platform.cpu_groups:set_up_together",
+        "a rank that destroys a gloo group would cut off those that are still connecting",
+        required=False,
+    ),
+    Patch(
+        "megatron.core.parallel_state:destroy_model_parallel",
+        "wrap",
+        "mindspeed_dsa.features.platform.cpu_groups:destroy_groups",
+        "each gloo group has three threads, and Megatron forgets most of its groups without ending them",
+        required=False,
+    ),
     *(
         Patch(
             f"megatron.core.tensor_parallel.{module}:dist_reduce_scatter_func",

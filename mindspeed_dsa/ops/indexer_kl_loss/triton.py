@@ -125,8 +125,10 @@ def dense_loss_and_gradients(
     starts, ends, row_weights = starts.contiguous(), ends.contiguous(), row_weights.contiguous()
     device = query.device
     losses = torch.zeros(batch, query_length, dtype=torch.float32, device=device)
+    # The kernels write every row, but without a key none of them runs.
+    new = torch.empty if key_length else torch.zeros
     grad_query, grad_key, grad_weights = (
-        torch.empty(x.shape, dtype=gradient_dtype(x.dtype), device=device)
+        new(x.shape, dtype=gradient_dtype(x.dtype), device=device)
         for x in (index_query, index_key, index_weights)
     )
     factor = None

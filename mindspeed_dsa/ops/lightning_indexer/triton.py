@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.indices import names_key
 from mindspeed_dsa.ops.lightning_indexer.triton_kernels import (
     score_gradients_kernel,
     score_slab_kernel,
@@ -147,9 +148,10 @@ def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor,
         key,
         weights,
         topk_indices,
-        row_lengths(topk_indices),
+        row_lengths(topk_indices, key.shape[1]),
         scores,
         rows,
+        key.shape[1],
         topk,
         *query.stride()[:3],
         *key.stride()[:2],
@@ -182,11 +184,11 @@ def score_gradients(
     if topk_indices.numel() > 0:
         if query.dtype == torch.float16:
             # The kernel rounds gradient times weight to the dtype of the query.
-            grad_scores = grad_scores.masked_fill(topk_indices < 0, 0)
+            grad_scores = grad_scores.masked_fill(~names_key(topk_indices, key_length), 0)
             factor = raising_factor(grad_scores.abs().amax() * weights.abs().amax().float(), 14)
             grad_scores = grad_scores * factor
         grad_scores = grad_scores.contiguous().view(batch * rows, topk)
-        lengths = row_lengths(topk_indices)
+        lengths = row_lengths(topk_indices, key_length)
         chunk = batch * rows
         if deterministic:
             chunk = max(1, min(chunk, WORKSPACE_BYTES // (4 * topk * dim)))

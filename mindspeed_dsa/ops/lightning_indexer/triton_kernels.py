@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mindspeed_dsa.ops.triton_common import add_rows, load_rows, product, store_rows
+from mindspeed_dsa.ops.triton_common import add_rows, is_key, load_rows, product, store_rows
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def head_scores(
         # [N, J]
         products = product(keys, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_J], tl.float32), WIDEN)
         if USE_RELU:
-            products = tl.maximum(products, 0.0)
+            products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
         scores += tl.sum(products * w.to(tl.float32)[None, :], axis=1)
     return scores
 
@@ -102,11 +102,11 @@ def score_slab_kernel(
 
 @triton.jit
 def ordered_bits(scores):
-    """Unsigned integers in the order of the scores; -0.0 and 0.0 give the same one."""
+    """Unsigned integers in the order of the scores; -0.0 and 0.0 give the same one, NaN the least."""
     bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)
     # Flip the sign bit of positive numbers and all bits of negative ones.
     flipped = bits ^ ((bits >> 31) | -2147483648)
-    return flipped.to(tl.uint32, bitcast=True)
+    return tl.where(scores == scores, flipped, 0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -188,6 +188,7 @@ def scores_at_kernel(
     lengths,
     scores,
     rows_per_batch,
+    key_length,
     topk,
     query_batch,
     query_row,
@@ -215,7 +216,7 @@ def scores_at_kernel(
         batch = row // rows_per_batch
         in_batch = row % rows_per_batch
         index = tl.load(indices + row * topk + position, mask=position < topk, other=-1)
-        valid = index >= 0
+        valid = is_key(index, key_length)
         keys = load_rows(key + batch * key_batch, index.to(tl.int64) * key_row, valid, 0, DIM, BLOCK_D)
         found = head_scores(
             keys,
@@ -305,7 +306,7 @@ def score_gradients_kernel(
         index = position
         if GATHERED:
             index = tl.load(indices + row * width + tl.minimum(position, end - 1))
-            inside = inside & (index >= 0)
+            inside = inside & is_key(index, key_length)
         gradient = tl.load(grad_scores + row_in_chunk * width + position, mask=inside, other=0.0)
         keys = load_rows(keys_base, index.to(tl.int64) * key_row, inside, 0, DIM, BLOCK_D)
         # [N, J]
@@ -314,7 +315,7 @@ def score_gradients_kernel(
         if USE_RELU:
             # The derivative at zero is zero.
             grad_products = tl.where(products > 0, grad_products, 0.0)
-            products = tl.maximum(products, 0.0)
+            products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
         acc_weights += products * gradient.to(tl.float32)[:, None]
         grad_products = grad_products.to(keys.dtype)
         acc_query = product(tl.trans(grad_products), keys, acc_query, WIDEN)

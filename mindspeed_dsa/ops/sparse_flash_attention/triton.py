@@ -32,6 +32,7 @@ from mindspeed_dsa.ops.triton_common import (
     dense_rows,
     dim_blocks,
     key_ids,
+    on_blackwell,
     packed_indices,
     row_lengths,
     unsupported_dims,
@@ -45,7 +46,21 @@ __all__ = ["attention_sum", "backward", "forward", "log_sum_exp", "unsupported"]
 def unsupported(shape: ShapeClass) -> str | None:
     """Why this backend cannot take calls of this shape, or None."""
     value_dim = shape["value_dim"]
-    return unsupported_here(shape) or unsupported_dims(value_dim, shape["dim"] - value_dim)
+    return (
+        unsupported_here(shape)
+        or unsupported_dims(value_dim, shape["dim"] - value_dim)
+        or _unsupported_on_blackwell(shape)
+    )
+
+
+def _unsupported_on_blackwell(shape: ShapeClass) -> str | None:
+    """Why tiles that fit Hopper do not fit there, or None; fp32 has smaller ones."""
+    if shape["heads"] <= 16 or shape.dtype == torch.float32 or not on_blackwell(shape):
+        return None
+    return (
+        "on compute capability 10.x its tiles of more than 16 heads take up to 293 KiB of shared memory, and "
+        f"there are 227; these are {shape['heads']} heads, which tensor parallelism would cut"
+    )
 
 
 def forward(
@@ -91,10 +106,11 @@ def _forward(
         query,
         key_value,
         topk_indices,
-        row_lengths(topk_indices),
+        row_lengths(topk_indices, key_value.shape[1]),
         lse if out is None else out,
         lse,
         rows,
+        key_value.shape[1],
         heads,
         topk_indices.shape[2],
         *query.stride()[:3],
@@ -128,10 +144,11 @@ def attention_sum(
         query,
         key_value,
         topk_indices,
-        row_lengths(topk_indices),
+        row_lengths(topk_indices, key_value.shape[1]),
         lse.contiguous(),
         summed,
         rows,
+        key_value.shape[1],
         heads,
         topk,
         *query.stride()[:3],
@@ -176,7 +193,7 @@ def backward(
     if return_attention_sum:
         summed = torch.zeros(topk_indices.shape, dtype=torch.float32, device=device)
     if topk_indices.numel() > 0:
-        lengths = row_lengths(topk_indices)
+        lengths = row_lengths(topk_indices, key_length)
         delta = _delta(grad_out, out)
         constants = dim_blocks(value_dim, dim) | {"WIDEN": widen(query)}
         key_tiles, query_tiles = _backward_keys_tiles(query.dtype, heads), _forward_tiles(query.dtype, heads)
@@ -221,6 +238,7 @@ def backward(
                 grad_query,
                 first,
                 rows,
+                key_length,
                 heads,
                 topk,
                 *key_value.stride()[:2],

@@ -11,11 +11,9 @@ import triton
 import triton.language as tl
 
 from mindspeed_dsa.ops.triton_common import LOG2E as LOG2E_VALUE
-from mindspeed_dsa.ops.triton_common import PIPELINES_BRANCHES as PIPELINES_BRANCHES_VALUE
-from mindspeed_dsa.ops.triton_common import add_rows, load_rows, load_rows_at, product, store_rows
+from mindspeed_dsa.ops.triton_common import add_rows, is_key, load_rows, load_rows_at, product, store_rows
 
 LOG2E: tl.constexpr = tl.constexpr(LOG2E_VALUE)
-PIPELINES_BRANCHES: tl.constexpr = tl.constexpr(PIPELINES_BRANCHES_VALUE)
 
 
 @triton.jit
@@ -34,10 +32,7 @@ def unchained(scores, rest, scale_log2, heads, TAIL_DIM: tl.constexpr):
     Where it finds that a product feeds another product it gives all columns of the first to every warp
     group, so that with 64 rows both groups of a program compute the same. It does not look through a branch.
     """
-    if PIPELINES_BRANCHES:
-        if heads > 0:
-            scores = add_scaled(scores, rest, scale_log2, TAIL_DIM)
-    else:
+    if heads > 0:
         scores = add_scaled(scores, rest, scale_log2, TAIL_DIM)
     return scores
 
@@ -51,6 +46,7 @@ def forward_kernel(
     out,
     lse,
     rows_per_batch,
+    key_length,
     heads,
     topk,
     query_batch,
@@ -89,7 +85,7 @@ def forward_kernel(
     for first in range(0, length, BLOCK_N):
         position = first + tl.arange(0, BLOCK_N)
         index = tl.load(indices + row * topk + tl.minimum(position, length - 1))
-        valid = (position < length) & (index >= 0)
+        valid = (position < length) & is_key(index, key_length)
         k_offsets = index.to(tl.int64) * key_row
         k_value = load_rows(keys, k_offsets, valid, 0, VALUE_DIM, BLOCK_V)
         scores = product(q_value, tl.trans(k_value), tl.zeros([BLOCK_H, BLOCK_N], tl.float32), WIDEN)
@@ -126,6 +122,7 @@ def attention_sum_kernel(
     lse,
     attention_sum,
     rows_per_batch,
+    key_length,
     heads,
     topk,
     query_batch,
@@ -153,7 +150,7 @@ def attention_sum_kernel(
         base = query + batch * query_batch + (row % rows_per_batch) * query_row
         keys = key_value + batch * key_batch
         index = tl.load(indices + row * topk + position, mask=position < topk, other=-1)
-        valid = index >= 0
+        valid = is_key(index, key_length)
         k_offsets = index.to(tl.int64) * key_row
         k_value = load_rows(keys, k_offsets, valid, 0, VALUE_DIM, BLOCK_V)
         if TAIL_DIM > 0:
@@ -254,7 +251,7 @@ def backward_keys_kernel(
         keys = key_value + batch * key_batch
         position = first + tl.arange(0, BLOCK_N)
         index = tl.load(indices + row * topk + position, mask=position < topk, other=-1)
-        valid = index >= 0
+        valid = is_key(index, key_length)
         k_offsets = index.to(tl.int64) * key_row
         k_value = load_rows(keys, k_offsets, valid, 0, VALUE_DIM, BLOCK_V)
         acc_value = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
@@ -265,6 +262,9 @@ def backward_keys_kernel(
         entry = row_in_chunk * topk + position
         slot = tl.arange(0, 2 * BLOCK_H)
         is_query = slot % 2 == 0
+        # A loop that might not run once would define the sums outside of the tensor cores, and the assembler
+        # then lets no two products overlap.
+        tl.assume(heads > 0)
         for first_head in range(0, heads, BLOCK_H):
             head = first_head + tl.arange(0, BLOCK_H)
             is_head = head < heads
@@ -330,6 +330,7 @@ def backward_query_kernel(
     grad_query,
     first_row,
     rows_per_batch,
+    key_length,
     heads,
     topk,
     key_batch,
@@ -357,7 +358,7 @@ def backward_query_kernel(
         position = first + tl.arange(0, BLOCK_N)
         inside = position < length
         index = tl.load(indices + row * topk + tl.minimum(position, length - 1))
-        valid = inside & (index >= 0)
+        valid = inside & is_key(index, key_length)
         k_offsets = index.to(tl.int64) * key_row
         # [N, H]; beyond the length nothing was written
         grad_tile = tl.load(

@@ -9,6 +9,6 @@ from tests.distributed.pool import WorkerPool
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
-    """Two worker processes for all cases of this folder."""
-    with WorkerPool(size=2) as workers:
+    """Up to four worker processes for all cases of this folder; most need one or two."""
+    with WorkerPool(size=4) as workers:
         yield workers

@@ -28,7 +28,12 @@ def error_of(case: str, **arguments: Any) -> str:
 
 
 def start(
-    switches: Mapping[str, Any] | None = None, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1
+    switches: Mapping[str, Any] | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int | None = None,
+    ep: int = 1,
+    cp: int = 1,
 ) -> None:
     """Features on, Megatron's process groups and generators ready."""
     import mindspeed_dsa
@@ -41,6 +46,7 @@ def start(
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
         expert_model_parallel_size=ep,
+        context_parallel_size=cp,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
@@ -172,19 +178,34 @@ def loss_of(cfg: Any, loss_mask: Tensor, output: Tensor) -> Any:
     total, count = (output.float() * loss_mask).sum(), loss_mask.sum().to(torch.int)
     if cfg.calculate_per_token_loss:
         return total, count, {"lm loss": torch.stack([total.detach(), count])}
-    return total / count, {"lm loss": (total / count).detach()}
+    # The schedule multiplies by the context parallel ranks, whose sums are divided by all their tokens.
+    mean = total / (count * SEQUENCE / loss_mask.size(1))
+    return mean, {"lm loss": mean.detach()}
+
+
+def own_positions(length: int | None = None) -> Tensor:
+    """Where a context parallel rank's rows lie in a sequence: chunks ``r`` and ``2c - 1 - r`` of ``2c``."""
+    from megatron.core import parallel_state
+
+    size = parallel_state.get_context_parallel_world_size()
+    rank = parallel_state.get_context_parallel_rank()
+    if size == 1:
+        return torch.arange(length or SEQUENCE)
+    chunks = torch.arange(length or SEQUENCE).chunk(2 * size)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
 
 
 def per_token_loss(model: Any, tokens: Tensor) -> Tensor:
-    """``[batch, SEQUENCE]``; on the last pipeline stage."""
-    positions = torch.arange(SEQUENCE).expand(tokens.size(0), -1)
-    return model(tokens[:, :-1], positions, None, labels=tokens[:, 1:].contiguous())
+    """``[batch, SEQUENCE]``, of which a context parallel rank has its rows; on the last pipeline stage."""
+    own = own_positions()
+    labels = tokens[:, 1:][:, own]
+    return model(tokens[:, own], own.expand(tokens.size(0), -1), None, labels=labels)
 
 
 def forward_step(cfg: Any, iterator: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
     tokens = next(iterator)
     output = per_token_loss(model, tokens)
-    return output, partial(loss_of, cfg, torch.ones(tokens.size(0), SEQUENCE))
+    return output, partial(loss_of, cfg, torch.ones(tokens.size(0), own_positions().numel()))
 
 
 def train_step(

@@ -45,8 +45,12 @@ def build(
     overrides: Mapping[str, Any] | None = None,
     optimizer_options: Mapping[str, Any] | None = None,
     ddp_options: Mapping[str, Any] | None = None,
+    empty: bool = False,
 ) -> Job:
-    """Model, DDP and optimizer, with the features that are switched on."""
+    """Model, DDP and optimizer, with the features that are switched on.
+
+    ``empty`` gives the model parameters without elements: the first, one in the middle, the last.
+    """
     start(switches, ep=ep)
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -65,7 +69,12 @@ def build(
         overlap_param_gather=overlap,
         **{"bucket_size": 10_000, "overlap_grad_reduce": overlap, **(ddp_options or {})},
     )
-    model = gpt_model(cfg) if precision == "fp32" else Float16Module(cfg, gpt_model(cfg))
+    model = gpt_model(cfg)
+    if empty:
+        for module, shape in ((model, (0, 8)), (model.decoder, (3, 0)), (model.output_layer, (0,))):
+            module.register_parameter("empty", torch.nn.Parameter(torch.empty(shape)))
+    if precision != "fp32":
+        model = Float16Module(cfg, model)
     model = DistributedDataParallel(cfg, ddp_config, model)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,7 +18,7 @@ from mindspeed_dsa.features.memory import kernel_moments
 from mindspeed_dsa.platforms import host_pool
 from mindspeed_dsa.platforms.cpu import CpuPlatform
 from mindspeed_dsa.platforms.npu import NpuPlatform
-from tests.features.memory import job, swap_optimizer_cases
+from tests.features.memory import failure_cases, job, swap_optimizer_cases
 
 VIEWS = {"view", "slice", "detach", "split", "select", "alias", "as_strided", "unbind", "_unsafe_view"}
 KERNELS = {"fill_", "zero_", "mul", "mul_"}
@@ -95,3 +97,22 @@ def error_of_build(**options: Any) -> str:
     """As the job's."""
     with _kernels_only():
         return job.error_of_build(**options)
+
+
+def after_failure(**options: Any) -> dict[str, Any]:
+    """A step whose operator fails at its second parameter, what is refused, and one from a loaded state."""
+    with _kernels_only():
+        mine = job.build(**options)
+        job.step(mine, 0)
+        kept = failure_cases.saved(mine)
+        with (
+            contextlib.suppress(failure_cases.OutOfLuckError),
+            failure_cases.nth_call_fails(kernel_moments, "apply_adamw", 2),
+        ):
+            job.step(mine, 1)
+        refused = [
+            failure_cases.error_of(attempt)
+            for attempt in (partial(job.step, mine, 1), partial(failure_cases.saved, mine))
+        ]
+        failure_cases.load(mine, kept)
+        return {"refused": refused, "record": job.step(mine, 1), **job.state(mine)}

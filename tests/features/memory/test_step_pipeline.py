@@ -185,10 +185,10 @@ def test_after_a_step_that_fails_in_the_middle_no_other_follows(platform, monkey
     made = build(monkeypatch)
     made.step(0)
     fail_in_chunk(made, chunk)
-    assert made.pipeline.torn
+    assert made.pipeline.whole.torn
     made.pipeline.prefetch()
-    for refused in (partial(made.step, 1), made.pipeline.require_whole):
-        with pytest.raises(RuntimeError, match=r"neither that before the step.*load a state dict"):
+    for refused in (partial(made.step, 1), made.pipeline.whole.require):
+        with pytest.raises(RuntimeError, match=r"those of no step.*load a state dict"):
             refused()
 
 

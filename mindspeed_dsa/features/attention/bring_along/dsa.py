@@ -6,20 +6,21 @@ sequence, a rank's part of it only where sequence parallelism is named.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from mindspeed_dsa.features.attention import loss_scale_impl, loss_tracker_impl
+from mindspeed_dsa.features.attention import loss_tracker_impl
 from mindspeed_dsa.features.attention.bring_along.groups import Groups
 from mindspeed_dsa.features.attention.bring_along.options import indexer_layout
 from mindspeed_dsa.features.attention.deepseek_layout import rotate_first_dimensions
 from mindspeed_dsa.features.attention.fused import options
-from mindspeed_dsa.features.attention.fused.attend import Operands
-from mindspeed_dsa.features.attention.fused.core import sparse_attention
+from mindspeed_dsa.features.attention.fused.core import operands_of, sparse_attention
 from mindspeed_dsa.features.attention.hadamard_impl import hadamard_rotation
 from mindspeed_dsa.features.attention.local_modules import DuplicatedLinear
 from mindspeed_dsa.features.attention.local_norms import SequenceParallelLayerNorm
@@ -54,27 +55,10 @@ class DSAIndexerLossLoggingHelper:
     track_indexer_metrics = staticmethod(loss_tracker_impl.track_indexer_metrics)
 
 
-class DSAIndexerLossAutoScaler(torch.autograd.Function):
-    """Identity on the output; in backward the indexer loss gets the gradient of a loss of its own."""
+class DSAIndexerLossAutoScaler:
+    """Holds the scale that :class:`..loss_scale_impl.AttachedLoss` gives the loss's gradient."""
 
     main_loss_backward_scale: Tensor | None = None
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, indexer_loss: Tensor) -> Tensor:
-        ctx.save_for_backward(indexer_loss)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        (loss,) = ctx.saved_tensors
-        gradient = torch.ones_like(loss)
-        scale = DSAIndexerLossAutoScaler.main_loss_backward_scale
-        if scale is not None:
-            gradient = gradient * scale
-        if loss_scale_impl.sums_over_tokens():
-            sequence, batch = grad_output.shape[:2]
-            gradient = gradient * (sequence * batch)
-        return grad_output, gradient
 
     @staticmethod
     def set_loss_scale(scale: Tensor) -> None:
@@ -121,7 +105,7 @@ class DSAIndexer(MegatronModule):
         self.index_topk = config.dsa_indexer_topk
         self.softmax_scale = self.index_head_dim**-0.5
         self.pg_collection = Groups.of(pg_collection)
-        self.rotary_pos_emb = _rotary_embedding(config)
+        self.rotary_pos_emb = _rotary_embedding(config, self.pg_collection.cp)
 
         def linear(module: Any, size_in: int, size_out: int) -> Any:
             return build_module(
@@ -156,7 +140,8 @@ class DSAIndexer(MegatronModule):
         """Project for the indexer.
 
         Args:
-            x: hidden states ``[s, b, hidden]``; a rank's part of ``s`` under sequence parallelism.
+            x: hidden states ``[s, b, hidden]``; a rank's part of ``s`` under sequence parallelism, which is a
+                rank's rows of the sequence under context parallelism.
             qr: latent query ``[s, b, q_lora_rank]``, likewise.
             packed_seq_params: must be None.
 
@@ -169,7 +154,8 @@ class DSAIndexer(MegatronModule):
         if self.config.sequence_parallel and self.pg_collection.tp.size() > 1:
             gather = host("core.tensor_parallel").gather_from_sequence_parallel_region
             x, qr = gather(x), gather(qr)
-        angles, mscale = self.rotary_pos_emb(x.size(0)), 1.0
+        # The embedding makes the angles of the whole sequence and returns those of its context parallel rank.
+        angles, mscale = self.rotary_pos_emb(x.size(0) * self.pg_collection.cp.size()), 1.0
         if isinstance(angles, tuple):  # YaRN
             angles, mscale = angles
         query = self.linear_wq_b(qr)[0].unflatten(-1, (self.index_n_heads, self.index_head_dim))
@@ -281,7 +267,7 @@ class DSAttention(MegatronModule):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, x: Tensor, qr: Tensor) -> Tensor:
         # There is no form of Megatron's own to leave a part to.
         chosen = replace(options.current(), indexer=True, attention=True, kl_loss=True)
-        out = sparse_attention(self, Operands(query, key, value, self.softmax_scale), x, qr, chosen)
+        out = sparse_attention(self, operands_of(self, query, key, value), x, qr, chosen)
         if self.training and torch.is_grad_enabled() and coefficient(self.config) == 0:
             return with_zero_gradients(out, self.indexer)
         return out
@@ -309,16 +295,22 @@ def core_attention_spec() -> Any:
     )
 
 
-def _rotary_embedding(config: Any) -> Any:
-    """As MLA's own: of plain RoPE or of YaRN."""
+def _rotary_embedding(config: Any, cp_group: ProcessGroup) -> Any:
+    """As MLA's own: of plain RoPE or of YaRN, with the angles of this context parallel rank."""
     embeddings = host("core.models.common.embeddings")
+    plain, yarn = embeddings.RotaryEmbedding, embeddings.YarnRotaryEmbedding
+    # Before 0.14 the embedding itself asks parallel_state for the group.
+    group = {"cp_group": cp_group} if "cp_group" in inspect.signature(plain).parameters else {}
     if config.rope_type == "rope":
-        return embeddings.RotaryEmbedding(
-            config.qk_pos_emb_head_dim, rotary_percent=config.rotary_percent, rotary_base=config.rotary_base
+        return plain(
+            config.qk_pos_emb_head_dim,
+            rotary_percent=config.rotary_percent,
+            rotary_base=config.rotary_base,
+            **group,
         )
     # Renamed in 0.14, when max_position_embeddings got another meaning.
     stretched = getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
-    return embeddings.YarnRotaryEmbedding(
+    return yarn(
         config.qk_pos_emb_head_dim,
         rotary_base=config.rotary_base,
         scaling_factor=config.rotary_scaling_factor,
@@ -327,4 +319,5 @@ def _rotary_embedding(config: Any) -> Any:
         beta_slow=config.beta_slow,
         mscale=config.mscale,
         mscale_all_dim=config.mscale_all_dim,
+        **group,
     )

@@ -29,6 +29,9 @@ class Operands:
     key: Tensor
     value: Tensor
     softmax_scale: float
+    ends: Tensor | None = None
+    """``[s]`` int32: one past the last key that each query sees. None for plain causal rows, where each query
+    sees its own key and those before it."""
 
     @property
     def absorbed(self) -> bool:
@@ -147,19 +150,23 @@ def attend_densely(operands: Operands, backend: str) -> Attended:
     query, key, value = operands.query, operands.key, operands.value
     if operands.absorbed and query.device.type != "cpu":
         return attend_sparsely(
-            operands, all_visible(query.shape[1], query.shape[0], query.device), backend, False
+            operands, all_visible(query.shape[1], key.shape[0], query.device, operands.ends), backend, False
         )
     if operands.absorbed:
         key = expanded_key(operands)
         value = key[..., : operands.latent]
     # The kernels want values as wide as keys.
     padded = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
+    mask = None
+    if operands.ends is not None:  # [s, keys]
+        mask = torch.arange(key.shape[0], device=key.device) < operands.ends[:, None]
     # [s, b, heads, dim] -> [b, heads, s, dim]
     out = F.scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),
         key.permute(1, 2, 0, 3),
         padded.permute(1, 2, 0, 3),
-        is_causal=True,
+        attn_mask=mask,
+        is_causal=mask is None,
         scale=operands.softmax_scale,
     )[..., : value.shape[-1]]
     if operands.absorbed:
@@ -167,7 +174,8 @@ def attend_densely(operands: Operands, backend: str) -> Attended:
     return Attended(out.permute(2, 0, 1, 3).flatten(2))
 
 
-def all_visible(batch: int, length: int, device: torch.device) -> Tensor:
-    """``[batch, length, length]`` int32: each row's whole causal prefix, -1 at the tail."""
-    position = torch.arange(length, dtype=torch.int32, device=device)
-    return position.where(position <= position[:, None], -1).expand(batch, length, length)
+def all_visible(batch: int, keys: int, device: torch.device, ends: Tensor | None = None) -> Tensor:
+    """``[batch, rows, keys]`` int32: all keys that each row sees, -1 at the tail; see :class:`Operands`."""
+    position = torch.arange(keys, dtype=torch.int32, device=device)
+    ends = position + 1 if ends is None else ends
+    return position.where(position < ends[:, None], -1).expand(batch, -1, -1)

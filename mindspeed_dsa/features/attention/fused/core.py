@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.features.attention.context_parallel import visible_ends
 from mindspeed_dsa.features.attention.fused import options, warmup
 from mindspeed_dsa.features.attention.fused.attend import (
     Attended,
@@ -57,12 +58,7 @@ def fused_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Tensor:
-        operands = Operands(query, key, value, self.softmax_scale)
-        if query.shape[0] != key.shape[0]:
-            raise ValueError(
-                f"fused-dsa: {query.shape[0]} queries came with {key.shape[0]} keys, as in generation with a "
-                "key-value cache; Megatron-core 0.16 to 0.18 cannot decode with DSA, fused or not"
-            )
+        operands = operands_of(self, query, key, value)
         if not operands.absorbed and attn_mask_type is None:
             return original(
                 self,
@@ -101,6 +97,34 @@ def _refuse_unknown(
         )
 
 
+def operands_of(attention: Any, query: Tensor, key: Tensor, value: Tensor) -> Operands:
+    """What a DSA core attention was called with, and which keys its queries see.
+
+    Args:
+        attention: a ``DSAttention``, Megatron's or ours.
+        query: ``[s, b, heads, dim]``, a context parallel rank's rows.
+        key: ``[keys, b, heads or 1, dim]``, of the whole sequence in its own order.
+        value: see :class:`Operands`.
+
+    Raises:
+        ValueError: keys are not those of the whole sequence.
+    """
+    group = attention.indexer.pg_collection.cp
+    rows, ranks = query.shape[0], group.size()
+    if key.shape[0] != rows * ranks:
+        problem = f"fused-dsa: {rows} queries came with {key.shape[0]} keys"
+        if ranks == 1:
+            raise ValueError(
+                f"{problem}, as in generation with a key-value cache; Megatron-core 0.16 to 0.18 cannot "
+                "decode with DSA, fused or not"
+            )
+        raise ValueError(
+            f"{problem} on one of {ranks} context parallel ranks; gather the {rows * ranks} keys of the "
+            "whole sequence in front of the core attention, or train with --context-parallel-size 1"
+        )
+    return Operands(query, key, value, attention.softmax_scale, visible_ends(group, rows, query.device))
+
+
 def sparse_attention(attention: Any, operands: Operands, x: Tensor, qr: Tensor, chosen: Options) -> Tensor:
     """Choose keys, attend to them, and attach the indexer loss where it is wanted.
 
@@ -108,24 +132,34 @@ def sparse_attention(attention: Any, operands: Operands, x: Tensor, qr: Tensor, 
         attention: a ``DSAttention``, Megatron's or ours; its ``training``, ``config``, ``indexer`` and
             ``layer_number`` are read.
         operands: of the main attention.
-        x: ``[sequence, batch, hidden]``, a rank's part of the sequence under sequence parallelism.
+        x: ``[sequence, batch, hidden]``, as many rows as queries; a rank's part of them under sequence
+            parallelism.
         qr: ``[sequence, batch, q_lora_rank]``, likewise.
         chosen: what runs on our operators.
 
     Returns:
         ``[sequence, batch, heads * value_dim]``.
+
+    Raises:
+        ValueError: under context parallelism a part is left to Megatron.
     """
     x, qr = x.detach(), qr.detach()
     if chosen.warmup:
         return warmup.attention(attention, operands, x, qr, chosen.backend)
+    if operands.ends is not None and not (chosen.indexer and chosen.attention and chosen.kl_loss):
+        raise ValueError(
+            "fused-dsa: Megatron's own indexer, attention and indexer loss of this release know no context "
+            "parallelism; take --no-use-fused-... away or train with --context-parallel-size 1"
+        )
 
     with_loss = attention.training and torch.is_grad_enabled() and coefficient(attention.config) > 0
-    length = operands.query.shape[0]
+    # Keys are those of the whole sequence, however many ranks share its queries.
+    length = operands.key.shape[0]
     if chosen.attention and length <= attention.indexer.index_topk:
         return _attend_to_everything(attention, operands, x, qr, chosen, with_loss)
 
     with torch.set_grad_enabled(with_loss):
-        selection = select_keys(attention, x, qr, chosen)
+        selection = select_keys(attention, operands, x, qr, chosen)
     on_chosen_keys = attention.config.dsa_indexer_use_sparse_loss
     fuse = with_loss and chosen.fuse_kl_in_backward and on_chosen_keys and operands.absorbed
     # A frozen indexer has no backward pass in which its loss could be told.
@@ -141,17 +175,22 @@ def sparse_attention(attention: Any, operands: Operands, x: Tensor, qr: Tensor, 
         loss = sparse_loss(attention, operands, selection, attended, chosen.backend)
     else:
         loss = dense_loss(attention, operands, selection.inputs, chosen.backend)
-    return attach_loss(attention, attended.out, loss)
+    return attach_loss(attention, operands, attended.out, loss)
 
 
-def select_keys(attention: Any, x: Tensor, qr: Tensor, chosen: Options) -> Selection:
+def select_keys(attention: Any, operands: Operands, x: Tensor, qr: Tensor, chosen: Options) -> Selection:
     """The keys of every query, by the operator or by Megatron."""
     indexer = attention.indexer
     if not chosen.indexer:
         return choose_with_host(indexer, x, qr)
-    inputs = index_inputs(indexer, x, qr)
+    inputs = index_inputs(indexer, x, qr, operands.key.shape[0])
     topk_indices, topk_scores = lightning_indexer(
-        inputs.query, inputs.key, inputs.weights, indexer.index_topk, backend=chosen.backend
+        inputs.query,
+        inputs.key,
+        inputs.weights,
+        indexer.index_topk,
+        ends=operands.ends,
+        backend=chosen.backend,
     )
     return Selection(topk_indices, topk_scores, inputs)
 
@@ -175,7 +214,7 @@ def _attend_with_loss_in_backward(
         chosen.backend,
         with_sum=False,
         topk_scores=selection.topk_scores,
-        score_gradient=score_gradient_in_backward(attention, selection, chosen.backend),
+        score_gradient=score_gradient_in_backward(attention, operands, selection, chosen.backend),
     ).out
 
 
@@ -188,8 +227,8 @@ def _attend_to_everything(
         return out
     if chosen.kl_loss:
         # The chosen keys are all keys, so that both forms of the loss are the dense one.
-        inputs = index_inputs(attention.indexer, x, qr)
+        inputs = index_inputs(attention.indexer, x, qr, operands.key.shape[0])
         loss = dense_loss(attention, operands, inputs, chosen.backend)
     else:
-        loss = host_loss(attention, operands, select_keys(attention, x, qr, chosen))
-    return attach_loss(attention, out, loss)
+        loss = host_loss(attention, operands, select_keys(attention, operands, x, qr, chosen))
+    return attach_loss(attention, operands, out, loss)

@@ -51,7 +51,7 @@ _BACKEND = Flag(
     "says why one is passed over, a named one that cannot run is an error.",
     kind="value",
     default="auto",
-    choices=("auto", "reference", "cpu", "triton", "npu"),
+    choices=("auto", "reference", "chunked", "cpu", "triton", "npu"),
 )
 _FUSE_KL = Flag(
     "--dsa-fuse-kl-in-backward",

@@ -80,19 +80,30 @@ def tap_index_scores(original: Callable[..., Tensor]) -> Callable[..., Any]:
     return _compute_index_scores
 
 
-def index_inputs(indexer: Any, x: Tensor, qr: Tensor) -> IndexInputs:
+def index_inputs(indexer: Any, x: Tensor, qr: Tensor, keys: int) -> IndexInputs:
     """Project hidden states and latent queries for the indexer.
 
     Args:
         indexer: Megatron's ``DSAIndexer``.
         x: ``[sequence, batch, hidden]``, a rank's part of the sequence under sequence parallelism.
         qr: ``[sequence, batch, q_lora_rank]``, likewise.
+        keys: those of the main attention, each of which has an index key.
+
+    Raises:
+        ValueError: there are more or fewer index keys.
     """
     if hasattr(indexer, "forward_before_topk"):
-        return IndexInputs.from_host(*indexer.forward_before_topk(x, qr, None))
-    tap, _ = _run_tapped(indexer, x, qr, None, compute=False)
-    assert tap.inputs is not None
-    return tap.inputs
+        inputs = IndexInputs.from_host(*indexer.forward_before_topk(x, qr, None))
+    else:
+        tap, _ = _run_tapped(indexer, x, qr, None, compute=False)
+        assert tap.inputs is not None
+        inputs = tap.inputs
+    if inputs.key.shape[1] != keys:
+        raise ValueError(
+            f"fused-dsa: the indexer has {inputs.key.shape[1]} keys to choose from and the attention {keys}; "
+            "under context parallelism gather the index keys of the whole sequence as well"
+        )
+    return inputs
 
 
 def choose_with_host(indexer: Any, x: Tensor, qr: Tensor) -> Selection:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup, all_reduce
 
 from mindspeed_dsa.features.attention.fused import options
 from mindspeed_dsa.features.attention.fused.attend import Operands, attend_densely, attend_sparsely
@@ -90,14 +91,16 @@ def run_fused_qk_topk_with_loss(
         key: ``[sk, b, 1, latent + rope]``.
         softmax_scale: factor of the main attention's scores.
         loss_coeff: weight of the loss.
-        pg_collection: Megatron's process groups; ``tp`` holds the ranks with the other heads.
+        pg_collection: Megatron's process groups; ``tp`` holds the ranks with the other heads, ``cp`` those
+            with the other rows.
         query_valid_rows: ``[b, sq]``, true for rows that count; all by default.
         calculate_per_token_loss: the sum over rows, not their mean.
         use_relu: whether the indexer's products are clamped at zero.
         **layout: how Megatron came to ``starts`` and ``ends``.
 
     Returns:
-        Indices as :func:`run_fused_qk_topk` returns them, None, and the loss, a scalar; or None if a part is
+        Indices as :func:`run_fused_qk_topk` returns them, None, and the loss, a scalar, under context
+        parallelism as :func:`_of_whole_sequence` says; or None if a part is
         switched off or heads have keys of their own.
     """
     if not (parts().indexer and parts().kl_loss) or key.shape[2] != 1:
@@ -112,7 +115,7 @@ def run_fused_qk_topk_with_loss(
         None,
         _row_mask(query_valid_rows),
         calculate_per_token_loss,
-        _tensor_parallel(pg_collection),
+        pg_collection,
         use_relu,
     )
     return selection.topk_indices, None, loss * loss_coeff
@@ -207,8 +210,8 @@ def run_fused_dsa_attention(
         **layout: how Megatron came to the ranges.
 
     Returns:
-        ``[sq, b, heads * value_dim]`` and the loss, a scalar; or None if a part is switched off, heads have
-        keys of their own, or ranges do not describe the mask.
+        ``[sq, b, heads * value_dim]`` and the loss as :func:`run_fused_qk_topk_with_loss` returns it; or None
+        if a part is switched off, heads have keys of their own, or ranges do not describe the mask.
     """
     chosen = parts()
     with_loss = loss_coeff > 0 and torch.is_grad_enabled()
@@ -228,7 +231,7 @@ def run_fused_dsa_attention(
     backend = options.current().backend
     operands = Operands(query, key, up_v_weight, softmax_scale)
     starts, ends = (None, None) if plain else (varlen_starts, varlen_ends)
-    row_mask, group = _row_mask(query_valid_rows), _tensor_parallel(pg_collection)
+    row_mask = _row_mask(query_valid_rows)
     inputs = IndexInputs.from_host(q_indexer, k_indexer, indexer_weights)
 
     if plain and query.shape[0] <= indexer_topk:  # every visible key is chosen
@@ -251,7 +254,7 @@ def run_fused_dsa_attention(
             attended.attention_sum,
             row_mask,
             calculate_per_token_loss,
-            group,
+            pg_collection,
             use_relu,
         )
     else:
@@ -265,11 +268,12 @@ def run_fused_dsa_attention(
             starts=starts,
             ends=ends,
             row_mask=row_mask,
-            reduction="sum" if calculate_per_token_loss else "mean",
-            tp_group=group,
+            reduction=_reduction(calculate_per_token_loss, pg_collection),
+            tp_group=_ranks(pg_collection, "tp"),
             use_relu=use_relu,
             backend=backend,
         )
+        loss = _of_whole_sequence(loss, query, row_mask, calculate_per_token_loss, pg_collection)
     return out, loss * loss_coeff
 
 
@@ -296,12 +300,12 @@ def _sparse_loss(
     softmax_scale: float,
     attention_sum: Tensor | None,
     row_mask: Tensor | None,
-    sums: bool,
-    group: ProcessGroup | None,
+    per_token: bool,
+    pg_collection: Any,
     use_relu: bool,
 ) -> Tensor:
     inputs = selection.inputs
-    return indexer_kl_loss(
+    loss = indexer_kl_loss(
         inputs.query,
         inputs.key,
         inputs.weights,
@@ -312,18 +316,65 @@ def _sparse_loss(
         topk_scores=selection.topk_scores,
         attention_sum=attention_sum,
         row_mask=row_mask,
-        reduction="sum" if sums else "mean",
-        tp_group=group,
+        reduction=_reduction(per_token, pg_collection),
+        tp_group=_ranks(pg_collection, "tp"),
         use_relu=use_relu,
         backend=options.current().backend,
     )
+    return _of_whole_sequence(loss, query, row_mask, per_token, pg_collection)
+
+
+def _reduction(per_token: bool, pg_collection: Any) -> str:
+    """How the operators reduce over rows, for :func:`_of_whole_sequence`."""
+    return "sum" if per_token or _ranks(pg_collection, "cp") is not None else "mean"
+
+
+def _of_whole_sequence(
+    loss: Tensor, query: Tensor, row_mask: Tensor | None, per_token: bool, pg_collection: Any
+) -> Tensor:
+    """The mean over the whole sequence from a context parallel rank's sum over its rows.
+
+    Megatron multiplies the loss's gradient by the number of ranks and averages what it logs over them. So the
+    gradient is that of the rank's sum divided by all ranks' rows that count, and the value is that many times
+    the ranks. A sum for the per-token loss is returned as it is, and so is a mean where there is one rank.
+
+    Args:
+        loss: scalar, reduced as :func:`_reduction` says.
+        query: ``[sq, b, ...]``.
+        row_mask: ``[b, sq]`` bool, True for rows that count; all by default.
+        per_token: whether Megatron divides by tokens when all gradients are there.
+        pg_collection: Megatron's process groups.
+    """
+    group = _ranks(pg_collection, "cp")
+    if per_token or group is None:
+        return loss
+    if row_mask is None:
+        return _ShareOfGradient.apply(loss / (query.shape[0] * query.shape[1]), group.size())  # type: ignore[no-any-return]
+    # Padding is not spread evenly over ranks.
+    count = row_mask.sum(dtype=loss.dtype)
+    all_reduce(count, group=group)
+    return _ShareOfGradient.apply(loss * group.size() / count.clamp_min(1), group.size())  # type: ignore[no-any-return]
+
+
+class _ShareOfGradient(torch.autograd.Function):
+    """Identity; in backward the gradient is divided by the number of ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return loss.view_as(loss)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.ranks, None
 
 
 def _row_mask(query_valid_rows: Tensor | None) -> Tensor | None:
     return None if query_valid_rows is None else query_valid_rows.bool()
 
 
-def _tensor_parallel(pg_collection: Any) -> ProcessGroup | None:
-    """The ranks that hold the other heads, if there are any."""
-    group: ProcessGroup | None = getattr(pg_collection, "tp", None)
+def _ranks(pg_collection: Any, name: str) -> ProcessGroup | None:
+    """The tensor parallel ranks, which hold the other heads, or the context parallel ones; None for one."""
+    group: ProcessGroup | None = getattr(pg_collection, name, None)
     return group if group is not None and group.size() > 1 else None

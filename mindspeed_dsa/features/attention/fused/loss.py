@@ -6,10 +6,8 @@ Imports Megatron only when called: these functions are fetched while Megatron is
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -22,6 +20,7 @@ from mindspeed_dsa.features.attention.fused.attend import (
 )
 from mindspeed_dsa.features.attention.fused.indexer import IndexInputs, Selection, for_host, host_scores
 from mindspeed_dsa.features.attention.loss_gate_impl import coefficient
+from mindspeed_dsa.features.attention.loss_scale_impl import AttachedLoss, gradient_of_loss
 from mindspeed_dsa.ops.indexer_kl_loss import (
     dense_indexer_kl_loss,
     divergence_and_score_gradient,
@@ -35,10 +34,27 @@ def tensor_parallel_group(attention: Any) -> ProcessGroup | None:
     return group if group.size() > 1 else None
 
 
+def rows_of_sequence(operands: Operands) -> int:
+    """By how many rows the loss is divided: those of whole sequences, each of which has a key."""
+    keys, batch = operands.key.shape[:2]
+    return keys * batch
+
+
+def share_of_mean(attention: Any) -> float:
+    """What a mean over a rank's own rows is multiplied by, the loss's coefficient included.
+
+    Context parallel ranks hold equally many rows of a sequence. One over their number makes a rank's mean the
+    sum over its rows divided by :func:`rows_of_sequence`, so that losses, and their gradients, add up over
+    ranks to those of the whole sequence.
+    """
+    group: ProcessGroup = attention.indexer.pg_collection.cp
+    return coefficient(attention.config) / group.size()
+
+
 def sparse_loss(
     attention: Any, operands: Operands, selection: Selection, attended: Attended, backend: str
 ) -> Tensor:
-    """Both distributions on the chosen keys; a scalar, the coefficient included."""
+    """Both distributions on the chosen keys; this rank's share, a scalar, the coefficient included."""
     query, key = _detached(operands)
     attention_sum = attended.attention_sum
     if attention_sum is None and not operands.absorbed:
@@ -59,21 +75,22 @@ def sparse_loss(
         tp_group=tensor_parallel_group(attention),
         backend=backend,
     )
-    return loss * coefficient(attention.config)
+    return loss * share_of_mean(attention)
 
 
 def dense_loss(attention: Any, operands: Operands, inputs: IndexInputs, backend: str) -> Tensor:
-    """Both distributions on the whole causal prefix; a scalar, the coefficient included."""
+    """Both distributions on the whole causal prefix; otherwise as :func:`sparse_loss`."""
     loss = dense_indexer_kl_loss(
         inputs.query,
         inputs.key,
         inputs.weights,
         *_detached(operands),
         operands.softmax_scale,
+        ends=operands.ends,
         tp_group=tensor_parallel_group(attention),
         backend=backend,
     )
-    return loss * coefficient(attention.config)
+    return loss * share_of_mean(attention)
 
 
 def _detached(operands: Operands) -> tuple[Tensor, Tensor]:
@@ -103,30 +120,30 @@ def host_loss(attention: Any, operands: Operands, selection: Selection) -> Tenso
 
 
 def log_loss(attention: Any, loss: Tensor) -> None:
-    """Hand the layer's loss to Megatron's tracker."""
-    dsa = dsa_module()
-    dsa.DSAIndexerLossLoggingHelper.save_loss_to_tracker(
-        loss=loss, layer_number=attention.layer_number, num_layers=attention.config.num_layers
+    """Hand this rank's share of the layer's loss to Megatron's tracker."""
+    group = attention.indexer.pg_collection.cp
+    dsa_module().DSAIndexerLossLoggingHelper.save_loss_to_tracker(
+        loss=loss,
+        layer_number=attention.layer_number,
+        num_layers=attention.config.num_layers,
+        reduce_group=group if group.size() > 1 else None,
     )
 
 
-def attach_loss(attention: Any, out: Tensor, loss: Tensor) -> Tensor:
+def attach_loss(attention: Any, operands: Operands, out: Tensor, loss: Tensor) -> Tensor:
     """``out``, through whose backward the loss gets its gradient, scaled as Megatron's own is."""
     log_loss(attention, loss)
-    dsa = dsa_module()
-    return dsa.DSAIndexerLossAutoScaler.apply(out, loss)  # type: ignore[no-any-return]
+    return AttachedLoss.apply(out, loss, rows_of_sequence(operands))  # type: ignore[no-any-return]
 
 
 def score_gradient_in_backward(
-    attention: Any, selection: Selection, backend: str
+    attention: Any, operands: Operands, selection: Selection, backend: str
 ) -> Callable[[Tensor], Tensor]:
     """What the attention's backward calls when it has summed its probabilities over heads.
 
     The loss is logged then, and its gradient gets the scale that Megatron's scaler would give it.
     """
-    dsa = dsa_module()
-    scores = selection.topk_scores.detach()
-    batch, length = scores.shape[:2]
+    scores, rows = selection.topk_scores.detach(), rows_of_sequence(operands)
 
     def score_gradient(attention_sum: Tensor) -> Tensor:
         loss, gradient = divergence_and_score_gradient(
@@ -136,13 +153,8 @@ def score_gradient_in_backward(
             tp_group=tensor_parallel_group(attention),
             backend=backend,
         )
-        weight = coefficient(attention.config)
-        log_loss(attention, loss * weight)
-        # The scaler reads the shape of the output's gradient, to turn means over tokens into sums.
-        output_gradient = torch.empty(length, batch, 0, device=scores.device)
-        context = SimpleNamespace(saved_tensors=(loss,))
-        _, scale = dsa.DSAIndexerLossAutoScaler.backward(context, output_gradient)
-        scaled: Tensor = gradient * (scale * weight)
-        return scaled
+        share = share_of_mean(attention)
+        log_loss(attention, loss * share)
+        return gradient * (gradient_of_loss(loss, rows) * share)
 
     return score_gradient

@@ -19,12 +19,14 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.features.attention.fused.attend import Operands, attend_densely
 from mindspeed_dsa.features.attention.fused.indexer import index_inputs
-from mindspeed_dsa.features.attention.fused.loss import dense_loss, log_loss
+from mindspeed_dsa.features.attention.fused.loss import dense_loss, log_loss, rows_of_sequence
 from mindspeed_dsa.features.attention.loss_gate_impl import coefficient
+from mindspeed_dsa.features.attention.loss_scale_impl import AttachedLoss
 from mindspeed_dsa.features.host import host
 
-_losses: ContextVar[list[Tensor] | None] = ContextVar("_losses", default=None)
-"""Where the running layer's attention leaves its indexer loss; None where no loss is wanted."""
+_losses: ContextVar[list[tuple[Tensor, int]] | None] = ContextVar("_losses", default=None)
+"""Where the running layer's attention leaves its indexer loss and the rows that this was divided by; None
+where no loss is wanted."""
 
 
 def freeze_all_but_indexers(original: Callable[..., None]) -> Callable[..., None]:
@@ -73,7 +75,7 @@ def layer_without_graph(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return original(self, hidden_states, *args, **kwargs)
-        losses: list[Tensor] = []
+        losses: list[tuple[Tensor, int]] = []
         token = _losses.set(losses)
         try:
             with torch.no_grad():
@@ -82,9 +84,8 @@ def layer_without_graph(original: Callable[..., Any]) -> Callable[..., Any]:
             _losses.reset(token)
         output, *rest = result if isinstance(result, tuple) else (result,)
         output = _WithoutGraph.apply(output, hidden_states)
-        dsa = host("core.transformer.experimental_attention_variant.dsa")
-        for loss in losses:
-            output = dsa.DSAIndexerLossAutoScaler.apply(output, loss)
+        for loss, rows in losses:
+            output = AttachedLoss.apply(output, loss, rows)
         return (output, *rest) if isinstance(result, tuple) else output
 
     return forward
@@ -95,7 +96,8 @@ def attention(attention: Any, operands: Operands, x: Tensor, qr: Tensor, backend
     losses = _losses.get()
     if losses is not None and coefficient(attention.config) > 0:
         with torch.enable_grad():
-            loss = dense_loss(attention, operands, index_inputs(attention.indexer, x, qr), backend)
+            inputs = index_inputs(attention.indexer, x, qr, operands.key.shape[0])
+            loss = dense_loss(attention, operands, inputs, backend)
         log_loss(attention, loss)
-        losses.append(loss)
+        losses.append((loss, rows_of_sequence(operands)))
     return attend_densely(operands, backend).out

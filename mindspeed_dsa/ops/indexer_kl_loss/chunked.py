@@ -1,0 +1,103 @@
+"""Indexer loss in plain PyTorch on any device, in chunks of rows of bounded size.
+
+What `auto` takes on a GPU for which the Triton kernels were not made.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.chunks import attention_sum as attention_sum
+from mindspeed_dsa.ops.chunks import wide
+from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient as divergence_and_gradient
+from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_of_rows
+from mindspeed_dsa.ops.precision import gradient_dtype
+
+# Bytes that the scores of the dense form's chunk may take. A constant of the algorithm, not of the machine:
+# with tensor parallelism every rank must cut its rows at the same places.
+_DENSE_BYTES = 256 << 20
+
+
+def unsupported(shape: ShapeClass) -> str | None:
+    """None: it takes every shape."""
+    return None
+
+
+def dense_loss_and_gradients(
+    index_query: Tensor,
+    index_key: Tensor,
+    index_weights: Tensor,
+    query: Tensor,
+    key: Tensor,
+    softmax_scale: float,
+    starts: Tensor,
+    ends: Tensor,
+    row_weights: Tensor,
+    tp_group: dist.ProcessGroup | None,
+    use_relu: bool,
+    with_gradients: bool,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
+    """The loss over all visible keys, and its gradients with respect to the indexer's three inputs.
+
+    Those of fp16 inputs are in fp32.
+    """
+    (batch, query_length, heads), key_length = query.shape[:3], key.shape[1]
+    # What either side is in: the sides may differ.
+    dtype, device = torch.promote_types(wide(index_query.dtype), wide(query.dtype)), query.device
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    grad_query, grad_weights = (
+        torch.zeros(x.shape, dtype=gradient_dtype(x.dtype), device=device)
+        for x in (index_query, index_weights)
+    )
+    grad_key = torch.zeros(index_key.shape, dtype=dtype, device=device)
+    position = torch.arange(key_length, device=device)
+    widest = max(heads, index_query.shape[2])
+    rows = max(1, _DENSE_BYTES // (4 * dtype.itemsize * widest * max(key_length, 1)))
+    for b in range(batch if key_length else 0):
+        main_key, keys = key[b].to(dtype), index_key[b].to(dtype)
+        for first in range(0, query_length, rows):
+            at = (b, slice(first, first + rows))
+            seen = (position >= starts[at][:, None]) & (position < ends[at][:, None])
+            target = _target(query[at].to(dtype) * softmax_scale, main_key, seen)
+            if tp_group is not None:
+                dist.all_reduce(target, group=tp_group)
+            q, w = index_query[at].to(dtype), index_weights[at].to(dtype)
+            # [rows, index_heads, keys]
+            product = torch.matmul(q, keys.t())
+            if use_relu:
+                product = product.relu_()
+            per_row, grad = divergence_of_rows(torch.bmm(w[:, None], product)[:, 0], target, seen)
+            loss += (per_row * row_weights[at]).sum(dtype=torch.float64)
+            if not with_gradients:
+                continue
+            grad *= row_weights[at][:, None]
+            grad_weights[at] = torch.bmm(product, grad[..., None])[..., 0].to(grad_weights.dtype)
+            grad_product = w[..., None] * grad[:, None]
+            if use_relu:
+                # The derivative of relu at zero is zero.
+                grad_product = grad_product.masked_fill_(product <= 0, 0)
+            grad_query[at] = torch.matmul(grad_product, keys).to(grad_query.dtype)
+            grad_key[b] += torch.mm(grad_product.flatten(0, 1).t(), q.flatten(0, 1))
+    gradients = (
+        (grad_query, grad_key.to(gradient_dtype(index_key.dtype)), grad_weights) if with_gradients else None
+    )
+    return loss.to(wide(index_query.dtype)), gradients
+
+
+def _target(query: Tensor, key: Tensor, seen: Tensor) -> Tensor:
+    """Probabilities over the visible keys, summed over heads: ``[rows, keys]``, zero where not visible.
+
+    Args:
+        query: ``[rows, heads, dim]``, scaled.
+        key: ``[keys, dim]`` or ``[keys, heads, dim]``.
+        seen: ``[rows, keys]`` bool.
+    """
+    if key.dim() == 2:
+        scores = torch.matmul(query, key.t())
+    else:
+        scores = torch.bmm(query.transpose(0, 1), key.permute(1, 2, 0)).transpose(0, 1)
+    scores = scores.masked_fill_(~seen[:, None], torch.finfo(scores.dtype).min).softmax(dim=-1)
+    return scores.sum(dim=1).masked_fill_(~seen, 0)

@@ -1,0 +1,86 @@
+"""Sparse flash attention in plain PyTorch on any device, in chunks of rows whose gathered keys are bounded.
+
+What `auto` takes on a GPU for which the Triton kernels were not made: the reference gathers the keys of all
+rows at once, 19 GB of them at 8k rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.chunks import row_chunks, wide
+
+
+def unsupported(shape: ShapeClass) -> str | None:
+    """None: it takes every shape."""
+    return None
+
+
+def forward(
+    query: Tensor,
+    key_value: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    value_dim: int,
+    return_attention_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The three parts of :class:`SparseAttentionOutput`."""
+    batch, rows, heads, _ = query.shape
+    dtype, device = wide(query.dtype), query.device
+    out = torch.empty(batch, rows, heads, value_dim, dtype=query.dtype, device=device)
+    lse = torch.empty(batch, rows, heads, dtype=dtype, device=device)
+    summed = torch.empty(topk_indices.shape, dtype=dtype, device=device) if return_attention_sum else None
+    for chunk in row_chunks(key_value, topk_indices, 3 * heads):
+        at = (chunk.batch, chunk.rows)
+        # [n, heads, topk]
+        scores = torch.bmm(query[at].to(dtype) * softmax_scale, chunk.keys.transpose(1, 2))
+        scores.masked_fill_(chunk.invalid[:, None], -torch.inf)
+        lse[at] = scores.logsumexp(dim=-1)
+        # A row without a key is 0/0 before it is masked.
+        probabilities = scores.softmax(dim=-1).masked_fill_(chunk.invalid[:, None], 0)
+        out[at] = torch.bmm(probabilities, chunk.keys[..., :value_dim]).to(query.dtype)
+        if summed is not None:
+            summed[at] = probabilities.sum(dim=1)
+    return out, lse, summed
+
+
+def backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key_value: Tensor,
+    topk_indices: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    return_attention_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of query and key_value, from the ``out`` and ``lse`` that :func:`forward` returned.
+
+    The third part is the sum of the probabilities over heads, as in :func:`forward`, or None. On a GPU the
+    gradient of the keys is added in no fixed order unless ``torch.use_deterministic_algorithms`` is on.
+    """
+    heads, dim = query.shape[2:]
+    value_dim, dtype, device = out.shape[3], wide(query.dtype), query.device
+    grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+    grad_key_value = torch.zeros(key_value.shape, dtype=dtype, device=device)
+    summed = torch.empty(topk_indices.shape, dtype=dtype, device=device) if return_attention_sum else None
+    for chunk in row_chunks(key_value, topk_indices, 4 * heads + dim):
+        at = (chunk.batch, chunk.rows)
+        scaled, grad = query[at].to(dtype) * softmax_scale, grad_out[at].to(dtype)
+        # [n, heads, topk]
+        scores = torch.bmm(scaled, chunk.keys.transpose(1, 2))
+        probabilities = scores.sub_(lse[at][..., None]).exp_().masked_fill_(chunk.invalid[:, None], 0)
+        if summed is not None:
+            summed[at] = probabilities.sum(dim=1)
+        delta = (grad * out[at]).sum(dim=-1, keepdim=True)
+        grad_scores = torch.bmm(grad, chunk.keys[..., :value_dim].transpose(1, 2))
+        grad_scores.sub_(delta).mul_(probabilities)
+        grad_query[at] = torch.bmm(grad_scores, chunk.keys).mul_(softmax_scale).to(query.dtype)
+        # [n, topk, dim]; the value is the leading part of the key
+        rows = torch.bmm(grad_scores.transpose(1, 2), scaled)
+        rows[..., :value_dim] += torch.bmm(probabilities.transpose(1, 2), grad)
+        rows.masked_fill_(chunk.invalid[..., None], 0)
+        grad_key_value[chunk.batch].index_add_(0, chunk.indices.flatten(), rows.flatten(0, 1))
+    return grad_query, grad_key_value.to(key_value.dtype), summed

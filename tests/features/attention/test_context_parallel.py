@@ -1,0 +1,102 @@
+"""Losses, positions and lengths of DSA on context parallel ranks that were given gathered keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed.pool import WorkerPool
+from tests.features.attention.cp_cases import in_order
+from tests.features.attention.job import assert_same_gradients, put_together
+
+CASES = "tests.features.attention.cp_cases"
+FUSED = {"use_fused_dsa": True}
+PER_TOKEN = {"overrides": {"calculate_per_token_loss": True}, "ddp": {"average_in_collective": False}}
+FORMS = {
+    "sparse loss": {},
+    "dense loss": {"overrides": {"dsa_indexer_use_sparse_loss": False}},
+    "loss in backward": {"switches": {**FUSED, "dsa_fuse_kl_in_backward": True}},
+    "by head": {"switches": {**FUSED, "use_dsa_absorb": False}},
+    # 12 rows on each of two ranks, 24 keys.
+    "topk above the rows": {"overrides": {"dsa_indexer_topk": 16}},
+    "all keys": {"overrides": {"dsa_indexer_topk": 24}},
+    "all keys by head": {
+        "switches": {**FUSED, "use_dsa_absorb": False},
+        "overrides": {"dsa_indexer_topk": 24},
+    },
+    "warm-up": {"switches": {"dsa_stage": "warmup"}, "only": "core_attention.indexer"},
+}
+
+
+def step(pool: WorkerPool, cp: int, form: str = "sparse loss", per_token: bool = False, **more):
+    """Gradients, which all ranks must have alike but for tensor parallel shards, and every rank's loss."""
+    arguments = {"switches": FUSED, **FORMS[form], **more}
+    if per_token:
+        overrides = {**arguments.get("overrides", {}), **PER_TOKEN["overrides"]}
+        arguments |= {**PER_TOKEN, "overrides": overrides}
+    ranks = pool.run(f"{CASES}:step", arguments.pop("ranks", cp), cp=cp, **arguments)
+    if "tp" not in more:
+        ranks = [{**rank, "split": dict.fromkeys(rank["split"])} for rank in ranks]
+    return put_together(ranks), [rank["indexer loss"] for rank in ranks]
+
+
+def same(result, expected) -> None:
+    (gradients, losses), (whole, (loss,)) = result, expected
+    assert any("indexer" in name and gradient.any() for name, gradient in whole.items())
+    assert_same_gradients(gradients, whole)
+    assert losses == pytest.approx([loss] * len(losses), rel=1e-5)
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["mean", "per token"])
+@pytest.mark.parametrize("form", FORMS)
+def test_two_ranks_have_the_gradients_and_the_loss_of_one(pool, form, per_token):
+    same(step(pool, 2, form, per_token), step(pool, 1, form, per_token))
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["mean", "per token"])
+@pytest.mark.parametrize("form", ["sparse loss", "warm-up"])
+def test_four_ranks_have_the_gradients_and_the_loss_of_one(pool, form, per_token):
+    same(step(pool, 4, form, per_token), step(pool, 1, form, per_token))
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["mean", "per token"])
+def test_beside_data_parallel_ranks(pool, per_token):
+    result = step(pool, 2, per_token=per_token, ranks=4)
+    expected, losses = step(pool, 1, per_token=per_token, ranks=2)
+    same(result, (expected, losses[:1]))
+
+
+@pytest.mark.parametrize("form", ["sparse loss", "loss in backward", "warm-up"])
+def test_per_token_loss_beside_sequence_parallel_ranks(pool, form):
+    same(step(pool, 1, form, True, ranks=2, tp=2), step(pool, 1, form, True))
+
+
+@pytest.mark.parametrize("rope_type", ["rope", "yarn"])
+@pytest.mark.parametrize("case", ["rotated", "brought_along_indexer"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_rows_are_rotated_by_their_positions_in_the_whole_sequence(pool, case, rope_type, cp):
+    (whole,) = pool.run(f"{CASES}:{case}", 1, cp=1, rope_type=rope_type)
+    ranks = pool.run(f"{CASES}:{case}", cp, cp=cp, rope_type=rope_type)
+    assert [rank["rows"].shape[0] for rank in ranks] == [24 // cp] * cp
+    torch.testing.assert_close(in_order(ranks), whole["rows"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("gathered", "switches", "message"),
+    [
+        ((), {}, "12 queries came with 12 keys on one of 2 context parallel ranks; gather the 24 keys"),
+        (("key",), {}, "the indexer has 12 keys to choose from and the attention 24"),
+        (("key", "index key"), {"use_fused_lightning_indexer": False}, "take --no-use-fused-... away"),
+    ],
+    ids=["keys", "index keys", "Megatron's indexer"],
+)
+def test_what_would_be_silently_wrong_is_refused(pool, gathered, switches, message):
+    errors = pool.run(
+        "tests.features.attention.job:error_of",
+        2,
+        case=f"{CASES}:step",
+        cp=2,
+        gathered=gathered,
+        switches={**FUSED, **switches},
+    )
+    assert all(message in error for error in errors), errors

@@ -1,0 +1,84 @@
+"""A step that fails leaves what stock's leaves, bit for bit, or an optimizer that refuses to go on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.features.memory.failure_cases import POINTS
+from tests.features.memory.training import DISTRIBUTED, PLAIN
+
+CASES = "tests.features.memory.failure_cases"
+REUSE = {"reuse_fp32_param": True}
+SWAP = {"swap_optimizer": True}
+VIRTUAL = {"virtual_optimizer": ["all"]}
+FLOAT32 = {"precision": "fp32"}
+ALL = tuple(POINTS)
+UPDATES = ALL[: ALL.index("before the copy back")]  # with float32 weights nothing is copied back
+NOTHING_WRITTEN = {"before anything"}
+_stock = {}
+
+
+def stock(pool, points, options):
+    key = (points, tuple(options.items()))
+    if key not in _stock:
+        (_stock[key],) = pool.run(f"{CASES}:after_failures", 1, points=points, **options)
+    return _stock[key]
+
+
+@pytest.mark.parametrize(
+    ("who", "switches", "points", "options", "goes_on"),
+    [
+        pytest.param("reuse-fp32-param", REUSE, ALL, PLAIN, NOTHING_WRITTEN, id="reuse, plain"),
+        pytest.param("reuse-fp32-param", REUSE, ALL, DISTRIBUTED, NOTHING_WRITTEN, id="reuse, distributed"),
+        pytest.param("swap-optimizer", SWAP, ALL, PLAIN, NOTHING_WRITTEN, id="swap, plain"),
+        pytest.param("swap-optimizer", SWAP, ALL, DISTRIBUTED, NOTHING_WRITTEN, id="swap, distributed"),
+        pytest.param("swap-optimizer", SWAP, UPDATES, FLOAT32, NOTHING_WRITTEN, id="swap, float32"),
+        pytest.param("virtual-optimizer", VIRTUAL, ALL, PLAIN, set(ALL), id="virtual, plain"),
+        pytest.param("virtual-optimizer", VIRTUAL, ALL, DISTRIBUTED, set(ALL), id="virtual, distributed"),
+        pytest.param("virtual-optimizer", VIRTUAL, UPDATES, FLOAT32, set(UPDATES), id="virtual, float32"),
+    ],
+)
+def test_after_a_failure_training_is_stocks_or_refused(pool, who, switches, points, options, goes_on):
+    off = stock(pool, points, options)
+    (on,) = pool.run(f"{CASES}:after_failures", 1, switches=switches, points=points, **options)
+    assert on["none"] == off["none"]
+    for point in points:
+        assert off[point]["raised"] == on[point]["raised"] == "OutOfLuckError", point
+        assert off[point]["refused"] == []
+        if point in goes_on:
+            assert on[point] == off[point], point
+        else:
+            assert len(on[point]["refused"]) == 2, f"{point}: a step, and what a checkpoint is made of"
+            for refusal in on[point]["refused"]:
+                assert refusal.startswith(f"{who}: a step of this optimizer failed in the middle"), point
+                assert "load a state dict into the model" in refusal
+        assert on[point]["loaded"] == off["none"], f"{point}: from a loaded state"
+    changed = {point for point in points if off[point]["loaded"] != off[point]["next"]}
+    assert changed == set(points), "what follows a failure differs from what follows a load"
+
+
+def test_a_change_of_form_that_fails_leaves_no_weights_to_go_on_with(pool):
+    for options in (PLAIN, DISTRIBUTED):
+        (found,) = pool.run(f"{CASES}:spoiled", 1, switches=REUSE, **options)
+        assert found["weights are NaN"]
+        assert found["refused"].startswith("reuse-fp32-param: a step of this optimizer failed")
+
+
+def test_weights_of_other_ranks_are_not_gone_on_with(pool):
+    """Master form lies over them, so that a failure before anything is updated loses them."""
+    for found in pool.run(f"{CASES}:others_after_failure", 2, switches=REUSE, **DISTRIBUTED):
+        assert (found["own"], found["others"]) == (False, True)
+        assert found["refused"].startswith("reuse-fp32-param: a step of this optimizer failed")
+
+
+@pytest.mark.parametrize("options", [PLAIN, DISTRIBUTED], ids=["plain", "distributed"])
+def test_kernels_that_fail_in_the_middle(pool, options):
+    """They update parameters in an order of their own, so that what they leave is not what stock leaves."""
+    kernels = "tests.features.memory.kernel_moments_cases"
+    (found,) = pool.run(f"{kernels}:after_failure", 1, switches=VIRTUAL, **options)
+    (whole,) = pool.run(f"{kernels}:train", 1, switches=VIRTUAL, steps=2, **options)
+    for refusal in found["refused"]:
+        assert refusal.startswith("virtual-optimizer: a step of this optimizer failed in the middle")
+    assert found["record"] == whole["records"][1]
+    for what in ("weights", "masters", "moments"):
+        assert found[what] == whole[what]
