@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.features.attention import job
+from tests.features.attention import cp_cases, job
 from tests.features.attention.counting import counted
 from tests.matrix import model as tiny
 
@@ -372,3 +372,17 @@ def flags() -> dict[str, Any]:
         "values": vars(once(provider)),
         "twice": vars(with_dsa_flags(once)(provider)) == vars(once(provider)),
     }
+
+
+def context_parallel_step(cp: int) -> dict[str, Any]:
+    """As :func:`tiny.one_step`, on context parallel ranks whose keys are gathered."""
+    with cp_cases.context_parallel(tiny, cp, in_config=False):
+        return tiny.one_step({"use_fused_dsa": True}, num_microbatches=2, micro_batch_size=2, cp=cp)
+
+
+def context_parallel_indexer(cp: int, rope_type: str) -> dict[str, Tensor]:
+    """A rank's rows of what the indexer projects, and where they lie in the sequence."""
+    job.start(cp=cp)
+    from mindspeed_dsa.features.attention.bring_along.dsa import core_attention_spec
+
+    return cp_cases.index_rows(core_attention_spec().submodules.indexer, tiny.config(rope_type=rope_type))

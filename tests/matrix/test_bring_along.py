@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from tests.features.attention.cp_cases import in_order
 from tests.features.attention.job import assert_same_gradients, put_together
 from tests.matrix.make_reference import CASES, FILE, summary
 
@@ -287,3 +288,18 @@ def test_flags_are_added_where_the_parser_lacks_them(pool):
         "mine": "kept",
     }
     assert result["twice"] is True
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_context_parallel_ranks_with_gathered_keys_have_the_gradients_of_one(pool, cp):
+    (expected,) = pool.run(f"{CASE}:context_parallel_step", 1, cp=1)
+    for rank in pool.run(f"{CASE}:context_parallel_step", cp, cp=cp):
+        assert_same_gradients(rank["gradients"], expected["gradients"])
+        assert rank["indexer loss"] == pytest.approx(expected["indexer loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("rope_type", ["rope", "yarn"])
+def test_index_rows_are_rotated_by_their_positions_in_the_whole_sequence(pool, rope_type):
+    (whole,) = pool.run(f"{CASE}:context_parallel_indexer", 1, cp=1, rope_type=rope_type)
+    ranks = pool.run(f"{CASE}:context_parallel_indexer", 2, cp=2, rope_type=rope_type)
+    torch.testing.assert_close(in_order(ranks), whole["rows"], rtol=1e-6, atol=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -39,18 +40,26 @@ def with_zero_gradients(output: Tensor, module: torch.nn.Module) -> Tensor:
     return _ZeroGradients.apply(output, *parameters) if parameters else output
 
 
+_without_loss: ContextVar[bool] = ContextVar("_without_loss", default=False)
+"""True while an attention layer without indexer loss runs."""
+
+
 def skip_unwanted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate ``DSAttention.forward``: its evaluation path is the path without the loss."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (self.training and torch.is_grad_enabled()) or coefficient(self.config) > 0:
+        learns = self.training and torch.is_grad_enabled()
+        if learns and coefficient(self.config) > 0:
             return original(self, *args, **kwargs)
+        mode = self.training
         self.training = False  # of this module alone; all that it decides here is whether there is a loss
+        token = _without_loss.set(True)
         try:
             output = original(self, *args, **kwargs)
         finally:
-            self.training = True
-        return with_zero_gradients(output, self.indexer)
+            _without_loss.reset(token)
+            self.training = mode
+        return with_zero_gradients(output, self.indexer) if learns else output
 
     return forward
 
@@ -69,11 +78,13 @@ def keep_indexer_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def score_without_graph(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``DSAIndexer.forward_with_scores``: only the loss needs the scores' graph."""
+    """Decorate ``DSAIndexer.forward_with_scores``: in attention, only the loss needs the scores' graph.
+
+    Whoever else asks for scores may have a use for their gradient.
+    """
 
     def forward_with_scores(self: Any, *args: Any, **kwargs: Any) -> Any:
-        wanted = self.training and coefficient(self.config) > 0
-        with torch.set_grad_enabled(torch.is_grad_enabled() and wanted):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not _without_loss.get()):
             return original(self, *args, **kwargs)
 
     return forward_with_scores

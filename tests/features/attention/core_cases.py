@@ -40,6 +40,21 @@ def one_step(
     }
 
 
+def scores_alone(mode: str, switches: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Gradients of an indexer whose scores are asked for outside of attention; there is no indexer loss."""
+    job.start(switches)
+    cfg = job.config(dsa_indexer_loss_coeff=None)
+    indexer = job.gpt_model(cfg).decoder.layers[0].self_attention.core_attention.indexer
+    indexer.train(mode == "train")
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(job.SEQUENCE, 2, cfg.hidden_size, generator=generator)
+    qr = torch.randn(job.SEQUENCE, 2, cfg.q_lora_rank, generator=generator)
+    scores, _ = indexer.forward_with_scores(x, qr)
+    if scores.requires_grad:
+        scores.sum().backward()
+    return {name: None if p.grad is None else p.grad.clone() for name, p in indexer.named_parameters()}
+
+
 def overlapped_step(coefficient: float | None, switches: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A data parallel step whose gradient reduction overlaps the backward pass."""
     return job.run(

@@ -44,16 +44,19 @@ class WholeSequence(torch.autograd.Function):
 
 @contextlib.contextmanager
 def context_parallel(
-    builder: ModuleType, cp: int, gathered: tuple[str, ...] = ("key", "index key")
-) -> Iterator:
-    """Models of ``builder`` train on ``cp`` ranks, which Megatron and the library refuse before 0.19."""
+    builder: ModuleType, cp: int, gathered: tuple[str, ...] = ("key", "index key"), in_config: bool = True
+) -> Iterator[None]:
+    """Models of ``builder`` train on ``cp`` ranks, which Megatron and the library refuse before 0.19.
+
+    Megatron's own indexer finds the number in the configuration, where the one brought along refuses it.
+    """
     from mindspeed_dsa.features.attention.fused.indexer import IndexInputs
 
     build_config, build_model, from_host = builder.config, builder.gpt_model, IndexInputs.from_host
 
     def config(**overrides: Any) -> Any:
         cfg = build_config(**overrides)
-        cfg.context_parallel_size = cp
+        cfg.context_parallel_size = cp if in_config else 1
         return cfg
 
     def gpt_model(*args: Any, **kwargs: Any) -> Any:

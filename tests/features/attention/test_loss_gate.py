@@ -61,6 +61,17 @@ def test_evaluation_with_gradients_keeps_no_graph_of_the_scores(pool):
     assert step(pool, 1.0, mode="eval")["score matrices kept"] < with_graph["score matrices kept"]
 
 
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_scores_that_others_ask_for_keep_their_gradient(pool, mode):
+    """As with Megatron's own code, bit for bit."""
+    (expected,) = pool.run(f"{CASES}:scores_alone", 1, mode=mode, switches={"dsa_loss_gate": False})
+    (found,) = pool.run(f"{CASES}:scores_alone", 1, mode=mode)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.count_nonzero(gradient) > 0, name
+        assert torch.equal(found[name], gradient), name
+
+
 @pytest.mark.parametrize("coefficient", [0.0, None, 1.0])
 def test_overlapped_gradient_reduction_completes(pool, coefficient):
     ranks = pool.run(f"{CASES}:overlapped_step", 2, coefficient=coefficient, timeout_s=60)
