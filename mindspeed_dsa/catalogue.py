@@ -1,12 +1,17 @@
-"""Everything that is declared to patch Megatron: the features, and the session's own services."""
+"""What is declared to patch Megatron: the features, and the session's own services."""
 
 from __future__ import annotations
 
 from mindspeed_dsa.declarations import Feature
-from mindspeed_dsa.features import all_features
+from mindspeed_dsa.features import all_features, built_in
 from mindspeed_dsa.integration.job import SERVICES
 
 
 def everything() -> tuple[Feature, ...]:
-    """For pages, records and checks that cover each patched symbol."""
+    """For commands that cover each patched symbol: plug-ins included."""
     return (*all_features(), *SERVICES)
+
+
+def shipped() -> tuple[Feature, ...]:
+    """What this library ships, for its pages and records, whatever else is installed."""
+    return (*built_in(), *SERVICES)

@@ -18,6 +18,8 @@ def problems(active: Sequence[Feature], settings: Settings) -> list[str]:
     names = {feature.name for feature in active}
     for feature in active:
         switch = f" (switched on by {_who(feature, settings)})"
+        if feature.distribution:
+            switch = f" (plug-in {feature.distribution}){switch}"
         requires = feature.requires
         if settings.platform not in requires.platforms:
             found.append(

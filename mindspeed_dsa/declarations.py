@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mindspeed_dsa.patches.spec import Patch
@@ -47,6 +47,12 @@ class Flag:
     def unset(self) -> Any:
         """The value when nobody sets the flag."""
         return False if self.kind == "bool" and self.default is None else self.default
+
+    def same_as(self, other: Flag) -> bool:
+        """Whether two declarations are of one flag; Megatron's own may be described in other words."""
+        if self.host and other.host:
+            return replace(self, help="") == replace(other, help="")
+        return self == other
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,9 @@ class Feature:
             all; doctor and the benchmarks count them apart from features that a user switched on.
         on_finalize: lazy ``"module:function"``; called with the feature's context right before the model
             is built, after all sites are verified.
+        supplies: of a backport: names of the features whose effect its own code has in the releases that
+            it serves; the compatibility table says so.
+        distribution: name and version of the plug-in that ships the feature; set when it is loaded.
     """
 
     name: str
@@ -114,6 +123,13 @@ class Feature:
     doc: str = ""
     platform_support: bool = False
     on_finalize: str = ""
+    supplies: tuple[str, ...] = ()
+    distribution: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name as messages print it, with the plug-in that a user may have to report to."""
+        return f"{self.name} (plug-in {self.distribution})" if self.distribution else self.name
 
     def is_active(self, settings: Any) -> bool:
         """Whether these settings switch the feature on."""

@@ -66,7 +66,7 @@ class Session:
             PatchError: a required patch cannot be applied; nothing stays patched.
         """
         claims = [
-            Claim(feature.name, patch, order, self.contexts[feature.name])
+            Claim(feature.name, patch, order, self.contexts[feature.name], feature.label)
             for order, feature in enumerate(self.features)
             for patch in feature.patches
         ]
@@ -172,7 +172,7 @@ class Session:
         """
         own = [*settings.GENERAL_FLAGS, *(flag for flag in features.all_flags() if not flag.host)]
         seen = _Arguments(args, {flag.dest: getattr(self.settings, flag.dest) for flag in own})
-        return [f"{f.name}: {text}" for f in self.features for text in f.validate(seen)]
+        return [f"{f.label}: {text}" for f in self.features for text in f.validate(seen)]
 
 
 class _Arguments:
@@ -255,7 +255,20 @@ def resolve(api: Mapping[str, Any], argv: Sequence[str]) -> tuple[Settings, list
         SettingsError: as :func:`enable`.
     """
     known = features.all_features()
-    resolved = settings.read([*settings.GENERAL_FLAGS, *features.all_flags()], api=api, argv=argv)
+    broken = features.broken_plugins()
+    resolved = settings.read(
+        [*settings.GENERAL_FLAGS, *features.all_flags()],
+        api=api,
+        argv=argv,
+        unavailable=[plugin.message for plugin in broken],
+    )
+    lost = [
+        f"{', '.join(typed)}: {plugin.message}"
+        for plugin in broken
+        if (typed := settings.mentions(argv, plugin.flags, features.all_flags()))
+    ]
+    if lost:
+        raise SettingsError(_listed("features cannot be switched on:", lost))
     resolved.platform = _platform(resolved.mindspeed_platform)
     active: list[Feature] = []
     for feature in known:
@@ -296,6 +309,8 @@ def _start(api: Mapping[str, Any], argv: Sequence[str]) -> None:
         started.log_folder = previous.log_folder
     _current = started
     _api, _argv = dict(api), tuple(argv)
+    for plugin in features.broken_plugins():
+        log.get().warning("%s", plugin.message, once=True)
     start_report.announce_platform(resolved)
 
 
@@ -330,7 +345,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     def error(message: str) -> NoReturn:
         hints = settings.near_misses(message.split(), known)
-        plain_error(message + "".join(f" ({typed}: did you mean {meant}?)" for typed, meant in hints.items()))
+        message += "".join(f" ({typed}: did you mean {meant}?)" for typed, meant in hints.items())
+        if message.startswith("unrecognized"):
+            message += "".join(f" ({plugin.message})" for plugin in features.broken_plugins())
+        plain_error(message)
 
     parser.error = error  # type: ignore[method-assign]
     return parser

@@ -94,8 +94,16 @@ def read(
     api: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
     argv: Sequence[str] = (),
+    unavailable: Sequence[str] = (),
 ) -> Settings:
     """Resolve every flag: API over environment over command line over default.
+
+    Args:
+        flags: what there is; Megatron's own flags that features read included.
+        api: values by ``dest``.
+        environ: default: the process's environment.
+        argv: the command line, with whatever else stands on it.
+        unavailable: plug-ins that could not be loaded, in words: an unknown switch may be one of theirs.
 
     Raises:
         SettingsError: an API keyword or a variable with our prefix that no flag knows, or a value
@@ -105,6 +113,7 @@ def read(
     api = dict(api or {})
     environ = os.environ if environ is None else environ
     problems = _unknown(flags, api, environ)
+    problems += unavailable if problems else ()
     from_argv, mentioned, argv_problems = _read_argv(flags, argv)
     problems += argv_problems
     values: dict[str, Setting] = {}
@@ -135,7 +144,7 @@ def unique(flags: Iterable[Flag]) -> list[Flag]:
     """
     found: dict[str, Flag] = {}
     for flag in flags:
-        if found.setdefault(flag.dest, flag) != flag:
+        if not found.setdefault(flag.dest, flag).same_as(flag):
             raise SettingsError(f"flag {flag.name} is declared twice with different meanings; rename one")
     return list(found.values())
 
@@ -149,6 +158,18 @@ def add_flags(parser: argparse.ArgumentParser, title: str, flags: Iterable[Flag]
     group = parser.add_argument_group(title)
     for flag in missing:
         _add_flag(group, flag)
+
+
+def mentions(argv: Iterable[str], flags: Iterable[Flag], known: Iterable[Flag] = ()) -> list[str]:
+    """Our own flags that stand on a command line, as they are written there; not those of ``known``."""
+    names = _own_names(flags) - _own_names(known)
+    tokens = itertools.takewhile(lambda token: token != "--", argv)
+    return [token for token in tokens if token.partition("=")[0] in names]
+
+
+def _own_names(flags: Iterable[Flag]) -> set[str]:
+    names = {name for flag in flags if not flag.host for name in (flag.name, *flag.aliases)}
+    return names | {"--no-" + name[2:] for name in names}
 
 
 def near_misses(tokens: Iterable[str], flags: Iterable[Flag], host: bool = False) -> dict[str, str]:
@@ -208,8 +229,7 @@ def _read_argv(flags: list[Flag], argv: Sequence[str]) -> tuple[dict[str, Any], 
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     tokens = [token for token in itertools.takewhile(lambda t: t != "--", argv) if token.startswith("-")]
-    own = {name for flag in flags if not flag.host for name in (flag.name, *flag.aliases)}
-    own |= {"--no-" + name[2:] for name in own}
+    own = _own_names(flags)
     mentioned = [token for token in tokens if token.partition("=")[0] in own or token in ("-h", "--help")]
     mentioned += near_misses(tokens, flags)
     try:

@@ -35,7 +35,8 @@ def run(argv: Sequence[str]) -> int:
 
 def examine(argv: Sequence[str]) -> dict[str, Any]:
     """``{versions, platform, features, sites, problems}``; patches for real, then undoes."""
-    problems = [
+    problems = [plugin.message for plugin in features.broken_plugins()]
+    problems += [
         f"{typed} is no flag that this library reads; did you mean {meant}?"
         for typed, meant in settings.near_misses(argv, features.all_flags(), host=True).items()
     ]
@@ -107,6 +108,7 @@ def _features(running: session.Session | None) -> list[dict[str, Any]]:
             "switch": feature.flags[0].name if feature.flags else None,
             "set_by": start_report.who_set(feature, running.settings) if running else "unknown",
             "summary": feature.summary,
+            "plugin": feature.distribution or None,
         }
         for feature in features.all_features()
     ]
@@ -121,7 +123,7 @@ def as_text(findings: dict[str, Any], every_site: bool = False) -> str:
     if decided:
         rows = [("feature", "state", "switch", "set by")]
         rows += [
-            (row["name"], "on" if row["on"] else "off", row["switch"] or "(automatic)", row["set_by"])
+            (_name(row), "on" if row["on"] else "off", row["switch"] or "(automatic)", row["set_by"])
             for row in decided
         ]
         lines += ["", *start_report.aligned(rows)]
@@ -147,6 +149,10 @@ def as_text(findings: dict[str, Any], every_site: bool = False) -> str:
     if not findings["problems"]:
         lines.append("no problems found")
     return "\n".join(lines)
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"{row['name']} ({row['plugin']})" if row["plugin"] else str(row["name"])
 
 
 def _remarks(site: dict[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-from mindspeed_dsa import settings
+from mindspeed_dsa import features, settings
 from mindspeed_dsa.catalogue import everything
 from mindspeed_dsa.declarations import Feature, Flag
 
@@ -34,6 +34,7 @@ def run(argv: Sequence[str]) -> int:
     else:
         close = difflib.get_close_matches(wanted, [*names, *general], n=3)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        hint += "".join(f"\n{plugin.message}" for plugin in features.broken_plugins())
         print(f"no feature or flag is called {wanted!r}{hint}", file=sys.stderr)
         return 2
     return 0
@@ -41,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
 
 def explain(feature: Feature) -> str:
     """All of a feature's declaration, in words."""
-    lines = [feature.name, f"  {feature.summary}"]
+    lines = [feature.label, f"  {feature.summary}"]
     for flag in feature.flags:
         lines += ["", *(f"  {line}" for line in _flag_lines(flag))]
     requires = feature.requires
@@ -55,7 +56,10 @@ def explain(feature: Feature) -> str:
     for patch in feature.patches:
         scope = f" (megatron-core {patch.versions})" if patch.versions else ""
         lines += [f"    {patch.kind} {patch.target}{scope}", f"      {patch.why}"]
-    lines += ["", f"  page: docs/features/{feature.doc.removesuffix('.md')}.md"] if feature.doc else []
+    if feature.doc and feature.distribution:
+        lines += ["", f"  page: {feature.doc}"]
+    elif feature.doc:
+        lines += ["", f"  page: docs/features/{feature.doc.removesuffix('.md')}.md"]
     return "\n".join(lines)
 
 

@@ -15,9 +15,11 @@ def run(argv: Sequence[str]) -> int:
         prog="python -m mindspeed_dsa features", description="Lists all features with their switches."
     ).parse_args(list(argv))
     rows = [("feature", "switch", "megatron-core", "what it does")]
-    rows += [(f.name, _switch(f), _range(f), f.summary) for f in features.all_features()]
+    rows += [(f.label, _switch(f), _range(f), f.summary) for f in features.all_features()]
     print("\n".join(start_report.aligned(rows)))
-    print("\n`python -m mindspeed_dsa explain NAME` tells more about one of them.")
+    print("\n`python -m mindspeed_dsa explain NAME` says more about one of them.")
+    for plugin in features.broken_plugins():
+        print(f"\nPROBLEM: {plugin.message}")
     return 0
 
 

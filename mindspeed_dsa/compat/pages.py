@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mindspeed_dsa.catalogue import everything
-from mindspeed_dsa.compat.records import RELEASES, Records, load
+from packaging.specifiers import Specifier, SpecifierSet
+from packaging.version import Version
+
+from mindspeed_dsa.catalogue import shipped
+from mindspeed_dsa.compat.records import RELEASES, ROOT, Records, load
 from mindspeed_dsa.compat.verdicts import Verdict, judge
 from mindspeed_dsa.declarations import Feature, Flag
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
+from mindspeed_dsa.patches.spec import Patch
+from mindspeed_dsa.versions import MEGATRON_DISTRIBUTION
 
 TABLE = "compatibility.md"
 
@@ -25,6 +30,7 @@ again; `python -m mindspeed_dsa diff PATH_OR_VERSION` does the same for a fork.
 | Word | Meaning |
 | --- | --- |
 | works | all required targets are there and take the parameters that the feature relies on |
+| by *a backport* | the feature named in the cell supplies it: the release lacks what this one acts on |
 | not needed | the release brings the change itself |
 | not in this release | the release lacks what the feature acts on |
 | not supported | the release is newer than what the feature was made for |
@@ -75,10 +81,10 @@ def stale(docs: Path) -> list[str]:
 
 def expected(docs: Path) -> tuple[dict[Path, str], list[str]]:
     """Path to the text that it should have, and the problems with pages that are written by hand."""
-    pages = {docs / TABLE: compatibility(everything(), load())}
+    pages = {docs / TABLE: compatibility(shipped(), load())}
     problems: list[str] = []
     by_page: dict[Path, list[Feature]] = {}
-    for feature in everything():
+    for feature in shipped():
         if feature.doc:
             page = docs / "features" / f"{feature.doc.removesuffix('.md')}.md"
             by_page.setdefault(page, []).append(feature)
@@ -103,13 +109,15 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def compatibility(features: Iterable[Feature], records: Records) -> str:
+def compatibility(features: Sequence[Feature], records: Records) -> str:
     """The page with one row per feature and one column per release."""
     rows = []
     remarks: dict[str, list[str]] = {}
+    links = {feature.name: _linked(feature) for feature in features}
     for feature in features:
-        verdicts = {release: judge(feature, release, records) for release in RELEASES}
-        rows.append([_linked(feature), *(verdict.word for verdict in verdicts.values())])
+        verdicts = {release: judge(feature, release, records, features) for release in RELEASES}
+        words = [f"by {links[v.backport]}" if v.backport else v.word for v in verdicts.values()]
+        rows.append([links[feature.name], *words])
         for release, verdict in verdicts.items():
             if verdict.reason:
                 remarks.setdefault(_remark(feature, verdict), []).append(release)
@@ -128,7 +136,7 @@ def patched_tables(features: Sequence[Feature]) -> str:
             [
                 f"`{patch.label}`",
                 patch.kind + ("" if patch.required else ", optional"),
-                f"`{patch.versions}`" if patch.versions else "all",
+                _releases(feature, patch),
                 patch.why,
             ]
             for patch in feature.patches
@@ -137,6 +145,34 @@ def patched_tables(features: Sequence[Feature]) -> str:
         body = _table(["Target", "How", "Megatron-core", "Why"], rows) if rows else "Nothing is patched.\n"
         parts.append(title + body)
     return "\n".join(parts)
+
+
+def _releases(feature: Feature, patch: Patch) -> str:
+    """Where the row applies: within its own range and the feature's."""
+    ours = feature.requires.versions.get(MEGATRON_DISTRIBUTION, "")
+    package = patch.module.partition(".")[0]
+    if package == ROOT:
+        both = intersection(ours, patch.versions)
+        return f"`{both}`" if both else "all"
+    return (f"`{ours}`" if ours else "all") + (f", {package} `{patch.versions}`" if patch.versions else "")
+
+
+def intersection(*ranges: str) -> str:
+    """One PEP 440 range for several; of lower and of upper bounds only the tightest is kept."""
+    specifiers = {specifier for text in ranges for specifier in SpecifierSet(text)}
+    for operators, tightest in (((">=", ">"), max), (("<", "<="), min)):
+        bounds = [specifier for specifier in specifiers if specifier.operator in operators]
+        if bounds:
+            specifiers -= set(bounds)
+            # Of equal versions the exclusive bound is the tighter one; it is the shorter operator.
+            edge = tightest(Version(specifier.version) for specifier in bounds)
+            at_edge = [s for s in bounds if Version(s.version) == edge]
+            specifiers.add(min(at_edge, key=lambda s: len(s.operator)))
+    return ",".join(map(str, sorted(specifiers, key=_lower_first)))
+
+
+def _lower_first(specifier: Specifier) -> tuple[int, str]:
+    return (0 if specifier.operator in (">=", ">", "~=", "==") else 1, str(specifier))
 
 
 def flag_table(features: Sequence[Feature]) -> str:

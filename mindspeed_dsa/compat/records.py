@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mindspeed_dsa.catalogue import everything
+from mindspeed_dsa.catalogue import shipped
 from mindspeed_dsa.declarations import Feature
 from mindspeed_dsa.patches.drift import KnownSources, TargetFacts
 from mindspeed_dsa.patches.spec import Patch
@@ -85,7 +85,7 @@ def dump(records: Records) -> str:
 
 def megatron_patches(features: Iterable[Feature] | None = None) -> Iterator[tuple[Feature, Patch]]:
     """Every patch of Megatron, with its feature."""
-    for feature in everything() if features is None else features:
+    for feature in shipped() if features is None else features:
         for patch in feature.patches:
             if patch.module.partition(".")[0] == ROOT:
                 yield feature, patch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,22 +15,32 @@ from mindspeed_dsa.patches import ranges
 from mindspeed_dsa.patches.drift import assess
 from mindspeed_dsa.versions import MEGATRON_DISTRIBUTION
 
-Word = Literal["works", "not needed", "not in this release", "not supported", "fails", "not recorded"]
+Word = Literal[
+    "works", "by backport", "not needed", "not in this release", "not supported", "fails", "not recorded"
+]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One cell of the compatibility table, with the reason where it is not plain."""
+    """One cell of the compatibility table, with the reason where it is not plain.
+
+    Attributes:
+        word: the verdict.
+        reason: what is wrong.
+        backport: the feature that has this one's effect in the release.
+    """
 
     word: Word
     reason: str = ""
+    backport: str = ""
 
 
-def judge(feature: Feature, release: str, records: Records) -> Verdict:
+def judge(feature: Feature, release: str, records: Records, others: Iterable[Feature] = ()) -> Verdict:
     """Static verdict on one feature with one release of Megatron-core.
 
-    A release below the declared ranges lacks what the feature acts on. A release above a patch's
-    range brings the change itself, and above the feature's own requirement it is not supported.
+    A release below the ranges of the patches lacks what the feature acts on, unless one of the ``others`` is
+    a backport that supplies the feature's effect there. A release above a patch's range brings the change
+    itself. Outside of the feature's own requirement it cannot be switched on at all.
     """
     required = feature.requires.versions.get(MEGATRON_DISTRIBUTION, "")
     if required and not SpecifierSet(required).contains(release, prereleases=True):
@@ -39,8 +50,12 @@ def judge(feature: Feature, release: str, records: Records) -> Verdict:
     patches = [patch for patch in feature.patches if patch.module.partition(".")[0] == ROOT]
     inside = [patch for patch in patches if not ranges.outside(patch, lambda package: release)]
     if patches and not inside and len(patches) == len(feature.patches):
-        older = all(_is_below(release, patch.versions) for patch in patches)
-        return Verdict("not in this release" if older else "not needed")
+        if not all(_is_below(release, patch.versions) for patch in patches):
+            return Verdict("not needed")
+        for other in others:
+            if feature.name in other.supplies and judge(other, release, records).word == "works":
+                return Verdict("by backport", backport=other.name)
+        return Verdict("not in this release")
     problems = []
     for patch in inside:
         facts = records.of(patch, release)

@@ -1,4 +1,8 @@
-"""The registry: every feature there is, in the order in which their wrappers stack."""
+"""The registry: every feature there is, in the order in which their wrappers stack.
+
+Built-in ones first, then those of plug-ins (entry points of the group ``mindspeed_dsa.features``, by the name
+of their distribution), then those that were registered from code.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,13 @@ from importlib import import_module
 from pkgutil import walk_packages
 
 from mindspeed_dsa.declarations import Feature, Flag
+from mindspeed_dsa.features.third_party import Plugin, read
+from mindspeed_dsa.integration.job import SERVICES
 from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.settings import GENERAL_FLAGS
+
+ENTRY_POINTS = "mindspeed_dsa.features"
+"""Group in which plug-ins declare their features."""
 
 KINDS = ("platform", "attention", "memory", "tensor_parallel", "diagnostics")
 """Folders of features. Wrappers of one target nest in this order, and within a kind by folder name; where
@@ -62,8 +72,20 @@ def unregister(name: str) -> None:
 
 
 def all_features() -> tuple[Feature, ...]:
-    """Built-in features and registered ones; imports neither torch nor Megatron."""
-    return (*built_in(), *_registered)
+    """Built-in features, those of plug-ins, and registered ones; imports neither torch nor Megatron."""
+    from_plugins = (feature for plugin in plugins() if not plugin.problem for feature in plugin.features)
+    return (*built_in(), *from_plugins, *_registered)
+
+
+@cache
+def plugins() -> tuple[Plugin, ...]:
+    """What is installed beside this library, broken plug-ins included; read once per process."""
+    return read(ENTRY_POINTS, (*built_in(), *SERVICES, *_registered), GENERAL_FLAGS)
+
+
+def broken_plugins() -> list[Plugin]:
+    """Those of which nothing can be used."""
+    return [plugin for plugin in plugins() if plugin.problem]
 
 
 @cache

@@ -30,14 +30,14 @@ def contradictions(site: Site) -> str:
     second = next((c for c in deciding if (c.patch.kind, c.patch.impl) != said), None)
     if second is not None:
         return (
-            f"{site.label} is replaced by both {first.feature} ({first.patch.impl}) and "
-            f"{second.feature} ({second.patch.impl}); switch one of the two off"
+            f"{site.label} is replaced by both {first.who} ({first.patch.impl}) and "
+            f"{second.who} ({second.patch.impl}); switch one of the two off"
         )
-    wrapping = [claim.feature for claim in site.claims if claim.patch.kind == "wrap"]
+    wrapping = [claim.who for claim in site.claims if claim.patch.kind == "wrap"]
     if wrapping and first.patch.kind != "replace":
         return (
             f"{site.label} is wrapped by {', '.join(wrapping)} and set as a {first.patch.kind} by "
-            f"{first.feature}; switch one of the two off, or declare the {first.patch.kind} as a replacement"
+            f"{first.who}; switch one of the two off, or declare the {first.patch.kind} as a replacement"
         )
     return ""
 
@@ -61,7 +61,4 @@ def clash(site: Site, places: Mapping[Any, Site]) -> str:
     other = next((places[place] for place in wanted if place in places), None)
     if other is None:
         return ""
-    return (
-        f"it is the same object as {other.label}, which {', '.join(other.features)} patches; "
-        "both rows must name it alike"
-    )
+    return f"it is the same object as {other.label}, which {other.who} patches; both rows must name it alike"

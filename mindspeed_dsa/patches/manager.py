@@ -97,7 +97,7 @@ class PatchManager:
         for site in self._in_state("planned"):
             found = self._check_site(site, places)
             if found and site.required:
-                problems += [f"{', '.join(site.features)}: {text}" for text in found]
+                problems += [f"{site.who}: {text}" for text in found]
             elif found and hooks.is_loaded(site.patch.module):
                 site.state, site.reason = "skipped", "; ".join(found)
             elif found:  # may still come: sys.path can grow; the hook looks again
@@ -379,7 +379,7 @@ def _know_nothing(patch: Patch) -> tuple[list[str], list[str]]:
 
 
 def _words(site: Site) -> str:
-    return f"{', '.join(site.features)}: {site.label}: {site.reason}"
+    return f"{site.who}: {site.label}: {site.reason}"
 
 
 def _listed(holders: list[str]) -> str:

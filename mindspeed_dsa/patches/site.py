@@ -77,6 +77,11 @@ class Site:
         return list(dict.fromkeys(claim.feature for claim in self.claims))
 
     @property
+    def who(self) -> str:
+        """The features as messages name them."""
+        return ", ".join(dict.fromkeys(claim.who for claim in self.claims))
+
+    @property
     def required(self) -> bool:
         """Whether any feature cannot do without it."""
         return any(claim.patch.required for claim in self.claims)

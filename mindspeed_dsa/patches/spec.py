@@ -112,10 +112,17 @@ def _rooted(dotted: str, root: str) -> str:
 class Claim:
     """A patch together with the feature that asks for it and that feature's place in the order.
 
-    ``context`` is opaque to the engine: implementations that take one are composed with it.
+    ``context`` is opaque to the engine: implementations that take one are composed with it. ``label`` is the
+    feature as messages name it, by default its name.
     """
 
     feature: str
     patch: Patch
     order: int = 0
     context: Any = None
+    label: str = ""
+
+    @property
+    def who(self) -> str:
+        """For messages."""
+        return self.label or self.feature
