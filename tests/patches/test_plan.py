@@ -91,6 +91,31 @@ def test_two_features_may_agree_on_one_replacement(house):
     assert manager.report()[0].features == ["f0", "f1"]
 
 
+@pytest.mark.parametrize(
+    ("impl", "contexts", "expected"),
+    [
+        ("mark_a", ("left", "right"), "a(swept)"),
+        ("mark_with_context", ("same", "same"), "same(swept)"),
+        ("mark_with_context", ("left", "right"), "right(left(swept))"),
+    ],
+)
+def test_two_features_that_claim_one_decorator_get_it_once(house, impl, contexts, expected):
+    """Unless it takes a context and theirs differ: then it is two decorators."""
+    source = (house.folder / "house_impl.py").read_text()
+    source += "\ndef mark_with_context(original, context): return mark(context)(original)\n"
+    house.write({"house_impl.py": source})
+    manager = PatchManager()
+    house.managers.append(manager)
+    row = patch("core:Room.sweep", impl=f"house_impl:{impl}")
+    manager.plan(Claim(f"f{i}", row, i, context) for i, context in enumerate(contexts))
+    manager.check()
+    manager.arm()
+    assert load("house.core").Room().sweep() == expected
+    (site,) = manager.report()
+    assert site.stack == [f"house_impl:{impl}"]
+    assert site.features == ["f0", "f1"]
+
+
 @pytest.mark.parametrize("imported_first", [True, False])
 @pytest.mark.parametrize(
     "second",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 
 import mindspeed_dsa
+from mindspeed_dsa import session
 from tests.features.diagnostics import loop
 
 KEYS = {
@@ -73,6 +75,36 @@ def test_a_second_job_appends(megatron, tmp_path):
             training.train(2)
     training.train(2)  # off again: nothing is written
     assert [record["step"] for record in records(file)] == [1, 2, 1, 2]
+
+
+def test_two_megatrons_in_one_process_are_recorded_apart(megatron, tmp_path):
+    """Steps of both run at the same time, each with figures of its own."""
+    loop.write(tmp_path, root="other_megatron")
+    sessions, jobs = [], []
+    try:
+        for root in (megatron, "other_megatron"):
+            file = tmp_path / f"{root}.jsonl"
+            started = session.Session(
+                *session.resolve({"megatron_root": root, "step_metrics_file": str(file)}, [])
+            )
+            started.arm()
+            sessions.append(started)
+            jobs.append(import_module(f"{root}.training.training"))
+        figures = [job.train_step(None, step) for step, job in enumerate(jobs, 1)]
+        for job, samples in zip(jobs, (4, 8), strict=True):
+            job.get_args().consumed_train_samples += samples
+        for job, (losses, grad_norm) in zip(jobs, figures, strict=True):
+            job.training_log(losses, {}, 1e-3, 1, 1.0, None, 0, grad_norm)
+    finally:
+        for each in sessions:
+            each.undo()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "other_megatron"]:
+            del sys.modules[name]
+    first, second = (records(tmp_path / f"{root}.jsonl") for root in (megatron, "other_megatron"))
+    assert [(r["lm_loss"], r["indexer_loss"], r["grad_norm"]) for r in first] == [(4.0, 0.25, 0.25)]
+    assert [(r["lm_loss"], r["indexer_loss"], r["grad_norm"]) for r in second] == [(3.0, 0.5, 0.5)]
+    for found, samples in ((first, 4), (second, 8)):
+        assert found[0]["tokens_per_s"] * found[0]["step_time_s"] == pytest.approx(samples * 32)
 
 
 def test_a_job_without_megatrons_loop_is_refused(megatron, tmp_path):

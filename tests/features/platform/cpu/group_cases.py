@@ -65,6 +65,20 @@ def without_a_list() -> list[tuple[int, int]]:
     return found
 
 
+def of_two_megatrons() -> tuple[float, list[bool]]:
+    """A sum over the second Megatron's group after the first one's are destroyed; which groups are left."""
+    from mindspeed_dsa.features.platform.cpu.process_groups import destroy_groups, remember_group
+
+    first, second = (contexts.context("cpu-platform", root=root) for root in ("megatron", "corp_megatron"))
+    groups = [remember_group(dist.new_group, context)([0, 1]) for context in (first, second)]
+    destroy_groups(lambda: None, first)()
+    number = torch.ones(())
+    dist.all_reduce(number, group=groups[1])
+    left = [group in distributed_c10d._world.pg_map for group in groups]
+    dist.destroy_process_group(groups[1])
+    return number.item(), left
+
+
 def set_up_at_different_times() -> tuple[float, float]:
     """When this rank had made all its groups, the second one being slow, and when it came back."""
     from megatron.core import parallel_state

@@ -30,6 +30,10 @@ def test_a_release_that_keeps_no_list_of_its_groups(pool):
         assert len({threads for threads, _ in left}) == 1, left
 
 
+def test_groups_of_another_megatron_survive(pool):
+    assert pool.run(f"{CASES}:of_two_megatrons", 2) == [(2.0, [False, True])] * 2
+
+
 def test_nobody_comes_back_while_others_still_connect(pool):
     """A rank that destroyed its groups at once would cut off the others."""
     found = pool.run(f"{CASES}:set_up_at_different_times", 2)
