@@ -1,4 +1,4 @@
-"""Requirements and conflicts of the features that are on, all told at once."""
+"""Requirements and conflicts of the features that are on, all reported at once."""
 
 from __future__ import annotations
 

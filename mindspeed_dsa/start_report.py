@@ -1,4 +1,4 @@
-"""What a run says of us when it starts: one line for the platform, one table, one JSON file."""
+"""What a run reports when it starts: one line for the platform, one table, one JSON file."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_dsa import versions
+from mindspeed_dsa import log, versions
 from mindspeed_dsa.declarations import Feature
 from mindspeed_dsa.patches import SiteReport
-from mindspeed_dsa.say import is_first_rank, say, say_once
 from mindspeed_dsa.settings import Settings
 
 REPORT_FILE = "mindspeed_dsa.json"
+
+_log = log.get()
 
 
 def warn_of_near_misses(found: Mapping[str, str]) -> None:
     """One line for each flag that is nearly one of ours."""
     for typed, meant in found.items():
-        say(f"{typed} is no flag of ours and switches nothing on; did you mean {meant}?")
+        _log.warning("%s is no flag of mindspeed_dsa and has no effect; did you mean %s?", typed, meant)
 
 
 def announce_platform(settings: Settings) -> None:
-    """Say once that the CPU stands in for an accelerator."""
+    """Report once that Megatron runs on the CPU in place of an accelerator."""
     if settings.platform == "cpu":
-        say_once("no accelerator in use, Megatron runs on the CPU platform (gloo)")
+        _log.info("no accelerator in use, Megatron runs on the CPU platform (gloo)", once=True)
 
 
 def publish(
     settings: Settings, features: Sequence[Feature], sites: Sequence[SiteReport], folder: str | None
 ) -> None:
     """On rank 0: print the table, and write the same as JSON into ``folder``, if there is one."""
-    if not is_first_rank():
+    if not log.is_first_rank():
         return
     print(table(settings, features, sites), file=sys.stderr, flush=True)
     if folder:
@@ -43,7 +44,7 @@ def publish(
             path.mkdir(parents=True, exist_ok=True)
             (path / REPORT_FILE).write_text(text + "\n", encoding="utf-8")
         except OSError as error:  # a record is not worth a run that is ready to train
-            say(f"{REPORT_FILE} cannot be written to {folder}: {error}")
+            _log.warning("%s cannot be written to %s: %s", REPORT_FILE, folder, error)
 
 
 def table(settings: Settings, features: Sequence[Feature], sites: Sequence[SiteReport]) -> str:
