@@ -11,7 +11,7 @@ from packaging.version import Version
 
 from mindspeed_dsa.compat.records import ROOT, Records
 from mindspeed_dsa.declarations import Feature
-from mindspeed_dsa.patches import ranges
+from mindspeed_dsa.patches import version_ranges
 from mindspeed_dsa.patches.drift import assess
 from mindspeed_dsa.versions import MEGATRON_DISTRIBUTION
 
@@ -48,7 +48,7 @@ def judge(feature: Feature, release: str, records: Records, others: Iterable[Fea
             return Verdict("not in this release")
         return Verdict("not supported", f"it needs Megatron-core {required}")
     patches = [patch for patch in feature.patches if patch.module.partition(".")[0] == ROOT]
-    inside = [patch for patch in patches if not ranges.outside(patch, lambda package: release)]
+    inside = [patch for patch in patches if not version_ranges.outside(patch, lambda package: release)]
     if patches and not inside and len(patches) == len(feature.patches):
         if not all(_is_below(release, patch.versions) for patch in patches):
             return Verdict("not needed")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mindspeed_dsa.patches import ranges
+from mindspeed_dsa.patches import version_ranges
 from mindspeed_dsa.patches.fingerprint import fingerprint
 from mindspeed_dsa.patches.resolve import Found, Resolver
 from mindspeed_dsa.patches.source_tree import SourceTree
@@ -137,7 +137,7 @@ class Checker:
 
     def check(self, patch: Patch) -> list[Finding]:
         """Everything to say about the patch; an empty list if all is well."""
-        reason = ranges.outside(patch, self._version_of)
+        reason = version_ranges.outside(patch, self._version_of)
         if reason:
             return [Finding("out-of-range", reason)]
         facts = self.inspect(patch)

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from mindspeed_dsa import log
-from mindspeed_dsa.patches import compiled, hooks, ranges, stale
+from mindspeed_dsa.patches import compiled, hooks, stale, version_ranges
 from mindspeed_dsa.patches.conflicts import clash, contradictions, group, places_of
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, PatchError
 from mindspeed_dsa.patches.report import SiteReport, describe
@@ -79,7 +79,7 @@ class PatchManager:
             inside, outside = [], []
             for claim in claims:
                 rooted = replace(claim, patch=claim.patch.under_root(self._root))
-                reason = ranges.outside(rooted.patch, self._version_of)
+                reason = version_ranges.outside(rooted.patch, self._version_of)
                 if reason:
                     outside.append(Site([rooted], state="skipped", reason=reason))
                 else:

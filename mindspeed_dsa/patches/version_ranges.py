@@ -9,7 +9,7 @@ from mindspeed_dsa.patches.spec import Patch
 
 
 def outside(patch: Patch, version_of: Callable[[str], str | None]) -> str:
-    """Why the patch does not apply to this release; empty if it does, or if nobody can tell.
+    """Why the patch does not apply to this release; empty if it does, or if that is unknown.
 
     A version that is unknown, or no version by PEP 440 (a fork's commit id), is never outside.
 
