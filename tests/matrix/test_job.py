@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("switch", ["--use-fused-dsa", "--dsa-bring-along"])
+@pytest.mark.parametrize("switch", ["--use-fused-dsa", "--dsa-backport"])
 def test_the_example_job_trains(tmp_path, switch):
     command = [
         sys.executable,
