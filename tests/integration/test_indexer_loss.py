@@ -33,7 +33,7 @@ def test_without_a_sum_nothing_is_kept() -> None:
 
 
 def test_the_feature_that_keeps_it_need_not_be_the_one_that_takes_it() -> None:
-    """A backport's own tracker keeps it for whoever records steps of that Megatron, and of no other."""
+    """A backport's own tracker keeps it for the recorder of that Megatron's steps, and of no other's."""
     keep_step_loss(track_indexer_metrics, context("dsa-backport"))(0.5, total_loss_dict={})
     keep_step_loss(track_indexer_metrics, context("dsa-backport", root="corp_megatron"))(
         2.0, total_loss_dict={}
