@@ -24,7 +24,9 @@ def skip_unwanted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         mode = self.training
         self.training = False  # of this module alone; all that it decides here is whether there is a loss
-        token = _without_loss.set(True)
+        # Under no_grad there is no graph to spare, and who asks for one inside, as the warm-up stage does,
+        # has a use for it.
+        token = _without_loss.set(torch.is_grad_enabled())
         try:
             output = original(self, *args, **kwargs)
         finally:
