@@ -24,9 +24,9 @@ KINDS = ("platform", "attention", "memory", "tensor_parallel", "diagnostics")
 another nesting is meant, the rows say it with ``priority``."""
 
 _DECLARATIONS: tuple[str, ...] = (
-    "platform.cpu",
-    "platform.p2p_ordering",
-    "platform.optimizer_resume",
+    "platform.cpu.feature",
+    "platform.p2p_ordering.feature",
+    "platform.optimizer_resume.feature",
     "attention.spec_dispatch",
     "attention.local_provider",
     "attention.hadamard",
@@ -47,8 +47,8 @@ _DECLARATIONS: tuple[str, ...] = (
     "memory.recompute",
     "memory.swap_attention",
     "tensor_parallel.overlap.feature",
-    "training.metrics",
-    "training.initial_weights",
+    "diagnostics.step_metrics.feature",
+    "diagnostics.initial_weights.feature",
 )
 
 _registered: list[Feature] = []
@@ -93,14 +93,18 @@ def built_in() -> tuple[Feature, ...]:
     """What the ``feature.py`` below the folders of :data:`KINDS` declare as ``FEATURE`` or ``FEATURES``."""
     found: list[Feature] = []
     for name in _DECLARATIONS:
-        found += import_module(f"{__name__}.{name}").FEATURES
+        found += _declared(f"{__name__}.{name}")
     for kind in KINDS[:0]:
         package = import_module(f"{__name__}.{kind}")
         names = [m.name for m in walk_packages(package.__path__, f"{package.__name__}.")]
         for name in sorted(name for name in names if name.endswith(".feature")):
-            module = import_module(name)
-            found += module.FEATURES if hasattr(module, "FEATURES") else (module.FEATURE,)
+            found += _declared(name)
     return tuple(found)
+
+
+def _declared(name: str) -> tuple[Feature, ...]:
+    module = import_module(name)
+    return tuple(module.FEATURES) if hasattr(module, "FEATURES") else (module.FEATURE,)
 
 
 def all_flags() -> list[Flag]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.util import find_spec
 from typing import Any, get_args
 
+from mindspeed_dsa import log
 from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.platforms import host_pool
 from mindspeed_dsa.platforms.base import Event, MemoryFigures, Platform, PlatformName, Stream
 from mindspeed_dsa.platforms.cpu import CpuPlatform
 from mindspeed_dsa.platforms.cuda import CudaPlatform
@@ -70,12 +71,12 @@ def detect(requested: str = "auto") -> str:
 
 
 def _npu_answers() -> bool:
-    """Whether an NPU is there; a torch_npu that cannot be loaded is told of, never passed over."""
+    """Whether an NPU is there; a torch_npu that cannot be loaded is reported, never skipped silently."""
     try:
         return _PLATFORMS["npu"].is_available()
     except SettingsError as error:
         # On every rank: another node's NPUs may be well.
-        print(f"mindspeed_dsa: {error}; going on without the NPU", file=sys.stderr, flush=True)
+        log.get().warning("%s; going on without the NPU", error, ranks="all")
         return False
 
 
@@ -100,6 +101,9 @@ def prepare(name: str, needed: bool = True) -> Platform:
 def current() -> Platform:
     """The platform chosen by :func:`prepare`, else the detected one."""
     return _current if _current is not None else get(detect())
+
+
+host_pool.pin_with(current)
 
 
 def describe(name: str) -> dict[str, Any]:

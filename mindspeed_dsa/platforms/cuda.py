@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.platforms.base import Event, MemoryFigures, Platform, PlatformName, Stream
 from mindspeed_dsa.platforms.host_pages import RegisteredPages, tensor_on
+from mindspeed_dsa.platforms.host_pool import shared
 
 if TYPE_CHECKING:
     import torch
@@ -103,9 +104,7 @@ class CudaPlatform(Platform):
         """Pinned memory of the pool: with unified addressing its pointer is valid on the device, too."""
         import torch
 
-        from mindspeed_dsa.platforms import host_pool
-
-        memory = host_pool.shared.keep(numel * dtype.itemsize, owner)
+        memory = shared.keep(numel * dtype.itemsize, owner)
         mapped = torch.as_tensor(_OnDevice(memory), device=self.device)
         if mapped.data_ptr() == memory.data_ptr():  # else it is a copy
             memory[-1] = 0
@@ -115,7 +114,7 @@ class CudaPlatform(Platform):
                 return mapped.view(dtype)
         raise SettingsError(
             f"platform {self.name}: {self.device_name()} does not address pinned memory of the host by the "
-            "host's pointers; leave out --virtual-optimizer"
+            "host's pointers; omit --virtual-optimizer"
         )
 
     def memory(self) -> MemoryFigures:

@@ -11,13 +11,13 @@ import os
 import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mindspeed_dsa import platforms
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.platforms.base import Event
-from mindspeed_dsa.platforms.cpu import host_memory_free
+from mindspeed_dsa.platforms.base import Event, Platform
+from mindspeed_dsa.platforms.host_memory import host_memory_free
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 _SMALLEST = 4096  # a page
 _STEPS = 4  # size classes between a power of two and the next: at most a fifth of a buffer is unused
 _free_at_start = host_memory_free()  # processes import this while they start, before any takes its share
+_platform: Callable[[], Platform]
+"""Returns the platform that pins the memory."""
+
+
+def pin_with(platform: Callable[[], Platform]) -> None:
+    """Pin memory by what ``platform`` returns at that time; platforms themselves take from the pool."""
+    global _platform
+    _platform = platform
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class HostPool:
                 held = f"host pool, beside the {self._held / 2**30:.2f} GiB that it holds"
                 # The other processes hold theirs already, or ask for themselves when they grow.
                 require_host_memory(size, held, remedy, processes=1)
-                whole = platforms.current().empty_pinned((size,), torch.uint8)
+                whole = _platform().empty_pinned((size,), torch.uint8)
                 self._addresses.add(whole.untyped_storage().data_ptr())
                 self._held += _pinned(whole)
                 self._peak = max(self._peak, self._held)
@@ -112,7 +120,7 @@ class HostPool:
 
         Args:
             nbytes: how many.
-            owner: outlives every use of the bytes that the pool's figures should tell of.
+            owner: outlives every use of the bytes that the pool's figures should count.
 
         Returns:
             uint8, shape ``[nbytes]``.
@@ -133,14 +141,14 @@ class HostPool:
             return HostFigures(self._in_use, self._held, self._peak)
 
     def release_kept(self) -> None:
-        """Give memory that nobody uses back to the system."""
+        """Give unused memory back to the system."""
         with self._lock:
             self._collect()
             for whole in (each for kept in self._kept.values() for each in kept):
                 self._addresses.discard(whole.untyped_storage().data_ptr())
                 self._held -= _pinned(whole)
             self._kept.clear()
-        platforms.current().release_pinned()
+        _platform().release_pinned()
 
     def _take_back(self, whole: torch.Tensor, after: Event | None) -> None:
         with self._lock:
@@ -183,7 +191,7 @@ def _pinned(tensor: torch.Tensor) -> int:
 
 
 def local_processes() -> int:
-    """Processes of the job on this host, as torchrun tells them; one where nobody does."""
+    """Processes of the job on this host, as torchrun sets it; one without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _INSTALL = "install the torch_npu release that matches your torch (pip install torch_npu==<torch version>)"
 _CANN = (
-    "install the CANN toolkit and source its set_env.sh (it puts libascendcl.so and its fellows on "
+    "install the CANN toolkit and source its set_env.sh (it puts CANN's libraries on "
     "LD_LIBRARY_PATH), and check the driver with npu-smi info"
 )
 

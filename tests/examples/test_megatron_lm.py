@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.features.training import loop
+from tests.features.diagnostics import loop
 
 RECIPE = Path(__file__).parents[2] / "examples" / "megatron_lm"
 LAUNCHER = RECIPE / "run_megatron.py"

@@ -12,7 +12,7 @@ import torch
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.platforms.cpu import CpuPlatform
+from mindspeed_dsa.platforms import host_memory
 
 MIB = 1 << 20
 
@@ -86,8 +86,7 @@ def test_the_peak_starts_again(cpu):
 
 
 def test_figures_without_a_proc_file_system_are_an_upper_bound(cpu, monkeypatch):
-    module = sys.modules[CpuPlatform.__module__]
-    monkeypatch.setattr(module, "_kilobytes", lambda path, key: None)
+    monkeypatch.setattr(host_memory, "_kilobytes", lambda path, key: None)
     memory = cpu.memory()
     assert memory.current == memory.peak > 10 * MIB
     assert 0 < memory.free < memory.total

@@ -1,0 +1,1 @@
+"""Redirections without which Megatron does not run on a platform."""

@@ -1,0 +1,1 @@
+"""Logs how unevenly Megatron's MoE routers load their experts."""

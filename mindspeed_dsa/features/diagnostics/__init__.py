@@ -1,0 +1,1 @@
+"""Records of what a job computes; none of them changes it."""

@@ -1,0 +1,1 @@
+"""Digests of the weights before the first step."""

@@ -1,0 +1,81 @@
+"""Digests of a model's parameters, written when the first schedule starts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_dsa.context import Context
+from mindspeed_dsa.features.diagnostics.initial_weights.options import Options
+
+_written: set[Path] = set()
+"""Files of this process that are done. Not the session's: switching on another feature in the middle of
+training starts a new session, but the weights are no longer the first step's."""
+
+
+def write_before_first_step(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``get_forward_backward_func``: the schedule it returns first writes the digests, once."""
+
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+        schedule = original(*args, **kwargs)
+        file = context.options.folder / f"weights-rank{_rank():05d}.json"
+        if file in _written:
+            return schedule
+
+        def schedule_with_digest(*args: Any, **kwargs: Any) -> Any:
+            if file not in _written and "model" in kwargs:
+                _written.add(file)
+                write(file, kwargs["model"])
+            return schedule(*args, **kwargs)
+
+        return schedule_with_digest
+
+    return get_forward_backward_func
+
+
+def write(file: Path, model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
+    """Write ``{"rank", "world_size", "parameters": {name: {"sha256", "dtype", "shape"}}}``.
+
+    Args:
+        file: its folder is created.
+        model: one module, or this rank's chunks of an interleaved pipeline.
+    """
+    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+    found = {}
+    for index, chunk in enumerate(chunks):
+        prefix = f"chunk{index}." if len(chunks) > 1 else ""
+        for name, parameter in chunk.named_parameters():
+            found[prefix + plain_name(name)] = digest(parameter)
+    content = {"rank": _rank(), "world_size": _world_size(), "parameters": found}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the wrappers around the model, which features may change."""
+    while name.startswith("module."):
+        name = name[len("module.") :]
+    return name
+
+
+def digest(parameter: torch.Tensor) -> dict[str, Any]:
+    """SHA-256 over the bytes of this rank's part of a parameter, with its type and shape."""
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    values = local.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    sha256 = hashlib.sha256(values).hexdigest()
+    return {"sha256": sha256, "dtype": str(local.dtype).removeprefix("torch."), "shape": list(local.shape)}
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))

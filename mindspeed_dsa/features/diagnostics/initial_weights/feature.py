@@ -1,0 +1,31 @@
+"""Proof that two jobs start from the same weights: a digest of every parameter before the first step."""
+
+from __future__ import annotations
+
+from mindspeed_dsa.declarations import Feature, Flag
+from mindspeed_dsa.features.diagnostics.initial_weights.options import Options
+from mindspeed_dsa.patches.spec import Patch
+
+FEATURE = Feature(
+    name="initial-weights",
+    summary="Writes a digest of every parameter, as the first step finds it, to one JSON file per rank.",
+    flags=(
+        Flag(
+            "--initial-weights-dir",
+            "Write SHA-256 digests of all parameters, taken right before the first forward pass, to "
+            "DIR/weights-rank00000.json and so on.",
+            kind="value",
+            metavar="DIR",
+        ),
+    ),
+    patches=(
+        Patch(
+            "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+            "wrap",
+            "mindspeed_dsa.features.diagnostics.initial_weights.digests:write_before_first_step",
+            "every training loop gets its schedule here, and hands it the model",
+        ),
+    ),
+    options=Options.of,
+    doc="initial-weights.md",
+)

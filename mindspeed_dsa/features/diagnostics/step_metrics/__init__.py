@@ -1,0 +1,1 @@
+"""Figures of each step of Megatron-LM's training loop."""

@@ -1,0 +1,123 @@
+"""One record per step of ``megatron.training.training.train``.
+
+A step lasts from its ``train_step`` to the moment its loss is a number on the host; evaluation,
+checkpoints and Megatron's own logging lie outside.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_dsa import platforms
+from mindspeed_dsa.context import Context
+from mindspeed_dsa.features.diagnostics.step_metrics.options import Options
+from mindspeed_dsa.integration import indexer_loss
+
+
+class _Step:
+    """What is known of the step that runs."""
+
+    def __init__(self) -> None:
+        self.begin = 0.0
+        self.samples_before = 0
+
+
+_steps: WeakKeyDictionary[Context[Options], _Step] = WeakKeyDictionary()
+
+
+def _step_of(context: Context[Options]) -> _Step:
+    return _steps.setdefault(context, _Step())
+
+
+def time_step(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``train_step``: note clock and consumed samples."""
+    step = _step_of(context)
+
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        step.samples_before = _job_args(context).consumed_train_samples
+        indexer_loss.take_step_loss(context.megatron)  # of a step that failed
+        platforms.current().synchronize()
+        step.begin = time.perf_counter()
+        return original(*args, **kwargs)
+
+    return train_step
+
+
+def record_step(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``training_log``: write the step's record once Megatron has logged it."""
+    step = _step_of(context)
+
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        # Parameters moved between releases; names did not. The composed function carries the original's
+        # signature, whatever else wraps it.
+        signature = inspect.signature(context.megatron("training.training").training_log)
+        given = signature.bind(*args, **kwargs).arguments
+        lm_loss = _lm_loss(given["loss_dict"])
+        platforms.current().synchronize()
+        seconds = time.perf_counter() - step.begin
+        result = original(*args, **kwargs)
+        peak = _largest_over_ranks(platforms.current().memory().peak)
+        of_indexer = indexer_loss.take_step_loss(context.megatron)
+        if _is_last_rank():
+            job = _job_args(context)
+            tokens = (job.consumed_train_samples - step.samples_before) * job.seq_length
+            grad_norm = given["grad_norm"]
+            _append(
+                context.options.file,
+                {
+                    "step": int(given["iteration"]),
+                    "lm_loss": lm_loss,
+                    "indexer_loss": None if of_indexer is None else float(of_indexer),
+                    "grad_norm": None if grad_norm is None else float(grad_norm),
+                    "tokens_per_s": tokens / seconds,
+                    "step_time_s": seconds,
+                    "peak_memory_bytes": peak,
+                },
+            )
+        return result
+
+    return training_log
+
+
+def _lm_loss(losses: Mapping[str, Any]) -> float | None:
+    """Language model loss in nats per token; known to the last pipeline stage only.
+
+    Args:
+        losses: means over the global batch by name; a loop with a single loss may name it as it likes.
+    """
+    if "lm loss" in losses:
+        return float(losses["lm loss"])
+    return float(next(iter(losses.values()))) if len(losses) == 1 else None
+
+
+def _append(file: Path, record: Mapping[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(record) + "\n")
+
+
+def _largest_over_ranks(value: int) -> int:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    # Exact: float64 holds integers up to 2**53.
+    largest = torch.tensor(float(value), dtype=torch.float64, device=platforms.current().device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)
+
+
+def _is_last_rank() -> bool:
+    """The last rank belongs to the last pipeline stage in every order of the parallel groups."""
+    return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+
+
+def _job_args(context: Context[Options]) -> Any:
+    return context.megatron("training.global_vars").get_args()

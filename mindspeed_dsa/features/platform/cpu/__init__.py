@@ -1,0 +1,1 @@
+"""Redirections that let Megatron train on a CPU."""

@@ -1,0 +1,249 @@
+"""Stock Megatron on a machine without an accelerator: what it asks of ``torch.cuda``, the host answers.
+
+``torch.cuda.is_available()`` stays as it is (false), so that torch itself, torch.compile, DataLoader
+and checkpointing behave as on any CPU build; Megatron is permitted to run by its own ``allow_no_cuda``.
+Only names that Megatron-core or Megatron-LM's training loop uses are redirected.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed_dsa.declarations import Feature
+from mindspeed_dsa.patches.spec import Kind, Patch
+from mindspeed_dsa.settings import PLATFORM
+
+_TORCH = "mindspeed_dsa.features.platform.cpu.torch_functions"
+_GROUPS = "mindspeed_dsa.features.platform.cpu.process_groups"
+_MEGATRON = "mindspeed_dsa.features.platform.cpu.megatron_functions"
+
+_CUDA: tuple[tuple[str, Kind, str, str], ...] = (
+    # target below torch.cuda, kind, implementation, why
+    (":current_device", "replace", "current_device", "tensors made on the current device are CPU tensors"),
+    (":device_count", "replace", "device_count", "Megatron builds its groups and seeds only if there is one"),
+    (":set_device", "replace", "set_device", "there is one device to choose"),
+    (":synchronize", "replace", "synchronize", "host work is done when a call returns"),
+    (":get_device_capability", "replace", "get_device_capability", "no CUDA architecture: (0, 0)"),
+    (":device_memory_used", "replace", "device_memory_used", "memory in use on the host"),
+    (".memory:memory_allocated", "replace", "memory_current", "resident set of the process"),
+    (".memory:memory_reserved", "replace", "memory_current", "resident set of the process"),
+    (".memory:max_memory_allocated", "replace", "memory_peak", "peak resident set of the process"),
+    (".memory:max_memory_reserved", "replace", "memory_peak", "peak resident set of the process"),
+    (".memory:reset_peak_memory_stats", "replace", "reset_peak", "the peak resident set starts again"),
+    (".memory:memory_stats", "replace", "memory_stats", "the same figures under the allocator's keys"),
+    (".memory:mem_get_info", "replace", "mem_get_info", "free and total memory of the host"),
+    (".streams:Stream", "value", "CpuStream", "streams are inert, there is no queue"),
+    (".streams:Event", "value", "CpuEvent", "events are inert and read the host clock"),
+    (":stream", "replace", "stream", "a side stream is the same order of work"),
+    (":set_stream", "replace", "set_stream", "remembers the stream for current_stream"),
+    (":current_stream", "replace", "current_stream", "the stream chosen last"),
+    (":default_stream", "replace", "default_stream", "the one default stream"),
+    (".graphs:is_current_stream_capturing", "replace", "never_capturing", "there are no CUDA graphs"),
+    (".nvtx:_nvtx", "value", "NO_NVTX", "range markers go nowhere"),
+    (".random:get_rng_state", "replace", "get_rng_state", "dropout draws from the CPU generator"),
+    (".random:set_rng_state", "replace", "set_rng_state", "dropout draws from the CPU generator"),
+    (".random:get_rng_state_all", "replace", "get_rng_state_all", "dropout draws from the CPU generator"),
+    (".random:set_rng_state_all", "replace", "set_rng_state_all", "dropout draws from the CPU generator"),
+    (".random:manual_seed", "replace", "manual_seed", "seeds the CPU generator"),
+    (".random:manual_seed_all", "replace", "manual_seed", "seeds the CPU generator"),
+    (".random:initial_seed", "replace", "initial_seed", "seed of the CPU generator"),
+)
+_TENSOR_TYPES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
+_FACTORIES = (
+    *("tensor", "as_tensor", "scalar_tensor", "empty", "empty_strided", "zeros", "ones", "full"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "arange", "linspace", "eye"),
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like"),
+)
+_TENSOR_METHODS: tuple[tuple[str, Kind, str, str], ...] = (
+    ("to", "wrap", "tensor_to_host", "a move to 'cuda' stays on the CPU"),
+    ("cuda", "replace", "tensor_cuda", "CPU tensors are where Megatron wants them"),
+    (
+        "type",
+        "wrap",
+        "tensor_type_on_host",
+        "a CPU type's name equals the torch.cuda name that optimizers ask for",
+    ),
+    ("pin_memory", "replace", "tensor_pin_memory", "there is no pinned memory: an ordinary copy"),
+    ("record_stream", "replace", "tensor_record_stream", "no queue outlives the tensor"),
+)
+_BACKENDS = ("init_process_group", "new_group")
+
+
+def _torch_patch(target: str, kind: Kind, impl: str, why: str, required: bool = True) -> Patch:
+    # torch keeps tables of its own functions (overrides, dynamo, jit); they may go on naming the originals.
+    return Patch(f"torch{target}", kind, impl, why, required=required, stale="report")
+
+
+_PATCHES = (
+    *(_torch_patch(f".cuda{target}", kind, f"{_TORCH}:{impl}", why) for target, kind, impl, why in _CUDA),
+    *(
+        _torch_patch(
+            f".cuda:{name}Tensor",
+            "value",
+            f"torch:{name}Tensor",
+            "isinstance and constructors mean the CPU type",
+        )
+        for name in _TENSOR_TYPES
+    ),
+    *(
+        _torch_patch(
+            f":{name}", "wrap", f"{_TORCH}:factory_on_host", "device='cuda' is the CPU; no pinned memory"
+        )
+        for name in _FACTORIES
+    ),
+    *(
+        _torch_patch(f":Tensor.{name}", kind, f"{_TORCH}:{impl}", why)
+        for name, kind, impl, why in _TENSOR_METHODS
+    ),
+    *(
+        _torch_patch(
+            f".distributed.distributed_c10d:{name}",
+            "wrap",
+            f"{_TORCH}:group_over_gloo",
+            "what is asked of NCCL is done by gloo",
+        )
+        for name in _BACKENDS
+    ),
+    _torch_patch(
+        ".jit._builtins:_find_builtin",
+        "wrap",
+        f"{_TORCH}:find_redirected_builtin",
+        "torch.jit.script still knows the redirected factories as operators",
+        required=False,
+    ),
+    _torch_patch(
+        "._dynamo.trace_rules:load_object",
+        "wrap",
+        f"{_TORCH}:load_redirected_builtin",
+        "torch.compile still knows the operators behind the redirected factories",
+        required=False,
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
+        "replace",
+        f"{_MEGATRON}:set_device_rng_state",
+        "the tracker's states are states of the CPU generator",
+        params=("new_state",),
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
+        "wrap",
+        f"{_MEGATRON}:fork_without_warning",
+        "one generator serves host and device here, so its change inside a fork is no reason to warn",
+        required=False,
+    ),
+    Patch(
+        "megatron.core.jit:__dict__",
+        "entry",
+        f"{_MEGATRON}:run_eagerly",
+        "jit_fuser leaves functions as they are: on a CPU, compiling them costs more than it saves",
+        key="jit_fuser",
+    ),
+    Patch(
+        "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.is_kernel_available",
+        "replace",
+        f"{_MEGATRON}:no_softmax_kernel",
+        "the fused softmax kernels are CUDA extensions; Megatron's own torch path computes the same",
+    ),
+    Patch(
+        "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
+        "wrap",
+        f"{_MEGATRON}:convert_split_sizes",
+        "split sizes of the experts' all-to-all are on the CPU already, but must become numbers",
+        params=("tensor", "as_numpy"),
+        required=False,
+    ),
+    Patch(
+        "megatron.core.transformer.moe.moe_utils:router_gating_linear",
+        "wrap",
+        "mindspeed_dsa.integration.router:gate_without_transformer_engine",
+        "the router uses a name that is undefined without Transformer Engine, with DSA or without",
+        params=("inp", "weight", "router_dtype"),
+        versions=">=0.13,<0.17",
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.mappings:_gather_along_first_dim",
+        "wrap",
+        f"{_MEGATRON}:gather_uneven",
+        "gloo gathers tensors of one size only, and experts that are split themselves get uneven numbers",
+        params=("input_", "group", "output_split_sizes"),
+        required=False,
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.mappings:_reduce_scatter_along_first_dim",
+        "wrap",
+        f"{_MEGATRON}:reduce_scatter_uneven",
+        "the way back of the same tokens",
+        params=("input_", "group", "input_split_sizes"),
+        required=False,
+    ),
+    Patch(
+        "megatron.core.parallel_state:create_group",
+        "wrap",
+        f"{_GROUPS}:remember_group",
+        "these releases keep no list of the groups that they make",
+        versions="<0.15",
+        required=False,
+    ),
+    Patch(
+        "megatron.core.parallel_state:initialize_model_parallel",
+        "wrap",
+        f"{_GROUPS}:set_up_together",
+        "a rank that destroys a gloo group would cut off those that are still connecting",
+        required=False,
+    ),
+    Patch(
+        "megatron.core.parallel_state:destroy_model_parallel",
+        "wrap",
+        f"{_GROUPS}:destroy_groups",
+        "each gloo group has three threads, and Megatron forgets most of its groups without ending them",
+        required=False,
+    ),
+    *(
+        Patch(
+            f"megatron.core.tensor_parallel.{module}:dist_reduce_scatter_func",
+            "value",
+            "mindspeed_dsa.parallel.collectives:reduce_scatter_tensor",
+            "over gloo torch's reduce-scatter is an all-reduce, which moves twice the bytes",
+            required=False,
+        )
+        for module in ("layers", "mappings")
+    ),
+    Patch(
+        "megatron.training.utils:get_device_arch_version",
+        "replace",
+        f"{_MEGATRON}:no_device_arch",
+        "no CUDA architecture: 0",
+        required=False,
+    ),
+    Patch(
+        "megatron.training.initialize:initialize_megatron",
+        "wrap",
+        f"{_MEGATRON}:allow_no_cuda",
+        "Megatron's own permission to run without CUDA",
+        params=("allow_no_cuda",),
+        required=False,
+    ),
+    Patch(
+        "megatron.legacy.fused_kernels:load",
+        "replace",
+        f"{_MEGATRON}:no_kernels_to_load",
+        "there are no CUDA kernels to build",
+        required=False,
+    ),
+)
+
+
+def _on_cpu(settings: Any) -> bool:
+    return bool(settings.platform == "cpu")
+
+
+FEATURE = Feature(
+    name="cpu-platform",
+    summary="Redirects what Megatron asks of torch.cuda to the host: it trains on a CPU with gloo.",
+    flags=(PLATFORM,),
+    patches=_PATCHES,
+    active=_on_cpu,
+    doc="cpu-platform",
+    platform_support=True,
+)

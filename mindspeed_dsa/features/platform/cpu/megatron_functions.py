@@ -1,0 +1,146 @@
+"""What the CPU platform changes in Megatron itself."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_Function = Callable[..., Any]
+
+
+def set_device_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    """Stand-in for ``_set_cuda_rng_state``: sets the CPU generator.
+
+    Args:
+        new_state: uint8 tensor as from ``torch.get_rng_state``.
+        device: ignored, there is one.
+        graph_safe: must be false, CUDA graphs do not exist here.
+
+    Raises:
+        ValueError: a CUDA-graph-safe state was asked for.
+    """
+    if graph_safe:
+        raise ValueError("the CPU platform has no CUDA graphs; drop --cuda-graph-impl")
+    torch.set_rng_state(new_state)
+
+
+class _HostStateFilter(logging.Filter):
+    """Drops the tracker's warning that the host's random state has changed."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "CPU RNG state changed" not in record.msg
+
+
+_FILTER = _HostStateFilter()
+
+
+def fork_without_warning(original: _Function) -> _Function:
+    """Decorate ``CudaRNGStatesTracker.fork``.
+
+    The tracker warns when the host's generator changes inside a fork. Here that is the
+    generator that is forked, and the tracker restores it.
+    """
+    logger = logging.getLogger(original.__module__)
+
+    @contextlib.contextmanager
+    def fork(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.callback(logger.removeFilter, _FILTER)
+            stack.enter_context(original(self, *args, **kwargs))
+            stack.callback(logger.addFilter, _FILTER)  # first to run: the warning comes when the fork is left
+            yield
+
+    return fork
+
+
+def run_eagerly(function: _Function) -> _Function:
+    """Stand-in for ``jit_fuser``."""
+    return function
+
+
+def allow_no_cuda(original: _Function) -> _Function:
+    """Decorate ``initialize_megatron``."""
+
+    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
+        kwargs["allow_no_cuda"] = True
+        return original(*args, **kwargs)
+
+    return initialize_megatron
+
+
+def no_softmax_kernel(self: Any, mask: Any, b: int, np: int, sq: int, sk: int) -> bool:
+    """Stand-in for ``FusedScaleMaskSoftmax.is_kernel_available``: there is none."""
+    return False
+
+
+def convert_split_sizes(original: _Function) -> _Function:
+    """Decorate ``maybe_move_tensor_to_cpu``.
+
+    It leaves a tensor that is on the CPU as it is, even with ``as_numpy``; the token dispatcher hands
+    the result to ``all_to_all_single`` as split sizes, which must be integers.
+    """
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, *args: Any, **kwargs: Any) -> Any:
+        moved = original(tensor, as_numpy, *args, **kwargs)
+        return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
+
+    return maybe_move_tensor_to_cpu
+
+
+def gather_uneven(original: _Function) -> _Function:
+    """Decorate ``_gather_along_first_dim``: gloo gathers only tensors of one size, so pad and cut."""
+
+    def _gather_along_first_dim(
+        input_: torch.Tensor, group: Any = None, output_split_sizes: Any = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if not _is_uneven(output_split_sizes, group):
+            gathered: torch.Tensor = original(input_, group, output_split_sizes, *args, **kwargs)
+            return gathered
+        largest = max(output_split_sizes)
+        padded = input_.new_zeros(largest, *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in output_split_sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    return _gather_along_first_dim
+
+
+def reduce_scatter_uneven(original: _Function) -> _Function:
+    """Decorate ``_reduce_scatter_along_first_dim``, likewise."""
+
+    def _reduce_scatter_along_first_dim(
+        input_: torch.Tensor, group: Any = None, input_split_sizes: Any = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if not _is_uneven(input_split_sizes, group):
+            scattered: torch.Tensor = original(input_, group, input_split_sizes, *args, **kwargs)
+            return scattered
+        largest = max(input_split_sizes)
+        padded = input_.new_zeros(len(input_split_sizes), largest, *input_.shape[1:])
+        for row, part in zip(padded, input_.split(input_split_sizes), strict=True):
+            row[: len(part)] = part
+        output = torch.empty_like(padded[0])
+        dist.reduce_scatter_tensor(output, padded.flatten(0, 1), group=group)
+        return output[: input_split_sizes[group.rank()]]
+
+    return _reduce_scatter_along_first_dim
+
+
+def _is_uneven(sizes: Any, group: Any) -> bool:
+    if sizes is None or group is None or group.size() == 1:
+        return False
+    return bool(dist.get_backend(group) == "gloo")
+
+
+def no_device_arch() -> int:
+    """Stand-in for ``get_device_arch_version``: no CUDA architecture."""
+    return 0
+
+
+def no_kernels_to_load(args: Any) -> None:
+    """Stand-in for ``fused_kernels.load``, which calls nvcc."""

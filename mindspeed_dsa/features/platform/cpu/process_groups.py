@@ -1,0 +1,86 @@
+"""Process groups end when Megatron gives them up; a gloo group that is merely forgotten keeps its threads."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+from torch.distributed import ProcessGroup, barrier, destroy_process_group, distributed_c10d
+
+from mindspeed_dsa.context import Context, Megatron
+
+_Function = Callable[..., Any]
+
+_remembered: defaultdict[Megatron, WeakSet[ProcessGroup]] = defaultdict(WeakSet)
+"""Groups of this rank, by the Megatron that made them and keeps no list of them. They outlive a session:
+switching on another feature starts a new one."""
+
+
+def remember_group(original: _Function, context: Context[None]) -> _Function:
+    """Decorate ``create_group`` of a Megatron that keeps no list of its groups.
+
+    Not all of them can be found in its module: where a rank belongs to two groups of one kind, some
+    variables hold the last one only.
+    """
+
+    def create_group(*args: Any, **kwargs: Any) -> Any:
+        group = original(*args, **kwargs)
+        if isinstance(group, ProcessGroup):  # a rank that is no member gets a placeholder
+            _remembered[context.megatron].add(group)
+        return group
+
+    return create_group
+
+
+def set_up_together(original: _Function) -> _Function:
+    """Decorate ``initialize_model_parallel``: it returns when every rank has all its groups.
+
+    The maker of a gloo group waits for its own connections only. A rank that is done and destroys the group
+    would cut off those that are still connecting to it. The wait belongs here, where all ranks come anyway,
+    and not to the destruction, to which a rank that failed comes alone.
+    """
+
+    def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        barrier()
+        return result
+
+    return initialize_model_parallel
+
+
+def destroy_groups(original: _Function, context: Context[None]) -> _Function:
+    """Decorate ``destroy_model_parallel``.
+
+    Only what Megatron's ``create_group`` made is destroyed, whatever the module's variables hold: they may
+    name the world group or one of the caller's. Like Megatron's own destruction of its explicit gloo
+    groups, this waits for no other rank.
+    """
+
+    def destroy_model_parallel() -> None:
+        remembered = _remembered.pop(context.megatron, ())
+        state = vars(context.megatron("core.parallel_state"))
+        listed = state.get("_global_process_group_list") or ()
+        groups = {group for group in (*remembered, *listed) if isinstance(group, ProcessGroup)}
+        original()
+        for group in groups:
+            # Others were destroyed before: by the caller, by Megatron just now, or with the world.
+            if group in distributed_c10d._world.pg_map:
+                destroy_process_group(group)
+        _forget(state, groups)
+
+    return destroy_model_parallel
+
+
+def _forget(variables: dict[str, Any], groups: set[ProcessGroup]) -> None:
+    """Take groups out of variables, lists and dictionaries of a module: a reference keeps threads alive."""
+    for name, value in variables.items():
+        if isinstance(value, ProcessGroup) and value in groups:
+            variables[name] = None
+        elif isinstance(value, list):
+            value[:] = [item for item in value if not (isinstance(item, ProcessGroup) and item in groups)]
+        elif isinstance(value, dict):
+            gone = [key for key, item in value.items() if isinstance(item, ProcessGroup) and item in groups]
+            for key in gone:
+                del value[key]

@@ -1,0 +1,1 @@
+"""Resuming the distributed optimizer on torch's Adam."""

@@ -1,0 +1,73 @@
+"""Faults of ``DistributedOptimizer`` that show where torch's Adam is used, or float32 weights.
+
+Megatron takes ``torch.optim.Adam`` where neither Transformer Engine nor Apex is installed. Then
+
+* resuming fails, because Megatron asks the new optimizer for its state first, and no parameter has a
+  step count yet;
+* reading moments fails in the formats that hold no step counts, and in the one that does
+  (``dp_reshardable``) puts the new optimizer's 0 back over the count that was read;
+* after loading, the states of all parameters hold one and the same tensor as their step count. torch
+  counts it up in place once for every parameter, so Adam's bias corrections are silently
+  wrong from then on.
+
+With float32 weights the shards that the optimizer updates are views of the weights, and loading into
+them fails because they require gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_Function = Callable[..., Any]
+
+
+def start_state(original: _Function) -> _Function:
+    """Decorate ``state_dict``: an optimizer without any state gets what Adam starts from."""
+
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_torch_adam(self.optimizer) and not self.optimizer.state:
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    self.optimizer.state[parameter] = {
+                        "step": torch.zeros((), dtype=torch.float32),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+        return original(self, *args, **kwargs)
+
+    return state_dict
+
+
+def separate_step_counts(original: _Function) -> _Function:
+    """Decorate ``load_state_dict``."""
+
+    def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, state_dict, *args, **kwargs)
+        if _is_torch_adam(self.optimizer):
+            for state in self.optimizer.state.values():
+                if "step" in state:
+                    state["step"] = state["step"].clone()
+        return result
+
+    return load_state_dict
+
+
+def keep_step_count(original: _Function) -> _Function:
+    """Decorate ``_set_main_param_and_optimizer_states``, which copies ``tensors`` by the state's keys."""
+
+    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> Any:
+        if _is_torch_adam(self.optimizer):
+            group, place = self.model_param_group_index_map[model_param]
+            state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+            tensors = {**tensors, "step": state["step"]}  # load_state_dict has set it already
+        with torch.no_grad():
+            return original(self, model_param, tensors)
+
+    return _set_main_param_and_optimizer_states
+
+
+def _is_torch_adam(optimizer: Any) -> bool:
+    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))

@@ -1,0 +1,1 @@
+"""Exact pipeline messages over gloo."""

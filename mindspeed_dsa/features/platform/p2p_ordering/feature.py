@@ -1,0 +1,50 @@
+"""Pipeline messages over gloo that arrive intact and in order, none of them lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed_dsa.declarations import Feature
+from mindspeed_dsa.patches.spec import Patch
+from mindspeed_dsa.settings import PLATFORM
+
+_P2P = "megatron.core.pipeline_parallel.p2p_communication"
+_IMPL = "mindspeed_dsa.features.platform.p2p_ordering.transfers"
+_TENSORS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
+_PARAMS = (*_TENSORS, "group", "prev_pipeline_rank", "next_pipeline_rank")
+
+
+def _on_cpu(settings: Any) -> bool:
+    return bool(settings.platform == "cpu")
+
+
+FEATURE = Feature(
+    name="cpu-p2p-ordering",
+    summary="Makes pipeline P2P over gloo exact: what is sent is what was computed, tagged by direction.",
+    flags=(PLATFORM,),
+    patches=(
+        Patch(
+            f"{_P2P}:_p2p_ops",
+            "wrap",
+            f"{_IMPL}:exchange_overlapped",
+            "overlapped sends keep their data and their handles until they are complete",
+            params=_PARAMS,
+        ),
+        Patch(
+            f"{_P2P}:_batched_p2p_ops",
+            "wrap",
+            f"{_IMPL}:exchange_batched",
+            "activations and gradients between the same two ranks cannot be taken for each other",
+            params=_PARAMS,
+        ),
+        Patch(
+            "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
+            "wrap",
+            f"{_IMPL}:complete_sends",
+            "a send whose handle the schedule forgot is completed before the schedule returns",
+        ),
+    ),
+    active=_on_cpu,
+    doc="cpu-platform",
+    platform_support=True,
+)

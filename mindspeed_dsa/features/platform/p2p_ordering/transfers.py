@@ -1,0 +1,138 @@
+"""Why interleaved pipelines computed wrong gradients over gloo, and what corrects them.
+
+Megatron's overlapped schedule starts a send, and before the next microbatch sets the sent tensor's
+``.data`` to a one-element tensor (``deallocate_output_tensor``), waiting for the send only later. On
+NCCL that is sound: the send was enqueued on a stream, and the caching allocator hands the memory to
+later work of that order only. A gloo send is not a copy either, but it reads the memory whenever the
+receiver is ready, from a thread of its own, through an address taken when it was started. The work
+object does hold the tensor, yet ``.data`` swaps the storage of that very tensor, so the memory goes
+back to the heap under a pending send. The receiver then gets whatever was written there meanwhile:
+wrong gradients, or NaN, or ``writev: Bad address`` when the pages are gone.
+
+Two more of NCCL's properties are missing in gloo:
+
+* NCCL pairs sends and receives of two ranks by the order in which they were started. Megatron lists
+  a batch as (previous, next) on both sides; with two pipeline ranks previous and next are the same
+  rank, so one side's gradient meets the other's activation. Tags, which NCCL does not have, tell the
+  two apart.
+* The NCCL work object may be dropped. Dropping a gloo send that has not completed cancels it: the
+  message is lost and the receiver hangs. The schedule drops the handle of its last
+  forward send, which shows in evaluation, where no gradient proves that the send has arrived.
+
+So: a send goes through an alias that shares the storage and keeps it, its handle is kept here
+until it is complete, each direction has its tag, and the schedule returns when its sends are done.
+The shapes that ``variable_seq_lengths`` exchanges first are not tagged; with two pipeline ranks and
+more than one model chunk they need the overlapped schedule, as Megatron-LM demands anyway.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_dsa.context import Context, Megatron
+
+_Function = Callable[..., Any]
+
+_FORWARD_TAG = 1  # activations, to the next rank
+_BACKWARD_TAG = 2  # gradients, to the previous rank
+
+_Pending = list[tuple[Any, torch.Tensor]]
+"""``(work, alias of what is sent)``."""
+_pending: defaultdict[Megatron, _Pending] = defaultdict(list)
+"""Sends of each Megatron's schedules that may not be complete."""
+
+
+def exchange_overlapped(original: _Function, context: Context[None]) -> _Function:
+    """Decorate ``_p2p_ops``; returns handles by name, as it does."""
+
+    def _p2p_ops(*, group: Any, **kwargs: Any) -> Any:
+        if _over_gloo(group):
+            return _exchange(_pending[context.megatron], group=group, **kwargs)
+        return original(group=group, **kwargs)
+
+    return _p2p_ops
+
+
+def exchange_batched(original: _Function, context: Context[None]) -> _Function:
+    """Decorate ``_batched_p2p_ops``; returns a list of handles, as it does."""
+
+    def _batched_p2p_ops(*, group: Any, **kwargs: Any) -> Any:
+        if _over_gloo(group):
+            return list(_exchange(_pending[context.megatron], group=group, **kwargs).values())
+        return original(group=group, **kwargs)
+
+    return _batched_p2p_ops
+
+
+def complete_sends(original: _Function, context: Context[None]) -> _Function:
+    """Decorate the interleaved schedule: wait for the sends whose handles it has dropped.
+
+    By then this rank has started everything it owes the others in this step, so none of them can be
+    waiting for us and the waits end.
+    """
+
+    def forward_backward_pipelining_with_interleaving(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        pending = _pending[context.megatron]
+        for work, _ in pending:
+            if not work.is_completed():  # a second wait on a gloo send never ends
+                work.wait()
+        pending.clear()
+        return result
+
+    return forward_backward_pipelining_with_interleaving
+
+
+def _over_gloo(group: Any) -> bool:
+    return bool(dist.get_backend(group) == "gloo")
+
+
+def _exchange(
+    pending: _Pending,
+    *,
+    tensor_send_prev: torch.Tensor | None,
+    tensor_recv_prev: torch.Tensor | None,
+    tensor_send_next: torch.Tensor | None,
+    tensor_recv_next: torch.Tensor | None,
+    group: Any,
+    prev_pipeline_rank: int,
+    next_pipeline_rank: int,
+) -> dict[str, Any]:
+    """Start up to four transfers.
+
+    Args:
+        pending: sends that may not be complete; grows by those that are started here.
+        tensor_send_prev: gradient for the previous rank.
+        tensor_recv_prev: buffer for its activation.
+        tensor_send_next: activation for the next rank.
+        tensor_recv_next: buffer for its gradient.
+        group: gloo process group.
+        prev_pipeline_rank: global rank.
+        next_pipeline_rank: global rank.
+
+    Returns:
+        Handles under ``send_prev``, ``recv_prev``, ``send_next``, ``recv_next``.
+    """
+    pending[:] = [(work, sent) for work, sent in pending if not work.is_completed()]
+    handles: dict[str, Any] = {}
+    if tensor_recv_prev is not None:
+        handles["recv_prev"] = dist.irecv(tensor_recv_prev, prev_pipeline_rank, group, _FORWARD_TAG)
+    if tensor_recv_next is not None:
+        handles["recv_next"] = dist.irecv(tensor_recv_next, next_pipeline_rank, group, _BACKWARD_TAG)
+    if tensor_send_next is not None:
+        handles["send_next"] = _send(tensor_send_next, next_pipeline_rank, group, _FORWARD_TAG, pending)
+    if tensor_send_prev is not None:
+        handles["send_prev"] = _send(tensor_send_prev, prev_pipeline_rank, group, _BACKWARD_TAG, pending)
+    return handles
+
+
+def _send(tensor: torch.Tensor, rank: int, group: Any, tag: int, pending: _Pending) -> Any:
+    alias = tensor.detach()
+    work = dist.isend(alias, rank, group, tag)
+    pending.append((work, alias))
+    return work

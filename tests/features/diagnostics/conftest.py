@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import mindspeed_dsa
+from mindspeed_dsa import features
+from mindspeed_dsa.features.diagnostics.initial_weights import feature as initial_weights
+from mindspeed_dsa.features.diagnostics.step_metrics import feature as step_metrics
+from tests.features.diagnostics import loop
+
+
+@pytest.fixture
+def megatron(tmp_path, monkeypatch, request):
+    """The root package of a fork with a training loop."""
+    root = loop.write(tmp_path, getattr(request, "param", "0.16"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("MINDSPEED_DSA_MEGATRON_ROOT", root)
+    # The fork is too small for the platform's own redirections and for DSA.
+    monkeypatch.setattr(features, "built_in", lambda: (step_metrics.FEATURE, initial_weights.FEATURE))
+    yield root
+    mindspeed_dsa.disable()
+    for name in [name for name in sys.modules if name.partition(".")[0] == root]:
+        del sys.modules[name]

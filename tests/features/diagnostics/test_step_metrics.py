@@ -1,0 +1,92 @@
+"""One record per step, from a training loop that knows nothing of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+
+import mindspeed_dsa
+from tests.features.diagnostics import loop
+
+KEYS = {
+    "step",
+    "lm_loss",
+    "indexer_loss",
+    "grad_norm",
+    "tokens_per_s",
+    "step_time_s",
+    "peak_memory_bytes",
+}
+
+
+def records(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("megatron", loop.LOGS, indirect=True)
+@pytest.mark.parametrize("imported_first", [True, False])
+def test_every_step_is_recorded_in_old_and_new_releases(megatron, tmp_path, imported_first):
+    file = tmp_path / "new" / "metrics.jsonl"
+    if imported_first:
+        import_module(f"{megatron}.training.training")
+    mindspeed_dsa.enable(step_metrics_file=str(file))
+    training = import_module(f"{megatron}.training.training")
+    assert training.train(3) == "kept"
+
+    found = records(file)
+    assert all(set(record) == KEYS for record in found)
+    assert [record["step"] for record in found] == [1, 2, 3]
+    assert [record["lm_loss"] for record in found] == [4.0, 3.0, 2.0]
+    assert [record["grad_norm"] for record in found] == [0.25, 0.5, 0.75]
+    for record in found:
+        assert record["tokens_per_s"] * record["step_time_s"] == pytest.approx(4 * 32)
+        assert record["peak_memory_bytes"] > 2**20
+
+
+def test_the_indexer_loss_is_the_steps_own_and_megatrons_sum_stays(megatron, tmp_path):
+    training = import_module(f"{megatron}.training.training")
+    training.train(5)
+    untouched, training.LOGGED = training.LOGGED, []
+    file = tmp_path / "metrics.jsonl"
+    mindspeed_dsa.enable(step_metrics_file=str(file))
+    training.train(5)
+    assert [record["indexer_loss"] for record in records(file)] == [0.25, 0.5, 0.75, 1.0, 1.25]
+    assert training.LOGGED == untouched == [0.25, 0.75, 0.75, 1.75, 1.25]
+
+
+def test_what_lies_between_steps_does_not_count(megatron, tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    mindspeed_dsa.enable(step_metrics_file=str(file))
+    import_module(f"{megatron}.training.training").train(2, pause_s=1.0)
+    assert sum(record["step_time_s"] for record in records(file)) < 1.0
+
+
+def test_a_second_job_appends(megatron, tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    training = import_module(f"{megatron}.training.training")
+    for _ in range(2):
+        with mindspeed_dsa.enabled(step_metrics_file=str(file)):
+            training.train(2)
+    training.train(2)  # off again: nothing is written
+    assert [record["step"] for record in records(file)] == [1, 2, 1, 2]
+
+
+def test_a_job_without_megatrons_loop_is_refused(megatron, tmp_path):
+    mindspeed_dsa.enable(step_metrics_file=str(tmp_path / "metrics.jsonl"))
+    with pytest.raises(
+        mindspeed_dsa.MindSpeedDSAError, match="--step-metrics-file watches Megatron-LM's own"
+    ):
+        mindspeed_dsa.finalize()
+
+
+def test_problems_are_reported_before_the_job_starts(megatron, tmp_path):
+    shutil.rmtree(tmp_path / megatron / "training")
+    mindspeed_dsa.enable(step_metrics_file=str(tmp_path))
+    with pytest.raises(mindspeed_dsa.SettingsError) as refusal:
+        mindspeed_dsa.validate(SimpleNamespace())
+    assert "omit the flag" in str(refusal.value)
+    assert f"{tmp_path} is a folder" in str(refusal.value)

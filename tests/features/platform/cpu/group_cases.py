@@ -1,0 +1,148 @@
+"""Megatron's process groups made and destroyed again; runs in the pool's workers."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+import mindspeed_dsa
+from tests.support import contexts
+
+_LAYOUTS: list[dict[str, Any]] = [
+    {"tensor_model_parallel_size": 2},
+    {"pipeline_model_parallel_size": 2},  # the second rank is in no group of position embeddings
+]
+if find_spec("einops"):  # Megatron asks for it as soon as there are hierarchical groups
+    _LAYOUTS += [
+        {"context_parallel_size": 2, "hierarchical_context_parallel_sizes": [1, 2]},
+        {"num_distributed_optimizer_instances": 2},
+    ]
+
+
+def rounds(enabled: bool) -> list[tuple[int, int]]:
+    """Threads and process groups after each of ten rounds of set-up, use and destruction."""
+    from megatron.core import parallel_state
+
+    found = []
+    with mindspeed_dsa.enabled(mindspeed_platform="cpu") if enabled else contextlib.nullcontext():
+        for number in range(10):
+            parallel_state.initialize_model_parallel(**_LAYOUTS[number % len(_LAYOUTS)])
+            dist.all_reduce(torch.ones(1000), group=parallel_state.get_tensor_and_data_parallel_group())
+            parallel_state.destroy_model_parallel()
+            found.append(_left())
+    return found
+
+
+def without_a_list() -> list[tuple[int, int]]:
+    """The same where Megatron keeps no list of its groups, with two that no variable holds; two ranks."""
+    from megatron.core import parallel_state
+
+    from mindspeed_dsa.features.platform.cpu.process_groups import remember_group
+
+    remembering = remember_group(parallel_state.create_group, contexts.context("cpu-platform"))
+    found = []
+    with (
+        mindspeed_dsa.enabled(mindspeed_platform="cpu"),
+        mock.patch.object(parallel_state, "create_group", remembering),
+    ):
+        for _ in range(3):
+            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+            for _ in range(2):
+                parallel_state.create_group([0])  # rank 1 gets a placeholder
+            parallel_state._global_process_group_list = None
+            parallel_state.destroy_model_parallel()
+            found.append(_left())
+    return found
+
+
+def set_up_at_different_times() -> tuple[float, float]:
+    """When this rank had made all its groups, the second one being slow, and when it came back."""
+    from megatron.core import parallel_state
+
+    made = []
+
+    def last_step() -> None:
+        time.sleep(dist.get_rank())
+        made.append(time.monotonic())
+
+    with (
+        mindspeed_dsa.enabled(mindspeed_platform="cpu"),
+        mock.patch.object(parallel_state, "_set_global_memory_buffer", last_step),
+    ):
+        parallel_state.initialize_model_parallel()
+        return made[0], time.monotonic()
+
+
+def nested() -> list[Any]:
+    """Groups in lists and dictionaries, as hierarchical and hybrid contexts keep them; two ranks."""
+    found = []
+    for _ in range(2):
+        with _set_up() as state:
+            pair, alone = state.create_group([0, 1]), state.create_group([dist.get_rank()])
+            state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = [alone, pair]
+            state._HYBRID_DP_CP_GROUPS = {2: pair}
+            del pair, alone
+            state.destroy_model_parallel()
+        found.append((*_left(), state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS, state._HYBRID_DP_CP_GROUPS))
+    return found
+
+
+def what_is_not_megatrons() -> list[Any]:
+    """Sums over the caller's groups after a destruction, two of which stand in variables; two ranks."""
+    with _set_up() as state:
+        own, lent = dist.new_group([0, 1]), dist.new_group([0, 1])
+        state._POSITION_EMBEDDING_GROUP = lent
+        state._HYBRID_DP_CP_GROUPS = {2: dist.group.WORLD, 4: lent}
+        state.destroy_model_parallel()
+        sums = []
+        for group in (own, lent, dist.group.WORLD):
+            number = torch.tensor(dist.get_rank() + 1.0)
+            dist.all_reduce(number, group=group)
+            sums.append(number.item())
+        return [*sums, {2: dist.group.WORLD, 4: lent} == state._HYBRID_DP_CP_GROUPS]
+
+
+def destroyed_before(stores: list[str]) -> list[tuple[int, int, list[str]]]:
+    """Destruction after the caller destroyed a group or, if there are stores for new ones, the world."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    found = []
+    for number in range(2):
+        with _set_up() as state:
+            if stores:
+                dist.barrier()
+                dist.destroy_process_group()
+            else:
+                dist.destroy_process_group(state.get_tensor_model_parallel_group())
+            for _ in range(2):
+                state.destroy_model_parallel()
+            held = [name for name, value in vars(state).items() if isinstance(value, dist.ProcessGroup)]
+            found.append((*_left(), held))
+        if stores:
+            store = dist.FileStore(stores[number], size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    return found
+
+
+@contextlib.contextmanager
+def _set_up() -> Iterator[Any]:
+    from megatron.core import parallel_state
+
+    with mindspeed_dsa.enabled(mindspeed_platform="cpu"):
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        yield parallel_state
+
+
+def _left() -> tuple[int, int]:
+    """Threads of this process, of which each gloo group has three, and process groups that torch knows."""
+    gc.collect()
+    return len(os.listdir("/proc/self/task")), len(distributed_c10d._world.pg_map)

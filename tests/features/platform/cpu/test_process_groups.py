@@ -1,0 +1,55 @@
+"""Process groups of Megatron end with ``destroy_model_parallel``, and with them the threads of gloo."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+CASES = "tests.features.platform.cpu.group_cases"
+THREADS_OF_A_GROUP = 3
+
+
+def test_threads_stay_the_same_over_ten_rounds(pool):
+    for left in pool.run(f"{CASES}:rounds", 2, enabled=True):
+        assert {groups for _, groups in left} == {1}, "the world alone"
+        assert len({threads for threads, _ in left}) == 1, left
+
+
+def test_threads_grow_without_the_platform(pool):
+    """What the case above would see if nothing were done."""
+    for left in pool.run(f"{CASES}:rounds", 2, enabled=False):
+        threads, groups = zip(*left, strict=True)
+        assert groups[-1] > groups[0] > 1
+        assert threads[-1] - threads[0] >= 9 * THREADS_OF_A_GROUP
+
+
+def test_a_release_that_keeps_no_list_of_its_groups(pool):
+    for left in pool.run(f"{CASES}:without_a_list", 2):
+        assert {groups for _, groups in left} == {1}
+        assert len({threads for threads, _ in left}) == 1, left
+
+
+def test_nobody_comes_back_while_others_still_connect(pool):
+    """A rank that destroyed its groups at once would cut off the others."""
+    found = pool.run(f"{CASES}:set_up_at_different_times", 2)
+    assert min(back for _, back in found) >= max(made for made, _ in found)
+
+
+def test_groups_in_lists_and_dictionaries_are_let_go(pool):
+    for first, second in pool.run(f"{CASES}:nested", 2):
+        assert first[1:] == (1, [], {})
+        assert first == second
+
+
+def test_groups_of_the_caller_survive(pool):
+    for found in pool.run(f"{CASES}:what_is_not_megatrons", 2):
+        assert found == [3.0, 3.0, 3.0, True]
+
+
+@pytest.mark.parametrize("world", [False, True])
+def test_what_is_destroyed_already_does_no_harm(pool, tmp_path, world):
+    stores = [str(tmp_path / f"store-{number}") for number in range(2 * world)]
+    for first, second in pool.run(f"{CASES}:destroyed_before", 2, stores=stores):
+        assert first[1:] == (0 if world else 1, [])
+        assert first == second
