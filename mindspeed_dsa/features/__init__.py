@@ -23,34 +23,6 @@ KINDS = ("platform", "attention", "memory", "tensor_parallel", "diagnostics")
 """Folders of features. Wrappers of one target nest in this order, and within a kind by folder name; where
 another nesting is meant, the rows say it with ``priority``."""
 
-_DECLARATIONS: tuple[str, ...] = (
-    "platform.cpu.feature",
-    "platform.p2p_ordering.feature",
-    "platform.optimizer_resume.feature",
-    "attention.adapters.backport.feature",
-    "attention.adapters.kernel_hooks.feature",
-    "attention.dsa.feature",
-    "attention.fixes.core_attention_recompute.feature",
-    "attention.fixes.hadamard.feature",
-    "attention.fixes.indexer_tp_grads.feature",
-    "attention.fixes.local_provider.feature",
-    "attention.fixes.loss_gate.feature",
-    "attention.fixes.loss_scale.feature",
-    "attention.fixes.loss_tracker.feature",
-    "attention.fixes.normalised_query.feature",
-    "attention.fixes.rope_first.feature",
-    "attention.fixes.rotary_key_tp_grads.feature",
-    "attention.fixes.spec_dispatch.feature",
-    "memory.reuse_fp32_param",
-    "memory.swap_optimizer",
-    "memory.virtual_optimizer",
-    "memory.recompute",
-    "memory.swap_attention",
-    "tensor_parallel.overlap.feature",
-    "diagnostics.step_metrics.feature",
-    "diagnostics.initial_weights.feature",
-)
-
 _registered: list[Feature] = []
 
 
@@ -92,9 +64,7 @@ def broken_plugins() -> list[Plugin]:
 def built_in() -> tuple[Feature, ...]:
     """What the ``feature.py`` below the folders of :data:`KINDS` declare as ``FEATURE`` or ``FEATURES``."""
     found: list[Feature] = []
-    for name in _DECLARATIONS:
-        found += _declared(f"{__name__}.{name}")
-    for kind in KINDS[:0]:
+    for kind in KINDS:
         package = import_module(f"{__name__}.{kind}")
         names = [m.name for m in walk_packages(package.__path__, f"{package.__name__}.")]
         for name in sorted(name for name in names if name.endswith(".feature")):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.ops.cpu_threads import share_out, worker_count
+from mindspeed_dsa.ops.indices import names_key
 
 Result = TypeVar("Result")
 
@@ -56,10 +57,18 @@ def linear(x: Tensor, weight: Tensor, relu: bool = False) -> Tensor:
     # For a weight with gaps between its rows oneDNN has only its unoptimised reference kernel.
     dense = weight.is_contiguous() or weight.t().is_contiguous()
     if dense and _onednn_takes(x.dtype):
-        product: Tensor = _LINEAR(x, weight, None, "relu" if relu else "none", [], "")
-        return product
+        fused = relu and _stays_finite(x, weight)
+        out: Tensor = _LINEAR(x, weight, None, "relu" if fused else "none", [], "")
+        return out.relu_() if relu and not fused else out
     out = torch.mm(x, weight.t())
     return out.relu_() if relu else out
+
+
+def _stays_finite(x: Tensor, weight: Tensor) -> bool:
+    """Whether no product can be NaN, which the relu that oneDNN fuses would turn into zero."""
+    # No product of two rows is larger than that of their lengths. No pass is faster than a sum of squares.
+    squares = (torch.dot(flat, flat) for flat in (x.reshape(-1), weight.reshape(-1)))
+    return math.isfinite(math.prod(float(square) for square in squares))
 
 
 def one_by_one(flops: int, dtype: torch.dtype) -> bool:
@@ -122,9 +131,9 @@ class Block:
     batch: int
     rows: slice
     indices: Tensor
-    """``[n, width]`` int64; 0 where ``invalid``."""
+    """``[n, width]`` int64, contiguous; 0 where ``invalid``."""
     invalid: Tensor | None
-    """``[n, width]`` bool, or None when every entry is valid."""
+    """``[n, width]`` bool, or None when every entry names a key."""
     _key: Tensor
     _tile_rows: int
     _scratch: Scratch
@@ -175,7 +184,8 @@ def over_blocks(
 
     Args:
         key: ``[batch, key_length, dim]``.
-        topk_indices: ``[batch, query_length, topk]`` int32, -1 where there is no key.
+        topk_indices: ``[batch, query_length, topk]`` int32 or int64, any strides. Entries outside of the keys
+            are none.
         scratch_per_entry: numbers that ``work`` holds per selected entry of a block.
         work: takes its blocks in order. A block's width is the least that holds every valid entry of the
             block, rounded up, so that rows with few visible keys cost little.
@@ -191,7 +201,7 @@ def over_blocks(
     cuts = []
     slot = torch.arange(1, topk + 1, dtype=torch.int32)
     for b in range(batch):
-        valid = topk_indices[b] >= 0
+        valid = names_key(topk_indices[b], key.shape[1])
         counts, lasts = valid.sum(-1).tolist(), (valid * slot).amax(-1).tolist()
         for first in range(0, query_length, rows):
             part = slice(first, min(first + rows, query_length))
@@ -201,12 +211,12 @@ def over_blocks(
     def blocks(share: Sequence[_Cut], scratch: Scratch) -> Iterator[Block]:
         for b, part, width, complete in share:
             indices = topk_indices[b, part, :width]
-            invalid = None if complete else indices < 0
+            invalid = None if complete else ~names_key(indices, key.shape[1])
             # Adding rows by 64-bit indices is three times as fast as by 32-bit ones.
-            indices = indices.to(torch.int64, memory_format=torch.contiguous_format)
+            indices = indices.to(torch.int64)
             if invalid is not None:
-                indices = indices.clamp_min(0)
-            yield Block(b, part, indices, invalid, keys[b], tile_rows, scratch)
+                indices = indices.masked_fill(invalid, 0)
+            yield Block(b, part, indices.contiguous(), invalid, keys[b], tile_rows, scratch)
 
     def of_thread(share: Sequence[_Cut]) -> Result:
         scratch = Scratch(dtype)

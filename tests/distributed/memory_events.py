@@ -29,11 +29,11 @@ MEASURED = "numbers of chunks measured"
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
     """Count :data:`EVENTS`, :data:`CHUNKED`, :data:`CHUNKED_SUM` and :data:`MEASURED`."""
+    from mindspeed_dsa.features.memory.checkpoint import _Output
     from mindspeed_dsa.features.memory.host_moments import Moments
-    from mindspeed_dsa.features.memory.masters import Masters
-    from mindspeed_dsa.features.memory.recompute_outputs import _Output
-    from mindspeed_dsa.features.memory.step_pipeline import Pipeline
-    from mindspeed_dsa.features.memory.swapped_storage import SwappedStorage
+    from mindspeed_dsa.features.memory.reuse_fp32_param.masters import Masters
+    from mindspeed_dsa.features.memory.swap_attention.swapped_storage import SwappedStorage
+    from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Pipeline
     from mindspeed_dsa.features.tensor_parallel.overlap import tuning
     from mindspeed_dsa.parallel import chunked
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.features.memory import kernel_moments
+from mindspeed_dsa.features.memory.virtual_optimizer import kernel_moments
 from mindspeed_dsa.platforms.npu import NpuPlatform
 
 

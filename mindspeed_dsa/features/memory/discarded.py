@@ -1,7 +1,7 @@
 """Storages whose bytes are freed after the forward and computed again in backward.
 
-Who moves saved tensors about leaves them alone: their bytes are gone by the time a copy would be made, and
-their place is where the recomputed bytes will be.
+What moves saved tensors must leave these alone: their bytes are gone by the time a copy would be made, and
+recomputed bytes are written to the same memory.
 """
 
 from __future__ import annotations
@@ -10,23 +10,29 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 
 _storages: WeakSet[Any] = WeakSet()
 
 
 def mark(output: Tensor) -> None:
-    """The memory of ``output`` is going to be freed and filled again."""
+    """Record that the memory of ``output`` is going to be freed and filled again."""
     _storages.add(output.untyped_storage())
 
 
 def is_marked(storage: Any) -> bool:
-    """Whether that has been said of this memory.
+    """Whether :func:`mark` has been called for this memory.
 
     Args:
         storage: a ``torch.UntypedStorage``.
     """
     return storage in _storages
+
+
+def bytes_of(storage: Any) -> Tensor:
+    """All bytes of a ``torch.UntypedStorage``, as a uint8 tensor on the same memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def mark_outputs(original: Callable[..., Any]) -> Callable[..., Any]:

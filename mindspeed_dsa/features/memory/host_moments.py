@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.integration.optimizer import OptimizerState, is_sharded
+from mindspeed_dsa.integration.whole_steps import WholeSteps
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_ATTRIBUTE = "_mindspeed_dsa_moments"
 
 
 def is_torch_adam(optimizer: Any) -> bool:
@@ -34,6 +36,7 @@ class Moments:
         write: ``write(place, values)``, for memory that ``Tensor.copy_`` cannot write.
 
     Attributes:
+        optimizer: the inner optimizer.
         places: by parameter and name of the moment.
     """
 
@@ -43,7 +46,7 @@ class Moments:
         places: Mapping[Tensor, tuple[Tensor, Tensor]],
         write: Callable[[Tensor, Tensor], Any] = Tensor.copy_,
     ) -> None:
-        self._optimizer, self._write = optimizer, write
+        self.optimizer, self._write = optimizer, write
         self.places = {
             parameter: dict(zip(MOMENTS, tensors, strict=True)) for parameter, tensors in places.items()
         }
@@ -55,10 +58,10 @@ class Moments:
             parameter: one of the optimizer's.
             group: its parameter group.
         """
-        state: dict[str, Any] = self._optimizer.state[parameter]
-        if is_torch_adam(self._optimizer) and "step" not in state:
+        state: dict[str, Any] = self.optimizer.state[parameter]
+        if is_torch_adam(self.optimizer) and "step" not in state:
             on_device = group["capturable"] or group["fused"]
-            # Before the moments, unless there are some: state dicts tell the order that torch makes them in.
+            # Before the moments, unless there are some: state dicts show the order in which torch makes them.
             state["step"] = torch.zeros(
                 (), dtype=torch.float32, device=parameter.device if on_device else "cpu"
             )
@@ -66,14 +69,14 @@ class Moments:
 
     def begin_step(self) -> None:
         """:meth:`begin` for all parameters that have a gradient."""
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self.begin(parameter, group)
 
     def begin_all(self) -> None:
         """:meth:`begin` for all parameters."""
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 self.begin(parameter, group)
 
@@ -90,14 +93,14 @@ class Moments:
 
         torch's own copies all of them to the parameters' device first.
         """
-        load = partial(self._load, self._optimizer.load_state_dict)
-        with replaced(self._optimizer, "load_state_dict", load):
+        load = partial(self._load, self.optimizer.load_state_dict)
+        with replaced(self.optimizer, "load_state_dict", load):
             yield
 
     @torch.no_grad()
     def _load(self, original: Callable[[Any], Any], state_dict: Mapping[str, Any]) -> None:
         names = [index for group in state_dict["param_groups"] for index in group["params"]]
-        parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
+        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
         own = {
             index: self.places[parameter]
             for index, parameter in zip(names, parameters, strict=True)
@@ -119,11 +122,11 @@ class Moments:
                 elif values[key] is not place:
                     self._write(place, values[key])
             if values:
-                loaded = {**self._optimizer.state[parameter], **own[index]}
-                self._optimizer.state[parameter] = {key: loaded[key] for key in values}
+                loaded = {**self.optimizer.state[parameter], **own[index]}
+                self.optimizer.state[parameter] = {key: loaded[key] for key in values}
 
     def _start(self, parameter: Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self._optimizer.state[parameter]
+        state: dict[str, Any] = self.optimizer.state[parameter]
         places = self.places.get(parameter, {})
         for key in MOMENTS:
             if key not in state:
@@ -133,7 +136,7 @@ class Moments:
 
 @contextlib.contextmanager
 def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """An instance attribute for the length of a block, whether or not there is one already."""
+    """An instance attribute for the duration of a block, whether or not there is one already."""
     before = vars(holder).get(name)
     setattr(holder, name, value)
     try:
@@ -144,39 +147,26 @@ def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
             setattr(holder, name, before)
 
 
-def attach(optimizer: Any, moments: Moments) -> None:
-    """Give the moments to one of Megatron's optimizers, whose inner optimizer has them."""
-    setattr(optimizer, _ATTRIBUTE, moments)
-    optimizer.init_state_fn = moments.init_state
+class StateWithMoments(OptimizerState):
+    """Of an optimizer whose moments lie in places of this library's choice.
 
+    Attributes:
+        moments: where the inner optimizer's state has them.
+    """
 
-def moments_of(optimizer: Any) -> Moments | None:
-    """What :func:`attach` gave, or ``None``."""
-    found: Moments | None = getattr(optimizer, _ATTRIBUTE, None)
-    return found
+    def __init__(self, optimizer: Any, moments: Moments, whole: WholeSteps) -> None:
+        self.moments, self.whole = moments, whole
+        self._is_sharded = is_sharded(optimizer)
+        optimizer.init_state_fn = moments.init_state
 
+    def state_dict(self, call: Callable[[], Any]) -> Any:
+        if self._is_sharded and is_torch_adam(self.moments.optimizer):
+            # Megatron asks torch's Adam for its step count, also before the first step.
+            self.moments.begin_all()
+        return call()
 
-def from_the_first_step_on(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``DistributedOptimizer.state_dict``, for which a fresh Adam of torch has a state."""
-
-    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        moments = moments_of(self)
-        if moments is not None and is_torch_adam(self.optimizer):
-            moments.begin_all()
-        return original(self, *args, **kwargs)
-
-    return state_dict
-
-
-def into_places(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``load_state_dict`` of Megatron's optimizers."""
-
-    def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        moments = moments_of(self)
-        if moments is None:
-            return original(self, state_dict, *args, **kwargs)
-        moments.begin_all()  # else Megatron makes some on the device
-        with moments.loading():
-            return original(self, state_dict, *args, **kwargs)
-
-    return load_state_dict
+    def load_state_dict(self, call: Callable[[], Any]) -> Any:
+        """Copy moments to their places, not to the device first."""
+        self.moments.begin_all()  # otherwise Megatron makes some on the device
+        with self.moments.loading():
+            return call()

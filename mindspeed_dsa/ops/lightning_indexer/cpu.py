@@ -64,8 +64,7 @@ def select(
             q, w = query[b, part].to(dtype), weights[b, part].to(dtype)
             scores = _scores(q, keys[b][low:high], w, use_relu)
             position = torch.arange(low, high, dtype=torch.int32)
-            scores.masked_fill_((position < row_starts) | (position >= row_ends), -torch.inf)
-            chosen = _choose(scores, position, topk)
+            chosen = _choose(scores, (position < row_starts) | (position >= row_ends), position, topk)
             hidden = (chosen < row_starts) | (chosen >= row_ends)
             chosen = chosen.masked_fill_(hidden, _LAST).sort(dim=-1).values
             hidden = chosen == _LAST
@@ -100,17 +99,24 @@ def _scores(query: Tensor, key: Tensor, weights: Tensor, use_relu: bool) -> Tens
     return scores
 
 
-def _choose(scores: Tensor, position: Tensor, topk: int) -> Tensor:
-    """Positions of the ``topk`` highest scores of each row, in any order: int32 ``[rows, topk]``."""
+def _choose(scores: Tensor, hidden: Tensor, position: Tensor, topk: int) -> Tensor:
+    """Positions of the ``topk`` highest scores of each row, in any order: int32 ``[rows, topk]``.
+
+    NaN comes after every number, and what is ``hidden`` after all.
+    """
     if topk == scores.shape[1]:
         return position.expand(scores.shape).contiguous()
-    if scores.dtype == torch.float64:
-        # No integer holds an fp64 score and a position.
-        return position[scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]]
+    integer = torch.int32 if scores.dtype == torch.float32 else torch.int64
+    limits = torch.iinfo(integer)
     # -0.0 equals 0.0 as a score but not as bits. In two's complement, flipping the magnitude bits of
     # negative floats makes the integer order the float order.
-    bits = (scores + 0.0).view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & _LAST)
+    bits = (scores + 0.0).view(integer)
+    ordered = bits ^ ((bits >> (limits.bits - 1)) & limits.max)
+    # Bits that only NaN has otherwise.
+    ordered.masked_fill_(scores.isnan(), limits.min + 1).masked_fill_(hidden, limits.min)
+    if integer == torch.int64:
+        # No integer holds an fp64 score and a position.
+        return position[ordered.sort(dim=-1, descending=True, stable=True).indices[:, :topk]]
     packed = (ordered.to(torch.int64) << 32) | (_LAST - position)
     best = packed.topk(topk, dim=-1, sorted=False).values
     return (_LAST - (best & _LAST)).to(torch.int32)

@@ -12,8 +12,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.features.memory import job as jobs
-from tests.features.memory.job import Job, build, state, step
+from tests.support import optimizer_job as jobs
+from tests.support.optimizer_job import Job, build, state, step
 
 
 class OutOfLuckError(Exception):
@@ -62,13 +62,13 @@ def _before_the_copy_back(part: Any) -> Any:
 @contextlib.contextmanager
 def _in_the_copy_back(part: Any) -> Iterator[None]:
     """The second parameter's; with shared storages the first change of form."""
-    from mindspeed_dsa.features.memory import shared_storage
-    from mindspeed_dsa.features.memory.reuse_fp32_param_impl import masters_of
+    from mindspeed_dsa.features.memory.reuse_fp32_param import shared_storage
+    from mindspeed_dsa.integration.optimizer import state_of
 
     def is_copy_back(destination: Tensor, source: Any, *unused: Any) -> bool:
         return destination.dtype is torch.bfloat16 and source.dtype is torch.float32
 
-    if masters_of(part) is not None:
+    if state_of(part, "reuse-fp32-param") is not None:
         with nth_call_fails(shared_storage, "split", 1):
             yield
     else:
@@ -141,7 +141,7 @@ def error_of(attempt: Callable[[], Any]) -> str:
 
 def spoiled(**options: Any) -> dict[str, Any]:
     """Weights, and what is refused, after changing to master form has failed."""
-    from mindspeed_dsa.features.memory import shared_storage
+    from mindspeed_dsa.features.memory.reuse_fp32_param import shared_storage
 
     job = build(**options)
     step(job, 0)
@@ -154,14 +154,14 @@ def spoiled(**options: Any) -> dict[str, Any]:
 
 def others_after_failure(**options: Any) -> dict[str, Any]:
     """With the distributed optimizer: the part of a bucket that master form of this rank lay over."""
-    from mindspeed_dsa.features.memory.reuse_fp32_param_impl import masters_of
+    from mindspeed_dsa.integration.optimizer import state_of
 
     job = build(**options)
     (part,) = job.parts
     step(job, 0)
     with contextlib.suppress(OutOfLuckError), _before_anything(part):
         step(job, 1)
-    masters = masters_of(part)
+    masters = state_of(part, "reuse-fp32-param").masters
     return {
         "own": any(bool(each.weights.isnan().any()) for each in masters.storages),
         "others": all(bool(each._others.isnan().all()) for each in masters.storages),

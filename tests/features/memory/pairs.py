@@ -39,7 +39,7 @@ def attempt(switches: Mapping[str, Any]) -> dict[str, Any]:
     """Ten steps of the tiny model, one skipped, in a worker: what there is to compare, or ``refused``."""
     from mindspeed_dsa import SettingsError
     from tests.distributed import memory_events
-    from tests.features.memory.job import train
+    from tests.support.optimizer_job import train
 
     with memory_events.counted() as counts:
         try:

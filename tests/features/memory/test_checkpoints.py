@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.features.memory.training import COMPARED, DISTRIBUTED, JOB, OFF, PLAIN
+from tests.support.optimizer_training import COMPARED, DISTRIBUTED, JOB, OFF, PLAIN
 
 ON = {
     "reuse-fp32-param": {"reuse_fp32_param": True},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.features.memory.failure_cases import POINTS
-from tests.features.memory.training import DISTRIBUTED, PLAIN
+from tests.support.optimizer_training import DISTRIBUTED, PLAIN
 
 CASES = "tests.features.memory.failure_cases"
 REUSE = {"reuse_fp32_param": True}
@@ -74,7 +74,7 @@ def test_weights_of_other_ranks_are_not_gone_on_with(pool):
 @pytest.mark.parametrize("options", [PLAIN, DISTRIBUTED], ids=["plain", "distributed"])
 def test_kernels_that_fail_in_the_middle(pool, options):
     """They update parameters in an order of their own, so that what they leave is not what stock leaves."""
-    kernels = "tests.features.memory.kernel_moments_cases"
+    kernels = "tests.features.memory.virtual_optimizer.kernel_cases"
     (found,) = pool.run(f"{kernels}:after_failure", 1, switches=VIRTUAL, **options)
     (whole,) = pool.run(f"{kernels}:train", 1, switches=VIRTUAL, steps=2, **options)
     for refusal in found["refused"]:

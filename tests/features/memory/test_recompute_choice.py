@@ -5,40 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mindspeed_dsa.features.memory import recompute_limits
-from mindspeed_dsa.features.memory.recompute_layers import chosen
+from mindspeed_dsa.features.memory.recompute_activation_function.feature import FEATURE as ACTIVATION
+from mindspeed_dsa.features.memory.recompute_norm.feature import FEATURE as NORM
+from mindspeed_dsa.features.memory.recompute_outputs.feature import FEATURE as OUTPUTS
 
 CASES = "tests.features.memory.recompute_cases"
-
-
-def test_layers_are_spread_over_chunks():
-    """Two chunks of three layers: 0 of both, then 1 of both, then 2 of both."""
-    assert [chosen([3, 3], chunk, 3) for chunk in (0, 1)] == [[0, 1], [0]]
-    assert [chosen([3, 3], chunk, None) for chunk in (0, 1)] == [[0, 1, 2], [0, 1, 2]]
-    assert [chosen([3, 3], chunk, 0) for chunk in (0, 1)] == [[], []]
-
-
-def test_layers_recomputed_in_full_do_not_count():
-    assert [chosen([3, 3], chunk, 3, in_full=1) for chunk in (0, 1)] == [[1, 2], [1]]
-    assert chosen([2], 0, None, in_full=2) == []
-
-
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(0, 30), st.integers(0, 7))
-def test_as_many_layers_as_asked_for_and_evenly(layers, wanted, in_full):
-    found = [chosen(layers, chunk, wanted, in_full) for chunk in range(len(layers))]
-    left = [max(count - in_full, 0) for count in layers]
-    assert sum(map(len, found)) == min(wanted, sum(left))
-    for positions, count in zip(found, left, strict=True):
-        assert positions == list(range(in_full, in_full + len(positions)))
-        # No chunk has two more than another one that has layers left.
-        assert all(
-            len(positions) <= len(other) + 1 or len(other) == room
-            for other, room in zip(found, left, strict=True)
-        )
-        assert len(positions) <= count
+check_activation, check_norm, check_outputs = ACTIVATION.validate, NORM.validate, OUTPUTS.validate
 
 
 @pytest.mark.parametrize(
@@ -75,14 +48,14 @@ def test_layers_of_a_built_model(pool, switches, layout, world_size, expected):
 )
 def test_combinations_that_are_refused(arguments, says):
     args = SimpleNamespace(num_layers=4, **arguments)
-    for check in (recompute_limits.of_activation, recompute_limits.of_norm):
+    for check in (check_activation, check_norm):
         (problem,) = check(args)
         assert says in problem
 
 
 @pytest.mark.parametrize(
     ("check", "module"),
-    [(recompute_limits.of_activation, "moe_act"), (recompute_limits.of_norm, "layernorm")],
+    [(check_activation, "moe_act"), (check_norm, "layernorm")],
 )
 def test_megatrons_own_module_for_the_same_thing_is_refused(check, module):
     args = SimpleNamespace(recompute_granularity="selective", recompute_modules=["core_attn", module])
@@ -100,15 +73,15 @@ def test_what_goes_together_is_not_refused():
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     ):
         args = SimpleNamespace(**arguments)
-        assert recompute_limits.of_activation(args) == recompute_limits.of_norm(args) == []
-        assert recompute_limits.of_outputs(args) == []
-    (problem,) = recompute_limits.of_activation(SimpleNamespace(use_transformer_engine_op_fuser=True))
+        assert check_activation(args) == check_norm(args) == []
+        assert check_outputs(args) == []
+    (problem,) = check_activation(SimpleNamespace(use_transformer_engine_op_fuser=True))
     assert "no output of its own" in problem
 
 
 @pytest.mark.parametrize("dest", ["recompute_activation_function", "recompute_norm"])
 def test_numbers_of_layers(dest):
-    check = recompute_limits.of_norm if dest == "recompute_norm" else recompute_limits.of_activation
+    check = check_norm if dest == "recompute_norm" else check_activation
     number = f"{dest}_num_layers"
     (problem,) = check(SimpleNamespace(num_layers=4, **{number: 2}))
     assert "has no effect without" in problem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.features.memory.training import DISTRIBUTED, OFF, PLAIN, assert_same_training
+from tests.support.optimizer_training import DISTRIBUTED, OFF, PLAIN, assert_same_training
 
 CASES = "tests.features.memory.failure_cases"
 REUSE = {"reuse_fp32_param": True}

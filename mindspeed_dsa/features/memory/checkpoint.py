@@ -1,0 +1,295 @@
+"""Outputs whose memory is free from their last use in the forward to the first in the backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.features.memory import discarded
+from mindspeed_dsa.features.memory.discarded import bytes_of
+
+_where: ContextVar[str] = ContextVar("where", default="a layer")
+
+
+@contextlib.contextmanager
+def within(what: str) -> Iterator[None]:
+    """Name what is being computed, for messages about its outputs."""
+    token = _where.set(what)
+    try:
+        yield
+    finally:
+        _where.reset(token)
+
+
+@contextlib.contextmanager
+def attributes(module: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of a module for a while."""
+    before = {name: getattr(module, name) for name in values}
+    for name, value in values.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+class RandomStates:
+    """States of all generators that a function may draw from, as they are now."""
+
+    def __init__(self, megatron: Megatron) -> None:
+        self._random = megatron("core.tensor_parallel.random")
+        self._states = self._random._get_all_rng_states()
+
+    def are_current(self) -> bool:
+        """Whether nothing has been drawn since; false where that cannot be known."""
+        return _equal(self._states, self._random._get_all_rng_states())
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """These states inside, those of before afterwards."""
+        with self._random._fork_rng():
+            self._random._set_all_rng_states(*self._states)
+            yield
+
+
+def _equal(before: Any, now: Any) -> bool:
+    if isinstance(before, Tensor):
+        return torch.equal(before, now)
+    if isinstance(before, dict):
+        return before.keys() == now.keys() and all(_equal(value, now[name]) for name, value in before.items())
+    if isinstance(before, (tuple, list)):
+        return all(_equal(a, b) for a, b in zip(before, now, strict=True))
+    return False  # a generator object: it moves along with what is drawn
+
+
+class CheckpointWithoutOutput:
+    """Takes the place of Megatron's class of this name, and is used in the same way.
+
+    It differs in four points. Random states are kept and restored only where the function has drawn from
+    them. What cannot be freed is left alone: the outputs of a function none of whose inputs
+    needs a gradient, and memory that is shared with an input or only partly covered. Of the recomputed
+    output there is one copy when the consumer reads it, and none after that. And the recomputed bytes can be
+    verified.
+
+    Args:
+        megatron: whose generators are restored.
+        verify: compare recomputed bytes with those of the forward.
+        fp8: as in Megatron; must be none or false.
+    """
+
+    def __init__(self, megatron: Megatron, verify: bool, fp8: Any = None) -> None:
+        if fp8:
+            raise ValueError(
+                "mindspeed_dsa: outputs cannot be recomputed in fp8 or fp4; switch off "
+                "--recompute-activation-function, --recompute-norm and --recompute-verify"
+            )
+        self._megatron, self._verify = megatron, verify
+        self._pending: _Pending | None = None
+
+    def checkpoint(self, run_function: Callable[..., Any], *args: Tensor | None) -> Any:
+        """``run_function(*args)`` without a graph; its outputs are ready to be discarded.
+
+        Args:
+            run_function: returns a tensor or a tuple of tensors.
+            args: tensors or none.
+        """
+        if not needs_gradient(args):
+            return run_function(*args)
+        states = RandomStates(self._megatron)
+        with torch.no_grad():
+            outputs = run_function(*args)
+        return self.attach(run_function, outputs, args, states)
+
+    def attach(
+        self,
+        run_function: Callable[..., Any],
+        outputs: Any,
+        args: Sequence[Tensor | None],
+        states: RandomStates,
+    ) -> Any:
+        """Make outputs that were computed without a graph those of ``run_function(*args)``.
+
+        Args:
+            run_function: computes ``outputs`` again.
+            outputs: a tensor or a tuple of tensors.
+            args: at least one needs a gradient.
+            states: from before ``outputs`` were computed.
+        """
+        drawn_from = None if states.are_current() else states
+        self._pending = _Pending(run_function, drawn_from, self._verify)
+        return _Recomputed.apply(self._pending, [outputs], *args)
+
+    def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
+        """Free the outputs' memory until the gradient of ``hook_tensor`` is there.
+
+        Args:
+            hook_tensor: computed from the outputs, and whatever else is computed from them has its gradient
+                later than this one. The outputs are not read in the forward after this call.
+        """
+        pending, self._pending = self._pending, None
+        # Without a gradient nothing has been saved, and no hook would bring the outputs back.
+        if pending is not None and hook_tensor.requires_grad:
+            pending.discard()
+            hook_tensor.register_hook(pending.recompute)
+
+
+def needs_gradient(args: Sequence[Tensor | None]) -> bool:
+    """Whether autograd will ask for a gradient of any of these."""
+    return torch.is_grad_enabled() and any(arg is not None and arg.requires_grad for arg in args)
+
+
+class _Pending:
+    """One call: what is needed to compute its outputs again, and the memory that they belong in."""
+
+    def __init__(self, run_function: Callable[..., Any], states: RandomStates | None, verify: bool) -> None:
+        self._run, self._states, self._verify = run_function, states, verify
+        self._where = _where.get()
+        self._ctx: Any = None
+        self._outputs: list[_Output] = []
+
+    def created(self, ctx: Any, outputs: Sequence[Tensor]) -> None:
+        """Called by the autograd node; ``outputs`` have no graph yet."""
+        self._ctx = ctx
+        taken = {arg.untyped_storage().data_ptr() for arg in ctx.saved if arg is not None}
+        for output in outputs:
+            address = output.untyped_storage().data_ptr()
+            may_go = address not in taken and _is_whole(output)
+            if may_go:
+                discarded.mark(output)
+            self._outputs.append(_Output(output, may_go))
+            taken.add(address)
+        ctx.saved = None
+
+    def discard(self) -> None:
+        for output in self._outputs:
+            output.discard(self._verify)
+
+    def recompute(self, _: Tensor) -> None:
+        """Hook on the consumer's gradient; computes once, with a graph for the backward that follows."""
+        if self._ctx is None:
+            raise RuntimeError(
+                f"mindspeed_dsa: {self._where}: a second backward through a recomputed output; use one "
+                "backward, or switch off --recompute-activation-function and --recompute-norm"
+            )
+        if not torch.autograd._is_checkpoint_valid():
+            raise RuntimeError(
+                f"mindspeed_dsa: {self._where}: torch.autograd.grad and backward(inputs=...) do not reach "
+                "what a recomputed output depends on; use backward(), or switch off "
+                "--recompute-activation-function and --recompute-norm"
+            )
+        ctx, self._ctx = self._ctx, None
+        inputs = [
+            None if saved is None else saved.detach().requires_grad_(saved.requires_grad)
+            for saved in ctx.saved_tensors
+        ]
+        with torch.enable_grad(), self._states.restored() if self._states else contextlib.nullcontext():
+            recomputed = _as_tuple(self._run(*inputs))
+        for output, again in zip(self._outputs, recomputed, strict=True):
+            output.refill(again, self._where)
+        ctx.inputs, ctx.outputs = inputs, recomputed
+        self._run, self._states, self._outputs = _nothing, None, []
+
+
+class _Output:
+    """The memory of one output. It is held here until it is refilled, and then only by what has saved it."""
+
+    def __init__(self, output: Tensor, may_go: bool) -> None:
+        self._storage = output.untyped_storage()
+        self._geometry = (output.storage_offset(), output.size(), output.stride())
+        self._may_go = may_go
+        self._gone = False
+        self._expected: Tensor | None = None
+
+    def discard(self, verify: bool) -> None:
+        if self._may_go:
+            if verify:
+                self._expected = bytes_of(self._storage).to("cpu", copy=True)
+            self._storage.resize_(0)
+            self._gone = True
+
+    def refill(self, again: Tensor, where: str) -> None:
+        """Put the bytes of ``again`` back, and take its own memory away."""
+        if not self._gone:
+            return
+        if (again.storage_offset(), again.size(), again.stride()) != self._geometry or not _is_whole(again):
+            raise RuntimeError(
+                f"mindspeed_dsa: {where}: recomputed with shape {tuple(again.size())} and strides "
+                f"{again.stride()}, in the forward it was {self._geometry}; it must not depend on anything "
+                "but its inputs"
+            )
+        if self._expected is not None:
+            _compare(bytes_of(again.untyped_storage()).cpu(), self._expected, again, where)
+        with torch.no_grad():
+            self._storage.resize_(again.untyped_storage().nbytes())
+            self._storage.copy_(again.untyped_storage())
+            # Backward needs the graph of `again`, not its values. Where the graph has saved the values, it
+            # holds them itself.
+            again.data = again.new_empty(()).expand(again.size())
+
+
+class _Recomputed(torch.autograd.Function):
+    """Node in place of the graph of a function that is computed again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, pending: _Pending, computed: list[Any], *args: Tensor | None) -> Any:
+        (outputs,) = computed  # in a list, so that autograd does not take them for inputs
+        ctx.save_for_backward(*args)
+        ctx.saved = args
+        ctx.where = pending._where
+        ctx.inputs = ctx.outputs = None
+        pending.created(ctx, _as_tuple(outputs))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.outputs is None:
+            raise RuntimeError(
+                f"mindspeed_dsa: {ctx.where}: the gradient of an output has come before that of its "
+                "consumer, so the output is not recomputed; it has another consumer, which must not be"
+            )
+        inputs, outputs = ctx.inputs, ctx.outputs
+        ctx.inputs = ctx.outputs = None
+        pairs = [
+            (output, grad)
+            for output, grad in zip(outputs, grads, strict=True)
+            if output.requires_grad and grad is not None
+        ]
+        torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+        return None, None, *(None if arg is None else arg.grad for arg in inputs)
+
+
+def _nothing(*_: Any) -> Any:
+    raise AssertionError("computed again already")
+
+
+def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether the tensor covers its memory: no part of it belongs to another tensor."""
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def _compare(found: Tensor, expected: Tensor, like: Tensor, where: str) -> None:
+    if torch.equal(found, expected):
+        return
+    ours, theirs = found.view(like.dtype), expected.view(like.dtype)
+    differing = int(
+        (found.view(-1, like.element_size()) != expected.view(-1, like.element_size())).any(1).sum()
+    )
+    largest = float((ours.double() - theirs.double()).abs().max())
+    raise RuntimeError(
+        f"mindspeed_dsa: --recompute-verify: {where}: {differing} of {ours.numel()} recomputed values differ "
+        f"from those of the forward, by up to {largest:.3g}; the function is not deterministic, or its input "
+        "was changed in place after it was read"
+    )

@@ -1,0 +1,162 @@
+"""The activation function between fc1 and fc2, recomputed when fc2's backward is about to read its output."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.context import Context
+from mindspeed_dsa.features.memory.checkpoint import (
+    CheckpointWithoutOutput,
+    RandomStates,
+    attributes,
+    needs_gradient,
+    within,
+)
+from mindspeed_dsa.features.memory.recompute_activation_function.options import Options
+from mindspeed_dsa.features.memory.recompute_activation_function.validation import check_activation
+from mindspeed_dsa.integration import layers
+
+_chosen: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""MLPs and grouped experts that recompute, with what messages call them."""
+
+
+def recompute_in_mlp(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``MLP.forward``.
+
+    Megatron's forward runs as it is, with every fusion that it has, on a stand-in for the module: what it
+    does between its calls of fc1 and fc2 is the activation function.
+    """
+
+    def forward(
+        self: Any, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        if self not in _chosen or not torch.is_grad_enabled():
+            return original(self, hidden_states, per_token_scale, **kwargs)
+        with contextlib.ExitStack() as without_graph, within(f"activation function of {_chosen[self]}"):
+            stand_in = _Observed(self, per_token_scale, original, kwargs, without_graph, context)
+            return original(stand_in, hidden_states, per_token_scale, **kwargs)
+
+    return forward
+
+
+class _StandIn:
+    """Takes the place of ``self`` in Megatron's forward; what is not replaced is the module's."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Observed(_StandIn):
+    """Calls fc1 and fc2 of the module; in between no graph is built, and fc2 gets the recomputed node."""
+
+    def __init__(
+        self,
+        module: Any,
+        scale: Tensor | None,
+        forward: Callable[..., Any],
+        kwargs: dict[str, Any],
+        without_graph: contextlib.ExitStack,
+        context: Context[Options],
+    ) -> None:
+        super().__init__(module)
+        self._scale = scale
+        self._forward, self._kwargs = forward, kwargs
+        self._without_graph, self._context = without_graph, context
+        self._inputs: tuple[Tensor | None, ...] = ()
+        self._states: RandomStates | None = None
+
+    def linear_fc1(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        intermediate, bias = self._module.linear_fc1(hidden_states)  # [..., ffn or 2 * ffn], [ffn or 2 * ffn]
+        self._inputs = intermediate, bias, self._scale
+        if needs_gradient(self._inputs):
+            self._states = RandomStates(self._context.megatron)
+            self._without_graph.enter_context(torch.no_grad())
+        return intermediate, bias
+
+    def linear_fc2(self, activation: Tensor) -> Any:
+        self._without_graph.close()
+        if self._states is None:
+            return self._module.linear_fc2(activation)
+        checkpoint = CheckpointWithoutOutput(self._context.megatron, self._context.options.verify)
+        activation = checkpoint.attach(self._activation(), activation, self._inputs, self._states)
+        output, bias = self._module.linear_fc2(activation)
+        checkpoint.discard_output_and_register_recompute(output)
+        return output, bias
+
+    def _activation(self) -> Callable[..., Tensor]:
+        module, forward, kwargs = self._module, self._forward, self._kwargs
+
+        def activation(intermediate: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+            output: Tensor = forward(_ActivationOnly(module, bias), intermediate, scale, **kwargs)[0]
+            return output
+
+        return activation
+
+
+class _ActivationOnly(_StandIn):
+    """fc1's output goes in, fc2's input comes out."""
+
+    def __init__(self, module: Any, bias: Tensor | None) -> None:
+        super().__init__(module)
+        self._bias = bias
+
+    def linear_fc1(self, intermediate: Tensor) -> tuple[Tensor, Tensor | None]:
+        return intermediate, self._bias
+
+    def linear_fc2(self, activation: Tensor) -> tuple[Tensor, None]:
+        return activation, None
+
+
+def recompute_in_grouped_mlp(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``forward`` of grouped experts, which recompute by themselves where an attribute says so."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self not in _chosen or not torch.is_grad_enabled():
+            return original(self, *args, **kwargs)
+        with attributes(self, activation_recompute=True), within(f"activation function of {_chosen[self]}"):
+            return original(self, *args, **kwargs)
+
+    return forward
+
+
+def choose_in_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+    """Decorate ``TransformerBlock.__init__``."""
+    return layers.choose_in_block(original, context, _choose_with(context), check_activation)
+
+
+def choose_in_mtp(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+    """Decorate ``MultiTokenPredictionBlock.__init__``."""
+    return layers.choose_in_mtp(original, context, _choose_with(context))
+
+
+def _choose_with(context: Context[Options]) -> Callable[[Any], None]:
+    def choose(layer: Any) -> None:
+        experts = context.megatron("core.transformer.moe.experts")
+        mlp = context.megatron("core.transformer.mlp").MLP
+        for name, module in _mlps(layer, (mlp, experts.GroupedMLP, experts.TEGroupedMLP)):
+            _chosen[module] = f"layer {layer.layer_number}, {name}"
+
+    return choose
+
+
+def _mlps(layer: Any, kinds: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
+    """The layer's MLPs and grouped experts, except where Megatron recomputes the whole of them."""
+    mlp = layer.mlp
+    if layer.recompute_mlp or getattr(mlp, "moe_layer_recompute", False):
+        return
+    shared = getattr(mlp, "shared_experts", None)
+    for name, module in mlp.named_modules():
+        if not isinstance(module, kinds):
+            continue
+        if module is shared and (mlp.shared_experts_recompute or mlp.shared_expert_overlap):
+            continue
+        yield (f"mlp.{name}" if name else "mlp"), module

@@ -1,0 +1,28 @@
+"""The switches of recomputed activation functions, as implementations read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_dsa.integration.layers import LayerOptions
+
+
+@dataclass(frozen=True)
+class Options(LayerOptions):
+    """What was asked for.
+
+    Attributes:
+        verify: compare recomputed bytes with those of the forward.
+    """
+
+    verify: bool
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """From resolved settings, or from arguments."""
+        return cls(
+            switched_on=bool(getattr(settings, "recompute_activation_function", False)),
+            num_layers=getattr(settings, "recompute_activation_function_num_layers", None),
+            verify=bool(getattr(settings, "recompute_verify", False)),
+        )

@@ -1,0 +1,45 @@
+"""Recomputing the outputs of norms, which only their consumer's backward reads."""
+
+from __future__ import annotations
+
+from mindspeed_dsa.declarations import Feature, Flag, Requires
+from mindspeed_dsa.features.memory.recompute_norm.options import Options
+from mindspeed_dsa.features.memory.recompute_norm.validation import check_norm
+from mindspeed_dsa.features.memory.switches import wanted
+from mindspeed_dsa.integration import configuration, layers
+from mindspeed_dsa.patches.spec import Patch
+
+_IMPL = "mindspeed_dsa.features.memory.recompute_norm.layer"
+_RANGE = ">=0.16,<0.17"
+
+FEATURE = Feature(
+    name="recompute-norm",
+    summary="Frees the outputs of a layer's two norms after their consumers have used them, and computes "
+    "them again right before the consumers' backward reads them.",
+    flags=(
+        Flag("--recompute-norm", "Recompute the input norm and the norm before the MLP in backward."),
+        Flag(
+            "--recompute-norm-num-layers",
+            "Recompute them in N layers of each pipeline stage; default: in all layers.",
+            kind="value",
+            type=int,
+            metavar="N",
+        ),
+    ),
+    patches=(
+        Patch(
+            "megatron.core.transformer.transformer_layer:TransformerLayer.forward",
+            "wrap",
+            f"{_IMPL}:recompute_norms",
+            "Megatron's own layernorm recompute does it, in the chosen layers",
+            versions=_RANGE,
+        ),
+        *layers.rows(_IMPL, _RANGE),
+    ),
+    requires=Requires(versions={"megatron-core": _RANGE}),
+    active=wanted("recompute_norm", "recompute_norm_num_layers"),
+    options=Options.of,
+    validate=configuration.validate(check_norm, Options.of),
+    doc="recompute-norm.md",
+)
+FEATURES = (FEATURE,)

@@ -1,0 +1,268 @@
+"""One storage that is by turns float32 master weights and bfloat16 weights with their lower halves.
+
+In *master form* the storage holds ``n`` float32 numbers. In *pair form* it holds ``n`` bfloat16 numbers
+side by side, as matrix products need them, and the lower halves of the float32 elsewhere. Both forms are
+made from each other in place, block by block, so the scratch memory is that of a few blocks; what is
+written does not depend on the size of the blocks.
+
+Positions below count 16-bit halves: the word ``i`` of the master form lies at ``2i`` (lower half) and
+``2i + 1``.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.features.memory.reuse_fp32_param.bf16_split import Halves, join, split
+
+_BLOCK_CPU = 2**16  # words; a block and its scratch stay in a core's cache, and the heap serves them
+_BLOCK_DEVICE = 2**22  # words; enough work for each kernel
+
+
+class SharedStorage(ABC):
+    """``numel`` numbers in one of two forms; pair form at first, with all lower halves zero.
+
+    Attributes:
+        weights: bfloat16 ``[numel]``, valid in pair form.
+        master: float32 ``[numel]``, valid in master form.
+        in_master_form: which of the two is valid.
+    """
+
+    weights: Tensor
+    master: Tensor
+
+    def __init__(self, numel: int, block: int) -> None:
+        if sys.byteorder != "little":
+            raise RuntimeError("reuse-fp32-param: needs a little-endian machine; switch the feature off")
+        self.numel, self.block = numel, block
+        self.in_master_form = False
+        self._listed: dict[int, tuple[Tensor, Tensor]] = {}  # block -> positions inside it, upper halves
+
+    @abstractmethod
+    def to_master(self) -> None:
+        """Make the float32 numbers from the pairs."""
+
+    @abstractmethod
+    def to_pairs(self) -> None:
+        """Round the float32 numbers to bfloat16, and keep their lower halves."""
+
+    @abstractmethod
+    def _low(self, start: int, end: int) -> Tensor:
+        """Lower halves, int16, in pair form; ``start`` and ``end`` lie in one block."""
+
+    def listed_bytes(self) -> int:
+        """Memory of the side list."""
+        return sum(each.nbytes for both in self._listed.values() for each in both)
+
+    def read(self, start: int, end: int) -> Tensor:
+        """A copy of the float32 numbers ``start`` to ``end``, without changing the form."""
+        if self.in_master_form:
+            return self.master[start:end].clone()
+        values = torch.empty(end - start, dtype=torch.float32, device=self.weights.device)
+        for number, first, last in self._blocks(start, end):
+            values[first - start : last - start] = join(self._pair(number, first, last))
+        return values
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Put float32 numbers in their place from ``start`` on, in pair form; the weights are rounded."""
+        self._expect_pairs("write")
+        for number, first, last in self._blocks(start, start + values.numel()):
+            parts = split(values[first - start : last - start].contiguous())
+            self.weights[first:last] = parts.weight
+            self._low(first, last).copy_(parts.low)
+            self._forget(number, first, last)
+            self._list(number, first, parts)
+
+    def drop_lower_halves(self) -> None:
+        """Make the float32 numbers equal to the bfloat16 weights, whatever these are now."""
+        self._expect_pairs("drop_lower_halves")
+        for _, first, last in self._blocks(0, self.numel):
+            self._low(first, last).zero_()
+        self._listed.clear()
+
+    def spoil(self) -> None:
+        """Pair form with NaN for every weight, also in the middle of a change of form."""
+        self.weights.fill_(math.nan)
+        self.in_master_form = False
+        self.drop_lower_halves()
+
+    def spoil_others(self) -> bool:
+        """NaN for weights of others that master form has been written over, in pair form.
+
+        Returns:
+            Whether there are any.
+        """
+        return False
+
+    def _blocks(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Number, start and end of each block's part in the range."""
+        for number in range(start // self.block, -(-end // self.block)):
+            yield number, max(start, number * self.block), min(end, (number + 1) * self.block)
+
+    def _pair(self, number: int, first: int, last: int) -> Halves:
+        where, high = self._listed.get(number, (None, None))
+        weight, low = self.weights[first:last], self._low(first, last)
+        if where is None or high is None:
+            nothing = torch.empty(0, dtype=torch.int64, device=weight.device)
+            return Halves(weight, low, nothing, nothing.to(torch.int16))
+        shifted = where - (first - number * self.block)
+        inside = (shifted >= 0) & (shifted < last - first)
+        return Halves(weight, low, shifted[inside], high[inside])
+
+    def _list(self, number: int, first: int, parts: Halves) -> None:
+        if parts.where.numel() == 0:
+            return
+        where, high = parts.where + (first - number * self.block), parts.high
+        if number in self._listed:
+            before = self._listed[number]
+            where, high = torch.cat((before[0], where)), torch.cat((before[1], high))
+        self._listed[number] = where, high
+
+    def _forget(self, number: int, first: int, last: int) -> None:
+        if number in self._listed:
+            where, high = self._listed.pop(number)
+            place = where + number * self.block
+            outside = (place < first) | (place >= last)
+            if bool(outside.any()):
+                self._listed[number] = where[outside], high[outside]
+
+    def _expect_pairs(self, what: str) -> None:
+        if self.in_master_form:
+            raise RuntimeError(f"reuse-fp32-param: {what} in the middle of an optimizer step")
+
+
+class InPlaceStorage(SharedStorage):
+    """4 bytes per number, all its own: a parameter, or a parameter buffer on one data parallel rank.
+
+    Of the ``k`` whole blocks of pair form, first lie all lower halves, then all weights; the weights of
+    the last, incomplete block follow, and its lower halves come last. So the weights lie side by side,
+    and whole blocks of halves change places when the form changes.
+
+    Args:
+        numel: how many numbers.
+        device: where.
+        block: numbers in a block; by default chosen by the device.
+    """
+
+    def __init__(self, numel: int, device: torch.device | str, block: int | None = None) -> None:
+        super().__init__(numel, block or default_block(torch.device(device)))
+        self._whole = numel // self.block
+        self._halves = torch.zeros(2 * numel, dtype=torch.int16, device=device)
+        self.master = self._halves.view(torch.float32)
+        start = self._whole * self.block
+        self.weights = self._halves[start : start + numel].view(torch.bfloat16)
+
+    def to_pairs(self) -> None:
+        """As in the base class."""
+        for number, first, last in self._blocks(0, self.numel):
+            parts = split(self.master[first:last])
+            self._list(number, first, parts)
+            weight = parts.weight.view(torch.int16)
+            ordered = (parts.low, weight) if number < self._whole else (weight, parts.low)
+            torch.cat(ordered, out=self._halves[2 * first : 2 * last])
+        # Lower halves and weights take turns now: place j gets 2j, place k + j gets 2j + 1.
+        self._permute(lambda place: 2 * place if place < self._whole else 2 * (place - self._whole) + 1)
+        self.in_master_form = False
+
+    def to_master(self) -> None:
+        """As in the base class."""
+        self._permute(lambda place: place // 2 + (self._whole if place % 2 else 0))
+        for number, first, last in self._blocks(0, self.numel):
+            left, right = self._halves[2 * first : 2 * last].view(2, -1)
+            low, weight = (left, right) if number < self._whole else (right, left)
+            pair = self._pair(number, first, last)
+            self.master[first:last] = join(pair._replace(weight=weight.view(torch.bfloat16), low=low))
+        self._listed.clear()
+        self.in_master_form = True
+
+    def _low(self, start: int, end: int) -> Tensor:
+        shift = 0 if start < self._whole * self.block else self.numel
+        return self._halves[start + shift : end + shift]
+
+    def _permute(self, source: Callable[[int], int]) -> None:
+        """Every place gets the block of halves at ``source(place)``; one spare block is needed."""
+        places = self._halves[: 2 * self._whole * self.block].view(-1, self.block) if self._whole else ()
+        done: set[int] = set()
+        for start in range(len(places)):
+            if start in done or source(start) == start:
+                continue
+            spare, place = places[start].clone(), start
+            while source(place) != start:
+                places[place].copy_(places[source(place)])
+                done.add(place)
+                place = source(place)
+            places[place].copy_(spare)
+            done.add(place)
+
+
+class OverBucketStorage(SharedStorage):
+    """A data parallel rank's shard of a bucket of bfloat16 weights.
+
+    The weights lie in the bucket, where they are gathered from. The master form lies over the shard and
+    one neighbour's, whose weights are void from the optimizer's step until the gather that follows it.
+    Only the lower halves are memory beside the bucket: 2 bytes per number of the shard.
+
+    Args:
+        bucket: bfloat16 ``[size * n]``, contiguous.
+        rank, size: which shard is ours, and how many there are, at least two.
+        block: numbers in a block; by default chosen by the device.
+
+    Raises:
+        ValueError: number and length of the shards are odd, which Megatron's padding rules out.
+    """
+
+    def __init__(self, bucket: Tensor, rank: int, size: int, block: int | None = None) -> None:
+        numel = bucket.numel() // size
+        super().__init__(numel, block or default_block(bucket.device))
+        # A float32 begins at an even position; of the two neighbours one always makes that so.
+        self._upper = rank > 0 and ((rank - 1) * numel) % 2 == 0
+        start = (rank - 1 if self._upper else rank) * numel
+        if start + 2 * numel > bucket.numel():
+            raise ValueError(
+                f"reuse-fp32-param: shard {rank} of {size} with {numel} numbers each has no even position to "
+                "begin its float32 weights at; Megatron pads buckets to a multiple of 128"
+            )
+        self.weights = bucket[rank * numel : (rank + 1) * numel]
+        self._others = bucket[start : start + numel] if self._upper else bucket[start + numel :][:numel]
+        self.master = bucket[start : start + 2 * numel].view(torch.float32)
+        self._lower_halves = torch.zeros(numel, dtype=torch.int16, device=bucket.device)
+
+    def to_pairs(self) -> None:
+        """As in the base class."""
+        # In this order no word is overwritten before it is read: weights are written behind the words.
+        for number, first, last in self._ordered(descending=self._upper):
+            parts = split(self.master[first:last])
+            self._list(number, first, parts)
+            self.weights[first:last] = parts.weight
+            self._lower_halves[first:last] = parts.low
+        self.in_master_form = False
+
+    def to_master(self) -> None:
+        """As in the base class."""
+        for number, first, last in self._ordered(descending=not self._upper):
+            self.master[first:last] = join(self._pair(number, first, last))
+        self._listed.clear()
+        self.in_master_form = True
+
+    def spoil_others(self) -> bool:
+        """As in the base class."""
+        self._others.fill_(math.nan)
+        return True
+
+    def _low(self, start: int, end: int) -> Tensor:
+        return self._lower_halves[start:end]
+
+    def _ordered(self, descending: bool) -> list[tuple[int, int, int]]:
+        blocks = list(self._blocks(0, self.numel))
+        return blocks[::-1] if descending else blocks
+
+
+def default_block(device: torch.device) -> int:
+    """Numbers in a block on this device."""
+    return _BLOCK_CPU if device.type == "cpu" else _BLOCK_DEVICE

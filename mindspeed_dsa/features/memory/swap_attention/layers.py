@@ -1,0 +1,140 @@
+"""Which modules of which layers swap, and where a layer's forward begins and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mindspeed_dsa.context import Context, Megatron
+from mindspeed_dsa.features.memory.swap_attention.layer_pass import LayerPass, running
+from mindspeed_dsa.features.memory.swap_attention.options import Options
+from mindspeed_dsa.features.memory.swap_attention.validation import check_swapped_attention
+from mindspeed_dsa.integration import layers
+
+_chosen: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
+"""Layers that swap, with the attributes of the modules that do."""
+_pass_of_output: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""By a layer's output, which is the input of the layer above: passes find each other by it."""
+
+
+def swap_in_layer(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``TransformerLayer.forward``."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        modules = _chosen.get(self)
+        if modules is None or not torch.is_grad_enabled():
+            return original(self, *args, **kwargs)
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        others = [*args[1:], *(value for name, value in kwargs.items() if name != "hidden_states")]
+        layer_pass = LayerPass(
+            f"layer {self.layer_number}",
+            context.options.smallest,
+            _of_others([getattr(self, name) for name in modules], others),
+            _pass_of_output.get(hidden_states),
+            # Transformer Engine computes every other part of the sequence on a stream of its own.
+            of_any_stream=self.config.context_parallel_size > 1,
+        )
+        with layer_pass.whole_layer():
+            result = original(self, *args, **kwargs)
+        if layer_pass.largest_too_small:
+            context.log.info(
+                "swap-attention: %s swaps nothing: the largest storage that could leave has %d bytes, fewer "
+                "than --swap-attention-min-bytes %d",
+                layer_pass.name,
+                layer_pass.largest_too_small,
+                context.options.smallest,
+                once=layer_pass.name,
+                ranks="stage",
+            )
+        output = result[0]
+        if output.requires_grad:
+            output.register_hook(layer_pass.backward_begins)
+            _pass_of_output[output] = layer_pass
+        return result
+
+    return forward
+
+
+def _of_others(modules: list[Any], arguments: list[Any]) -> Iterator[Tensor]:
+    """Parameters and buffers, and what every layer is given: masks, rotary angles, the encoder's output."""
+    for module in modules:
+        yield from module.parameters()
+        yield from module.buffers()
+    yield from _tensors(arguments)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(value):
+        yield from _tensors(list(vars(value).values()))
+
+
+def choose_in_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+    """Decorate ``TransformerBlock.__init__``."""
+    return layers.choose_in_block(original, context, _choose_with(context), check_swapped_attention)
+
+
+def choose_in_mtp(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+    """Decorate ``MultiTokenPredictionBlock.__init__``."""
+    return layers.choose_in_mtp(original, context, _choose_with(context))
+
+
+def _choose_with(context: Context[Options]) -> Callable[[Any], None]:
+    def enter(module: Any, _: Any) -> None:
+        stack = contextlib.ExitStack()
+        layer_pass = running()
+        if layer_pass is not None and torch.is_grad_enabled():
+            stack.enter_context(_with_parameters_kept(context.megatron))
+            stack.enter_context(layer_pass.hooks())
+        _entered.setdefault(module, []).append(stack)
+
+    def choose(layer: Any) -> None:
+        _chosen[layer] = context.options.attributes
+        for name in _chosen[layer]:
+            module = getattr(layer, name)
+            module.register_forward_pre_hook(enter)
+            module.register_forward_hook(_leave, always_call=True)
+
+    return choose
+
+
+_entered: WeakKeyDictionary[Any, list[contextlib.ExitStack]] = WeakKeyDictionary()
+"""By module; a module inside itself would have more than one."""
+
+
+def _leave(module: Any, _: Any, __: Any) -> None:
+    stacks = _entered.get(module)
+    if stacks:  # none if another hook has raised before ours was called
+        stacks.pop().close()
+
+
+@contextlib.contextmanager
+def _with_parameters_kept(megatron: Megatron) -> Iterator[None]:
+    """Transformer Engine's linear layers keep weights as parameters if they know of such hooks."""
+    extension = megatron("core.extensions.transformer_engine")
+    engine = getattr(extension, "cpu_offload", None)
+    if engine is None:
+        yield
+        return
+    before = getattr(engine, "CPUOffloadEnabled", None)  # not in every release; setting it does no harm
+    engine.CPUOffloadEnabled = True
+    try:
+        yield
+    finally:
+        if before is None:
+            del engine.CPUOffloadEnabled
+        else:
+            engine.CPUOffloadEnabled = before

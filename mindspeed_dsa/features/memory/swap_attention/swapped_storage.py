@@ -1,0 +1,121 @@
+"""The bytes of one device storage, which spend the time between forward and backward on the host.
+
+Copies run on two streams of their own, one per direction. Nothing is resized, and no memory is taken from
+other users: the device has the bytes as long as anything holds the storage.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa import platforms
+from mindspeed_dsa.features.memory.discarded import bytes_of
+from mindspeed_dsa.platforms.base import Event, Platform, Stream
+from mindspeed_dsa.platforms.host_pool import shared
+
+_REMEDY = (
+    "swap fewer layers (--swap-attention-num-layers N) or modules (--swap-modules), use smaller "
+    "microbatches, or give the process more memory"
+)
+
+
+@functools.cache
+def _streams(platform: Platform) -> tuple[Stream, Stream]:
+    """To the host, and back."""
+    return platform.new_stream(), platform.new_stream()
+
+
+class SwappedStorage:
+    """One storage and its copy on the host.
+
+    The copy to the host starts at once, behind what the current stream has computed so far. The host's
+    buffer goes back to the pool, and the device's memory to its allocator, with the last reference to this
+    object, whatever happens to the graph that it belongs to.
+
+    Args:
+        storage: a ``torch.UntypedStorage`` on the device, not empty.
+        of_any_stream: it may have been allocated while another stream than the current one was, whose later
+            work does not wait for the copy. The allocator then keeps the memory until it sees the copy done,
+            which is later than the current stream needs where the host runs ahead of the device.
+
+    Raises:
+        SettingsError: the host has no memory left.
+    """
+
+    def __init__(self, storage: Any, of_any_stream: bool = False) -> None:
+        self.nbytes: int = storage.nbytes()
+        self._device = storage.device
+        self._storage: Any = storage
+        self._former: ref[Any] = ref(storage)
+        self._last_copy: Event | None = None
+        self._back: Event | None = None
+        self._consumer: Stream | None = None
+        self._buffer = shared.take(self.nbytes, remedy=_REMEDY)
+        platform = platforms.current()
+        stream, _ = _streams(platform)
+        source = bytes_of(storage)
+        self._last_copy = _copy_behind_current(platform, stream, self._buffer.tensor, source)
+        if of_any_stream:
+            platform.record_stream(source, stream)
+
+    def leave(self) -> None:
+        """Let the device's memory go.
+
+        What the current stream is given from now on comes after the copy, so it may use the memory.
+        """
+        assert self._last_copy is not None
+        self._last_copy.wait(platforms.current().current_stream())
+        self._storage = None
+
+    def come_back(self) -> None:
+        """Start copying to the device, unless the bytes are there or on their way.
+
+        A storage that has been kept elsewhere is used again instead.
+        """
+        if self._storage is not None:
+            return
+        former = self._former()
+        if former is not None and former.nbytes() == self.nbytes:
+            self._storage = former
+            return
+        platform = platforms.current()
+        _, stream = _streams(platform)
+        # Allocated for the current stream, which is the one that uses it; the copy waits until memory
+        # that the allocator hands out again is no longer in use there.
+        place = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+        self._last_copy = _copy_behind_current(platform, stream, place, self._buffer.tensor)
+        self._back, self._consumer = self._last_copy, platform.current_stream()
+        self._storage = place.untyped_storage()
+
+    def on_device(self) -> Any:
+        """The storage; the current stream waits until its bytes are there."""
+        self.come_back()
+        if self._back is not None:
+            platform = platforms.current()
+            stream = platform.current_stream()
+            self._back.wait(stream)
+            if stream != self._consumer:  # the memory is the consumer's: this one reads it as a guest
+                platform.record_stream(bytes_of(self._storage), stream)
+        return self._storage
+
+    def __del__(self) -> None:
+        buffer = getattr(self, "_buffer", None)
+        if buffer is None:  # there was no memory for one
+            return
+        if self._back is not None:
+            # Perhaps nothing has waited: the memory must not be handed out under the copy.
+            self._back.wait(self._consumer)
+        buffer.give_back(after=self._last_copy)
+
+
+def _copy_behind_current(platform: Platform, stream: Stream, destination: Tensor, source: Tensor) -> Event:
+    ready = platform.new_event()
+    ready.record(platform.current_stream())
+    with platform.use_stream(stream):
+        ready.wait(stream)
+        return platform.copy_async(destination, source)

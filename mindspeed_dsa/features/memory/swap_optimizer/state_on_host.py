@@ -1,0 +1,283 @@
+"""Megatron's optimizers with state that lies on the host.
+
+The master weights, which are keys of the optimizer's state and carry the gradients, stay as tensors on the
+device, without numbers: views of one NaN. What Megatron reads and writes of them outside of a step, it
+finds on the host instead, for the duration of that call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa import platforms
+from mindspeed_dsa.context import Context
+from mindspeed_dsa.features.memory.host_moments import Moments, StateWithMoments, replaced
+from mindspeed_dsa.features.memory.swap_optimizer.early_gather import BucketOrder, EarlyGather
+from mindspeed_dsa.features.memory.swap_optimizer.host_slab import Parameter, Slab
+from mindspeed_dsa.features.memory.swap_optimizer.options import Options
+from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Pipeline
+from mindspeed_dsa.features.memory.swap_optimizer.validation import check_swapped_state
+from mindspeed_dsa.features.memory.voids import Voids
+from mindspeed_dsa.integration.optimizer import OptimizerState, Place, is_sharded
+from mindspeed_dsa.integration.whole_steps import WholeSteps
+from mindspeed_dsa.platforms import host_pool
+
+_Function = Callable[..., Any]
+_WAITING = "_mindspeed_dsa_swapped"
+# The name that torch has for it since 2.5, and the one before.
+_OUT_OF_MEMORY = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
+_LISTS = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
+_voids: ContextVar[Voids | None] = ContextVar("voids", default=None)
+"""While an optimizer is constructed, what its new master weights become."""
+
+
+class GatherAlone(OptimizerState):
+    """Of an optimizer that has nothing to update, because this rank's part of the buckets is empty.
+
+    Other ranks gather the buckets early, and this one in the same order.
+    """
+
+    def __init__(self, optimizer: Any, whole: WholeSteps) -> None:
+        self.whole = whole
+        self._gather = EarlyGather(BucketOrder(optimizer).groups, [])
+
+    def step(self, call: Callable[[], bool]) -> bool:
+        if not platforms.current().asynchronous:
+            return call()
+        with self._gather.with_nothing_to_update():
+            return call()
+
+
+class SwappedState(StateWithMoments):
+    """State on the host of one of Megatron's optimizers.
+
+    Attributes:
+        pipeline: what a step is done with.
+    """
+
+    check = staticmethod(check_swapped_state)
+
+    @classmethod
+    @contextlib.contextmanager
+    def constructing(cls) -> Iterator[None]:
+        """Free each master weight when it has been made."""
+        token = _voids.set(Voids())
+        try:
+            yield
+        finally:
+            _voids.reset(token)
+
+    @classmethod
+    @torch.no_grad()
+    def built(cls, optimizer: Any, context: Context[Options]) -> OptimizerState | None:
+        """Lay out the state of a new optimizer on the host."""
+        parameters = list(_parameters(optimizer))
+        whole = WholeSteps(context.feature)
+        if not parameters:
+            return GatherAlone(optimizer, whole) if _gathers_after_steps(optimizer) else None
+        host_pool.require_host_memory(
+            4 * sum(each.rows * each.main.numel() for each in parameters),
+            context.feature,
+            "use more data parallel ranks with --use-distributed-optimizer, fewer processes on a host, or "
+            "omit --swap-optimizer",
+        )
+        state = cls(optimizer, parameters, context.options.parts, whole)
+        for chunk in getattr(optimizer, "model_chunks", ()):
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                # The model may outlive the optimizer.
+                vars(group).setdefault(_WAITING, weakref.WeakSet()).add(state)
+        return state
+
+    def __init__(self, optimizer: Any, parameters: list[Parameter], times: int, whole: WholeSteps) -> None:
+        self._optimizer = optimizer
+        kinds = ([each for each in parameters if each.rows == rows] for rows in (3, 2))
+        slabs = [Slab(kind) for kind in kinds if kind]
+        rows = {each: slab.of(each) for slab in slabs for each in slab.parameters}
+        self._weights = {each.main: each.weights for each in parameters if each.weights is not None}
+        self._masters = {each.main: rows[each][0] for each in parameters if each.main in self._weights}
+        places = {each.main: (rows[each][-2], rows[each][-1]) for each in parameters}
+        super().__init__(optimizer, Moments(optimizer.optimizer, places), whole)
+        self.pipeline = Pipeline(optimizer.optimizer, slabs, self.moments, times, whole)
+        self._gather: EarlyGather | None = None
+        if _gathers_after_steps(optimizer):
+            self._gather = EarlyGather(BucketOrder(optimizer).groups, self.pipeline.chunks)
+        self.reload()
+
+    def master(self, main: Tensor) -> Tensor:
+        """The float32 weight that ``main`` stands for, on the host; ``main`` if it is the model's weight."""
+        return self._masters.get(main, main)
+
+    @torch.no_grad()
+    def reload(self) -> None:
+        """The master weights become what the model's weights are, one after the other."""
+        self.pipeline.settle()
+        for main, master in self._masters.items():
+            master.view(-1).copy_(self._weights[main]())
+
+    def load_early(self) -> None:
+        """Start to load for the step to come, where that goes on beside other work.
+
+        Where the device has no memory yet, as in a backward whose activations are alive, a later call loads.
+        """
+        if platforms.current().asynchronous:
+            with contextlib.suppress(_OUT_OF_MEMORY):
+                self.pipeline.prefetch()
+
+    def before_grads(self) -> None:
+        self.load_early()
+
+    def after_skip(self) -> None:
+        self.pipeline.discard()
+
+    def step(self, call: Callable[[], bool]) -> bool:
+        """Let the inner optimizer's step go through the pipeline."""
+        inner = self._optimizer.optimizer
+        step = partial(self.pipeline.step, inner.step)
+        with contextlib.ExitStack() as stack:
+            if self._gather is not None and platforms.current().asynchronous:
+                step = partial(step, updated=stack.enter_context(self._gather.during_a_step()))
+            stack.enter_context(replaced(inner, "step", step))
+            completed = self.pipeline.completed
+            try:
+                return call()
+            except BaseException:
+                # Megatron's own step would not have written the model's weights yet; the pipeline has.
+                if self._masters and self.pipeline.completed != completed:
+                    self.pipeline.tear()
+                raise
+
+    def master_to_model(self, call: Callable[[], None]) -> None:
+        """Nothing: the pipeline does it."""
+
+    def model_to_master(self, call: Callable[[], None], from_state_dict: bool) -> None:
+        if not from_state_dict:
+            self.reload()
+            return
+        with self.on_the_host():
+            call()
+
+    def state_dict(self, call: Callable[[], Any]) -> Any:
+        with self.on_the_host():
+            return super().state_dict(call)
+
+    def load_state_dict(self, call: Callable[[], Any]) -> Any:
+        with self.on_the_host():
+            return super().load_state_dict(call)
+
+    def get_parameter(self, place: Place, call: Callable[[], Any]) -> Any:
+        with self.keyed_on_the_host([place]):
+            return call()
+
+    def set_parameter(self, place: Place, call: Callable[[], None]) -> None:
+        with self.keyed_on_the_host([place]):
+            call()
+
+    def load_parameters(self, call: Callable[[], None]) -> None:
+        groups = enumerate(self._optimizer.optimizer.param_groups)
+        places = [
+            Place(number, at, main) for number, group in groups for at, main in enumerate(group["params"])
+        ]
+        with self.keyed_on_the_host(places):
+            call()
+
+    @contextlib.contextmanager
+    def on_the_host(self) -> Iterator[None]:
+        """In its lists Megatron finds the master weights on the host."""
+        self.pipeline.settle()
+        with contextlib.ExitStack() as stack:
+            for name in _LISTS:
+                groups = getattr(self._optimizer, name, None)
+                if groups is not None:
+                    lists = [list(map(self.master, group)) for group in groups]
+                    stack.enter_context(replaced(self._optimizer, name, lists))
+            with torch.no_grad():
+                yield
+
+    @contextlib.contextmanager
+    def keyed_on_the_host(self, places: list[Place]) -> Iterator[None]:
+        """In the inner optimizer's groups and state, too, these master weights are those on the host."""
+        self.pipeline.settle()
+        inner = self._optimizer.optimizer
+        for group, at, main in places:
+            inner.param_groups[group]["params"][at] = self.master(main)
+            inner.state[self.master(main)] = inner.state[main]
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for group, at, main in places:
+                inner.param_groups[group]["params"][at] = main
+                if self.master(main) is not main:
+                    del inner.state[self.master(main)]
+
+
+def without_master(original: _Function) -> _Function:
+    """Decorate ``copy_tensor_model_parallel_attributes``, called once for each new master weight."""
+
+    def copy_tensor_model_parallel_attributes(destination_tensor: Any, source_tensor: Any) -> None:
+        original(destination_tensor, source_tensor)
+        voids = _voids.get()
+        if voids is not None and destination_tensor.dtype is torch.float32 is not source_tensor.dtype:
+            voids.void(destination_tensor)  # the weights it was made from are still there
+
+    return copy_tensor_model_parallel_attributes
+
+
+def load_before_gradients(original: _Function) -> _Function:
+    """Decorate ``_ParamAndGradBucketGroup.start_grad_sync``, whose first call is in the last backward."""
+
+    def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for swapped in getattr(self, _WAITING, ()):
+            swapped.load_early()
+        return original(self, *args, **kwargs)
+
+    return start_grad_sync
+
+
+def _parameters(optimizer: Any) -> Iterator[Parameter]:
+    """What is updated, each with a function that gives the model's weights."""
+    weights: dict[Tensor, Callable[[], Tensor]] = {}
+    positions: dict[Tensor, int] = {}
+    if is_sharded(optimizer):
+        order = BucketOrder(optimizer)
+        for model, main in _pairs(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups):
+            weights[main] = partial(_shard_in_bucket, optimizer, model)
+            positions[main] = order.position(model)
+        for model, main in _pairs(optimizer.model_fp32_groups, optimizer.shard_fp32_groups):
+            positions[main] = order.position(model)
+    elif hasattr(optimizer, "fp32_from_float16_groups"):
+        for model, main in _pairs(optimizer.float16_groups, optimizer.fp32_from_float16_groups):
+            weights[main] = partial(_flat, model)
+    for index, group in enumerate(optimizer.optimizer.param_groups):
+        for main in group["params"]:
+            yield Parameter(main, index, weights.get(main), positions.get(main, 0))
+
+
+def _gathers_after_steps(optimizer: Any) -> bool:
+    return is_sharded(optimizer) and not optimizer.ddp_config.overlap_param_gather
+
+
+def _pairs(models: list[list[Tensor]], mains: list[list[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The model's parameters with what the optimizer updates for them."""
+    for model_group, main_group in zip(models, mains, strict=True):
+        yield from zip(model_group, main_group, strict=True)
+
+
+def _shard_in_bucket(optimizer: Any, model: Tensor) -> Tensor:
+    """Where Megatron gathers the weights from: the parameter's part in this rank's shard of its bucket."""
+    span = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+    number, _, place = optimizer.model_param_gbuf_map[model]
+    weights: Tensor = optimizer.buffers[number].buckets[place].param_data.view(-1)[span.start : span.end]
+    return weights
+
+
+def _flat(model: Tensor) -> Tensor:
+    return model.data.view(-1)

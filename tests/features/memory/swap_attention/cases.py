@@ -1,0 +1,275 @@
+"""What runs inside the pool's workers: steps with saved tensors on the host, and every copy that is made."""
+
+from __future__ import annotations
+
+import gc
+import io
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from tests.features.attention import job
+from tests.features.memory import recompute_cases
+from tests.features.memory.recompute_cases import PLAIN, built
+
+
+class Copies:
+    """Bytes of the copies to the host and back, in the order of the copies."""
+
+    def __init__(self) -> None:
+        self.out: list[int] = []
+        self.back: list[int] = []
+
+
+@contextmanager
+def copies() -> Iterator[Copies]:
+    """Watch what the platform copies to and from the pool of host buffers."""
+    from mindspeed_dsa.platforms.base import Platform
+    from mindspeed_dsa.platforms.host_pool import shared
+
+    seen, copy = Copies(), Platform.copy_async
+
+    def watched(self: Any, destination: Tensor, source: Tensor) -> Any:
+        if shared.holds(destination):
+            seen.out.append(destination.nbytes)
+        if shared.holds(source):
+            seen.back.append(destination.nbytes)
+        return copy(self, destination, source)
+
+    with mock.patch.object(Platform, "copy_async", watched):
+        yield seen
+
+
+def in_use() -> int:
+    """Bytes that nobody has given back to the pool."""
+    from mindspeed_dsa.platforms.host_pool import shared
+
+    return shared.figures().in_use
+
+
+def train(**arguments: Any) -> dict[str, Any]:
+    """As :func:`recompute_cases.train`, with bytes ``out`` and ``back``, and those ``in use`` afterwards."""
+    with copies() as seen:
+        result = recompute_cases.train(**arguments)
+    return {**result, "out": sum(seen.out), "back": sum(seen.back), "in use": in_use()}
+
+
+def kept_bytes(**arguments: Any) -> dict[str, int]:
+    """As :func:`recompute_cases.kept_bytes`, with the bytes that one backward has copied ``back``.
+
+    All that was off the device comes back; what a graph that nobody needed has had copied does not.
+    """
+    with copies() as seen:
+        found = recompute_cases.kept_bytes(**arguments)
+    assert len(seen.back) % 2 == 0, "two steps alike"
+    return {**found, "back": sum(seen.back) // 2}
+
+
+def logits(model: Any, tokens: Tensor) -> Tensor:
+    """``[batch, sequence, vocabulary]``; of these a second backward is possible, unlike of the loss."""
+    result: Tensor = model(tokens[:, :-1], torch.arange(job.SEQUENCE).expand(2, -1), None)
+    return result
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    """Of all parameters, which are without afterwards."""
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def in_flight(switches: Mapping[str, Any], order: list[int]) -> list[dict[str, Tensor]]:
+    """Three forwards, then their backwards in any order; the gradients of each."""
+    job.start(switches)
+    _, (model,) = built(PLAIN)
+    losses = [job.per_token_loss(model, job.samples(2, seed=seed)).sum() for seed in range(3)]
+    found: dict[int, dict[str, Tensor]] = {}
+    for index in order:
+        losses[index].backward()
+        found[index] = gradients(model)
+    assert in_use() == 0
+    return [found[index] for index in range(3)]
+
+
+def without_backward(switches: Mapping[str, Any]) -> dict[str, Any]:
+    """Forwards that have no backward: copies that they make, and bytes in use when they are forgotten."""
+    job.start(switches)
+    _, (model,) = built(PLAIN)
+    tokens = job.samples(2)
+    found = {}
+    gc.collect()
+    gc.disable()  # nothing may depend on it
+    try:
+        with copies() as seen:
+            with torch.no_grad():
+                job.per_token_loss(model, tokens)
+            found["no_grad"] = len(seen.out)
+            job.per_token_loss(model.requires_grad_(False), tokens)
+            found["frozen"] = len(seen.out)
+            loss = job.per_token_loss(model.requires_grad_(True), tokens)
+            found["dropped"] = len(seen.out)
+            found["held"] = in_use()
+            del loss
+            found["left"] = in_use()
+    finally:
+        gc.enable()
+    return found
+
+
+def reported(switches: Mapping[str, Any]) -> list[str]:
+    """What is logged while two samples pass."""
+    from mindspeed_dsa import log
+
+    job.start(switches)
+    _, (model,) = built(PLAIN)
+    log.forget()
+    with redirect_stderr(io.StringIO()) as said:
+        job.per_token_loss(model, job.samples(2))
+    return said.getvalue().splitlines()
+
+
+def twice(switches: Mapping[str, Any]) -> dict[str, Any]:
+    """Two backwards through one graph."""
+    job.start(switches)
+    _, (model,) = built(PLAIN)
+    total = logits(model, job.samples(2)).sum()
+    total.backward(retain_graph=True)
+    first = gradients(model)
+    with copies() as seen:
+        total.backward()
+    second = gradients(model)
+    return {"first": first, "second": second, "copies": len(seen.back), "left": in_use()}
+
+
+def interrupted(switches: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """An exception in the second layer, in the attention or behind it, and a step after that."""
+    job.start(switches)
+    _, (model,) = built(PLAIN)
+    layer = model.decoder.layers[1]
+    broken = {"attention": layer.self_attention.linear_proj, "mlp": layer.mlp}[where]
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError(where)
+
+    handle = broken.register_forward_pre_hook(fail)
+    try:
+        job.per_token_loss(model, job.samples(2))
+    except ZeroDivisionError as error:
+        raised = str(error)
+    handle.remove()
+    gc.collect()
+    left, hooked = in_use(), bool(torch._C._autograd._top_saved_tensors_default_hooks(True))
+    job.per_token_loss(model, job.samples(2)).sum().backward()
+    return {"raised": raised, "left": left, "hooked": hooked, "gradients": gradients(model)}
+
+
+def timeline(switches: Mapping[str, Any], num_layers: int) -> list[str]:
+    """When copies start and memory goes, among what layers compute in a forward and a backward."""
+    from mindspeed_dsa.features.memory.swap_attention import swapped_storage
+    from mindspeed_dsa.features.memory.swap_attention.swapped_storage import SwappedStorage
+
+    job.start(switches)
+    _, (model,) = built({**PLAIN, "num_layers": num_layers})
+    events: list[str] = []
+    layer_of: dict[int, int] = {}  # by the address of a host buffer
+    start, leave = swapped_storage._copy_behind_current, SwappedStorage.leave
+
+    def note(what: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if events[-1:] != [what]:
+                events.append(what)
+
+        return hook
+
+    def noting_copy(platform: Any, stream: Any, destination: Tensor, source: Tensor) -> Any:
+        if source.data_ptr() in layer_of:
+            note(f"back {layer_of[source.data_ptr()]}")()
+        else:
+            layer_of[destination.data_ptr()] = events.count("gone")
+            note(f"out {events.count('gone')}")()
+        return start(platform, stream, destination, source)
+
+    def noting_leave(self: Any) -> None:
+        note("gone")()
+        leave(self)
+
+    for number, layer in enumerate(model.decoder.layers):
+        for name, module in (("attention", layer.self_attention), ("mlp", layer.mlp)):
+            module.register_forward_hook(note(f"{name} {number}"))
+            module.register_full_backward_pre_hook(note(f"backward of {name} {number}"))
+    with (
+        mock.patch.object(swapped_storage, "_copy_behind_current", noting_copy),
+        mock.patch.object(SwappedStorage, "leave", noting_leave),
+    ):
+        loss = job.per_token_loss(model, job.samples(2)).sum()
+        loss.backward()
+    return events
+
+
+def fused_accumulation(switches: Mapping[str, Any], tp: int = 1) -> dict[str, Any]:
+    """Weight gradients that the linear layers add to ``main_grad`` themselves, and their reduction."""
+    from megatron.core.tensor_parallel import layers
+
+    def accumulate(rows: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        main_grad.addmm_(grad_output.flatten(0, -2).t(), rows.flatten(0, -2))
+
+    job.start(switches, tp=tp)
+    kernels = mock.Mock(wgrad_gemm_accum_fp32=accumulate)
+    with (
+        mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", kernels, create=True),
+        mock.patch.object(layers, "_grad_accum_fusion_available", True),
+        mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+    ):
+        cfg, chunks = built({**PLAIN, "gradient_accumulation_fusion": True}, tp=tp)
+        job.train_step(cfg, chunks, list(job.samples(4).split(2)), ddp={"overlap_grad_reduce": True})
+    return {"gradients": job.gradients(chunks)}
+
+
+def transformer_engine_switch(switches: Mapping[str, Any], **before: bool) -> dict[str, Any]:
+    """What Transformer Engine's switch says inside the attention and outside of it, and what is left of it.
+
+    ``before``: the attributes of the engine's module.
+    """
+    from megatron.core.extensions import transformer_engine
+
+    job.start(switches)
+    _, (model,) = built(PLAIN)
+    layer = model.decoder.layers[0]
+    engine = SimpleNamespace(**before)
+    found: dict[str, Any] = {}
+    for name, module in (("attention", layer.self_attention.linear_proj), ("mlp", layer.mlp)):
+        module.register_forward_pre_hook(
+            lambda *_, name=name: found.__setitem__(name, vars(engine).get("CPUOffloadEnabled"))
+        )
+    with mock.patch.object(transformer_engine, "cpu_offload", engine):
+        job.per_token_loss(model, job.samples(2))
+    return {**found, "left": vars(engine)}
+
+
+def chosen_layers(switches: Mapping[str, Any], num_layers: int, **layout: Any) -> dict[int, tuple[str, ...]]:
+    """Numbers of this rank's layers that swap, with the modules that do."""
+    from mindspeed_dsa.features.memory.swap_attention import layers as swap_layers
+
+    job.start(switches, **layout)
+    vpp = layout.get("vpp")
+    _, chunks = built({**PLAIN, "num_layers": num_layers}, stages=vpp or 1, pp=layout.get("pp", 1))
+    layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+    chosen = swap_layers._chosen
+    return {layer.layer_number: chosen[layer] for layer in layers if layer in chosen}
+
+
+def after_undo(switches: Mapping[str, Any]) -> dict[str, Any]:
+    """A model that outlives the feature, and one that is built without it."""
+    import mindspeed_dsa
+
+    job.start(switches)
+    _, (model,) = built(PLAIN)
+    mindspeed_dsa.disable()
+    with mindspeed_dsa.enabled(**job.DSA_ON), copies() as seen:
+        job.per_token_loss(model, job.samples(2)).sum().backward()
+    return {"copies": len(seen.out), "gradients": gradients(model)}

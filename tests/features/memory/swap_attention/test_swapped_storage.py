@@ -1,0 +1,98 @@
+"""Which streams the allocator learns of that read a storage."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mindspeed_dsa import log, platforms
+from mindspeed_dsa.context import Context, Megatron
+from mindspeed_dsa.features.memory.swap_attention import layers as swap_layers
+from mindspeed_dsa.features.memory.swap_attention.layer_pass import LayerPass
+from mindspeed_dsa.features.memory.swap_attention.options import Options
+from mindspeed_dsa.features.memory.swap_attention.swapped_storage import SwappedStorage
+from mindspeed_dsa.platforms.cpu import CpuPlatform, CpuStream
+from tests.features.memory.swap_attention.cases import in_use
+
+
+class Recorded(CpuPlatform):
+    """Streams that storages were recorded for, with address and bytes."""
+
+    def __init__(self) -> None:
+        self.streams: list[CpuStream] = []
+        self.readers: list[tuple[int, int, int]] = []
+
+    def new_stream(self) -> CpuStream:
+        self.streams.append(CpuStream())
+        return self.streams[-1]
+
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
+        self.readers.append((self.streams.index(stream), tensor.data_ptr(), tensor.nbytes))
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    platform = Recorded()
+    monkeypatch.setattr(platforms, "_current", platform)
+    return platform
+
+
+@pytest.mark.parametrize("of_any_stream", [False, True])
+def test_the_copy_to_the_host_keeps_memory_of_other_streams(recorded, of_any_stream):
+    x = torch.randn(8, 8).requires_grad_()
+    layer_pass = LayerPass("layer 1", 0, iter(()), of_any_stream=of_any_stream)
+    with layer_pass.whole_layer(), layer_pass.hooks():
+        between = 2 * x
+        y = between[2:].sin()
+    to_host = 0
+    assert recorded.readers == [(to_host, between.data_ptr(), 256)] * of_any_stream
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert gradient[2:].equal(2 * (2 * x[2:]).cos())
+
+
+class NoMegatron(Megatron):
+    """Without Transformer Engine."""
+
+    def __call__(self, name: str) -> Any:
+        return SimpleNamespace()
+
+
+@pytest.mark.parametrize("context_parallel", [1, 2])
+def test_context_parallel_layers_allocate_on_any_stream(recorded, context_parallel):
+    class Layer(torch.nn.Module):
+        layer_number = 1
+        config = SimpleNamespace(context_parallel_size=context_parallel)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.self_attention = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Softmax(-1))
+
+        def forward(self, hidden_states: Tensor) -> tuple[Tensor]:
+            return (self.self_attention(hidden_states),)
+
+    having = Context("swap-attention", Options(True, None, "self_attention", 0), NoMegatron(), log.get())
+    layer = Layer()
+    swap_layers._choose_with(having)(layer)
+    output = swap_layers.swap_in_layer(Layer.forward, having)(layer, torch.randn(8, 8).requires_grad_())
+    assert len(recorded.readers) == (context_parallel > 1) * 2, "what both modules save"
+    del output
+
+
+def test_another_stream_that_reads_what_has_come_back_keeps_it(recorded):
+    tensor = torch.arange(64.0)
+    swapped = SwappedStorage(tensor.untyped_storage())
+    swapped.leave()
+    del tensor
+    swapped.come_back()
+    back = swapped.on_device()
+    assert recorded.readers == [], "the stream that it was allocated for"
+    with recorded.use_stream(recorded.new_stream()):
+        assert swapped.on_device().data_ptr() == back.data_ptr()
+    assert recorded.readers == [(len(recorded.streams) - 1, back.data_ptr(), 256)]
+    assert torch.empty(0).set_(back).equal(torch.arange(64.0))
+    del swapped
+    assert in_use() == 0

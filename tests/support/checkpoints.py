@@ -1,0 +1,64 @@
+"""Saving and loading as Megatron's training loop does it, by each of its formats."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.optimizer_job import Job, gather
+
+TORCH = "torch"  # the old format: state dicts and, for the distributed optimizer, a file of parameter states
+
+
+def save_to(job: Job, way: str, folder: str) -> None:
+    """``way`` is ``torch`` or the distributed optimizer's sharding type in a torch_dist checkpoint."""
+    gather(job)
+    if way == TORCH:
+        rank = torch.distributed.get_rank()
+        if rank == 0:
+            state = {"model": job.model.state_dict_for_save_checkpoint()}
+            torch.save({**state, "optimizer": job.optimizer.state_dict()}, Path(folder, "state.pt"))
+        if job.ddp.use_distributed_optimizer:
+            job.optimizer.save_parameter_state(str(Path(folder, "parameters.pt")))
+        torch.distributed.barrier()
+        return
+    from megatron.core import dist_checkpointing
+
+    dist_checkpointing.save(_sharded(job, way, is_loading=False), folder, _strategy())
+
+
+def _strategy() -> Any:
+    """Megatron's writer needs psutil and helper processes; the example's writes the same files without."""
+    from tests.distributed.job import EXAMPLES
+
+    if EXAMPLES not in sys.path:
+        sys.path.insert(0, EXAMPLES)
+    from dsa_job.checkpoint import _SaveInThisProcess
+
+    return _SaveInThisProcess()
+
+
+def load_from(job: Job, way: str, folder: str) -> None:
+    """The counterpart; model first, then optimizer, like Megatron."""
+    if way == TORCH:
+        state = torch.load(Path(folder, "state.pt"), weights_only=False)
+    else:
+        from megatron.core import dist_checkpointing
+
+        state = dist_checkpointing.load(_sharded(job, way, is_loading=True), folder)
+    job.model.load_state_dict(state["model"])
+    job.optimizer.load_state_dict(state["optimizer"])
+    if way == TORCH and job.ddp.use_distributed_optimizer:
+        job.optimizer.load_parameter_state(str(Path(folder, "parameters.pt")))
+
+
+def _sharded(job: Job, way: str, is_loading: bool) -> dict[str, Any]:
+    metadata = {"distrib_optim_sharding_type": way, "chained_optim_avoid_prefix": True}
+    if not job.ddp.use_distributed_optimizer:
+        metadata.pop("distrib_optim_sharding_type")
+    model = job.model.module.sharded_state_dict()
+    optimizer = job.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    return {"model": model, "optimizer": optimizer}
