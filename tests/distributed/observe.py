@@ -126,11 +126,11 @@ class Observer:
 
         original = core.select_keys
 
-        def select_keys(attention: Any, x: Tensor, qr: Tensor, chosen: Any) -> Any:
+        def select_keys(attention: Any, operands: Any, x: Tensor, qr: Tensor, chosen: Any) -> Any:
             key = ("topk", attention.layer_number)
             # Where the choice is left to Megatron's own indexer, it is forced and noted here all the same.
             with mock.patch.object(attention.indexer, "forward_with_scores", _plain(attention.indexer)):
-                selection = original(attention, x, qr, chosen)
+                selection = original(attention, operands, x, qr, chosen)
             self.fused_selections += chosen.indexer
             if self._forced is not None:
                 selection = _chosen_instead(selection, torch.from_numpy(self._next_forced(key)))
