@@ -358,6 +358,8 @@ def test_both_lists_of_keys_are_equally_long():
 
 def test_one_oneDNN_call_per_product_treats_them_alike(monkeypatch):
     monkeypatch.setattr(cpu_blocks, "_LOOP_MIN_FLOPS", 0)
+    monkeypatch.setattr(cpu_blocks, "_MKL_IS_FAST", False)
     test_indices_outside_of_the_keys_are_no_keys("cpu", torch.int64)
     for use_relu in (False, True):
         test_nan_in_a_key_reaches_its_own_score_only("cpu", use_relu)
+    test_nan_in_the_loss_is_not_hidden("cpu", "dense")

@@ -29,7 +29,7 @@ from mindspeed_dsa.ops.cpu_threads import share_out
 
 # Rows per slab and keys per product: the products of a slab, [rows * heads, keys], stay in cache.
 _PRODUCT_ELEMENTS = 512 * 1024
-_SLAB_ROWS = 16
+_FEWEST_ROWS, _MOST_ROWS = 16, 64
 # Slab widths are rounded up, so that the number of distinct product shapes stays small.
 _WIDTH_STEP = 256
 _LAST = 2**31 - 1
@@ -49,10 +49,11 @@ def select(
     dtype = compute_dtype(query.dtype)
     topk_scores = torch.empty(batch, query_length, topk, dtype=dtype)
     keys = [one.detach().to(dtype).contiguous() for one in key]
+    rows = _slab_rows(query.shape[2] * key.shape[1])
     slabs = [
-        (b, slice(number * _SLAB_ROWS, (number + 1) * _SLAB_ROWS), low, high)
+        (b, slice(number * rows, (number + 1) * rows), low, high)
         for b in range(batch)
-        for number, (low, high) in enumerate(_bounds(starts[b], ends[b]))
+        for number, (low, high) in enumerate(_bounds(starts[b], ends[b], rows))
     ]
 
     def work(share: Sequence[tuple[int, slice, int, int]]) -> None:
@@ -76,11 +77,16 @@ def select(
     return topk_indices, topk_scores
 
 
-def _bounds(starts: Tensor, ends: Tensor) -> list[tuple[int, int]]:
+def _slab_rows(products_per_row: int) -> int:
+    """As many as keep the products in cache: over few keys, calls cost more than the work of a few rows."""
+    return min(max(_PRODUCT_ELEMENTS // max(products_per_row, 1), _FEWEST_ROWS), _MOST_ROWS)
+
+
+def _bounds(starts: Tensor, ends: Tensor, rows: int) -> list[tuple[int, int]]:
     """Smallest range of keys that holds what each slab of rows sees."""
     sees = starts < ends
-    low = torch.where(sees, starts, _LAST).split(_SLAB_ROWS)
-    high = torch.where(sees, ends, 0).split(_SLAB_ROWS)
+    low = torch.where(sees, starts, _LAST).split(rows)
+    high = torch.where(sees, ends, 0).split(rows)
     bounds = [(int(a.min()), int(z.max())) for a, z in zip(low, high, strict=True)]
     return [(a, z) if a < z else (0, 0) for a, z in bounds]
 
