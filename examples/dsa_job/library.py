@@ -8,8 +8,7 @@ import torch
 
 import mindspeed_dsa
 from mindspeed_dsa import session
-from mindspeed_dsa.features.attention.dsa_module import dsa_module
-from mindspeed_dsa.features.attention.fused.options import Options
+from mindspeed_dsa.features.attention.dsa.options import Options
 
 
 class Account:
@@ -21,10 +20,10 @@ class Account:
 
     def __init__(self, model: Sequence[torch.nn.Module]) -> None:
         self._calls = self._layers = 0
-        attention = getattr(dsa_module(), "DSAttention", None) if _wants_dsa() else None
         for chunk in model:
             for module in chunk.modules():
-                if attention is not None and isinstance(module, attention):
+                # Megatron's class, or the backport's of the same name; without DSA there is none.
+                if type(module).__name__ == "DSAttention":
                     self._layers += 1
                     module.register_forward_hook(self._count)
 
@@ -57,8 +56,3 @@ class Account:
                 f"{fused or 'nothing'}"
             )
         return lines
-
-
-def _wants_dsa() -> bool:
-    running = session.current()
-    return running is not None and running.settings.experimental_attention_variant == "dsa"
