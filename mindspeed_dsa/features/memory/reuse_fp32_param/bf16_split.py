@@ -2,10 +2,10 @@
 
 The bits of a float32, taken as a whole number, lie at most 0x8000 away from those of its rounding to
 bfloat16, upwards or downwards. The lower half of the float32 is that difference modulo 2^16, which
-distinguishes all differences but two: plus and minus 0x8000, a tie that was rounded down or up. An even bfloat16 has
-65,537 preimages, one more than sixteen bits can name. The lower half 0x8000 means plus; numbers with minus
-are listed with their upper half, about one in 2^17 of evenly spread numbers. So are NaNs that lie further
-from their rounding; a NaN that arithmetic makes does not.
+distinguishes all differences but two: plus and minus 0x8000, a tie that was rounded down or up. An even
+bfloat16 has 65,537 preimages, one more than sixteen bits can name. The lower half 0x8000 means plus; numbers
+with minus are listed with their upper half, about one in 2^17 of evenly spread numbers. So are NaNs that lie
+further from their rounding; a NaN that arithmetic makes does not.
 
 The bfloat16 is made by torch's own conversion, so it is what torch would store; how that rounds any number
 cannot make the way back inexact, because every number that does not come back is listed.
