@@ -11,7 +11,7 @@ def wanted(switch: str, *options: str) -> Callable[[Any], bool]:
 
     Args:
         switch: ``dest`` of a flag.
-        options: those of others, which are ``None`` where nobody sets them.
+        options: those of its options, ``None`` if unset.
     """
 
     def active(settings: Any) -> bool:
@@ -28,7 +28,7 @@ def check_has_effect(switched_on: bool, switch: str, **options: Any) -> Iterator
     Args:
         switched_on: whether it is on.
         switch: the flag.
-        options: values by ``dest``, ``None`` where nobody has set them.
+        options: values by ``dest``, ``None`` if unset.
     """
     if switched_on:
         return

@@ -1,11 +1,11 @@
 """A float32 number as its bfloat16 rounding and sixteen more bits.
 
 The bits of a float32, taken as a whole number, lie at most 0x8000 away from those of its rounding to
-bfloat16, upwards or downwards. The lower half of the float32 is that difference modulo 2^16, so it tells
-all differences apart but two: plus and minus 0x8000, a tie that was rounded down or up. An even bfloat16 has
-65,537 preimages, one more than sixteen bits can name. The lower half 0x8000 means plus; numbers with minus
-are listed with their upper half, about one in 2^17 of evenly spread numbers. So are NaNs that lie further
-from their rounding; a NaN that arithmetic makes does not.
+bfloat16, upwards or downwards. The lower half of the float32 is that difference modulo 2^16, which
+distinguishes all differences but two: plus and minus 0x8000, a tie that was rounded down or up. An even
+bfloat16 has 65,537 preimages, one more than sixteen bits can name. The lower half 0x8000 means plus; numbers
+with minus are listed with their upper half, about one in 2^17 of evenly spread numbers. So are NaNs that lie
+further from their rounding; a NaN that arithmetic makes does not.
 
 The bfloat16 is made by torch's own conversion, so it is what torch would store; how that rounds any number
 cannot make the way back inexact, because every number that does not come back is listed.
@@ -41,16 +41,16 @@ def split(words: Tensor) -> Halves:
     """Split float32 ``[n]``, contiguous; the result shares no memory with it."""
     bits = words.view(torch.int32)
     weight, low = words.to(torch.bfloat16), bits.to(torch.int16)  # int16 keeps the lower half
-    where = _told_wrong(bits, weight, low)
+    where = _inexact(bits, weight, low)
     if where.numel() and bool(words[where].isnan().any()):
         # A NaN keeps sign and payload, whichever NaN torch's rounding gives: few are to be listed then.
         high = (bits >> 16).to(torch.int16)
         weight = torch.where(words.isnan(), high | _QUIET, weight.view(torch.int16)).view(torch.bfloat16)
-        where = _told_wrong(bits, weight, low)
+        where = _inexact(bits, weight, low)
     return Halves(weight, low, where, (bits[where] >> 16).to(torch.int16))
 
 
-def _told_wrong(bits: Tensor, weight: Tensor, low: Tensor) -> Tensor:
+def _inexact(bits: Tensor, weight: Tensor, low: Tensor) -> Tensor:
     """Ascending positions of the numbers that their halves alone do not give back, int64 ``[e]``."""
     joined = _join(weight, low)
     if torch.equal(joined, bits):

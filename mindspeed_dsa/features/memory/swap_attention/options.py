@@ -22,8 +22,8 @@ class Options(LayerOptions):
     """What was asked for.
 
     Attributes:
-        modules: names with commas between them; ``None`` where nobody has said so.
-        min_bytes: smaller storages stay on the device; ``None`` where nobody has said so.
+        modules: names with commas between them; ``None`` if unset.
+        min_bytes: smaller storages stay on the device; ``None`` if unset.
     """
 
     modules: str | None

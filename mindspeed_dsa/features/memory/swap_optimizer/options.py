@@ -14,7 +14,7 @@ class Options:
 
     Attributes:
         switched_on: the feature's own switch is on.
-        times: number of parts of a step; ``None`` where nobody has said so.
+        times: number of parts of a step; ``None`` if unset.
     """
 
     switched_on: bool

@@ -44,7 +44,7 @@ def columns_of(slabs: Sequence[Slab], times: int, scratch: int) -> int:
 
 
 def scratch_of(optimizer: Any) -> int:
-    """Bytes a number that this optimizer's step allocates; a fused one needs none."""
+    """Bytes per number that this optimizer's step allocates; a fused one needs none."""
     is_fused = all(group["fused"] for group in optimizer.param_groups) if is_torch_adam(optimizer) else True
     return 0 if is_fused else _SCRATCH
 

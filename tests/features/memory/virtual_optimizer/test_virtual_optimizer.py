@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from mindspeed_dsa.features.memory.host_moments import Moments
-from mindspeed_dsa.features.memory.virtual_optimizer import kernel_moments
+from mindspeed_dsa.features.memory.virtual_optimizer import kernel_moments, mapped_moments
 from mindspeed_dsa.features.memory.virtual_optimizer.options import Options
+from tests.support.contexts import context
 from tests.support.optimizer_training import DISTRIBUTED, JOB, LARGER, OFF, PLAIN, assert_same_training
 
 ALL = {"virtual_optimizer": ["all"]}
@@ -143,3 +144,18 @@ def test_a_quota_for_all_stages_or_one_for_each():
 
 def options(words):
     return Options.of(SimpleNamespace(virtual_optimizer=words))
+
+
+def test_a_quota_is_for_all_optimizers_of_one_megatron(monkeypatch):
+    monkeypatch.setattr(mapped_moments, "_quota", lambda having: 8 * 6)
+    kept = []
+
+    def moved(root):
+        inner = torch.optim.AdamW([torch.ones(4, requires_grad=True)])
+        having = context("virtual-optimizer", options("all"), root)
+        kept.append(mapped_moments.MappedMoments.built(SimpleNamespace(optimizer=inner), having))
+        return kept[-1].nbytes
+
+    assert [moved("megatron"), moved("megatron"), moved("corp_megatron")] == [32, 0, 32]
+    kept.clear()
+    assert moved("megatron") == 32
