@@ -38,7 +38,8 @@ class Account:
         replaced: dict[str, list[str]] = {feature.name: [] for feature in running.features}
         for site in mindspeed_dsa.report():
             for name in site["features"]:
-                if site["state"] == "applied":
+                # The session's own services are no features.
+                if name in replaced and site["state"] == "applied":
                     replaced[name].append(site["target"].rpartition(":")[2])
         told = [f"{name} ({len(targets)} patched)" for name, targets in replaced.items() if targets]
         lines = [f"mindspeed_dsa: {len(replaced)} features on; at work: {', '.join(told) or 'none'}"]
