@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 from mindspeed_dsa import checks, compat, features, log, platforms, settings, start_report, versions
 from mindspeed_dsa.context import Context, Megatron
 from mindspeed_dsa.declarations import Feature
-from mindspeed_dsa.features.host import use_root
 from mindspeed_dsa.integration import job
 from mindspeed_dsa.patches import (
     Claim,
@@ -77,7 +76,6 @@ class Session:
             for order, feature in enumerate(self.features)
             for patch in feature.patches
         ]
-        use_root(self.settings.megatron_root)
         self._manager.plan([*claims, *self._services()])
         self._manager.check()
         self._manager.arm()

@@ -7,6 +7,7 @@ configuration: :func:`require`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ def validate(
         options_of: ``Feature.options``, or its equal for arguments that may lack some switches.
     """
 
+    @functools.wraps(check)
     def problems(args: Any) -> Sequence[str]:
         return list(check(args, options_of(args)))
 

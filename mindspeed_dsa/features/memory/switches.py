@@ -22,6 +22,21 @@ def wanted(switch: str, *options: str) -> Callable[[Any], bool]:
     return active
 
 
+def any_of(*rules: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Activation rule: on where one of the rules says so."""
+    return lambda settings: any(rule(settings) for rule in rules)
+
+
+def is_given(option: str) -> Callable[[Any], bool]:
+    """Activation rule: on where an option has a value."""
+    return lambda settings: getattr(settings, option, None) is not None
+
+
+def without(rule: Callable[[Any], bool], feature: str) -> Callable[[Any], bool]:
+    """Activation rule: on as the rule says, where another feature, which is decided earlier, is off."""
+    return lambda settings: rule(settings) and feature not in settings.features_on
+
+
 def check_has_effect(switched_on: bool, switch: str, **options: Any) -> Iterator[str]:
     """Problems of options that are set without their switch.
 

@@ -5,16 +5,11 @@ from __future__ import annotations
 from mindspeed_dsa.declarations import Feature, Flag, Requires
 from mindspeed_dsa.features.memory.recompute_outputs.options import Options
 from mindspeed_dsa.features.memory.recompute_outputs.validation import check_outputs
-from mindspeed_dsa.features.memory.switches import wanted
+from mindspeed_dsa.features.memory.switches import any_of, wanted
 from mindspeed_dsa.integration import configuration
 from mindspeed_dsa.patches.spec import Patch
 
 _RANGE = ">=0.16,<0.17"
-_RULES = (
-    wanted("recompute_activation_function", "recompute_activation_function_num_layers"),
-    wanted("recompute_norm", "recompute_norm_num_layers"),
-    wanted("recompute_verify"),
-)
 
 FEATURE = Feature(
     name="recompute-outputs",
@@ -38,7 +33,11 @@ FEATURE = Feature(
         ),
     ),
     requires=Requires(versions={"megatron-core": _RANGE}),
-    active=lambda settings: any(rule(settings) for rule in _RULES),
+    active=any_of(
+        wanted("recompute_activation_function", "recompute_activation_function_num_layers"),
+        wanted("recompute_norm", "recompute_norm_num_layers"),
+        wanted("recompute_verify"),
+    ),
     options=Options.of,
     validate=configuration.validate(check_outputs, Options.of),
     doc="recompute-outputs.md",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mindspeed_dsa.declarations import Feature, Flag, Requires
 from mindspeed_dsa.features.memory.swap_attention.options import (
     DEFAULT_MIN_BYTES,
@@ -12,7 +10,7 @@ from mindspeed_dsa.features.memory.swap_attention.options import (
     Options,
 )
 from mindspeed_dsa.features.memory.swap_attention.validation import check_swapped_attention
-from mindspeed_dsa.features.memory.switches import wanted
+from mindspeed_dsa.features.memory.switches import wanted, without
 from mindspeed_dsa.integration import configuration, layers
 from mindspeed_dsa.patches.spec import Patch
 
@@ -75,12 +73,6 @@ FEATURE = Feature(
     doc="swap-attention.md",
 )
 
-
-def _with_megatrons_checkpoints(settings: Any) -> bool:
-    """recompute-outputs, which is decided earlier, installs a class that does it itself."""
-    return _wanted(settings) and "recompute-outputs" not in settings.features_on
-
-
 OUTPUTS = Feature(
     name="swap-attention-outputs",
     summary="Keeps swap-attention from moving what Megatron's own modules recompute in place.",
@@ -96,7 +88,7 @@ OUTPUTS = Feature(
         ),
     ),
     requires=Requires(versions={"megatron-core": _RANGE}),
-    active=_with_megatrons_checkpoints,
+    active=without(_wanted, "recompute-outputs"),
     doc="swap-attention.md",
 )
 FEATURES = (FEATURE, OUTPUTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mindspeed_dsa.declarations import Conflict, Feature, Flag, Requires
+from mindspeed_dsa.features.memory.switches import is_given
 from mindspeed_dsa.features.memory.virtual_optimizer.options import Options
 from mindspeed_dsa.features.memory.virtual_optimizer.validation import check_mapped_moments
 from mindspeed_dsa.integration import configuration, optimizer
@@ -41,7 +42,7 @@ FEATURE = Feature(
             "--virtual-optimizer to keep the optimizer's own step",
         ),
     ),
-    active=lambda settings: getattr(settings, "virtual_optimizer", None) is not None,
+    active=is_given("virtual_optimizer"),
     options=Options.of,
     validate=configuration.validate(check_mapped_moments, Options.of),
     doc="virtual-optimizer.md",
