@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.ops.indices import names_key
-from mindspeed_dsa.ops.ranges import Ranges
+from mindspeed_dsa.ops.row_ranges import Ranges
 
 _BEHIND_ALL = 2**31 - 1
 
