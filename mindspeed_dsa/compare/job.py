@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import mindspeed_dsa
 from mindspeed_dsa.patches.errors import SettingsError
 
 METRICS = "metrics.jsonl"
@@ -21,7 +20,7 @@ WEIGHTS = "weights"
 OUT = "{out}"
 """Stands for the run's folder in a job's command."""
 _PATIENCE_S = 30.0
-_PACKAGE_PARENT = Path(mindspeed_dsa.__file__).resolve().parent.parent
+_PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 EXAMPLE = _PACKAGE_PARENT / "examples" / "pretrain_dsa.py"
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_dsa import features
 from mindspeed_dsa.__main__ import main
+from mindspeed_dsa.catalogue import everything
 from mindspeed_dsa.compat import records
 from mindspeed_dsa.declarations import Feature, Requires
 from mindspeed_dsa.patches.source_tree import SourceTree
@@ -35,9 +35,7 @@ ROWS = (
 @pytest.fixture(autouse=True)
 def one_feature(monkeypatch, tmp_path):
     """One feature of our own, whose record is made from the unchanged files."""
-    monkeypatch.setattr(
-        "mindspeed_dsa.cli.diff.all_features", lambda: (Feature("f", "does f", patches=ROWS),)
-    )
+    monkeypatch.setattr("mindspeed_dsa.cli.diff.everything", lambda: (Feature("f", "does f", patches=ROWS),))
     from mindspeed_dsa.patches.drift import Checker
 
     check = Checker(SourceTree.folder(write(tmp_path / "recorded", FILES)), "0.16.1")
@@ -111,7 +109,7 @@ def test_required_target_that_is_gone_or_takes_other_parameters(tmp_path, capsys
 
 def test_feature_that_refuses_the_release_does_not_fail(tmp_path, capsys, monkeypatch):
     refusing = Feature("f", "does f", patches=ROWS, requires=Requires(versions={"megatron-core": ">=0.17"}))
-    monkeypatch.setattr("mindspeed_dsa.cli.diff.all_features", lambda: (refusing,))
+    monkeypatch.setattr("mindspeed_dsa.cli.diff.everything", lambda: (refusing,))
     files = {**FILES, "megatron/core/a.py": ""}
     status, found = diff(capsys, write(tmp_path / "old", files))
     assert status == 0
@@ -157,7 +155,7 @@ def test_installed_megatron_with_the_real_features(monkeypatch, capsys):
     status, found = diff(capsys, "installed")
     assert found["problems"] == []
     assert status == 0
-    assert [row["name"] for row in found["features"]] == [feature.name for feature in features.all_features()]
+    assert [row["name"] for row in found["features"]] == [feature.name for feature in everything()]
 
 
 def test_real_fork_of_the_installed_release(monkeypatch, capsys, tmp_path):

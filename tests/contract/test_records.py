@@ -12,11 +12,12 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa import versions
+from mindspeed_dsa.catalogue import shipped
 from mindspeed_dsa.compat import checker, pages, records
 from mindspeed_dsa.compat.records import RELEASES, Records
 from mindspeed_dsa.compat.verdicts import Verdict, judge
-from mindspeed_dsa.features import all_features
 from mindspeed_dsa.declarations import Feature, Requires
+from mindspeed_dsa.features import built_in
 from mindspeed_dsa.patches.drift import TargetFacts
 from mindspeed_dsa.patches.spec import Patch
 
@@ -65,7 +66,7 @@ def test_record_agrees_with_the_installed_release():
 
 def test_required_patches_apply_to_the_release_that_is_pinned():
     """Every feature that supports the release of constraints.txt finds all that it needs there."""
-    verdicts = {feature.name: judge(feature, "0.16.1", records.load()) for feature in all_features()}
+    verdicts = {feature.name: judge(feature, "0.16.1", records.load()) for feature in built_in()}
     failing = {
         name: verdict for name, verdict in verdicts.items() if verdict.word in ("fails", "not recorded")
     }
@@ -77,7 +78,7 @@ def test_no_supported_release_fails():
     """A range says where a patch applies: inside it, its target must be there."""
     failing = [
         (feature.name, release, verdict.reason)
-        for feature in all_features()
+        for feature in built_in()
         for release in RELEASES
         if (verdict := judge(feature, release, records.load())).word == "fails"
     ]
@@ -89,7 +90,7 @@ def test_pages_are_up_to_date():
 
 
 def test_version_ranges_can_be_read():
-    for feature in all_features():
+    for feature in built_in():
         for text in (*feature.requires.versions.values(), *(p.versions for p in feature.patches)):
             SpecifierSet(text)
 
@@ -154,8 +155,102 @@ def test_feature_that_patches_other_packages_too_still_works_outside_the_range()
     assert judge(feature, "0.16.1", record({})) == Verdict("works")
 
 
+def test_what_a_backport_supplies():
+    """Only where the backport itself works, and where the feature may be switched on."""
+    facts = {"0.15.3": WORKS, "0.16.1": WORKS}
+    backport = Feature("old", "brings it", patches=(patch(versions=">=0.14,<0.16"),), supplies=("f",))
+    feature = Feature("f", "does f", patches=(patch(versions=">=0.16"),))
+    words = {
+        release: judge(feature, release, record(facts), (backport,))
+        for release in ("0.13.1", "0.15.3", "0.16.1")
+    }
+    assert words == {
+        "0.13.1": Verdict("not in this release"),
+        "0.15.3": Verdict("by backport", backport="old"),
+        "0.16.1": Verdict("works"),
+    }
+    needy = dataclasses.replace(feature, requires=Requires(versions={"megatron-core": ">=0.16"}))
+    assert judge(needy, "0.15.3", record(facts), (backport,)).word == "not in this release"
+    other = dataclasses.replace(backport, supplies=("g",))
+    assert judge(feature, "0.15.3", record(facts), (other,)).word == "not in this release"
+    row = next(
+        line
+        for line in pages.compatibility(
+            (dataclasses.replace(backport, doc="old.md"), feature), record(facts)
+        ).splitlines()
+        if line.startswith("| f ")
+    )
+    cells = dict(zip(RELEASES, row.split(" | ")[1:], strict=True))
+    assert cells["0.15.3"] == "by [old](features/old.md)"
+    assert cells["0.13.1"] == "not in this release"
+
+
+def test_what_backports_of_ours_supply_is_there():
+    names = {feature.name for feature in built_in()}
+    supplied = {name for feature in built_in() for name in feature.supplies}
+    assert supplied
+    assert supplied <= names
+    words = {
+        release: {
+            name: judge(f, release, records.load(), built_in()).word for f in built_in() if (name := f.name)
+        }
+        for release in ("0.12.1", "0.15.3", "0.16.1")
+    }
+    for name in supplied:
+        found = [words[release][name] for release in ("0.12.1", "0.15.3", "0.16.1")]
+        assert found == ["by backport", "by backport", "works"], name
+
+
+@pytest.mark.parametrize(
+    ("ranges", "both"),
+    [
+        (("", ""), ""),
+        ((">=0.16,<0.17", ""), ">=0.16,<0.17"),
+        (("", ">=0.16,<0.20"), ">=0.16,<0.20"),
+        ((">=0.16,<0.17", ">=0.12.1,<0.19"), ">=0.16,<0.17"),
+        ((">=0.12.1,<0.19", ">=0.9"), ">=0.12.1,<0.19"),
+        ((">=0.16", ">0.16"), ">0.16"),
+        (("<0.17", "<=0.17,!=0.16.2"), "!=0.16.2,<0.17"),
+    ],
+)
+def test_intersection_of_ranges(ranges, both):
+    assert pages.intersection(*ranges) == both
+
+
+def test_tables_of_patches_print_where_a_row_applies():
+    """A row without a range of its own applies no further than its feature may be switched on."""
+    requires = Requires(versions={"megatron-core": ">=0.16,<0.17"})
+    other = Patch("torch.cuda:f", "wrap", "implementation:f", "a test wants it", versions=">=2.6")
+    feature = Feature("f", "does f", patches=(patch(), patch(versions=">=0.14"), other), requires=requires)
+    column = [line.split(" | ")[2] for line in pages.patched_tables((feature,)).splitlines()[2:]]
+    assert column == ["`>=0.16,<0.17`", "`>=0.16,<0.17`", "`>=0.16,<0.17`, torch `>=2.6`"]
+    free = dataclasses.replace(feature, requires=Requires())
+    column = [line.split(" | ")[2] for line in pages.patched_tables((free,)).splitlines()[2:]]
+    assert column == ["all", "`>=0.14`", "all, torch `>=2.6`"]
+
+
+def test_every_row_applies_to_some_release():
+    """A row outside of its feature's own range would never be applied."""
+    never = []
+    for feature, patch in MEGATRON_PATCHES:
+        needed = feature.requires.versions.get("megatron-core", "")
+        both = SpecifierSet(pages.intersection(needed, patch.versions))
+        if not any(both.contains(release, prereleases=True) for release in RELEASES):
+            never.append((feature.name, patch.label, str(both)))
+    assert not never
+
+
+def test_pages_and_records_hold_what_is_shipped_alone(monkeypatch):
+    """Whatever plug-ins are installed where pages are generated."""
+    foreign = Feature("foreign", "a plug-in's", patches=(patch(),), distribution="corp 1.0")
+    monkeypatch.setattr("mindspeed_dsa.catalogue.all_features", lambda: (*built_in(), foreign))
+    assert foreign not in shipped()
+    assert "foreign" not in pages.compatibility(shipped(), records.load())
+    assert all(feature is not foreign for feature, _ in records.megatron_patches())
+
+
 def test_stale_and_missing_pages_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(pages, "all_features", lambda: (Feature("f", "does f", doc="f.md"),))
+    monkeypatch.setattr(pages, "shipped", lambda: (Feature("f", "does f", doc="f.md"),))
     assert pages.stale(tmp_path) == [
         "compatibility.md is out of date; run make docs",
         "  - write docs/features/f.md for f",

@@ -1,4 +1,4 @@
-"""What DSA must know of context parallelism: which rows of the sequence a rank's queries are."""
+"""Which rows of the sequence a context parallel rank's queries are."""
 
 from __future__ import annotations
 

@@ -1,36 +1,51 @@
-"""The indexer's Hadamard rotation without ``fast_hadamard_transform``, for any float type."""
+"""Orthonormal Walsh-Hadamard transform in natural (Sylvester) order, as a matrix product."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
 
-from mindspeed_dsa.features.attention.declare import DSA, HERE, dsa_repair, host_flag
-from mindspeed_dsa.patches.spec import Patch
-
-
-def _check(args: Any) -> Sequence[str]:
-    size = getattr(args, "dsa_indexer_head_dim", None)
-    if size is None or (size > 0 and size & (size - 1) == 0):
-        return ()
-    return (f"--dsa-indexer-head-dim {size}: the Hadamard rotation needs a power of two; use 64 or 128",)
+import torch
+from torch import Tensor
 
 
-FEATURE = dsa_repair(
-    "dsa-hadamard",
-    summary="Rotates indexer queries and keys on any device and in any float type.",
-    switch_help="Rotate in plain PyTorch where fast_hadamard_transform is missing or does not apply.",
-    validate=_check,
-    host_flags=(host_flag("--dsa-indexer-head-dim", int),),
-    patches=(
-        Patch(
-            f"{DSA}:rotate_activation",
-            "wrap",
-            f"{HERE}.hadamard_impl:rotate_anywhere",
-            "asserts bfloat16 and a CUDA-only package",
-            params=("x",),
-            versions=">=0.16,<0.20",
-        ),
-    ),
-)
-FEATURES = (FEATURE,)
+@lru_cache(maxsize=8)
+def sylvester_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The symmetric ``[size, size]`` matrix of +1 and -1 with ``H[i, j] = (-1) ** popcount(i & j)``.
+
+    Raises:
+        ValueError: ``size`` is no power of two.
+    """
+    if size < 1 or size & (size - 1):
+        raise ValueError(
+            f"the Hadamard rotation needs a power of two, but the indexer's head size is {size}; "
+            "set dsa_indexer_head_dim to 64 or 128"
+        )
+    # The matrix is cached: one created in an evaluation under inference_mode could not train later.
+    with torch.inference_mode(False):
+        matrix = torch.ones(1, 1, dtype=dtype, device=device)
+        while matrix.size(0) < size:
+            top = torch.cat([matrix, matrix], dim=1)
+            matrix = torch.cat([top, torch.cat([matrix, -matrix], dim=1)], dim=0)
+        return matrix
+
+
+def hadamard_rotation(activation: Tensor) -> Tensor:
+    """Multiply the last dimension by the orthonormal Hadamard matrix.
+
+    Sums in fp32 (fp64 for fp64 input) and rounds once, at the end, to the input's dtype. Being
+    orthonormal it leaves ``query @ key`` unchanged up to rounding; it is its own inverse.
+
+    Args:
+        activation: ``[..., size]``, ``size`` a power of two; any floating dtype.
+
+    Returns:
+        Tensor of the same shape and dtype.
+
+    Raises:
+        ValueError: ``size`` is no power of two.
+    """
+    size = activation.size(-1)
+    dtype = torch.promote_types(activation.dtype, torch.float32)
+    matrix = sylvester_matrix(size, dtype, activation.device)
+    rotated: Tensor = activation.to(dtype) @ matrix * size**-0.5
+    return rotated.to(activation.dtype)

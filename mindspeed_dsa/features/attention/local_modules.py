@@ -8,22 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import cache
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from mindspeed_dsa.context import Megatron
 from mindspeed_dsa.features.attention.local_norms import norm_of_fused_layer
-from mindspeed_dsa.features.host import host
-
-ColumnParallelLinear: Any = host("core.tensor_parallel.layers").ColumnParallelLinear
 
 
-def _same_on_every_tensor_parallel_rank() -> AbstractContextManager[Any]:
+def _same_on_every_tensor_parallel_rank(megatron: Megatron) -> AbstractContextManager[Any]:
     """Random state that all ranks of a tensor parallel group share."""
-    random = host("core.tensor_parallel.random")
+    random = megatron("core.tensor_parallel.random")
     tracker = random.get_cuda_rng_tracker()
     if not tracker.is_initialized():
         return nullcontext()
@@ -33,7 +32,7 @@ def _same_on_every_tensor_parallel_rank() -> AbstractContextManager[Any]:
 class DuplicatedLinear(torch.nn.Module):
     """Linear layer whose weight is a full copy on every tensor parallel rank.
 
-    Stands in for ``TELinear(parallel_mode="duplicated")``. Checkpoints treat it as replicated.
+    Replaces ``TELinear(parallel_mode="duplicated")``. Checkpoints treat it as replicated.
     With sequence parallelism its input is one rank's part of the sequence, so the gradient of its
     weight is a partial sum; the weight is marked for Megatron's reduction over tensor parallel ranks.
 
@@ -48,6 +47,8 @@ class DuplicatedLinear(torch.nn.Module):
             accepted for the sake of Megatron's call sites; they say nothing about a full copy, and what
             contradicts one is refused.
     """
+
+    megatron: ClassVar[Megatron] = Megatron()
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class DuplicatedLinear(torch.nn.Module):
             init_method(master)
             self.weight.copy_(master)
         else:
-            with _same_on_every_tensor_parallel_rank():
+            with _same_on_every_tensor_parallel_rank(self.megatron):
                 init_method(self.weight)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -109,30 +110,45 @@ class DuplicatedLinear(torch.nn.Module):
         """Weight gradients are never delayed here; part of the interface of Megatron's layers."""
 
 
-class LayerNormColumnParallelLinear(ColumnParallelLinear):
-    """Norm and column parallel linear in one module, with Transformer Engine's parameter names.
+@cache
+def duplicated_linear(megatron: Megatron) -> type[DuplicatedLinear]:
+    """:class:`DuplicatedLinear` with that Megatron's random number generators."""
+    if megatron == DuplicatedLinear.megatron:
+        return DuplicatedLinear
+    return type("DuplicatedLinear", (DuplicatedLinear,), {"megatron": megatron, "__module__": __name__})
 
-    ``layer_norm_weight`` (and ``layer_norm_bias``) are full copies on every tensor parallel rank;
-    ``weight`` is split along its output dimension. Takes the arguments of ``ColumnParallelLinear``.
-    """
 
-    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
-        super().__init__(input_size, output_size, config=config, **kwargs)
-        if config.normalization not in ("RMSNorm", "LayerNorm"):
-            raise ValueError(
-                f"LayerNormColumnParallelLinear knows RMSNorm and LayerNorm, not {config.normalization!r}; "
-                "set --normalization accordingly"
+@cache
+def layer_norm_column_parallel_linear(megatron: Megatron) -> type:
+    """A subclass of that Megatron's ``ColumnParallelLinear``."""
+    base: Any = megatron("core.tensor_parallel.layers").ColumnParallelLinear
+
+    class LayerNormColumnParallelLinear(base):
+        """Norm and column parallel linear in one module, with Transformer Engine's parameter names.
+
+        ``layer_norm_weight`` (and ``layer_norm_bias``) are full copies on every tensor parallel rank;
+        ``weight`` is split along its output dimension. Takes the arguments of ``ColumnParallelLinear``.
+        """
+
+        def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+            super().__init__(input_size, output_size, config=config, **kwargs)
+            if config.normalization not in ("RMSNorm", "LayerNorm"):
+                raise ValueError(
+                    "LayerNormColumnParallelLinear has RMSNorm and LayerNorm, not "
+                    f"{config.normalization!r}; set --normalization accordingly"
+                )
+            like = {"device": self.weight.device, "dtype": config.params_dtype}
+            fill = torch.zeros if config.layernorm_zero_centered_gamma else torch.ones
+            self.layer_norm_weight = Parameter(fill(input_size, **like))
+            self.layer_norm_bias = (
+                Parameter(torch.zeros(input_size, **like)) if config.normalization == "LayerNorm" else None
             )
-        like = {"device": self.weight.device, "dtype": config.params_dtype}
-        fill = torch.zeros if config.layernorm_zero_centered_gamma else torch.ones
-        self.layer_norm_weight = Parameter(fill(input_size, **like))
-        self.layer_norm_bias = (
-            Parameter(torch.zeros(input_size, **like)) if config.normalization == "LayerNorm" else None
-        )
-        for parameter in (self.layer_norm_weight, self.layer_norm_bias):
-            if parameter is not None:
-                parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            for parameter in (self.layer_norm_weight, self.layer_norm_bias):
+                if parameter is not None:
+                    parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """``[s, b, input_size]`` to ``([s, b, output_size / TP], bias or None)``."""
-        return super().forward(norm_of_fused_layer(self, hidden_states, self.config), *args, **kwargs)
+        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            """``[s, b, input_size]`` to ``([s, b, output_size / TP], bias or None)``."""
+            return super().forward(norm_of_fused_layer(self, hidden_states, self.config), *args, **kwargs)
+
+    return LayerNormColumnParallelLinear

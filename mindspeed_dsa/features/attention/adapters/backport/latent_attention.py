@@ -1,0 +1,163 @@
+"""MLA layers with a DSA core attention, and what they derive for it.
+
+Imports Megatron only when called: these functions are fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.context import Context
+from mindspeed_dsa.features.attention.adapters.backport.attention import core_attention_spec
+from mindspeed_dsa.features.attention.adapters.backport.fields import problems_of
+from mindspeed_dsa.features.attention.adapters.backport.options import Options
+from mindspeed_dsa.features.attention.dsa.absorb import up_projections
+from mindspeed_dsa.features.attention.local_norms import norm_of_fused_layer
+from mindspeed_dsa.features.attention.mla_projections import Projections, Rotate
+
+
+def build_with_dsa(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+    """Decorate ``MLASelfAttention.__init__``: whatever spec it is built from, DSA is its core attention.
+
+    Done here and not in spec functions, because those of these releases do not get the configuration, and
+    because a user's own spec must work as well.
+    """
+
+    def __init__(self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
+        if not _uses_dsa(config):
+            original(self, config, submodules, *args, **kwargs)
+            return
+        problems = problems_of(config)
+        if problems:
+            raise ValueError("mindspeed_dsa: dsa-backport: " + "; ".join(problems))
+        spec = core_attention_spec(context.options, context.megatron)
+        submodules = dataclasses.replace(submodules, core_attention=spec)
+        original(self, config, submodules, *args, **kwargs)
+        # MLA's own checkpointed path calls the core attention again without what the indexer reads; the DSA
+        # core attention recomputes itself.
+        self.checkpoint_core_attention = False
+        if not config.sequence_parallel and hasattr(self, "q_layernorm"):
+            # Each rank has the whole gradient, yet Megatron sums what is called so over ranks.
+            for parameter in self.q_layernorm.parameters():
+                parameter.average_gradients_across_tp_domain = True
+
+    return __init__
+
+
+def derive_for_dsa(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``MLASelfAttention.get_query_key_value_tensors``: for DSA, hand its inputs over as well."""
+
+    def get_query_key_value_tensors(
+        self: Any,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: Any = None,
+        inference_context: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not _uses_dsa(self.config):
+            return original(
+                self,
+                hidden_states,
+                key_value_states,
+                position_ids,
+                packed_seq_params,
+                inference_context,
+                *args,
+                **kwargs,
+            )
+        unknown = (packed_seq_params, inference_context, *args, *kwargs.values())
+        if any(given is not None for given in unknown):
+            raise ValueError(
+                "dsa-backport: DSA trains and evaluates whole, unpacked sequences on this Megatron; got "
+                "packed sequences or an inference context. Generate with Megatron-core 0.16 or later"
+            )
+        return _derive(Projections(self, context.megatron), hidden_states, context.options)
+
+    return get_query_key_value_tensors
+
+
+def _uses_dsa(config: Any) -> bool:
+    return getattr(config, "experimental_attention_variant", None) == "dsa"
+
+
+def _derive(
+    projections: Projections, hidden_states: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value by head or in absorbed form.
+
+    Args:
+        projections: of an ``MLASelfAttention``.
+        hidden_states: ``[s, b, hidden]``, a rank's part of the sequence under sequence parallelism.
+        options: choose the form.
+
+    Returns:
+        query ``[s, b, heads, dim]``, key ``[s, b, heads or 1, dim]`` and value ``[s, b, heads, value_dim]``;
+        in absorbed form the value's up-projection ``[heads, value_dim, latent]``. Of the whole sequence.
+    """
+    attention, config = projections.layer, projections.layer.config
+    latent_query = hidden_states
+    if config.q_lora_rank is not None:
+        (latent_query,) = projections.down(attention.linear_q_down_proj, hidden_states, [config.q_lora_rank])
+        latent_query = projections.own_part(latent_query, hidden_states)
+    _hand_over(attention, hidden_states, latent_query, options.normalised_query)
+
+    sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+    latent, rotary_key = projections.down(attention.linear_kv_down_proj, hidden_states, sizes)
+    latent = projections.own_part(latent, hidden_states)
+    rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states)
+    rotate = projections.rotation(rotary_key.size(0))
+
+    def normed(latent_query: Tensor) -> Tensor:
+        return latent_query if config.q_lora_rank is None else attention.q_layernorm(latent_query)
+
+    if options.dsa.absorb:
+        up_key, up_value = up_projections(attention)
+
+        def absorbed(latent_query: Tensor, latent: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+            latent = attention.kv_layernorm(latent)
+            return projections.absorbed_query_and_key(rotate, normed(latent_query), latent, *parts)
+
+        query, key = projections.recomputed_if_asked(absorbed, latent_query, latent, rotary_key, up_key)
+        return query, key, up_value
+
+    def by_head(latent_query: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _by_head(projections, rotate, normed(latent_query), *parts)
+
+    query, key, value = projections.recomputed_if_asked(by_head, latent_query, latent, rotary_key)
+    return query, key, value
+
+
+def _by_head(
+    projections: Projections,
+    rotate: Rotate,
+    latent_query: Tensor,
+    latent: Tensor,
+    rotary_key: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """query and key ``[s, b, heads, qk_head_dim + rope]``, value ``[s, b, heads, value_dim]``."""
+    attention = projections.layer
+    config, heads = attention.config, attention.num_attention_heads_per_partition
+    plain, rotary = projections.query_parts(latent_query)
+    query = torch.cat([plain, rotate(rotary)], dim=-1)
+    key_value, _ = attention.linear_kv_up_proj(attention.kv_layernorm(latent))
+    key, value = key_value.unflatten(-1, (heads, -1)).split([config.qk_head_dim, config.v_head_dim], dim=-1)
+    shared = rotate(rotary_key.unsqueeze(2)).expand(-1, -1, heads, -1)
+    return query, torch.cat([key, shared], dim=-1), value.contiguous()
+
+
+def _hand_over(attention: Any, hidden_states: Tensor, latent_query: Tensor, normalised: bool) -> None:
+    """Give the core attention what its indexer reads; constants for it."""
+    if normalised and attention.config.q_lora_rank is not None:
+        with torch.no_grad():
+            latent_query = attention.q_layernorm(latent_query)
+            if hasattr(attention.linear_q_up_proj, "layer_norm_weight"):
+                latent_query = norm_of_fused_layer(attention.linear_q_up_proj, latent_query, attention.config)
+    attention.core_attention.hand_over(hidden_states, latent_query)

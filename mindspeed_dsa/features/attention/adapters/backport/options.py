@@ -1,0 +1,32 @@
+"""The switches that the DSA of these releases follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mindspeed_dsa.features.attention.dsa import options as dsa
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for.
+
+    Attributes:
+        dsa: every part runs on our operators: there is no code of Megatron's to leave one to.
+        rope_first: DeepSeek's order of the indexer's dimensions (dsa-rope-first).
+        normalised_query: the indexer reads the latent query after its norm (dsa-normalised-query).
+    """
+
+    dsa: dsa.Options
+    rope_first: bool
+    normalised_query: bool
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """From resolved settings."""
+        return cls(
+            dsa=replace(dsa.Options.of(settings), indexer=True, attention=True, kl_loss=True),
+            rope_first=bool(settings.dsa_indexer_rope_first),
+            normalised_query=bool(settings.dsa_indexer_normalised_query),
+        )

@@ -1,0 +1,80 @@
+"""Our operators as a kernel backend of Megatron-core 0.19, which has hooks for that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed_dsa.declarations import EXPERIMENTAL_ATTENTION_VARIANT, Feature
+from mindspeed_dsa.features.attention.adapters.kernel_hooks.options import options_of
+from mindspeed_dsa.features.attention.adapters.kernel_hooks.validation import check_kernel_hooks
+from mindspeed_dsa.features.attention.dsa.feature import FUSED, USE_FUSED_DSA
+from mindspeed_dsa.features.attention.dsa.options import Options
+from mindspeed_dsa.features.attention.repairs import DSA, megatron_flag
+from mindspeed_dsa.patches.spec import Patch
+
+_HERE = "mindspeed_dsa.features.attention.adapters.kernel_hooks"
+_CONFIG = "megatron.core.transformer.transformer_config"
+_RELEASES = ">=0.19,<0.20"
+_BACKEND = next(flag for flag in FUSED.flags if flag.dest == "dsa_backend")
+
+
+def _wanted(settings: Any) -> bool:
+    return (
+        Options.of(settings).any
+        or settings.dsa_backend != _BACKEND.default
+        or settings.dsa_kernel_backend == "mindspeed"
+    )
+
+
+FEATURE = Feature(
+    name="dsa-kernel-backend",
+    summary="Our DSA operators behind the kernel hooks of Megatron-core 0.19, on any device.",
+    flags=(
+        megatron_flag("--dsa-kernel-backend"),
+        USE_FUSED_DSA,
+        *(flag for flag in FUSED.flags if flag.dest.startswith("use_") and flag != USE_FUSED_DSA),
+        _BACKEND,
+        EXPERIMENTAL_ATTENTION_VARIANT,
+    ),
+    active=_wanted,
+    options=options_of,
+    validate=check_kernel_hooks,
+    doc="dsa-kernel-backend.md",
+    patches=(
+        Patch(
+            f"{DSA.rpartition('.')[0]}.dsa_kernels:_BACKEND_MODULE_NAME_BY_BACKEND",
+            "entry",
+            f"{_HERE}.hooks:module_name",
+            "Megatron's table of kernel backends",
+            versions=_RELEASES,
+            key="mindspeed",
+            factory=True,
+        ),
+        Patch(
+            "megatron.core.utils:_validate_dsa_kernel_backend_dependencies",
+            "wrap",
+            f"{_HERE}.choice:accept_our_backend",
+            "Megatron knows its own backends only, and insists on CUDA for them",
+            params=("dsa_kernel_backend",),
+            versions=_RELEASES,
+        ),
+        *(
+            Patch(
+                f"{_CONFIG}:{name}.__dataclass_fields__",
+                "entry",
+                f"{_HERE}.choice:FIELD",
+                "Megatron-LM reads the choices of --dsa-kernel-backend from the field",
+                versions=_RELEASES,
+                key="dsa_kernel_backend",
+            )
+            for name in ("TransformerConfig", "MLATransformerConfig")
+        ),
+        Patch(
+            f"{_CONFIG}:TransformerConfig.__post_init__",
+            "wrap",
+            f"{_HERE}.choice:choose_our_backend",
+            "--use-fused-dsa chooses the backend; a second flag for the same would be one too many",
+            versions=_RELEASES,
+        ),
+    ),
+)

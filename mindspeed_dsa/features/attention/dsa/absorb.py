@@ -1,0 +1,119 @@
+"""MLA in absorbed form: the key's up-projection moves to the query, the value's behind the attention.
+
+``(W_UK c) . q = c . (W_UK^T q)`` and ``sum_s p_s (W_UV c_s) = W_UV (sum_s p_s c_s)``, so that all heads share
+one key, the latent ``c`` with its rotary part, whose latent part is the value as well (DeepSeek-V2 paper,
+section 2.1). Parameters stay where they are.
+
+Imports Megatron only when called: these functions are fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.context import Context
+from mindspeed_dsa.features.attention.dsa.options import Options
+from mindspeed_dsa.features.attention.mla_projections import Projections
+
+
+def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``MLASelfAttention.get_query_key_value_tensors`` for training and evaluation of DSA models.
+
+    Generation with a cache and packed sequences keep Megatron's form. So does the warm-up stage, whose
+    dense attention costs a third in it.
+    """
+
+    def get_query_key_value_tensors(
+        self: Any,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: Any = None,
+        inference_context: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        plain = context.options.warmup or self.config.experimental_attention_variant != "dsa"
+        given = (packed_seq_params, inference_context, *args, *kwargs.values())
+        if plain or any(one is not None for one in given):
+            return original(
+                self,
+                hidden_states,
+                key_value_states,
+                position_ids,
+                packed_seq_params,
+                inference_context,
+                *args,
+                **kwargs,
+            )
+        return absorbed_query_key_value(Projections(self, context.megatron), hidden_states)
+
+    return get_query_key_value_tensors
+
+
+def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) -> tuple[Tensor, ...]:
+    """What ``get_query_key_value_tensors`` returns, in absorbed form.
+
+    Args:
+        projections: of an ``MLASelfAttention``.
+        hidden_states: ``[s, b, hidden]``, a rank's part of the sequence under sequence parallelism.
+
+    Returns:
+        query ``[s, b, heads, latent + rope]``, key ``[s, b, 1, latent + rope]``, the value's up-projection
+        ``[heads, value_dim, latent]``, the latent query ``[s, b, q_lora_rank]`` and the latent key-value
+        ``[s, b, latent]`` (both parts of the sequence under sequence parallelism).
+    """
+    attention, config = projections.layer, projections.layer.config
+    latent_query = hidden_states
+    if config.q_lora_rank is not None:
+        (latent_query,) = projections.down(attention.linear_q_down_proj, hidden_states, [config.q_lora_rank])
+        latent_query = attention.q_layernorm(projections.own_part(latent_query, hidden_states))
+    sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+    latent, rotary_key = projections.down(attention.linear_kv_down_proj, hidden_states, sizes)
+    latent = attention.kv_layernorm(projections.own_part(latent, hidden_states))
+    # dsa-rotary-key-tp-grads sums the gradient, in absorbed form as in Megatron's.
+    rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states, is_summed=True)
+    rotate = projections.rotation(rotary_key.size(0))
+    up_key, up_value = up_projections(attention)
+    query, key = projections.recomputed_if_asked(
+        lambda *parts: projections.absorbed_query_and_key(rotate, *parts),
+        latent_query,
+        latent,
+        rotary_key,
+        up_key,
+    )
+    return query, key, up_value, latent_query, latent
+
+
+def up_projections(attention: Any) -> tuple[Tensor, Tensor]:
+    """The two halves of the key-value up-projection's weight, by head.
+
+    Returns:
+        ``[heads, qk_head_dim, latent]`` and ``[heads, value_dim, latent]``, this rank's heads.
+
+    Raises:
+        ValueError: the layer is more than its weight (an adapter, a bias), or keeps it in fp8.
+    """
+    layer, config = attention.linear_kv_up_proj, attention.config
+    # Under overlapped parameter gathering Megatron waits for a layer's weights in this hook, and the layer
+    # itself is never called.
+    for number, hook in list(layer._forward_pre_hooks.items()):
+        hook(layer, (), *([{}] if number in layer._forward_pre_hooks_with_kwargs else []))
+    parameters = {name for name, _ in layer.named_parameters()}
+    if parameters - {"weight", "layer_norm_weight", "layer_norm_bias"} or "weight" not in parameters:
+        raise ValueError(
+            f"dsa-absorb: linear_kv_up_proj holds {', '.join(sorted(parameters)) or 'no parameters'}, and "
+            "absorption takes a plain weight only; add --no-use-dsa-absorb (LoRA on this layer needs that)"
+        )
+    if type(layer.weight) not in (torch.nn.Parameter, Tensor):
+        raise ValueError(
+            f"dsa-absorb: linear_kv_up_proj keeps its weight as {type(layer.weight).__name__}, and "
+            "absorption takes plain numbers only; add --no-use-dsa-absorb, or omit --fp8-param-gather"
+        )
+    by_head = layer.weight.unflatten(0, (attention.num_attention_heads_per_partition, -1))
+    up_key, up_value = by_head.split([config.qk_head_dim, config.v_head_dim], dim=1)
+    return up_key, up_value

@@ -1,0 +1,173 @@
+"""``DSAttention.forward`` as sparse attention on our operators: Megatron-core 0.16 to 0.18, and the backport.
+
+Imports Megatron only when called: these functions are fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.context import Context, Megatron
+from mindspeed_dsa.features.attention.dsa import warmup
+from mindspeed_dsa.features.attention.dsa.index_projection import index_inputs
+from mindspeed_dsa.features.attention.dsa.megatron_parts import parts_left_to_megatron
+from mindspeed_dsa.features.attention.dsa.options import Options
+from mindspeed_dsa.features.attention.dsa.problem import Groups, LossOptions, Operands, Rows
+from mindspeed_dsa.features.attention.dsa.sparse_attention import needs_index, sparse_attention
+from mindspeed_dsa.features.attention.indexer_loss import coefficient, indexer_loss
+
+
+def fuse_core_attention(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
+    """Decorate ``DSAttention.forward``.
+
+    Takes causal self-attention over whole sequences, in plain or absorbed form. A mask that Megatron's own
+    code takes as a tensor goes to the original.
+    """
+
+    def forward(
+        self: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        x: Tensor,
+        qr: Tensor,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        check_keys(self, query, key)
+        if value.dim() != 3 and attn_mask_type is None:
+            return original(
+                self,
+                query,
+                key,
+                value,
+                attention_mask,
+                x,
+                qr,
+                attn_mask_type=attn_mask_type,
+                attention_bias=attention_bias,
+                packed_seq_params=packed_seq_params,
+                **kwargs,
+            )
+        _refuse_unknown(attn_mask_type, attention_bias, packed_seq_params, kwargs)
+        return attend(self, query, key, value, x, qr, context.options, context.megatron)
+
+    return forward
+
+
+def _refuse_unknown(
+    attn_mask_type: Any, attention_bias: Tensor | None, packed_seq_params: Any, others: dict[str, Any]
+) -> None:
+    found = []
+    if getattr(attn_mask_type, "name", "") != "causal":
+        found.append(f"attn_mask_type {attn_mask_type}")
+    if attention_bias is not None:
+        found.append("attention_bias")
+    if packed_seq_params is not None:
+        found.append("packed_seq_params")
+    found += [name for name, given in others.items() if given is not None]
+    if found:
+        raise ValueError(
+            f"fused-dsa: DSAttention got {', '.join(found)}; fused DSA has causal attention over unpacked "
+            "sequences only. Omit --use-fused-dsa and --use-dsa-absorb for this job"
+        )
+
+
+def check_keys(attention: Any, query: Tensor, key: Tensor) -> None:
+    """Refuse keys that are not those of the whole sequence.
+
+    Args:
+        attention: a ``DSAttention``, Megatron's or ours.
+        query: ``[s, b, heads, dim]``, a context parallel rank's rows.
+        key: ``[keys, b, heads or 1, dim]``.
+
+    Raises:
+        ValueError: there are fewer, or more, keys than the context parallel ranks have queries.
+    """
+    rows, ranks = query.shape[0], attention.indexer.pg_collection.cp.size()
+    if key.shape[0] == rows * ranks:
+        return
+    problem = f"fused-dsa: {rows} queries came with {key.shape[0]} keys"
+    if ranks == 1:
+        raise ValueError(
+            f"{problem}, as in generation with a key-value cache; Megatron-core 0.16 to 0.18 cannot "
+            "decode with DSA, fused or not"
+        )
+    raise ValueError(
+        f"{problem} on one of {ranks} context parallel ranks; gather the {rows * ranks} keys of the "
+        "whole sequence in front of the core attention, or train with --context-parallel-size 1"
+    )
+
+
+def attend(
+    attention: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    x: Tensor,
+    qr: Tensor,
+    options: Options,
+    megatron: Megatron,
+) -> Tensor:
+    """Sparse attention of a layer, whose output carries the indexer loss where it is wanted.
+
+    Args:
+        attention: a ``DSAttention``, Megatron's or ours; its ``training``, ``config``, ``indexer``,
+            ``softmax_scale`` and ``layer_number`` are read.
+        query: as in :class:`Operands`.
+        key: likewise.
+        value: likewise.
+        x: ``[sequence, batch, hidden]``, as many rows as queries; a rank's part of them under sequence
+            parallelism.
+        qr: ``[sequence, batch, q_lora_rank]``, likewise.
+        options: what runs on our operators.
+        megatron: whose the attention is.
+
+    Returns:
+        ``[sequence, batch, heads * value_dim]``.
+
+    Raises:
+        ValueError: under context parallelism a part is left to Megatron.
+    """
+    operands = Operands(query, key, value, attention.softmax_scale)
+    groups = Groups.of(attention.indexer.pg_collection)
+    rows = Rows.of_rank(groups, query.shape[0], query.device)
+    x, qr = x.detach(), qr.detach()
+    if options.warmup:
+        return warmup.attend(attention, operands, rows, groups, x, qr, options.backend, megatron)
+    if groups.context is not None and not options.all_ours:
+        raise ValueError(
+            "fused-dsa: Megatron's own indexer, attention and indexer loss of this release know no context "
+            "parallelism; omit --no-use-fused-... or train with --context-parallel-size 1"
+        )
+    ours, loss = indexer_loss(megatron), None
+    # Each of the whole sequence's rows has a key.
+    all_rows = key.shape[0] * key.shape[1]
+    if attention.training and torch.is_grad_enabled() and coefficient(attention.config) > 0:
+
+        def log_and_start(share: Tensor) -> Tensor:
+            ours.log(share, attention, groups.context)
+            return ours.gradient(share, all_rows)
+
+        loss = LossOptions(
+            coefficient=coefficient(attention.config),
+            on_chosen_keys=attention.config.dsa_indexer_use_sparse_loss,
+            in_backward=log_and_start if options.fuse_kl_in_backward else None,
+        )
+    topk, index = attention.indexer.index_topk, None
+    parts = parts_left_to_megatron(attention, operands, x, qr, options, megatron)
+    if needs_index(operands, rows, topk, loss, parts):
+        with torch.set_grad_enabled(loss is not None):
+            index = index_inputs(attention.indexer, x, qr, operands.key.shape[0])
+    result = sparse_attention(operands, index, topk, rows, groups, loss, options.backend, parts)
+    if result.loss is None:
+        return result.out
+    ours.log(result.loss, attention, groups.context)
+    return ours.attach(result.out, result.loss, all_rows)

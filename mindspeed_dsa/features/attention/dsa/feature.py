@@ -1,0 +1,153 @@
+"""The switches of fused DSA, of the absorbed form, and of the warm-up stage."""
+
+from __future__ import annotations
+
+from mindspeed_dsa.declarations import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag, Requires
+from mindspeed_dsa.features.attention.dsa.options import Options
+from mindspeed_dsa.features.attention.dsa.validation import check_fused, check_stage
+from mindspeed_dsa.features.attention.repairs import DSA, MLA, megatron_flag
+from mindspeed_dsa.patches.spec import Patch
+
+_IMPL = "mindspeed_dsa.features.attention.dsa"
+_RELEASES = ">=0.16,<0.19"
+
+USE_FUSED_DSA = Flag(
+    "--use-fused-dsa",
+    "DSA on fused operators: memory grows with the sequence, not with its square, and work with the chosen "
+    "keys. Switches on --use-dsa-absorb and the three --use-fused-* below; --no-use-dsa-absorb and so on "
+    "leave one of them to Megatron.",
+)
+ABSORB = Flag(
+    "--use-dsa-absorb",
+    "MLA in absorbed form: all heads share one latent key. Default: as --use-fused-dsa.",
+    kind="auto",
+)
+_SWITCHES = (
+    USE_FUSED_DSA,
+    ABSORB,
+    Flag(
+        "--use-fused-lightning-indexer",
+        "Choose keys with the fused operator, ties to the lowest position. Default: as --use-fused-dsa.",
+        kind="auto",
+    ),
+    Flag(
+        "--use-fused-sparse-flash-attention",
+        "Attend to the chosen keys with the fused operator. Default: as --use-fused-dsa.",
+        kind="auto",
+    ),
+    Flag(
+        "--use-fused-lightning-indexer-kl-loss",
+        "Compute the indexer loss with the fused operator. Default: as --use-fused-dsa.",
+        kind="auto",
+    ),
+)
+_BACKEND = Flag(
+    "--dsa-backend",
+    "Implementation of the DSA operators; 'auto' takes the best one that the device and the shapes allow and "
+    "says why one is skipped, a named one that cannot run is an error.",
+    kind="value",
+    default="auto",
+    choices=("auto", "reference", "chunked", "cpu", "triton", "npu"),
+)
+_FUSE_KL = Flag(
+    "--dsa-fuse-kl-in-backward",
+    "Collect the indexer loss's target inside the attention's backward pass, where the probabilities are "
+    "recomputed anyway; the loss is logged from there.",
+)
+_STAGE = Flag(
+    "--dsa-stage",
+    "Stage of DSA training: 'warmup' trains the indexer alone, beside dense attention; 'sparse' trains all.",
+    kind="value",
+    default="sparse",
+    choices=("sparse", "warmup"),
+)
+
+FUSED = Feature(
+    name="fused-dsa",
+    summary="DSA's attention path on fused operators: Lightning Indexer, Sparse Flash Attention, KL loss.",
+    flags=(
+        *_SWITCHES,
+        _BACKEND,
+        _FUSE_KL,
+        EXPERIMENTAL_ATTENTION_VARIANT,
+        megatron_flag("--dsa-indexer-loss-coeff", float),
+    ),
+    active=lambda settings: Options.of(settings).any or Options.of(settings).fuse_kl_in_backward,
+    options=Options.of,
+    validate=check_fused,
+    doc="fused-dsa.md",
+    patches=(
+        Patch(
+            f"{DSA}:DSAttention.forward",
+            "wrap",
+            f"{_IMPL}.core_attention:fuse_core_attention",
+            "Megatron's form holds sequence x sequence buffers per head and saves no work by sparsity",
+            params=(
+                "query",
+                "key",
+                "value",
+                "attention_mask",
+                "x",
+                "qr",
+                "attn_mask_type",
+                "packed_seq_params",
+            ),
+            versions=_RELEASES,
+            priority=-100,  # inside of everything that decides whether and when the forward runs
+        ),
+        Patch(
+            f"{DSA}:DSAIndexer._compute_index_scores",
+            "wrap",
+            f"{_IMPL}.index_projection:tap_index_scores",
+            "this release has no function that projects for the indexer and stops before the scores",
+            params=("q", "weights", "k"),
+            versions=">=0.16,<0.17",
+        ),
+    ),
+)
+ABSORBED = Feature(
+    name="dsa-absorb",
+    summary="MLA in absorbed form, so that sparse attention gathers one latent key for all heads.",
+    flags=(ABSORB, USE_FUSED_DSA, EXPERIMENTAL_ATTENTION_VARIANT),
+    active=lambda settings: Options.of(settings).absorb,
+    options=Options.of,
+    doc="dsa-absorb.md",
+    patches=(
+        Patch(
+            f"{MLA}:MLASelfAttention.get_query_key_value_tensors",
+            "wrap",
+            f"{_IMPL}.absorb:absorb_latent",
+            "Megatron makes a key and a value for each head, which sparse attention would have to gather",
+            params=("hidden_states", "packed_seq_params", "inference_context"),
+            versions=_RELEASES,
+            priority=-100,
+        ),
+    ),
+)
+WARMUP = Feature(
+    name="dsa-stage",
+    summary="Warm-up stage of DSA training: dense attention, dense indexer loss, only the indexer trained.",
+    flags=(_STAGE, EXPERIMENTAL_ATTENTION_VARIANT, megatron_flag("--dsa-indexer-loss-coeff", float)),
+    requires=Requires(versions={"megatron-core": _RELEASES}),
+    active=lambda settings: settings.dsa_stage == "warmup",
+    options=Options.of,
+    validate=check_stage,
+    doc="dsa-stage.md",
+    patches=(
+        Patch(
+            "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
+            "wrap",
+            f"{_IMPL}.warmup:freeze_all_but_indexers",
+            "parameters that are not trained belong neither in gradient buffers nor in the optimizer",
+            versions=_RELEASES,
+        ),
+        Patch(
+            "megatron.core.transformer.transformer_layer:TransformerLayer.forward",
+            "wrap",
+            f"{_IMPL}.warmup:layer_without_graph",
+            "nothing of a frozen layer is needed in backward",
+            versions=_RELEASES,
+        ),
+    ),
+)
+FEATURES = (FUSED, ABSORBED, WARMUP)

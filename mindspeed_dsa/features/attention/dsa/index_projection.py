@@ -1,0 +1,95 @@
+"""From hidden states to what the indexer scores keys with, by Megatron's own, or a fork's, projections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mindspeed_dsa.features.attention.dsa.problem import IndexInputs
+
+
+class _NoScores:
+    """Takes the place of the scores, which :func:`index_inputs` does not need."""
+
+    def topk(self, k: int, dim: int = -1) -> tuple[None, None]:
+        return None, None
+
+
+@dataclass
+class _Tap:
+    """Keeps the arguments of Megatron's score function."""
+
+    compute: bool
+    inputs: IndexInputs | None = None
+
+
+_tap: ContextVar[_Tap | None] = ContextVar("_tap", default=None)
+
+
+def tap_index_scores(original: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Decorate ``DSAIndexer._compute_index_scores`` of releases that have no ``forward_before_topk``.
+
+    The projections, rotary embedding and rotation in front of it stay Megatron's, or a fork's, own.
+    """
+
+    def _compute_index_scores(self: Any, q: Tensor, weights: Tensor, k: Tensor) -> Any:
+        tap = _tap.get()
+        if tap is None:
+            return original(self, q, weights, k)
+        tap.inputs = IndexInputs.from_megatron(q, k, weights)
+        return original(self, q, weights, k) if tap.compute else _NoScores()
+
+    return _compute_index_scores
+
+
+def index_inputs(indexer: Any, x: Tensor, qr: Tensor, keys: int) -> IndexInputs:
+    """Project hidden states and latent queries for the indexer.
+
+    Args:
+        indexer: a ``DSAIndexer``, Megatron's or ours.
+        x: ``[sequence, batch, hidden]``, a rank's part of the sequence under sequence parallelism.
+        qr: ``[sequence, batch, q_lora_rank]``, likewise.
+        keys: those of the main attention, each of which has an index key.
+
+    Raises:
+        ValueError: there are more or fewer index keys.
+    """
+    if hasattr(indexer, "forward_before_topk"):
+        inputs = IndexInputs.from_megatron(*indexer.forward_before_topk(x, qr, None))
+    else:
+        inputs, _ = run_tapped(indexer, x, qr, None, compute=False)
+    if inputs.key.shape[1] != keys:
+        raise ValueError(
+            f"fused-dsa: the indexer has {inputs.key.shape[1]} keys to choose from and the attention {keys}; "
+            "under context parallelism gather the index keys of the whole sequence as well"
+        )
+    return inputs
+
+
+def run_tapped(
+    indexer: Any, x: Tensor, qr: Tensor, mask: Tensor | None, compute: bool
+) -> tuple[IndexInputs, tuple[Any, Any]]:
+    """Run Megatron's ``forward_with_scores``, with or without its scores.
+
+    Args:
+        indexer: Megatron's ``DSAIndexer``.
+        x: as for :func:`index_inputs`.
+        qr: as for :func:`index_inputs`.
+        mask: ``[sequence, sequence]``, added to the scores.
+        compute: whether there are to be scores.
+
+    Returns:
+        What the keys are scored with, and scores and choice, both None without ``compute``.
+    """
+    tap = _Tap(compute)
+    token = _tap.set(tap)
+    try:
+        result = indexer.forward_with_scores(x, qr, mask=mask, packed_seq_params=None)
+    finally:
+        _tap.reset(token)
+    assert tap.inputs is not None
+    return tap.inputs, result

@@ -1,0 +1,112 @@
+"""Main attention over the chosen keys, absorbed or by head, on the operator or on PyTorch's own kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mindspeed_dsa.features.attention.dsa.problem import Attended, Operands
+from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
+
+
+def attend_sparsely(
+    operands: Operands,
+    topk_indices: Tensor,
+    backend: str,
+    with_sum: bool,
+    topk_scores: Tensor | None = None,
+    score_gradient: Callable[[Tensor], Tensor] | None = None,
+) -> Attended:
+    """The Sparse Flash Attention operator.
+
+    Args:
+        operands: query, key, value and scale.
+        topk_indices: ``[b, s, topk]``, as the operators want them.
+        backend: of the operator.
+        with_sum: whether to return ``attention_sum``.
+        topk_scores: see the operator; absorbed form only, and so is the next one.
+        score_gradient: see the operator.
+    """
+    # [b, s, heads, dim]
+    query = operands.query.transpose(0, 1)
+    if operands.absorbed:
+        result = sparse_flash_attention(
+            query,
+            operands.key.squeeze(2).transpose(0, 1),
+            topk_indices,
+            operands.softmax_scale,
+            value_dim=operands.latent,
+            return_attention_sum=with_sum,
+            topk_scores=topk_scores,
+            score_gradient=score_gradient,
+            backend=backend,
+        )
+        return Attended(operands.up_projected(result.out), result.attention_sum, result.lse)
+
+    # The operator has one key-value head whose value is the key's leading part: each head is a call, its
+    # value in front of its key, and zeros in front of its query.
+    value_dim = operands.value.shape[-1]
+    outputs, summed = [], None
+    for head in range(query.shape[2]):
+        key_value = torch.cat([operands.value[:, :, head], operands.key[:, :, head]], dim=-1)
+        result = sparse_flash_attention(
+            F.pad(query[:, :, head : head + 1], (value_dim, 0)),
+            key_value.transpose(0, 1),
+            topk_indices,
+            operands.softmax_scale,
+            value_dim=value_dim,
+            return_attention_sum=with_sum,
+            backend=backend,
+        )
+        outputs.append(result.out)
+        if result.attention_sum is not None:
+            summed = result.attention_sum if summed is None else summed + result.attention_sum
+    return Attended(torch.cat(outputs, dim=2).transpose(0, 1).flatten(2), summed)
+
+
+def expanded_key(operands: Operands) -> Tensor:
+    """The key with as many heads as the query, as Megatron's functions want it."""
+    return operands.key.expand(-1, -1, operands.query.shape[2], -1)
+
+
+def attend_densely(operands: Operands, ends: Tensor | None, backend: str) -> Attended:
+    """Causal attention over all keys that a row sees; ``ends`` as in :class:`Rows`.
+
+    PyTorch's attention wherever it has a kernel that holds no ``[s, s]``; absorbed heads are too wide for
+    that on accelerators, where the sparse operator, given every visible key, does the same.
+    """
+    query, key, value = operands.query, operands.key, operands.value
+    if operands.absorbed and query.device.type != "cpu":
+        return attend_sparsely(
+            operands, all_visible(query.shape[1], key.shape[0], query.device, ends), backend, False
+        )
+    if operands.absorbed:
+        key = expanded_key(operands)
+        value = key[..., : operands.latent]
+    # The kernels want values as wide as keys.
+    padded = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
+    mask = None
+    if ends is not None:  # [s, keys]
+        mask = torch.arange(key.shape[0], device=key.device) < ends[:, None]
+    # [s, b, heads, dim] -> [b, heads, s, dim]
+    out = F.scaled_dot_product_attention(
+        query.permute(1, 2, 0, 3),
+        key.permute(1, 2, 0, 3),
+        padded.permute(1, 2, 0, 3),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=operands.softmax_scale,
+    )[..., : value.shape[-1]]
+    if operands.absorbed:
+        return Attended(operands.up_projected(out.transpose(1, 2)))
+    return Attended(out.permute(2, 0, 1, 3).flatten(2))
+
+
+def all_visible(batch: int, keys: int, device: torch.device, ends: Tensor | None = None) -> Tensor:
+    """``[batch, rows, keys]`` int32: all keys that each row sees, -1 at the tail; see :class:`Rows`."""
+    position = torch.arange(keys, dtype=torch.int32, device=device)
+    ends = position + 1 if ends is None else ends
+    return position.where(position < ends[:, None], -1).expand(batch, -1, -1)

@@ -1,0 +1,183 @@
+"""One layer's sparse attention as tensors: what is attended to, which rows a rank has, who has the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mindspeed_dsa.features.attention.context_parallel import visible_ends
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What the main attention gets, in Megatron's layout, sequence first, and the factor of its scores.
+
+    By head: query and key ``[s, b, heads, dim]``, value ``[s, b, heads, value_dim]``. In absorbed form: query
+    ``[s, b, heads, latent + rope]``, key ``[s, b, 1, latent + rope]``, and in the place of the value its
+    up-projection ``[heads, value_dim, latent]``, which is applied to what the attention returns. Under
+    context parallelism the query has this rank's rows, the key those of the whole sequence in its own order.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    softmax_scale: float
+
+    @property
+    def absorbed(self) -> bool:
+        """Whether ``value`` is the up-projection."""
+        return self.value.dim() == 3
+
+    @property
+    def latent(self) -> int:
+        """Width of the latent part of an absorbed key, which is its value."""
+        return self.value.shape[-1]
+
+    def up_projected(self, latent_out: Tensor) -> Tensor:
+        """``[b, s, heads, latent]`` to ``[s, b, heads * value_dim]``."""
+        return torch.einsum("bshc,hdc->sbhd", latent_out, self.value).flatten(2)
+
+    def detached(self) -> tuple[Tensor, Tensor]:
+        """Constants ``[b, s, heads, dim]`` and ``[b, s, dim]`` (absorbed) or ``[b, s, heads, dim]``."""
+        key = self.key.detach().transpose(0, 1)
+        return self.query.detach().transpose(0, 1), key.squeeze(2) if self.absorbed else key
+
+
+@dataclass(frozen=True)
+class IndexInputs:
+    """What the indexer scores keys with, in the operators' layout."""
+
+    query: Tensor
+    """``[batch, sequence, index_heads, index_dim]``."""
+    key: Tensor
+    """``[batch, sequence, index_dim]``."""
+    weights: Tensor
+    """``[batch, sequence, index_heads]``, every scale included."""
+    use_relu: bool = True
+    """Whether products are clamped at zero."""
+
+    @classmethod
+    def from_megatron(cls, query: Tensor, key: Tensor, weights: Tensor, use_relu: bool = True) -> IndexInputs:
+        """From Megatron's layout, sequence first."""
+        return cls(query.transpose(0, 1), key.transpose(0, 1), weights.transpose(0, 1), use_relu)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which keys each of this rank's queries sees, and which queries count in the loss.
+
+    A row sees the keys from its start up to, not including, its end. Context parallel ranks have rows that
+    are apart in the sequence, and packed sequences rows that start late.
+
+    Attributes:
+        starts: ``[s]`` int32; None: every row starts at the first key.
+        ends: ``[s]`` int32; None: plain causal rows, each of which ends behind its own key.
+        counted: ``[b, s]`` bool, true for rows that count in the loss; None: all do.
+    """
+
+    starts: Tensor | None = None
+    ends: Tensor | None = None
+    counted: Tensor | None = None
+
+    @classmethod
+    def of_rank(cls, groups: Groups, rows: int, device: torch.device) -> Rows:
+        """Causal rows of whole sequences, of which context parallel ranks have two chunks each.
+
+        Args:
+            groups: its ``context`` group says which.
+            rows: queries on this rank.
+            device: where the ends live.
+        """
+        return cls(ends=None if groups.context is None else visible_ends(groups.context, rows, device))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Ranks that hold the rest of the problem; None where there are none.
+
+    Attributes:
+        tensor: ranks with the other heads; the loss's target is summed over them.
+        context: ranks with the other rows of the same sequences; their shares of the loss add up.
+    """
+
+    tensor: ProcessGroup | None = None
+    context: ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, pg_collection: Any) -> Groups:
+        """From Megatron's ``ProcessGroupCollection``, or anything with ``tp`` and ``cp``."""
+        return cls(_several(pg_collection, "tp"), _several(pg_collection, "cp"))
+
+    @property
+    def context_ranks(self) -> int:
+        """How many share the rows of a sequence."""
+        return 1 if self.context is None else self.context.size()
+
+
+def _several(pg_collection: Any, name: str) -> ProcessGroup | None:
+    group: ProcessGroup | None = getattr(pg_collection, name, None)
+    return group if group is not None and group.size() > 1 else None
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """The indexer loss that is wanted.
+
+    Attributes:
+        coefficient: what the loss is multiplied by.
+        on_chosen_keys: the sparse loss, over the chosen keys; otherwise over all visible ones.
+        per_token: the sum over rows; otherwise this rank's share of the mean over the rows of all context
+            parallel ranks that count.
+        in_backward: form the loss inside the attention's backward pass, where that is possible. Called there
+            with the share, coefficient included; returns the gradient that it starts with, a scalar.
+    """
+
+    coefficient: float
+    on_chosen_keys: bool
+    per_token: bool = False
+    in_backward: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The chosen keys, and what the indexer loss needs to know about the choice."""
+
+    topk_indices: Tensor
+    """``[batch, sequence, topk]`` int32, ascending, -1 at the tail."""
+    topk_scores: Tensor
+    """``[batch, sequence, topk]``, differentiable; -inf where the index is -1."""
+    inputs: IndexInputs
+    scores: Tensor | None = None
+    """``[batch, sequence, sequence]``, only where Megatron's own indexer made them."""
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What the attention returns, and what the indexer loss can take from it."""
+
+    out: Tensor
+    """``[s, b, heads * value_dim]``."""
+    attention_sum: Tensor | None = None
+    """``[b, s, topk]`` fp32: probabilities summed over this rank's heads."""
+    lse: Tensor | None = None
+    """``[b, s, heads]`` fp32, of the absorbed form."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Code that takes the place of our operators; None: the operator runs.
+
+    Attributes:
+        choose: chooses the keys.
+        attend: attends to the chosen keys.
+        loss: the indexer loss, coefficient included.
+    """
+
+    choose: Callable[[], Selection] | None = None
+    attend: Callable[[Selection], Attended] | None = None
+    loss: Callable[[Selection], Tensor] | None = None

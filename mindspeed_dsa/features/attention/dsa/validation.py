@@ -1,0 +1,88 @@
+"""What does not go together with fused DSA and its warm-up stage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from mindspeed_dsa import platforms
+from mindspeed_dsa.features.attention.dsa.options import PARTS, Options
+
+_PACKAGES = {"triton": ("triton", "pip install triton"), "npu": ("torch_npu", "pip install torch_npu")}
+_HOMES = {"cpu": "cpu", "triton": "cuda", "npu": "npu"}
+
+
+def check_fused(args: Any) -> Sequence[str]:
+    """Impossible combinations; absent arguments are not judged."""
+    chosen = Options.of(args)
+    problems = []
+    if getattr(args, "experimental_attention_variant", "dsa") != "dsa":
+        problems.append(
+            "these switches speed up DSA, and the model has none: add --experimental-attention-variant dsa "
+            "or omit them"
+        )
+    package, command = _PACKAGES.get(chosen.backend, ("", ""))
+    if package and find_spec(package) is None:
+        problems.append(
+            f"--dsa-backend {chosen.backend} needs the package {package}, which is not installed: {command}, "
+            "or take --dsa-backend auto"
+        )
+    problems += _platform_problems(chosen.backend)
+    if chosen.fuse_kl_in_backward:
+        problems += _fuse_problems(chosen, args)
+    if getattr(args, "delay_wgrad_compute", False) and chosen.absorb:
+        problems.append(
+            "the absorbed form has no delayed weight gradients; omit --delay-wgrad-compute or add "
+            "--no-use-dsa-absorb"
+        )
+    return problems
+
+
+def _platform_problems(backend: str) -> list[str]:
+    """A named backend that this platform's tensors cannot enter; shapes are judged when there are some."""
+    home, platform, interpreter = _HOMES.get(backend), platforms.current().name, ""
+    if home in (None, platform):
+        return []
+    if backend == "triton" and platform == "cpu":
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return []
+        interpreter = ", or set TRITON_INTERPRET=1 to run its kernels in the interpreter (slow, for tests)"
+    problem = f"--dsa-backend {backend} runs on platform {home}, and this is {platform}"
+    return [f"{problem}; take --dsa-backend auto{interpreter}"]
+
+
+def _fuse_problems(chosen: Options, args: Any) -> list[str]:
+    if chosen.warmup:
+        problem = "--dsa-fuse-kl-in-backward has no attention backward to work in under --dsa-stage warmup"
+        return [f"{problem}; omit it"]
+    problems = []
+    chosen_parts = (chosen.absorb, chosen.indexer, chosen.attention, chosen.kl_loss)
+    missing = ["--" + name.replace("_", "-") for name, on in zip(PARTS, chosen_parts, strict=True) if not on]
+    if missing:
+        problems.append(
+            f"--dsa-fuse-kl-in-backward needs all four fused parts, and {', '.join(missing)} is off; add "
+            "--use-fused-dsa and omit --no-use-..."
+        )
+    if not getattr(args, "dsa_indexer_use_sparse_loss", True):
+        problems.append(
+            "--dsa-fuse-kl-in-backward has the probabilities of the chosen keys only; add "
+            "--dsa-indexer-use-sparse-loss or omit it"
+        )
+    return problems
+
+
+def check_stage(args: Any) -> Sequence[str]:
+    """The warm-up stage trains the indexer, by its loss alone."""
+    problems = []
+    if getattr(args, "experimental_attention_variant", "dsa") != "dsa":
+        problems.append(
+            "--dsa-stage warmup trains DSA's indexer, and the model has none; add "
+            "--experimental-attention-variant dsa"
+        )
+    if not (getattr(args, "dsa_indexer_loss_coeff", 1.0) or 0.0) > 0:
+        problems.append(
+            "--dsa-stage warmup trains by the indexer loss alone; set --dsa-indexer-loss-coeff above 0"
+        )
+    return problems

@@ -1,0 +1,1 @@
+"""Repairs of Megatron's own DSA, and choices that it lacks."""

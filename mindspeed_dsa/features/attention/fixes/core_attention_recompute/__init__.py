@@ -1,0 +1,1 @@
+"""Selective recomputation of the core attention with DSA."""

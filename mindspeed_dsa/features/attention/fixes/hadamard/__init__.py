@@ -1,0 +1,1 @@
+"""The indexer's Hadamard rotation on any device."""

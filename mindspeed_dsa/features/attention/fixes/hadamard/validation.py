@@ -1,0 +1,14 @@
+"""Which head sizes the Hadamard rotation can take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def check_head_dim(args: Any) -> Sequence[str]:
+    """The transform exists for powers of two."""
+    size = getattr(args, "dsa_indexer_head_dim", None)
+    if size is None or (size > 0 and size & (size - 1) == 0):
+        return ()
+    return (f"--dsa-indexer-head-dim {size}: the Hadamard rotation needs a power of two; use 64 or 128",)

@@ -1,0 +1,1 @@
+"""DSA without Transformer Engine."""

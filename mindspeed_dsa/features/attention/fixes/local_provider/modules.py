@@ -1,0 +1,54 @@
+"""What Megatron gets where it insists on Transformer Engine.
+
+Imports nothing of Megatron: these functions are fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mindspeed_dsa.context import Context
+from mindspeed_dsa.features.attention.fixes.local_provider.spec_provider import local_spec_provider
+from mindspeed_dsa.features.attention.local_modules import duplicated_linear
+from mindspeed_dsa.features.attention.local_norms import SequenceParallelLayerNorm, SequenceParallelRMSNorm
+
+_NORMS = {"LayerNorm": SequenceParallelLayerNorm, "RMSNorm": SequenceParallelRMSNorm}
+
+
+def full_copy_linear(context: Context[None]) -> type:
+    """What MLA finds under the name ``Linear``."""
+    return duplicated_linear(context.megatron)
+
+
+def transformer_engine_is_usable(context: Context[None]) -> bool:
+    """Whether Megatron has found a Transformer Engine that it can use."""
+    return bool(context.megatron("core.extensions.transformer_engine").HAVE_TE)
+
+
+def provide_local_modules(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
+    """Decorate ``_get_backend_spec_provider``: ``transformer_impl="local"`` gets a provider of ours."""
+
+    def _get_backend_spec_provider(config: Any, *args: Any, **kwargs: Any) -> Any:
+        if config.transformer_impl != "local":
+            return original(config, *args, **kwargs)
+        return local_spec_provider(context.megatron)()
+
+    return _get_backend_spec_provider
+
+
+def norm_for_every_setting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``WrappedTorchNorm.__new__``: serve the settings for which it refuses PyTorch's norms."""
+
+    def __new__(
+        cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **kwargs: Any
+    ) -> Any:
+        norm = _NORMS.get(config.normalization)
+        refused = (
+            config.sequence_parallel or config.persist_layer_norm or config.layernorm_zero_centered_gamma
+        )
+        if refused and norm is not None and not config.memory_efficient_layer_norm:
+            return norm(config, hidden_size, eps)
+        return original(cls, config, hidden_size, eps, *args, **kwargs)
+
+    return __new__

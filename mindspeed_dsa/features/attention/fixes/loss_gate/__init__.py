@@ -1,0 +1,1 @@
+"""No indexer-loss work without an indexer loss."""

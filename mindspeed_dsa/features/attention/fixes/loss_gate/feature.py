@@ -1,0 +1,36 @@
+"""No indexer-loss work when there is no indexer loss."""
+
+from __future__ import annotations
+
+from mindspeed_dsa.features.attention.repairs import DSA, FIXES, dsa_repair
+from mindspeed_dsa.patches.spec import Patch
+
+FEATURE = dsa_repair(
+    "dsa-loss-gate",
+    summary="Skips the indexer loss at coefficient 0 or none, and in evaluation; the indexer's gradients are "
+    "then zeros, so that overlapped gradient reduction completes.",
+    switch_help="Do no indexer-loss work where the loss is not wanted.",
+    patches=(
+        Patch(
+            f"{DSA}:DSAttention.forward",
+            "wrap",
+            f"{FIXES}.loss_gate.gate:skip_unwanted_loss",
+            "the loss is computed at coefficient 0, and a missing coefficient crashes",
+            versions=">=0.16,<0.19",
+        ),
+        Patch(
+            f"{DSA}:DSAIndexer.forward_with_scores",
+            "wrap",
+            f"{FIXES}.loss_gate.gate:score_without_graph",
+            "the scores' graph is built and kept although nothing will use it",
+            versions=">=0.16,<0.19",
+        ),
+        Patch(
+            f"{DSA}:DSAttention.forward",
+            "wrap",
+            f"{FIXES}.loss_gate.gate:keep_indexer_gradients",
+            "without the loss the indexer gets no gradients, and overlapped reduction waits for them",
+            versions=">=0.19,<0.20",
+        ),
+    ),
+)

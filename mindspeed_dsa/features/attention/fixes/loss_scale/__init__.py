@@ -1,0 +1,1 @@
+"""The scale of the indexer loss's gradient."""

@@ -1,0 +1,1 @@
+"""The indexer loss in the log."""

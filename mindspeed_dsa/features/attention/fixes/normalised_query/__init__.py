@@ -1,0 +1,1 @@
+"""The indexer reads the normalised latent query."""

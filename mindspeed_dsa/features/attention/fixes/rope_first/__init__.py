@@ -1,0 +1,1 @@
+"""The indexer's rotary dimensions in DeepSeek's order."""

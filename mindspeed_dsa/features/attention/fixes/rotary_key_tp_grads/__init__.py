@@ -1,0 +1,1 @@
+"""The rotary key's gradient under tensor parallelism."""

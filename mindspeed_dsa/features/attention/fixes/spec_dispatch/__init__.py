@@ -1,0 +1,1 @@
+"""DSA in Megatron's spec functions."""

@@ -1,0 +1,49 @@
+"""What a DSA model cannot be built without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from mindspeed_dsa import versions
+
+
+def check_dsa_model(args: Any) -> Sequence[str]:
+    """Sizes, and what Megatron's DSA does not support; absent arguments are not judged."""
+    given = {name: getattr(args, name) for name in _READ if hasattr(args, name)}
+    if given.get("experimental_attention_variant") != "dsa":
+        return ()
+    problems = [
+        f"DSA needs --{name.replace('_', '-')}; DeepSeek-V3.2 has {usual}"
+        for name, usual in _SIZES.items()
+        if name in given and given[name] is None
+    ]
+    if not given.get("multi_latent_attention", True):
+        problems.append("DSA is built on latent attention; add --multi-latent-attention")
+    head, rotary = given.get("dsa_indexer_head_dim"), given.get("qk_pos_emb_head_dim")
+    if head is not None and rotary is not None and head < rotary:
+        problems.append(
+            f"--dsa-indexer-head-dim {head} has no room for the --qk-pos-emb-head-dim {rotary} in it"
+        )
+    release = versions.of_megatron(getattr(args, "megatron_root", "megatron"))
+    if release is not None and release in SpecifierSet("<0.19", prereleases=True):
+        if given.get("context_parallel_size", 1) != 1:
+            problems.append(
+                f"Megatron-core {release} has no context parallelism for DSA; use --context-parallel-size 1"
+            )
+        if given.get("apply_rope_fusion"):
+            problems.append(f"Megatron-core {release} has no fused RoPE for DSA; add --no-rope-fusion")
+    return problems
+
+
+_SIZES = {"dsa_indexer_n_heads": 64, "dsa_indexer_head_dim": 128, "dsa_indexer_topk": 2048}
+_READ = (
+    *_SIZES,
+    "experimental_attention_variant",
+    "multi_latent_attention",
+    "qk_pos_emb_head_dim",
+    "context_parallel_size",
+    "apply_rope_fusion",
+)
