@@ -156,3 +156,12 @@ def repair(switch: str) -> Callable[[Any], bool]:
         return getattr(settings, "experimental_attention_variant", None) == "dsa"
 
     return active
+
+
+def on_platform(platform: Platform) -> Callable[[Any], bool]:
+    """Activation rule of a redirection: on wherever the job runs on ``platform``."""
+
+    def active(settings: Any) -> bool:
+        return bool(settings.platform == platform)
+
+    return active

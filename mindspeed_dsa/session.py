@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from mindspeed_dsa import checks, compat, features, log, platforms, settings, start_report, versions
@@ -17,7 +17,14 @@ from mindspeed_dsa.context import Context, Megatron
 from mindspeed_dsa.declarations import Feature
 from mindspeed_dsa.features.host import use_root
 from mindspeed_dsa.integration import job
-from mindspeed_dsa.patches import Claim, PatchError, PatchManager, SettingsError, SiteReport
+from mindspeed_dsa.patches import (
+    Claim,
+    MindSpeedDSAError,
+    PatchError,
+    PatchManager,
+    SettingsError,
+    SiteReport,
+)
 from mindspeed_dsa.patches.site import load
 from mindspeed_dsa.settings import Settings
 
@@ -42,7 +49,7 @@ class Session:
         self.contexts = {
             feature.name: Context(
                 feature=feature.name,
-                options=feature.options(resolved) if feature.options else None,
+                options=_ask(feature, feature.options, resolved) if feature.options else None,
                 megatron=Megatron(root),
                 log=log.get(feature.name, root),
             )
@@ -172,7 +179,7 @@ class Session:
         """
         own = [*settings.GENERAL_FLAGS, *(flag for flag in features.all_flags() if not flag.host)]
         seen = _Arguments(args, {flag.dest: getattr(self.settings, flag.dest) for flag in own})
-        return [f"{f.label}: {text}" for f in self.features for text in f.validate(seen)]
+        return [f"{f.label}: {text}" for f in self.features for text in _ask(f, f.validate, seen)]
 
 
 class _Arguments:
@@ -272,13 +279,28 @@ def resolve(api: Mapping[str, Any], argv: Sequence[str]) -> tuple[Settings, list
     resolved.platform = _platform(resolved.mindspeed_platform)
     active: list[Feature] = []
     for feature in known:
-        if feature.is_active(resolved):
+        if _ask(feature, feature.is_active, resolved):
             active.append(feature)
             resolved.features_on = (*resolved.features_on, feature.name)
     problems = checks.problems(active, resolved)
     if problems:
         raise SettingsError(_listed("features cannot be switched on:", problems))
     return resolved, active
+
+
+def _ask(feature: Feature, function: Callable[[Any], Any], of: Any) -> Any:
+    """What a feature's own function says; an exception of its own would not say whose feature it is.
+
+    Raises:
+        SettingsError: the function raises.
+    """
+    try:
+        return function(of)
+    except MindSpeedDSAError:
+        raise
+    except Exception as error:
+        name = getattr(function, "__qualname__", repr(function))
+        raise SettingsError(f"mindspeed_dsa: {feature.label}: its {name} raises {error!r}") from error
 
 
 def _platform(requested: str) -> str:

@@ -71,7 +71,10 @@ def as_dict(settings: Settings, features: Sequence[Feature], sites: Sequence[Sit
     return {
         "versions": versions.installed(settings.megatron_root),
         "platform": settings.platform,
-        "features": [{"name": f.name, "on": True, "set_by": who_set(f, settings)} for f in features],
+        "features": [
+            {"name": f.name, "on": True, "set_by": who_set(f, settings), "plugin": f.distribution or None}
+            for f in features
+        ],
         "sites": [site.as_dict() for site in sites],
     }
 

@@ -19,7 +19,8 @@ from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 from dsa_job.data import Batch
 from dsa_job.distributed import any_rank, max_over_ranks
 from dsa_job.errors import NonFiniteLossError
-from mindspeed_dsa.features.attention.dsa_module import dsa_module
+from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.features.attention.indexer_loss import indexer_loss
 
 LossAndCount = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
@@ -175,7 +176,7 @@ class Stepper:
         if not (self.args.experimental_attention_variant == "dsa" and self.args.dsa_indexer_loss_coeff):
             return None
         losses: dict[str, torch.Tensor] = {}
-        dsa_module().DSAIndexerLossLoggingHelper.track_indexer_metrics(
+        indexer_loss(Megatron()).tracker.track_indexer_metrics(
             loss_scale=1 / self.microbatches, iteration=step, writer=None, total_loss_dict=losses
         )
         return float(losses["indexer loss"]) if losses else None

@@ -50,7 +50,10 @@ def examine(argv: Sequence[str]) -> dict[str, Any]:
         problems.append(str(error))
     running = session.current()
     if running is not None and running is not before:
-        problems += running.problems(_as_arguments(running.settings))
+        try:
+            problems += running.problems(_as_arguments(running.settings))
+        except MindSpeedDSAError as error:
+            problems.append(str(error))
         problems += _verify(running)
         sites = running.report()
         problems += [f"{s.target}: {s.reason}" for s in sites if s.state == "foreign"]

@@ -121,28 +121,38 @@ class Observer:
 
     @contextlib.contextmanager
     def watching_fused_indexers(self) -> Iterator[None]:
-        """Fused DSA's choices are made in a function of its own, for all layers."""
-        from mindspeed_dsa.features.attention.fused import core
+        """Fused DSA's choices are made in functions of its own, for all layers."""
+        from mindspeed_dsa.features.attention.dsa import core_attention, megatron_parts, sparse_attention
 
-        original = core.select_keys
+        attend, layer = core_attention.attend, 0
 
-        def select_keys(attention: Any, x: Tensor, qr: Tensor, chosen: Any) -> Any:
-            key = ("topk", attention.layer_number)
-            # Where the choice is left to Megatron's own indexer, it is forced and noted here all the same.
+        def attend_in_layer(attention: Any, *args: Any) -> Tensor:
+            nonlocal layer
+            layer = attention.layer_number
+            # The choice is forced and noted here, also where it is left to Megatron's own indexer.
             with mock.patch.object(attention.indexer, "forward_with_scores", _plain(attention.indexer)):
-                selection = original(attention, x, qr, chosen)
-            self.fused_selections += chosen.indexer
-            if self._forced is not None:
-                selection = _chosen_instead(selection, torch.from_numpy(self._next_forced(key)))
-            self._note(key, selected_keys(selection.topk_indices, x.shape[0] * self._sequence_ranks))
-            return selection
+                return attend(attention, *args)
 
-        with mock.patch.object(core, "select_keys", select_keys):
+        def watched(choose: Callable[..., Any], fused: bool) -> Callable[..., Any]:
+            def choose_keys(*args: Any) -> Any:
+                key = ("topk", layer)
+                selection = choose(*args)
+                self.fused_selections += fused
+                if self._forced is not None:
+                    selection = _chosen_instead(selection, torch.from_numpy(self._next_forced(key)))
+                self._note(key, selected_keys(selection.topk_indices, selection.inputs.key.shape[1]))
+                return selection
+
+            return choose_keys
+
+        with (
+            mock.patch.object(core_attention, "attend", attend_in_layer),
+            mock.patch.object(sparse_attention, "select_keys", watched(sparse_attention.select_keys, True)),
+            mock.patch.object(
+                megatron_parts, "choose_with_megatron", watched(megatron_parts.choose_with_megatron, False)
+            ),
+        ):
             yield
-
-    @property
-    def _sequence_ranks(self) -> int:
-        return self._args.tensor_model_parallel_size if self._args.sequence_parallel else 1
 
     def _watch_router(self, router: Any, key: Key) -> None:
         original = router.routing

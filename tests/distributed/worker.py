@@ -154,11 +154,11 @@ def _forget_megatron() -> None:
 
         mtp.MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
         mtp.MTPLossLoggingHelper.tracker = {}
-    brought_along = sys.modules.get("mindspeed_dsa.features.attention.bring_along.dsa")
-    for dsa in (_loaded("transformer.experimental_attention_variant.dsa"), brought_along):
-        if dsa is not None:
-            dsa.DSAIndexerLossLoggingHelper.tracker = {}
-            dsa.DSAIndexerLossAutoScaler.main_loss_backward_scale = None
+    if (dsa := _loaded("transformer.experimental_attention_variant.dsa")) is not None:
+        dsa.DSAIndexerLossLoggingHelper.tracker = {}
+        dsa.DSAIndexerLossAutoScaler.main_loss_backward_scale = None
+    if (ours := sys.modules.get("mindspeed_dsa.features.attention.indexer_loss")) is not None:
+        ours.indexer_loss.cache_clear()
     if (ddp := _loaded("distributed.distributed_data_parallel")) is not None:
         for thing in gc.get_objects():
             if type(thing) is ddp.DistributedDataParallel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 
 import pytest
@@ -196,6 +197,17 @@ def test_a_failing_patch_names_the_distribution(install):
 
     with pytest.raises(PatchError, match=r"counting \(plug-in corp-lost 1\.2\): .*gone"):
         mindspeed_dsa.enable(use_counting=True)
+
+
+@pytest.mark.parametrize("function", ["active", "options", "validate"])
+def test_a_function_that_raises_names_the_distribution(install, function):
+    raising = f"FEATURE = replace(FEATURE, {function}=lambda given: given.no_such)\n"
+    install("bad", GOOD + "from dataclasses import replace\n" + raising)
+    message = r"counting \(plug-in corp-bad 1\.2\): its .*no_such"
+    with pytest.raises(SettingsError, match=message), mindspeed_dsa.enabled(use_counting=True):
+        mindspeed_dsa.validate(argparse.Namespace())
+    (problem,) = doctor.examine(["--use-counting"])["problems"]
+    assert re.search(message, problem)
 
 
 def test_a_plugin_may_use_a_built_in_flag_of_megatron(install, monkeypatch):

@@ -1,4 +1,4 @@
-"""What runs inside the pool's workers for test_bring_along."""
+"""What runs inside the pool's workers for test_backport."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def mtp_step() -> dict[str, Any]:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 
-    from mindspeed_dsa.features.attention.dsa_module import dsa_module
+    from mindspeed_dsa.context import Megatron
+    from mindspeed_dsa.features.attention.indexer_loss import indexer_loss
 
     cfg = tiny.config(mtp_num_layers=1, mtp_loss_scaling_factor=0.1)
     spec = get_gpt_decoder_block_spec(cfg, False, normalization="RMSNorm")
@@ -87,7 +88,7 @@ def mtp_step() -> dict[str, Any]:
     )
     job.per_token_loss(model, job.samples(2)).mean().backward()
     return {
-        "reported": dsa_module().DSAIndexerLossLoggingHelper.tracker["reported"].tolist(),
+        "reported": indexer_loss(Megatron()).tracker.tracker["reported"].tolist(),
         "trained": [bool(p.grad.any()) for name, p in model.named_parameters() if "indexer" in name],
     }
 
@@ -107,7 +108,7 @@ def overlapped(coefficient: float | None) -> dict[str, Tensor]:
 def calls(recompute: str) -> dict[str, int]:
     """How often a step of two layers selects keys and computes the indexer loss."""
     job.start()
-    from mindspeed_dsa.features.attention.fused import core
+    from mindspeed_dsa.features.attention.dsa import sparse_attention
 
     overrides: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     if recompute == "full":
@@ -117,7 +118,7 @@ def calls(recompute: str) -> dict[str, int]:
             "recompute_num_layers": 1,
         }
     model = tiny.gpt_model(tiny.config(**overrides))
-    with counted(core, "lightning_indexer", "sparse_loss") as counts:
+    with counted(sparse_attention, "lightning_indexer", "sparse_loss") as counts:
         job.per_token_loss(model, job.samples(2)).mean().backward()
     return counts
 
@@ -125,11 +126,11 @@ def calls(recompute: str) -> dict[str, int]:
 def loss_calls(switches: Mapping[str, Any]) -> dict[str, int]:
     """How often a step of two layers computes the indexer loss, ordinary and for the attention's backward."""
     job.start(switches)
-    from mindspeed_dsa.features.attention.fused import core, loss
+    from mindspeed_dsa.features.attention.dsa import sparse_attention
 
     model = tiny.gpt_model(tiny.config())
     in_backward = "divergence_and_score_gradient"
-    with counted(core, "sparse_loss") as ordinary, counted(loss, in_backward) as late:
+    with counted(sparse_attention, "sparse_loss") as ordinary, counted(sparse_attention, in_backward) as late:
         total = job.per_token_loss(model, job.samples(2)).mean()
         before = late[in_backward]
         total.backward()
@@ -178,14 +179,15 @@ def gradients_of_each_loss() -> dict[str, tuple[float, float]]:
 def without_loss(mode: str) -> dict[str, Any]:
     """What is done for the indexer loss where there is none."""
     job.start()
-    from mindspeed_dsa.features.attention.dsa_module import dsa_module
-    from mindspeed_dsa.features.attention.fused import core
+    from mindspeed_dsa.context import Megatron
+    from mindspeed_dsa.features.attention.dsa import core_attention, sparse_attention
+    from mindspeed_dsa.features.attention.indexer_loss import indexer_loss
 
     coefficient = {"coefficient 0": 0.0, "no coefficient": None}.get(mode, 1.0)
     model = tiny.gpt_model(tiny.config(dsa_indexer_loss_coeff=coefficient))
     model.train(mode != "evaluation")
     graphs = 0
-    index_inputs = core.index_inputs
+    index_inputs = core_attention.index_inputs
 
     def watched(*args: Any) -> Any:
         nonlocal graphs
@@ -193,20 +195,20 @@ def without_loss(mode: str) -> dict[str, Any]:
         graphs += inputs.query.requires_grad
         return inputs
 
-    core.index_inputs = watched
+    core_attention.index_inputs = watched
     try:
         names = ("sparse_loss", "dense_loss")
-        with counted(core, *names) as counts, torch.set_grad_enabled(mode != "no_grad"):
+        with counted(sparse_attention, *names) as counts, torch.set_grad_enabled(mode != "no_grad"):
             loss = job.per_token_loss(model, job.samples(2)).mean()
             if mode != "no_grad":
                 loss.backward()
     finally:
-        core.index_inputs = index_inputs
+        core_attention.index_inputs = index_inputs
     grads = [p.grad for name, p in model.named_parameters() if "indexer" in name]
     return {
         "losses computed": sum(counts.values()),
         "graphs of scores": graphs,
-        "tracked": dsa_module().DSAIndexerLossLoggingHelper.tracker.get("values"),
+        "tracked": indexer_loss(Megatron()).tracker.tracker.get("values"),
         "indexer gradients": [grad is not None and not grad.any() for grad in grads],
     }
 
@@ -353,7 +355,7 @@ def fields() -> dict[str, Any]:
 def flags() -> dict[str, Any]:
     """The decorated parse_args of a parser that knows one of the flags already."""
     job.start()
-    from mindspeed_dsa.features.attention.bring_along.arguments import with_dsa_flags
+    from mindspeed_dsa.features.attention.adapters.backport.arguments import with_dsa_flags
 
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
         parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -383,6 +385,4 @@ def context_parallel_step(cp: int) -> dict[str, Any]:
 def context_parallel_indexer(cp: int, rope_type: str) -> dict[str, Tensor]:
     """A rank's rows of what the indexer projects, and where they lie in the sequence."""
     job.start(cp=cp)
-    from mindspeed_dsa.features.attention.bring_along.dsa import core_attention_spec
-
-    return cp_cases.index_rows(core_attention_spec().submodules.indexer, tiny.config(rope_type=rope_type))
+    return cp_cases.index_rows(cp_cases.backport_spec().submodules.indexer, tiny.config(rope_type=rope_type))

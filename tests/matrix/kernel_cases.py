@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,12 +22,21 @@ HOOKS = (
 FEW_TIES = {"dsa_indexer_n_heads": 16}
 
 
+def hooks(switches: Mapping[str, Any]) -> ModuleType:
+    """The module that Megatron asks for kernels when these switches are set."""
+    from mindspeed_dsa import session
+    from mindspeed_dsa.features.attention.adapters.kernel_hooks.hooks import backend_module
+    from mindspeed_dsa.features.attention.adapters.kernel_hooks.options import Options
+
+    settings, _ = session.resolve(switches, ())
+    return backend_module(Options.of(settings))
+
+
 def step(
     switches: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None, **layout: Any
 ) -> dict[str, Any]:
     """One training step, and how often each hook took over (returned more than None)."""
-    from mindspeed_dsa.features.attention.fused import kernel_backend
-
+    kernel_backend = hooks({**job.DSA_ON, **(switches or {})})
     taken = dict.fromkeys(HOOKS, 0)
     originals = {name: getattr(kernel_backend, name) for name in HOOKS}
 
@@ -88,7 +97,7 @@ def packed(sparse_loss: bool) -> dict[str, Any]:
     job.start({"use_fused_dsa": True})
     from megatron.core.transformer.enums import AttnMaskType
 
-    from mindspeed_dsa.features.attention.fused.kernel_backend import run_fused_dsa_attention
+    run_fused_dsa_attention = hooks({"use_fused_dsa": True}).run_fused_dsa_attention
 
     generator = torch.Generator().manual_seed(0)
 
@@ -146,7 +155,7 @@ def packed(sparse_loss: bool) -> dict[str, Any]:
 def valid_rows() -> tuple[float, float]:
     """The sparse loss with the last rows of padding, and that of the rows in front of them."""
     job.start({"use_fused_dsa": True})
-    from mindspeed_dsa.features.attention.fused.kernel_backend import run_fused_qk_topk_with_loss
+    run_fused_qk_topk_with_loss = hooks({"use_fused_dsa": True}).run_fused_qk_topk_with_loss
 
     torch.manual_seed(0)
     length, counted = 12, 8
@@ -177,7 +186,7 @@ def valid_rows() -> tuple[float, float]:
 def valid_rows_on_two_ranks(counted: int) -> dict[str, Any]:
     """The sparse loss of both halves of a row whose end is padding, and of the whole row on one rank."""
     job.start({"use_fused_dsa": True}, cp=2)
-    from mindspeed_dsa.features.attention.fused.kernel_backend import run_fused_qk_topk_with_loss
+    run_fused_qk_topk_with_loss = hooks({"use_fused_dsa": True}).run_fused_qk_topk_with_loss
 
     torch.manual_seed(0)
     length, rank = 12, dist.get_rank()
@@ -213,7 +222,7 @@ def valid_rows_on_two_ranks(counted: int) -> dict[str, Any]:
 def topk_length_cuts() -> tuple[torch.Tensor, torch.Tensor]:
     """Attention with the entries past ``topk_length`` full of keys, and with them at -1."""
     job.start({"use_fused_dsa": True})
-    from mindspeed_dsa.features.attention.fused.kernel_backend import run_fused_absorbed_sparse_attention
+    run_fused_absorbed_sparse_attention = hooks({"use_fused_dsa": True}).run_fused_absorbed_sparse_attention
 
     torch.manual_seed(0)
     query, key = torch.randn(6, 1, 3, 24), torch.randn(6, 1, 1, 24)

@@ -169,10 +169,11 @@ def one_step(
 
 
 def logged_indexer_loss(num_microbatches: int) -> float | None:
-    from mindspeed_dsa.features.attention.dsa_module import dsa_module
+    from mindspeed_dsa.context import Megatron
+    from mindspeed_dsa.features.attention.indexer_loss import indexer_loss
 
     losses: dict[str, Tensor] = {}
-    dsa_module().DSAIndexerLossLoggingHelper.track_indexer_metrics(
+    indexer_loss(Megatron()).tracker.track_indexer_metrics(
         1 / num_microbatches, 1, None, total_loss_dict=losses
     )
     return float(losses["indexer loss"]) if losses else None

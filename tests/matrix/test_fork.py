@@ -85,7 +85,7 @@ print(json.dumps({
     "stock": sorted(name for name in sys.modules if name.partition(".")[0] == "megatron"),
     "sites": [
         [site["target"], site["state"]]
-        for site in mindspeed_dsa.report() if "dsa-bring-along" in site["features"]
+        for site in mindspeed_dsa.report() if "dsa-backport" in site["features"]
     ],
 }), file=sys.stderr)
 """

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    "switches", [["--use-fused-dsa"], ["--dsa-bring-along", "--no-use-fused-dsa"]], ids=["fused", "plain"]
+    "switches", [["--use-fused-dsa"], ["--dsa-backport", "--no-use-fused-dsa"]], ids=["fused", "plain"]
 )
 def test_the_example_job_trains(tmp_path, switches):
     command = [

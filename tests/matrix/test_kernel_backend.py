@@ -159,7 +159,7 @@ def test_the_flag_knows_the_backend(pool):
         (ON, {"dsa_kernel_backend": "tilelang"}, "other kernels than --use-fused-dsa"),
         (ON, {"attention_backend": "unfused"}, "asks no kernel backend"),
         ({"dsa_stage": "warmup"}, {}, "dsa-stage (switched on by API"),
-        ({**ON, "dsa_fuse_kl_in_backward": True}, {}, "leave it away"),
+        ({**ON, "dsa_fuse_kl_in_backward": True}, {}, "omit it"),
         ({}, {"dsa_kernel_backend": "mindspeed"}, "must be one of"),
         ({}, {"dsa_kernel_backend": "tilelang"}, "requires a CUDA device"),
     ],

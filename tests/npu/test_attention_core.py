@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from mindspeed_dsa.features.attention.fused import core
-from mindspeed_dsa.features.attention.fused.attend import Operands
-from mindspeed_dsa.features.attention.fused.indexer import IndexInputs, Selection
-from mindspeed_dsa.features.attention.fused.loss import sparse_loss
-from mindspeed_dsa.features.attention.fused.options import Options
+from mindspeed_dsa.features.attention.dsa.loss import sparse_loss
+from mindspeed_dsa.features.attention.dsa.problem import (
+    Groups,
+    IndexInputs,
+    LossOptions,
+    Operands,
+    Rows,
+    Selection,
+)
+from mindspeed_dsa.features.attention.dsa.sparse_attention import attend_to_chosen
 from mindspeed_dsa.ops import chunks
 from mindspeed_dsa.ops.backend import BackendUnavailable
 from mindspeed_dsa.ops.indexer_kl_loss import indexer_kl_loss, npu
@@ -21,20 +24,15 @@ from tests.npu.cases import watch_reads
 from tests.npu.test_indexer_kl_loss import SCALE, indexer_leaves, main_inputs, widened
 from tests.ops import oracle
 
-ATTENTION = SimpleNamespace(
-    indexer=SimpleNamespace(pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))),
-    config=SimpleNamespace(dsa_indexer_loss_coeff=0.5),
-)
-
 
 def out_and_loss(backend, inputs, query, key, up_value):
     indices, scores = lightning_indexer(*inputs, 2048, backend=backend)
     # Megatron's layout, sequence first
     operands = Operands(query.transpose(0, 1), key.transpose(0, 1)[:, :, None], up_value, SCALE)
     selection = Selection(indices, scores, IndexInputs(*inputs))
-    chosen = Options(True, True, True, True, backend, warmup=False, fuse_kl_in_backward=False)
-    attended = core._attend(operands, selection, chosen, with_sum=True)
-    return attended.out, sparse_loss(ATTENTION, operands, selection, attended, backend)
+    attended = attend_to_chosen(operands, selection, Rows(), backend, with_target=True)
+    wanted = LossOptions(0.5, on_chosen_keys=True)
+    return attended.out, sparse_loss(operands, selection, attended, Rows(), Groups(), wanted, backend)
 
 
 def test_loss_takes_the_lse_of_the_attention(npu_kernels, monkeypatch):

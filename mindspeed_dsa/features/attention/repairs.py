@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mindspeed_dsa.declarations import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag, Requires, repair
@@ -14,17 +15,12 @@ SPECS = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
 FIXES = "mindspeed_dsa.features.attention.fixes"
 
 
-def nothing_to_check(args: Any) -> Sequence[str]:
-    """For repairs that fit every combination of arguments."""
-    return ()
-
-
 def dsa_repair(
     name: str,
     summary: str,
     switch_help: str,
     patches: Sequence[Patch],
-    validate: Callable[[Any], Sequence[str]] = nothing_to_check,
+    validate: Callable[[Any], Sequence[str]] | None = None,
     megatron_flags: Sequence[Flag] = (),
     options: Callable[[Any], Any] | None = None,
     supplies: Sequence[str] = (),
@@ -34,7 +30,7 @@ def dsa_repair(
     The rows' ``versions`` leave out releases that have fixed the defect.
     """
     switch = Flag(f"--{name}", f"{switch_help} Default: on where the model uses DSA.", kind="auto")
-    return Feature(
+    feature = Feature(
         name=name,
         summary=summary,
         flags=(switch, EXPERIMENTAL_ATTENTION_VARIANT, *megatron_flags),
@@ -42,9 +38,9 @@ def dsa_repair(
         active=repair(switch.dest),
         options=options,
         supplies=tuple(supplies),
-        validate=validate,
         doc=f"{name}.md",
     )
+    return feature if validate is None else replace(feature, validate=validate)
 
 
 def dsa_option(name: str, summary: str, switch: Flag, versions: str, patches: Sequence[Patch]) -> Feature:

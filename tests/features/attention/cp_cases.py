@@ -48,11 +48,11 @@ def context_parallel(
 ) -> Iterator[None]:
     """Models of ``builder`` train on ``cp`` ranks, which Megatron and the library refuse before 0.19.
 
-    Megatron's own indexer finds the number in the configuration, where the one brought along refuses it.
+    Megatron's own indexer finds the number in the configuration, where that of the backport refuses it.
     """
-    from mindspeed_dsa.features.attention.fused.indexer import IndexInputs
+    from mindspeed_dsa.features.attention.dsa.problem import IndexInputs
 
-    build_config, build_model, from_host = builder.config, builder.gpt_model, IndexInputs.from_host
+    build_config, build_model, from_megatron = builder.config, builder.gpt_model, IndexInputs.from_megatron
 
     def config(**overrides: Any) -> Any:
         cfg = build_config(**overrides)
@@ -67,13 +67,13 @@ def context_parallel(
         return model
 
     def whole_index_key(query: Tensor, key: Tensor, weights: Tensor) -> Any:
-        return from_host(query, WholeSequence.apply(key, 0) if "index key" in gathered else key, weights)
+        return from_megatron(query, WholeSequence.apply(key, 0) if "index key" in gathered else key, weights)
 
     with (
         mock.patch.object(job, "SEQUENCE", SEQUENCE),
         mock.patch.object(builder, "config", config),
         mock.patch.object(builder, "gpt_model", gpt_model),
-        mock.patch.object(IndexInputs, "from_host", whole_index_key),
+        mock.patch.object(IndexInputs, "from_megatron", whole_index_key),
     ):
         yield
 
@@ -98,30 +98,42 @@ def step(
 
 
 def logged_indexer_loss(num_microbatches: int) -> float:
-    from mindspeed_dsa.features.attention.dsa_module import dsa_module
+    from mindspeed_dsa.context import Megatron
+    from mindspeed_dsa.features.attention.indexer_loss import indexer_loss
 
     losses: dict[str, Tensor] = {}
-    helper = dsa_module().DSAIndexerLossLoggingHelper
-    helper.track_indexer_metrics(1 / num_microbatches, 1, None, total_loss_dict=losses)
+    tracker = indexer_loss(Megatron()).tracker
+    tracker.track_indexer_metrics(1 / num_microbatches, 1, None, total_loss_dict=losses)
     return float(losses["indexer loss"])
 
 
 def rotated(cp: int, rope_type: str) -> dict[str, Tensor]:
     """A rank's rows of seeded states after MLA's rotation, and where they lie in the sequence."""
     job.start({"use_fused_dsa": True}, cp=cp)
-    from mindspeed_dsa.features.attention.mla_projections import rotation
+    from mindspeed_dsa.context import Megatron
+    from mindspeed_dsa.features.attention.mla_projections import Projections
 
     attention = job.gpt_model(job.config(rope_type=rope_type)).decoder.layers[0].self_attention
     states, own = seeded(SEQUENCE, 2, 4, 8), job.own_positions(SEQUENCE)
-    return {"positions": own, "rows": rotation(attention, own.numel())(states[own])}
+    rotate = Projections(attention, Megatron()).rotation(own.numel())
+    return {"positions": own, "rows": rotate(states[own])}
 
 
-def brought_along_indexer(cp: int, rope_type: str) -> dict[str, Tensor]:
+def backport_indexer(cp: int, rope_type: str) -> dict[str, Tensor]:
     """A rank's rows of what the indexer for older releases projects, and where they lie in the sequence."""
     job.start({"use_fused_dsa": True}, cp=cp)
-    from mindspeed_dsa.features.attention.bring_along.dsa import core_attention_spec
+    return index_rows(backport_spec().submodules.indexer, job.config(rope_type=rope_type))
 
-    return index_rows(core_attention_spec().submodules.indexer, job.config(rope_type=rope_type))
+
+def backport_spec() -> Any:
+    """The core attention for older releases, with the options of no switch."""
+    from mindspeed_dsa import session
+    from mindspeed_dsa.context import Megatron
+    from mindspeed_dsa.features.attention.adapters.backport.attention import core_attention_spec
+    from mindspeed_dsa.features.attention.adapters.backport.options import Options
+
+    settings, _ = session.resolve({}, ())
+    return core_attention_spec(Options.of(settings), Megatron())
 
 
 def index_rows(spec: Any, cfg: Any) -> dict[str, Tensor]:

@@ -200,11 +200,11 @@ def saved_for_backward(stage: str, sequence: int) -> int:
 
 def operator_calls(mode: str, switches: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """How often each operator and each of Megatron's own functions runs in one step, and its loss."""
-    from mindspeed_dsa.features.attention.fused import attend, core, loss
+    from mindspeed_dsa.features.attention.dsa import loss, main_attention, sparse_attention
 
     consumers = {
-        "lightning_indexer": core,
-        "sparse_flash_attention": attend,
+        "lightning_indexer": sparse_attention,
+        "sparse_flash_attention": main_attention,
         "indexer_kl_loss": loss,
         "dense_indexer_kl_loss": loss,
     }

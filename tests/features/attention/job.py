@@ -180,7 +180,8 @@ def loss_of(cfg: Any, loss_mask: Tensor, output: Tensor) -> Any:
         return total, count, {"lm loss": torch.stack([total.detach(), count])}
     # The schedule multiplies by the context parallel ranks, whose sums are divided by all their tokens.
     mean = total / (count * SEQUENCE / loss_mask.size(1))
-    return mean, {"lm loss": mean.detach()}
+    # The schedule divides the loss in place.
+    return mean, {"lm loss": mean.detach().clone()}
 
 
 def own_positions(length: int | None = None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mindspeed_dsa.declarations import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag, Requires
-from mindspeed_dsa.features.attention.dsa.options import Options
+from mindspeed_dsa.features.attention.dsa.options import Options, absorb_wanted, fused_wanted, warmup_wanted
 from mindspeed_dsa.features.attention.dsa.validation import check_fused, check_stage
 from mindspeed_dsa.features.attention.repairs import DSA, MLA, megatron_flag
 from mindspeed_dsa.patches.spec import Patch
@@ -72,7 +72,7 @@ FUSED = Feature(
         EXPERIMENTAL_ATTENTION_VARIANT,
         megatron_flag("--dsa-indexer-loss-coeff", float),
     ),
-    active=lambda settings: Options.of(settings).any or Options.of(settings).fuse_kl_in_backward,
+    active=fused_wanted,
     options=Options.of,
     validate=check_fused,
     doc="fused-dsa.md",
@@ -109,7 +109,7 @@ ABSORBED = Feature(
     name="dsa-absorb",
     summary="MLA in absorbed form, so that sparse attention gathers one latent key for all heads.",
     flags=(ABSORB, USE_FUSED_DSA, EXPERIMENTAL_ATTENTION_VARIANT),
-    active=lambda settings: Options.of(settings).absorb,
+    active=absorb_wanted,
     options=Options.of,
     doc="dsa-absorb.md",
     patches=(
@@ -129,7 +129,7 @@ WARMUP = Feature(
     summary="Warm-up stage of DSA training: dense attention, dense indexer loss, only the indexer trained.",
     flags=(_STAGE, EXPERIMENTAL_ATTENTION_VARIANT, megatron_flag("--dsa-indexer-loss-coeff", float)),
     requires=Requires(versions={"megatron-core": _RELEASES}),
-    active=lambda settings: settings.dsa_stage == "warmup",
+    active=warmup_wanted,
     options=Options.of,
     validate=check_stage,
     doc="dsa-stage.md",

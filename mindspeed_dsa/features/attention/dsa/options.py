@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 PARTS = (
     "use_dsa_absorb",
@@ -37,7 +40,7 @@ class Options:
         return self.indexer and self.attention and self.kl_loss
 
     @classmethod
-    def of(cls, settings: Any) -> Options:
+    def of(cls, settings: Any) -> Self:
         """From resolved settings or a job's argument namespace; absent switches are off."""
         everything = bool(getattr(settings, "use_fused_dsa", False))
         chosen = [getattr(settings, part, None) for part in PARTS]
@@ -51,3 +54,19 @@ class Options:
             warmup=getattr(settings, "dsa_stage", None) == "warmup",
             fuse_kl_in_backward=bool(getattr(settings, "dsa_fuse_kl_in_backward", False)),
         )
+
+
+def fused_wanted(settings: Any) -> bool:
+    """Also where only an option is set that has no effect by itself: a mistake that a check reports."""
+    chosen = Options.of(settings)
+    return chosen.any or chosen.fuse_kl_in_backward
+
+
+def absorb_wanted(settings: Any) -> bool:
+    """The absorbed form, alone or with all the rest."""
+    return Options.of(settings).absorb
+
+
+def warmup_wanted(settings: Any) -> bool:
+    """``--dsa-stage warmup``."""
+    return Options.of(settings).warmup

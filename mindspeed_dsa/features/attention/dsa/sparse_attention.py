@@ -101,8 +101,8 @@ def sparse_attention(
     if parts.attend is not None:
         attended = parts.attend(selection)
     else:
-        with_sum = loss is not None and parts.loss is None and loss.on_chosen_keys
-        attended = _attend(operands, selection, rows, backend, with_sum)
+        with_target = loss is not None and parts.loss is None and loss.on_chosen_keys
+        attended = attend_to_chosen(operands, selection, rows, backend, with_target)
     if loss is None:
         return Result(attended.out, None)
     if parts.loss is not None:
@@ -127,21 +127,32 @@ def select_keys(index: IndexInputs, topk: int, rows: Rows, backend: str) -> Sele
     return Selection(topk_indices, topk_scores, index)
 
 
+def attend_to_chosen(
+    operands: Operands, selection: Selection, rows: Rows, backend: str, with_target: bool
+) -> Attended:
+    """Main attention by the operator.
+
+    Args:
+        operands: query, key, value and scale.
+        selection: the chosen keys.
+        rows: whether all of them count in the loss.
+        backend: of the operator.
+        with_target: also return what the sparse loss makes its target of: the probabilities summed over
+            heads, or, where the loss forms its own, ``lse`` alone.
+    """
+    inputs = selection.inputs
+    if with_target and operands.absorbed and rows.counted is None and inputs.use_relu:
+        query, topk = operands.query.transpose(0, 1), selection.topk_indices.shape[-1]
+        with_target = not takes_lse(inputs.query, query, topk, backend=backend)
+    return attend_sparsely(operands, selection.topk_indices, backend, with_sum=with_target)
+
+
 def _every_key_is_chosen(operands: Operands, rows: Rows, topk: int, parts: Parts) -> bool:
     """Whether no row sees more than ``topk`` keys, so that the attention is dense.
 
     Rows that start late belong to packed sequences, whose attention has no dense kernel here.
     """
     return parts.attend is None and rows.starts is None and operands.key.shape[0] <= topk
-
-
-def _attend(operands: Operands, selection: Selection, rows: Rows, backend: str, with_sum: bool) -> Attended:
-    inputs = selection.inputs
-    if with_sum and operands.absorbed and rows.counted is None and inputs.use_relu:
-        # The sum is the target of the loss, unless the loss forms its own.
-        query, topk = operands.query.transpose(0, 1), selection.topk_indices.shape[-1]
-        with_sum = not takes_lse(inputs.query, query, topk, backend=backend)
-    return attend_sparsely(operands, selection.topk_indices, backend, with_sum)
 
 
 def _loss_in_backward(

@@ -7,9 +7,7 @@ Only names that Megatron-core or Megatron-LM's training loop uses are redirected
 
 from __future__ import annotations
 
-from typing import Any
-
-from mindspeed_dsa.declarations import Feature
+from mindspeed_dsa.declarations import Feature, on_platform
 from mindspeed_dsa.patches.spec import Kind, Patch
 from mindspeed_dsa.settings import PLATFORM
 
@@ -68,55 +66,62 @@ _TENSOR_METHODS: tuple[tuple[str, Kind, str, str], ...] = (
 )
 _BACKENDS = ("init_process_group", "new_group")
 
-
-def _torch_patch(target: str, kind: Kind, impl: str, why: str, required: bool = True) -> Patch:
-    # torch keeps tables of its own functions (overrides, dynamo, jit); they may go on naming the originals.
-    return Patch(f"torch{target}", kind, impl, why, required=required, stale="report")
-
-
 _PATCHES = (
-    *(_torch_patch(f".cuda{target}", kind, f"{_TORCH}:{impl}", why) for target, kind, impl, why in _CUDA),
+    # All rows for torch have `stale="report"`: torch keeps tables of its own functions (overrides, dynamo,
+    # jit), which may go on naming the originals.
     *(
-        _torch_patch(
-            f".cuda:{name}Tensor",
+        Patch(f"torch.cuda{target}", kind, f"{_TORCH}:{impl}", why, stale="report")
+        for target, kind, impl, why in _CUDA
+    ),
+    *(
+        Patch(
+            f"torch.cuda:{name}Tensor",
             "value",
             f"torch:{name}Tensor",
             "isinstance and constructors mean the CPU type",
+            stale="report",
         )
         for name in _TENSOR_TYPES
     ),
     *(
-        _torch_patch(
-            f":{name}", "wrap", f"{_TORCH}:factory_on_host", "device='cuda' is the CPU; no pinned memory"
+        Patch(
+            f"torch:{name}",
+            "wrap",
+            f"{_TORCH}:factory_on_host",
+            "device='cuda' is the CPU; no pinned memory",
+            stale="report",
         )
         for name in _FACTORIES
     ),
     *(
-        _torch_patch(f":Tensor.{name}", kind, f"{_TORCH}:{impl}", why)
+        Patch(f"torch:Tensor.{name}", kind, f"{_TORCH}:{impl}", why, stale="report")
         for name, kind, impl, why in _TENSOR_METHODS
     ),
     *(
-        _torch_patch(
-            f".distributed.distributed_c10d:{name}",
+        Patch(
+            f"torch.distributed.distributed_c10d:{name}",
             "wrap",
             f"{_TORCH}:group_over_gloo",
             "what is asked of NCCL is done by gloo",
+            stale="report",
         )
         for name in _BACKENDS
     ),
-    _torch_patch(
-        ".jit._builtins:_find_builtin",
+    Patch(
+        "torch.jit._builtins:_find_builtin",
         "wrap",
         f"{_TORCH}:find_redirected_builtin",
         "torch.jit.script still knows the redirected factories as operators",
         required=False,
+        stale="report",
     ),
-    _torch_patch(
-        "._dynamo.trace_rules:load_object",
+    Patch(
+        "torch._dynamo.trace_rules:load_object",
         "wrap",
         f"{_TORCH}:load_redirected_builtin",
         "torch.compile still knows the operators behind the redirected factories",
         required=False,
+        stale="report",
     ),
     Patch(
         "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
@@ -234,16 +239,12 @@ _PATCHES = (
 )
 
 
-def _on_cpu(settings: Any) -> bool:
-    return bool(settings.platform == "cpu")
-
-
 FEATURE = Feature(
     name="cpu-platform",
     summary="Redirects what Megatron asks of torch.cuda to the host: it trains on a CPU with gloo.",
     flags=(PLATFORM,),
     patches=_PATCHES,
-    active=_on_cpu,
+    active=on_platform("cpu"),
     doc="cpu-platform",
     platform_support=True,
 )

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from mindspeed_dsa.declarations import Feature
+from mindspeed_dsa.declarations import Feature, on_platform
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.settings import PLATFORM
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _IMPL = "mindspeed_dsa.features.platform.optimizer_resume.step_counts"
-
-
-def _on_cpu(settings: Any) -> bool:
-    return bool(settings.platform == "cpu")
 
 
 FEATURE = Feature(
@@ -42,7 +36,7 @@ FEATURE = Feature(
             params=("model_param", "tensors"),
         ),
     ),
-    active=_on_cpu,
+    active=on_platform("cpu"),
     doc="cpu-platform",
     platform_support=True,
 )

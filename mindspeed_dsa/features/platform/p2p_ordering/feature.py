@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from mindspeed_dsa.declarations import Feature
+from mindspeed_dsa.declarations import Feature, on_platform
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.settings import PLATFORM
 
@@ -12,10 +10,6 @@ _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _IMPL = "mindspeed_dsa.features.platform.p2p_ordering.transfers"
 _TENSORS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
 _PARAMS = (*_TENSORS, "group", "prev_pipeline_rank", "next_pipeline_rank")
-
-
-def _on_cpu(settings: Any) -> bool:
-    return bool(settings.platform == "cpu")
 
 
 FEATURE = Feature(
@@ -44,7 +38,7 @@ FEATURE = Feature(
             "a send whose handle the schedule forgot is completed before the schedule returns",
         ),
     ),
-    active=_on_cpu,
+    active=on_platform("cpu"),
     doc="cpu-platform",
     platform_support=True,
 )

@@ -18,33 +18,28 @@ _FIELDS = (
     "dsa_indexer_loss_coeff",
     "dsa_indexer_use_sparse_loss",
 )
-
-
-def _config_patches() -> list[Patch]:
-    rows = []
-    for name in _CONFIGS:
-        rows += [
-            Patch(
-                f"{_CONFIG}:{name}.__dataclass_fields__",
-                "entry",
-                f"{_IMPL}.fields:FIELDS.{field}",
-                "the configuration lacks the field, and Megatron-LM copies arguments to fields it knows",
-                versions=_RELEASES,
-                key=field,
-            )
-            for field in _FIELDS
-        ]
-        rows.append(
-            Patch(
-                f"{_CONFIG}:{name}.__init__",
-                "wrap",
-                f"{_IMPL}.fields:accept_dsa_fields",
-                "the configuration refuses fields that it does not know",
-                versions=_RELEASES,
-            )
-        )
-    return rows
-
+_FIELD_ROWS = (
+    Patch(
+        f"{_CONFIG}:{name}.__dataclass_fields__",
+        "entry",
+        f"{_IMPL}.fields:FIELDS.{field}",
+        "the configuration lacks the field, and Megatron-LM copies arguments to fields it knows",
+        versions=_RELEASES,
+        key=field,
+    )
+    for name in _CONFIGS
+    for field in _FIELDS
+)
+_INIT_ROWS = (
+    Patch(
+        f"{_CONFIG}:{name}.__init__",
+        "wrap",
+        f"{_IMPL}.fields:accept_dsa_fields",
+        "the configuration refuses fields that it does not know",
+        versions=_RELEASES,
+    )
+    for name in _CONFIGS
+)
 
 # Its classes compute as the repaired ones of later releases do, and read the same switches.
 _SUPPLIED = (
@@ -68,7 +63,8 @@ FEATURE = dsa_repair(
     options=Options.of,
     supplies=_SUPPLIED,
     patches=(
-        *_config_patches(),
+        *_FIELD_ROWS,
+        *_INIT_ROWS,
         Patch(
             f"{MLA}:MLASelfAttention.__init__",
             "wrap",

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from mindspeed_dsa.context import Context
+from mindspeed_dsa.features.attention.adapters.kernel_hooks.options import Options
 from mindspeed_dsa.features.attention.adapters.kernel_hooks.validation import refusals
-from mindspeed_dsa.features.attention.dsa.options import Options
 
 NAME = "mindspeed"
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mindspeed_dsa.declarations import EXPERIMENTAL_ATTENTION_VARIANT, Feature
-from mindspeed_dsa.features.attention.adapters.kernel_hooks.options import options_of
+from mindspeed_dsa.features.attention.adapters.kernel_hooks.options import Options, kernel_hooks_wanted
 from mindspeed_dsa.features.attention.adapters.kernel_hooks.validation import check_kernel_hooks
 from mindspeed_dsa.features.attention.dsa.feature import FUSED, USE_FUSED_DSA
-from mindspeed_dsa.features.attention.dsa.options import Options
 from mindspeed_dsa.features.attention.repairs import DSA, megatron_flag
 from mindspeed_dsa.patches.spec import Patch
 
@@ -16,15 +13,6 @@ _HERE = "mindspeed_dsa.features.attention.adapters.kernel_hooks"
 _CONFIG = "megatron.core.transformer.transformer_config"
 _RELEASES = ">=0.19,<0.20"
 _BACKEND = next(flag for flag in FUSED.flags if flag.dest == "dsa_backend")
-
-
-def _wanted(settings: Any) -> bool:
-    return (
-        Options.of(settings).any
-        or settings.dsa_backend != _BACKEND.default
-        or settings.dsa_kernel_backend == "mindspeed"
-    )
-
 
 FEATURE = Feature(
     name="dsa-kernel-backend",
@@ -36,8 +24,8 @@ FEATURE = Feature(
         _BACKEND,
         EXPERIMENTAL_ATTENTION_VARIANT,
     ),
-    active=_wanted,
-    options=options_of,
+    active=kernel_hooks_wanted,
+    options=Options.of,
     validate=check_kernel_hooks,
     doc="dsa-kernel-backend.md",
     patches=(

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.context import Context
+from mindspeed_dsa.features.attention.adapters.kernel_hooks.options import Options
 from mindspeed_dsa.features.attention.dsa import loss as losses
-from mindspeed_dsa.features.attention.dsa.options import Options
 from mindspeed_dsa.features.attention.dsa.problem import (
     Groups,
     IndexInputs,

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from mindspeed_dsa.features.attention.dsa.options import Options
+from mindspeed_dsa.features.attention.dsa import options as dsa
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
-def options_of(settings: Any) -> Options:
-    """Those that were chosen; all of them, if none was named."""
-    chosen = Options.of(settings)
-    if chosen.any:
-        return chosen
-    return replace(chosen, absorb=True, indexer=True, attention=True, kl_loss=True)
+@dataclass(frozen=True)
+class Options(dsa.Options):
+    """Those parts that were chosen; all of them, if none was named."""
+
+    @classmethod
+    def of(cls, settings: Any) -> Self:
+        """From resolved settings."""
+        chosen = super().of(settings)
+        if chosen.any:
+            return chosen
+        return replace(chosen, absorb=True, indexer=True, attention=True, kl_loss=True)
+
+
+def kernel_hooks_wanted(settings: Any) -> bool:
+    """Any switch of fused DSA, or Megatron's own by our backend's name."""
+    named = getattr(settings, "dsa_backend", "auto") != "auto"
+    return dsa.Options.of(settings).any or named or settings.dsa_kernel_backend == "mindspeed"

@@ -72,7 +72,7 @@ def test_per_token_loss_beside_sequence_parallel_ranks(pool, form):
 
 
 @pytest.mark.parametrize("rope_type", ["rope", "yarn"])
-@pytest.mark.parametrize("case", ["rotated", "brought_along_indexer"])
+@pytest.mark.parametrize("case", ["rotated", "backport_indexer"])
 @pytest.mark.parametrize("cp", [2, 4])
 def test_rows_are_rotated_by_their_positions_in_the_whole_sequence(pool, case, rope_type, cp):
     (whole,) = pool.run(f"{CASES}:{case}", 1, cp=1, rope_type=rope_type)
@@ -86,7 +86,7 @@ def test_rows_are_rotated_by_their_positions_in_the_whole_sequence(pool, case, r
     [
         ((), {}, "12 queries came with 12 keys on one of 2 context parallel ranks; gather the 24 keys"),
         (("key",), {}, "the indexer has 12 keys to choose from and the attention 24"),
-        (("key", "index key"), {"use_fused_lightning_indexer": False}, "take --no-use-fused-... away"),
+        (("key", "index key"), {"use_fused_lightning_indexer": False}, "omit --no-use-fused-..."),
     ],
     ids=["keys", "index keys", "Megatron's indexer"],
 )

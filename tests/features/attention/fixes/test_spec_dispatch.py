@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.features.attention.spec_dispatch import FEATURE
+from mindspeed_dsa.features.attention.fixes.spec_dispatch.feature import FEATURE
 
 CASES = "tests.features.attention.cases"
 ERROR = "tests.features.attention.job:error_of"

@@ -109,7 +109,7 @@ def test_grouped_gemm_falls_back_with_a_word(pool):
 def test_transformer_engine_asked_for_but_missing():
     from types import SimpleNamespace
 
-    from mindspeed_dsa.features.attention.local_provider import FEATURE
+    from mindspeed_dsa.features.attention.fixes.local_provider.feature import FEATURE
 
     (problem,) = FEATURE.validate(SimpleNamespace(transformer_impl="transformer_engine"))
     assert "--transformer-impl local" in problem
