@@ -1,4 +1,4 @@
-"""How torch_npu's operators are told which keys a row sees.
+"""How torch_npu's operators are given the keys that a row sees.
 
 They know two forms of rows, both causal from the lower right (``sparse_mode=3``):
 

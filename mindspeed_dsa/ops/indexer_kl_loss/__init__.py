@@ -172,7 +172,7 @@ def divergence_and_score_gradient(
         topk_scores: ``[batch, query_length, topk]`` as the indexer returned them.
         attention_sum: same shape, probabilities summed over this rank's heads; not changed.
         topk_indices: same shape, int32 or int64, -1 at the tail. How many keys there are is not known here:
-            an index outside of them is told by what the operators return for it, a score of -inf and a sum
+            an index outside of them is known by what the operators return for it, a score of -inf and a sum
             of 0, and adds nothing.
         row_mask: ``[batch, query_length]`` bool, True for rows that count (all by default).
         reduction: ``"mean"`` over the rows that count, or their ``"sum"``.

@@ -191,7 +191,7 @@ class _SumReceiver(torch.autograd.Function):
     ) -> Tensor:
         ctx.score_gradient, ctx.scores_dtype = score_gradient, topk_scores.dtype
         ctx.set_materialize_grads(False)
-        # Nobody reads it; its dtype is that of the sum.
+        # It is never read; its dtype is that of the sum.
         return topk_scores.new_zeros(1, dtype=dtype).expand(topk_scores.shape)
 
     @staticmethod
