@@ -90,7 +90,7 @@ def is_first_rank() -> bool:
     """Whether this is the job's first rank, as the launcher or else the process group says."""
     if "RANK" in os.environ:
         return int(os.environ["RANK"]) == 0
-    distributed = sys.modules.get("torch.distributed")  # whoever has a group has imported it
+    distributed = sys.modules.get("torch.distributed")  # imported already if there is a group
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return True
     return bool(distributed.get_rank() == 0)

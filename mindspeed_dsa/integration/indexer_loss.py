@@ -1,6 +1,7 @@
 """The indexer loss of the step that runs, which trackers only add to a sum over the log interval.
 
-Whoever calls or wraps a tracker keeps the loss with :func:`keep_step_loss`; whoever records steps takes it.
+A feature that calls or wraps a tracker keeps the loss with :func:`keep_step_loss`; one that records steps
+takes it.
 """
 
 from __future__ import annotations

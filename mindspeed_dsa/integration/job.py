@@ -1,6 +1,6 @@
 """The job around the features: its argument parser, its checks, and the moment before its first model.
 
-Nobody switches these on: the session claims their rows when a feature is on, with itself as the context.
+These have no switch: the session claims their rows when a feature is on, with itself as the context.
 """
 
 from __future__ import annotations

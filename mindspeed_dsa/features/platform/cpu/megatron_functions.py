@@ -14,7 +14,7 @@ _Function = Callable[..., Any]
 
 
 def set_device_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
-    """Stand-in for ``_set_cuda_rng_state``: sets the CPU generator.
+    """Replaces ``_set_cuda_rng_state``: sets the CPU generator.
 
     Args:
         new_state: uint8 tensor as from ``torch.get_rng_state``.
@@ -59,7 +59,7 @@ def fork_without_warning(original: _Function) -> _Function:
 
 
 def run_eagerly(function: _Function) -> _Function:
-    """Stand-in for ``jit_fuser``."""
+    """Replaces ``jit_fuser``."""
     return function
 
 
@@ -74,7 +74,7 @@ def allow_no_cuda(original: _Function) -> _Function:
 
 
 def no_softmax_kernel(self: Any, mask: Any, b: int, np: int, sq: int, sk: int) -> bool:
-    """Stand-in for ``FusedScaleMaskSoftmax.is_kernel_available``: there is none."""
+    """Replaces ``FusedScaleMaskSoftmax.is_kernel_available``: there is none."""
     return False
 
 
@@ -138,9 +138,9 @@ def _is_uneven(sizes: Any, group: Any) -> bool:
 
 
 def no_device_arch() -> int:
-    """Stand-in for ``get_device_arch_version``: no CUDA architecture."""
+    """Replaces ``get_device_arch_version``: no CUDA architecture."""
     return 0
 
 
 def no_kernels_to_load(args: Any) -> None:
-    """Stand-in for ``fused_kernels.load``, which calls nvcc."""
+    """Replaces ``fused_kernels.load``, which calls nvcc."""

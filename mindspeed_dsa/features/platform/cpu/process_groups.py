@@ -1,4 +1,4 @@
-"""Process groups end when Megatron gives them up; a gloo group that is merely forgotten keeps its threads."""
+"""Process groups end with Megatron's parallel state; a gloo group that is only dropped keeps its threads."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def tensor_to_host(original: _Function) -> _Function:
 
 
 def tensor_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Stand-in for ``Tensor.cuda``: the tensor itself, as a CUDA tensor would return itself."""
+    """Replaces ``Tensor.cuda``: the tensor itself, as a CUDA tensor would return itself."""
     return self if self.device.type == "cpu" else self.to(_CPU)
 
 
@@ -249,12 +249,12 @@ def tensor_type_on_host(original: _Function) -> _Function:
 
 
 def tensor_pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
-    """Stand-in for ``Tensor.pin_memory``: memory of the caller's own, as the real one gives, not pinned."""
+    """Replaces ``Tensor.pin_memory``: memory of the caller's own, as the real one gives, not pinned."""
     return self.clone()
 
 
 def tensor_record_stream(self: torch.Tensor, stream: Any) -> None:
-    """Stand-in for ``Tensor.record_stream``: no queue outlives a tensor here."""
+    """Replaces ``Tensor.record_stream``: no queue outlives a tensor here."""
 
 
 # -- torch's own machinery -----------------------------------------------------------------------
