@@ -68,6 +68,7 @@ CASES: dict[str, Case] = {
             "memory features: bytes on the device a parameter, bytes of activations, time of a step",
             "benchmarks.memory",
             has_quick=True,
+            options={"timed": "only the time of a step, with these features (names with commas between)"},
         ),
     )
 }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.memory.child import Child
@@ -27,17 +28,31 @@ SAVED = {"reuse-fp32-param": 2, "swap-optimizer": 12, "virtual-optimizer": 8}
 SWAP_TIMES = 16
 """Default of ``--swap-optimizer-times``: its peak over rest is three buffers of 12 / N bytes a parameter."""
 # For tests: everything is measured, on a model too small to say anything.
-QUICK = Sizes(layers=2, hidden=64, ffn=128, heads=4, vocabulary=128, length=32, sequences=2)
-GATE_STEPS = 3
+QUICK = Sizes(layers=2, hidden=64, ffn=128, heads=4, vocabulary=128, length=32, sequences=2, long_sequences=4)
+STEPS = ("step", "long step")
+GATE_STEPS = 2
 
 
-def run(device: str, quick: bool = False) -> Metrics:
-    """All metrics of the case."""
-    sizes, pairs = (QUICK, 2) if quick else (Sizes(), 11)
-    found: dict[str, dict[str, float]] = {}
-    for name in FEATURES:
-        for metric, values in compare(name, sizes, pairs, device).items():
-            found.setdefault(metric, {}).update(values)
+def run(device: str, quick: bool = False, timed: str | None = None) -> Metrics:
+    """All metrics of the case.
+
+    Args:
+        device: where.
+        quick: a model too small to say anything.
+        timed: names out of :data:`FEATURES` with commas between them: only the time of a step with these.
+    """
+    sizes = QUICK if quick else Sizes()
+    rounds = {"step": 7, "long step": 3} if timed is None else {"step": 2, "long step": 2}
+    rounds = dict.fromkeys(STEPS, 2) if quick else rounds
+    told = {"tokens": {command: tokens_of(sizes, command) for command in STEPS}, "rounds": rounds}
+    if timed is not None:
+        names = timed.split(",")
+        if unknown := set(names) - set(FEATURES):
+            raise SystemExit(
+                f"memory: --timed names {', '.join(sorted(unknown))}; use some of {', '.join(FEATURES)}"
+            )
+        return {**compare(names, sizes, rounds, device, bytes_too=False), **told}
+    found = compare(list(FEATURES), sizes, rounds, device)
     rest, peak = found["device_bytes_per_param"], found["device_peak_bytes_per_param"]
     return {
         **found,
@@ -47,73 +62,113 @@ def run(device: str, quick: bool = False) -> Metrics:
             "bytes_per_param": peak["swap-optimizer"] - rest["swap-optimizer"],
             "bound": 36 / SWAP_TIMES,
         },
-        "pairs": pairs,
+        **told,
     }
 
 
+def tokens_of(sizes: Sizes, command: str) -> int:
+    """Tokens of a step."""
+    return sizes.length * (sizes.sequences if command == "step" else sizes.long_sequences)
+
+
 def switches_of(name: str) -> dict[str, Any]:
-    """Arguments of ``mindspeed_dsa.enable`` for a feature of the list."""
-    return FEATURES[name] or {name.replace("-", "_"): True}
+    """Arguments of ``mindspeed_dsa.enable`` for a feature of the list; without any for ``off``."""
+    return {} if name == "off" else FEATURES[name] or {name.replace("-", "_"): True}
 
 
-def compare(name: str, sizes: Sizes, pairs: int, device: str) -> dict[str, dict[str, float]]:
-    """One feature and a job without it, in two processes that take turns.
+def compare(
+    names: Sequence[str], sizes: Sizes, rounds: Mapping[str, int], device: str, bytes_too: bool = True
+) -> dict[str, dict[str, float]]:
+    """A job without features and one with each of them, in processes that take turns.
+
+    All make the same steps, so that their weights can be compared at the end.
+
+    Args:
+        names: of features.
+        sizes: of model and steps.
+        rounds: by kind of step, how often each job makes one.
+        device: where.
+        bytes_too: whether memory is measured beside the time of steps.
 
     Raises:
         RuntimeError: they do not train to the same weights.
     """
-    with (
-        Child("off", sizes, {}, device) as off,
-        Child(name, sizes, switches_of(name), device) as on,
-    ):
-        require_same_training(off, on)
-        parameters = off.ask("parameters")["parameters"]
-        found = {
-            metric: {child.name: child.ask(command)["bytes"] / parameters for child in (off, on)}
-            for metric, command in (
-                ("device_bytes_per_param", "rest"),
-                ("device_peak_bytes_per_param", "update peak"),
-            )
+    with ExitStack() as stack:
+        jobs = {
+            name: stack.enter_context(Child(name, sizes, switches_of(name), device))
+            for name in ("off", *names)
         }
-        peaks = [child.ask("activation peak")["bytes"] for child in (on, off)]
-        if name in ACTIVATIONS:
-            found["activation_peak_ratio"] = {"off": 1.0, name: peaks[0] / peaks[1]}
-            found["activation_peak_mib"] = {"off": peaks[1] / 2**20, name: peaks[0] / 2**20}
-        for metric, ratio in step_ratios(off, on, pairs).items():
-            found[metric] = {"off": 1.0, name: ratio}
-        _require_same_weights(off, on)
+        require_same_training(list(jobs.values()))
+        found = _bytes(jobs) if bytes_too else {}
+        for command, count in rounds.items():
+            found.update(step_ratios(list(jobs.values()), command, count))
+        _require_same_weights(list(jobs.values()))
     return found
 
 
-def require_same_training(off: Child, on: Child) -> None:
-    """The first steps, which also warm everything up; every feature is exact, so bits are compared."""
-    for number in range(GATE_STEPS):
-        steps = {child.name: child.ask("step") for child in (off, on)}
-        for what in ("loss", "norm"):
-            if steps[off.name][what] != steps[on.name][what]:
-                raise RuntimeError(f"{on.name}: {what} of step {number} is not the same: {steps}")
-    _require_same_weights(off, on)
-
-
-def _require_same_weights(off: Child, on: Child) -> None:
-    if off.ask("digest") != on.ask("digest"):
-        raise RuntimeError(f"{on.name}: the weights are not the same as without")
-
-
-def step_ratios(off: Child, on: Child, pairs: int) -> Mapping[str, float]:
-    """Medians over pairs of steps, one of each job right after the other, of the ratio on / off."""
-    found: dict[str, list[float]] = {"seconds": [], "cpu_seconds": []}
-    for number in range(pairs):
-        order = (off, on) if number % 2 else (on, off)
-        steps = {child.name: child.ask("step") for child in order}
-        for clock, ratios in found.items():
-            ratios.append(steps[on.name][clock] / steps[off.name][clock])
-        _say(f"{on.name}: pair {number + 1} of {pairs}, {steps}")
-    middle: Callable[[list[float]], float] = statistics.median
-    return {
-        "step_time_ratio": middle(found["seconds"]),
-        "step_cpu_time_ratio": middle(found["cpu_seconds"]),
+def _bytes(jobs: Mapping[str, Child]) -> dict[str, dict[str, float]]:
+    parameters = jobs["off"].ask("parameters")["parameters"]
+    found = {
+        metric: {name: job.ask(command)["bytes"] / parameters for name, job in jobs.items()}
+        for metric, command in (
+            ("device_bytes_per_param", "rest"),
+            ("device_peak_bytes_per_param", "update peak"),
+        )
     }
+    peaks = {name: job.ask("activation peak")["bytes"] for name, job in jobs.items()}
+    shown = [name for name in jobs if name == "off" or name in ACTIVATIONS]
+    found["activation_peak_ratio"] = {name: peaks[name] / peaks["off"] for name in shown}
+    found["activation_peak_mib"] = {name: peaks[name] / 2**20 for name in shown}
+    return found
+
+
+def require_same_training(jobs: Sequence[Child]) -> None:
+    """The first steps, which also warm everything up; every feature is exact, so bits are compared."""
+    off, *others = jobs
+    for number in range(GATE_STEPS):
+        steps = {child.name: child.ask("step") for child in jobs}
+        for what in ("loss", "norm"):
+            for on in others:
+                if steps[off.name][what] != steps[on.name][what]:
+                    raise RuntimeError(f"{on.name}: {what} of step {number} is not the same: {steps}")
+    _require_same_weights(jobs)
+
+
+def _require_same_weights(jobs: Sequence[Child]) -> None:
+    expected, *found = [child.ask("digest") for child in jobs]
+    for on, digest in zip(jobs[1:], found, strict=True):
+        if digest != expected:
+            raise RuntimeError(f"{on.name}: the weights are not the same as without")
+
+
+def step_ratios(jobs: Sequence[Child], command: str, rounds: int) -> dict[str, dict[str, float]]:
+    """Medians over rounds, in which each job makes one step, of the ratio on / off.
+
+    Args:
+        jobs: the first one is the one without features.
+        command: a kind of step.
+        rounds: how many; each begins with another job.
+
+    Returns:
+        The ratios by clock, and the job's seconds without features, by their names in the result.
+    """
+    off, *others = jobs
+    found: dict[str, list[dict[str, float]]] = {"seconds": [], "cpu_seconds": []}
+    for number in range(rounds):
+        start = number % len(jobs)
+        steps = {child.name: child.ask(command) for child in [*jobs[start:], *jobs[:start]]}
+        for clock, values in found.items():
+            values.append({name: step[clock] for name, step in steps.items()})
+        _say(f"{command}, round {number + 1} of {rounds}: {steps}")
+    middle: Callable[[list[float]], float] = statistics.median
+    metric = command.replace(" ", "_")
+    result = {f"{metric}_seconds_off": {c: middle([v[off.name] for v in found[c]]) for c in found}}
+    for clock, name in (("seconds", "time"), ("cpu_seconds", "cpu_time")):
+        result[f"{metric}_{name}_ratio"] = {
+            off.name: 1.0,
+            **{on.name: middle([v[on.name] / v[off.name] for v in found[clock]]) for on in others},
+        }
+    return result
 
 
 def _say(text: str) -> None:

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,9 @@ class Child:
         raise RuntimeError(f"{self.name}: the job ended at {command!r}; its messages are above")
 
 
-def _timed_step(job: Job) -> dict[str, float]:
+def _timed(step: Callable[[], dict[str, float]]) -> dict[str, float]:
     started, cpu_started = time.perf_counter(), time.process_time()
-    found = job.step()
+    found = step()
     return {
         **found,
         "seconds": time.perf_counter() - started,
@@ -72,7 +72,8 @@ def _timed_step(job: Job) -> dict[str, float]:
 
 
 COMMANDS = {
-    "step": _timed_step,
+    "step": lambda job: _timed(job.step),
+    "long step": lambda job: _timed(job.long_step),
     "parameters": lambda job: {"parameters": job.parameters},
     "rest": lambda job: {"bytes": job.state_bytes()},
     "update peak": lambda job: {"bytes": job.update_peak()},

@@ -20,7 +20,7 @@ _Reduce = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the model and of a step."""
+    """Sizes of the model and of a step, and of a long one."""
 
     layers: int = 3
     hidden: int = 1024
@@ -29,6 +29,7 @@ class Sizes:
     vocabulary: int = 2048
     length: int = 512
     sequences: int = 4
+    long_sequences: int = 16
 
 
 class Job:
@@ -60,28 +61,36 @@ class Job:
         """Elements of all weights."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def step(self) -> dict[str, float]:
-        """One training step of one microbatch: its loss and gradient norm."""
-        loss = self.forward_backward()
+    def step(self, sequences: int | None = None) -> dict[str, float]:
+        """One training step: its loss and gradient norm.
+
+        Args:
+            sequences: of the step, in microbatches of ``sizes.sequences``; by default one microbatch.
+        """
+        loss = self.forward_backward((sequences or self._sizes.sequences) // self._sizes.sequences)
         return {"loss": loss, "norm": self.update()}
 
-    def forward_backward(self) -> float:
-        """The first half of a step; returns the loss."""
+    def long_step(self) -> dict[str, float]:
+        """A step of ``sizes.long_sequences``."""
+        return self.step(self._sizes.long_sequences)
+
+    def forward_backward(self, microbatches: int = 1) -> float:
+        """The first half of a step; returns the mean loss."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        (result,) = get_forward_backward_func()(
+        results = get_forward_backward_func()(
             forward_step_func=_forward,
-            data_iterator=iter([self._batch()]),
+            data_iterator=iter([self._batch(place) for place in range(microbatches)]),
             model=self.model,
-            num_microbatches=1,
+            num_microbatches=microbatches,
             seq_length=self._sizes.length,
             micro_batch_size=self._sizes.sequences,
             forward_only=False,
         )
         self._number += 1
-        return float(result["loss"])
+        return sum(float(result["loss"]) for result in results) / microbatches
 
     def update(self) -> float:
         """The second half: returns the gradient norm."""
@@ -119,10 +128,10 @@ class Job:
             found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return found.hexdigest()
 
-    def _batch(self) -> Tensor:
-        """Tokens of the next step, ``[sequences, length + 1]``."""
+    def _batch(self, place: int) -> Tensor:
+        """Tokens of a microbatch of the next step, ``[sequences, length + 1]``."""
         shape = (self._sizes.sequences, self._sizes.length + 1)
-        generator = torch.Generator().manual_seed(self._number)
+        generator = torch.Generator().manual_seed(1000 * place + self._number)
         tokens = torch.randint(self._sizes.vocabulary, shape, generator=generator)
         return tokens.to(platforms.current().device)
 

@@ -18,6 +18,8 @@ from dsa_job.corpus import FEWEST_DOCUMENTS, check_size, find_text
 from dsa_job.errors import Interrupted, JobError, UsageError
 from dsa_job.tokenizer import build_tokenizer
 from dsa_job.validation import World, check, padded_vocab_size
+from mindspeed_dsa import session
+from mindspeed_dsa.settings import Settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,11 +60,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def enable_features(args: argparse.Namespace) -> None:
     """Switch on what these arguments ask for; the attention variant decides about the DSA repairs.
 
+    Fused DSA is this job's default: it gives way to the environment, as the command line does.
+
     Raises:
         mindspeed_dsa.SettingsError: an impossible combination.
     """
     mindspeed_dsa.enable(experimental_attention_variant=args.experimental_attention_variant or "none")
+    if args.use_fused_dsa and _settings().setting("use_fused_dsa").source == "default":
+        mindspeed_dsa.enable(use_fused_dsa=True)
+    args.use_fused_dsa = _settings().use_fused_dsa
     mindspeed_dsa.validate(args)
+
+
+def _settings() -> Settings:
+    running = session.current()
+    assert running is not None  # enable() was called
+    return running.settings
 
 
 def prepare(args: argparse.Namespace, world: World) -> runs.Run | None:

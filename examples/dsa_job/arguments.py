@@ -69,6 +69,7 @@ def derive(args: argparse.Namespace) -> None:
     """Fill in what follows from other flags; in place, idempotent."""
     if args.experimental_attention_variant == "none":
         args.experimental_attention_variant = None
+        args.use_fused_dsa = False
     args.num_moe_experts = args.num_moe_experts or None
     args.moe_shared_expert_intermediate_size = args.moe_shared_expert_intermediate_size or None
     if args.num_moe_experts and args.moe_layer_freq is None:

@@ -7,6 +7,7 @@ file is replaced. Whatever is killed when, the tracker names a complete checkpoi
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -134,6 +135,7 @@ def check_fits(args: argparse.Namespace, checkpoint: Path) -> None:
         UsageError: the checkpoint cannot be read, or lists everything that differs.
     """
     try:
+        json.loads((checkpoint / "metadata.json").read_bytes())  # Megatron reads it too, with a traceback
         saved = dist_checkpointing.load_common_state_dict(str(checkpoint)).get("args")
     except Exception as error:  # whatever the pickle of an unknown file may raise
         raise UsageError(

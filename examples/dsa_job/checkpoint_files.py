@@ -10,8 +10,10 @@ import socket
 from pathlib import Path
 
 from dsa_job.errors import UsageError
+from dsa_job.files import number
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_SHOWN = 40  # characters of a damaged file that a message repeats
 _PARTIAL = re.compile(r"\.(?P<name>iter_\d+)\.(?P<host>.+)-(?P<pid>\d+)\.(?P<kind>partial|replaced)")
 
 
@@ -19,18 +21,26 @@ def latest(folder: Path) -> int | None:
     """Step of the newest complete checkpoint; ``None`` if there is none.
 
     Raises:
-        UsageError: the tracker file names a checkpoint that is not there.
+        UsageError: the tracker file cannot be read, or names a checkpoint that is not there.
     """
     try:
-        text = (folder / TRACKER).read_text().strip()
+        text = (folder / TRACKER).read_bytes().decode("ascii", errors="backslashreplace").strip()
     except FileNotFoundError:
         return None
-    if not text.isdigit() or not is_complete(folder_of(folder, int(text))):
+    except OSError as error:
         raise UsageError(
-            f"{folder / TRACKER} says {text!r}, and there is no complete checkpoint of that name; "
-            f"complete ones: {complete_steps(folder) or 'none'}; choose one with --ckpt-step"
+            f"{folder / TRACKER} cannot be read ({error.strerror or error}); name a folder that holds "
+            "checkpoints"
+        ) from error
+    step = number(text)
+    if step is None or not is_complete(folder_of(folder, step)):
+        said = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        raise UsageError(
+            f"{folder / TRACKER} says {said!r}, and there is no complete checkpoint of that name; "
+            f"complete ones: {complete_steps(folder) or 'none'}; choose one with --ckpt-step, or write its "
+            "number into that file"
         )
-    return int(text)
+    return step
 
 
 def of_run(args: argparse.Namespace, folder: Path) -> Path:
@@ -63,8 +73,8 @@ def in_place(args: argparse.Namespace) -> bool:
 
 def complete_steps(folder: Path) -> list[int]:
     """Steps of all complete checkpoints."""
-    found = (path for path in folder.glob("iter_*") if path.name[5:].isdigit() and is_complete(path))
-    return sorted(int(path.name[5:]) for path in found)
+    steps = ((number(path.name[5:]), path) for path in folder.glob("iter_*"))
+    return sorted(step for step, path in steps if step is not None and is_complete(path))
 
 
 def folder_of(folder: Path, iteration: int) -> Path:

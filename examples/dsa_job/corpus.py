@@ -170,7 +170,17 @@ def build(source: Source, tokenizer: Tokenizer, cache: Path) -> Corpus:
             facts = _write(source, tokenizer, unfinished)
             write_atomically(unfinished / "corpus.json", json.dumps(facts, indent=1))
             os.rename(unfinished, folder)
-    return Corpus(prefix=str(folder / "corpus"), **json.loads((folder / "corpus.json").read_text()))
+    return _read(folder)
+
+
+def _read(folder: Path) -> Corpus:
+    facts = folder / "corpus.json"
+    try:
+        return Corpus(prefix=str(folder / "corpus"), **json.loads(facts.read_bytes()))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UsageError(
+            f"{facts} is damaged ({error}); delete its folder, and the next run indexes the text again"
+        ) from error
 
 
 def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, float]:

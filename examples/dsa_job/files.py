@@ -5,8 +5,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
+
+
+def number(text: str) -> int | None:
+    """The number that a file or a name holds; ``None`` unless it is made of a few of the digits 0 to 9."""
+    # str.isdigit takes the digits of all scripts, of which int() refuses some; no file of ours has them.
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -95,6 +95,13 @@ def _add_attention(group: Any) -> None:
         default="dsa",
         help="dsa: DeepSeek sparse attention; none: dense MLA",
     )
+    # The library's own switch, which it leaves off. This job is there to run the library: on, and a way out.
+    add(
+        "--use-fused-dsa",
+        action=_Optional,
+        default=True,
+        help="sparse attention on mindspeed_dsa's operators; --no-use-fused-dsa: on Megatron's own code",
+    )
     add("--q-lora-rank", type=int, default=64, help="rank of the compressed query")
     add("--kv-lora-rank", type=int, default=64, help="rank of the compressed key and value")
     add("--qk-head-dim", type=int, default=32, help="query and key dimensions per head without position")

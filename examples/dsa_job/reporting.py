@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ from dsa_job.files import write_atomically
 METRICS = "metrics.jsonl"
 HELDOUT = "heldout.jsonl"
 PICTURE = "loss.png"
+# What the summary and the picture read from each file.
+_FIGURES = {METRICS: ("lm_loss",), HELDOUT: ("heldout_loss",)}
 Record = Mapping[str, Any]
 """One step: ``step``, ``lm_loss`` and ``indexer_loss`` (nats per token), ``grad_norm``, ``tokens_per_s``,
 ``step_time_s``, ``peak_memory_bytes``. ``indexer_loss`` is ``None`` where the model computes none."""
@@ -43,8 +44,8 @@ class Reporter:
         self.records: list[Record] = []
         if folder is None:
             return
-        self.records = truncate(folder / METRICS, iteration)
-        self.heldout = truncate(folder / HELDOUT, iteration)
+        self.records = self._kept(METRICS, iteration)
+        self.heldout = self._kept(HELDOUT, iteration)
         for name in (METRICS, HELDOUT):
             self._files[name] = open(folder / name, "a", encoding="utf-8")  # noqa: SIM115 - until close()
         if not args.no_tensorboard:
@@ -91,8 +92,14 @@ class Reporter:
             self._writer.add_scalar("heldout/lm_loss", loss, step)
         self.say(f"step {step:>5} | held-out loss {loss:.4f}")
 
-    def finish(self, unigram_entropy: float, wall_s: float) -> dict[str, Any]:
-        """Write and print the summary, and draw the picture."""
+    def finish(self, unigram_entropy: float, wall_s: float, library: Sequence[str] = ()) -> dict[str, Any]:
+        """Write and print the summary, and draw the picture.
+
+        Args:
+            unigram_entropy: of the training text, in nats per token.
+            wall_s: seconds that the whole run took.
+            library: lines on what mindspeed_dsa did in it, printed with the summary.
+        """
         last = [record["lm_loss"] for record in self.records[-10:]]
         summary = {
             "unigram_entropy": unigram_entropy,
@@ -110,7 +117,7 @@ class Reporter:
             from dsa_job.runs import SUMMARY
 
             write_atomically(self._folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
-        for text in describe(summary, self._folder):
+        for text in [*library, *describe(summary, self._folder)]:
             self.say(text)
         return summary
 
@@ -126,6 +133,13 @@ class Reporter:
             file.close()
         self._files = {}
 
+    def _kept(self, name: str, iteration: int) -> list[Record]:
+        assert self._folder is not None
+        kept, damage = truncate(self._folder / name, iteration, _FIGURES[name])
+        if damage:
+            self.say(damage)
+        return kept
+
     def _append(self, name: str, record: Record) -> None:
         file = self._files.get(name)
         if file is not None:
@@ -133,18 +147,48 @@ class Reporter:
             file.flush()  # a killed process leaves complete lines
 
 
-def truncate(path: Path, iteration: int) -> list[Record]:
-    """Keep the lines up to a step, drop later and broken ones; returns what is kept."""
+def truncate(path: Path, iteration: int, figures: Sequence[str]) -> tuple[list[Record], str]:
+    """Keep the lines up to a step, drop later and broken ones.
+
+    Args:
+        path: file of records, one JSON object a line.
+        iteration: last step to keep.
+        figures: what a record must hold beside its step.
+
+    Returns:
+        What is kept; and, if more is broken than the last line, which a killed process leaves unfinished, a
+        sentence that says so and where the file as it was lies now.
+    """
     if not path.exists():
-        return []
-    kept = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # the line that a killed process began
-            record = json.loads(text)
-            if record["step"] <= iteration:
-                kept.append(record)
+        return [], ""
+    content = path.read_bytes()
+    lines = content.splitlines()
+    records = [_record(text, figures) for text in lines]
+    broken = [number for number, record in enumerate(records, start=1) if record is None]
+    damage = ""
+    if broken and broken != [len(lines)]:
+        aside = path.with_name(f"{path.name}.damaged")
+        aside.write_bytes(content)
+        damage = (
+            f"{path} is damaged: {len(broken)} of its {len(lines)} lines, line {broken[0]} first, are no "
+            f"records of steps; the run goes on without them, and the file as it was is now {aside.name}"
+        )
+    kept = [record for record in records if record is not None and record["step"] <= iteration]
     write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
-    return kept
+    return kept, damage
+
+
+def _record(text: bytes, figures: Sequence[str]) -> Record | None:
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(record, dict) and all(_is_number(record.get(name)) for name in ("step", *figures))
+    return record if whole else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def line(record: Record, steps: int) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from dsa_job.files import write_atomically
+from dsa_job.files import number, write_atomically
 
 RUN_FILE = "run.json"
 SUMMARY = "summary.json"
@@ -116,7 +116,7 @@ def open_run(
     Raises:
         OSError: the folder cannot be created.
     """
-    last, number = _last(output)
+    last, next_number = _last(output)
     why = ""
     if last is not None:
         lock = _try_lock(last)
@@ -128,8 +128,8 @@ def open_run(
             lock.close()
         why = f" ({last} is {why})"
     while True:
-        folder = output if number == 1 else output.with_name(f"{output.name}-{number}")
-        number += 1
+        folder = output if next_number == 1 else output.with_name(f"{output.name}-{next_number}")
+        next_number += 1
         if not _is_free(folder):
             continue
         folder.mkdir(parents=True, exist_ok=True)
@@ -144,13 +144,13 @@ def _last(output: Path) -> tuple[Path | None, int]:
     """The newest run, and the number that a new one gets at least."""
     numbers = [1] if (output / RUN_FILE).exists() else []
     for path in output.parent.glob(f"{glob.escape(output.name)}-*"):
-        suffix = path.name[len(output.name) + 1 :]
-        if suffix.isdigit() and int(suffix) > 1 and (path / RUN_FILE).exists():
-            numbers.append(int(suffix))
+        suffix = number(path.name[len(output.name) + 1 :])
+        if suffix is not None and suffix > 1 and (path / RUN_FILE).exists():
+            numbers.append(suffix)
     if not numbers:
         return None, 1
-    number = max(numbers)
-    return (output if number == 1 else output.with_name(f"{output.name}-{number}")), number + 1
+    newest = max(numbers)
+    return (output if newest == 1 else output.with_name(f"{output.name}-{newest}")), newest + 1
 
 
 def _unfit(folder: Path, wanted: dict[str, Any], latest: Callable[[Path], int | None], new_run: bool) -> str:
@@ -159,19 +159,30 @@ def _unfit(folder: Path, wanted: dict[str, Any], latest: Callable[[Path], int | 
         return "finished"
     if new_run:
         return "unfinished, but --new-run was given"
-    try:
-        there = json.loads((folder / RUN_FILE).read_text())["settings"]
-    except (OSError, ValueError, KeyError):
-        return "not readable"
+    there = _settings_of(folder)
+    if there is None:
+        return f"unfinished, and its {RUN_FILE} is damaged{_way_on(folder, latest)}"
     there, wanted = _plain(there, folder), _plain(wanted, folder)
     names = sorted(name for name in {*there, *wanted} if there.get(name) != wanted.get(name))
     if names:
         changed = ", ".join(f"{name} {there.get(name)} -> {wanted.get(name)}" for name in names[:4])
-        saved = "" if latest(folder) is None else f"; to go on from it: --load {folder / 'checkpoints'}"
-        return f"unfinished, with other settings: {changed}{saved}"
+        return f"unfinished, with other settings: {changed}{_way_on(folder, latest)}"
     if latest(folder) is None:
         return "unfinished, without a checkpoint"
     return ""
+
+
+def _settings_of(folder: Path) -> dict[str, Any] | None:
+    """What :func:`open_run` wrote down of a run's job; ``None`` if that cannot be read any more."""
+    try:
+        there = json.loads((folder / RUN_FILE).read_bytes())["settings"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return there if isinstance(there, dict) else None
+
+
+def _way_on(folder: Path, latest: Callable[[Path], int | None]) -> str:
+    return "" if latest(folder) is None else f"; to go on from it: --load {folder / 'checkpoints'}"
 
 
 def _plain(settings: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from dsa_job import checkpoint, corpus, data, distributed, runs
 from dsa_job.arguments import build_parser
 from dsa_job.checkpoint_files import folder_of, in_place, of_run, remove_partial
 from dsa_job.errors import Interrupted, JobError, UsageError
+from dsa_job.library import Account
 from dsa_job.model import build_model, model_config, parameter_count
 from dsa_job.optimizer import build_optimizer, build_scheduler
 from dsa_job.reporting import Record, Reporter
@@ -166,6 +167,7 @@ class _Job:
         mindspeed_dsa.finalize(str(run.folder) if run is not None else None)
         config = model_config(args)
         model = _built(args, config)
+        self.account = Account(model)
         optimizer = build_optimizer(args, model)
         scheduler = build_scheduler(args, optimizer)
         self.stepper = Stepper(args, config, model, optimizer, scheduler)
@@ -205,7 +207,7 @@ class _Job:
             if on_end is not None:
                 on_end(self.stepper)
             if self.corpus is not None and self.progress.iteration >= self.args.train_iters:
-                self.reporter.finish(self.corpus.unigram_entropy, self._wall())
+                self.reporter.finish(self.corpus.unigram_entropy, self._wall(), self.account.lines())
         finally:
             self.reporter.close()
             self.stepper.release()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import util as importlib_util
 
 from dsa_job.errors import UsageError
+from dsa_job.files import number
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,12 @@ class World:
         values = {}
         for field, (name, default) in names.items():
             text = os.environ.get(name, str(default))
-            if not text.isdigit():
+            value = number(text)
+            if value is None:
                 raise UsageError(
                     f"environment variable {name} is {text!r}, not a number; launch with torchrun"
                 )
-            values[field] = int(text)
+            values[field] = value
         return cls(**values)
 
 

@@ -35,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
     """Run both sides in turn, print the table, write ``compare.json`` and ``compare.png``."""
     options, job_flags, words = _parse(list(argv))
     chosen = _job(options, job_flags, words)
-    compared = _sides(options, [*job_flags, *words])
+    compared = _sides(options, [*job_flags, *words], chosen.on_by_default)
     output = _new_folder(Path(options.output_dir))
     _say(f"mindspeed_dsa compare: writing to {output}")
     with _children_end_with_us():
@@ -179,13 +179,13 @@ def _job(options: argparse.Namespace, flags: Sequence[str], words: Sequence[str]
     return ExampleJob(tuple(flags), options.nproc or 1)
 
 
-def _sides(options: argparse.Namespace, command: Sequence[str]) -> Sides:
+def _sides(options: argparse.Namespace, command: Sequence[str], on_by_default: Sequence[str]) -> Sides:
     if options.features is None:
         return sides.of_flags(options.a or "", options.b or "")
     names = [name.strip() for name in options.features.split(",") if name.strip()]
     if not names:
         raise SettingsError("mindspeed_dsa compare: --features names no feature")
-    return sides.of_features(names, command)
+    return sides.of_features(names, command, on_by_default=on_by_default)
 
 
 def _new_folder(wanted: Path) -> Path:

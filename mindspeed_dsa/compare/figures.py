@@ -22,12 +22,15 @@ def read(path: Path) -> list[Record]:
         ValueError: a line is no record.
     """
     found: dict[int, Record] = {}
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             record = json.loads(text)
             found[int(record["step"])] = record
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}, line {number}: no record of a step ({error!r})") from None
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"{path}, line {number}: no record of a step ({error!r}); the job must write one JSON object "
+                "a line into that file, and nothing else"
+            ) from None
     return [found[step] for step in sorted(found)]
 
 
@@ -58,7 +61,8 @@ def measured(runs: Sequence[Sequence[Record]], skip: int) -> dict[str, dict[str,
                 "max": max(per_run),
             }
     if "step_time_s" in result:
-        steps = sorted(r["step_time_s"] for records in runs for r in records[skip:] if r.get("step_time_s"))
+        times = (r.get("step_time_s") for records in runs for r in records[skip:])
+        steps = sorted(time for time in times if _is_number(time) and time)
         result["step_time_s"]["quartiles_of_steps"] = [_quantile(steps, 0.25), _quantile(steps, 0.75)]
     return result
 

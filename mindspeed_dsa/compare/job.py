@@ -32,6 +32,10 @@ class Job(Protocol):
     def metrics(self) -> str:
         """File below the run's folder that holds the records, one JSON object a line."""
 
+    @property
+    def on_by_default(self) -> tuple[str, ...]:
+        """Plain switches of ours that the job switches on by itself, and off when told ``--no-...``."""
+
     def prepare(self, output: Path, flags: Sequence[str]) -> list[str] | None:
         """Command that writes the initial weights of all runs below ``output``, if there is one."""
 
@@ -60,6 +64,10 @@ class ExampleJob:
     @property
     def metrics(self) -> str:
         return f"job/{METRICS}"  # the job wants a folder of its own
+
+    @property
+    def on_by_default(self) -> tuple[str, ...]:
+        return ("--use-fused-dsa",)
 
     def prepare(self, output: Path, flags: Sequence[str]) -> list[str] | None:
         if self._has("--load"):
@@ -118,6 +126,10 @@ class CommandJob:
     @property
     def metrics(self) -> str:
         return self.own_metrics or METRICS
+
+    @property
+    def on_by_default(self) -> tuple[str, ...]:
+        return ()
 
     def prepare(self, output: Path, flags: Sequence[str]) -> list[str] | None:
         return None

@@ -27,7 +27,12 @@ def build(
     of_side = {
         side: [records[r.name] for r in trained if r.side == side and r.name in records] for side in "AB"
     }
-    reports = {run.name: _report(run.folder) for run in trained}
+    reports, damaged = {}, []
+    for run in trained:
+        try:
+            reports[run.name] = _report(run.folder)
+        except ValueError as error:
+            damaged.append(f"{run.name}: {error}, so it is not known which features were on in it")
     failed = [run for run in runs if run.problem]
     result: dict[str, Any] = {
         "ok": not failed,
@@ -36,7 +41,7 @@ def build(
         "runs": [_run(run) for run in runs],
         "versions": versions.installed(),
         "problems": [f"{run.name}: {run.problem}; see {run.log}" for run in failed],
-        "warnings": _unlike_asked(sides, reports),
+        "warnings": [*damaged, *_unlike_asked(sides, reports)],
     }
     if failed or not all(of_side.values()):
         return result
@@ -46,9 +51,7 @@ def build(
     first_a, first_b = of_side["A"][0], of_side["B"][0]
     result |= {
         "steps": {"A": len(first_a), "B": len(first_b), "left_out_of_times": skip},
-        "initial_weights": weights.compare(
-            {run.name: weights.of_run(run.folder / WEIGHTS) for run in trained}, checkpoint
-        ),
+        "initial_weights": _initial_weights(trained, checkpoint),
         "measured": {
             name: {"A": a[name], "B": b[name], "ratio": figures.ratio(a[name], b[name])}
             for name in figures.MEASURED
@@ -90,10 +93,26 @@ def _run(run: Run) -> dict[str, Any]:
     }
 
 
+def _initial_weights(trained: Sequence[Run], checkpoint: dict[str, Any] | None) -> dict[str, Any]:
+    try:
+        digests = {run.name: weights.of_run(run.folder / WEIGHTS) for run in trained}
+    except ValueError as error:
+        return {"same": None, "how": f"not verified: {error}"}
+    return weights.compare(digests, checkpoint)
+
+
 def _report(folder: Path) -> dict[str, Any] | None:
-    """What the library said of itself when the run built its model; a job may choose the place."""
+    """What the library said of itself when the run built its model; a job may choose the place.
+
+    Raises:
+        ValueError: the file is none of ours.
+    """
     for file in sorted(folder.rglob(REPORT_FILE), key=lambda path: len(path.parts)):
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            found: dict[str, Any] = json.loads(file.read_bytes())
+            _on(found), found["platform"]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"{file} is no record of this library ({error!r}); compare again") from None
         return found
     return None
 

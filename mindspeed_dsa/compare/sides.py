@@ -27,7 +27,10 @@ class Sides:
 
 
 def of_features(
-    names: Sequence[str], command: Sequence[str], environ: Mapping[str, str] = os.environ
+    names: Sequence[str],
+    command: Sequence[str],
+    environ: Mapping[str, str] = os.environ,
+    on_by_default: Sequence[str] = (),
 ) -> Sides:
     """A without the features, B with them; whatever else the job switches on is on in both.
 
@@ -35,6 +38,7 @@ def of_features(
         names: features by name.
         command: the job's own command line, which must not decide about them.
         environ: nor may the environment, which would outrank both sides' flags.
+        on_by_default: plain switches that the job sets unless it is told ``--no-...``.
 
     Raises:
         SettingsError: all reasons why they cannot be compared.
@@ -55,7 +59,7 @@ def of_features(
             )
             continue
         b.append(switch.name)
-        if switch.kind == "auto":
+        if switch.kind == "auto" or switch.name in on_by_default:
             a.append(f"--no-{switch.name[2:]}")
         problems += _set_elsewhere(switch, command, environ)
     if problems:

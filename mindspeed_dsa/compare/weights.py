@@ -13,12 +13,20 @@ Digests = dict[str, dict[str, Any]]
 
 
 def of_run(folder: Path) -> Digests:
-    """What the feature initial-weights wrote into a run's folder; empty if it wrote nothing."""
+    """What the feature initial-weights wrote into a run's folder; empty if it wrote nothing.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
     found: Digests = {}
     for file in sorted(folder.glob("weights-rank*.json")):
-        content = json.loads(file.read_text(encoding="utf-8"))
-        for name, digest in content["parameters"].items():
-            found[f"rank {content['rank']}: {name}"] = digest
+        try:
+            content = json.loads(file.read_bytes())
+            for name, digest in content["parameters"].items():
+                _form(digest)
+                found[f"rank {content['rank']}: {name}"] = digest
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{file} holds no digests of weights ({error!r}); compare again") from None
     return found
 
 

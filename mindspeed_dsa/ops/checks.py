@@ -35,6 +35,15 @@ def check_shape(
     require(fits, operator, f"{name} must be {letters}, got {list(tensor.shape)}")
 
 
+def check_heads(operator: str, name: str, tensor: Tensor) -> None:
+    """Raise unless ``tensor``, ``[batch, query_length, heads, dim]``, has a head with a dimension."""
+    require(
+        tensor.shape[2] >= 1 and tensor.shape[3] >= 1,
+        operator,
+        f"{name} must have at least one head, each of at least one dimension, got {list(tensor.shape)}",
+    )
+
+
 def check_float(operator: str, **tensors: Tensor) -> None:
     """Raise unless all tensors are of one floating dtype and on one device."""
     first_name, first = next(iter(tensors.items()))
@@ -65,7 +74,8 @@ def check_topk_indices(operator: str, topk_indices: Tensor, query: Tensor, key_l
 
     Args:
         operator: who to name in the error.
-        topk_indices: ``[batch, query_length, topk]`` int32 (int64 is converted), ``topk`` at least 1.
+        topk_indices: ``[batch, query_length, topk]`` int32 (int64 is converted), ``topk`` at least 1 unless
+            there is no row or no key.
         query: ``[batch, query_length, ...]``, whose rows the indices belong to.
         key_length: number of keys the entries point into.
 
@@ -80,7 +90,7 @@ def check_topk_indices(operator: str, topk_indices: Tensor, query: Tensor, key_l
         f"topk_indices must be int32 on {query.device}, got {topk_indices.dtype} on {topk_indices.device}",
     )
     require(
-        topk_indices.shape[2] >= 1,
+        topk_indices.shape[2] >= 1 or rows[0] * rows[1] * key_length == 0,
         operator,
         "topk_indices must have at least one entry per row; -1 stands for no key",
     )

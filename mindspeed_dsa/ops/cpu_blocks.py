@@ -6,8 +6,9 @@ Two measured facts shape the CPU backends:
   long as the gathered keys are still in cache. Keys are therefore gathered for one query row, or a few,
   at a time (a tile), and scratch is allocated once and reused, because fresh pages cost as much as the
   work. What needs no keys is done for several tiles at once (a block): calls cost time too.
-* ``torch.bmm`` in fp32 goes to the BLAS that PyTorch was built with; on x86 processors that this BLAS
-  does not know it uses half of the vector width. oneDNN, which PyTorch also carries, does not.
+* ``torch.bmm`` in fp32 goes to the BLAS that PyTorch was built with. On x86 that is MKL, which uses half of
+  the vector width where the processor is not Intel's; oneDNN, which PyTorch also carries, does not. Where it
+  is, MKL takes half of oneDNN's time for products as small as these.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import math
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from mindspeed_dsa.ops.cpu_threads import share_out, worker_count
+from mindspeed_dsa.ops.indices import names_key
 
 Result = TypeVar("Result")
 
@@ -43,7 +46,18 @@ def _onednn_linear() -> Any:
     return namespace._linear_pointwise.default if hasattr(namespace, "_linear_pointwise") else None
 
 
+def _mkl_is_fast(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether products go to an MKL that knows the processor."""
+    if not torch.backends.mkl.is_available():
+        return False
+    try:
+        return "GenuineIntel" in cpuinfo.read_text()
+    except OSError:
+        return False
+
+
 _LINEAR = _onednn_linear()
+_MKL_IS_FAST = _mkl_is_fast()
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -56,10 +70,18 @@ def linear(x: Tensor, weight: Tensor, relu: bool = False) -> Tensor:
     # For a weight with gaps between its rows oneDNN has only its unoptimised reference kernel.
     dense = weight.is_contiguous() or weight.t().is_contiguous()
     if dense and _onednn_takes(x.dtype):
-        product: Tensor = _LINEAR(x, weight, None, "relu" if relu else "none", [], "")
-        return product
+        fused = relu and _stays_finite(x, weight)
+        out: Tensor = _LINEAR(x, weight, None, "relu" if fused else "none", [], "")
+        return out.relu_() if relu and not fused else out
     out = torch.mm(x, weight.t())
     return out.relu_() if relu else out
+
+
+def _stays_finite(x: Tensor, weight: Tensor) -> bool:
+    """Whether no product can be NaN, which the relu that oneDNN fuses would turn into zero."""
+    # No product of two rows is larger than that of their lengths. No pass is faster than a sum of squares.
+    squares = (torch.dot(flat, flat) for flat in (x.reshape(-1), weight.reshape(-1)))
+    return math.isfinite(math.prod(float(square) for square in squares))
 
 
 def one_by_one(flops: int, dtype: torch.dtype) -> bool:
@@ -96,7 +118,9 @@ def sum_of_keys(a: Tensor, keys: Tensor, out: Tensor, one_by_one: bool) -> None:
 
 
 def _onednn_takes(dtype: torch.dtype) -> bool:
-    return _LINEAR is not None and dtype == torch.float32 and bool(torch.backends.mkldnn.enabled)
+    if _LINEAR is None or _MKL_IS_FAST or dtype != torch.float32:
+        return False
+    return bool(torch.backends.mkldnn.enabled)
 
 
 class Scratch:
@@ -122,9 +146,9 @@ class Block:
     batch: int
     rows: slice
     indices: Tensor
-    """``[n, width]`` int64; 0 where ``invalid``."""
+    """``[n, width]`` int64, contiguous; 0 where ``invalid``."""
     invalid: Tensor | None
-    """``[n, width]`` bool, or None when every entry is valid."""
+    """``[n, width]`` bool, or None when every entry names a key."""
     _key: Tensor
     _tile_rows: int
     _scratch: Scratch
@@ -175,7 +199,8 @@ def over_blocks(
 
     Args:
         key: ``[batch, key_length, dim]``.
-        topk_indices: ``[batch, query_length, topk]`` int32, -1 where there is no key.
+        topk_indices: ``[batch, query_length, topk]`` int32 or int64, any strides. Entries outside of the keys
+            are none.
         scratch_per_entry: numbers that ``work`` holds per selected entry of a block.
         work: takes its blocks in order. A block's width is the least that holds every valid entry of the
             block, rounded up, so that rows with few visible keys cost little.
@@ -191,7 +216,7 @@ def over_blocks(
     cuts = []
     slot = torch.arange(1, topk + 1, dtype=torch.int32)
     for b in range(batch):
-        valid = topk_indices[b] >= 0
+        valid = names_key(topk_indices[b], key.shape[1])
         counts, lasts = valid.sum(-1).tolist(), (valid * slot).amax(-1).tolist()
         for first in range(0, query_length, rows):
             part = slice(first, min(first + rows, query_length))
@@ -201,12 +226,12 @@ def over_blocks(
     def blocks(share: Sequence[_Cut], scratch: Scratch) -> Iterator[Block]:
         for b, part, width, complete in share:
             indices = topk_indices[b, part, :width]
-            invalid = None if complete else indices < 0
+            invalid = None if complete else ~names_key(indices, key.shape[1])
             # Adding rows by 64-bit indices is three times as fast as by 32-bit ones.
-            indices = indices.to(torch.int64, memory_format=torch.contiguous_format)
+            indices = indices.to(torch.int64)
             if invalid is not None:
-                indices = indices.clamp_min(0)
-            yield Block(b, part, indices, invalid, keys[b], tile_rows, scratch)
+                indices = indices.masked_fill(invalid, 0)
+            yield Block(b, part, indices.contiguous(), invalid, keys[b], tile_rows, scratch)
 
     def of_thread(share: Sequence[_Cut]) -> Result:
         scratch = Scratch(dtype)

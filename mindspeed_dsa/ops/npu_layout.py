@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mindspeed_dsa.ops.indices import names_key
 from mindspeed_dsa.ops.ranges import Ranges
 
 _BEHIND_ALL = 2**31 - 1
@@ -102,7 +103,8 @@ class Layout:
 
     def pack_indices(self, topk_indices: Tensor) -> Tensor:
         """``[batch, length, topk]`` to what the operators count from: int32, still without a head axis."""
-        packed = self.pack(topk_indices.to(torch.int32))
+        outside = ~names_key(topk_indices, self.key_length)
+        packed = self.pack(topk_indices.masked_fill(outside, -1).to(torch.int32))
         return packed if self.sequences is None else torch.where(packed < 0, packed, packed - self._offsets)
 
     def pack_widened(self, topk_indices: Tensor, step: int) -> Tensor:
@@ -164,14 +166,13 @@ def layout_of_indices(topk_indices: Tensor, key_length: int) -> Layout | str:
         The layout, or a sentence that says why there is none.
     """
     batch, length, topk = topk_indices.shape
-    valid = topk_indices >= 0
+    valid = names_key(topk_indices, key_length)
     counts = valid.sum(dim=-1)
     slot = torch.arange(topk, device=topk_indices.device)
     first_come = (valid == (slot < counts[..., None])).all(dim=-1)
     lowest = topk_indices.masked_fill(~valid, _BEHIND_ALL).amin(dim=-1)
-    facts = torch.stack(
-        [fact.to(torch.int32) for fact in (counts, first_come, lowest, topk_indices.amax(dim=-1))]
-    ).cpu()
+    highest = topk_indices.masked_fill(~valid, -1).amax(dim=-1)
+    facts = torch.stack([fact.to(torch.int32) for fact in (counts, first_come, lowest, highest)]).cpu()
     counts, first_come, lowest, highest = facts
     position = torch.arange(length)
     shift = key_length - length

@@ -63,6 +63,7 @@ def visible_ranges(
             f"{name} must be integers [{query_length}] or [{batch}, {query_length}], "
             f"got {bound.dtype} {list(bound.shape)}",
         )
-        bound = bound.to(device=device, dtype=torch.int32).clamp(0, key_length)
+        # Cut first: what int32 does not hold would come out as another position.
+        bound = bound.to(device=device, dtype=torch.int64).clamp(0, key_length).to(torch.int32)
         rows.append(bound.expand(batch, query_length))
     return Ranges(rows[0], rows[1], plain)

@@ -23,7 +23,9 @@ def test_every_metric_of_a_quick_run(tmp_path, capsys):
     assert json.loads(file.read_text()) == json.loads(line)
     metrics = json.loads(line)["metrics"]
     keys = {"off", *memory.FEATURES}
-    for name in ("device_bytes_per_param", "device_peak_bytes_per_param", "step_time_ratio"):
+    assert metrics["tokens"] == {"step": 64, "long step": 128}
+    ratios = [f"{step}_{clock}_ratio" for step in ("step", "long_step") for clock in ("time", "cpu_time")]
+    for name in ("device_bytes_per_param", "device_peak_bytes_per_param", *ratios):
         assert set(metrics[name]) == keys
     assert set(metrics["activation_peak_ratio"]) == {"off", *memory.ACTIVATIONS}
     for name, saved in memory.SAVED.items():
@@ -33,7 +35,8 @@ def test_every_metric_of_a_quick_run(tmp_path, capsys):
 
 @pytest.mark.full
 def test_one_feature_beside_a_job_without_it():
-    found = memory.compare("reuse-fp32-param", memory.QUICK, pairs=2, device="cpu")
+    rounds = {"step": 2, "long step": 1}
+    found = memory.compare(["reuse-fp32-param"], memory.QUICK, rounds, device="cpu")
     rest, peak = found["device_bytes_per_param"], found["device_peak_bytes_per_param"]
     assert rest["off"] == pytest.approx(14, abs=0.1)  # bf16 weight, master weight, two moments
     assert rest["off"] - rest["reuse-fp32-param"] == pytest.approx(2, abs=0.05)
@@ -49,10 +52,10 @@ def test_jobs_that_train_differently_are_not_compared(monkeypatch):
         Child("off", memory.QUICK, {}, "cpu") as off,
         Child("on", memory.QUICK, {}, "cpu") as on,
     ):
-        memory.require_same_training(off, on)
+        memory.require_same_training([off, on])
         on.ask("step")  # one step ahead
         with pytest.raises(RuntimeError, match="on: loss of step 0 is not the same"):
-            memory.require_same_training(off, on)
+            memory.require_same_training([off, on])
 
 
 def test_a_job_that_ends_is_an_error():
@@ -63,18 +66,44 @@ def test_a_job_that_ends_is_an_error():
         child.ask("step")
 
 
-def test_ratios_are_medians_over_pairs_whatever_the_order():
+def test_a_long_step_is_a_step_of_several_microbatches():
+    with Child("off", memory.QUICK, {}, "cpu") as one, Child("other", memory.QUICK, {}, "cpu") as other:
+        short, long = one.ask("step"), other.ask("long step")
+        assert short["loss"] != long["loss"]
+        memory_of_gradients = [child.ask("rest")["bytes"] for child in (one, other)]
+        assert memory_of_gradients[0] == memory_of_gradients[1]
+        assert one.ask("digest") != other.ask("digest")
+
+
+def test_time_alone_and_of_chosen_features(monkeypatch):
+    asked = []
+    monkeypatch.setattr(memory, "compare", lambda *given, **options: asked.append((given, options)) or {})
+    found = memory.run("cpu", timed="swap-attention,reuse-fp32-param")
+    assert asked[0][0][0] == ["swap-attention", "reuse-fp32-param"]
+    assert asked[0][1] == {"bytes_too": False}
+    assert found["tokens"] == {"step": 2048, "long step": 8192}
+    with pytest.raises(SystemExit, match="names nothing"):
+        memory.run("cpu", timed="nothing")
+
+
+def test_ratios_are_medians_over_rounds_whatever_the_order():
     class Clock:
         def __init__(self, name, seconds):
             self.name, self._seconds = name, iter(seconds)
 
         def ask(self, command):
-            assert command == "step"
+            assert command == "long step"
+            order.append(self.name)
             seconds = next(self._seconds)
             return {"seconds": seconds, "cpu_seconds": 2 * seconds}
 
-    ratios = memory.step_ratios(Clock("off", [1, 10, 100]), Clock("on", [2, 50, 300]), pairs=3)
-    assert ratios == {"step_time_ratio": 3, "step_cpu_time_ratio": 3}
+    order = []
+    clocks = [Clock("off", [1, 10, 100]), Clock("on", [2, 50, 300]), Clock("too", [1, 30, 200])]
+    ratios = memory.step_ratios(clocks, "long step", 3)
+    assert ratios["long_step_time_ratio"] == {"off": 1, "on": 3, "too": 2}
+    assert ratios["long_step_cpu_time_ratio"] == ratios["long_step_time_ratio"]
+    assert ratios["long_step_seconds_off"] == {"seconds": 10, "cpu_seconds": 20}
+    assert order == ["off", "on", "too", "on", "too", "off", "too", "off", "on"]
 
 
 def test_the_peak_of_work_knows_what_its_lead_in_allocated():

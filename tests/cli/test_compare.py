@@ -16,7 +16,8 @@ import pytest
 import mindspeed_dsa
 from mindspeed_dsa import Feature, Flag
 from mindspeed_dsa.__main__ import main
-from mindspeed_dsa.compare.job import ExampleJob
+from mindspeed_dsa.compare import sides
+from mindspeed_dsa.compare.job import EXAMPLE, CommandJob, ExampleJob
 
 JOB = str(Path(__file__).with_name("fake_job.py"))
 
@@ -267,6 +268,67 @@ def test_a_command_line_that_makes_no_sense_is_refused(capsys, argv, message):
         main(["compare", *argv])
     assert status.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["b'\\xff\\xfe'", "b'[1, 2]'", "b'{\"step\": Infinity}'", "b'[' * 100_000"],
+    ids=["binary", "list", "endless", "deep"],
+)
+def test_damaged_records_are_an_error_that_names_file_and_line(compare, tmp_path, line):
+    script = tmp_path / "damaged.py"
+    script.write_text(
+        f"import sys\nopen(sys.argv[1], 'wb').write(b'{{\"step\": 1, \"lm_loss\": 2.5}}\\n' + {line})\n"
+    )
+    status, found, _, _ = compare("--b", "", "--metrics-file", "m.jsonl", job=(str(script), "{out}/m.jsonl"))
+    assert status == 1
+    assert f"{tmp_path / 'out' / 'A1' / 'm.jsonl'}, line 2: no record of a step" in found["problems"][0]
+    assert "the job must write one JSON object a line" in found["problems"][0]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["b'\\xff\\xfe'", "b'[]'", "b'{\"features\": [1]}'", "b'{'"],
+    ids=["binary", "list", "odd", "cut"],
+)
+def test_damaged_files_of_ours_are_named(compare, tmp_path, content):
+    script = tmp_path / "damaged.py"
+    script.write_text(
+        f"""import os, runpy, sys
+from pathlib import Path
+sys.argv = [{JOB!r}]
+runpy.run_path({JOB!r}, run_name="__main__")
+folder = Path(os.environ["MINDSPEED_DSA_MINDSPEED_REPORT_DIR"])
+if folder.name == "B1":
+    for name in ("mindspeed_dsa.json", "weights/weights-rank00000.json"):
+        (folder / name).write_bytes({content})
+"""
+    )
+    status, found, _, _ = compare("--b", "", job=(str(script),))
+    assert status == 0
+    folder = tmp_path / "out" / "B1"
+    (warning,) = found["warnings"]
+    assert warning.startswith(f"B1: {folder / 'mindspeed_dsa.json'} is no record of this library (")
+    assert "compare again, so it is not known which features were on in it" in warning
+    assert found["initial_weights"]["same"] is None
+    expected = f"not verified: {folder / 'weights' / 'weights-rank00000.json'} holds no digests of weights ("
+    assert found["initial_weights"]["how"].startswith(expected)
+
+
+def test_what_the_example_does_by_itself_is_off_on_side_a(monkeypatch):
+    monkeypatch.delenv("MINDSPEED_DSA_USE_FUSED_DSA", raising=False)
+    example = sides.of_features(["fused-dsa"], [], on_by_default=ExampleJob().on_by_default)
+    assert example == sides.Sides(("--no-use-fused-dsa",), ("--use-fused-dsa",), ("fused-dsa",))
+    command = CommandJob(("train.py",))
+    assert sides.of_features(["fused-dsa"], [], on_by_default=command.on_by_default).a == ()
+    # The job's own parser reads both.
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    from dsa_job.arguments import parse_args
+
+    assert [parse_args(example.flags(side)).use_fused_dsa for side in "AB"] == [False, True]
+    assert {name for name in ExampleJob().on_by_default if parse_args([]).use_fused_dsa} == {
+        "--use-fused-dsa"
+    }
 
 
 def test_the_example_starts_both_sides_from_one_checkpoint(tmp_path):

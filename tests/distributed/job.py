@@ -54,7 +54,8 @@ def train(
 
     import mindspeed_dsa
 
-    args = parse_args(argv)
+    # Whether DSA is fused, the switches say: the job's own default would be heard by its parser alone.
+    args = parse_args(["--no-use-fused-dsa", *argv])
     if stock:
         from mindspeed_dsa import session
 

@@ -117,15 +117,16 @@ def test_the_vocabulary_is_padded_alike_in_every_layout() -> None:
     assert padded_vocab_size(one, 256) == 256
 
 
-def test_a_world_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wrong", ["first", "\u00b2", "\u0663"])
+def test_a_world_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert World.from_environment() == World(0, 1, 0)
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("RANK", "5")
     assert World.from_environment() == World(5, 8, 0)
-    monkeypatch.setenv("RANK", "first")
-    with pytest.raises(UsageError, match="RANK is 'first'"):
+    monkeypatch.setenv("RANK", wrong)
+    with pytest.raises(UsageError, match=f"RANK is '{wrong}'"):
         World.from_environment()
 
 

@@ -30,13 +30,27 @@ def test_the_tracker_names_the_newest(tmp_path: Path) -> None:
     assert files.complete_steps(tmp_path) == [2, 4, 10]
 
 
-@pytest.mark.parametrize("text", ["12", "11", "", "release"])
-def test_a_tracker_that_names_nothing_is_an_error_with_a_way_out(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [b"12", b"11", b"", b"release", b"\xff\xfe\x00", "\u0663".encode(), "\u00b2".encode(), b"1" * 5000],
+    ids=["half written", "absent", "empty", "a word", "binary", "another script", "superscript", "endless"],
+)
+def test_a_tracker_that_names_nothing_is_an_error_with_a_way_out(tmp_path: Path, content: bytes) -> None:
+    checkpoint(tmp_path, 3)
     checkpoint(tmp_path, 10)
     checkpoint(tmp_path, 12, whole=False)
-    (tmp_path / files.TRACKER).write_text(text)
-    with pytest.raises(UsageError, match=r"complete ones: \[10\]; choose one with --ckpt-step"):
+    (tmp_path / "iter_\u00b2").mkdir()
+    (tmp_path / files.TRACKER).write_bytes(content)
+    with pytest.raises(UsageError, match=r"complete ones: \[3, 10\]; choose one with --ckpt-step") as refused:
         files.latest(tmp_path)
+    assert str(refused.value).startswith(f"{tmp_path / files.TRACKER} says ")
+    assert len(str(refused.value)) < 400
+
+
+def test_a_file_in_place_of_the_folder_is_an_error_with_a_way_out(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("10")
+    with pytest.raises(UsageError, match=r"cannot be read .*; name a folder that holds checkpoints"):
+        files.latest(tmp_path / "file")
 
 
 def test_a_checkpoint_that_made_room_in_vain_comes_back(tmp_path: Path) -> None:

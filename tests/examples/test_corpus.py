@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +143,21 @@ def test_a_half_written_cache_is_not_taken_for_a_whole_one(
     assert built.text_bytes == 900
     assert os.listdir(cache).count(Path(built.prefix).parent.name) == 1
     assert not list(cache.glob("*.partial"))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[]", b"{}", b'{"more": 1}'], ids=repr)
+def test_a_damaged_cache_names_the_file_and_the_way_out(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "text").write_text("a line\n" * 50)
+    source, cache = corpus.find_text(str(tmp_path / "text")), tmp_path / "cache"
+    built = corpus.build(source, ByteTokenizer(), cache)
+    (facts,) = cache.glob("*/corpus.json")
+    facts.write_bytes(content)
+    with pytest.raises(
+        UsageError, match=f"{facts} is damaged .*; delete its folder, and the next run indexes"
+    ):
+        corpus.build(source, ByteTokenizer(), cache)
+    shutil.rmtree(facts.parent)
+    assert corpus.build(source, ByteTokenizer(), cache) == built
 
 
 def test_a_size_that_was_counted_is_called_so() -> None:

@@ -12,7 +12,7 @@ from tests.distributed.pool import WorkerPool
 
 from .conftest import JobServer, records
 
-FUSED = "--use-fused-dsa"
+FUSED, STOCK = "--use-fused-dsa", "--no-use-fused-dsa"
 pool = distributed.pool
 # Attention far from uniform, so that indexers have something to learn.
 WIDE = ("--init-method-std", "0.3")
@@ -25,7 +25,7 @@ def losses(run: Path, name: str = "lm_loss") -> list[float]:
 @pytest.fixture(scope="module")
 def unbroken(jobs: JobServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stock") / "run"
-    finished = jobs.run(folder, *WIDE)
+    finished = jobs.run(folder, *WIDE, STOCK)
     assert finished.code == 0, finished.output
     return folder
 
@@ -34,8 +34,8 @@ def unbroken(jobs: JobServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("before", "after"),
     [
         pytest.param([FUSED], [FUSED, "--no-use-dsa-absorb"], marks=pytest.mark.full),
-        ([], [FUSED, "--dsa-fuse-kl-in-backward"]),
-        pytest.param([FUSED], [], marks=pytest.mark.full),
+        ([STOCK], ["--dsa-fuse-kl-in-backward"]),
+        pytest.param([], [STOCK], marks=pytest.mark.full),
     ],
     ids=["absorb off", "fused on", "fused off"],
 )
@@ -45,10 +45,10 @@ def test_switches_may_change_across_a_resume(
     run = tmp_path / "run"
     first = jobs.run(run, *WIDE, *before, "--exit-interval", "2")
     assert first.code == 0, first.output
-    assert ("\nfused-dsa " in first.output) == (FUSED in before)
+    assert ("\nfused-dsa " in first.output) == (STOCK not in before)
     finished = jobs.run(run, *WIDE, *after)
     assert finished.code == 0, finished.output
-    assert ("\nfused-dsa " in finished.output) == (FUSED in after)
+    assert ("\nfused-dsa " in finished.output) == (STOCK not in after)
     assert f"resuming the unfinished run in {run} from step 2" in finished.output
     assert losses(run) == pytest.approx(losses(unbroken), rel=1e-5)
     assert losses(run, "indexer_loss") == pytest.approx(losses(unbroken, "indexer_loss"), rel=1e-3)

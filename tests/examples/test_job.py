@@ -127,6 +127,9 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(jobs: JobServer, tmp_
         jobs.run(tmp_path / "d", *load, "--ckpt-step", "9"), "has no complete checkpoint of step 9"
     )
     assert {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()} == before
+    metadata = checkpoints / "iter_0000002" / "metadata.json"
+    metadata.write_bytes(b"\xff\xfe")
+    assert_refused(jobs.run(tmp_path / "e", *load), f"checkpoint {metadata.parent} cannot be read")
     (checkpoints / "iter_0000002" / "common.pt").write_bytes(b"broken")
     assert_refused(jobs.run(tmp_path / "e", *load), "cannot be read")
     shutil.rmtree(checkpoints / "iter_0000002")

@@ -70,12 +70,35 @@ def test_steps_that_come_again_are_dropped(tmp_path: Path) -> None:
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "lm_l')  # a killed process
     second = reporting.Reporter(ARGS, tmp_path, 2, quiet=True)
+    assert not (tmp_path / "metrics.jsonl.damaged").exists()  # what a killed process leaves is no damage
     assert [entry["step"] for entry in second.records] == [1, 2]
     assert [entry["step"] for entry in second.heldout] == [0]
     second.step(record(3, 9.0))
     second.close()
     lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(entry["step"], entry["lm_loss"]) for entry in lines] == [(1, 2.0), (2, 2.0), (3, 9.0)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff\xfe\x00binary", b"[1, 2]", b'{"step": "2"}', b'{"step": 2}', b"[" * 100_000],
+    ids=["binary", "list", "a word for a number", "no loss", "deep"],
+)
+def test_damaged_metrics_are_told_of_and_kept_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: bytes
+) -> None:
+    whole = [json.dumps(record(step)).encode() for step in (1, 2, 3)]
+    content = b"\n".join([whole[0], line, *whole[1:]]) + b"\n"
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    reporter = reporting.Reporter(ARGS, tmp_path, 2, quiet=False)
+    reporter.close()
+    assert [entry["step"] for entry in reporter.records] == [1, 2]
+    assert capsys.readouterr().out == (
+        f"{tmp_path / 'metrics.jsonl'} is damaged: 1 of its 4 lines, line 2 first, are no records of steps; "
+        "the run goes on without them, and the file as it was is now metrics.jsonl.damaged\n"
+    )
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == content
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
 
 
 def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

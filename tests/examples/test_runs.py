@@ -69,6 +69,34 @@ def test_what_cannot_go_on_is_left_alone(
     assert following.folder == tmp_path / "quick-3"
 
 
+@pytest.mark.parametrize(
+    "content",
+    [b"[]", b"7", b'{"settings": []}', b"{}", b"\xff\xfe", b"", b"[" * 100_000],
+    ids=["list", "number", "list of settings", "no settings", "binary", "empty", "deep"],
+)
+def test_a_damaged_record_of_a_run_begins_a_new_one_and_says_how_to_go_on(
+    tmp_path: Path, content: bytes
+) -> None:
+    output = tmp_path / "quick"
+    start(output)
+    (output / "run.json").write_bytes(content)
+    run = start(output, step=40)
+    assert (run.folder, run.resumed) == (tmp_path / "quick-2", False)
+    assert run.why == (
+        f"new run in {run.folder} ({output} is unfinished, and its run.json is damaged; to go on from it: "
+        f"--load {output / 'checkpoints'})"
+    )
+    assert (output / "run.json").read_bytes() == content
+
+
+@pytest.mark.parametrize("digit", ["\u00b2", "\u0663"], ids=["superscript", "another script"])
+def test_a_name_with_digits_that_no_run_has_is_none_of_ours(tmp_path: Path, digit: str) -> None:
+    start(tmp_path / "quick")
+    (tmp_path / f"quick-{digit}").mkdir()
+    (tmp_path / f"quick-{digit}" / "run.json").write_text("{}")
+    assert start(tmp_path / "quick", step=40).resumed
+
+
 def test_a_run_in_progress_is_not_joined(tmp_path: Path) -> None:
     output = tmp_path / "quick"
     running = runs.open_run(output, MINE, newest(40), False)

@@ -12,18 +12,19 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("switch", ["--use-fused-dsa", "--dsa-bring-along"])
-def test_the_example_job_trains(tmp_path, switch):
+@pytest.mark.parametrize(
+    "switches", [["--use-fused-dsa"], ["--dsa-bring-along", "--no-use-fused-dsa"]], ids=["fused", "plain"]
+)
+def test_the_example_job_trains(tmp_path, switches):
     command = [
         sys.executable,
         str(ROOT / "examples/pretrain_dsa.py"),
         "--train-iters",
         "6",
         "--no-save",
-        switch,
     ]
     done = subprocess.run(
-        [*command, switch, "--output-dir", str(tmp_path)],
+        [*command, *switches, "--output-dir", str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=240,

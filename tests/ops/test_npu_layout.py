@@ -86,6 +86,17 @@ def test_offsets_of_sequences_start_afresh_in_each_row_of_the_batch():
     assert torch.equal(layout.unpack_indices(packed), indices)
 
 
+@pytest.mark.parametrize("outside", [30, 2**31 + 3, 2**32 + 3, -2, -(2**32) + 5])
+def test_indices_outside_of_the_keys_are_like_minus_one(outside):
+    """Neither as a key nor, cut to int32, as another one."""
+    indices = packed_indices((10, 20), 16)[None].long()
+    wrong = indices.masked_fill(indices < 0, outside)
+    layout = layout_of_indices(wrong, 30)
+    assert layout == Layout(1, 30, 30, (10, 20), CPU)
+    assert torch.equal(layout.pack_indices(wrong), layout.pack_indices(indices))
+    assert isinstance(layout_of_indices(wrong.index_fill(2, torch.tensor(0), outside), 30), str)
+
+
 def test_inference_tensors_have_a_layout_too():
     with torch.inference_mode():
         assert layout_of_indices(causal_indices(1, 9, 9, 4), 9) == Layout(1, 9, 9, None, CPU)

@@ -129,11 +129,9 @@ SIZES = [
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="watches the interpreter's launches")
-@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize(("batch", "rows", "keys"), SIZES)
-def test_nothing_is_launched_for_nothing_and_all_is_written(batch, rows, keys, deterministic, launches):
-    """The backends themselves: gradients are zero, and no result is memory that nobody wrote."""
-    torch.use_deterministic_algorithms(True)  # uninitialised memory is NaN
+def test_nothing_is_launched_for_nothing_and_all_is_written(batch, rows, keys, launches):
+    """The backends themselves: gradients are zero, and no result is memory that nobody wrote (NaN here)."""
     query, key_value = (x.detach() for x in attention_inputs(batch, rows, keys, 4, 24, torch.float16))
     index = indexer_inputs(batch, rows, keys)
     indices = torch.full((batch, rows, 3), -1, dtype=torch.int32)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.ops.backend import check_name, choose, say_once, settle
-from mindspeed_dsa.ops.checks import check_shape, check_topk_indices, require
+from mindspeed_dsa.ops.backend import check_name, choose, say_once, settle, unless_empty
+from mindspeed_dsa.ops.checks import check_shape, check_topk_indices
 from mindspeed_dsa.ops.indexer_kl_loss.arguments import (
     OPERATOR,
     check_given,
@@ -24,6 +24,7 @@ from mindspeed_dsa.ops.indexer_kl_loss.arguments import (
     shape_class,
 )
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient
+from mindspeed_dsa.ops.indices import names_key
 from mindspeed_dsa.ops.lightning_indexer import selected_scores
 from mindspeed_dsa.ops.precision import outside_autocast
 from mindspeed_dsa.ops.ranges import visible_ranges
@@ -54,7 +55,9 @@ def indexer_kl_loss(
 
     ``loss_t = sum_s p (log p - log r)`` where ``r`` is the softmax of the index scores over the selected keys
     and ``p`` the main attention over them, summed over the heads of all ranks of ``tp_group`` and divided by
-    its sum. The gradient of the scores is exactly ``r - p``. ``query`` and ``key`` get no gradient.
+    its sum. The gradient of the scores is exactly ``r - p``. ``query`` and ``key`` get no gradient. NaN in
+    the scores or the attention makes the loss NaN. Without a row or a key the loss is 0, and so are the
+    gradients.
 
     Args:
         index_query: ``[batch, query_length, index_heads, index_dim]``.
@@ -62,7 +65,9 @@ def indexer_kl_loss(
         index_weights: ``[batch, query_length, index_heads]``.
         query: ``[batch, query_length, heads, dim]``, this rank's heads of the main (absorbed) query.
         key: ``[batch, key_length, dim]``, latent followed by the rotary key.
-        topk_indices: ``[batch, query_length, topk]`` int32, -1 at the tail; a row without a key adds nothing.
+        topk_indices: ``[batch, query_length, topk]`` int32 or int64, any strides, -1 at the tail; a row
+            without a key adds nothing. Any other entry outside of ``[0, key_length)`` is treated like -1 too,
+            and is an error with debug checks on (:func:`mindspeed_dsa.ops.checks.set_debug_checks`).
         softmax_scale: factor of the main attention's scores.
         lse: ``[batch, query_length, heads]`` from the attention over the same keys; saves a pass.
         topk_scores: index scores at ``topk_indices`` as the indexer returned them, differentiable; saves
@@ -84,10 +89,11 @@ def indexer_kl_loss(
 
     Source: DeepSeek-V3.2-Exp report, section 2.1, equation 4.
     """
-    rows = check_inputs(index_query, index_key, index_weights, query, key, (key.shape[1], query.shape[3]))
+    rows = check_inputs(index_query, index_key, index_weights, query, key, False)
     check_topk_indices(OPERATOR, topk_indices, query, key.shape[1])
     check_given(topk_indices, query.shape[2], lse, topk_scores=topk_scores, attention_sum=attention_sum)
-    implementation = choose(OPERATOR, backend, shape_class(index_query, query, topk_indices.shape[-1]))
+    shape = shape_class(index_query, query, topk_indices.shape[-1])
+    implementation = unless_empty(OPERATOR, choose(OPERATOR, backend, shape), query, key)
     # One operator may form target, loss and gradients of the indexer's inputs. It goes past the scores, so
     # that a gradient which only they want needs the other way.
     only_scores = topk_scores is not None and topk_scores.requires_grad and not index_query.requires_grad
@@ -123,7 +129,7 @@ def indexer_kl_loss(
         else:
             attention_sum = over_ranks(attention_sum, tp_group)
         row_weights = row_weights_of(rows, row_mask, reduction, topk_scores)
-    valid = topk_indices >= 0
+    valid = names_key(topk_indices, key.shape[1])
     if not hasattr(implementation, "divergence_and_gradient"):
         return implementation.divergence(topk_scores, attention_sum, valid, row_weights)
     return _Divergence.apply(implementation, topk_scores, attention_sum, valid, row_weights)
@@ -163,7 +169,9 @@ def divergence_and_score_gradient(
     Args:
         topk_scores: ``[batch, query_length, topk]`` as the indexer returned them.
         attention_sum: same shape, probabilities summed over this rank's heads; not changed.
-        topk_indices: same shape, int32, -1 at the tail.
+        topk_indices: same shape, int32 or int64, -1 at the tail. How many keys there are is not known here:
+            an index outside of them is told by what the operators return for it, a score of -inf and a sum
+            of 0, and adds nothing.
         row_mask: ``[batch, query_length]`` bool, True for rows that count (all by default).
         reduction: ``"mean"`` over the rows that count, or their ``"sum"``.
         tp_group: tensor-parallel process group whose ranks hold the other heads. All of them must call.
@@ -185,7 +193,8 @@ def divergence_and_score_gradient(
     with torch.no_grad():
         row_weights = row_weights_of((batch, query_length), row_mask, reduction, topk_scores)
         attention_sum = over_ranks(attention_sum, tp_group)
-        valid = topk_indices >= 0
+        # An index outside of the keys has no attention and the score -inf: 0 log 0, which adds nothing.
+        valid = (topk_indices >= 0) & ((topk_scores != -torch.inf) | (attention_sum != 0))
         if backend != "reference":
             loss, gradient = divergence_and_gradient(topk_scores, attention_sum, valid, row_weights, True)
             assert gradient is not None
@@ -219,7 +228,9 @@ def dense_indexer_kl_loss(
     """Loss of the warm-up stage: both distributions live on every visible key.
 
     Scores are streamed in blocks of rows; nothing of size query_length x key_length is held. Gradients of the
-    indexer's inputs are formed in the forward, where the blocks are at hand, when any is needed.
+    indexer's inputs are formed in the forward, where the blocks are at hand, when any is needed. NaN in the
+    scores or the attention makes the loss NaN. Without a row or a key the loss is 0, and so are the
+    gradients.
 
     Args:
         index_query: ``[batch, query_length, index_heads, index_dim]``.
@@ -246,17 +257,10 @@ def dense_indexer_kl_loss(
 
     Source: DeepSeek-V3.2-Exp report, section 2.1, equation 3.
     """
-    heads, dim = query.shape[2:]
-    tail = (heads, dim) if key.dim() == 4 else (dim,)
-    rows = check_inputs(index_query, index_key, index_weights, query, key, (None, *tail))
-    require(
-        index_key.shape[1] == key.shape[1],
-        OPERATOR,
-        f"index_key has {index_key.shape[1]} keys and key has {key.shape[1]}; both list the same positions",
-    )
+    rows = check_inputs(index_query, index_key, index_weights, query, key, True)
     ranges = visible_ranges(OPERATOR, *rows, key.shape[1], starts, ends, query.device)
-    shape = shape_class(index_query, query, 0, heads if key.dim() == 4 else 1)
-    implementation = choose(OPERATOR, backend, shape)
+    shape = shape_class(index_query, query, 0, query.shape[2] if key.dim() == 4 else 1)
+    implementation = unless_empty(OPERATOR, choose(OPERATOR, backend, shape), query, key)
     found: tuple[Any, ...] = ()
     if hasattr(implementation, "plan_dense"):
         fit = implementation.plan_dense(

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
-from mindspeed_dsa.ops.checks import check_float, check_shape, check_weights, require
+from mindspeed_dsa.ops.checks import check_float, check_heads, check_shape, check_weights, require
 
 OPERATOR = "indexer_kl_loss"
 
@@ -18,12 +18,20 @@ def check_inputs(
     index_weights: Tensor,
     query: Tensor,
     key: Tensor,
-    key_tail: tuple[int | None, ...],
+    may_have_heads: bool,
 ) -> tuple[int, int]:
-    """Check what both forms share; returns (batch, query_length)."""
+    """Check what both forms share; ``key`` has an axis of heads if it may and does.
+
+    Returns:
+        ``(batch, query_length)``.
+    """
     check_shape(OPERATOR, "query", query, (None,) * 4, "[batch, query_length, heads, dim]")
-    batch, query_length = query.shape[:2]
-    check_shape(OPERATOR, "key", key, (batch, *key_tail), f"[{batch}, key_length, ...{key_tail[1:]}]")
+    check_heads(OPERATOR, "query", query)
+    batch, query_length, heads, dim = query.shape
+    tail = (heads, dim) if may_have_heads and key.dim() == 4 else (dim,)
+    check_shape(
+        OPERATOR, "key", key, (batch, None, *tail), f"[{batch}, key_length, {', '.join(map(str, tail))}]"
+    )
     check_shape(
         OPERATOR,
         "index_query",
@@ -31,9 +39,15 @@ def check_inputs(
         (batch, query_length, None, None),
         f"[{batch}, {query_length}, index_heads, index_dim]",
     )
+    check_heads(OPERATOR, "index_query", index_query)
     index_heads, index_dim = index_query.shape[2:]
     check_shape(
         OPERATOR, "index_key", index_key, (batch, None, index_dim), f"[{batch}, key_length, {index_dim}]"
+    )
+    require(
+        index_key.shape[1] == key.shape[1],
+        OPERATOR,
+        f"index_key has {index_key.shape[1]} keys and key has {key.shape[1]}; both list the same positions",
     )
     check_shape(
         OPERATOR,

@@ -15,7 +15,7 @@ def divergence_and_gradient(
     """The loss, and its gradient with respect to ``topk_scores``, ``[batch, query_length, topk]``."""
     loss = torch.zeros((), dtype=torch.float64, device=topk_scores.device)
     gradient = torch.empty_like(topk_scores) if with_gradient else None
-    rows = max(1, _BLOCK // topk_scores.shape[-1])
+    rows = max(1, _BLOCK // max(1, topk_scores.shape[-1]))
     for b in range(topk_scores.shape[0]):
         for first in range(0, topk_scores.shape[1], rows):
             at = (b, slice(first, first + rows))

@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.ops.backend import ShapeClass, choose, plan
-from mindspeed_dsa.ops.checks import check_float, check_shape, check_topk_indices, check_weights, require
+from mindspeed_dsa.ops.backend import ShapeClass, choose, plan, unless_empty
+from mindspeed_dsa.ops.checks import (
+    check_float,
+    check_heads,
+    check_shape,
+    check_topk_indices,
+    check_weights,
+    require,
+)
 from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
 from mindspeed_dsa.ops.ranges import visible_ranges
 
@@ -44,9 +51,13 @@ def lightning_indexer(
     """Select the ``topk`` visible keys with the highest index score for every query row.
 
     ``score[t, s] = sum_j weights[t, j] * relu(query[t, j] . key[s])``, accumulated in fp32. Row ``t`` sees
-    the keys ``starts[t] <= s < ends[t]``. Equal scores are decided for the lower key position, so the
-    selection depends on the inputs alone: it is the same on every rank that holds them and when the
-    forward is recomputed. Selection itself has no gradient; the scores at the selected entries have.
+    the keys ``starts[t] <= s < ends[t]`` and lists ``topk`` of them, or all where it sees fewer. Equal scores
+    are decided for the lower key position, so the selection depends on the inputs alone: it is the same on
+    every rank that holds them and when the forward is recomputed. NaN comes after every number, also after
+    -inf: a key whose score is NaN is listed, with that score, only in a row that sees fewer than ``topk``
+    numbers. Selection itself has no gradient; the scores at the selected entries have.
+
+    A batch without sequences, rows or keys gives empty results and zero gradients.
 
     Args:
         query: ``[batch, query_length, heads, head_dim]``, any strides; fp32, bf16, fp16 or fp64.
@@ -69,7 +80,7 @@ def lightning_indexer(
     require(topk >= 1, OPERATOR, f"topk must be at least 1, got {topk}")
     batch, query_length = query.shape[:2]
     ranges = visible_ranges(OPERATOR, batch, query_length, key.shape[1], starts, ends, query.device)
-    implementation = choose(OPERATOR, backend, _shape_class(query, topk))
+    implementation = unless_empty(OPERATOR, choose(OPERATOR, backend, _shape_class(query, topk)), query, key)
     topk = min(topk, key.shape[1])
     implementation, found = plan(OPERATOR, backend, implementation, topk, ranges, key.shape[1], use_relu)
     starts, ends, _ = ranges
@@ -99,17 +110,25 @@ def selected_scores(
         query: ``[batch, query_length, heads, head_dim]``.
         key: ``[batch, key_length, head_dim]``.
         weights: ``[batch, query_length, heads]``.
-        topk_indices: ``[batch, query_length, topk]`` int32, -1 at the tail.
+        topk_indices: ``[batch, query_length, topk]`` int32 or int64, any strides, -1 at the tail. Any other
+            entry outside of ``[0, key_length)`` is treated like -1 too, and is an error with debug checks on
+            (:func:`mindspeed_dsa.ops.checks.set_debug_checks`).
         use_relu: whether the product of each head is clamped at zero.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
-        ``[batch, query_length, topk]`` fp32 (fp64 for fp64 inputs), -inf where the index is -1;
-        differentiable with respect to query, key and weights.
+        ``[batch, query_length, topk]`` fp32 (fp64 for fp64 inputs), -inf where the index names no key, NaN
+        where the score is NaN; differentiable with respect to query, key and weights. Without a row it is
+        empty, and gradients are zero.
+
+    Raises:
+        ValueError: a shape or dtype does not fit.
+        BackendUnavailable: the backend asked for cannot take the call.
     """
     _check_operands(query, key, weights)
     check_topk_indices(OPERATOR, topk_indices, query, key.shape[1])
-    implementation = choose(OPERATOR, backend, _shape_class(query, topk_indices.shape[-1]))
+    shape = _shape_class(query, topk_indices.shape[-1])
+    implementation = unless_empty(OPERATOR, choose(OPERATOR, backend, shape), query, key)
     # The reference is differentiated by autograd; the other backends bring their gradients.
     if not hasattr(implementation, "select"):
         return implementation.selected_scores(query, key, weights, topk_indices, use_relu)
@@ -118,6 +137,7 @@ def selected_scores(
 
 def _check_operands(query: Tensor, key: Tensor, weights: Tensor) -> None:
     check_shape(OPERATOR, "query", query, (None,) * 4, "[batch, query_length, heads, head_dim]")
+    check_heads(OPERATOR, "query", query)
     batch, query_length, heads, head_dim = query.shape
     check_shape(OPERATOR, "key", key, (batch, None, head_dim), f"[{batch}, key_length, {head_dim}]")
     check_shape(

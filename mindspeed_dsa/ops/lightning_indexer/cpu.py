@@ -29,7 +29,7 @@ from mindspeed_dsa.ops.cpu_threads import share_out
 
 # Rows per slab and keys per product: the products of a slab, [rows * heads, keys], stay in cache.
 _PRODUCT_ELEMENTS = 512 * 1024
-_SLAB_ROWS = 16
+_FEWEST_ROWS, _MOST_ROWS = 16, 64
 # Slab widths are rounded up, so that the number of distinct product shapes stays small.
 _WIDTH_STEP = 256
 _LAST = 2**31 - 1
@@ -49,10 +49,11 @@ def select(
     dtype = compute_dtype(query.dtype)
     topk_scores = torch.empty(batch, query_length, topk, dtype=dtype)
     keys = [one.detach().to(dtype).contiguous() for one in key]
+    rows = _slab_rows(query.shape[2] * key.shape[1])
     slabs = [
-        (b, slice(number * _SLAB_ROWS, (number + 1) * _SLAB_ROWS), low, high)
+        (b, slice(number * rows, (number + 1) * rows), low, high)
         for b in range(batch)
-        for number, (low, high) in enumerate(_bounds(starts[b], ends[b]))
+        for number, (low, high) in enumerate(_bounds(starts[b], ends[b], rows))
     ]
 
     def work(share: Sequence[tuple[int, slice, int, int]]) -> None:
@@ -64,8 +65,7 @@ def select(
             q, w = query[b, part].to(dtype), weights[b, part].to(dtype)
             scores = _scores(q, keys[b][low:high], w, use_relu)
             position = torch.arange(low, high, dtype=torch.int32)
-            scores.masked_fill_((position < row_starts) | (position >= row_ends), -torch.inf)
-            chosen = _choose(scores, position, topk)
+            chosen = _choose(scores, (position < row_starts) | (position >= row_ends), position, topk)
             hidden = (chosen < row_starts) | (chosen >= row_ends)
             chosen = chosen.masked_fill_(hidden, _LAST).sort(dim=-1).values
             hidden = chosen == _LAST
@@ -77,11 +77,16 @@ def select(
     return topk_indices, topk_scores
 
 
-def _bounds(starts: Tensor, ends: Tensor) -> list[tuple[int, int]]:
+def _slab_rows(products_per_row: int) -> int:
+    """As many as keep the products in cache: over few keys, calls cost more than the work of a few rows."""
+    return min(max(_PRODUCT_ELEMENTS // max(products_per_row, 1), _FEWEST_ROWS), _MOST_ROWS)
+
+
+def _bounds(starts: Tensor, ends: Tensor, rows: int) -> list[tuple[int, int]]:
     """Smallest range of keys that holds what each slab of rows sees."""
     sees = starts < ends
-    low = torch.where(sees, starts, _LAST).split(_SLAB_ROWS)
-    high = torch.where(sees, ends, 0).split(_SLAB_ROWS)
+    low = torch.where(sees, starts, _LAST).split(rows)
+    high = torch.where(sees, ends, 0).split(rows)
     bounds = [(int(a.min()), int(z.max())) for a, z in zip(low, high, strict=True)]
     return [(a, z) if a < z else (0, 0) for a, z in bounds]
 
@@ -100,17 +105,24 @@ def _scores(query: Tensor, key: Tensor, weights: Tensor, use_relu: bool) -> Tens
     return scores
 
 
-def _choose(scores: Tensor, position: Tensor, topk: int) -> Tensor:
-    """Positions of the ``topk`` highest scores of each row, in any order: int32 ``[rows, topk]``."""
+def _choose(scores: Tensor, hidden: Tensor, position: Tensor, topk: int) -> Tensor:
+    """Positions of the ``topk`` highest scores of each row, in any order: int32 ``[rows, topk]``.
+
+    NaN comes after every number, and what is ``hidden`` after all.
+    """
     if topk == scores.shape[1]:
         return position.expand(scores.shape).contiguous()
-    if scores.dtype == torch.float64:
-        # No integer holds an fp64 score and a position.
-        return position[scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]]
+    integer = torch.int32 if scores.dtype == torch.float32 else torch.int64
+    limits = torch.iinfo(integer)
     # -0.0 equals 0.0 as a score but not as bits. In two's complement, flipping the magnitude bits of
     # negative floats makes the integer order the float order.
-    bits = (scores + 0.0).view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & _LAST)
+    bits = (scores + 0.0).view(integer)
+    ordered = bits ^ ((bits >> (limits.bits - 1)) & limits.max)
+    # Bits that only NaN has otherwise.
+    ordered.masked_fill_(scores.isnan(), limits.min + 1).masked_fill_(hidden, limits.min)
+    if integer == torch.int64:
+        # No integer holds an fp64 score and a position.
+        return position[ordered.sort(dim=-1, descending=True, stable=True).indices[:, :topk]]
     packed = (ordered.to(torch.int64) << 32) | (_LAST - position)
     best = packed.topk(topk, dim=-1, sorted=False).values
     return (_LAST - (best & _LAST)).to(torch.int32)

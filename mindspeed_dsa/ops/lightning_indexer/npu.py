@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mindspeed_dsa.ops import chunks
 from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.indices import names_key
 from mindspeed_dsa.ops.npu_device import DTYPES, TOPK_WIDTHS, npu_op, unavailable
 from mindspeed_dsa.ops.npu_layout import Layout, layout_of_indices, layout_of_ranges
 from mindspeed_dsa.ops.precision import raising_factor
@@ -111,7 +112,7 @@ def score_gradients(
             layout = layout_of_indices(topk_indices, key.shape[1])
         if not isinstance(layout, str) and layout.shortest >= _GRAD_TOPK:
             packed = layout.name == "TND"
-            grad_scores = grad_scores.masked_fill(topk_indices < 0, 0)
+            grad_scores = grad_scores.masked_fill(~names_key(topk_indices, key.shape[1]), 0)
             factor = raising_factor(grad_scores.abs().amax().float(), 0)
             grad_query, grad_key, grad_weights = npu_op("npu_lightning_indexer_grad")(
                 layout.pack(query),

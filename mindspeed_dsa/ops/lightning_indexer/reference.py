@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.indices import names_key
 
 
 def unsupported(shape: ShapeClass) -> str | None:
@@ -34,11 +36,14 @@ def lightning_indexer(
 ) -> tuple[Tensor, Tensor]:
     """Indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
     scores = all_scores(query, key, weights, use_relu)
-    scores = scores.masked_fill(~visible(starts, ends, key.shape[1]), -torch.inf)
-    # A stable sort leaves equal scores in ascending order of position.
-    best, chosen = scores.detach().sort(dim=-1, descending=True, stable=True)
-    chosen = chosen[..., :topk].masked_fill(best[..., :topk] == -torch.inf, key.shape[1])
-    chosen = chosen.sort(dim=-1).values
+    hidden = ~visible(starts, ends, key.shape[1])
+    # A stable sort leaves equal scores in ascending order of position, and the second one the order of the
+    # first: numbers, then NaN, then what the row does not see.
+    numbers = scores.detach().nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    order = numbers.sort(dim=-1, descending=True, stable=True).indices
+    kind = torch.where(hidden, 2, scores.isnan().to(torch.int64))
+    chosen = order.gather(-1, kind.gather(-1, order).sort(dim=-1, stable=True).indices)[..., :topk]
+    chosen = chosen.masked_fill(hidden.gather(-1, chosen), key.shape[1]).sort(dim=-1).values
     topk_indices = chosen.masked_fill(chosen == key.shape[1], -1).to(torch.int32)
     return topk_indices, _gather(scores, topk_indices)
 
@@ -51,5 +56,7 @@ def selected_scores(
 
 
 def _gather(scores: Tensor, topk_indices: Tensor) -> Tensor:
-    at = scores.gather(-1, topk_indices.clamp_min(0).long())
-    return at.masked_fill(topk_indices < 0, -torch.inf)
+    keys = scores.shape[-1]
+    # An entry that names no key finds a column of its own.
+    at = topk_indices.long().masked_fill(~names_key(topk_indices, keys), keys)
+    return F.pad(scores, (0, 1), value=-torch.inf).gather(-1, at)

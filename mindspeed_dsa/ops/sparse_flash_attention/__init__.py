@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.ops.backend import ShapeClass, choose, plan
-from mindspeed_dsa.ops.checks import check_float, check_shape, check_topk_indices, require
+from mindspeed_dsa.ops.backend import ShapeClass, choose, plan, unless_empty
+from mindspeed_dsa.ops.checks import check_float, check_heads, check_shape, check_topk_indices, require
 from mindspeed_dsa.ops.chunks import wide
 from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
 
@@ -29,8 +29,8 @@ class SparseAttentionOutput(NamedTuple):
     lse: Tensor
     """``[batch, query_length, heads]`` fp32, natural log of the sum of exp(scores); -inf without a key."""
     attention_sum: Tensor | None
-    """``[batch, query_length, topk]`` fp32, probabilities summed over this rank's heads, 0 where the index is
-    -1: the target of the indexer loss before normalisation. None unless asked for."""
+    """``[batch, query_length, topk]`` fp32, probabilities summed over this rank's heads, 0 where the index
+    names no key: the target of the indexer loss before normalisation. None unless asked for."""
 
 
 @outside_autocast
@@ -51,14 +51,20 @@ def sparse_flash_attention(
     ``out[t, h] = sum_s p[t, h, s] * key_value[s, :value_dim]`` with ``p = softmax over the selected s`` of
     ``softmax_scale * query[t, h] . key_value[s]``. The value is the leading (latent) part of the key; its
     gradient and the key's are added. Gradients are deterministic in the reference and on CPU; with triton
-    that of ``key_value`` is under ``torch.use_deterministic_algorithms(True)`` only.
+    that of ``key_value`` is under ``torch.use_deterministic_algorithms(True)`` only. NaN in a query or in a
+    selected key makes what depends on it NaN.
+
+    Rows that name no key, of which there may be no other in a call without keys, give zeros and an ``lse`` of
+    -inf; a batch without sequences or rows gives empty results. All gradients are zero then.
 
     Args:
         query: ``[batch, query_length, heads, dim]``, any number of heads from 1, any strides; for MLA the
             query absorbed into the latent space followed by its rotary part, ``dim = 512 + 64``.
         key_value: ``[batch, key_length, dim]``, latent followed by the rotary key.
-        topk_indices: ``[batch, query_length, topk]`` int32 key positions without duplicates, -1 at the tail,
-            otherwise in any order. Visibility (causal, packed) is the caller's: the indices say it all.
+        topk_indices: ``[batch, query_length, topk]`` int32 or int64 key positions without duplicates, any
+            strides, -1 at the tail, otherwise in any order. Visibility (causal, packed) is the caller's: the
+            indices say it all. Any other entry outside of ``[0, key_length)`` is treated like -1 too, and is
+            an error with debug checks on (:func:`mindspeed_dsa.ops.checks.set_debug_checks`).
         softmax_scale: factor of the scores. For MLA that of the unabsorbed heads, ``192 ** -0.5`` times the
             square of the YaRN factor, not ``576 ** -0.5``.
         value_dim: leading part of ``key_value`` that is the value, 512 for MLA.
@@ -82,11 +88,11 @@ def sparse_flash_attention(
     Source: DeepSeek-V2 paper, section 2.1 (absorbed MLA); DeepSeek-V3.2-Exp report, section 2.1.
     """
     check_shape(OPERATOR, "query", query, (None,) * 4, "[batch, query_length, heads, dim]")
+    check_heads(OPERATOR, "query", query)
     batch, _, heads, dim = query.shape
     check_shape(OPERATOR, "key_value", key_value, (batch, None, dim), f"[{batch}, key_length, {dim}]")
     check_float(OPERATOR, query=query, key_value=key_value)
     check_topk_indices(OPERATOR, topk_indices, query, key_value.shape[1])
-    require(heads >= 1, OPERATOR, "query must have at least one head")
     require(1 <= value_dim <= dim, OPERATOR, f"value_dim must lie in [1, {dim}], got {value_dim}")
     require(
         (topk_scores is None) == (score_gradient is None),
@@ -102,7 +108,7 @@ def sparse_flash_attention(
         query.dtype,
         (("heads", heads), ("dim", dim), ("value_dim", value_dim), ("topk", topk_indices.shape[-1])),
     )
-    implementation = choose(OPERATOR, backend, shape)
+    implementation = unless_empty(OPERATOR, choose(OPERATOR, backend, shape), query, key_value)
     implementation, found = plan(OPERATOR, backend, implementation, topk_indices, key_value.shape[1])
     # Without a consumer of its gradient the sum is not formed.
     hooked = topk_scores is not None and topk_scores.requires_grad and torch.is_grad_enabled()

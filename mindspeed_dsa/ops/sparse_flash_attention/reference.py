@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.indices import names_key
 
 
 def unsupported(shape: ShapeClass) -> str | None:
@@ -23,11 +25,12 @@ def sparse_flash_attention(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The three parts of :class:`SparseAttentionOutput`."""
     dtype = torch.promote_types(query.dtype, torch.float32)
-    valid = topk_indices >= 0
+    key_length = key_value.shape[1]
+    valid = names_key(topk_indices, key_length)
     batch = torch.arange(query.shape[0], device=query.device)[:, None, None]
-    # [batch, query_length, topk, dim]
-    keys = key_value.to(dtype)[batch, topk_indices.clamp_min(0).long()]
-    keys = keys.masked_fill(~valid[..., None], 0)
+    # [batch, query_length, topk, dim]; an entry that names no key finds zeros, behind the last key.
+    at = topk_indices.long().masked_fill(~valid, key_length)
+    keys = F.pad(key_value.to(dtype), (0, 0, 0, 1))[batch, at]
     scores = softmax_scale * torch.einsum("bshd,bskd->bshk", query.to(dtype), keys)
     scores = scores.masked_fill(~valid[:, :, None], -torch.inf)
     lse = scores.detach().logsumexp(dim=-1)

@@ -1,0 +1,77 @@
+"""Which of mindspeed_dsa's features the job switches on, and what it says of them at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from dsa_job.app import enable_features
+from dsa_job.arguments import parse_args
+
+import mindspeed_dsa
+from mindspeed_dsa import session
+
+from .conftest import JobServer, records
+
+VARIABLE = "MINDSPEED_DSA_USE_FUSED_DSA"
+
+
+def enabled(*argv: str) -> tuple[bool, bool, str]:
+    """Whether fused DSA is on by the library's account and by the job's, and who decided it."""
+    session.enable_from_argv(argv)  # as the one-liner does
+    args = parse_args(argv)
+    enable_features(args)
+    running = session.current()
+    assert running is not None
+    on = "fused-dsa" in {feature.name for feature in running.features}
+    return on, args.use_fused_dsa, running.settings.setting("use_fused_dsa").source
+
+
+@pytest.mark.parametrize(
+    ("argv", "variable", "expected"),
+    [
+        ([], None, (True, True, "API")),
+        (["--use-fused-dsa"], None, (True, True, "argv")),
+        (["--no-use-fused-dsa"], None, (False, False, "default")),
+        ([], "0", (False, False, "environment")),
+        (["--use-fused-dsa"], "0", (False, False, "environment")),
+        (["--no-use-fused-dsa"], "1", (True, True, "environment")),
+        (["--experimental-attention-variant", "none"], None, (False, False, "default")),
+    ],
+)
+def test_fused_dsa_is_on_unless_somebody_says_no(
+    monkeypatch: pytest.MonkeyPatch,
+    argv: list[str],
+    variable: str | None,
+    expected: tuple[bool, bool, str],
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(VARIABLE, variable)
+    assert enabled(*argv) == expected
+
+
+def test_fused_dsa_in_a_model_without_dsa_is_refused() -> None:
+    with pytest.raises(mindspeed_dsa.SettingsError, match="the model has none"):
+        enabled("--use-fused-dsa", "--experimental-attention-variant", "none")
+
+
+@pytest.mark.parametrize(
+    ("flags", "fused"),
+    [
+        ([], "absorbed MLA, Lightning Indexer, Sparse Flash Attention, indexer loss"),
+        pytest.param(["--no-use-fused-dsa"], "nothing", marks=pytest.mark.full),
+    ],
+)
+def test_a_job_says_at_its_end_what_the_library_did(
+    jobs: JobServer, tmp_path: Path, flags: list[str], fused: str
+) -> None:
+    finished = jobs.run(tmp_path / "run", "--train-iters", "2", "--eval-iters", "0", "--no-save", *flags)
+    assert finished.code == 0, finished.output
+    _, _, after = finished.output.partition("step     2/2")
+    # Two steps of two microbatches through two layers.
+    assert f"sparse attention: 8 calls in 2 layers on rank 0; fused: {fused}\n" in after
+    (line,) = (line for line in after.splitlines() if line.startswith("mindspeed_dsa:") and "at work" in line)
+    assert ("fused-dsa (2 patched)" in line) == (not flags)
+    assert "dsa-hadamard (1 patched)" in line
+    assert len(records(tmp_path / "run")) == 2
