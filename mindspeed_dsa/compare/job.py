@@ -15,8 +15,8 @@ from typing import Protocol
 
 import mindspeed_dsa
 from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.runs.metrics import FILE as METRICS
 
-METRICS = "metrics.jsonl"
 WEIGHTS = "weights"
 OUT = "{out}"
 """Stands for the run's folder in a job's command."""
