@@ -1,16 +1,10 @@
-"""Distributed checkpoints (``torch_dist``) that a killed process cannot damage.
-
-A checkpoint is written under a temporary name, brought to the disk, and renamed; then the tracker
-file is replaced. Whatever is killed when, the tracker names a complete checkpoint.
-"""
+"""Megatron's distributed checkpoints (``torch_dist``), written so that a kill cannot damage them."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,47 +21,14 @@ from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 # Derives from BaseException: no handler for ordinary errors sees it.
 from torch.distributed.checkpoint.api import CheckpointException as DamagedError
 
-from dsa_job.checkpoint_files import TRACKER, complete_steps, folder_of, is_complete, latest, partial_name
 from dsa_job.errors import UsageError
-from dsa_job.files import sync_folder, sync_tree, write_atomically
+from dsa_job.flags import FLAGS
 from dsa_job.model import unwrapped
+from mindspeed_dsa.runs import checkpoints
 
-# What must agree between a checkpoint and the job that loads its weights.
-_SHAPE = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "padded_vocab_size",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "qk_layernorm",
-    "normalization",
-    "experimental_attention_variant",
-    "dsa_indexer_n_heads",
-    "dsa_indexer_head_dim",
-    "num_moe_experts",
-    "moe_layer_freq",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_router_enable_expert_bias",
-    "mtp_num_layers",
-    "untie_embeddings_and_output_weights",
-)
-_OPTIMIZER = (
-    "optimizer",
-    "bf16",
-    "use_distributed_optimizer",
-)
-_LAYOUT = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "world_size",
-)
+_SHAPE = ("padded_vocab_size", *(dest for dest, flag in FLAGS.items() if flag.shape))
+_OPTIMIZER = ("optimizer", "bf16", "use_distributed_optimizer")
+_LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 
 
 class _SaveInThisProcess(SaveShardedStrategy):
@@ -97,13 +58,13 @@ class _SaveInThisProcess(SaveShardedStrategy):
 
 @dataclass
 class Progress:
-    """How far a job has come; saved with every checkpoint.
+    """State of a job that is saved with every checkpoint.
 
     Attributes:
         iteration: steps done.
         consumed_train_samples: sequences used by all ranks together.
-        wall_s: seconds spent in all processes that worked on this run, one after the other.
-        fresh_optimizer: the weights were loaded, the optimizer's state was not; never saved.
+        wall_s: seconds spent on this run, by all processes that worked on it one after the other.
+        fresh_optimizer: the weights were loaded without the optimizer's state; not saved.
     """
 
     iteration: int = 0
@@ -112,53 +73,38 @@ class Progress:
     fresh_optimizer: bool = False
 
 
-def choose(args: argparse.Namespace) -> int:
-    """The step that ``--load`` and ``--ckpt-step`` mean.
-
-    Raises:
-        UsageError: there is no such checkpoint.
-    """
-    folder = Path(args.load)
-    step = args.ckpt_step if args.ckpt_step is not None else latest(folder)
-    if step is None or not is_complete(folder_of(folder, step)):
-        raise UsageError(
-            f"--load {folder} has no complete checkpoint{'' if step is None else f' of step {step}'}; "
-            f"complete ones: {complete_steps(folder) or 'none'}"
-        )
-    return step
-
-
 def check_fits(args: argparse.Namespace, checkpoint: Path) -> None:
-    """Compare the arguments that made a checkpoint with those of this job; reads, and changes nothing.
+    """Compare the arguments in a checkpoint with those of this job.
 
     Raises:
-        UsageError: the checkpoint cannot be read, or lists everything that differs.
+        UsageError: the checkpoint cannot be read, or does not fit; lists everything that differs.
     """
     try:
-        json.loads((checkpoint / "metadata.json").read_bytes())  # Megatron reads it too, with a traceback
+        json.loads((checkpoint / "metadata.json").read_bytes())  # Megatron fails on it with a traceback
         saved = dist_checkpointing.load_common_state_dict(str(checkpoint)).get("args")
-    except Exception as error:  # whatever the pickle of an unknown file may raise
+    except Exception as error:  # unpickling an arbitrary file may raise anything
         raise UsageError(
             f"checkpoint {checkpoint} cannot be read ({error}); choose another with --ckpt-step"
         ) from error
-    if saved is None:
-        return
-    names = [*_SHAPE, *([] if weights_only(args) else _OPTIMIZER)]
-    differences = [
-        f"{name} is {getattr(args, name)} here and {getattr(saved, name)} there"
-        for name in names
-        if hasattr(saved, name) and getattr(saved, name) != getattr(args, name)
-    ]
-    if differences:
-        shape = any(difference.split()[0] in _SHAPE for difference in differences)
+
+    def differences(names: tuple[str, ...]) -> list[str]:
+        return [
+            f"{name} is {getattr(args, name)} here and {getattr(saved, name)} there"
+            for name in names
+            if hasattr(saved, name) and getattr(saved, name) != getattr(args, name)
+        ]
+
+    shape = differences(_SHAPE)
+    optimizer = [] if weights_only(args) else differences(_OPTIMIZER)
+    if shape or optimizer:
         remedy = (
             "use the same model" if shape else "add --no-load-optim or --finetune to load the weights only"
         )
-        raise UsageError(f"checkpoint {checkpoint} does not fit: {'; '.join(differences)}; {remedy}")
+        raise UsageError(f"checkpoint {checkpoint} does not fit: {'; '.join([*shape, *optimizer])}; {remedy}")
 
 
 def weights_only(args: argparse.Namespace) -> bool:
-    """Whether the optimizer's state stays out of a load."""
+    """Whether the optimizer's state is not loaded."""
     return bool(args.finetune or args.no_load_optim)
 
 
@@ -171,15 +117,11 @@ def save(
     scheduler: Any,
 ) -> Path:
     """Write a checkpoint; all ranks call it together. Returns its folder."""
-    final = folder_of(folder, progress.iteration)
-    name = [partial_name(final)]
-    dist.broadcast_object_list(name, src=0)
-    partial = folder / name[0]
+    partial: list[Path | None] = [None]
     if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-    dist.barrier()
+        partial[0] = checkpoints.begin(folder, progress.iteration)
+    dist.broadcast_object_list(partial, src=0)
+    assert partial[0] is not None
     metadata = _metadata(args)
     state = _model_state(model, metadata)
     if not args.no_save_optim:
@@ -192,35 +134,16 @@ def save(
     saved.world_size = dist.get_world_size()
     state.update(args=saved, iteration=progress.iteration, checkpoint_version=3.0, wall_s=progress.wall_s)
     content = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
-    dist_checkpointing.save(state, str(partial), _SaveInThisProcess(), content_metadata=content)
+    dist_checkpointing.save(state, str(partial[0]), _SaveInThisProcess(), content_metadata=content)
     dist.barrier()
     if dist.get_rank() == 0:
-        sync_tree(partial)
-        _publish(partial, final)
-        write_atomically(folder / TRACKER, str(progress.iteration))
+        checkpoints.publish(partial[0], progress.iteration)
     dist.barrier()
-    return final
-
-
-def _publish(partial: Path, final: Path) -> None:
-    if final.exists():
-        # Left by a process that was killed before the tracker named it, or by an earlier run of the
-        # same steps; the tracker does not change until the new one is in place.
-        old = partial.with_suffix(".replaced")
-        os.rename(final, old)
-        os.rename(partial, final)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        os.rename(partial, final)
-    sync_folder(final.parent)
+    return checkpoints.folder_of(folder, progress.iteration)
 
 
 def load(
-    args: argparse.Namespace,
-    checkpoint: Path,
-    model: list[Any],
-    optimizer: Any,
-    scheduler: Any,
+    args: argparse.Namespace, checkpoint: Path, model: list[Any], optimizer: Any, scheduler: Any
 ) -> Progress:
     """Read a checkpoint into model, optimizer, schedule and generators, in any parallel layout.
 
@@ -230,12 +153,7 @@ def load(
     common = dist_checkpointing.load_common_state_dict(str(checkpoint))
     saved = common.get("args")
     with_optimizer = not weights_only(args) and not getattr(saved, "no_save_optim", False)
-    layout = {name: getattr(args, name, None) for name in _LAYOUT} | {"world_size": dist.get_world_size()}
-    with_rng = (
-        not (args.finetune or args.no_load_rng or getattr(saved, "no_save_rng", False))
-        and saved is not None
-        and all(getattr(saved, name, None) == value for name, value in layout.items())
-    )
+    with_rng = not (args.finetune or args.no_load_rng) and _has_rng_state(saved, args)
     metadata = {**(dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}), **_group()}
     wanted = _model_state(model, metadata)
     if with_optimizer:
@@ -246,20 +164,8 @@ def load(
         state = dist_checkpointing.load(wanted, str(checkpoint))
     except (CheckpointingException, KeyError) as error:
         raise UsageError(f"checkpoint {checkpoint} does not fit this model: {error}") from error
-    except DamagedError as error:  # names every rank's trouble, each with a traceback
-        causes = {cause for cause, _ in error.failures.values()}
-        if all(isinstance(cause, KeyError) and "optimizer." in str(cause) for cause in causes):
-            raise UsageError(
-                f"checkpoint {checkpoint} has no optimizer state for some of these parameters, as one of "
-                "--dsa-stage warmup, which trains the indexers alone; add --finetune to take its weights only"
-            ) from error
-        told = "; ".join(sorted({f"{type(cause).__name__}: {cause}" for cause in causes}))
-        step = int(checkpoint.name[5:])
-        others = [other for other in complete_steps(checkpoint.parent) if other != step]
-        raise UsageError(
-            f"checkpoint {checkpoint} cannot be read, its files are damaged ({told}); go on from another "
-            f"with --load {checkpoint.parent} --ckpt-step, which has: {others or 'none'}"
-        ) from error
+    except DamagedError as error:
+        raise UsageError(_damage(checkpoint, error)) from error
     for index, chunk in enumerate(model):
         unwrapped(chunk).load_state_dict(state[_key(index, len(model))], strict=True)
     if with_optimizer:
@@ -279,12 +185,29 @@ def load(
     )
 
 
+def _damage(checkpoint: Path, error: DamagedError) -> str:
+    """In one sentence what torch reports per rank, each with a traceback."""
+    causes = {cause for cause, _ in error.failures.values()}
+    if all(isinstance(cause, KeyError) and "optimizer." in str(cause) for cause in causes):
+        return (
+            f"checkpoint {checkpoint} has no optimizer state for some of these parameters, as one of "
+            "--dsa-stage warmup, which trains the indexers alone; add --finetune to load its weights only"
+        )
+    reasons = "; ".join(sorted({f"{type(cause).__name__}: {cause}" for cause in causes}))
+    others = checkpoints.complete_steps(checkpoint.parent)
+    others = [step for step in others if checkpoints.folder_of(checkpoint.parent, step) != checkpoint]
+    return (
+        f"checkpoint {checkpoint} cannot be read, its files are damaged ({reasons}); continue from another "
+        f"with --load {checkpoint.parent} --ckpt-step, which has: {others or 'none'}"
+    )
+
+
 def _group() -> dict[str, Any]:
     return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
 
 def _metadata(args: argparse.Namespace) -> dict[str, Any]:
-    """How the state is cut; a sharded optimizer's in a way that any other layout can read."""
+    """How the state is sharded; a distributed optimizer's in a way that any other layout can read."""
     metadata: dict[str, Any] = {
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
@@ -307,8 +230,16 @@ def _model_state(model: list[Any], metadata: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _has_rng_state(saved: Any, args: argparse.Namespace) -> bool:
+    """Whether a checkpoint has a generator state for each rank of this layout."""
+    if saved is None or getattr(saved, "no_save_rng", False):
+        return False
+    same = all(getattr(saved, name, None) == getattr(args, name) for name in _LAYOUT)
+    return same and getattr(saved, "world_size", None) == dist.get_world_size()
+
+
 def _rng_state() -> ShardedObject:
-    """Every generator of this rank, each rank's kept apart."""
+    """Every generator of this rank; each rank's is saved separately."""
     state = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),

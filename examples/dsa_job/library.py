@@ -1,4 +1,4 @@
-"""What mindspeed_dsa did in this job, told at its end."""
+"""What mindspeed_dsa did in this job, for the summary at its end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import torch
 
 import mindspeed_dsa
 from mindspeed_dsa import session
-from mindspeed_dsa.features.attention.dsa.options import Options
+
+_PARTS = {
+    "use_dsa_absorb": "absorbed MLA",
+    "use_fused_lightning_indexer": "Lightning Indexer",
+    "use_fused_sparse_flash_attention": "Sparse Flash Attention",
+    "use_fused_lightning_indexer_kl_loss": "indexer loss",
+}
+"""What ``--use-fused-dsa`` switches on, unless a switch of its own says otherwise."""
 
 
 class Account:
@@ -19,41 +26,32 @@ class Account:
     """
 
     def __init__(self, model: Sequence[torch.nn.Module]) -> None:
-        self._calls = self._layers = 0
-        for chunk in model:
-            for module in chunk.modules():
-                # Megatron's class, or the backport's of the same name; without DSA there is none.
-                if type(module).__name__ == "DSAttention":
-                    self._layers += 1
-                    module.register_forward_hook(self._count)
+        modules = [module for chunk in model for module in chunk.modules()]
+        layers = [module for module in modules if type(module).__name__ == "DSAttention"]
+        self._calls, self._layers = 0, len(layers)
+        for layer in layers:
+            layer.register_forward_hook(self._count)
 
-    def _count(self, *of_the_call: object) -> None:
+    def _count(self, *_: object) -> None:
         self._calls += 1
 
     def lines(self) -> list[str]:
-        """Features that are on with the names that they replaced, and who computed sparse attention."""
+        """Features that are on with the names that they replaced, and what computed sparse attention."""
         running = session.current()
         if running is None:
             return ["mindspeed_dsa: no feature was on"]
-        replaced: dict[str, list[str]] = {feature.name: [] for feature in running.features}
+        patched = {feature.name: 0 for feature in running.features}
         for site in mindspeed_dsa.report():
-            for name in site["features"]:
-                # The session's own services are no features.
-                if name in replaced and site["state"] == "applied":
-                    replaced[name].append(site["target"].rpartition(":")[2])
-        told = [f"{name} ({len(targets)} patched)" for name, targets in replaced.items() if targets]
-        lines = [f"mindspeed_dsa: {len(replaced)} features on; at work: {', '.join(told) or 'none'}"]
+            for name in patched.keys() & site["features"]:
+                patched[name] += site["state"] == "applied"
+        at_work = ", ".join(f"{name} ({count} patched)" for name, count in patched.items() if count)
+        lines = [f"mindspeed_dsa: {len(patched)} features on; at work: {at_work or 'none'}"]
         if self._layers:
-            chosen = Options.of(running.settings)
-            parts = {
-                "absorbed MLA": chosen.absorb,
-                "Lightning Indexer": chosen.indexer,
-                "Sparse Flash Attention": chosen.attention,
-                "indexer loss": chosen.kl_loss,
-            }
-            fused = ", ".join(part for part, on in parts.items() if on)
+            settings = running.settings
+            chosen = {name: getattr(settings, name) for name in _PARTS}
+            fused = [_PARTS[n] for n, on in chosen.items() if (settings.use_fused_dsa if on is None else on)]
             lines.append(
                 f"sparse attention: {self._calls:,} calls in {self._layers} layers on rank 0; fused: "
-                f"{fused or 'nothing'}"
+                f"{', '.join(fused) or 'nothing'}"
             )
         return lines

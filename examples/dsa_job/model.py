@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import importlib
 import inspect
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 
 def model_config(args: argparse.Namespace) -> MLATransformerConfig:
-    """Megatron's configuration; every flag that has the name of a field goes there."""
+    """Megatron's configuration; flags configure it through its fields of the same name."""
     fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
     given = {name: value for name, value in vars(args).items() if name in fields}
     dtype = torch.bfloat16 if args.bf16 else torch.float32
@@ -55,13 +54,16 @@ def build_model(args: argparse.Namespace, config: MLATransformerConfig) -> list[
         module.cuda(torch.cuda.current_device())
     if args.bf16:
         modules = [Float16Module(config, module) for module in modules]
+    buckets = args.ddp_bucket_size or max(
+        40_000_000, 1_000_000 * parallel_state.get_data_parallel_world_size()
+    )
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=args.overlap_grad_reduce,
         overlap_param_gather=args.overlap_param_gather,
         align_param_gather=args.align_param_gather,
         use_distributed_optimizer=args.use_distributed_optimizer,
-        bucket_size=_bucket_size(args),
+        bucket_size=buckets if args.overlap_grad_reduce else None,
     )
     return [
         # Communication of all chunks but the first runs beside compute anyway: no buckets for them.
@@ -70,18 +72,11 @@ def build_model(args: argparse.Namespace, config: MLATransformerConfig) -> list[
     ]
 
 
-def _bucket_size(args: argparse.Namespace) -> int | None:
-    """Parameters per bucket; without overlap one bucket holds all."""
-    if not args.overlap_grad_reduce:
-        return None
-    return args.ddp_bucket_size or max(40_000_000, 1_000_000 * parallel_state.get_data_parallel_world_size())
-
-
 def _build_chunk(args: argparse.Namespace, config: MLATransformerConfig, stage: int | None) -> GPTModel:
     which: dict[str, Any] = {}
     if stage is not None:
         which = _accepted(GPTModel.__init__, vp_stage=stage)
-        if not which:  # before 0.13 the chunk is asked of the global state
+        if not which:  # before 0.13 Megatron reads the chunk from its global state
             parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
     transformer_engine = args.transformer_impl == "transformer_engine"
     block = _block_spec(args, config, which)
@@ -110,21 +105,19 @@ def _build_chunk(args: argparse.Namespace, config: MLATransformerConfig, stage: 
 
 def _block_spec(args: argparse.Namespace, config: MLATransformerConfig, which: dict[str, Any]) -> Any:
     """Megatron's own spec of this rank's layers."""
-    specs = _variant_specs() if args.experimental_attention_variant else None
-    if specs is not None:
-        return specs.get_transformer_block_with_experimental_attention_variant_spec(config, **which)
+    if args.experimental_attention_variant:
+        try:  # from 0.16 on
+            specs = importlib.import_module(
+                "megatron.core.models.gpt.experimental_attention_variant_module_specs"
+            )
+        except ModuleNotFoundError:
+            pass
+        else:
+            return specs.get_transformer_block_with_experimental_attention_variant_spec(config, **which)
     # Before 0.16 there is one spec for all MLA layers, and mindspeed_dsa builds DSA into it.
     transformer_engine = args.transformer_impl == "transformer_engine"
     normalization = None if transformer_engine else args.normalization
     return get_gpt_decoder_block_spec(config, transformer_engine, normalization=normalization, **which)
-
-
-def _variant_specs() -> ModuleType | None:
-    """Megatron's module of specs with other attention, from 0.16 on."""
-    try:
-        return importlib.import_module("megatron.core.models.gpt.experimental_attention_variant_module_specs")
-    except ModuleNotFoundError:
-        return None
 
 
 def _accepted(function: Any, **arguments: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 
 def build_optimizer(args: argparse.Namespace, model: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """The optimizer; every flag that has the name of a field of Megatron's configuration goes there."""
+    """The optimizer; flags configure it through the fields of Megatron's configuration of the same name."""
     fields = {field.name for field in dataclasses.fields(OptimizerConfig)}
     given = {name: value for name, value in vars(args).items() if name in fields and value is not None}
     return get_megatron_optimizer(OptimizerConfig(**given), model)

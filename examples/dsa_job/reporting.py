@@ -1,4 +1,4 @@
-"""What the user sees of a run, and what stays of it: lines or a bar, metrics, TensorBoard, a picture."""
+"""What the user sees of a run, and what remains of it: lines or a bar, metrics, TensorBoard, a picture."""
 
 from __future__ import annotations
 
@@ -10,26 +10,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsa_job.files import write_atomically
+from mindspeed_dsa.runs import folders, metrics
+from mindspeed_dsa.runs.files import write_atomically
+from mindspeed_dsa.runs.metrics import Record
 
-METRICS = "metrics.jsonl"
 HELDOUT = "heldout.jsonl"
 PICTURE = "loss.png"
-# What the summary and the picture read from each file.
-_FIGURES = {METRICS: ("lm_loss",), HELDOUT: ("heldout_loss",)}
-Record = Mapping[str, Any]
-"""One step: ``step``, ``lm_loss`` and ``indexer_loss`` (nats per token), ``grad_norm``, ``tokens_per_s``,
-``step_time_s``, ``peak_memory_bytes``. ``indexer_loss`` is ``None`` where the model computes none."""
 
 
 class Reporter:
-    """Writes everything about a run; on all ranks but the first it does nothing.
+    """Reports the steps of a run; on all ranks but the first it does nothing.
 
     Args:
         args: arguments of the job.
         folder: the run's folder; ``None`` writes no files.
-        iteration: steps done before; what files say of later ones is dropped, because those steps
-            come again.
+        iteration: steps done before; records of later ones are dropped, because those steps are repeated.
         quiet: print nothing.
     """
 
@@ -38,16 +33,19 @@ class Reporter:
         self._folder = folder
         self._quiet = quiet
         self._bar: Any = None
-        self._files: dict[str, Any] = {}
         self._writer: Any = None
-        self.heldout: list[Record] = []
         self.records: list[Record] = []
+        self.heldout: list[Record] = []
         if folder is None:
             return
-        self.records = self._kept(METRICS, iteration)
-        self.heldout = self._kept(HELDOUT, iteration)
-        for name in (METRICS, HELDOUT):
-            self._files[name] = open(folder / name, "a", encoding="utf-8")  # noqa: SIM115 - until close()
+        for name, figure, kept in (
+            (metrics.FILE, "lm_loss", self.records),
+            (HELDOUT, "heldout_loss", self.heldout),
+        ):
+            records, warning = metrics.truncate(folder / name, iteration, [figure])
+            kept += records
+            if warning:
+                self.say(warning)
         if not args.no_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -63,7 +61,7 @@ class Reporter:
             print(text, flush=True)
 
     def start(self, iteration: int) -> None:
-        """Steps begin: a bar on a terminal."""
+        """Steps begin: show a bar on a terminal."""
         if not self._quiet and sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -72,11 +70,7 @@ class Reporter:
     def step(self, record: Record) -> None:
         """One training step is done."""
         self.records.append(record)
-        self._append(METRICS, record)
-        if self._writer is not None:
-            for name, value in record.items():
-                if name != "step" and value is not None:
-                    self._writer.add_scalar(f"train/{name}", value, record["step"])
+        self._write(metrics.FILE, record, "train")
         if self._bar is not None:
             self._bar.set_postfix(lm_loss=f"{record['lm_loss']:.3f}", refresh=False)
             self._bar.update()
@@ -87,9 +81,7 @@ class Reporter:
         """The held-out loss after a step; step 0 is before the first."""
         record = {"step": step, "heldout_loss": loss}
         self.heldout.append(record)
-        self._append(HELDOUT, record)
-        if self._writer is not None:
-            self._writer.add_scalar("heldout/lm_loss", loss, step)
+        self._write(HELDOUT, record, "heldout")
         self.say(f"step {step:>5} | held-out loss {loss:.4f}")
 
     def finish(self, unigram_entropy: float, wall_s: float, library: Sequence[str] = ()) -> dict[str, Any]:
@@ -98,7 +90,7 @@ class Reporter:
         Args:
             unigram_entropy: of the training text, in nats per token.
             wall_s: seconds that the whole run took.
-            library: lines on what mindspeed_dsa did in it, printed with the summary.
+            library: lines to print with the summary.
         """
         last = [record["lm_loss"] for record in self.records[-10:]]
         summary = {
@@ -113,82 +105,26 @@ class Reporter:
         if self._folder is not None:
             if self.records and not self._args.no_plot:
                 draw(self._folder / PICTURE, self.records, self.heldout, unigram_entropy)
-            # Last: the summary is what marks a run as finished.
-            from dsa_job.runs import SUMMARY
-
-            write_atomically(self._folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
+            write_atomically(self._folder / folders.SUMMARY, json.dumps(summary, indent=1) + "\n")
         for text in [*library, *describe(summary, self._folder)]:
             self.say(text)
         return summary
 
     def close(self) -> None:
-        """Close files and bar; may be called twice."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        """Close bar and TensorBoard; may be called twice."""
+        for output in (self._bar, self._writer):
+            if output is not None:
+                output.close()
+        self._bar = self._writer = None
+
+    def _write(self, name: str, record: Record, group: str) -> None:
+        if self._folder is not None:
+            metrics.append(self._folder / name, record)
         if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-        for file in self._files.values():
-            file.close()
-        self._files = {}
-
-    def _kept(self, name: str, iteration: int) -> list[Record]:
-        assert self._folder is not None
-        kept, damage = truncate(self._folder / name, iteration, _FIGURES[name])
-        if damage:
-            self.say(damage)
-        return kept
-
-    def _append(self, name: str, record: Record) -> None:
-        file = self._files.get(name)
-        if file is not None:
-            file.write(json.dumps(record) + "\n")
-            file.flush()  # a killed process leaves complete lines
-
-
-def truncate(path: Path, iteration: int, figures: Sequence[str]) -> tuple[list[Record], str]:
-    """Keep the lines up to a step, drop later and broken ones.
-
-    Args:
-        path: file of records, one JSON object a line.
-        iteration: last step to keep.
-        figures: what a record must hold beside its step.
-
-    Returns:
-        What is kept; and, if more is broken than the last line, which a killed process leaves unfinished, a
-        sentence that says so and where the file as it was lies now.
-    """
-    if not path.exists():
-        return [], ""
-    content = path.read_bytes()
-    lines = content.splitlines()
-    records = [_record(text, figures) for text in lines]
-    broken = [number for number, record in enumerate(records, start=1) if record is None]
-    damage = ""
-    if broken and broken != [len(lines)]:
-        aside = path.with_name(f"{path.name}.damaged")
-        aside.write_bytes(content)
-        damage = (
-            f"{path} is damaged: {len(broken)} of its {len(lines)} lines, line {broken[0]} first, are no "
-            f"records of steps; the run goes on without them, and the file as it was is now {aside.name}"
-        )
-    kept = [record for record in records if record is not None and record["step"] <= iteration]
-    write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
-    return kept, damage
-
-
-def _record(text: bytes, figures: Sequence[str]) -> Record | None:
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    whole = isinstance(record, dict) and all(_is_number(record.get(name)) for name in ("step", *figures))
-    return record if whole else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+            for figure, value in record.items():
+                if figure != "step" and value is not None:
+                    label = "lm_loss" if figure == "heldout_loss" else figure
+                    self._writer.add_scalar(f"{group}/{label}", value, record["step"])
 
 
 def line(record: Record, steps: int) -> str:
@@ -205,19 +141,15 @@ def describe(summary: Mapping[str, Any], folder: Path | None) -> list[str]:
     """The summary for people."""
     if summary["final_lm_loss"] is None:
         return ["no step was made"]
-    entropy, final = summary["unigram_entropy"], summary["final_lm_loss"]
     lines = [
-        f"{summary['steps']} steps in {summary['wall_s']:.0f} s",
-        f"training loss {final:.4f} nats per token, mean of the last ten steps",
-        f"unigram entropy {entropy:.4f}: the loss of a model that knows only how often each token occurs",
+        "{steps} steps in {wall_s:.0f} s",
+        "training loss {final_lm_loss:.4f} nats per token, mean of the last ten steps",
+        "unigram entropy {unigram_entropy:.4f}: the loss of a model that knows only token frequencies",
     ]
     if summary["heldout_loss_first"] is not None:
-        lines.append(
-            f"held-out loss {summary['heldout_loss_first']:.4f} -> {summary['heldout_loss_last']:.4f}"
-        )
-    if folder is not None:
-        lines.append(f"everything about this run: {os.path.relpath(folder)}")
-    return lines
+        lines.append("held-out loss {heldout_loss_first:.4f} -> {heldout_loss_last:.4f}")
+    texts = [text.format(**summary) for text in lines]
+    return texts if folder is None else [*texts, f"everything about this run: {os.path.relpath(folder)}"]
 
 
 def draw(path: Path, records: list[Record], heldout: list[Record], unigram_entropy: float) -> None:
@@ -227,24 +159,20 @@ def draw(path: Path, records: list[Record], heldout: list[Record], unigram_entro
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    def curve(source: list[Record], name: str) -> list[list[float]]:
+        points = [(record["step"], record[name]) for record in source if record[name] is not None]
+        return [list(axis) for axis in zip(*points, strict=True)]
+
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    steps = [record["step"] for record in records]
-    axes.plot(steps, [record["lm_loss"] for record in records], label="training", linewidth=1)
+    axes.plot(*curve(records, "lm_loss"), label="training", linewidth=1)
     if heldout:
-        axes.plot(
-            [record["step"] for record in heldout],
-            [record["heldout_loss"] for record in heldout],
-            marker="o",
-            label="held-out",
-        )
+        axes.plot(*curve(heldout, "heldout_loss"), marker="o", label="held-out")
     axes.axhline(unigram_entropy, linestyle="--", color="grey", linewidth=1, label="unigram entropy")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
-    indexer = [
-        (record["step"], record["indexer_loss"]) for record in records if record["indexer_loss"] is not None
-    ]
+    indexer = curve(records, "indexer_loss")
     if indexer:
         right = axes.twinx()
-        right.plot(*zip(*indexer, strict=True), color="tab:green", linewidth=0.8, alpha=0.7)
+        right.plot(*indexer, color="tab:green", linewidth=0.8, alpha=0.7)
         right.set_ylabel("indexer loss", color="tab:green")
     axes.legend()
     figure.savefig(path, dpi=120)

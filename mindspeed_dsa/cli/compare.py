@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_dsa.compare import figures, job, plot, result, sides, text, weights
-from mindspeed_dsa.compare.figures import Record
+from mindspeed_dsa.compare import job, plot, result, sides, text, weights
 from mindspeed_dsa.compare.job import CommandJob, ExampleJob, Job, Run
 from mindspeed_dsa.compare.sides import Sides
 from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.runs import metrics
+from mindspeed_dsa.runs.metrics import Record
 
 _DESCRIPTION = """\
 Runs one job as two sides, A and B, each run in a fresh process, and tells what differs: step time, memory,
@@ -83,7 +84,7 @@ def _one(
     if not done.problem:
         file = folder / chosen.metrics
         try:
-            records[done.name] = figures.read(file)
+            records[done.name] = metrics.read(file)
         except (OSError, ValueError) as error:
             done.problem = f"wrote no records that can be read ({error})"
             if not file.exists():

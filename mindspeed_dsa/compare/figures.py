@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-Record = dict[str, Any]
+from mindspeed_dsa.runs.metrics import Record, is_number
+
 COMPARED = ("lm_loss", "grad_norm", "indexer_loss")
 """What must agree between the sides if a feature promises that it does."""
 MEASURED = ("step_time_s", "tokens_per_s", "peak_memory_bytes")
-
-
-def read(path: Path) -> list[Record]:
-    """Records by step; of a step that was made twice (before and after a resume) the later one.
-
-    Raises:
-        ValueError: a line is no record.
-    """
-    found: dict[int, Record] = {}
-    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            record = json.loads(text)
-            found[int(record["step"])] = record
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            raise ValueError(
-                f"{path}, line {number}: no record of a step ({error!r}); the job must write one JSON object "
-                "a line into that file, and nothing else"
-            ) from None
-    return [found[step] for step in sorted(found)]
 
 
 def warmup(runs: Sequence[Sequence[Record]], wanted: int) -> int:
@@ -48,7 +28,7 @@ def measured(runs: Sequence[Sequence[Record]], skip: int) -> dict[str, dict[str,
     for name in MEASURED:
         per_run = []
         for records in runs:
-            values = [r[name] for r in records if _is_number(r.get(name))]
+            values = [r[name] for r in records if is_number(r.get(name))]
             if name != "peak_memory_bytes":
                 values = values[skip:] or values
             if values:
@@ -62,7 +42,7 @@ def measured(runs: Sequence[Sequence[Record]], skip: int) -> dict[str, dict[str,
             }
     if "step_time_s" in result:
         times = (r.get("step_time_s") for records in runs for r in records[skip:])
-        steps = sorted(time for time in times if _is_number(time) and time)
+        steps = sorted(time for time in times if is_number(time) and time)
         result["step_time_s"]["quartiles_of_steps"] = [_quantile(steps, 0.25), _quantile(steps, 0.75)]
     return result
 
@@ -125,24 +105,20 @@ def _pairs(a: Sequence[Record], b: Sequence[Record], name: str) -> list[tuple[in
 
 
 def _same(x: Any, y: Any) -> bool:
-    return x == y or (_is_number(x) and _is_number(y) and math.isnan(x) and math.isnan(y))
+    return x == y or (is_number(x) and is_number(y) and math.isnan(x) and math.isnan(y))
 
 
 def _first_not_finite(records: Sequence[Record], name: str) -> int | None:
-    return next((r["step"] for r in records if _is_number(r.get(name)) and not math.isfinite(r[name])), None)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return next((r["step"] for r in records if is_number(r.get(name)) and not math.isfinite(r[name])), None)
 
 
 def _is_finite(value: Any) -> bool:
-    return _is_number(value) and math.isfinite(value)
+    return is_number(value) and math.isfinite(value)
 
 
 def _as_json(value: Any) -> Any:
     """JSON has no word for what is no finite number."""
-    return str(value) if _is_number(value) and not math.isfinite(value) else value
+    return str(value) if is_number(value) and not math.isfinite(value) else value
 
 
 def _quantile(ordered: Sequence[float], part: float) -> float | None:

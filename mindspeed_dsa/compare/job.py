@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.runs.metrics import FILE as METRICS
 
-METRICS = "metrics.jsonl"
 WEIGHTS = "weights"
 OUT = "{out}"
 """Stands for the run's folder in a job's command."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_dsa.compare.figures import Record
+from mindspeed_dsa.runs.metrics import Record
 
 _COLOURS = {"A": "tab:blue", "B": "tab:orange"}
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from mindspeed_dsa import versions
 from mindspeed_dsa.compare import figures, weights
-from mindspeed_dsa.compare.figures import Record
 from mindspeed_dsa.compare.job import WEIGHTS, Run
 from mindspeed_dsa.compare.sides import Sides
+from mindspeed_dsa.runs.metrics import Record
 from mindspeed_dsa.start_report import REPORT_FILE
 
 Records = dict[str, list[Record]]

@@ -26,6 +26,7 @@ from dsa_job import checkpoint, step, training  # noqa: E402
 from dsa_job.app import main  # noqa: E402
 
 from mindspeed_dsa import features, session  # noqa: E402
+from mindspeed_dsa.runs import checkpoints  # noqa: E402
 
 POISONED_STEP = 3
 OURS = {flag.name for flag in features.all_flags() if not flag.host}
@@ -136,10 +137,10 @@ FAULTS = {
         mock.patch.object(checkpoint._SaveInThisProcess, "save", die)
     ),
     # Everything is written, under the temporary name.
-    "before the rename": lambda: die_in_the_write_of_step_4(mock.patch.object(checkpoint, "_publish", die)),
+    "before the rename": lambda: die_in_the_write_of_step_4(mock.patch.object(checkpoints, "publish", die)),
     # The new folder has its name, the tracker names the old one.
     "before the tracker": lambda: die_in_the_write_of_step_4(
-        mock.patch.object(checkpoint, "write_atomically", die)
+        mock.patch.object(checkpoints, "write_atomically", die)
     ),
 }
 

@@ -7,10 +7,8 @@ checkpoints and Megatron's own logging lie outside.
 from __future__ import annotations
 
 import inspect
-import json
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +19,7 @@ from mindspeed_dsa import platforms
 from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.diagnostics.step_metrics.options import Options
 from mindspeed_dsa.integration import indexer_loss
+from mindspeed_dsa.runs import metrics
 
 
 class _Step:
@@ -71,7 +70,7 @@ def record_step(original: Callable[..., Any], context: Context[Options]) -> Call
             job = _job_args(context)
             tokens = (job.consumed_train_samples - step.samples_before) * job.seq_length
             grad_norm = given["grad_norm"]
-            _append(
+            metrics.append(
                 context.options.file,
                 {
                     "step": int(given["iteration"]),
@@ -97,12 +96,6 @@ def _lm_loss(losses: Mapping[str, Any]) -> float | None:
     if "lm loss" in losses:
         return float(losses["lm loss"])
     return float(next(iter(losses.values()))) if len(losses) == 1 else None
-
-
-def _append(file: Path, record: Mapping[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(record) + "\n")
 
 
 def _largest_over_ranks(value: int) -> int:
