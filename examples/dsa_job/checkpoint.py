@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 # Derives from BaseException: no handler for ordinary errors sees it.
 from torch.distributed.checkpoint.api import CheckpointException as DamagedError
@@ -25,35 +23,11 @@ from dsa_job.errors import UsageError
 from dsa_job.flags import FLAGS
 from dsa_job.model import unwrapped
 from mindspeed_dsa.runs import checkpoints
+from mindspeed_dsa.runs.torch_dist import save_in_this_process
 
 _SHAPE = ("padded_vocab_size", *(dest for dest, flag in FLAGS.items() if flag.shape))
 _OPTIMIZER = ("optimizer", "bf16", "use_distributed_optimizer")
 _LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
-
-
-class _SaveInThisProcess(SaveShardedStrategy):
-    """Megatron's ``torch_dist`` format through torch's own writer.
-
-    Megatron's writer starts helper processes that outlive a killed parent and keep its output pipes
-    open; these checkpoints do not need them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
-
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        by_key, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        torch.distributed.checkpoint.save(
-            torch_strategies.mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=torch.distributed.checkpoint.FileSystemWriter(checkpoint_dir),
-            planner=torch_strategies.MCoreSavePlanner(
-                dedup_replicated_tensors=False, flatten_state_dict=False
-            ),
-        )
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
 
 
 @dataclass
@@ -134,7 +108,7 @@ def save(
     saved.world_size = dist.get_world_size()
     state.update(args=saved, iteration=progress.iteration, checkpoint_version=3.0, wall_s=progress.wall_s)
     content = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
-    dist_checkpointing.save(state, str(partial[0]), _SaveInThisProcess(), content_metadata=content)
+    dist_checkpointing.save(state, str(partial[0]), save_in_this_process(), content_metadata=content)
     dist.barrier()
     if dist.get_rank() == 0:
         checkpoints.publish(partial[0], progress.iteration)
@@ -208,11 +182,7 @@ def _group() -> dict[str, Any]:
 
 def _metadata(args: argparse.Namespace) -> dict[str, Any]:
     """How the state is sharded; a distributed optimizer's in a way that any other layout can read."""
-    metadata: dict[str, Any] = {
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-        **_group(),
-    }
+    metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True, **_group()}
     if args.use_distributed_optimizer:
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
         metadata["distrib_optim_fully_reshardable_mem_efficient"] = False

@@ -17,12 +17,23 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 
+def from_args(kind: Any, args: argparse.Namespace, **more: Any) -> Any:
+    """One of Megatron's configurations: fields take the flags of their name, unless unset, and ``more``."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    given = {name: value for name, value in vars(args).items() if name in names} | more
+    return kind(**{name: value for name, value in given.items() if value is not None})
+
+
 def model_config(args: argparse.Namespace) -> MLATransformerConfig:
-    """Megatron's configuration; flags configure it through its fields of the same name."""
-    fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
-    given = {name: value for name, value in vars(args).items() if name in fields}
+    """Megatron's configuration of the model."""
     dtype = torch.bfloat16 if args.bf16 else torch.float32
-    given.update(
+    moe: dict[str, Any] = {}
+    if not args.num_moe_experts:
+        moe = {"moe_layer_freq": 1, "moe_ffn_hidden_size": None, "moe_router_enable_expert_bias": False}
+        moe["moe_shared_expert_intermediate_size"] = None
+    return from_args(
+        MLATransformerConfig,
+        args,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         gated_linear_unit=True,
@@ -31,15 +42,8 @@ def model_config(args: argparse.Namespace) -> MLATransformerConfig:
         batch_p2p_comm=not args.overlap_p2p_comm,
         deallocate_pipeline_outputs=True,
         deterministic_mode=bool(args.deterministic_mode),
+        **moe,
     )
-    if not args.num_moe_experts:
-        given.update(
-            moe_layer_freq=1,
-            moe_ffn_hidden_size=None,
-            moe_router_enable_expert_bias=False,
-            moe_shared_expert_intermediate_size=None,
-        )
-    return MLATransformerConfig(**{name: value for name, value in given.items() if value is not None})
 
 
 def build_model(args: argparse.Namespace, config: MLATransformerConfig) -> list[DistributedDataParallel]:
@@ -57,12 +61,10 @@ def build_model(args: argparse.Namespace, config: MLATransformerConfig) -> list[
     buckets = args.ddp_bucket_size or max(
         40_000_000, 1_000_000 * parallel_state.get_data_parallel_world_size()
     )
-    ddp_config = DistributedDataParallelConfig(
+    ddp_config = from_args(
+        DistributedDataParallelConfig,
+        args,
         grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
-        overlap_grad_reduce=args.overlap_grad_reduce,
-        overlap_param_gather=args.overlap_param_gather,
-        align_param_gather=args.align_param_gather,
-        use_distributed_optimizer=args.use_distributed_optimizer,
         bucket_size=buckets if args.overlap_grad_reduce else None,
     )
     return [

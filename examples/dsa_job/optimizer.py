@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from dsa_job.model import from_args
+
 
 def build_optimizer(args: argparse.Namespace, model: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """The optimizer; flags configure it through the fields of Megatron's configuration of the same name."""
-    fields = {field.name for field in dataclasses.fields(OptimizerConfig)}
-    given = {name: value for name, value in vars(args).items() if name in fields and value is not None}
-    return get_megatron_optimizer(OptimizerConfig(**given), model)
+    """The optimizer that the flags describe."""
+    return get_megatron_optimizer(from_args(OptimizerConfig, args), model)
 
 
 def build_scheduler(args: argparse.Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

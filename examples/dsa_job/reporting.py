@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_dsa.runs import folders, metrics
+from mindspeed_dsa.runs import folders, metrics, plot
 from mindspeed_dsa.runs.files import write_atomically
 from mindspeed_dsa.runs.metrics import Record
 
@@ -104,7 +104,8 @@ class Reporter:
         self.close()
         if self._folder is not None:
             if self.records and not self._args.no_plot:
-                draw(self._folder / PICTURE, self.records, self.heldout, unigram_entropy)
+                levels = {"unigram entropy": unigram_entropy}
+                plot.draw(self._folder / PICTURE, self.records, self.heldout, levels)
             write_atomically(self._folder / folders.SUMMARY, json.dumps(summary, indent=1) + "\n")
         for text in [*library, *describe(summary, self._folder)]:
             self.say(text)
@@ -150,30 +151,3 @@ def describe(summary: Mapping[str, Any], folder: Path | None) -> list[str]:
         lines.append("held-out loss {heldout_loss_first:.4f} -> {heldout_loss_last:.4f}")
     texts = [text.format(**summary) for text in lines]
     return texts if folder is None else [*texts, f"everything about this run: {os.path.relpath(folder)}"]
-
-
-def draw(path: Path, records: list[Record], heldout: list[Record], unigram_entropy: float) -> None:
-    """Losses over steps, as a picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    def curve(source: list[Record], name: str) -> list[list[float]]:
-        points = [(record["step"], record[name]) for record in source if record[name] is not None]
-        return [list(axis) for axis in zip(*points, strict=True)]
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.plot(*curve(records, "lm_loss"), label="training", linewidth=1)
-    if heldout:
-        axes.plot(*curve(heldout, "heldout_loss"), marker="o", label="held-out")
-    axes.axhline(unigram_entropy, linestyle="--", color="grey", linewidth=1, label="unigram entropy")
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
-    indexer = curve(records, "indexer_loss")
-    if indexer:
-        right = axes.twinx()
-        right.plot(*indexer, color="tab:green", linewidth=0.8, alpha=0.7)
-        right.set_ylabel("indexer loss", color="tab:green")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

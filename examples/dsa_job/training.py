@@ -33,26 +33,22 @@ from mindspeed_dsa.runs.folders import Run
 from mindspeed_dsa.runs.text import Corpus
 from mindspeed_dsa.runs.tokenizers import build_tokenizer
 
-OnStep = Callable[[Record], None]
 OnEnd = Callable[[Stepper], None]
 
 
 def train(
     args: argparse.Namespace,
-    on_step: OnStep | None = None,
     on_end: OnEnd | None = None,
     run: Run | None = None,
     quiet: bool = True,
 ) -> list[Record]:
     """Run the job and return one record per step made by this call, on every rank.
 
-    The default process group is joined if there is none and left as it was found; Megatron's model
-    parallel state lasts for this call, so one process can run any number of jobs one after the other.
-    The features that the job needs must be enabled before.
+    Creates process groups unless they exist, and destroys what it created, so that one process can run any
+    number of jobs one after the other. Features must be enabled before.
 
     Args:
         args: from :func:`dsa_job.arguments.parse_args`, checked by :func:`dsa_job.validation.check`.
-        on_step: called with every record on every rank.
         on_end: called after the last step on every rank, while model and optimizer still exist.
         run: the run's folder, on rank 0; without it only checkpoints are written, to ``--save``.
         quiet: print nothing.
@@ -66,7 +62,7 @@ def train(
     try:
         args, resumed = _agree(args, run)
         with _deterministic(args), distributed.model_parallel(args), _CtrlC() as interrupt:
-            records = _Job(args, run, resumed, interrupt, quiet).run(on_step, on_end)
+            records = _Job(args, run, resumed, interrupt, quiet).run(on_end)
     except (JobError, mindspeed_dsa.MindSpeedDSAError):  # raised on every rank
         _leave(joined)
         raise
@@ -193,12 +189,12 @@ class _Job:
             self.args, where[0], stepper.model, stepper.optimizer, stepper.scheduler
         )
 
-    def run(self, on_step: OnStep | None, on_end: OnEnd | None) -> list[Record]:
+    def run(self, on_end: OnEnd | None) -> list[Record]:
         records: list[Record] = []
         try:
             self._introduce()
             if self.args.train_iters:
-                self._steps(records, on_step)
+                self._steps(records)
             if self.args.save and self.saved != self.progress.iteration:
                 self._save()
             if on_end is not None:
@@ -225,7 +221,7 @@ class _Job:
         if self.corpus is not None:
             say(f"data: {self.corpus}")
 
-    def _steps(self, records: list[Record], on_step: OnStep | None) -> None:
+    def _steps(self, records: list[Record]) -> None:
         args, progress = self.args, self.progress
         chunks = len(self.stepper.model)
         stream = data.batches(args, self.train_data, progress.consumed_train_samples, chunks)
@@ -236,8 +232,6 @@ class _Job:
             record = self._step(stream)
             records.append(record)
             self.reporter.step(record)
-            if on_step is not None:
-                on_step(record)
             step, last = progress.iteration, progress.iteration == args.train_iters
             if last or (args.eval_interval and step % args.eval_interval == 0):
                 self._evaluate()

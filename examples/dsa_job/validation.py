@@ -227,11 +227,7 @@ def _check_packages(args: argparse.Namespace, world: World) -> Iterator[str]:
         ("tokenizers", "pip install tokenizers", args.tokenizer_model),
         ("tensorboard", "pip install tensorboard, or add --no-tensorboard", not args.no_tensorboard),
         ("matplotlib", "pip install matplotlib, or add --no-plot", not args.no_plot),
-        (
-            "transformer_engine",
-            "install Transformer Engine, or omit --transformer-impl transformer_engine",
-            args.transformer_impl == "transformer_engine",
-        ),
+        ("transformer_engine", "install it, or omit --transformer-impl", args.transformer_impl != "local"),
     ):
         if wanted and not _is_installed(package):
             yield f"package {package} is missing: {remedy}"
