@@ -174,7 +174,9 @@ GROUPS = {
         Flag("--pipeline-model-parallel-size", 1, "ranks that share the layer stack", least=1, free=True),
         Flag("--num-layers-per-virtual-pipeline-stage", int, "layers per model chunk", least=1, free=True),
         Flag("--num-virtual-stages-per-pipeline-rank", int, "model chunks per rank", least=1, free=True),
-        Flag("--no-overlap-p2p-communication", True, "blocking sends", dest="overlap_p2p_comm", free=True),
+        Flag(
+            "--no-overlap-p2p-communication", True, "no overlapped sends", dest="overlap_p2p_comm", free=True
+        ),
         Flag(
             "--microbatch-group-size-per-virtual-pipeline-stage",
             int,
@@ -233,3 +235,10 @@ GROUPS = {
 }
 FLAGS = {flag.dest: flag for flags in GROUPS.values() for flag in flags}
 """All rows by ``dest``."""
+FUSED_PARTS = {
+    "use_dsa_absorb": "absorbed MLA",
+    "use_fused_lightning_indexer": "Lightning Indexer",
+    "use_fused_sparse_flash_attention": "Sparse Flash Attention",
+    "use_fused_lightning_indexer_kl_loss": "indexer loss",
+}
+"""What ``--use-fused-dsa`` switches on, unless a switch of its own says otherwise."""

@@ -1,4 +1,4 @@
-"""The model: Megatron's GPTModel with MLA, sparse attention and experts, wrapped for data parallelism."""
+"""Megatron's GPTModel with MLA, sparse attention and experts, its optimizer and its schedule."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
@@ -128,13 +130,33 @@ def _accepted(function: Any, **arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
+def build_optimizer(args: argparse.Namespace, model: list[DistributedDataParallel]) -> MegatronOptimizer:
+    """The optimizer that the flags describe."""
+    return get_megatron_optimizer(from_args(OptimizerConfig, args), model)
+
+
+def build_scheduler(args: argparse.Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """The schedule, counted in samples as Megatron does."""
+    batch = args.global_batch_size
+    steps = max(args.train_iters, 1)
+    decay_steps = args.lr_decay_iters or steps
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=min(args.lr_warmup_iters, decay_steps - 1) * batch,
+        lr_decay_steps=decay_steps * batch,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=steps * batch,
+        wd_incr_style="constant",
+    )
+
+
 def unwrapped(chunk: Any) -> GPTModel:
     """The model below data parallelism and bfloat16."""
     while isinstance(chunk, (DistributedDataParallel, Float16Module)):
         chunk = chunk.module
     return chunk
-
-
-def parameter_count(model: list[DistributedDataParallel]) -> int:
-    """Parameters on this rank."""
-    return sum(parameter.numel() for chunk in model for parameter in chunk.parameters())

@@ -19,7 +19,7 @@ def save_in_this_process(megatron: Megatron | None = None) -> Any:
     strategies = "core.dist_checkpointing.strategies"
     base, torch_dist = ((megatron or Megatron())(f"{strategies}.{name}") for name in ("base", "torch"))
 
-    class SaveInThisProcess(base.SaveShardedStrategy):  # type: ignore[misc, name-defined]
+    class SaveInThisProcess(base.SaveShardedStrategy):  # type: ignore[name-defined]
         can_handle_sharded_objects = True
 
         def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
