@@ -20,7 +20,6 @@ from mindspeed_dsa.runs import checkpoints
 from mindspeed_dsa.runs.folders import Run
 from mindspeed_dsa.runs.text import FEWEST_DOCUMENTS, check_size, find_text
 from mindspeed_dsa.runs.tokenizers import build_tokenizer
-from mindspeed_dsa.settings import Settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,32 +57,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def enable_features(args: argparse.Namespace) -> None:
-    """Switch on what these arguments ask for; the attention variant decides about the DSA fixes.
-
-    Fused DSA is only this job's default, which the environment overrides.
-
-    Raises:
-        mindspeed_dsa.SettingsError: an impossible combination.
-    """
+    """Switch on what these arguments ask for; fused DSA is on unless arguments or environment say no."""
     mindspeed_dsa.enable(experimental_attention_variant=args.experimental_attention_variant or "none")
-    if args.use_fused_dsa and _settings().setting("use_fused_dsa").source == "default":
+    running = session.current()
+    assert running is not None
+    if args.use_fused_dsa and running.settings.setting("use_fused_dsa").source == "default":
         mindspeed_dsa.enable(use_fused_dsa=True)
-    args.use_fused_dsa = _settings().use_fused_dsa
+    else:
+        args.use_fused_dsa = running.settings.use_fused_dsa
     mindspeed_dsa.validate(args)
 
 
-def _settings() -> Settings:
-    running = session.current()
-    assert running is not None  # enable() was called
-    return running.settings
-
-
 def prepare(args: argparse.Namespace, world: World) -> Run | None:
-    """Check all files before there is a process group, and choose the run's folder on rank 0.
-
-    Raises:
-        UsageError, RunError: data, tokenizer, checkpoint or folder cannot be used.
-    """
+    """Check all files before there is a process group, and choose the run's folder on rank 0."""
     args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(args.tokenizer_model).vocab_size)
     if args.train_iters:
         source = find_text(args.data)

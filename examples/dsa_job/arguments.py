@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -14,12 +13,8 @@ from dsa_job.flags import GROUPS
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line and derive what follows from it.
-
-    Raises:
-        UsageError: unknown flag (with the nearest known names) or a value of the wrong type.
-    """
-    args = build_parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+    """Read the command line and derive what follows from it; UsageError if it cannot be read."""
+    args = build_parser().parse_args(argv)
     derive(args)
     return args
 

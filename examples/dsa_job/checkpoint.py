@@ -14,46 +14,19 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
-
-# Derives from BaseException: no handler for ordinary errors sees it.
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException as DamagedError
 
+from dsa_job.distributed import from_rank_0
 from dsa_job.errors import UsageError
 from dsa_job.flags import FLAGS
 from dsa_job.model import unwrapped
 from mindspeed_dsa.runs import checkpoints
+from mindspeed_dsa.runs.torch_dist import save_in_this_process
 
 _SHAPE = ("padded_vocab_size", *(dest for dest, flag in FLAGS.items() if flag.shape))
 _OPTIMIZER = ("optimizer", "bf16", "use_distributed_optimizer")
 _LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
-
-
-class _SaveInThisProcess(SaveShardedStrategy):
-    """Megatron's ``torch_dist`` format through torch's own writer.
-
-    Megatron's writer starts helper processes that outlive a killed parent and keep its output pipes
-    open; these checkpoints do not need them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
-
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        by_key, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        torch.distributed.checkpoint.save(
-            torch_strategies.mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=torch.distributed.checkpoint.FileSystemWriter(checkpoint_dir),
-            planner=torch_strategies.MCoreSavePlanner(
-                dedup_replicated_tensors=False, flatten_state_dict=False
-            ),
-        )
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
 
 
 @dataclass
@@ -74,11 +47,7 @@ class Progress:
 
 
 def check_fits(args: argparse.Namespace, checkpoint: Path) -> None:
-    """Compare the arguments in a checkpoint with those of this job.
-
-    Raises:
-        UsageError: the checkpoint cannot be read, or does not fit; lists everything that differs.
-    """
+    """Refuse a checkpoint that cannot be read, or list all of its arguments that do not fit this job."""
     try:
         json.loads((checkpoint / "metadata.json").read_bytes())  # Megatron fails on it with a traceback
         saved = dist_checkpointing.load_common_state_dict(str(checkpoint)).get("args")
@@ -86,26 +55,19 @@ def check_fits(args: argparse.Namespace, checkpoint: Path) -> None:
         raise UsageError(
             f"checkpoint {checkpoint} cannot be read ({error}); choose another with --ckpt-step"
         ) from error
-
-    def differences(names: tuple[str, ...]) -> list[str]:
-        return [
-            f"{name} is {getattr(args, name)} here and {getattr(saved, name)} there"
-            for name in names
-            if hasattr(saved, name) and getattr(saved, name) != getattr(args, name)
-        ]
-
-    shape = differences(_SHAPE)
-    optimizer = [] if weights_only(args) else differences(_OPTIMIZER)
-    if shape or optimizer:
+    weights_only = args.finetune or args.no_load_optim
+    names = _SHAPE if weights_only else (*_SHAPE, *_OPTIMIZER)
+    here, there = (
+        {name: getattr(of, name) for name in names if hasattr(saved, name)} for of in (args, saved)
+    )
+    different = [name for name, value in here.items() if value != there[name]]
+    if different:
+        facts = "; ".join(f"{name} is {here[name]} here and {there[name]} there" for name in different)
+        model = any(name in _SHAPE for name in different)
         remedy = (
-            "use the same model" if shape else "add --no-load-optim or --finetune to load the weights only"
+            "use the same model" if model else "add --no-load-optim or --finetune to load the weights only"
         )
-        raise UsageError(f"checkpoint {checkpoint} does not fit: {'; '.join([*shape, *optimizer])}; {remedy}")
-
-
-def weights_only(args: argparse.Namespace) -> bool:
-    """Whether the optimizer's state is not loaded."""
-    return bool(args.finetune or args.no_load_optim)
+        raise UsageError(f"checkpoint {checkpoint} does not fit: {facts}; {remedy}")
 
 
 def save(
@@ -117,11 +79,7 @@ def save(
     scheduler: Any,
 ) -> Path:
     """Write a checkpoint; all ranks call it together. Returns its folder."""
-    partial: list[Path | None] = [None]
-    if dist.get_rank() == 0:
-        partial[0] = checkpoints.begin(folder, progress.iteration)
-    dist.broadcast_object_list(partial, src=0)
-    assert partial[0] is not None
+    partial = from_rank_0(lambda: checkpoints.begin(folder, progress.iteration))
     metadata = _metadata(args)
     state = _model_state(model, metadata)
     if not args.no_save_optim:
@@ -129,15 +87,14 @@ def save(
         state["opt_param_scheduler"] = scheduler.state_dict()
     if not args.no_save_rng:
         state["rng_state"] = _rng_state()
-    saved = argparse.Namespace(**vars(args))
-    saved.consumed_train_samples = progress.consumed_train_samples
-    saved.world_size = dist.get_world_size()
+    done = {"consumed_train_samples": progress.consumed_train_samples, "world_size": dist.get_world_size()}
+    saved = argparse.Namespace(**{**vars(args), **done})
     state.update(args=saved, iteration=progress.iteration, checkpoint_version=3.0, wall_s=progress.wall_s)
     content = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
-    dist_checkpointing.save(state, str(partial[0]), _SaveInThisProcess(), content_metadata=content)
+    dist_checkpointing.save(state, str(partial), save_in_this_process(), content_metadata=content)
     dist.barrier()
     if dist.get_rank() == 0:
-        checkpoints.publish(partial[0], progress.iteration)
+        checkpoints.publish(partial, progress.iteration)
     dist.barrier()
     return checkpoints.folder_of(folder, progress.iteration)
 
@@ -145,18 +102,14 @@ def save(
 def load(
     args: argparse.Namespace, checkpoint: Path, model: list[Any], optimizer: Any, scheduler: Any
 ) -> Progress:
-    """Read a checkpoint into model, optimizer, schedule and generators, in any parallel layout.
-
-    Raises:
-        UsageError: its tensors do not fit the model, or its files cannot be read.
-    """
+    """Read a checkpoint into model, optimizer, schedule and generators, in any parallel layout."""
     common = dist_checkpointing.load_common_state_dict(str(checkpoint))
     saved = common.get("args")
-    with_optimizer = not weights_only(args) and not getattr(saved, "no_save_optim", False)
+    weights_only = args.finetune or args.no_load_optim or getattr(saved, "no_save_optim", False)
     with_rng = not (args.finetune or args.no_load_rng) and _has_rng_state(saved, args)
     metadata = {**(dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}), **_group()}
     wanted = _model_state(model, metadata)
-    if with_optimizer:
+    if not weights_only:
         wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=metadata)
     if with_rng:
         wanted["rng_state"] = _rng_state()
@@ -164,11 +117,11 @@ def load(
         state = dist_checkpointing.load(wanted, str(checkpoint))
     except (CheckpointingException, KeyError) as error:
         raise UsageError(f"checkpoint {checkpoint} does not fit this model: {error}") from error
-    except DamagedError as error:
+    except DamagedError as error:  # a BaseException
         raise UsageError(_damage(checkpoint, error)) from error
     for index, chunk in enumerate(model):
         unwrapped(chunk).load_state_dict(state[_key(index, len(model))], strict=True)
-    if with_optimizer:
+    if not weights_only:
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["opt_param_scheduler"])
     else:
@@ -181,7 +134,7 @@ def load(
         iteration=state["iteration"],
         consumed_train_samples=getattr(saved, "consumed_train_samples", 0),
         wall_s=state.get("wall_s", 0.0),
-        fresh_optimizer=not with_optimizer,
+        fresh_optimizer=weights_only,
     )
 
 
@@ -208,11 +161,7 @@ def _group() -> dict[str, Any]:
 
 def _metadata(args: argparse.Namespace) -> dict[str, Any]:
     """How the state is sharded; a distributed optimizer's in a way that any other layout can read."""
-    metadata: dict[str, Any] = {
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-        **_group(),
-    }
+    metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True, **_group()}
     if args.use_distributed_optimizer:
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
         metadata["distrib_optim_fully_reshardable_mem_efficient"] = False

@@ -16,7 +16,6 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from dsa_job.errors import UsageError
-from mindspeed_dsa.runs.errors import RunError
 from mindspeed_dsa.runs.files import lock
 from mindspeed_dsa.runs.text import Corpus, build, check_size, digest, find_text
 from mindspeed_dsa.runs.tokenizers import Tokenizer
@@ -25,33 +24,19 @@ Batch = Mapping[str, torch.Tensor]
 
 
 def build_corpus(args: argparse.Namespace, tokenizer: Tokenizer) -> Corpus:
-    """Build the indexed file on rank 0 while the others wait.
-
-    Raises:
-        UsageError: on every rank, if rank 0 could not build it.
-    """
-    result: list[Corpus | str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            result[0] = build(find_text(args.data), tokenizer, Path(args.data_cache_path))
-        except RunError as error:
-            result[0] = str(error)
-        except OSError as error:
-            result[0] = f"the indexed file cannot be written below {args.data_cache_path}: {error}"
-    dist.broadcast_object_list(result, src=0)
-    if not isinstance(result[0], Corpus):
-        raise UsageError(str(result[0]))
-    return result[0]
+    """Index the text, or take it from the cache."""
+    try:
+        return build(find_text(args.data), tokenizer, Path(args.data_cache_path))
+    except OSError as error:
+        raise UsageError(
+            f"the indexed file cannot be written below {args.data_cache_path}: {error}"
+        ) from error
 
 
 def build_datasets(
     args: argparse.Namespace, tokenizer: Tokenizer, corpus: Corpus
 ) -> tuple[GPTDataset, GPTDataset | None]:
-    """Training and held-out data; documents are on one side or the other.
-
-    Raises:
-        UsageError: one side is too small for a single sequence.
-    """
+    """Training and held-out data; documents are on one side or the other."""
     samples = max(args.train_iters, 1) * args.global_batch_size
     heldout_samples = args.eval_iters * args.global_batch_size
     cache = Path(args.data_cache_path)
@@ -96,12 +81,7 @@ class MicrobatchOrder:
     """Which samples this rank's next microbatches hold; an endless batch sampler.
 
     A global batch is the same in every layout: microbatch after microbatch, and within each the data
-    parallel ranks one after the other.
-
-    Args:
-        length: samples in the data set.
-        consumed: samples that all ranks together have used before.
-        micro_batch_size, rank, ranks: of the data parallel group.
+    parallel ranks one after the other. ``consumed`` samples of ``length`` have been used by all ranks.
     """
 
     def __init__(self, length: int, consumed: int, micro_batch_size: int, rank: int, ranks: int) -> None:
@@ -121,8 +101,7 @@ def batches(
 ) -> list[Iterator[Batch]]:
     """One iterator of microbatches per model chunk of this rank, all over the same samples.
 
-    Each batch holds ``tokens``, ``labels``, ``position_ids`` (int64) and ``loss_mask`` (float32), all
-    ``[micro_batch_size, seq_length]``.
+    Tensors are ``[micro_batch_size, seq_length]``: int64, and ``loss_mask`` in float32.
     """
     place = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     orders = [MicrobatchOrder(len(dataset), consumed, args.micro_batch_size, *place) for _ in range(chunks)]

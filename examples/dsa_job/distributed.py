@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from dsa_job.errors import UsageError
 from dsa_job.validation import World
 from mindspeed_dsa import platforms
+from mindspeed_dsa.runs.errors import RunError
 
 Number = TypeVar("Number", int, float)
+Result = TypeVar("Result")
 
 
 def initialize(args: argparse.Namespace, world: World) -> bool:
@@ -59,6 +62,20 @@ def model_parallel(args: argparse.Namespace) -> Iterator[None]:
 def seed(args: argparse.Namespace) -> int:
     """Seed of this pipeline rank; Megatron adds the tensor parallel rank where it matters."""
     return int(args.seed) + 100 * parallel_state.get_pipeline_model_parallel_rank()
+
+
+def from_rank_0(make: Callable[[], Result]) -> Result:
+    """What ``make`` returns on rank 0, or the error in the user's input that it raises, on every rank."""
+    outcome: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = make()
+        except (UsageError, RunError) as error:
+            outcome[0] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]  # type: ignore[no-any-return]
 
 
 def max_over_ranks(value: Number) -> Number:

@@ -76,6 +76,8 @@ def layer_pattern(text: str) -> int | list[int]:
         ) from None
 
 
+_IMPLEMENTATIONS = ("local", "transformer_engine")
+_DISPATCHERS = ("allgather", "alltoall", "flex")
 _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 _DECAY = ("constant", "linear", "cosine", "inverse-square-root")
 _FREQ = "1 for a layer with experts, 0 for a dense one, as '([0]*1+[1]*3)'; unset: first layer dense"
@@ -95,25 +97,14 @@ GROUPS = {
         Flag("--hidden-dropout", 0.0, "dropout on the residual branches", least=0),
         Flag("--attention-dropout", 0.0, "dropout on attention weights", least=0),
         Flag("--make-vocab-size-divisible-by", 128, "vocabulary is padded to a multiple of it", least=1),
-        Flag(
-            "--untie-embeddings-and-output-weights", True, "give the output layer its own weights", shape=True
-        ),
+        Flag("--untie-embeddings-and-output-weights", True, "separate output weights", shape=True),
         Flag("--mtp-num-layers", int, "multi-token prediction layers", shape=True),
         Flag("--mtp-loss-scaling-factor", 0.1, "weight of the multi-token prediction loss"),
-        Flag(
-            "--transformer-impl",
-            "local",
-            "modules of Megatron itself, or Transformer Engine's",
-            choices=("local", "transformer_engine"),
-        ),
+        Flag("--transformer-impl", "local", "Megatron's own modules, or TE's", choices=_IMPLEMENTATIONS),
     ),
     "attention (MLA and DSA)": (
         Flag(
-            "--experimental-attention-variant",
-            "dsa",
-            "dsa: DeepSeek sparse attention; none: dense MLA",
-            choices=("dsa", "none"),
-            shape=True,
+            "--experimental-attention-variant", "dsa", "none: dense MLA", choices=("dsa", "none"), shape=True
         ),
         # The library's own switch, off by default there; this job exists to run the library.
         Flag("--use-fused-dsa", True, _FUSED, free=True),
@@ -149,12 +140,7 @@ GROUPS = {
         Flag("--moe-router-load-balancing-type", "seq_aux_loss", "load-balancing loss", choices=_BALANCING),
         Flag("--moe-aux-loss-coeff", 1e-4, "weight of the balancing loss"),
         Flag("--moe-z-loss-coeff", float, "weight of the router's z-loss"),
-        Flag(
-            "--moe-token-dispatcher-type",
-            "alltoall",
-            "how tokens reach their experts",
-            choices=("allgather", "alltoall", "flex"),
-        ),
+        Flag("--moe-token-dispatcher-type", "alltoall", "how tokens reach experts", choices=_DISPATCHERS),
         Flag("--moe-grouped-gemm", False, "one grouped GEMM for all experts of a rank"),
         Flag("--moe-permute-fusion", False, "fused token permutation"),
         Flag("--moe-shared-expert-overlap", False, "run the shared expert during the dispatch"),
@@ -189,11 +175,7 @@ GROUPS = {
         Flag("--num-layers-per-virtual-pipeline-stage", int, "layers per model chunk", least=1, free=True),
         Flag("--num-virtual-stages-per-pipeline-rank", int, "model chunks per rank", least=1, free=True),
         Flag(
-            "--no-overlap-p2p-communication",
-            True,
-            "interleaved pipeline without overlapped sends and receives",
-            dest="overlap_p2p_comm",
-            free=True,
+            "--no-overlap-p2p-communication", True, "no overlapped sends", dest="overlap_p2p_comm", free=True
         ),
         Flag(
             "--microbatch-group-size-per-virtual-pipeline-stage",
@@ -208,16 +190,8 @@ GROUPS = {
         Flag("--use-distributed-optimizer", False, "shard the optimizer over data parallel ranks"),
         Flag("--overlap-grad-reduce", False, "reduce gradients during the backward pass", free=True),
         Flag("--overlap-param-gather", False, "gather parameters during the forward pass", free=True),
-        Flag(
-            "--no-align-grad-reduce", True, "stages reduce on their own", dest="align_grad_reduce", free=True
-        ),
-        Flag(
-            "--no-align-param-gather",
-            True,
-            "stages gather on their own",
-            dest="align_param_gather",
-            free=True,
-        ),
+        Flag("--no-align-grad-reduce", True, "stages reduce alone", dest="align_grad_reduce", free=True),
+        Flag("--no-align-param-gather", True, "stages gather alone", dest="align_param_gather", free=True),
         Flag("--ddp-bucket-size", int, "parameters per gradient bucket", least=1, free=True),
         Flag("--accumulate-allreduce-grads-in-fp32", False, "implied by --bf16"),
         Flag("--grad-reduce-in-bf16", False, "keep and reduce gradients in bfloat16"),
@@ -261,3 +235,10 @@ GROUPS = {
 }
 FLAGS = {flag.dest: flag for flags in GROUPS.values() for flag in flags}
 """All rows by ``dest``."""
+FUSED_PARTS = {
+    "use_dsa_absorb": "absorbed MLA",
+    "use_fused_lightning_indexer": "Lightning Indexer",
+    "use_fused_sparse_flash_attention": "Sparse Flash Attention",
+    "use_fused_lightning_indexer_kl_loss": "indexer loss",
+}
+"""What ``--use-fused-dsa`` switches on, unless a switch of its own says otherwise."""

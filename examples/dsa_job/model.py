@@ -1,4 +1,4 @@
-"""The model: Megatron's GPTModel with MLA, sparse attention and experts, wrapped for data parallelism."""
+"""Megatron's GPTModel with MLA, sparse attention and experts, its optimizer and its schedule."""
 
 from __future__ import annotations
 
@@ -13,16 +13,29 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 
+def from_args(kind: Any, args: argparse.Namespace, **more: Any) -> Any:
+    """One of Megatron's configurations: fields take the flags of their name, unless unset, and ``more``."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    given = {name: value for name, value in vars(args).items() if name in names} | more
+    return kind(**{name: value for name, value in given.items() if value is not None})
+
+
 def model_config(args: argparse.Namespace) -> MLATransformerConfig:
-    """Megatron's configuration; flags configure it through its fields of the same name."""
-    fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
-    given = {name: value for name, value in vars(args).items() if name in fields}
+    """Megatron's configuration of the model."""
     dtype = torch.bfloat16 if args.bf16 else torch.float32
-    given.update(
+    moe: dict[str, Any] = {}
+    if not args.num_moe_experts:
+        moe = {"moe_layer_freq": 1, "moe_ffn_hidden_size": None, "moe_router_enable_expert_bias": False}
+        moe["moe_shared_expert_intermediate_size"] = None
+    return from_args(
+        MLATransformerConfig,
+        args,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         gated_linear_unit=True,
@@ -31,15 +44,8 @@ def model_config(args: argparse.Namespace) -> MLATransformerConfig:
         batch_p2p_comm=not args.overlap_p2p_comm,
         deallocate_pipeline_outputs=True,
         deterministic_mode=bool(args.deterministic_mode),
+        **moe,
     )
-    if not args.num_moe_experts:
-        given.update(
-            moe_layer_freq=1,
-            moe_ffn_hidden_size=None,
-            moe_router_enable_expert_bias=False,
-            moe_shared_expert_intermediate_size=None,
-        )
-    return MLATransformerConfig(**{name: value for name, value in given.items() if value is not None})
 
 
 def build_model(args: argparse.Namespace, config: MLATransformerConfig) -> list[DistributedDataParallel]:
@@ -57,12 +63,10 @@ def build_model(args: argparse.Namespace, config: MLATransformerConfig) -> list[
     buckets = args.ddp_bucket_size or max(
         40_000_000, 1_000_000 * parallel_state.get_data_parallel_world_size()
     )
-    ddp_config = DistributedDataParallelConfig(
+    ddp_config = from_args(
+        DistributedDataParallelConfig,
+        args,
         grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
-        overlap_grad_reduce=args.overlap_grad_reduce,
-        overlap_param_gather=args.overlap_param_gather,
-        align_param_gather=args.align_param_gather,
-        use_distributed_optimizer=args.use_distributed_optimizer,
         bucket_size=buckets if args.overlap_grad_reduce else None,
     )
     return [
@@ -126,13 +130,33 @@ def _accepted(function: Any, **arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
+def build_optimizer(args: argparse.Namespace, model: list[DistributedDataParallel]) -> MegatronOptimizer:
+    """The optimizer that the flags describe."""
+    return get_megatron_optimizer(from_args(OptimizerConfig, args), model)
+
+
+def build_scheduler(args: argparse.Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """The schedule, counted in samples as Megatron does."""
+    batch = args.global_batch_size
+    steps = max(args.train_iters, 1)
+    decay_steps = args.lr_decay_iters or steps
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=min(args.lr_warmup_iters, decay_steps - 1) * batch,
+        lr_decay_steps=decay_steps * batch,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=steps * batch,
+        wd_incr_style="constant",
+    )
+
+
 def unwrapped(chunk: Any) -> GPTModel:
     """The model below data parallelism and bfloat16."""
     while isinstance(chunk, (DistributedDataParallel, Float16Module)):
         chunk = chunk.module
     return chunk
-
-
-def parameter_count(model: list[DistributedDataParallel]) -> int:
-    """Parameters on this rank."""
-    return sum(parameter.numel() for chunk in model for parameter in chunk.parameters())

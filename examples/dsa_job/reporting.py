@@ -10,7 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_dsa.runs import folders, metrics
+import mindspeed_dsa
+from dsa_job.flags import FUSED_PARTS
+from mindspeed_dsa import session
+from mindspeed_dsa.runs import folders, metrics, plot
 from mindspeed_dsa.runs.files import write_atomically
 from mindspeed_dsa.runs.metrics import Record
 
@@ -19,13 +22,9 @@ PICTURE = "loss.png"
 
 
 class Reporter:
-    """Reports the steps of a run; on all ranks but the first it does nothing.
+    """Prints the steps of a run unless ``quiet``, and writes them to its folder if there is one.
 
-    Args:
-        args: arguments of the job.
-        folder: the run's folder; ``None`` writes no files.
-        iteration: steps done before; records of later ones are dropped, because those steps are repeated.
-        quiet: print nothing.
+    Records of steps after ``iteration`` are dropped from the files, because those steps are repeated.
     """
 
     def __init__(self, args: argparse.Namespace, folder: Path | None, iteration: int, quiet: bool) -> None:
@@ -61,7 +60,7 @@ class Reporter:
             print(text, flush=True)
 
     def start(self, iteration: int) -> None:
-        """Steps begin: show a bar on a terminal."""
+        """Show a bar on a terminal."""
         if not self._quiet and sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -85,13 +84,7 @@ class Reporter:
         self.say(f"step {step:>5} | held-out loss {loss:.4f}")
 
     def finish(self, unigram_entropy: float, wall_s: float, library: Sequence[str] = ()) -> dict[str, Any]:
-        """Write and print the summary, and draw the picture.
-
-        Args:
-            unigram_entropy: of the training text, in nats per token.
-            wall_s: seconds that the whole run took.
-            library: lines to print with the summary.
-        """
+        """Write the summary, print it after the lines of ``library``, and draw the picture."""
         last = [record["lm_loss"] for record in self.records[-10:]]
         summary = {
             "unigram_entropy": unigram_entropy,
@@ -104,7 +97,8 @@ class Reporter:
         self.close()
         if self._folder is not None:
             if self.records and not self._args.no_plot:
-                draw(self._folder / PICTURE, self.records, self.heldout, unigram_entropy)
+                levels = {"unigram entropy": unigram_entropy}
+                plot.draw(self._folder / PICTURE, self.records, self.heldout, levels)
             write_atomically(self._folder / folders.SUMMARY, json.dumps(summary, indent=1) + "\n")
         for text in [*library, *describe(summary, self._folder)]:
             self.say(text)
@@ -152,28 +146,36 @@ def describe(summary: Mapping[str, Any], folder: Path | None) -> list[str]:
     return texts if folder is None else [*texts, f"everything about this run: {os.path.relpath(folder)}"]
 
 
-def draw(path: Path, records: list[Record], heldout: list[Record], unigram_entropy: float) -> None:
-    """Losses over steps, as a picture."""
-    import matplotlib
+class Account:
+    """What mindspeed_dsa did in this job; counts the calls of sparse attention in this rank's model."""
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    def __init__(self, model: Sequence[Any]) -> None:
+        modules = [module for chunk in model for module in chunk.modules()]
+        layers = [module for module in modules if type(module).__name__ == "DSAttention"]
+        self._calls, self._layers = 0, len(layers)
+        for layer in layers:
+            layer.register_forward_hook(self._count)
 
-    def curve(source: list[Record], name: str) -> list[list[float]]:
-        points = [(record["step"], record[name]) for record in source if record[name] is not None]
-        return [list(axis) for axis in zip(*points, strict=True)]
+    def _count(self, *_: object) -> None:
+        self._calls += 1
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.plot(*curve(records, "lm_loss"), label="training", linewidth=1)
-    if heldout:
-        axes.plot(*curve(heldout, "heldout_loss"), marker="o", label="held-out")
-    axes.axhline(unigram_entropy, linestyle="--", color="grey", linewidth=1, label="unigram entropy")
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
-    indexer = curve(records, "indexer_loss")
-    if indexer:
-        right = axes.twinx()
-        right.plot(*indexer, color="tab:green", linewidth=0.8, alpha=0.7)
-        right.set_ylabel("indexer loss", color="tab:green")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    def lines(self) -> list[str]:
+        """For the summary: features with their patches, and what computed sparse attention."""
+        running = session.current()
+        if running is None:
+            return ["mindspeed_dsa: no feature was on"]
+        patched = {feature.name: 0 for feature in running.features}
+        for site in mindspeed_dsa.report():
+            for name in patched.keys() & site["features"]:
+                patched[name] += site["state"] == "applied"
+        at_work = ", ".join(f"{name} ({count} patched)" for name, count in patched.items() if count)
+        lines = [f"mindspeed_dsa: {len(patched)} features on; at work: {at_work or 'none'}"]
+        if self._layers:
+            everything = running.settings.use_fused_dsa
+            chosen = [(part, getattr(running.settings, name)) for name, part in FUSED_PARTS.items()]
+            fused = [part for part, on in chosen if (everything if on is None else on)]
+            lines.append(
+                f"sparse attention: {self._calls:,} calls in {self._layers} layers on rank 0; fused: "
+                f"{', '.join(fused) or 'nothing'}"
+            )
+        return lines

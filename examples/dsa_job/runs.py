@@ -8,28 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from dsa_job.errors import UsageError
-from dsa_job.flags import FLAGS
+from dsa_job.flags import FLAGS, FUSED_PARTS
 from mindspeed_dsa.runs import checkpoints, folders
 from mindspeed_dsa.runs.errors import RunError
 
 # The library's switches choose another implementation of the same arithmetic.
 _FREE = {dest for dest, flag in FLAGS.items() if flag.free} | {
     "virtual_pipeline_model_parallel_size",
-    "use_dsa_absorb",
-    "use_fused_lightning_indexer",
-    "use_fused_sparse_flash_attention",
-    "use_fused_lightning_indexer_kl_loss",
+    *FUSED_PARTS,
     "dsa_backend",
     "dsa_fuse_kl_in_backward",
 }
 
 
 def open_run(args: argparse.Namespace) -> folders.Run:
-    """Choose and lock the folder of this run.
-
-    Raises:
-        UsageError: it cannot be created, or checkpoints of another job would be replaced.
-    """
+    """Choose and lock the folder of this run, unless checkpoints of another job would be replaced."""
     try:
         run = folders.open_run(
             Path(args.output_dir),
@@ -68,11 +61,7 @@ def saves_where_it_loads(args: argparse.Namespace) -> bool:
 
 
 def check_not_overwritten(args: argparse.Namespace) -> None:
-    """Keep the checkpoints in ``--save`` from being replaced by a job that does not continue from them.
-
-    Raises:
-        UsageError: there are some, and the job would write the same steps again.
-    """
+    """Refuse to replace the checkpoints in ``--save`` by a job that does not continue from them."""
     existing = checkpoints.latest(Path(args.save)) if args.save and not args.no_save else None
     if existing is None:
         return

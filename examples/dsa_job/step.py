@@ -72,8 +72,7 @@ class Stepper:
     def train_step(self, step: int, data: list[Iterator[Batch]]) -> tuple[float, float | None, float]:
         """One optimizer step; ``(lm loss, indexer loss, gradient norm)``, the same on every rank.
 
-        Raises:
-            NonFiniteLossError: on every rank, before the weights change if the loss is to blame.
+        NonFiniteLossError is raised on every rank; a loss that is not finite does not change the weights.
         """
         for chunk in self.model:
             chunk.zero_grad_buffer()
@@ -109,13 +108,12 @@ class Stepper:
     @contextlib.contextmanager
     def complete_parameters(self) -> Iterator[None]:
         """Finish a parameter gather that would overlap the next forward pass, and start no other."""
-        if self.args.overlap_param_gather:
-            for chunk in self.model:
-                chunk.disable_forward_pre_hook(param_sync=True)
+        overlapped = self.model if self.args.overlap_param_gather else []
+        for chunk in overlapped:
+            chunk.disable_forward_pre_hook(param_sync=True)
         yield
-        if self.args.overlap_param_gather:
-            for chunk in self.model:
-                chunk.enable_forward_pre_hook()
+        for chunk in overlapped:
+            chunk.enable_forward_pre_hook()
 
     def release(self) -> None:
         """Drop the last microbatch, which would keep the model alive.

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,53 +21,43 @@ import mindspeed_dsa
 from dsa_job import checkpoint, data, distributed
 from dsa_job.arguments import build_parser
 from dsa_job.errors import Interrupted, JobError, UsageError
-from dsa_job.library import Account
-from dsa_job.model import build_model, model_config, parameter_count
-from dsa_job.optimizer import build_optimizer, build_scheduler
-from dsa_job.reporting import Record, Reporter
+from dsa_job.model import build_model, build_optimizer, build_scheduler, model_config
+from dsa_job.reporting import Account, Record, Reporter
 from dsa_job.runs import save_folder, saves_where_it_loads
 from dsa_job.step import Stepper
 from dsa_job.validation import World, padded_vocab_size
 from mindspeed_dsa.runs import checkpoints
-from mindspeed_dsa.runs.errors import RunError
 from mindspeed_dsa.runs.folders import Run
 from mindspeed_dsa.runs.text import Corpus
 from mindspeed_dsa.runs.tokenizers import build_tokenizer
 
-OnStep = Callable[[Record], None]
 OnEnd = Callable[[Stepper], None]
+_PATIENCE_S = 5.0  # torchrun passes the terminal's own signal on a second time
 
 
 def train(
-    args: argparse.Namespace,
-    on_step: OnStep | None = None,
-    on_end: OnEnd | None = None,
-    run: Run | None = None,
-    quiet: bool = True,
+    args: argparse.Namespace, on_end: OnEnd | None = None, run: Run | None = None, quiet: bool = True
 ) -> list[Record]:
     """Run the job and return one record per step made by this call, on every rank.
 
-    The default process group is joined if there is none and left as it was found; Megatron's model
-    parallel state lasts for this call, so one process can run any number of jobs one after the other.
-    The features that the job needs must be enabled before.
+    Creates process groups unless they exist, and destroys what it created, so that one process can run any
+    number of jobs one after the other. Features must be enabled before.
 
     Args:
         args: from :func:`dsa_job.arguments.parse_args`, checked by :func:`dsa_job.validation.check`.
-        on_step: called with every record on every rank.
-        on_end: called after the last step on every rank, while model and optimizer still exist.
+        on_end: called after the last step, while model and optimizer still exist.
         run: the run's folder, on rank 0; without it only checkpoints are written, to ``--save``.
         quiet: print nothing.
-
-    Raises:
-        UsageError, RunError: data or checkpoint turn out not to fit.
-        NonFiniteLossError: the loss or gradient norm is not finite.
-        Interrupted: Ctrl-C; a checkpoint was written unless ``--no-save`` forbids it.
     """
     joined = distributed.initialize(args, World.from_environment())
     try:
-        args, resumed = _agree(args, run)
-        with _deterministic(args), distributed.model_parallel(args), _CtrlC() as interrupt:
-            records = _Job(args, run, resumed, interrupt, quiet).run(on_step, on_end)
+        chosen = distributed.from_rank_0(lambda: _complete(args, run))
+        resumed = chosen.pop("resumed")
+        args = argparse.Namespace(**{**vars(args), **chosen})
+        if args.deterministic_mode is None:
+            args.deterministic_mode = distributed.device().type == "cpu"
+        with _deterministic(args), distributed.model_parallel(args), _ctrl_c() as interrupts:
+            records = _Job(args, run, resumed, interrupts, quiet).run(on_end)
     except (JobError, mindspeed_dsa.MindSpeedDSAError):  # raised on every rank
         _leave(joined)
         raise
@@ -79,28 +70,21 @@ def _leave(joined: bool) -> None:
         dist.destroy_process_group()
 
 
-def _agree(args: argparse.Namespace, run: Run | None) -> tuple[argparse.Namespace, bool]:
-    """Arguments of this job as rank 0 completes them for all, and whether it resumes a run."""
-    chosen: list[dict[str, Any]] = [{}]
-    if dist.get_rank() == 0:
-        resumed = run is not None and run.resumed
-        save, load, cache = args.save, args.load, args.data_cache_path
-        if run is not None:
-            save = str(save_folder(args, run.folder))
-            load = save if resumed else load
-            cache = cache or str(Path(args.output_dir) / "data-cache")
-        save = None if args.no_save else save
-        chosen = [{"save": save, "load": load, "data_cache_path": cache, "resumed": resumed}]
-        if resumed:  # what the run began from does not matter any more
-            chosen[0].update(ckpt_step=None, finetune=False, no_load_optim=False, no_load_rng=False)
-        if not args.train_iters:  # initial weights: the rest has no state yet
-            chosen[0].update(no_save_optim=True, no_save_rng=True)
-    dist.broadcast_object_list(chosen, src=0)
-    resumed = chosen[0].pop("resumed")
-    args = argparse.Namespace(**{**vars(args), **chosen[0]})
-    if args.deterministic_mode is None:
-        args.deterministic_mode = distributed.device().type == "cpu"
-    return args, resumed
+def _complete(args: argparse.Namespace, run: Run | None) -> dict[str, Any]:
+    """Arguments that follow from the run's folder, and whether it is ``resumed``; rank 0 knows."""
+    resumed = run is not None and run.resumed
+    save, load, cache = args.save, args.load, args.data_cache_path
+    if run is not None:
+        save = str(save_folder(args, run.folder))
+        load = save if resumed else load
+        cache = cache or str(Path(args.output_dir) / "data-cache")
+    save = None if args.no_save else save
+    chosen = {"save": save, "load": load, "data_cache_path": cache, "resumed": resumed}
+    if resumed:  # what the run began from does not matter any more
+        chosen.update(ckpt_step=None, finetune=False, no_load_optim=False, no_load_rng=False)
+    if not args.train_iters:  # initial weights: the rest has no state yet
+        chosen.update(no_save_optim=True, no_save_rng=True)
+    return chosen
 
 
 @contextlib.contextmanager
@@ -118,48 +102,44 @@ def _deterministic(args: argparse.Namespace) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
-class _CtrlC:
-    """Records the first Ctrl-C so that the step can end; one that comes seconds later ends at once."""
+@contextlib.contextmanager
+def _ctrl_c() -> Iterator[list[float]]:
+    """Times of every Ctrl-C, so that the step can end after the first; a later one ends at once."""
+    times: list[float] = []
 
-    patience_s = 5.0  # torchrun passes the terminal's own signal on a second time
-
-    def __init__(self) -> None:
-        self.first: float | None = None
-
-    def __enter__(self) -> _CtrlC:
-        try:
-            self._before = signal.signal(signal.SIGINT, self._handle)
-        except ValueError:  # not the main thread, which alone handles signals
-            self._before = None
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.first is None:
-            self.first = now
-        elif now - self.first > self.patience_s:
+    def handle(number: int, frame: FrameType | None) -> None:
+        times.append(time.monotonic())
+        if times[-1] - times[0] > _PATIENCE_S:
             raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # which alone handles signals
+        yield times
+        return
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield times
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Job:
     """Everything of one job that needs its process groups."""
 
     def __init__(
-        self, args: argparse.Namespace, run: Run | None, resumed: bool, interrupt: _CtrlC, quiet: bool
+        self, args: argparse.Namespace, run: Run | None, resumed: bool, interrupts: list[float], quiet: bool
     ) -> None:
-        self.args, self.resumed, self.interrupt = args, resumed, interrupt
+        self.args, self.resumed, self.interrupts = args, resumed, interrupts
         self.start = time.monotonic()
         folder = run.folder if run is not None else None
-        _seed(distributed.seed(args))
+        seed = distributed.seed(args)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
         tokenizer = build_tokenizer(args.tokenizer_model)
         args.padded_vocab_size = padded_vocab_size(args, tokenizer.vocab_size)
         self.corpus: Corpus | None = None
         if args.train_iters:
-            self.corpus = data.build_corpus(args, tokenizer)
+            self.corpus = distributed.from_rank_0(lambda: data.build_corpus(args, tokenizer))
             self.train_data, self.heldout_data = data.build_datasets(args, tokenizer, self.corpus)
         mindspeed_dsa.finalize(str(folder) if folder else None)
         config = model_config(args)
@@ -178,27 +158,22 @@ class _Job:
         self.reporter = Reporter(args, folder, self.progress.iteration, quiet)
 
     def _load(self) -> None:
-        where: list[Any] = [None]
-        if dist.get_rank() == 0:
-            try:
-                where[0] = checkpoints.choose(Path(self.args.load), self.args.ckpt_step)
-                checkpoint.check_fits(self.args, where[0])
-            except (UsageError, RunError) as error:
-                where[0] = error
-        dist.broadcast_object_list(where, src=0)
-        if isinstance(where[0], Exception):
-            raise where[0]
-        stepper = self.stepper
-        self.progress = checkpoint.load(
-            self.args, where[0], stepper.model, stepper.optimizer, stepper.scheduler
-        )
+        args, stepper = self.args, self.stepper
 
-    def run(self, on_step: OnStep | None, on_end: OnEnd | None) -> list[Record]:
+        def chosen() -> Path:
+            folder = checkpoints.choose(Path(args.load), args.ckpt_step)
+            checkpoint.check_fits(args, folder)
+            return folder
+
+        folder = distributed.from_rank_0(chosen)
+        self.progress = checkpoint.load(args, folder, stepper.model, stepper.optimizer, stepper.scheduler)
+
+    def run(self, on_end: OnEnd | None) -> list[Record]:
         records: list[Record] = []
         try:
             self._introduce()
             if self.args.train_iters:
-                self._steps(records, on_step)
+                self._steps(records)
             if self.args.save and self.saved != self.progress.iteration:
                 self._save()
             if on_end is not None:
@@ -213,7 +188,7 @@ class _Job:
     def _introduce(self) -> None:
         args, say = self.args, self.reporter.say
         dtype = "bfloat16" if args.bf16 else "float32"
-        total = parameter_count(self.stepper.model)
+        total = sum(parameter.numel() for chunk in self.stepper.model for parameter in chunk.parameters())
         say(f"model: {args.num_layers} layers, {total:,} parameters on rank 0, {dtype}")
         if args.experimental_attention_variant == "dsa":
             say(
@@ -225,7 +200,7 @@ class _Job:
         if self.corpus is not None:
             say(f"data: {self.corpus}")
 
-    def _steps(self, records: list[Record], on_step: OnStep | None) -> None:
+    def _steps(self, records: list[Record]) -> None:
         args, progress = self.args, self.progress
         chunks = len(self.stepper.model)
         stream = data.batches(args, self.train_data, progress.consumed_train_samples, chunks)
@@ -236,14 +211,12 @@ class _Job:
             record = self._step(stream)
             records.append(record)
             self.reporter.step(record)
-            if on_step is not None:
-                on_step(record)
             step, last = progress.iteration, progress.iteration == args.train_iters
             if last or (args.eval_interval and step % args.eval_interval == 0):
                 self._evaluate()
             if args.save and args.save_interval and step % args.save_interval == 0 and not last:
                 self._save()
-            if distributed.any_rank(self.interrupt.first is not None) and not last:
+            if distributed.any_rank(bool(self.interrupts)) and not last:
                 self._stop_for_ctrl_c()
             if args.exit_interval and step % args.exit_interval == 0:
                 return
@@ -292,9 +265,7 @@ class _Job:
             raise Interrupted(f"{stopped}; nothing was saved (--no-save)")
         if self.saved != self.progress.iteration:
             self._save()
-        raise Interrupted(
-            f"{stopped}; a checkpoint is in {self.args.save}; the same command continues from there"
-        )
+        raise Interrupted(f"{stopped}; a checkpoint is in {self.args.save}; the same command resumes from it")
 
 
 def _build(args: argparse.Namespace, config: Any) -> list[Any]:
@@ -314,9 +285,3 @@ def _build(args: argparse.Namespace, config: Any) -> list[Any]:
             f"Megatron cannot build this model ({error}) without the fixes that {', '.join(off)} switched "
             "off; omit the switch"
         ) from error
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

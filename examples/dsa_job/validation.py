@@ -26,11 +26,7 @@ class World:
 
     @classmethod
     def from_environment(cls) -> World:
-        """Read ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``; a lone process has none of them.
-
-        Raises:
-            UsageError: one of them is not a number.
-        """
+        """Read ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``; a lone process has none of them."""
         values = []
         for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
             text = os.environ.get(name, default)
@@ -49,34 +45,23 @@ def data_parallel_size(args: argparse.Namespace, world_size: int) -> int:
 
 
 def padded_vocab_size(args: argparse.Namespace, vocab_size: int) -> int:
-    """Vocabulary rounded up; on purpose the same for every tensor parallel size.
-
-    Megatron-LM pads to a multiple that grows with the tensor parallel size, which changes the model's
-    softmax with the layout.
-    """
+    """Vocabulary rounded up, to the same size in every layout, unlike in Megatron-LM."""
     step = args.make_vocab_size_divisible_by
     return -(-vocab_size // step) * step
 
 
 def check(args: argparse.Namespace, world: World) -> None:
-    """Refuse what cannot work.
-
-    Raises:
-        UsageError: lists every problem found.
-    """
-    problems = [*_check_numbers(args)]
+    """Raise a UsageError that lists everything that cannot work."""
+    problems = []
+    for dest, flag in FLAGS.items():
+        value = getattr(args, dest)
+        if flag.least is not None and value is not None and not value >= flag.least:  # false for NaN too
+            problems.append(f"{flag.name} is {value}; it must be at least {flag.least}")
     if not problems:  # the rest divides by these numbers
         for part in (_check_layout, _check_batch, _check_model, _check_combinations, _check_packages):
             problems += part(args, world)
     if problems:
         raise UsageError(problems)
-
-
-def _check_numbers(args: argparse.Namespace) -> Iterator[str]:
-    for dest, flag in FLAGS.items():
-        value = getattr(args, dest)
-        if flag.least is not None and value is not None and not value >= flag.least:  # NaN is not either
-            yield f"{flag.name} is {value}; it must be at least {flag.least}"
 
 
 def _check_layout(args: argparse.Namespace, world: World) -> Iterator[str]:
@@ -227,11 +212,7 @@ def _check_packages(args: argparse.Namespace, world: World) -> Iterator[str]:
         ("tokenizers", "pip install tokenizers", args.tokenizer_model),
         ("tensorboard", "pip install tensorboard, or add --no-tensorboard", not args.no_tensorboard),
         ("matplotlib", "pip install matplotlib, or add --no-plot", not args.no_plot),
-        (
-            "transformer_engine",
-            "install Transformer Engine, or omit --transformer-impl transformer_engine",
-            args.transformer_impl == "transformer_engine",
-        ),
+        ("transformer_engine", "install it, or omit --transformer-impl", args.transformer_impl != "local"),
     ):
         if wanted and not _is_installed(package):
             yield f"package {package} is missing: {remedy}"

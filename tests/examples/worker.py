@@ -134,7 +134,7 @@ FAULTS = {
     "gradient on rank 1": poison_a_gradient_of_rank_1,
     # The common state is written, the weights are not.
     "before the weights": lambda: die_in_the_write_of_step_4(
-        mock.patch.object(checkpoint._SaveInThisProcess, "save", die)
+        mock.patch.object(torch.distributed.checkpoint.state_dict_saver, "save", die)
     ),
     # Everything is written, under the temporary name.
     "before the rename": lambda: die_in_the_write_of_step_4(mock.patch.object(checkpoints, "publish", die)),
