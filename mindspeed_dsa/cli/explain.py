@@ -13,7 +13,7 @@ from mindspeed_dsa.declarations import Feature, Flag
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the explanation; status 2 for a name that nothing has."""
+    """Print the explanation; status 2 for an unknown name."""
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_dsa explain", description="Explains one flag or feature."
     )

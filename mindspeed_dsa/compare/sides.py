@@ -1,4 +1,4 @@
-"""What the two sides are: flags that are added to the job's command line."""
+"""The two sides: flags that are appended to the job's command line."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Sides:
 def of_features(
     names: Sequence[str], command: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> Sides:
-    """A without the features, B with them; whatever else the job switches on is on in both.
+    """A without the features, B with them; all other features have the same state in both.
 
     Args:
         names: features by name.
-        command: the job's own command line, which must not decide about them.
-        environ: nor may the environment, which would outrank both sides' flags.
+        command: the job's own command line, which must not set them.
+        environ: the environment, which must not set them either: it would override both sides' flags.
 
     Raises:
         SettingsError: all reasons why they cannot be compared.
@@ -50,8 +50,8 @@ def of_features(
         switch = _switch(known[name])
         if switch is None:
             problems.append(
-                f"{name} has no on/off switch; compare two values of its flag, or of the flag that decides "
-                "about it, with --a and --b"
+                f"{name} has no on/off switch; compare two values of its flag, or of the flag that controls "
+                "it, with --a and --b"
             )
             continue
         b.append(switch.name)
@@ -64,11 +64,11 @@ def of_features(
 
 
 def of_flags(a: str, b: str, environ: Mapping[str, str] = os.environ) -> Sides:
-    """Two sets of flags as a shell would read them; they may be any flags that the job understands.
+    """Two sets of flags as a shell would read them; they may be any flags that the job accepts.
 
     Raises:
         SettingsError: a set cannot be read, holds a misspelt flag of ours, or one that the environment
-            outranks.
+        overrides.
     """
     problems = []
     sides = []
@@ -81,7 +81,7 @@ def of_flags(a: str, b: str, environ: Mapping[str, str] = os.environ) -> Sides:
     tokens = [token.partition("=")[0] for side in sides for token in side]
     misspelt = settings.near_misses(tokens, flags)
     problems += [
-        f"{typed} is no flag of this library; did you mean {meant}?" for typed, meant in misspelt.items()
+        f"{typed} is not a flag of this library; did you mean {meant}?" for typed, meant in misspelt.items()
     ]
     for flag in flags:
         if flag.env in environ and {flag.name, f"--no-{flag.name[2:]}", *flag.aliases} & set(tokens):
@@ -102,16 +102,16 @@ def _set_elsewhere(switch: Flag, command: Sequence[str], environ: Mapping[str, s
         problems.append(_outranked(switch))
     own = {switch.name, *switch.aliases, f"--no-{switch.name[2:]}"} & {t.partition("=")[0] for t in command}
     if own:
-        problems.append(f"the job's own command has {', '.join(sorted(own))}; take it out, compare adds it")
+        problems.append(f"the job's own command has {', '.join(sorted(own))}; remove it, compare adds it")
     return problems
 
 
 def _outranked(flag: Flag) -> str:
-    return f"the environment sets {flag.env}, which would outrank {flag.name} on both sides; unset it"
+    return f"the environment sets {flag.env}, which would override {flag.name} on both sides; unset it"
 
 
 def _unknown(name: str, known: Mapping[str, Feature]) -> str:
-    # A user may have the flag's name at hand rather than the feature's.
+    # A user may give the flag's name instead of the feature's.
     by_flag = {flag.name: f.name for f in known.values() for flag in f.flags[:1] if not flag.host}
     if name in by_flag:
         return f"{name} is a flag; its feature is {by_flag[name]}"

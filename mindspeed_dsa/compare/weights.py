@@ -1,4 +1,4 @@
-"""Whether all runs started from the same weights, and how that is known."""
+"""Whether all runs started from the same weights, and the evidence for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Digests = dict[str, dict[str, Any]]
 
 
 def of_run(folder: Path) -> Digests:
-    """What the feature initial-weights wrote into a run's folder; empty if it wrote nothing."""
+    """The digests that initial-weights wrote into a run's folder; empty if there are none."""
     found: Digests = {}
     for file in sorted(folder.glob("weights-rank*.json")):
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -36,7 +36,7 @@ def compare(runs: Mapping[str, Digests], checkpoint: Mapping[str, Any] | None = 
 
     Args:
         runs: digests by the run's name, in the order of the runs.
-        checkpoint: ``{"folder", "unchanged"}`` of the initial weights that all runs were told to load.
+        checkpoint: ``{"folder", "unchanged"}`` of the initial weights that all runs loaded.
 
     Returns:
         ``same`` (``None``: not known) and ``how``, in words.
@@ -65,8 +65,8 @@ def compare(runs: Mapping[str, Digests], checkpoint: Mapping[str, Any] | None = 
                 f"the first step, e.g. {differing[0]}",
             }
         if not alike or len(alike) < len(shared):
-            # Another type, or cut over the ranks in another way: digests cannot tell.
-            how = f"parameters of {first} and {name} differ in type or in how ranks share them"
+            # Another dtype, or sharded differently: digests cannot be compared.
+            how = f"parameters of {first} and {name} differ in dtype or in sharding"
             return {"same": True if loaded else None, "how": f"{loaded or 'not verified'}; {how}"}
         extra = len(reference.keys() ^ runs[name].keys())
         if extra:
