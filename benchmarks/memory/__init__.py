@@ -1,4 +1,4 @@
-"""Memory features: bytes on the device a parameter, bytes of activations, and what they cost in time."""
+"""Memory features: device bytes per parameter, bytes of activations, and their cost in time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "swap-optimizer": {},
     "virtual-optimizer": {"virtual_optimizer": ["all"]},
 }
-"""Flags without dashes in front, and the switches that they are where it is not only their name."""
+"""Flags without leading dashes, and their switches where they need more than the name."""
 
 ACTIVATIONS = ("recompute-activation-function", "recompute-norm", "swap-attention")
 SAVED = {"reuse-fp32-param": 2, "swap-optimizer": 12, "virtual-optimizer": 8}
-"""What the formulas say: bytes a parameter at rest, on one rank."""
+"""Values of the formulas: bytes per parameter at rest, on one rank."""
 SWAP_TIMES = 16
-"""Default of ``--swap-optimizer-times``: its peak over rest is three buffers of 12 / N bytes a parameter."""
-# For tests: everything is measured, on a model too small to say anything.
+"""Default of ``--swap-optimizer-times``: its peak over rest is 3 buffers of 12 / N bytes per parameter."""
+# For tests: everything is measured, on a model too small to be meaningful.
 QUICK = Sizes(layers=2, hidden=64, ffn=128, heads=4, vocabulary=128, length=32, sequences=2)
 GATE_STEPS = 3
 
@@ -57,7 +57,7 @@ def switches_of(name: str) -> dict[str, Any]:
 
 
 def compare(name: str, sizes: Sizes, pairs: int, device: str) -> dict[str, dict[str, float]]:
-    """One feature and a job without it, in two processes that take turns.
+    """One feature and a job without it, in two alternating processes.
 
     Raises:
         RuntimeError: they do not train to the same weights.
@@ -86,7 +86,7 @@ def compare(name: str, sizes: Sizes, pairs: int, device: str) -> dict[str, dict[
 
 
 def require_same_training(off: Child, on: Child) -> None:
-    """The first steps, which also warm everything up; every feature is exact, so bits are compared."""
+    """The first steps, which also serve as warm-up; every feature is exact, so bits are compared."""
     for number in range(GATE_STEPS):
         steps = {child.name: child.ask("step") for child in (off, on)}
         for what in ("loss", "norm"):
@@ -101,7 +101,7 @@ def _require_same_weights(off: Child, on: Child) -> None:
 
 
 def step_ratios(off: Child, on: Child, pairs: int) -> Mapping[str, float]:
-    """Medians over pairs of steps, one of each job right after the other, of the ratio on / off."""
+    """Medians over pairs of steps, each of two consecutive steps, one per job, of the ratio on / off."""
     found: dict[str, list[float]] = {"seconds": [], "cpu_seconds": []}
     for number in range(pairs):
         order = (off, on) if number % 2 else (on, off)

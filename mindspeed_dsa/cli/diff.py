@@ -50,7 +50,8 @@ def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_dsa diff",
         description="Looks up the features' patch targets in sources of Megatron, without importing them: "
-        "does each target exist, does it take the parameters that the patch relies on, is it the release's code?",
+        "does each target exist, does it take the parameters that the patch relies on, is it the release's "
+        "code?",
         epilog="Exit status: 0 all well, 1 a required target is missing or takes other parameters, 2 the "
         "sources cannot be read.",
     )

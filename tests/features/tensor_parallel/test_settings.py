@@ -9,9 +9,8 @@ import torch
 
 from mindspeed_dsa.features.tensor_parallel.overlap import symmetric
 from mindspeed_dsa.features.tensor_parallel.overlap.feature import COC, MC2
-from mindspeed_dsa.session import Session
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.session import resolve
+from mindspeed_dsa.session import Session, resolve
 
 TP2 = Namespace(tensor_model_parallel_size=2, sequence_parallel=True)
 
