@@ -10,12 +10,12 @@ from typing import Any
 from mindspeed_dsa.runs.metrics import Record, is_number
 
 COMPARED = ("lm_loss", "grad_norm", "indexer_loss")
-"""What must agree between the sides if a feature promises that it does."""
+"""Metrics that must agree between the sides if a feature claims not to change them."""
 MEASURED = ("step_time_s", "tokens_per_s", "peak_memory_bytes")
 
 
 def warmup(runs: Sequence[Sequence[Record]], wanted: int) -> int:
-    """Steps to leave out of the times; short runs keep at least one step."""
+    """Number of steps to exclude from the times; short runs keep at least one step."""
     return max(0, min(wanted, *(len(records) - 1 for records in runs)))
 
 
@@ -50,7 +50,8 @@ def measured(runs: Sequence[Sequence[Record]], skip: int) -> dict[str, dict[str,
 def ratio(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     """B over A: of the medians, and of the runs that followed each other.
 
-    ``within_noise``: the sides' runs overlap, so that their order says nothing; ``None`` for one run each.
+    ``within_noise``: the sides' runs overlap, so that their order is not significant; ``None`` for one run
+    each.
     """
     pairs = [y / x for x, y in zip(a["runs"], b["runs"], strict=False) if x]
     several = len(a["runs"]) > 1 and len(b["runs"]) > 1
@@ -63,7 +64,7 @@ def ratio(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def difference(a: Sequence[Record], b: Sequence[Record], name: str) -> dict[str, Any] | None:
-    """How one figure of run B departs from run A's, over the steps that both made.
+    """Difference of one metric between run B and run A, over the steps that both ran.
 
     Returns:
         ``None`` if neither run has the figure at all; else ``steps``, ``first_step`` (first one at which
@@ -88,7 +89,7 @@ def difference(a: Sequence[Record], b: Sequence[Record], name: str) -> dict[str,
 
 
 def noise(runs: Sequence[Sequence[Record]], name: str) -> dict[str, Any] | None:
-    """How far the runs of one side depart from its first; ``None`` for one run."""
+    """Differences of the runs of one side from its first; ``None`` for one run."""
     found = [d for d in (difference(runs[0], other, name) for other in runs[1:]) if d is not None]
     if not found:
         return None
@@ -117,7 +118,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _as_json(value: Any) -> Any:
-    """JSON has no word for what is no finite number."""
+    """Replace non-finite numbers, which JSON cannot represent."""
     return str(value) if is_number(value) and not math.isfinite(value) else value
 
 

@@ -1,4 +1,4 @@
-"""Both sides as a picture."""
+"""Plots of both sides."""
 
 from __future__ import annotations
 
@@ -52,4 +52,4 @@ def _draw_difference(axes: Any, a: Sequence[Record], b: Sequence[Record]) -> Non
     pairs = [(step, there[step] - loss) for step, loss in zip(steps, losses, strict=True) if step in there]
     axes.axhline(0.0, color="grey", linewidth=0.5)
     axes.plot([step for step, _ in pairs], [gap for _, gap in pairs], color="black", linewidth=1)
-    axes.set(title="loss of B less loss of A", xlabel="step")
+    axes.set(title="loss of B minus loss of A", xlabel="step")

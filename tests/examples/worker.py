@@ -29,7 +29,7 @@ from mindspeed_dsa import features, session  # noqa: E402
 from mindspeed_dsa.runs import checkpoints  # noqa: E402
 
 POISONED_STEP = 3
-OURS = {flag.name for flag in features.all_flags() if not flag.host}
+OURS = {flag.name for flag in features.all_flags() if not flag.megatron}
 
 
 def run(job: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """One record per step of ``megatron.training.training.train``.
 
-A step lasts from its ``train_step`` to the moment its loss is a number on the host; evaluation,
-checkpoints and Megatron's own logging lie outside.
+A step lasts from the start of ``train_step`` until its loss is a number on the host; evaluation, checkpoints
+and Megatron's own logging are excluded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mindspeed_dsa.runs import metrics
 
 
 class _Step:
-    """What is known of the step that runs."""
+    """State of the current step."""
 
     def __init__(self) -> None:
         self.begin = 0.0
@@ -38,7 +38,7 @@ def _step_of(context: Context[Options]) -> _Step:
 
 
 def time_step(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``train_step``: note clock and consumed samples."""
+    """Decorate ``train_step``: record clock and consumed samples."""
     step = _step_of(context)
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ def _lm_loss(losses: Mapping[str, Any]) -> float | None:
     """Language model loss in nats per token; known to the last pipeline stage only.
 
     Args:
-        losses: means over the global batch by name; a loop with a single loss may name it as it likes.
+        losses: means over the global batch by name; a single loss may have any name.
     """
     if "lm loss" in losses:
         return float(losses["lm loss"])
