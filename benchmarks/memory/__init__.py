@@ -26,7 +26,7 @@ ACTIVATIONS = ("recompute-activation-function", "recompute-norm", "swap-attentio
 SAVED = {"reuse-fp32-param": 2, "swap-optimizer": 12, "virtual-optimizer": 8}
 """Values of the formulas: bytes per parameter at rest, on one rank."""
 SWAP_TIMES = 16
-"""Default of ``--swap-optimizer-times``: its peak over rest is three buffers of 12 / N bytes per parameter."""
+"""Default of ``--swap-optimizer-times``: its peak over rest is 3 buffers of 12 / N bytes per parameter."""
 # For tests: everything is measured, on a model too small to say anything.
 QUICK = Sizes(layers=2, hidden=64, ffn=128, heads=4, vocabulary=128, length=32, sequences=2, long_sequences=4)
 STEPS = ("step", "long step")
