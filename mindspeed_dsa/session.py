@@ -340,7 +340,7 @@ def finalize(report_dir: str | None = None) -> None:
     Jobs that build a Megatron-core language model need not: the first model does it.
 
     Args:
-        report_dir: folder for ``mindspeed_dsa.json``; default: the setting, or beside the job's logs.
+        report_dir: folder for ``mindspeed_dsa.json``; default: the setting, or the job's log folder.
 
     Raises:
         PatchError: lists every failed required site; everything has been undone.

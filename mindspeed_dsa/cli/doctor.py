@@ -118,7 +118,7 @@ def _features(running: session.Session | None) -> list[dict[str, Any]]:
 
 
 def as_text(findings: dict[str, Any], every_site: bool = False) -> str:
-    """The findings for a reader; the sites of a platform's redirections only if asked for, or not well."""
+    """The findings as text; sites of a platform's redirections only on request or with a problem."""
     lines = ["versions:"]
     lines += [f"  {name}: {version or 'not installed'}" for name, version in findings["versions"].items()]
     lines += ["", "platform: " + ", ".join(f"{key} {value}" for key, value in findings["platform"].items())]

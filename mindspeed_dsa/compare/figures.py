@@ -69,7 +69,7 @@ def difference(a: Sequence[Record], b: Sequence[Record], name: str) -> dict[str,
     Returns:
         ``None`` if neither run has the figure at all; else ``steps``, ``first_step`` (first one at which
         they are not equal to the last bit, ``None`` if there is none), ``max_abs`` and ``max_rel`` with the
-        step of the former, the figures of the last step, and the first step that is no finite number.
+        step of the former, the figures of the last step, and the first step with a non-finite value.
     """
     pairs = _pairs(a, b, name)
     if all(x is None and y is None for _, x, y in pairs):

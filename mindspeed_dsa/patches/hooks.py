@@ -42,7 +42,7 @@ def is_initializing(module: Any) -> bool:
 
 
 def cannot_be_imported(name: str) -> bool:
-    """Whether there is no such module; asks the finders, and only where that imports no parent."""
+    """Whether there is no such module; queries the finders, but only if that imports no parent."""
     parent = name.rpartition(".")[0]
     if name in sys.modules or (parent and not is_loaded(parent)):
         return False

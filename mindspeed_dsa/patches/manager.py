@@ -289,7 +289,7 @@ class PatchManager:
     def _renew(self) -> None:
         """Return sites whose patch is no longer what callers find to the pending state.
 
-        A reloaded module gets a site of its own; holders of the old module's objects keep them, patched,
+        A reloaded module gets a separate site; holders of the old module's objects keep them, patched,
         until undo. A patch of an inherited method is composed again when the base has changed.
         """
         with self._lock:

@@ -29,7 +29,7 @@ def scope_of_text(text: str) -> Scope | None:
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """One module's source text; parsed once, when first asked for.
+    """One module's source text; parsed once, on first access.
 
     ``text`` is ``None`` for a module without readable source (compiled, or another kind of loader).
     """

@@ -110,7 +110,7 @@ def _rooted(dotted: str, root: str) -> str:
 
 @dataclass(frozen=True)
 class Claim:
-    """A patch together with the feature that asks for it and that feature's place in the order.
+    """A patch together with the feature that claims it and that feature's place in the order.
 
     ``context`` is opaque to the engine: implementations that take one are composed with it. ``label`` is the
     feature as messages name it, by default its name.

@@ -27,7 +27,7 @@ def remember_group(original: _Function, context: Context[None]) -> _Function:
 
     def create_group(*args: Any, **kwargs: Any) -> Any:
         group = original(*args, **kwargs)
-        if isinstance(group, ProcessGroup):  # a rank that is no member gets a placeholder
+        if isinstance(group, ProcessGroup):  # a rank outside the group gets a placeholder
             _remembered[context.megatron].add(group)
         return group
 

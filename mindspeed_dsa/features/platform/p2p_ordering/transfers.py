@@ -4,7 +4,7 @@ Megatron's overlapped schedule starts a send, and before the next microbatch set
 ``.data`` to a one-element tensor (``deallocate_output_tensor``), waiting for the send only later. On
 NCCL that is sound: the send was enqueued on a stream, and the caching allocator reuses the memory only for
 later work on that stream. A gloo send is not a copy either, but it reads the memory whenever the receiver is
-ready, from a thread of its own, through an address taken when it was started. The work object does hold the
+ready, from a separate thread, through an address taken when it was started. The work object does hold the
 tensor, yet ``.data`` swaps the storage of that very tensor, so the memory goes back to the heap under a
 pending send. The receiver then gets whatever was written there meanwhile: wrong gradients, or NaN, or
 ``writev: Bad address`` when the pages are gone.

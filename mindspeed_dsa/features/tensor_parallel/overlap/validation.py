@@ -20,7 +20,7 @@ def check_sequence_parallel(args: Any, flag: str) -> Iterator[str]:
 
 
 def report_transformer_engine(args: Any, flag: str) -> None:
-    """Log that Transformer Engine's layers do not change; that is no error."""
+    """Log that Transformer Engine's layers do not change; that is not an error."""
     if getattr(args, "transformer_impl", None) == "transformer_engine":
         _log.info(
             "%s does not change Transformer Engine's layers, which have --tp-comm-overlap; Megatron's own "

@@ -254,7 +254,7 @@ class Attention(torch.nn.Module):
                 "sequences, without a bias"
             )
         if self.training and torch.is_grad_enabled() and self._recomputes():
-            # Without gradients, as the first pass is run, there is no indexer loss: it is computed once.
+            # The first pass runs without gradients and computes no indexer loss, so it is computed once.
             checkpoint = self.megatron("core.tensor_parallel").checkpoint
             return checkpoint(self._attend, False, query, key, value, x, qr)  # type: ignore[no-any-return]
         return self._attend(query, key, value, x, qr)
