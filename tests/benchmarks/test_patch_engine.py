@@ -98,7 +98,7 @@ def test_a_measurement_of_patches_that_are_not_there_is_refused():
         stubs.load()
         manager = patch_engine.PatchManager()
         manager.plan(stubs.claims)
-        with pytest.raises(RuntimeError, match="did not do what is measured"):
+        with pytest.raises(RuntimeError, match="the measured patches are not in place"):
             patch_engine._require_all_applied(manager)
 
 

@@ -255,8 +255,8 @@ def test_what_cannot_be_compared_is_refused(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--", JOB], "say what to compare"),
-        (["--features", "x", "--b", "y", "--", JOB], "say what to compare"),
+        (["--", JOB], "specify what to compare"),
+        (["--features", "x", "--b", "y", "--", JOB], "specify what to compare"),
         (["--b", "x", "--repeat", "2"], "--repeat: did you mean --repeats?"),
         (["--b", "x", "--train-iters", "2", "--", JOB], "--train-iters is not a flag of compare"),
         (["--b", "x", "--"], "nothing follows --"),

@@ -204,7 +204,7 @@ class TestForeign:
         core.area = original
         assert "restored the original" in manager.report()[0].reason
         if required:
-            with pytest.raises(PatchError, match="put the original back"):
+            with pytest.raises(PatchError, match="restored the original"):
                 manager.finalize()
         else:
             manager.finalize()
