@@ -3,6 +3,8 @@
 One block holds complete rows, so the softmax needs no second pass and the sum of the probabilities over
 heads, the target of the indexer loss, comes for free. The gradient of the keys is added block by block
 in row order, which makes it deterministic.
+
+Where keys are few, ``cpu_dense.py`` beside this file takes the call.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from mindspeed_dsa.ops.cpu_blocks import (
     sum_of_keys,
     times_keys,
 )
+from mindspeed_dsa.ops.sparse_flash_attention import cpu_dense
 
 KIND: Literal["gradients"] = "gradients"
 plan_call = takes_every_call
@@ -44,6 +47,10 @@ def forward(
     return_attention_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The three parts of :class:`SparseAttentionOutput`."""
+    if cpu_dense.takes(query, key_value, topk_indices, softmax_scale):
+        return cpu_dense.forward(
+            query, key_value, topk_indices, softmax_scale, value_dim, return_attention_sum
+        )
     batch, query_length, heads, dim = query.shape
     dtype = compute_dtype(query.dtype)
     out = torch.empty(batch, query_length, heads, value_dim, dtype=query.dtype)
@@ -97,6 +104,10 @@ def backward(
 
     The third part is the sum of the probabilities over heads, as in :func:`forward`, or None.
     """
+    if cpu_dense.takes(query, key_value, topk_indices, softmax_scale, grad_out):
+        return cpu_dense.backward(
+            grad_out, query, key_value, topk_indices, out, lse, softmax_scale, return_attention_sum
+        )
     heads, dim = query.shape[2:]
     value_dim = out.shape[3]
     dtype = compute_dtype(query.dtype)
