@@ -32,7 +32,7 @@ def save_to(job: Job, way: str, folder: str) -> None:
 
 def _strategy() -> Any:
     """Megatron's writer needs psutil and helper processes; the example's writes the same files without."""
-    from tests.distributed.job import EXAMPLES
+    from tests.support.example_job import EXAMPLES
 
     if EXAMPLES not in sys.path:
         sys.path.insert(0, EXAMPLES)
