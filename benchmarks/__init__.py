@@ -1,1 +1,1 @@
-"""Measurements. ``python -m benchmarks CASE``; the last line printed is one JSON object."""
+"""Benchmarks. ``python -m benchmarks CASE``; the last line printed is one JSON object."""

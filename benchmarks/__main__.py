@@ -29,9 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("case", choices=sorted(CASES))
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "npu"))
-    parser.add_argument("--json", metavar="FILE", help="write the object to a file as well")
+    parser.add_argument("--json", metavar="FILE", help="also write the object to a file")
     parser.add_argument(
-        "--quick", action="store_true", help="tiny problems: shows that it runs, figures mean nothing"
+        "--quick",
+        action="store_true",
+        help="tiny problems, to check that the case works; figures are meaningless",
     )
     extra = {name: text for case in CASES.values() for name, text in case.options.items()}
     for name, text in extra.items():
@@ -41,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = {name: getattr(options, name) for name in extra if getattr(options, name) is not None}
     for name in given:
         if name not in CASES[options.case].options:
-            parser.error(f"{options.case} has no --{name}; leave it out")
+            parser.error(f"{options.case} has no --{name}; omit it")
     if options.quick and not CASES[options.case].has_quick:
-        parser.error(f"{options.case} has no quick form; leave --quick out")
-    # What the measured code prints (Megatron greets its users on stdout) belongs to the log.
+        parser.error(f"{options.case} has no quick form; omit --quick")
+    # Output of the measured code (Megatron prints to stdout) goes to the log.
     with contextlib.redirect_stdout(sys.stderr):
         found = result(CASES[options.case], options.device, options.quick, **given)
     text = json.dumps(found)

@@ -1,8 +1,8 @@
-"""Ranks on one machine joined by slow links, where overlap of communication and computing can be measured.
+"""Ranks on one machine connected by slow links, to measure the overlap of communication and computation.
 
-Over loopback a transfer costs nothing but processor time, so that there is nothing to hide. Here each rank is
-a process in a network namespace of its own, on a processor core of its own, and the namespaces are joined by
-virtual links with a rate limit: a transfer takes time and hardly any computing::
+Over loopback a transfer costs only processor time, so there is nothing to hide. Here each rank is a process
+in a separate network namespace, on a separate processor core, and the namespaces are connected by virtual
+links with a rate limit: a transfer takes time and hardly any computation::
 
     with LinkBed(ranks=2, rate="2gbit") as bed:
         results = bed.run("benchmarks.tp_overlap.rank:measure", sizes=...)
@@ -35,37 +35,37 @@ _DEVICE = "slow0"
 
 
 class LinkBedError(RuntimeError):
-    """The links cannot be had, or a rank failed; the message says which and what to do."""
+    """The links cannot be created, or a rank failed; the message states which and what to do."""
 
 
 class LinkBed:
-    """A few ranks and the links between them; a context manager that leaves nothing behind.
+    """A few ranks and the links between them; a context manager that cleans up on exit.
 
     Args:
         ranks: number of processes, 2 to 8.
         rate: of each link in each direction, as ``tc`` reads it (``2gbit``, ``400mbit``); ``None`` for
             loopback.
-        cores: a processor core for each rank; default: those that this process may use, one each. Ranks
-            that share a core work; what they take then says nothing about overlap.
+        cores: a processor core for each rank; default: those that this process may use, one each. Ranks may
+        share a core, but their times then say nothing about overlap.
 
     Raises:
-        LinkBedError: ranks or rate that cannot be, or fewer cores than ranks and none named; on entering:
-            not root, no iproute2, or a kernel that refuses.
+        LinkBedError: invalid ranks or rate, or fewer cores than ranks and none named; on entering: not root,
+        no iproute2, or a kernel without support.
     """
 
     def __init__(
         self, ranks: int = 2, rate: str | None = "2gbit", cores: Sequence[int] | None = None
     ) -> None:
         if not 2 <= ranks <= 8:
-            raise LinkBedError(f"link bed: {ranks} ranks were asked for; use 2 to 8")
+            raise LinkBedError(f"link bed: {ranks} ranks were requested; use 2 to 8")
         if rate is not None and not re.fullmatch(r"\d+(\.\d+)?[kmgt]bit", rate):
-            raise LinkBedError(f"link bed: {rate!r} is no rate; write 2gbit or 400mbit")
+            raise LinkBedError(f"link bed: {rate!r} is not a rate; write 2gbit or 400mbit")
         available = sorted(os.sched_getaffinity(0))
         self.ranks, self.rate = ranks, rate
         if cores is None and len(available) < ranks:
             raise LinkBedError(
                 f"link bed: {ranks} ranks need a core each and this process may use {len(available)}; use "
-                "fewer ranks, or name the cores that they are to share"
+                "fewer ranks, or name the cores that they share"
             )
         self.cores = list(available[:ranks] if cores is None else cores)
         self._name = f"{_PREFIX}{os.getpid()}"
@@ -88,7 +88,7 @@ class LinkBed:
         self._cleanup.close()
 
     def _build(self) -> None:
-        """Two ranks share one link; more of them have a link each to a bridge. Limited at both ends."""
+        """Two ranks share one link; more ranks have one link each to a bridge. Limited at both ends."""
         spaces = [self._space(rank) for rank in range(self.ranks)]
         for space in spaces:
             self._add_namespace(space)
@@ -111,11 +111,11 @@ class LinkBed:
             _ip("-n", space, "link", "set", "lo", "up")
 
     def _link(self, space: str, device: str, other: str) -> None:
-        """From ``device`` in one namespace to the usual device in the other."""
+        """Connect ``device`` in one namespace to the standard device in the other."""
         _ip("-n", space, "link", "add", device, "type", "veth", "peer", "name", _DEVICE, "netns", other)
 
     def _limit(self, space: str, device: str) -> None:
-        """Switch a link's end on and limit what it sends."""
+        """Bring a link's end up and limit its send rate."""
         _ip("-n", space, "link", "set", device, "up")
         limit = ("tbf", "rate", str(self.rate), "burst", _BURST, "latency", _LATENCY)
         _run("tc", "-n", space, "qdisc", "add", "dev", device, "root", *limit)
@@ -131,13 +131,13 @@ class LinkBed:
         """Call ``function(**arguments)`` on every rank and return the results by rank.
 
         Args:
-            function: ``"package.module:name"``; there a gloo process group over the links exists, torch uses
+            function: ``"package.module:name"``; in it a gloo process group over the links exists, torch uses
                 one thread, and ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are set.
-            timeout_s: seconds until the ranks are ended.
-            **arguments: the same for all ranks; they and the results travel by pickle.
+            timeout_s: seconds until the ranks are terminated.
+            **arguments: the same for all ranks; they and the results are pickled.
 
         Raises:
-            LinkBedError: a rank failed, with its last words, or took too long.
+            LinkBedError: a rank failed, with the end of its log, or took too long.
         """
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         (folder / "task").write_bytes(pickle.dumps((function, arguments)))
@@ -153,7 +153,7 @@ class LinkBed:
         if failed:
             words = [f"--- rank {rank}:\n{(folder / f'log-{rank}').read_text()[-3000:]}" for rank in failed]
             raise LinkBedError(
-                f"link bed: {function} did not end well within {timeout_s:.0f} s\n" + "\n".join(words)
+                f"link bed: {function} failed or did not finish within {timeout_s:.0f} s\n" + "\n".join(words)
             )
         return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(self.ranks)]
 
@@ -188,17 +188,15 @@ class LinkBed:
 
 
 def require_tools() -> None:
-    """Whether this process can build links.
+    """Check that this process can build links.
 
     Raises:
-        LinkBedError: it cannot; what is missing.
+        LinkBedError: it cannot; the message names what is missing.
     """
     if not sys.platform.startswith("linux"):
         raise LinkBedError(f"link bed: network namespaces are Linux's, this is {sys.platform}")
     if os.geteuid() != 0:
-        raise LinkBedError(
-            "link bed: network namespaces need root; run as root or in a container that has it"
-        )
+        raise LinkBedError("link bed: network namespaces need root; run as root or in a container with root")
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
         raise LinkBedError(f"link bed: {' and '.join(missing)} not found; apt-get install iproute2")
 
@@ -226,7 +224,7 @@ def _run(*words: str, check: bool = True) -> str:
 
 
 def _rank(folder: Path) -> None:
-    """The inside of a rank's process."""
+    """Main function of a rank's process."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.sched_setaffinity(0, {int(os.environ["LINKBED_CORE"])})  # before threads start
     import torch

@@ -1,9 +1,9 @@
-"""Counts what the one-liner changes in foreign modules when no feature is on.
+"""Counts the changes of the one-liner in foreign modules when no feature is on.
 
 Run as a script in a fresh process: everything that torch, Megatron-core and their dependencies bind is
-recorded by identity before and after, without any help of the engine. Prints two numbers: foreign
-attributes changed, and patch sites of the platform. Where the platform needs redirections (a machine
-without an accelerator), bindings that hold one of the platform's objects are counted by the second.
+recorded by identity before and after, independently of the engine. Prints two numbers: foreign attributes
+changed, and patch sites of the platform. Where the platform needs redirections (a machine without an
+accelerator), bindings that hold one of the platform's objects are counted by the second.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-# The interpreter's own counters, which any look for a module moves.
+# The interpreter's own counters, which any module lookup changes.
 _INTERPRETER = ("_frozen_importlib", "_frozen_importlib_external")
 _ABSENT = object()
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A module or a class that binds names; held, so that its ``id`` stays its own."""
+    """A module or a class that binds names; held, so that its ``id`` stays unique."""
 
     name: str
     thing: Any
 
     def bindings(self) -> dict[str, Any]:
-        """What it binds now."""
+        """Its current bindings."""
         if isinstance(self.thing, type):
             return dict(self.thing.__dict__)
         return dict(ModuleType.__getattribute__(self.thing, "__dict__"))
@@ -47,7 +47,7 @@ def main() -> None:
     changed = [name for owner, old in before for name in changes(owner, old, places, objects)]
     for name in changed[:50]:
         print(f"changed: {name}", file=sys.stderr)
-    print(f"{sum(len(old) for _, old in before)} foreign attributes looked at", file=sys.stderr)
+    print(f"{sum(len(old) for _, old in before)} foreign attributes checked", file=sys.stderr)
     print(len(changed), sites)
 
 
@@ -66,13 +66,13 @@ def owners() -> list[Owner]:
 def changes(
     owner: Owner, old: dict[str, Any], places: set[tuple[int, str]], objects: dict[int, Any]
 ) -> Iterator[str]:
-    """Attributes bound to other objects than before, the platform's aside.
+    """Attributes bound to other objects than before, excluding the platform's.
 
     Args:
         owner: module or class.
         old: its bindings before.
         places: ``(id of the owner, name)`` of the platform's targets.
-        objects: functions and classes of the platform, by ``id``; other modules may have names for them.
+        objects: functions and classes of the platform, by ``id``; other modules may bind names to them.
     """
     new = owner.bindings()
     for name in {**old, **new}:
@@ -94,7 +94,7 @@ def platform_sites() -> tuple[set[tuple[int, str]], dict[int, Any], int]:
     features = running.features
     others = [feature.name for feature in features if not feature.platform_support]
     if others:
-        raise SystemExit(f"this is to measure nothing being on, and {', '.join(others)} is on")
+        raise SystemExit(f"this measures the state without features, but {', '.join(others)} is on")
     places: set[tuple[int, str]] = set()
     objects: dict[int, Any] = {}
     applied = [site for site in running.report() if site.state == "applied"]

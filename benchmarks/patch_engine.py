@@ -1,4 +1,4 @@
-"""What the patch engine costs: per call, when armed, checked and verified, and when nothing is on."""
+"""Overhead of the patch engine: per call, at arming, checking and verification, with all features off."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(device: str) -> Metrics:
 
 
 def call_ratio(calls: int, rounds: int) -> float:
-    """Time per call of a patched function over that of the same closure made by hand.
+    """Time per call of a patched function over that of the same closure written by hand.
 
     Medians of interleaved rounds, so that both see the same state of the machine.
 
@@ -77,7 +77,7 @@ def engine_ms(modules: int, sites: int, rounds: int) -> Metrics:
     Args:
         modules: stub modules of 50 names each, all imported.
         sites: patch sites among them, fingerprints known.
-        rounds: each plans anew and undoes.
+        rounds: each plans again and undoes.
     """
     taken: dict[str, list[float]] = {"arm_200_ms": [], "check_200_ms": [], "finalize_200_ms": []}
     with stub_packages.on_disk(modules, sites) as stubs:
@@ -87,7 +87,7 @@ def engine_ms(modules: int, sites: int, rounds: int) -> Metrics:
             arming = _ms(lambda m=manager: m.plan(stubs.claims))
             taken["check_200_ms"].append(_ms(manager.check))
             taken["arm_200_ms"].append(arming + _ms(manager.arm))
-            # With the search that a run leaves to doctor: the dearest form there is.
+            # Including the search that only doctor does: the most expensive form.
             taken["finalize_200_ms"].append(_ms(partial(manager.finalize, thorough=True)))
             _require_all_applied(manager)
             manager.undo()
@@ -103,14 +103,14 @@ def _static_check(stubs: stub_packages.Stubs) -> StaticCheck:
 
 
 def _require_all_applied(manager: PatchManager) -> None:
-    """A measurement of patches that are not there would be worthless."""
+    """Check that the patches are in place."""
     reports = manager.report()
     wrong = [site.target for site in reports if site.state != "applied" or site.notes]
     held = sum(bool(site.stale) for site in reports)
     names = sum(site.rebound for site in reports)
     print(f"{len(reports)} sites, {names} names rebound, {held} originals held elsewhere", file=sys.stderr)
     if wrong or not held or not names:
-        raise RuntimeError(f"the engine did not do what is measured: {wrong}, {held} held, {names} rebound")
+        raise RuntimeError(f"the measured patches are not in place: {wrong}, {held} held, {names} rebound")
 
 
 def import_ms(rounds: int) -> float:
@@ -135,7 +135,7 @@ def _in_fresh_process(*arguments: str) -> str:
 
 
 def _environment(root: str) -> dict[str, str]:
-    """Ours, with this checkout importable and without switches of ours."""
+    """The environment, with this checkout importable and without our switches."""
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     clean = {key: value for key, value in os.environ.items() if not key.startswith("MINDSPEED_DSA_")}
     return {**clean, "PYTHONPATH": os.pathsep.join(paths)}
@@ -144,8 +144,8 @@ def _environment(root: str) -> dict[str, str]:
 def _ms(function: Callable[[], object]) -> float:
     """Milliseconds of one call, without the collector, as timeit does it.
 
-    When a collection of the whole heap falls due depends on everything the process holds: the syntax
-    trees of one check may be paid for by the next step, or not at all.
+    The time of a full collection depends on everything that the process holds: the syntax trees of one check
+    may be collected in the next step, or not at all.
     """
     gc.collect()
     gc.disable()

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Union
 
 Metrics = Mapping[str, Union[float, int, str, "Metrics"]]
-"""Plain numbers, a sentence where there is no number, or nested tables of these."""
+"""Plain numbers, a sentence instead of a missing number, or nested tables of these."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Case:
         name: as on the command line.
         summary: one line.
         module: where its ``run(device) -> Metrics`` is; imported when the case is run.
-        on_device: whether it computes on a device, so that ``--device auto`` looks for one.
-        has_quick: whether ``run`` takes ``quick``, for a run in seconds whose figures mean nothing.
-        options: keywords that ``run`` takes beside, each with what the command line says of it.
+        on_device: whether it computes on a device, so that ``--device auto`` searches for one.
+        has_quick: whether ``run`` takes ``quick``, for a run in seconds with meaningless figures.
+        options: additional keywords of ``run``, each with its help on the command line.
     """
 
     name: str
@@ -42,30 +42,30 @@ CASES: dict[str, Case] = {
     for case in (
         Case(
             "patch-engine",
-            "what patches cost: per call, when armed, checked and verified, and when nothing is on",
+            "overhead of patching: per call, at arming, checking and verification, and with all features off",
             "benchmarks.patch_engine",
             on_device=False,
         ),
         Case(
             "dsa",
-            "sparse attention operators: speed and memory against Megatron's own, time over the floor",
+            "sparse attention operators: speed and memory compared with Megatron's own, time over the floor",
             "benchmarks.dsa",
             has_quick=True,
         ),
         Case(
             "tp-overlap",
-            "tensor parallel communication behind matmul, on two ranks joined by a slow link (needs root)",
+            "tensor parallel communication overlapped with matmul, two ranks with a slow link (needs root)",
             "benchmarks.tp_overlap",
             on_device=False,
             has_quick=True,
             options={
                 "link": "rate of the link, as tc reads it (default: 2gbit)",
-                "trace": "file for a chrome trace of one step; a picture goes beside it",
+                "trace": "file for a chrome trace of one step; an image is written next to it",
             },
         ),
         Case(
             "memory",
-            "memory features: bytes on the device a parameter, bytes of activations, time of a step",
+            "memory features: device bytes per parameter, bytes of activations, step time",
             "benchmarks.memory",
             has_quick=True,
             options={"timed": "only the time of a step, with these features (names with commas between)"},

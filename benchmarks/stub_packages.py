@@ -79,7 +79,7 @@ _HOLDING = (
     "def use(query, key, function=score): return function(query, key)",
     "USE = (lambda function: lambda: function)(score)",
 )
-# What a site may be, in turn: target below the module, kind, implementation, parameters relied on.
+# The kinds of sites, in turn: target below the module, kind, implementation, parameters relied on.
 _SITES = (
     ("scale", "wrap", "through", ("query", "key")),
     ("Layer.forward", "wrap", "through", ("hidden_states",)),
@@ -92,7 +92,7 @@ _SITES = (
 
 @dataclass(frozen=True)
 class Stubs:
-    """What :func:`on_disk` wrote."""
+    """The packages that :func:`on_disk` wrote."""
 
     folder: Path
     modules: list[str]
@@ -135,7 +135,7 @@ def _write(folder: Path, modules: int, sites: int) -> list[str]:
     (folder / f"{IMPLEMENTATION}.py").write_text(_IMPL, encoding="utf-8")
     step = modules // sites
     for index in range(modules):
-        # Every module has three names of the module with a site before it, as consumers do.
+        # Every module imports three names of the preceding module with a site, as consumers do.
         source = f"{PACKAGE}.m{index // step * step}"
         mine = index % step == 0
         imports = "" if mine else f"from {source} import Layer as Base, mask as select, scale as score"

@@ -1,4 +1,4 @@
-"""What is declared to patch Megatron: the features, and the session's own services."""
+"""All declarations that patch Megatron: the features, and the session's own services."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def everything() -> tuple[Feature, ...]:
 
 
 def shipped() -> tuple[Feature, ...]:
-    """What this library ships, for its pages and records, whatever else is installed."""
+    """Features that this library ships, without plug-ins; for its pages and records."""
     return (*built_in(), *SERVICES)

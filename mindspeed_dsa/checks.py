@@ -13,7 +13,7 @@ from mindspeed_dsa.settings import Settings
 
 
 def problems(active: Sequence[Feature], settings: Settings) -> list[str]:
-    """Every requirement that is not met and every conflict, each with the way out."""
+    """Every unmet requirement and every conflict, each with a fix."""
     found: list[str] = []
     names = {feature.name for feature in active}
     for feature in active:

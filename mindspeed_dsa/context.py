@@ -1,4 +1,4 @@
-"""What a patch is composed with: its feature's options, Megatron's modules and a logger, for one session."""
+"""The context of a patch: its feature's options, Megatron's modules and a logger, for one session."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True)
 class Megatron:
-    """Megatron's modules, below whatever package stands for ``megatron`` in this session.
+    """Megatron's modules, below the package that replaces ``megatron`` in this session.
 
     Implementations must not write ``import megatron``: in a fork with another root that would load a
     second Megatron, or none.
@@ -35,11 +35,11 @@ class Context(Generic[Options]):
     """Built once for each feature, when a session arms its patches; it never changes.
 
     A ``wrap`` factory that takes ``(original, context)``, and every ``factory`` row, gets the context of
-    the feature that claims the site. Nothing below reads settings anywhere else.
+    the feature that claims the site. Implementations read settings nowhere else.
 
     Attributes:
         feature: the feature's name.
-        options: what ``Feature.options`` made of the settings.
+        options: the result of ``Feature.options``.
         megatron: this session's Megatron.
         log: the feature's logger.
     """

@@ -18,7 +18,7 @@ class Flag:
 
     ``kind`` ``bool`` is a ``store_true`` switch; ``auto`` is a tri-state switch
     (``--name`` / ``--no-name``, default ``None``: the feature decides); ``value`` takes an
-    argument of ``type``. ``host`` marks a flag that belongs to Megatron: it is read (argv,
+    argument of ``type``. ``megatron`` marks a flag that belongs to Megatron: it is read (argv,
     environment, API) to decide what to switch on, and never added to a parser.
     """
 
@@ -31,7 +31,7 @@ class Flag:
     nargs: str | int | None = None
     metavar: str | None = None
     aliases: tuple[str, ...] = ()
-    host: bool = False
+    megatron: bool = False
 
     @property
     def dest(self) -> str:
@@ -50,7 +50,7 @@ class Flag:
 
     def same_as(self, other: Flag) -> bool:
         """Whether two declarations are of one flag; Megatron's own may be described in other words."""
-        if self.host and other.host:
+        if self.megatron and other.megatron:
             return replace(self, help="") == replace(other, help="")
         return self == other
 
@@ -91,7 +91,7 @@ class Feature:
     Attributes:
         name: kebab-case identity, as doctor and the documentation print it.
         summary: one line.
-        flags: the first one is the switch, unless ``active`` says otherwise; host flags that
+        flags: the first one is the switch, unless ``active`` says otherwise; Megatron's flags that
             ``active`` or ``validate`` read are listed too.
         patches: rows for the engine.
         requires, conflicts: declared, checked before anything is mutated.
@@ -142,7 +142,7 @@ EXPERIMENTAL_ATTENTION_VARIANT = Flag(
     "--experimental-attention-variant",
     "Megatron's own flag; 'dsa' switches on the repairs that DeepSeek Sparse Attention needs.",
     kind="value",
-    host=True,
+    megatron=True,
 )
 
 

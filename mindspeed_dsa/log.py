@@ -1,9 +1,9 @@
-"""The package's logger: standard ``logging`` with a filter that lets one rank speak.
+"""The package's logger: standard ``logging`` with a filter by rank.
 
 All records go to ``logging.getLogger("mindspeed_dsa")`` or a child named after a feature. Levels, handlers
 and formats are set there, as with any library; by default records of level INFO and above go to stderr.
 
-Three keywords beside the standard ones say who speaks, and how often::
+Two additional keywords select the ranks that log, and how often::
 
     log.info("runs on %s", backend, once=True)          # not again in this process
     log.info("%s: %d chunks", layer, chunks, once=layer)  # once per layer, whatever the text
@@ -82,7 +82,7 @@ def get(feature: str = "", megatron_root: str = "megatron") -> Log:
 
 
 def forget() -> None:
-    """Let every ``once`` record pass again."""
+    """Reset: every ``once`` record passes again."""
     _already.clear()
 
 
@@ -97,7 +97,7 @@ def is_first_rank() -> bool:
 
 
 def _is_first_of_stage(megatron_root: str) -> bool:
-    """Whether this rank speaks for its pipeline stage: stages hold different layers."""
+    """Whether this rank logs for its pipeline stage: stages hold different layers."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return True
@@ -109,7 +109,7 @@ def _is_first_of_stage(megatron_root: str) -> bool:
 
 
 class _Stderr(_Handler):
-    """Writes to what ``sys.stderr`` is when the record comes, as ``logging.lastResort`` does."""
+    """Writes to the current ``sys.stderr``, as ``logging.lastResort`` does."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

@@ -1,7 +1,7 @@
 """One session: settings -> features -> plan -> check -> arm, and the way back.
 
-:func:`enable` keeps one session for the process. The class itself shares nothing: two sessions for two
-Megatron packages in one process do not see each other.
+:func:`enable` keeps one session for the process. The class itself has no shared state: two sessions for two
+Megatron packages in one process are independent.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from mindspeed_dsa.settings import Settings
 
 
 class Session:
-    """Resolved settings, the features they switch on, and the engine that holds their patches.
+    """Resolved settings, the features they enable, and the engine that holds their patches.
 
     Args:
         resolved: the settings.
-        active: the features that they switch on, in the order in which their wrappers stack.
+        active: the enabled features, in the order in which their wrappers nest.
 
     Attributes:
-        contexts: by feature name, what each feature's patches are composed with.
+        contexts: by feature name, the context of each feature's patches.
         log_folder: where the job keeps its logs, once its arguments are known.
     """
 
@@ -66,7 +66,7 @@ class Session:
         self._guard: PatchManager | None = None
 
     def arm(self) -> None:
-        """Plan, check and apply every patch; what is not imported yet waits for its import.
+        """Plan, check and apply every patch; modules that are not imported yet are patched at their import.
 
         Raises:
             PatchError: a required patch cannot be applied; nothing stays patched.
@@ -81,7 +81,7 @@ class Session:
         self._manager.arm()
 
     def _services(self) -> list[Claim]:
-        """The session's own rows; nothing on and nothing asked of us means nothing patched."""
+        """The session's own rows; without an active feature or a flag of ours nothing is patched."""
         wanted = {
             "megatron-arguments": bool(self.settings.mentioned or self.features),
             "verify-before-model": bool(self.features),
@@ -94,7 +94,7 @@ class Session:
         ]
 
     def undo(self) -> None:
-        """Take every patch of this session away."""
+        """Remove every patch of this session."""
         self._manager.undo()
         if self._guard is not None:
             self._guard.undo()
@@ -139,7 +139,7 @@ class Session:
             raise
 
     def verify(self) -> None:
-        """Verify every site, harmless holders of originals included; publishes nothing.
+        """Verify every site, including harmless holders of originals; prints and writes nothing.
 
         Raises:
             PatchError: as :meth:`finalize` does.
@@ -155,13 +155,13 @@ class Session:
         return add_arguments(parser)
 
     def write_back(self, namespace: argparse.Namespace) -> None:
-        """Make a job's argument namespace agree with the settings: API and environment outrank argv."""
+        """Make a job's argument namespace agree with the settings: API and environment override argv."""
         for dest, setting in self.settings.chosen().items():
             if setting.source in ("API", "environment"):
                 setattr(namespace, dest, setting.value)
 
     def validate(self, args: Any) -> None:
-        """Ask every active feature about the job's full arguments; see the module's :func:`validate`."""
+        """Let every active feature check the job's full arguments; see the module's :func:`validate`."""
         self.log_folder = getattr(args, "tensorboard_dir", None) or getattr(args, "save", None)
         problems = [*_unheard(args, self.settings), *self.problems(args)]
         if problems:
@@ -170,12 +170,12 @@ class Session:
             )
 
     def problems(self, args: Any) -> list[str]:
-        """What the features have against these arguments, each with the feature's name.
+        """Problems that the features find in these arguments, each with the feature's name.
 
-        Not every job's own namespace holds our switches, or what came from the environment: in what the
-        features see, our switches read as the settings say.
+        A job's own namespace may lack our switches, or values from the environment: in the view that features
+        get, our switches have the values of the settings.
         """
-        own = [*settings.GENERAL_FLAGS, *(flag for flag in features.all_flags() if not flag.host)]
+        own = [*settings.GENERAL_FLAGS, *(flag for flag in features.all_flags() if not flag.megatron)]
         seen = _Arguments(args, {flag.dest: getattr(self.settings, flag.dest) for flag in own})
         return [f"{f.label}: {text}" for f in self.features for text in _ask(f, f.validate, seen)]
 
@@ -201,12 +201,12 @@ def enable(**switches: Any) -> None:
 
     Args:
         **switches: flags by their ``dest`` names, e.g. ``use_fused_dsa=True`` or
-            ``experimental_attention_variant="dsa"``; they outrank environment and command line, and
+            ``experimental_attention_variant="dsa"``; they override environment and command line, and
             add to what earlier calls set.
 
     Raises:
-        SettingsError: unknown switch, value that does not fit, or a combination that cannot be; what
-            was enabled before stays as it was.
+        SettingsError: unknown switch, invalid value, or an invalid combination; the previous state
+        is kept.
         PatchError: a required patch cannot be applied; nothing stays patched.
     """
     with _lock:
@@ -216,8 +216,8 @@ def enable(**switches: Any) -> None:
 def enable_from_argv(argv: Sequence[str]) -> None:
     """What ``import mindspeed_dsa.megatron_adaptor`` does; raises as :func:`enable` does.
 
-    A flag that looks like a misspelt one of ours is reported: whether it is refused, the job's own
-    parser decides, whose flag it might be.
+    A flag that looks like a misspelt one of ours is only reported: it might belong to the job's own parser,
+    which decides whether to refuse it.
     """
     with _lock:
         _start(_api, tuple(argv))
@@ -225,7 +225,7 @@ def enable_from_argv(argv: Sequence[str]) -> None:
 
 
 def disable() -> None:
-    """Undo every patch and forget every switch."""
+    """Undo every patch and reset every switch."""
     global _current, _api, _argv
     with _lock:
         if _current is not None:
@@ -254,7 +254,7 @@ def current() -> Session | None:
 
 
 def resolve(api: Mapping[str, Any], argv: Sequence[str]) -> tuple[Settings, list[Feature]]:
-    """Settings and active features; imports torch only to find out about the platform.
+    """Settings and active features; imports torch only to detect the platform.
 
     Raises:
         SettingsError: as :func:`enable`.
@@ -287,7 +287,7 @@ def resolve(api: Mapping[str, Any], argv: Sequence[str]) -> tuple[Settings, list
 
 
 def _ask(feature: Feature, function: Callable[[Any], Any], of: Any) -> Any:
-    """What a feature's own function says; an exception of its own would not say whose feature it is.
+    """Call a feature's own function; an exception from it is attributed to the feature.
 
     Raises:
         SettingsError: the function raises.
@@ -302,7 +302,7 @@ def _ask(feature: Feature, function: Callable[[Any], Any], of: Any) -> Any:
 
 
 def _platform(requested: str) -> str:
-    """Detected once per session: when the CPU stands in for a GPU, torch can no longer be asked."""
+    """Detected once per session: once the CPU platform replaces a GPU, torch no longer reports it."""
     if _current is not None and _current.settings.mindspeed_platform == requested:
         return _current.settings.platform
     return platforms.detect(requested)
@@ -310,7 +310,7 @@ def _platform(requested: str) -> str:
 
 def _start(api: Mapping[str, Any], argv: Sequence[str]) -> None:
     global _current, _api, _argv
-    resolved, active = resolve(api, argv)  # raises before anything of the old session is touched
+    resolved, active = resolve(api, argv)  # raises before the old session is changed
     previous = _current
     if previous is not None:
         previous.undo()
@@ -340,7 +340,7 @@ def finalize(report_dir: str | None = None) -> None:
     Jobs that build a Megatron-core language model need not: the first model does it.
 
     Args:
-        report_dir: folder for ``mindspeed_dsa.json``; default: the setting, or beside the job's logs.
+        report_dir: folder for ``mindspeed_dsa.json``; default: the setting, or the job's log folder.
 
     Raises:
         PatchError: lists every failed required site; everything has been undone.
@@ -375,7 +375,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def validate(args: Any) -> None:
-    """Ask every active feature about the job's full arguments; to be called before process groups start.
+    """Let every active feature check the job's full arguments; call it before process groups start.
 
     Raises:
         SettingsError: all problems of all features in one message.
@@ -385,14 +385,14 @@ def validate(args: Any) -> None:
 
 
 def _unheard(args: Any, armed: Settings) -> Iterator[str]:
-    """Switches that a job's parser has read and the session has not: they would silently do nothing."""
+    """Switches that a job's parser has read but the session has not: they would silently have no effect."""
     for flag in features.all_flags():
         wanted = getattr(args, flag.dest, flag.unset)
-        if flag.host or wanted == flag.unset or wanted == getattr(armed, flag.dest):
+        if flag.megatron or wanted == flag.unset or wanted == getattr(armed, flag.dest):
             continue
         yield (
             f"the job's arguments have {flag.dest}={wanted!r}, and mindspeed_dsa was set up with "
-            f"{getattr(armed, flag.dest)!r} ({armed.setting(flag.dest).who}). API and environment outrank "
+            f"{getattr(armed, flag.dest)!r} ({armed.setting(flag.dest).who}). API and environment override "
             "the command line, which is the process's own; where the arguments come from elsewhere, call "
             f"mindspeed_dsa.enable({flag.dest}={wanted!r})"
         )

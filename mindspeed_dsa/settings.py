@@ -21,21 +21,21 @@ _KINDS: dict[Any, type] = {int: numbers.Integral, float: numbers.Real}
 
 MEGATRON_ROOT = Flag(
     "--megatron-root",
-    "Top-level package that stands for 'megatron' in an in-house fork, e.g. corp_megatron.",
+    "Top-level package that replaces 'megatron' in an in-house fork, e.g. corp_megatron.",
     kind="value",
     default="megatron",
 )
 PLATFORM = Flag(
     "--mindspeed-platform",
-    "Device to run on; 'auto' takes the first of NPU, GPU and CPU that is there.",
+    "Device to run on; 'auto' selects the first available of NPU, GPU and CPU.",
     kind="value",
     default="auto",
     choices=("auto", *get_args(Platform)),
 )
 REPORT_DIR = Flag(
     "--mindspeed-report-dir",
-    "Folder for mindspeed_dsa.json, the record of features and patch sites; default: beside the "
-    "TensorBoard logs or the checkpoints, where the job has them.",
+    "Folder for mindspeed_dsa.json, the record of features and patch sites; default: next to the "
+    "TensorBoard logs or the checkpoints, if the job has them.",
     kind="value",
 )
 GENERAL_FLAGS = (PLATFORM, MEGATRON_ROOT, REPORT_DIR)
@@ -43,13 +43,13 @@ GENERAL_FLAGS = (PLATFORM, MEGATRON_ROOT, REPORT_DIR)
 
 @dataclass(frozen=True)
 class Setting:
-    """One switch: its value and who set it."""
+    """One switch: its value and its origin."""
 
     value: Any
     source: str
     """``API``, ``environment``, ``argv`` or ``default``."""
     detail: str = ""
-    """What to look for: the variable or the flag as it was written."""
+    """The variable or the flag as it was written."""
 
     @property
     def who(self) -> str:
@@ -60,14 +60,14 @@ class Setting:
 class Settings:
     """Resolved switches, read as attributes by their ``dest`` names.
 
-    Two attributes are no switches: ``platform`` (``cpu``, ``cuda`` or ``npu``) and ``features_on``,
+    Two attributes are not switches: ``platform`` (``cpu``, ``cuda`` or ``npu``) and ``features_on``,
     the names of the features found active so far.
     """
 
     def __init__(self, values: Mapping[str, Setting], mentioned: Sequence[str] = ()) -> None:
         self._values = dict(values)
         self.mentioned = tuple(mentioned)
-        """Our own flags, near misses of them, and requests for help that stand on the command line."""
+        """Our own flags, near misses of them, and requests for help on the command line."""
         self.platform = ""
         self.features_on: tuple[str, ...] = ()
 
@@ -84,7 +84,7 @@ class Settings:
         return self._values[dest]
 
     def chosen(self) -> dict[str, Setting]:
-        """Only what somebody set."""
+        """Only switches that were set explicitly."""
         return {dest: s for dest, s in self._values.items() if s.source != "default"}
 
 
@@ -99,15 +99,16 @@ def read(
     """Resolve every flag: API over environment over command line over default.
 
     Args:
-        flags: what there is; Megatron's own flags that features read included.
+        flags: all known flags, including Megatron's own flags that features read.
         api: values by ``dest``.
         environ: default: the process's environment.
-        argv: the command line, with whatever else stands on it.
-        unavailable: plug-ins that could not be loaded, in words: an unknown switch may be one of theirs.
+        argv: the command line, including unrelated arguments.
+        unavailable: messages about plug-ins that could not be loaded: an unknown switch may belong to one of
+        them.
 
     Raises:
-        SettingsError: an API keyword or a variable with our prefix that no flag knows, or a value
-            that does not fit; all of them in one message.
+        SettingsError: an API keyword or an unknown variable with our prefix, or an invalid value; all of them
+        in one message.
     """
     flags = unique(flags)
     api = dict(api or {})
@@ -150,9 +151,9 @@ def unique(flags: Iterable[Flag]) -> list[Flag]:
 
 
 def add_flags(parser: argparse.ArgumentParser, title: str, flags: Iterable[Flag]) -> None:
-    """Add our own flags to a parser; host flags, and names that the parser has already, are left out."""
+    """Add our own flags to a parser; Megatron's flags, and names that the parser already has, are skipped."""
     taken = parser._option_string_actions
-    missing = [flag for flag in flags if not flag.host and flag.name not in taken]
+    missing = [flag for flag in flags if not flag.megatron and flag.name not in taken]
     if not missing:
         return
     group = parser.add_argument_group(title)
@@ -161,26 +162,26 @@ def add_flags(parser: argparse.ArgumentParser, title: str, flags: Iterable[Flag]
 
 
 def mentions(argv: Iterable[str], flags: Iterable[Flag], known: Iterable[Flag] = ()) -> list[str]:
-    """Our own flags that stand on a command line, as they are written there; not those of ``known``."""
+    """Our own flags on a command line, as they are written there; not those of ``known``."""
     names = _own_names(flags) - _own_names(known)
     tokens = itertools.takewhile(lambda token: token != "--", argv)
     return [token for token in tokens if token.partition("=")[0] in names]
 
 
 def _own_names(flags: Iterable[Flag]) -> set[str]:
-    names = {name for flag in flags if not flag.host for name in (flag.name, *flag.aliases)}
+    names = {name for flag in flags if not flag.megatron for name in (flag.name, *flag.aliases)}
     return names | {"--no-" + name[2:] for name in names}
 
 
-def near_misses(tokens: Iterable[str], flags: Iterable[Flag], host: bool = False) -> dict[str, str]:
+def near_misses(tokens: Iterable[str], flags: Iterable[Flag], megatron: bool = False) -> dict[str, str]:
     """Misspelt flags of ours among the tokens of a command line, each with what was meant.
 
     Args:
         tokens: the command line.
         flags: what there is.
-        host: whether Megatron's flags that we read count as well.
+        megatron: whether Megatron's flags that we read count as well.
     """
-    names = {name for flag in flags for name in (flag.name, *flag.aliases) if host or not flag.host}
+    names = {name for flag in flags for name in (flag.name, *flag.aliases) if megatron or not flag.megatron}
     names |= {"--no-" + name[2:] for name in names}
     found = {}
     for token in tokens:
@@ -215,7 +216,7 @@ def _add_flag(group: argparse._ActionsContainer, flag: Flag) -> None:
 
 
 class _SilentParser(argparse.ArgumentParser):
-    """Reads our flags out of somebody else's command line, without exiting on what it cannot read."""
+    """Reads our flags from a job's command line, without exiting on unknown arguments."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -259,7 +260,7 @@ def _suggest(name: str, known: Iterable[str]) -> str:
 
 
 def _from_api(flag: Flag, value: Any) -> Any:
-    """A keyword's value; launchers such as Hydra hand over strings."""
+    """A keyword's value; launchers such as Hydra pass strings."""
     who = f"API keyword {flag.dest}"
     if flag.kind in ("bool", "auto"):
         if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What a run reports when it starts: one line for the platform, one table, one JSON file."""
+"""The startup report of a run: one line for the platform, one table, one JSON file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = log.get()
 def warn_of_near_misses(found: Mapping[str, str]) -> None:
     """One line for each flag that is nearly one of ours."""
     for typed, meant in found.items():
-        _log.warning("%s is no flag of mindspeed_dsa and has no effect; did you mean %s?", typed, meant)
+        _log.warning("%s is not a flag of mindspeed_dsa and has no effect; did you mean %s?", typed, meant)
 
 
 def announce_platform(settings: Settings) -> None:
@@ -43,12 +43,12 @@ def publish(
         try:
             path.mkdir(parents=True, exist_ok=True)
             (path / REPORT_FILE).write_text(text + "\n", encoding="utf-8")
-        except OSError as error:  # a record is not worth a run that is ready to train
+        except OSError as error:  # a missing record must not stop a run that is ready to train
             _log.warning("%s cannot be written to %s: %s", REPORT_FILE, folder, error)
 
 
 def table(settings: Settings, features: Sequence[Feature], sites: Sequence[SiteReport]) -> str:
-    """Features that are on, who set them, and the state of their sites."""
+    """Features that are on, what enabled them, and the state of their sites."""
     megatron = versions.of_megatron(settings.megatron_root) or "not found"
     rows = [("feature", "set by", "sites")]
     for feature in features:
@@ -80,11 +80,11 @@ def as_dict(settings: Settings, features: Sequence[Feature], sites: Sequence[Sit
 
 
 def who_set(feature: Feature, settings: Settings) -> str:
-    """The settings behind a feature's being on or off, in words."""
+    """The settings that switched a feature on or off, in words."""
     chosen = settings.chosen()
     on = feature.name in settings.features_on
-    # A host flag explains why something is on; why it is off, only its own switch does.
-    setters = [chosen[f.dest].who for f in feature.flags if f.dest in chosen and (on or not f.host)]
+    # A flag of Megatron's explains why a feature is on; only its own switch explains why it is off.
+    setters = [chosen[f.dest].who for f in feature.flags if f.dest in chosen and (on or not f.megatron)]
     if setters:
         return ", ".join(setters)
     if feature.platform_support:
@@ -105,10 +105,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _remarks(site: SiteReport, support: set[str]) -> list[str]:
-    found = [] if site.state == "pending" else list(site.notes)  # what never came is doctor's business
+    # sites that were never imported are reported by doctor only
+    found = [] if site.state == "pending" else list(site.notes)
     if site.state in ("foreign", "failed"):
         found.append(site.reason)
-    # torch keeps tables of its own functions, which a platform's redirections leave alone on purpose;
+    # torch keeps tables of its own functions, which a platform's redirections deliberately do not change;
     # doctor lists them.
     if site.stale and not support.issuperset(site.features):
         found.append(f"the original is still held by {', '.join(site.stale)}")

@@ -12,7 +12,7 @@ MEGATRON_DISTRIBUTION = "megatron-core"
 
 
 def of_package(package: str, root: str = "megatron") -> str | None:
-    """Version of a top-level package; for Megatron (``root``) as its own sources say."""
+    """Version of a top-level package; for Megatron (``root``) from its own sources."""
     if package == root:
         return of_megatron(root)
     try:
@@ -29,8 +29,8 @@ def of_distribution(distribution: str, root: str = "megatron") -> str | None:
 def of_megatron(root: str = "megatron") -> str | None:
     """Megatron-core's version from ``core/package_info.py``.
 
-    A checkout on the path hides an installed wheel, and a fork has no metadata at all, so the
-    sources are asked first.
+    A checkout on the path hides an installed wheel, and a fork has no metadata at all, so the sources take
+    precedence.
     """
     spec = find_spec(root)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
@@ -61,7 +61,7 @@ def version_in_source(text: str) -> str | None:
 
 
 def installed(root: str = "megatron") -> dict[str, str | None]:
-    """Versions that a bug report needs."""
+    """Versions to include in a bug report."""
     names = ("mindspeed_dsa", "torch", "torch_npu", "triton", "transformer_engine", "wrapt")
     found: dict[str, str | None] = {"python": platform.python_version()}
     found[MEGATRON_DISTRIBUTION] = of_megatron(root)

@@ -32,7 +32,7 @@ ORDER = (
     {"settings"},
     {"platforms"},
     {"ops"},
-    {"parallel"},
+    {"parallel", "runs"},
     {"integration"},
     {"features"},
     {"catalogue"},

@@ -14,7 +14,7 @@ SWITCH = Flag("--use-thing", "a switch")
 TRI = Flag("--thing-repair", "a repair", kind="auto")
 COUNT = Flag("--thing-count", "a number", kind="value", type=int, default=3, choices=(1, 3, 5))
 LIST = Flag("--thing-list", "several", kind="value", type=float, nargs="+")
-HOST = Flag("--host-flag", "Megatron's", kind="value", host=True)
+HOST = Flag("--host-flag", "Megatron's", kind="value", megatron=True)
 FLAGS = (SWITCH, TRI, COUNT, LIST, HOST)
 
 

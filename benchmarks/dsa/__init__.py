@@ -1,4 +1,4 @@
-"""DSA operators: against Megatron's own functions, memory over length, and time over the arithmetic floor."""
+"""DSA operators: comparison with Megatron's own functions, memory by length, and time over the floor."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from benchmarks.registry import Metrics
 COMPARED = Sizes()
 LENGTHS = (2048, 4096, 8192, 16384)
 GATE = Sizes(length=192, topk=48)
-# For tests: everything is measured, on problems too small to say anything.
+# For tests: everything is measured, on problems too small to be meaningful.
 QUICK = Sizes(length=256, heads=4, index_heads=4, topk=64)
 
 
 def run(device: str, quick: bool = False) -> Metrics:
-    """All metrics of the case; the figures of the CPU are measured whatever the device."""
+    """All metrics of the case; the CPU figures are measured on any device."""
     deviation = require_same_results(GATE)
     _say(f"both sides agree to {deviation:.1e}")
     sizes = QUICK if quick else COMPARED
@@ -48,12 +48,12 @@ def run(device: str, quick: bool = False) -> Metrics:
 
 
 def compare(sizes: Sizes, rounds: int, runs: int) -> Metrics:
-    """Both sides in fresh processes that take turns; medians.
+    """Both sides in alternating fresh processes; medians.
 
     Args:
         sizes: of the problem.
         rounds: processes per side.
-        runs: forwards and backwards in each; the first one gives the memory.
+        runs: forwards and backwards in each; memory is measured in the first one.
     """
     found: dict[str, list[dict[str, Any]]] = {"fused": [], "megatron": []}
     for _ in range(rounds):
@@ -82,11 +82,11 @@ def compare(sizes: Sizes, rounds: int, runs: int) -> Metrics:
 
 
 def memory_growth(sizes: Sizes, lengths: Sequence[int]) -> Metrics:
-    """Extra peak memory of our side at each length, and the largest of the ratios from one to the next.
+    """Extra peak memory of our side at each length, and the largest ratio of consecutive ones.
 
     Args:
-        sizes: of the problem, but for its length.
-        lengths: each twice the one before.
+        sizes: of the problem, except its length.
+        lengths: each twice the previous one.
     """
     extra = [measure("fused", 1, replace(sizes, length=length))["extra_bytes"] for length in lengths]
     _say(f"extra bytes at {lengths}: {extra}")

@@ -1,8 +1,8 @@
-"""One side of the comparison in a process of its own: ``python -m benchmarks.dsa.child SIDE RUNS SIZES``.
+"""One side of the comparison in a separate process: ``python -m benchmarks.dsa.child SIDE RUNS SIZES``.
 
-The process prints one JSON object: ``seconds`` of every run, ``cpu_seconds`` that its threads computed (what
-other processes on the machine disturb less), ``extra_bytes`` that the first run needed at its peak beside
-what was there before, and the number of ``threads``.
+The process prints one JSON object: ``seconds`` of every run, ``cpu_seconds`` of all its threads (less
+sensitive to other processes on the machine), ``extra_bytes``, the peak of the first run minus the level
+before it, and the number of ``threads``.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def measure(side: str, runs: int, sizes: Sizes) -> dict[str, Any]:
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(f"{side} at {sizes} ended with {done.returncode}; its messages are above")
+        raise RuntimeError(f"{side} at {sizes} exited with {done.returncode}; its messages are above")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 def run_here(side: str, runs: int, sizes: Sizes) -> dict[str, Any]:
-    """What :func:`measure` runs in the other process."""
+    """Entry point of the process that :func:`measure` starts."""
     import torch
 
     step = SIDES[side]
-    # Libraries load, threads start and kernels are generated before anything is measured.
+    # Warm-up: libraries load, threads start and kernels are generated before the measurement.
     small = replace(sizes, length=min(sizes.length, 256))
     step(*make_inputs(small), small)
     inputs, grad_out = make_inputs(sizes)
@@ -74,9 +74,9 @@ def run_here(side: str, runs: int, sizes: Sizes) -> dict[str, Any]:
 
 
 def _level() -> int:
-    """Bytes that are resident now; what was freed is returned first, and the peak is reset."""
+    """Resident bytes; freed memory is returned first, and the peak is reset."""
     gc.collect()
-    # The C library keeps what was freed; without this the warm-up's memory would be found there for nothing.
+    # The C library caches freed memory; without this the run would reuse the warm-up's memory uncounted.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return memory("VmRSS")

@@ -1,4 +1,4 @@
-"""The operators on a CUDA device: rate, part of the measured bf16 matmul rate, and peak memory."""
+"""The operators on a CUDA device: rate, fraction of the measured bf16 matmul rate, and peak memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INDEX_HEADS, TOPK = 64, 2048
 def run(lengths: tuple[int, ...] = LENGTHS, heads: tuple[int, ...] = HEADS, rounds: int = 7) -> Metrics:
     """``S<length>_H<heads>`` to operator to direction to figures, bf16; and the matmul rate.
 
-    A problem that does not fit into the device's memory gives the string that says so.
+    A problem that does not fit into the device's memory gives a string that reports this.
     """
     matmul, work = matmul_call(8192, torch.bfloat16, "cuda")
     peak = work / _seconds(matmul, rounds)
@@ -86,7 +86,7 @@ def _seconds(call: Call, rounds: int) -> float:
 def _tilelang_forward(sizes: Sizes) -> Call | None:
     """The kernel that TileLang publishes as ``examples/deepseek_v32/sparse_mla_fwd.py``.
 
-    None unless ``tilelang`` is installed and that folder is on ``PYTHONPATH``: the wheel does not hold it.
+    None unless ``tilelang`` is installed and that folder is on ``PYTHONPATH``: the wheel does not contain it.
     """
     try:
         import_module("tilelang")
@@ -96,7 +96,7 @@ def _tilelang_forward(sizes: Sizes) -> Call | None:
     dim = sizes.latent_dim + sizes.rope_dim
     query = torch.randn(1, sizes.length, sizes.heads, dim, device="cuda", dtype=torch.bfloat16)
     key_value = torch.randn(1, sizes.length, 1, dim, device="cuda", dtype=torch.bfloat16)
-    # Its mask is "not after the row": entries beyond the row stand for no key.
+    # Its mask is "not after the row": entries beyond the row denote no key.
     position = torch.arange(sizes.length, device="cuda")
     order = torch.rand(sizes.length, sizes.length, device="cuda").masked_fill_(
         position > position[:, None], -1

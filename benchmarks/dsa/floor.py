@@ -1,4 +1,4 @@
-"""Time of each operator over the time that its needed products would take at the speed of a large matmul."""
+"""Time of each operator over the time of its required operations at the rate of a large matmul."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Table = dict[str, dict[str, float]]
 
 
 def needed_flops(sizes: Sizes) -> Table:
-    """Floating point operations that the mathematics needs, per operator and direction.
+    """Required floating point operations, per operator and direction.
 
     Per visible pair the indexer multiplies all its heads; its backward does three such products per selected
     pair. Attention: one product with the key, one with the value; its backward three and two. The loss:
@@ -43,7 +43,7 @@ def needed_flops(sizes: Sizes) -> Table:
 def operator_calls(
     sizes: Sizes, dtype: torch.dtype, device: str, backend: str = "auto"
 ) -> dict[str, dict[str, Call]]:
-    """The same table with a function for each entry that does this work once."""
+    """The same table with a function for each entry that runs it once."""
     generator = torch.Generator().manual_seed(0)
     length, heads, key_dim = sizes.length, sizes.heads, sizes.latent_dim + sizes.rope_dim
 
@@ -118,8 +118,8 @@ def floor_multiples(sizes: Sizes, dtype: torch.dtype, rounds: int, matmul_size: 
     """Interleaved rounds on the CPU: matmuls, then every operator; all figures are medians over rounds.
 
     Returns:
-        ``multiple``, the table of time over floor; ``multiple_onednn``, the same with the rate of oneDNN's
-        product as PyTorch carries it, where that is another one; ``matmul_gflops``, the rates.
+        ``multiple``, the table of time over floor; ``multiple_onednn``, the same with the rate of PyTorch's
+        oneDNN matmul, where that is a different one; ``matmul_gflops``, the rates.
     """
     flops = needed_flops(sizes)
     calls = operator_calls(sizes, dtype, "cpu")
@@ -153,7 +153,7 @@ def floor_multiples(sizes: Sizes, dtype: torch.dtype, rounds: int, matmul_size: 
 
 
 def _onednn_call(size: int, dtype: torch.dtype) -> tuple[Call, float] | None:
-    """The same product by oneDNN, or None where this PyTorch has none; bf16 goes there anyway."""
+    """The same matmul by oneDNN, or None if this PyTorch lacks it; bf16 uses it anyway."""
     namespace = torch.ops.mkldnn
     if dtype != torch.float32 or not hasattr(namespace, "_linear_pointwise"):
         return None

@@ -1,4 +1,4 @@
-"""What is compared: a piece of a layer, from queries and latents to output, loss and gradients."""
+"""The compared computation: part of a layer, from queries and latents to output, loss and gradients."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ class Sizes:
 
     @property
     def softmax_scale(self) -> float:
-        """Of the main attention: that of the unabsorbed heads."""
+        """Scale of the main attention, for the unabsorbed heads."""
         return float((self.nope_dim + self.rope_dim) ** -0.5)
 
     @property
     def visible_pairs(self) -> int:
-        """Pairs of a query and a key that it sees."""
+        """Number of pairs of a query and a visible key."""
         return self.length * (self.length + 1) // 2
 
     @property
     def selected_pairs(self) -> int:
-        """Pairs of a query and a key that it attends to."""
+        """Number of pairs of a query and a selected key."""
         topk = min(self.topk, self.length)
         return topk * (topk + 1) // 2 + (self.length - topk) * topk
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What both sides start from, in Megatron's layout ``[length, batch = 1, ...]``; all need gradients."""
+    """Inputs of both sides, in Megatron's layout ``[length, batch = 1, ...]``; all require gradients."""
 
     q_nope: Tensor
     """``[length, 1, heads, nope_dim]``"""
@@ -65,7 +65,7 @@ class Inputs:
     index_key: Tensor
     """``[length, 1, index_dim]``"""
     index_weights: Tensor
-    """``[length, 1, index_heads]``, with every scale in it."""
+    """``[length, 1, index_heads]``, every scale included."""
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
@@ -75,7 +75,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Step:
-    """What one forward and backward gives."""
+    """Results of one forward and backward."""
 
     out: Tensor
     """``[length, 1, heads * value_dim]``"""
@@ -88,7 +88,7 @@ class Step:
 
 
 def make_inputs(sizes: Sizes, seed: int = 0) -> tuple[Inputs, Tensor]:
-    """Random inputs, and the gradient that arrives at the output, ``[length, 1, heads * value_dim]``."""
+    """Random inputs, and the gradient of the output, ``[length, 1, heads * value_dim]``."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -146,7 +146,7 @@ def megatron_step(inputs: Inputs, grad_out: Tensor, sizes: Sizes, topk_indices: 
     """Megatron's own functions, in the order of its ``DSAttention.forward``.
 
     Args:
-        inputs: see there.
+        inputs: see :class:`Inputs`.
         grad_out: gradient of the output.
         sizes: of the problem.
         topk_indices: selection to use instead of Megatron's own, ``[1, length, topk]`` int64.
@@ -192,7 +192,7 @@ def _finish(inputs: Inputs, grad_out: Tensor, out: Tensor, loss: Tensor, topk_in
 
 
 def require_same_results(sizes: Sizes, bound: float = 1e-4) -> float:
-    """Run both sides on the same selection; a comparison of different results would be worthless.
+    """Run both sides on the same selection and compare their results.
 
     Returns:
         The largest deviation of any result over its largest magnitude.
@@ -202,7 +202,7 @@ def require_same_results(sizes: Sizes, bound: float = 1e-4) -> float:
     """
     inputs, grad_out = make_inputs(sizes)
     ours = fused_step(inputs, grad_out, sizes)
-    # Megatron has no empty entries; its mask is set, not added to, so a row may list itself twice.
+    # Megatron has no empty entries; its mask is assigned, not accumulated, so a row may list itself twice.
     own_row = torch.arange(sizes.length)[None, :, None]
     selection = torch.where(ours.topk_indices < 0, own_row, ours.topk_indices.long())
     theirs = megatron_step(inputs, grad_out, sizes, selection)

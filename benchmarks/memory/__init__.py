@@ -1,4 +1,4 @@
-"""Memory features: bytes on the device a parameter, bytes of activations, and what they cost in time."""
+"""Memory features: device bytes per parameter, bytes of activations, and their cost in time."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     "swap-optimizer": {},
     "virtual-optimizer": {"virtual_optimizer": ["all"]},
 }
-"""Flags without dashes in front, and the switches that they are where it is not only their name."""
+"""Flags without leading dashes, and their switches where they need more than the name."""
 
 ACTIVATIONS = ("recompute-activation-function", "recompute-norm", "swap-attention")
 SAVED = {"reuse-fp32-param": 2, "swap-optimizer": 12, "virtual-optimizer": 8}
-"""What the formulas say: bytes a parameter at rest, on one rank."""
+"""Values of the formulas: bytes per parameter at rest, on one rank."""
 SWAP_TIMES = 16
-"""Default of ``--swap-optimizer-times``: its peak over rest is three buffers of 12 / N bytes a parameter."""
+"""Default of ``--swap-optimizer-times``: its peak over rest is 3 buffers of 12 / N bytes per parameter."""
 # For tests: everything is measured, on a model too small to say anything.
 QUICK = Sizes(layers=2, hidden=64, ffn=128, heads=4, vocabulary=128, length=32, sequences=2, long_sequences=4)
 STEPS = ("step", "long step")
@@ -79,7 +79,7 @@ def switches_of(name: str) -> dict[str, Any]:
 def compare(
     names: Sequence[str], sizes: Sizes, rounds: Mapping[str, int], device: str, bytes_too: bool = True
 ) -> dict[str, dict[str, float]]:
-    """A job without features and one with each of them, in processes that take turns.
+    """A job without features and one with each of them, in processes that alternate.
 
     All make the same steps, so that their weights can be compared at the end.
 

@@ -1,6 +1,6 @@
-"""A job in a process of its own that does what its parent says, so that two jobs can take turns.
+"""A job in a separate process that is controlled by its parent, so that two jobs can alternate.
 
-``python -m benchmarks.memory.child SIZES SWITCHES DEVICE``; reads names of commands from stdin, one a line,
+``python -m benchmarks.memory.child SIZES SWITCHES DEVICE``; reads names of commands from stdin, one per line,
 and answers each with one line of JSON.
 """
 
@@ -22,7 +22,7 @@ ANSWER = "answer:"
 
 
 class Child:
-    """The parent's side; a context manager that ends the process."""
+    """The parent's side; a context manager that terminates the process."""
 
     def __init__(self, name: str, sizes: Sizes, switches: Mapping[str, Any], device: str) -> None:
         root = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ class Child:
         self._process.communicate()
 
     def ask(self, command: str) -> dict[str, Any]:
-        """What the process answers.
+        """Send a command and return the answer.
 
         Raises:
             RuntimeError: it has ended instead.
@@ -54,11 +54,11 @@ class Child:
         assert self._process.stdout is not None
         self._process.stdin.write(f"{command}\n")
         self._process.stdin.flush()
-        for line in self._process.stdout:  # Megatron greets its users on stdout
+        for line in self._process.stdout:  # Megatron prints to stdout
             if line.startswith(ANSWER):
                 found: dict[str, Any] = json.loads(line.removeprefix(ANSWER))
                 return found
-        raise RuntimeError(f"{self.name}: the job ended at {command!r}; its messages are above")
+        raise RuntimeError(f"{self.name}: the job exited at {command!r}; its messages are above")
 
 
 def _timed(step: Callable[[], dict[str, float]]) -> dict[str, float]:

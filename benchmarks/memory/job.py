@@ -33,11 +33,11 @@ class Sizes:
 
 
 class Job:
-    """Model and optimizer, and what is asked of them.
+    """Model and optimizer, and the measured operations.
 
     Args:
         sizes: of model and step.
-        switches: arguments of ``mindspeed_dsa.enable``; nothing is enabled without any.
+        switches: arguments of ``mindspeed_dsa.enable``; if empty, nothing is enabled.
     """
 
     def __init__(self, sizes: Sizes, switches: Mapping[str, Any]) -> None:
@@ -99,24 +99,24 @@ class Job:
         return float(norm)
 
     def state_bytes(self) -> int:
-        """Bytes on the device of weights and optimizer state: all that is live but gradients and scratch."""
+        """Device bytes of weights and optimizer state: all live storages except gradients and scratch."""
         from megatron.core import parallel_state
 
         buffers = (*self.model.buffers, *self.model.expert_parallel_buffers)
         gradients = [buffer.grad_data for buffer in buffers]
-        # Where attention scores are written, kept from step to step.
+        # Buffer for attention scores, kept from step to step.
         scratch = parallel_state.get_global_memory_buffer().buffer.values()
         return live_bytes() - self._before - storage_bytes([*gradients, *scratch])
 
     def update_peak(self) -> int:
-        """The most bytes of weights and optimizer state on the device during the second half of a step."""
-        # gloo's threads give their buffers back some time after they are done, perhaps within the update.
+        """Peak bytes of weights and optimizer state on the device during the second half of a step."""
+        # gloo's threads free their buffers some time after they are done, possibly during the update.
         return min(
             self.state_bytes() + peak_bytes(self.update, lead_in=self.forward_backward) for _ in range(3)
         )
 
     def activation_peak(self) -> int:
-        """The most bytes that forward and backward hold beside weights, optimizer state and gradients."""
+        """Peak bytes of forward and backward, excluding weights, optimizer state and gradients."""
         peak = peak_bytes(self.forward_backward)
         self.update()
         return peak
@@ -140,7 +140,7 @@ def _start(switches: Mapping[str, Any]) -> None:
     """Features on, and process groups of one rank."""
     import mindspeed_dsa
 
-    # Without a feature there is the platform only, on which Megatron runs.
+    # Without a feature only the platform is enabled, which Megatron needs.
     mindspeed_dsa.enable(**switches)
     from megatron.core import parallel_state, tensor_parallel
 

@@ -1,6 +1,6 @@
-"""Bytes on the device: live storages, and what the allocator has handed out.
+"""Bytes on the device: live storages, and allocated memory.
 
-On a CPU the device is torch's allocator, and host memory is what the pool of this library holds.
+On a CPU the device is torch's allocator, and host memory is that of this library's pool.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _is_on_device(candidate: Any) -> bool:
-    # By type: isinstance would ask proxies such as torch's lazy modules, and load what they stand for.
+    # By type: isinstance would query proxies such as torch's lazy modules, and load them.
     return (
         issubclass(type(candidate), Tensor)
         and candidate.device.type == platforms.current().device_type
@@ -44,7 +44,7 @@ def allocations(held: list[int]) -> Iterator[None]:
     """Append the bytes held after each allocation and release, as torch's CPU allocator reports them.
 
     Args:
-        held: ends with the level that the block begins at.
+        held: its last item is the level at which the block begins.
     """
     with _profiled() as events:
         yield
@@ -53,9 +53,9 @@ def allocations(held: list[int]) -> Iterator[None]:
 
 
 def peak_bytes(work: Callable[[], Any], lead_in: Callable[[], Any] = lambda: None) -> int:
-    """The most bytes held on the device during ``work``, over what was held before ``lead_in``.
+    """Peak bytes held on the device during ``work``, minus the level before ``lead_in``.
 
-    The CPU's allocator reports a release only of what it has seen allocated, so it watches both.
+    The CPU's allocator reports the release only of allocations that it has recorded, so both are recorded.
     """
     platform = platforms.current()
     if platform.name == "cpu":
@@ -82,10 +82,10 @@ _WORK = "benchmarks.memory: work"
 
 @contextmanager
 def _profiled() -> Iterator[list[Any]]:
-    """What torch's profiler records in the block is in the list behind it."""
+    """Collect the events that torch's profiler records in the block in a list."""
     events: list[Any] = []
     gc.collect()
-    gc.disable()  # what was left over before must not be freed meanwhile
+    gc.disable()  # garbage from before must not be freed meanwhile
     try:
         with torch.autograd.profiler.profile(profile_memory=True) as profile:
             yield events

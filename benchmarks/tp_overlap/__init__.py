@@ -1,4 +1,4 @@
-"""Tensor parallel communication behind matmul, on two ranks joined by a slow link."""
+"""Tensor parallel communication overlapped with matmul, on two ranks connected by a slow link."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _TRACE = "benchmarks.tp_overlap.trace:record"
 
 
 def run(device: str, quick: bool = False, link: str = RATE, trace: str | None = None) -> Metrics:
-    """All metrics of the case; link beds join processes on the host's processor, whatever the device.
+    """All metrics of the case; link beds connect processes on the host's processor, for any device.
 
     Args:
         device: not used.
         quick: tiny problems.
         link: rate of the link.
-        trace: file for the trace of one step; a picture goes beside it.
+        trace: file for the trace of one step; an image is written next to it.
     """
     sizes = QUICK if quick else Sizes()
     with LinkBed(2, link) as bed:
@@ -34,7 +34,7 @@ def run(device: str, quick: bool = False, link: str = RATE, trace: str | None = 
         inner = slow["pair"]["hidden_inner"][1]
         recorded = bed.run(_TRACE, sizes=sizes, inner=inner) if trace else []
     with LinkBed(2, None) as bed:
-        # The pair that the link was measured with: what is gained there must not be lost here.
+        # The same pair as over the link: the gain there must not be lost here.
         loopback = bed.run(_CELLS, sizes=sizes, inner=inner)[0]
     if trace:
         from benchmarks.tp_overlap import picture
@@ -49,7 +49,7 @@ def run(device: str, quick: bool = False, link: str = RATE, trace: str | None = 
 
 
 def metrics(link: str, slow: Mapping[str, Any], loopback: Mapping[str, Any], job: Metrics) -> Metrics:
-    """From measured milliseconds to ratios.
+    """Convert measured milliseconds to ratios.
 
     Args:
         link: rate.
@@ -90,16 +90,16 @@ def metrics(link: str, slow: Mapping[str, Any], loopback: Mapping[str, Any], job
 
 
 def hidden(cell: Mapping[str, Any], name: str) -> float | str:
-    """The part of the shorter of transfer and matmul that is not seen: 1 at best, 0 one after the other.
+    """Hidden fraction of the shorter of transfer and matmul: 1 at best, 0 if they run one after the other.
 
-    A sentence in its place where the two are not about as long: then the fraction says little.
+    A sentence instead if the two do not take about the same time: the fraction is then not meaningful.
     """
     times = cell["milliseconds"]
     return _hidden(times["transfer"], times["matmul"], times[name])
 
 
 def hidden_of_chunks(cell: Mapping[str, Any]) -> float | str:
-    """The same with the transfer alone in the chunks of the overlapped layer, instead of in one piece."""
+    """The same with the transfer alone in the chunks of the overlapped layer instead of one piece."""
     times = cell["milliseconds"]
     return _hidden(times["transfer in chunks"], times["matmul"], times["overlapped"])
 

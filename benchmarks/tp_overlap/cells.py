@@ -29,19 +29,19 @@ _MULTIPLE = 32
 _ATTEMPTS = 6
 _DEVIATION = 1e-6
 Works = dict[str, Callable[[], float]]
-"""Ways of computing by name; each returns the seconds that it took."""
+"""Variants of the computation by name; each returns its time in seconds."""
 Step = Callable[[], dict[str, Tensor]]
-"""Forward and backward, which give results and gradients by name."""
+"""Forward and backward, which return results and gradients by name."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured.
+    """Sizes of the measurement.
 
     Attributes:
         rows: of each rank, ``sequence / tp * batch``.
         hidden: width of what is transferred.
-        rounds: in each of them every way of computing has its turn.
+        rounds: each runs every variant once.
     """
 
     rows: int = 2048
@@ -81,7 +81,7 @@ def start() -> None:
 
 
 def way(name: str) -> AbstractContextManager[Any]:
-    """Which way layers communicate meanwhile: ``stock``, ``overlapped`` as shipped, or a number of chunks."""
+    """How layers communicate in the block: ``stock``, ``overlapped`` as shipped, or a number of chunks."""
     from mindspeed_dsa import session
 
     chunks = {"overlapped": 0, "stock": 1}.get(name)
@@ -116,7 +116,7 @@ def slowest(seconds: float) -> float:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds until all ranks have done it; they start together."""
+    """Seconds until all ranks are done; they start together."""
     dist.barrier()
     start = time.perf_counter()
     work()
@@ -124,9 +124,9 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def medians(works: Works, rounds: int) -> dict[str, float]:
-    """Of several ways that take turns; the first round, in which chunks are chosen, does not count.
+    """Medians of several alternating variants; the first round, in which chunks are tuned, is discarded.
 
-    Each round begins with another one: what ran just before leaves caches and connections behind.
+    Each round begins with a different one: the previous variant affects caches and connections.
     """
     found: dict[str, list[float]] = {name: [] for name in works}
     names = list(works)
@@ -153,7 +153,7 @@ def _agreed(count: float) -> int:
 
 
 def _alone(sizes: Sizes, gathers: int, scatters: int, forwards: int, backwards: int, inner: int) -> Works:
-    """So many collectives, and the matmuls of so many forwards and backwards, with nothing beside them."""
+    """The given numbers of collectives, and of matmuls of forwards and backwards, without overlap."""
     local, whole = _tensors(sizes)
     weight, product = torch.randn(inner, sizes.hidden), torch.randn(whole.size(0), inner)
 
@@ -176,13 +176,13 @@ def _alone(sizes: Sizes, gathers: int, scatters: int, forwards: int, backwards: 
 def _transfer_in_chunks(
     sizes: Sizes, layer: str, direction: str, width: int, out: int
 ) -> Callable[[], float]:
-    """What an overlapped layer transfers, in the chunks that were chosen for it, with no matmul beside it.
+    """The transfers of an overlapped layer, in the chunks that were tuned for it, without a matmul.
 
-    Chunks are on their way side by side, which alone may be faster than one transfer after the other.
+    Chunks are transferred concurrently, which alone may be faster than one transfer after the other.
     """
     local, whole = _tensors(sizes)
     group, received = dist.group.WORLD, torch.zeros_like(local)
-    parts = whole.unflatten(0, (-1, sizes.rows))[1:]  # [tp - 1, rows, hidden]: what the other ranks add
+    parts = whole.unflatten(0, (-1, sizes.rows))[1:]  # [tp - 1, rows, hidden]: parts that the other ranks add
     gathers, scatters = _transfers(layer, direction)
 
     def transfer(chunks: int) -> None:
@@ -206,7 +206,7 @@ def _transfers(layer: str, direction: str) -> tuple[int, int]:
 
 
 def _balanced(sizes: Sizes, gathers: int, scatters: int, forwards: int, backwards: int) -> int:
-    """The inner width for which transfers take :data:`RATIO` of the matmuls' time here."""
+    """The inner width for which transfers take :data:`RATIO` of the matmuls' time on this machine."""
     inner = sizes.hidden // 4
     for _ in range(4):
         found = medians(_alone(sizes, gathers, scatters, forwards, backwards, inner), 5)
@@ -218,7 +218,7 @@ def _balanced(sizes: Sizes, gathers: int, scatters: int, forwards: int, backward
 
 
 def _cell(sizes: Sizes, layer: str, direction: str) -> dict[str, Any]:
-    """One layer and direction, with a width for which transfer and matmul take about as long."""
+    """One layer and direction, with a width for which transfer and matmul take about the same time."""
     counts = *_transfers(layer, direction), int(direction == "forward"), int(direction == "backward")
     inner = _balanced(sizes, *counts)
     for _ in range(_ATTEMPTS):
@@ -254,7 +254,7 @@ def _cell_of(
 
 
 def _layer_step(module: Any, input: Tensor, grad: Tensor) -> Step:
-    """Forward and backward of one layer, which give its output and gradients."""
+    """Forward and backward of one layer, which return its output and gradients."""
 
     def step() -> dict[str, Tensor]:
         module.weight.grad = None
@@ -280,10 +280,10 @@ def _layer_work(name: str, module: Any, input: Tensor, grad: Tensor, direction: 
 
 
 def _chosen(kind: str, width: int, out: int) -> int:
-    """What the tuning chose for a layer of these widths."""
+    """The tuned number of chunks for a layer of these widths."""
     from mindspeed_dsa.features.tensor_parallel.overlap import tuning
 
-    widths = {(width, out), (out, width)}  # a backward multiplies the other way round
+    widths = {(width, out), (out, width)}  # backward swaps k and n
     (chunks,) = (
         chunks
         for problem, chunks in tuning.chosen().items()
@@ -293,7 +293,7 @@ def _chosen(kind: str, width: int, out: int) -> int:
 
 
 def _pair(sizes: Sizes, inner: int | None) -> dict[str, Any]:
-    """A column parallel layer and a row parallel one behind it, forward and backward."""
+    """A column parallel layer followed by a row parallel one, forward and backward."""
     inner = inner or _balanced(sizes, gathers=3, scatters=2, forwards=2, backwards=2)
     step = pair_step(sizes, inner)
     deviation = _require_same_results("pair", step)
@@ -321,7 +321,7 @@ def _reduce_scatters(sizes: Sizes) -> dict[str, float]:
     for name, scatter in ways.items():
         scatter(sums[name], whole)
     if slowest(float((sums["torch"] - sums["platform"]).abs().max())) > _DEVIATION * float(whole.abs().max()):
-        raise RuntimeError("tp-overlap: the platform's reduce-scatter gives another sum than torch's")
+        raise RuntimeError("tp-overlap: the platform's reduce-scatter gives a different sum than torch's")
     works: Works = {name: partial(timed, partial(scatter, local, whole)) for name, scatter in ways.items()}
     return medians(works, sizes.rounds)
 
@@ -353,10 +353,10 @@ def pair_step(sizes: Sizes, inner: int) -> Step:
 
 
 def _require_same_results(what: str, step: Step) -> float:
-    """The largest relative deviation of any way from stock, for what is to be timed and at its sizes.
+    """The largest relative deviation of any variant from stock, at the sizes to be timed.
 
     Raises:
-        RuntimeError: it is above 1e-6, or not a number; the same on all ranks.
+        RuntimeError: it is above 1e-6, or NaN; the same on all ranks.
     """
     with way("stock"):
         expected = step()

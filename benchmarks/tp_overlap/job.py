@@ -1,4 +1,4 @@
-"""The main job with fused DSA, tensor and sequence parallel, over the link: stock and overlapped in turn."""
+"""The main job with fused DSA, tensor and sequence parallel, over the link: stock and overlapped."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _LOSSES = 1e-6
 
 
 def measure(quick: bool = False) -> dict[str, Any]:
-    """Median seconds of a step each way, their ratio, and how far the losses are apart.
+    """Median seconds per step of both variants, their ratio, and the difference of the losses.
 
-    Both ways train from the same initial weights on the same batches; runs take turns, and the first step of
-    each, in which chunks are chosen, does not count.
+    Both variants train from the same initial weights on the same batches; runs alternate, and the first step
+    of each, in which chunks are tuned, is discarded.
     """
     steps, rounds = (2, 1) if quick else (5, 3)
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
@@ -65,10 +65,10 @@ def measure(quick: bool = False) -> dict[str, Any]:
 
 
 def require_same_losses(losses: Mapping[str, Sequence[float]]) -> float:
-    """The largest relative difference of the overlapped way's losses from stock's.
+    """The largest relative difference of the overlapped variant's losses from stock's.
 
     Raises:
-        RuntimeError: it is above 1e-6, or not a number.
+        RuntimeError: it is above 1e-6, or NaN.
     """
     pairs = zip(losses["overlapped"], losses["stock"], strict=True)
     differences = [abs(ours / theirs - 1) for ours, theirs in pairs]
@@ -76,7 +76,7 @@ def require_same_losses(losses: Mapping[str, Sequence[float]]) -> float:
     if not all(each <= _LOSSES for each in differences):
         raise RuntimeError(
             f"tp-overlap: losses of the main job differ by {difference:.1e}, more than {_LOSSES:.0e}; "
-            "the step times are of another training"
+            "the step times cannot be compared"
         )
     return difference
 

@@ -1,4 +1,4 @@
-"""A recorded step as a file for chrome://tracing or ui.perfetto.dev, and as a picture."""
+"""A recorded step as a file for chrome://tracing or ui.perfetto.dev, and as an image."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Recorded = Sequence[Mapping[str, Sequence[Span]]]
 
 
 def write(recorded: Recorded, path: Path) -> None:
-    """Write ``path`` and, beside it, the picture with the suffix ``.png``.
+    """Write ``path`` and, next to it, the image with the suffix ``.png``.
 
     Args:
-        recorded: by rank, what :func:`benchmarks.tp_overlap.trace.record` returned.
+        recorded: by rank, the result of :func:`benchmarks.tp_overlap.trace.record`.
         path: of the trace.
     """
     path.write_text(json.dumps({"traceEvents": events(recorded)}) + "\n", encoding="utf-8")
@@ -31,7 +31,7 @@ def write(recorded: Recorded, path: Path) -> None:
 
 
 def events(recorded: Recorded) -> list[dict[str, Any]]:
-    """Chrome's trace events: a process for each way and rank, a thread for each lane, microseconds."""
+    """Chrome's trace events: a process for each variant and rank, a thread for each lane, microseconds."""
     found: list[dict[str, Any]] = []
     for number, name in enumerate(recorded[0]):
         origin = _origin(recorded, name)

@@ -22,12 +22,12 @@ _COLLECTIVES = {
     "all_to_all_single": "reduce-scatter",  # of the CPU platform
     "all_reduce": "all-reduce",
 }
-_GLOO_THREADS = 2  # as many collectives of one group run at a time, in the order of their start
+_GLOO_THREADS = 2  # number of collectives of one group that run concurrently, in the order of their start
 
 
 @dataclass
 class Span:
-    """Something that took time on a rank; seconds of the host's clock, which all ranks share."""
+    """A time span on a rank; seconds of the host's clock, which all ranks share."""
 
     name: str
     lane: str
@@ -36,7 +36,7 @@ class Span:
 
 
 def record(sizes: Sizes, inner: int) -> dict[str, list[Span]]:
-    """Spans of this rank in one forward and backward, by way.
+    """Spans of this rank in one forward and backward, by variant.
 
     Args:
         sizes: of the pair.
@@ -47,7 +47,7 @@ def record(sizes: Sizes, inner: int) -> dict[str, list[Span]]:
     found = {}
     for name in ("stock", "overlapped"):
         with way(name):
-            for _ in range(2):  # chunks are chosen, memory is there
+            for _ in range(2):  # warm-up: tune chunks, allocate memory
                 step()
             dist.barrier()
             with _recorded() as spans:
@@ -73,7 +73,7 @@ def _recorded() -> Iterator[list[Span]]:
             stack.enter_context(mock.patch.object(owner, name, decorate(original, spans)))
         yield spans
     for span in spans:
-        while not span.end:  # set by the thread that ends a transfer
+        while not span.end:  # set by the thread that completes a transfer
             time.sleep(1e-4)
 
 
@@ -98,7 +98,7 @@ def _collective(original: Callable[..., Any], spans: list[Span]) -> Callable[...
         if work is None:
             span.end = time.perf_counter()
         else:
-            # Not every work of gloo has a future; all of them can be waited for twice.
+            # Not every gloo work has a future; all of them support a second wait.
             threading.Thread(target=_watch, args=(work, span), daemon=True).start()
         return work
 
@@ -111,7 +111,7 @@ def _watch(work: Any, span: Span) -> None:
 
 
 def _without_queueing(spans: list[Span]) -> list[Span]:
-    """Transfers from when a thread of gloo took them up, not from when they were asked for."""
+    """Transfers from the moment a gloo thread picks them up, not from the moment they are enqueued."""
     transfers = sorted((span for span in spans if span.lane == "transfer"), key=lambda span: span.start)
     busy_until = [0.0] * _GLOO_THREADS
     for span in transfers:

@@ -13,20 +13,19 @@ from pathlib import Path
 import mindspeed_dsa
 from dsa_job import runs
 from dsa_job.arguments import parse_args
-from dsa_job.checkpoint_files import check_not_overwritten, folder_of, latest, of_run
-from dsa_job.corpus import FEWEST_DOCUMENTS, check_size, find_text
 from dsa_job.errors import Interrupted, JobError, UsageError
-from dsa_job.tokenizer import build_tokenizer
 from dsa_job.validation import World, check, padded_vocab_size
 from mindspeed_dsa import session
-from mindspeed_dsa.settings import Settings
+from mindspeed_dsa.runs import checkpoints
+from mindspeed_dsa.runs.folders import Run
+from mindspeed_dsa.runs.text import FEWEST_DOCUMENTS, check_size, find_text
+from mindspeed_dsa.runs.tokenizers import build_tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; 0: done, 1: failure, 2: refused, 3: loss not finite, 130: Ctrl-C."""
     world = World()
-    # What Megatron says about optional packages, and torch about Megatron's use of it, is true and of no
-    # use here.
+    # Optional packages that Megatron would use, and deprecations in its calls of torch: nothing to act on.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
     warnings.filterwarnings(
         "ignore", message=".*(not installed|full scope is deprecated)", module=r"megatron\."
@@ -41,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         train(args, run=run, quiet=world.rank != 0)
     except (JobError, mindspeed_dsa.MindSpeedDSAError) as error:
-        if world.local_rank == 0:  # all ranks come to the same verdict; one per machine says it
+        if world.local_rank == 0:  # all ranks come to the same verdict; one per machine prints it
             problems = error.problems if isinstance(error, UsageError) else [str(error)]
             print("\n".join(f"pretrain_dsa.py: {text}" for text in problems), file=sys.stderr, flush=True)
         return error.exit_code if isinstance(error, JobError) else UsageError.exit_code
@@ -58,61 +57,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def enable_features(args: argparse.Namespace) -> None:
-    """Switch on what these arguments ask for; the attention variant decides about the DSA repairs.
-
-    Fused DSA is this job's default: it gives way to the environment, as the command line does.
-
-    Raises:
-        mindspeed_dsa.SettingsError: an impossible combination.
-    """
+    """Switch on what these arguments ask for; fused DSA is on unless arguments or environment say no."""
     mindspeed_dsa.enable(experimental_attention_variant=args.experimental_attention_variant or "none")
-    if args.use_fused_dsa and _settings().setting("use_fused_dsa").source == "default":
+    running = session.current()
+    assert running is not None
+    if args.use_fused_dsa and running.settings.setting("use_fused_dsa").source == "default":
         mindspeed_dsa.enable(use_fused_dsa=True)
-    args.use_fused_dsa = _settings().use_fused_dsa
+    else:
+        args.use_fused_dsa = running.settings.use_fused_dsa
     mindspeed_dsa.validate(args)
 
 
-def _settings() -> Settings:
-    running = session.current()
-    assert running is not None  # enable() was called
-    return running.settings
-
-
-def prepare(args: argparse.Namespace, world: World) -> runs.Run | None:
-    """Look at files before there is a process group, and choose the run's folder on rank 0.
-
-    Raises:
-        UsageError: data, tokenizer, checkpoint or folder cannot be used.
-    """
+def prepare(args: argparse.Namespace, world: World) -> Run | None:
+    """Check all files before there is a process group, and choose the run's folder on rank 0."""
     args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(args.tokenizer_model).vocab_size)
     if args.train_iters:
         source = find_text(args.data)
-        # No tokenizer makes more tokens than there are bytes, with one for the end of each document.
+        # No tokenizer makes more tokens than there are bytes, plus one for the end of each document.
         most = source.size + max(len(source.files), FEWEST_DOCUMENTS)
         check_size(args.split, args.seq_length, most, counted=False)
     if args.load:
         from dsa_job import checkpoint
 
-        checkpoint.check_fits(args, folder_of(Path(args.load), checkpoint.choose(args)))
+        checkpoint.check_fits(args, checkpoints.choose(Path(args.load), args.ckpt_step))
     if world.rank:
         return None
     if not args.train_iters:
-        check_not_overwritten(args)
+        runs.check_not_overwritten(args)
         return None
-    try:
-        run = runs.open_run(
-            Path(args.output_dir),
-            runs.settings(args),
-            lambda folder: latest(of_run(args, folder)),
-            args.new_run,
-        )
-    except OSError as error:
-        raise UsageError(f"--output-dir {args.output_dir} cannot be used: {error}") from error
-    if not run.resumed:
-        try:
-            check_not_overwritten(args)
-        except UsageError:
-            run.discard()
-            raise
+    run = runs.open_run(args)
     print(run.why, flush=True)
     return run

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import mindspeed_dsa
 from dsa_job.errors import UsageError
-from dsa_job.flags import add_flags
+from dsa_job.flags import GROUPS
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line and derive what follows from it.
-
-    Args:
-        argv: arguments without the program's name; by default those of the process.
-
-    Raises:
-        UsageError: unknown flag (with the nearest known names) or a value of the wrong type.
-    """
-    args = build_parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+    """Read the command line and derive what follows from it; UsageError if it cannot be read."""
+    args = build_parser().parse_args(argv)
     derive(args)
     return args
 
@@ -35,20 +27,22 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    add_flags(parser)
+    for title, flags in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            flag.add_to(group)
     mindspeed_dsa.add_arguments(parser)
     return parser
 
 
 class _Parser(argparse.ArgumentParser):
-    """Refuses in one message, and names the flags that look like an unknown one."""
+    """Reports errors as UsageError, and names the flags that resemble an unknown one."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
         parsed, unknown = self.parse_known_args(args, namespace)
         flags = [token.partition("=")[0] for token in unknown if token.startswith("-")]
         if flags:
-            known = list(self._option_string_actions)
-            raise UsageError([_unknown_flag(flag, known) for flag in flags])
+            raise UsageError([self._unknown_flag(flag) for flag in flags])
         if unknown:
             raise UsageError(
                 f"{unknown[0]!r} belongs to no flag; values follow their flag, as in --data {unknown[0]}"
@@ -58,11 +52,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
 
-
-def _unknown_flag(flag: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(flag, known, n=3, cutoff=0.6)
-    hint = f"; did you mean {' or '.join(near)}?" if near else "; --help lists all flags"
-    return f"{flag} is no flag of this job{hint}"
+    def _unknown_flag(self, flag: str) -> str:
+        near = difflib.get_close_matches(flag, self._option_string_actions, n=3, cutoff=0.6)
+        hint = f"; did you mean {' or '.join(near)}?" if near else "; --help lists all flags"
+        return f"{flag} is no flag of this job{hint}"
 
 
 def derive(args: argparse.Namespace) -> None:
@@ -70,17 +63,15 @@ def derive(args: argparse.Namespace) -> None:
     if args.experimental_attention_variant == "none":
         args.experimental_attention_variant = None
         args.use_fused_dsa = False
-    args.num_moe_experts = args.num_moe_experts or None
-    args.moe_shared_expert_intermediate_size = args.moe_shared_expert_intermediate_size or None
+    for name in ("num_moe_experts", "moe_shared_expert_intermediate_size", "mtp_num_layers"):
+        setattr(args, name, getattr(args, name) or None)
     if args.num_moe_experts and args.moe_layer_freq is None:
         args.moe_layer_freq = [0] + [1] * (args.num_layers - 1)
     args.max_position_embeddings = args.max_position_embeddings or args.seq_length
-    args.mtp_num_layers = args.mtp_num_layers or None
     if args.recompute_activations:
         args.recompute_granularity = "selective"
-    args.accumulate_allreduce_grads_in_fp32 = (
-        args.accumulate_allreduce_grads_in_fp32 or args.bf16
-    ) and not args.grad_reduce_in_bf16
+    args.accumulate_allreduce_grads_in_fp32 |= args.bf16
+    args.accumulate_allreduce_grads_in_fp32 &= not args.grad_reduce_in_bf16
     if args.lr_warmup_iters is None:
         args.lr_warmup_iters = max(0, min(10, (args.lr_decay_iters or args.train_iters) // 10))
     args.virtual_pipeline_model_parallel_size = _virtual_stages(args)
@@ -95,5 +86,5 @@ def _virtual_stages(args: argparse.Namespace) -> int | None:
     chunks = args.num_virtual_stages_per_pipeline_rank
     per_chunk = args.num_layers_per_virtual_pipeline_stage
     if chunks is None and per_chunk:
-        chunks = args.num_layers // (args.pipeline_model_parallel_size * per_chunk)
+        chunks = args.num_layers // max(1, args.pipeline_model_parallel_size * per_chunk)
     return chunks if chunks and chunks > 1 else None

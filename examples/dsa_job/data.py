@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import logging
 import shutil
@@ -16,50 +15,35 @@ from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-from dsa_job.corpus import Corpus, build, check_size, find_text
 from dsa_job.errors import UsageError
-from dsa_job.files import file_lock
-from dsa_job.order import MicrobatchOrder
-from dsa_job.tokenizer import Tokenizer
+from mindspeed_dsa.runs.files import lock
+from mindspeed_dsa.runs.text import Corpus, build, check_size, digest, find_text
+from mindspeed_dsa.runs.tokenizers import Tokenizer
 
 Batch = Mapping[str, torch.Tensor]
 
 
 def build_corpus(args: argparse.Namespace, tokenizer: Tokenizer) -> Corpus:
-    """Build the indexed file on rank 0 while the others wait, and tell all of them about it.
-
-    Raises:
-        UsageError: on every rank, if rank 0 could not build it.
-    """
-    result: list[Corpus | str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            result[0] = build(find_text(args.data), tokenizer, Path(args.data_cache_path))
-        except UsageError as error:
-            result[0] = str(error)
-        except OSError as error:
-            result[0] = f"the indexed file cannot be written below {args.data_cache_path}: {error}"
-    dist.broadcast_object_list(result, src=0)
-    if not isinstance(result[0], Corpus):
-        raise UsageError(str(result[0]))
-    return result[0]
+    """Index the text, or take it from the cache."""
+    try:
+        return build(find_text(args.data), tokenizer, Path(args.data_cache_path))
+    except OSError as error:
+        raise UsageError(
+            f"the indexed file cannot be written below {args.data_cache_path}: {error}"
+        ) from error
 
 
 def build_datasets(
     args: argparse.Namespace, tokenizer: Tokenizer, corpus: Corpus
 ) -> tuple[GPTDataset, GPTDataset | None]:
-    """Training and held-out data; documents are on one side or the other.
-
-    Raises:
-        UsageError: one side is too small for a single sequence.
-    """
+    """Training and held-out data; documents are on one side or the other."""
     samples = max(args.train_iters, 1) * args.global_batch_size
     heldout_samples = args.eval_iters * args.global_batch_size
     cache = Path(args.data_cache_path)
-    # A process that is killed while Megatron writes its index files leaves some that look complete;
-    # they only count when the marker that is written last is there.
+    # Megatron's index files look complete when a process is killed while it writes them; they only count
+    # when the marker is there, which is written last.
     key = json.dumps([corpus.prefix, args.seq_length, args.split, args.seed, samples, heldout_samples])
-    indices = cache / f"indices-{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}"
+    indices = cache / f"indices-{digest(key)}"
     marker = indices / "complete"
     check_size(args.split, args.seq_length, corpus.tokens)
     config = GPTDatasetConfig(
@@ -79,8 +63,7 @@ def build_datasets(
         GPTDataset, [samples, heldout_samples, None], lambda: True, config
     )
     if dist.get_rank() == 0:
-        # The folder is shared: another job may be about to look at it, or in the middle of filling it.
-        with file_lock(cache / ".lock"):
+        with lock(cache / ".lock"):  # other jobs share the folder
             if not marker.exists():
                 shutil.rmtree(indices, ignore_errors=True)
             train, heldout, _ = builder.build()
@@ -94,28 +77,37 @@ def build_datasets(
     return train, heldout if args.eval_iters else None
 
 
+class MicrobatchOrder:
+    """Which samples this rank's next microbatches hold; an endless batch sampler.
+
+    A global batch is the same in every layout: microbatch after microbatch, and within each the data
+    parallel ranks one after the other. ``consumed`` samples of ``length`` have been used by all ranks.
+    """
+
+    def __init__(self, length: int, consumed: int, micro_batch_size: int, rank: int, ranks: int) -> None:
+        self._length = length
+        self._next = consumed + rank * micro_batch_size
+        self._size = micro_batch_size
+        self._stride = micro_batch_size * ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            yield [index % self._length for index in range(self._next, self._next + self._size)]
+            self._next += self._stride
+
+
 def batches(
     args: argparse.Namespace, dataset: GPTDataset, consumed: int, chunks: int
 ) -> list[Iterator[Batch]]:
     """One iterator of microbatches per model chunk of this rank, all over the same samples.
 
-    Each batch holds ``tokens``, ``labels``, ``position_ids`` (int64) and ``loss_mask`` (float32), all
-    ``[micro_batch_size, seq_length]``.
+    Tensors are ``[micro_batch_size, seq_length]``: int64, and ``loss_mask`` in float32.
     """
-    order = (
-        len(dataset),
-        consumed,
-        args.micro_batch_size,
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-    )
-    # The loader draws a seed from its generator; without one of its own it would take it from the
-    # generator that dropout uses, and a resumed run would differ from an unbroken one.
+    place = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    orders = [MicrobatchOrder(len(dataset), consumed, args.micro_batch_size, *place) for _ in range(chunks)]
+    # Without a generator of its own the loader would draw a seed from the one that dropout uses, and a
+    # resumed run would differ from an unbroken one.
     return [
-        iter(
-            torch.utils.data.DataLoader(
-                dataset, batch_sampler=MicrobatchOrder(*order), generator=torch.Generator()
-            )
-        )
-        for _ in range(chunks)
+        iter(torch.utils.data.DataLoader(dataset, batch_sampler=order, generator=torch.Generator()))
+        for order in orders
     ]

@@ -5,14 +5,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from dsa_job.errors import UsageError
 from dsa_job.validation import World
 from mindspeed_dsa import platforms
+from mindspeed_dsa.runs.errors import RunError
+
+Number = TypeVar("Number", int, float)
+Result = TypeVar("Result")
 
 
 def initialize(args: argparse.Namespace, world: World) -> bool:
@@ -23,11 +29,9 @@ def initialize(args: argparse.Namespace, world: World) -> bool:
     timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
     if backend != "gloo":
         torch.cuda.set_device(world.local_rank)
-    if world.size == 1:
-        # A store inside the process: no port, so any number of jobs run side by side.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
-        dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
+    # One process uses a store of its own, without a port: any number of such jobs run side by side.
+    store = dist.HashStore() if world.size == 1 else None
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     return True
 
 
@@ -39,7 +43,7 @@ def device() -> torch.device:
 
 @contextlib.contextmanager
 def model_parallel(args: argparse.Namespace) -> Iterator[None]:
-    """Megatron's groups and random number generators for the time of one job."""
+    """Megatron's groups and random number generators, for one job."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -60,22 +64,27 @@ def seed(args: argparse.Namespace) -> int:
     return int(args.seed) + 100 * parallel_state.get_pipeline_model_parallel_rank()
 
 
-def any_rank(*flags: bool) -> tuple[bool, ...]:
-    """Whether each flag is set on any rank."""
-    values = torch.tensor([float(flag) for flag in flags], device=device())
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return tuple(bool(value) for value in values.tolist())
+def from_rank_0(make: Callable[[], Result]) -> Result:
+    """What ``make`` returns on rank 0, or the error in the user's input that it raises, on every rank."""
+    outcome: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = make()
+        except (UsageError, RunError) as error:
+            outcome[0] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]  # type: ignore[no-any-return]
 
 
-def max_over_ranks(value: float) -> float:
-    """The largest of all ranks' values, in float32."""
-    tensor = torch.tensor([value], dtype=torch.float32, device=device())
+def max_over_ranks(value: Number) -> Number:
+    """The largest of all ranks' values; floats in float32, integers in int64."""
+    tensor = torch.tensor(value, device=device())
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return float(tensor)
+    return type(value)(tensor.item())
 
 
-def max_bytes(value: int) -> int:
-    """The largest of all ranks' counts of bytes."""
-    tensor = torch.tensor([value], dtype=torch.int64, device=device())
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return int(tensor)
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank."""
+    return bool(max_over_ranks(int(flag)))

@@ -12,11 +12,7 @@ class JobError(Exception):
 
 
 class UsageError(JobError):
-    """What the user asked for cannot be done.
-
-    Args:
-        problems: all of them at once, each saying what is wrong and what to do.
-    """
+    """What the user asked for cannot be done; ``problems`` says of each what is wrong and what to do."""
 
     exit_code = 2
 
@@ -32,6 +28,6 @@ class NonFiniteLossError(JobError):
 
 
 class Interrupted(JobError):
-    """Ctrl-C; a checkpoint was written."""
+    """Ctrl-C."""
 
     exit_code = 130

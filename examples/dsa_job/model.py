@@ -1,4 +1,4 @@
-"""The model: Megatron's GPTModel with MLA, sparse attention and experts, wrapped for data parallelism."""
+"""Megatron's GPTModel with MLA, sparse attention and experts, its optimizer and its schedule."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import importlib
 import inspect
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,16 +13,29 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 
+def from_args(kind: Any, args: argparse.Namespace, **more: Any) -> Any:
+    """One of Megatron's configurations: fields take the flags of their name, unless unset, and ``more``."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    given = {name: value for name, value in vars(args).items() if name in names} | more
+    return kind(**{name: value for name, value in given.items() if value is not None})
+
+
 def model_config(args: argparse.Namespace) -> MLATransformerConfig:
-    """Megatron's configuration; every flag that has the name of a field goes there."""
-    fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
-    given = {name: value for name, value in vars(args).items() if name in fields}
+    """Megatron's configuration of the model."""
     dtype = torch.bfloat16 if args.bf16 else torch.float32
-    given.update(
+    moe: dict[str, Any] = {}
+    if not args.num_moe_experts:
+        moe = {"moe_layer_freq": 1, "moe_ffn_hidden_size": None, "moe_router_enable_expert_bias": False}
+        moe["moe_shared_expert_intermediate_size"] = None
+    return from_args(
+        MLATransformerConfig,
+        args,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         gated_linear_unit=True,
@@ -32,15 +44,8 @@ def model_config(args: argparse.Namespace) -> MLATransformerConfig:
         batch_p2p_comm=not args.overlap_p2p_comm,
         deallocate_pipeline_outputs=True,
         deterministic_mode=bool(args.deterministic_mode),
+        **moe,
     )
-    if not args.num_moe_experts:
-        given.update(
-            moe_layer_freq=1,
-            moe_ffn_hidden_size=None,
-            moe_router_enable_expert_bias=False,
-            moe_shared_expert_intermediate_size=None,
-        )
-    return MLATransformerConfig(**{name: value for name, value in given.items() if value is not None})
 
 
 def build_model(args: argparse.Namespace, config: MLATransformerConfig) -> list[DistributedDataParallel]:
@@ -55,13 +60,14 @@ def build_model(args: argparse.Namespace, config: MLATransformerConfig) -> list[
         module.cuda(torch.cuda.current_device())
     if args.bf16:
         modules = [Float16Module(config, module) for module in modules]
-    ddp_config = DistributedDataParallelConfig(
+    buckets = args.ddp_bucket_size or max(
+        40_000_000, 1_000_000 * parallel_state.get_data_parallel_world_size()
+    )
+    ddp_config = from_args(
+        DistributedDataParallelConfig,
+        args,
         grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
-        overlap_grad_reduce=args.overlap_grad_reduce,
-        overlap_param_gather=args.overlap_param_gather,
-        align_param_gather=args.align_param_gather,
-        use_distributed_optimizer=args.use_distributed_optimizer,
-        bucket_size=_bucket_size(args),
+        bucket_size=buckets if args.overlap_grad_reduce else None,
     )
     return [
         # Communication of all chunks but the first runs beside compute anyway: no buckets for them.
@@ -70,18 +76,11 @@ def build_model(args: argparse.Namespace, config: MLATransformerConfig) -> list[
     ]
 
 
-def _bucket_size(args: argparse.Namespace) -> int | None:
-    """Parameters per bucket; without overlap one bucket holds all."""
-    if not args.overlap_grad_reduce:
-        return None
-    return args.ddp_bucket_size or max(40_000_000, 1_000_000 * parallel_state.get_data_parallel_world_size())
-
-
 def _build_chunk(args: argparse.Namespace, config: MLATransformerConfig, stage: int | None) -> GPTModel:
     which: dict[str, Any] = {}
     if stage is not None:
         which = _accepted(GPTModel.__init__, vp_stage=stage)
-        if not which:  # before 0.13 the chunk is asked of the global state
+        if not which:  # before 0.13 Megatron reads the chunk from its global state
             parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
     transformer_engine = args.transformer_impl == "transformer_engine"
     block = _block_spec(args, config, which)
@@ -110,21 +109,19 @@ def _build_chunk(args: argparse.Namespace, config: MLATransformerConfig, stage: 
 
 def _block_spec(args: argparse.Namespace, config: MLATransformerConfig, which: dict[str, Any]) -> Any:
     """Megatron's own spec of this rank's layers."""
-    specs = _variant_specs() if args.experimental_attention_variant else None
-    if specs is not None:
-        return specs.get_transformer_block_with_experimental_attention_variant_spec(config, **which)
+    if args.experimental_attention_variant:
+        try:  # from 0.16 on
+            specs = importlib.import_module(
+                "megatron.core.models.gpt.experimental_attention_variant_module_specs"
+            )
+        except ModuleNotFoundError:
+            pass
+        else:
+            return specs.get_transformer_block_with_experimental_attention_variant_spec(config, **which)
     # Before 0.16 there is one spec for all MLA layers, and mindspeed_dsa builds DSA into it.
     transformer_engine = args.transformer_impl == "transformer_engine"
     normalization = None if transformer_engine else args.normalization
     return get_gpt_decoder_block_spec(config, transformer_engine, normalization=normalization, **which)
-
-
-def _variant_specs() -> ModuleType | None:
-    """Megatron's module of specs with other attention, from 0.16 on."""
-    try:
-        return importlib.import_module("megatron.core.models.gpt.experimental_attention_variant_module_specs")
-    except ModuleNotFoundError:
-        return None
 
 
 def _accepted(function: Any, **arguments: Any) -> dict[str, Any]:
@@ -133,13 +130,33 @@ def _accepted(function: Any, **arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
+def build_optimizer(args: argparse.Namespace, model: list[DistributedDataParallel]) -> MegatronOptimizer:
+    """The optimizer that the flags describe."""
+    return get_megatron_optimizer(from_args(OptimizerConfig, args), model)
+
+
+def build_scheduler(args: argparse.Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """The schedule, counted in samples as Megatron does."""
+    batch = args.global_batch_size
+    steps = max(args.train_iters, 1)
+    decay_steps = args.lr_decay_iters or steps
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=min(args.lr_warmup_iters, decay_steps - 1) * batch,
+        lr_decay_steps=decay_steps * batch,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=steps * batch,
+        wd_incr_style="constant",
+    )
+
+
 def unwrapped(chunk: Any) -> GPTModel:
     """The model below data parallelism and bfloat16."""
     while isinstance(chunk, (DistributedDataParallel, Float16Module)):
         chunk = chunk.module
     return chunk
-
-
-def parameter_count(model: list[DistributedDataParallel]) -> int:
-    """Parameters on this rank."""
-    return sum(parameter.numel() for chunk in model for parameter in chunk.parameters())

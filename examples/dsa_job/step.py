@@ -28,9 +28,7 @@ LossAndCount = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> LossAndCount:
     """Sum of the token losses of a microbatch, number of tokens, and both for the report.
 
-    Args:
-        loss_mask: float32 ``[micro_batch_size, seq_length]``; 1 where a token counts.
-        losses: cross entropy in nats, ``[micro_batch_size, seq_length]``.
+    Both arguments are ``[micro_batch_size, seq_length]``; losses are cross entropy in nats.
     """
     total = torch.sum(losses.float() * loss_mask)
     tokens = loss_mask.sum().to(torch.int)
@@ -40,7 +38,7 @@ def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> LossAndCount
 def forward_step(
     data: Iterator[Batch], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossAndCount]]:
-    """Forward pass of one microbatch, as Megatron's schedules ask for it."""
+    """Forward pass of one microbatch, in the form that Megatron's schedules call."""
     batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(data).items()}
     output = model(
         batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"]
@@ -49,13 +47,9 @@ def forward_step(
 
 
 class Stepper:
-    """Model, optimizer and schedule, moved one step at a time.
+    """Trains the model chunks of this rank, one step at a time.
 
-    Args:
-        args: arguments of the job.
-        config: Megatron's model configuration; its hooks for gradient and parameter traffic are set here.
-        model: chunks of this rank.
-        optimizer, scheduler: Megatron's.
+    Sets the hooks for gradient and parameter communication in Megatron's ``config``.
     """
 
     def __init__(
@@ -78,8 +72,7 @@ class Stepper:
     def train_step(self, step: int, data: list[Iterator[Batch]]) -> tuple[float, float | None, float]:
         """One optimizer step; ``(lm loss, indexer loss, gradient norm)``, the same on every rank.
 
-        Raises:
-            NonFiniteLossError: on every rank, before the weights change if the loss is to blame.
+        NonFiniteLossError is raised on every rank; a loss that is not finite does not change the weights.
         """
         for chunk in self.model:
             chunk.zero_grad_buffer()
@@ -92,13 +85,13 @@ class Stepper:
         self.scheduler.step(increment=self.args.global_batch_size)
         indexer_loss = self._indexer_loss(step)
         norm = float("-inf") if grad_norm is None else float(grad_norm)  # None: no weights on this rank
-        if any_rank(grad_norm is not None and not math.isfinite(norm))[0]:
-            # The norm is that of all ranks together; their own gradients tell where it comes from.
+        if any_rank(grad_norm is not None and not math.isfinite(norm)):
+            # The norm is that of all ranks together; each rank's own gradients show where it comes from.
             ranks = _ranks_where(not self._gradients_are_finite())
             raise NonFiniteLossError(
                 f"step {step}: the gradient norm is not a finite number"
                 f"{f' (gradients of rank {ranks})' if ranks else ''}, the loss was {lm_loss}; lower --lr, or "
-                "look at the data; the last checkpoint is from before it"
+                "look at the data; the last checkpoint is older"
             )
         return lm_loss, indexer_loss, max_over_ranks(norm)
 
@@ -114,19 +107,18 @@ class Stepper:
 
     @contextlib.contextmanager
     def complete_parameters(self) -> Iterator[None]:
-        """Finish a parameter gather that would overlap the next forward pass, and put it off meanwhile."""
-        if self.args.overlap_param_gather:
-            for chunk in self.model:
-                chunk.disable_forward_pre_hook(param_sync=True)
+        """Finish a parameter gather that would overlap the next forward pass, and start no other."""
+        overlapped = self.model if self.args.overlap_param_gather else []
+        for chunk in overlapped:
+            chunk.disable_forward_pre_hook(param_sync=True)
         yield
-        if self.args.overlap_param_gather:
-            for chunk in self.model:
-                chunk.enable_forward_pre_hook()
+        for chunk in overlapped:
+            chunk.enable_forward_pre_hook()
 
     def release(self) -> None:
-        """Let go of the last microbatch, which would keep the model alive for ever.
+        """Drop the last microbatch, which would keep the model alive.
 
-        The token dispatchers hold tensors of it, their graph ends in the hooks of data parallelism, and
+        The token dispatchers hold its tensors, their graph ends in the hooks of data parallelism, and
         those hold the model: a cycle through autograd that Python's collector cannot see.
         """
         for chunk in self.model:
@@ -151,12 +143,11 @@ class Stepper:
 
     def _refuse_non_finite(self, step: int, sums: list[torch.Tensor]) -> None:
         bad = not all(bool(torch.isfinite(part).all()) for part in sums)
-        if not any_rank(bad)[0]:
-            return
-        raise NonFiniteLossError(
-            f"step {step}: the loss is not a finite number on rank {_ranks_where(bad)}; this step did not "
-            "change the weights; lower --lr, or look at the data; the last checkpoint is from before it"
-        )
+        if any_rank(bad):
+            raise NonFiniteLossError(
+                f"step {step}: the loss is not a finite number on rank {_ranks_where(bad)}; this step did "
+                "not change the weights; lower --lr, or look at the data; the last checkpoint is older"
+            )
 
     def _gradients_are_finite(self) -> bool:
         parameters = (parameter for chunk in self.model for parameter in chunk.parameters())
@@ -172,7 +163,7 @@ class Stepper:
         return max_over_ranks(float(total[0] / total[1]))
 
     def _indexer_loss(self, step: int) -> float | None:
-        """Mean over layers and microbatches, its coefficient included; ``None`` where there is none."""
+        """Mean over layers and microbatches, times its coefficient; ``None`` without such a loss."""
         if not (self.args.experimental_attention_variant == "dsa" and self.args.dsa_indexer_loss_coeff):
             return None
         losses: dict[str, torch.Tensor] = {}
@@ -183,12 +174,12 @@ class Stepper:
 
 
 def _ranks_where(verdict: bool) -> str:
-    """Ranks for which something holds, with commas; every rank has to ask."""
+    """Ranks whose verdict is true, separated by commas; a collective call."""
     verdicts: list[bool | None] = [None] * dist.get_world_size()
     dist.all_gather_object(verdicts, verdict)
     return ", ".join(str(rank) for rank, found in enumerate(verdicts) if found)
 
 
 def _per_chunk(functions: list[Any]) -> Any:
-    """Megatron wants one function for one chunk, and a list for several."""
+    """Megatron expects one function for one chunk, and a list for several."""
     return functions[0] if len(functions) == 1 else functions

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,55 +18,47 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_dsa
-from dsa_job import checkpoint, corpus, data, distributed, runs
+from dsa_job import checkpoint, data, distributed
 from dsa_job.arguments import build_parser
-from dsa_job.checkpoint_files import folder_of, in_place, of_run, remove_partial
 from dsa_job.errors import Interrupted, JobError, UsageError
-from dsa_job.library import Account
-from dsa_job.model import build_model, model_config, parameter_count
-from dsa_job.optimizer import build_optimizer, build_scheduler
-from dsa_job.reporting import Record, Reporter
+from dsa_job.model import build_model, build_optimizer, build_scheduler, model_config
+from dsa_job.reporting import Account, Record, Reporter
+from dsa_job.runs import save_folder, saves_where_it_loads
 from dsa_job.step import Stepper
-from dsa_job.tokenizer import build_tokenizer
 from dsa_job.validation import World, padded_vocab_size
+from mindspeed_dsa.runs import checkpoints
+from mindspeed_dsa.runs.folders import Run
+from mindspeed_dsa.runs.text import Corpus
+from mindspeed_dsa.runs.tokenizers import build_tokenizer
 
-OnStep = Callable[[Record], None]
 OnEnd = Callable[[Stepper], None]
+_PATIENCE_S = 5.0  # torchrun passes the terminal's own signal on a second time
 
 
 def train(
-    args: argparse.Namespace,
-    on_step: OnStep | None = None,
-    on_end: OnEnd | None = None,
-    run: runs.Run | None = None,
-    quiet: bool = True,
+    args: argparse.Namespace, on_end: OnEnd | None = None, run: Run | None = None, quiet: bool = True
 ) -> list[Record]:
     """Run the job and return one record per step made by this call, on every rank.
 
-    The default process group is joined if there is none and left as it was found; Megatron's model
-    parallel state is created and destroyed here, so that one process can run any number of jobs one
-    after the other. The features that the job needs must be enabled before.
+    Creates process groups unless they exist, and destroys what it created, so that one process can run any
+    number of jobs one after the other. Features must be enabled before.
 
     Args:
         args: from :func:`dsa_job.arguments.parse_args`, checked by :func:`dsa_job.validation.check`.
-        on_step: called with every record on every rank.
-        on_end: called after the last step on every rank, while model and optimizer still exist.
-        run: the run's folder, on rank 0; without it no files are written but checkpoints where
-            ``--save`` says.
+        on_end: called after the last step, while model and optimizer still exist.
+        run: the run's folder, on rank 0; without it only checkpoints are written, to ``--save``.
         quiet: print nothing.
-
-    Raises:
-        UsageError: data or checkpoint turn out not to fit.
-        NonFiniteLossError: the loss or gradient norm is not finite.
-        Interrupted: Ctrl-C; a checkpoint was written if checkpoints are.
     """
-    world = World.from_environment()
-    joined = distributed.initialize(args, world)
+    joined = distributed.initialize(args, World.from_environment())
     try:
-        args, resumed = _agree(args, run)
-        with _deterministic(args), distributed.model_parallel(args), _CtrlC() as interrupt:
-            records = _Job(args, run, resumed, interrupt, quiet).run(on_step, on_end)
-    except JobError:  # raised on every rank
+        chosen = distributed.from_rank_0(lambda: _complete(args, run))
+        resumed = chosen.pop("resumed")
+        args = argparse.Namespace(**{**vars(args), **chosen})
+        if args.deterministic_mode is None:
+            args.deterministic_mode = distributed.device().type == "cpu"
+        with _deterministic(args), distributed.model_parallel(args), _ctrl_c() as interrupts:
+            records = _Job(args, run, resumed, interrupts, quiet).run(on_end)
+    except (JobError, mindspeed_dsa.MindSpeedDSAError):  # raised on every rank
         _leave(joined)
         raise
     _leave(joined)
@@ -77,29 +70,21 @@ def _leave(joined: bool) -> None:
         dist.destroy_process_group()
 
 
-def _agree(args: argparse.Namespace, run: runs.Run | None) -> tuple[argparse.Namespace, bool]:
-    """What rank 0 chose where only one rank can: arguments for this job alone, and whether it resumes."""
-    chosen: list[dict[str, Any] | None] = [None]
-    if dist.get_rank() == 0:
-        save, load, cache = args.save, args.load, args.data_cache_path
-        if run is not None:
-            save = str(of_run(args, run.folder))
-            load = save if run.resumed else load
-            cache = cache or str(Path(args.output_dir) / "data-cache")
-        chosen[0] = {"save": None if args.no_save else save, "load": load, "data_cache_path": cache}
-        chosen[0]["resumed"] = run is not None and run.resumed
-        if chosen[0]["resumed"]:
-            # A run that began from other weights goes on from its own.
-            chosen[0].update(ckpt_step=None, finetune=False, no_load_optim=False, no_load_rng=False)
-        if not args.train_iters:  # initial weights: the rest has no state yet
-            chosen[0].update(no_save_optim=True, no_save_rng=True)
-    dist.broadcast_object_list(chosen, src=0)
-    assert chosen[0] is not None
-    resumed = bool(chosen[0].pop("resumed"))
-    args = argparse.Namespace(**{**vars(args), **chosen[0]})
-    if args.deterministic_mode is None:
-        args.deterministic_mode = distributed.device().type == "cpu"
-    return args, resumed
+def _complete(args: argparse.Namespace, run: Run | None) -> dict[str, Any]:
+    """Arguments that follow from the run's folder, and whether it is ``resumed``; rank 0 knows."""
+    resumed = run is not None and run.resumed
+    save, load, cache = args.save, args.load, args.data_cache_path
+    if run is not None:
+        save = str(save_folder(args, run.folder))
+        load = save if resumed else load
+        cache = cache or str(Path(args.output_dir) / "data-cache")
+    save = None if args.no_save else save
+    chosen = {"save": save, "load": load, "data_cache_path": cache, "resumed": resumed}
+    if resumed:  # what the run began from does not matter any more
+        chosen.update(ckpt_step=None, finetune=False, no_load_optim=False, no_load_rng=False)
+    if not args.train_iters:  # initial weights: the rest has no state yet
+        chosen.update(no_save_optim=True, no_save_rng=True)
+    return chosen
 
 
 @contextlib.contextmanager
@@ -117,91 +102,78 @@ def _deterministic(args: argparse.Namespace) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
-class _CtrlC:
-    """Notes the first Ctrl-C so that the step can end; one that comes seconds later ends at once."""
+@contextlib.contextmanager
+def _ctrl_c() -> Iterator[list[float]]:
+    """Times of every Ctrl-C, so that the step can end after the first; a later one ends at once."""
+    times: list[float] = []
 
-    patience_s = 5.0  # torchrun passes the terminal's own signal on a second time
-
-    def __init__(self) -> None:
-        self.first: float | None = None
-
-    def __enter__(self) -> _CtrlC:
-        try:
-            self._before = signal.signal(signal.SIGINT, self._handle)
-        except ValueError:  # not the main thread: somebody else takes care of signals
-            self._before = None
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.first is not None and now - self.first > self.patience_s:
+    def handle(number: int, frame: FrameType | None) -> None:
+        times.append(time.monotonic())
+        if times[-1] - times[0] > _PATIENCE_S:
             raise KeyboardInterrupt
-        if self.first is None:
-            self.first = now
+
+    if threading.current_thread() is not threading.main_thread():  # which alone handles signals
+        yield times
+        return
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield times
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Job:
-    """Everything of one job between its process groups' birth and death."""
+    """Everything of one job that needs its process groups."""
 
     def __init__(
-        self,
-        args: argparse.Namespace,
-        run: runs.Run | None,
-        resumed: bool,
-        interrupt: _CtrlC,
-        quiet: bool,
+        self, args: argparse.Namespace, run: Run | None, resumed: bool, interrupts: list[float], quiet: bool
     ) -> None:
-        self.args, self.resumed, self.interrupt = args, resumed, interrupt
+        self.args, self.resumed, self.interrupts = args, resumed, interrupts
         self.start = time.monotonic()
-        _seed(distributed.seed(args))
+        folder = run.folder if run is not None else None
+        seed = distributed.seed(args)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
         tokenizer = build_tokenizer(args.tokenizer_model)
         args.padded_vocab_size = padded_vocab_size(args, tokenizer.vocab_size)
-        self.corpus: corpus.Corpus | None = None
+        self.corpus: Corpus | None = None
         if args.train_iters:
-            self.corpus = data.build_corpus(args, tokenizer)
+            self.corpus = distributed.from_rank_0(lambda: data.build_corpus(args, tokenizer))
             self.train_data, self.heldout_data = data.build_datasets(args, tokenizer, self.corpus)
-        mindspeed_dsa.finalize(str(run.folder) if run is not None else None)
+        mindspeed_dsa.finalize(str(folder) if folder else None)
         config = model_config(args)
-        model = _built(args, config)
+        model = _build(args, config)
         self.account = Account(model)
         optimizer = build_optimizer(args, model)
-        scheduler = build_scheduler(args, optimizer)
-        self.stepper = Stepper(args, config, model, optimizer, scheduler)
+        self.stepper = Stepper(args, config, model, optimizer, build_scheduler(args, optimizer))
         self.progress = checkpoint.Progress()
         if args.save and dist.get_rank() == 0:
-            remove_partial(Path(args.save))
+            checkpoints.remove_partial(Path(args.save))
         if args.load:
-            self._load(model, optimizer, scheduler)
-        # What was loaded from there is there, perhaps with more than this job would write of it.
-        goes_on = in_place(args) and not args.finetune
-        self.saved = self.progress.iteration if goes_on else None
+            self._load()
+        # A checkpoint that was loaded from --save is not written again, perhaps with less in it.
+        self.saved = self.progress.iteration if saves_where_it_loads(args) else None
         self.wall_before = self.progress.wall_s
-        folder = run.folder if run is not None else None
         self.reporter = Reporter(args, folder, self.progress.iteration, quiet)
 
-    def _load(self, model: list[Any], optimizer: Any, scheduler: Any) -> None:
-        where: list[Any] = [None]
-        if dist.get_rank() == 0:
-            try:
-                where[0] = folder_of(Path(self.args.load), checkpoint.choose(self.args))
-                checkpoint.check_fits(self.args, where[0])
-            except UsageError as error:
-                where[0] = error
-        dist.broadcast_object_list(where, src=0)
-        if isinstance(where[0], UsageError):
-            raise where[0]
-        self.progress = checkpoint.load(self.args, where[0], model, optimizer, scheduler)
+    def _load(self) -> None:
+        args, stepper = self.args, self.stepper
 
-    def run(self, on_step: OnStep | None, on_end: OnEnd | None) -> list[Record]:
+        def chosen() -> Path:
+            folder = checkpoints.choose(Path(args.load), args.ckpt_step)
+            checkpoint.check_fits(args, folder)
+            return folder
+
+        folder = distributed.from_rank_0(chosen)
+        self.progress = checkpoint.load(args, folder, stepper.model, stepper.optimizer, stepper.scheduler)
+
+    def run(self, on_end: OnEnd | None) -> list[Record]:
         records: list[Record] = []
         try:
             self._introduce()
             if self.args.train_iters:
-                self._steps(records, on_step)
+                self._steps(records)
             if self.args.save and self.saved != self.progress.iteration:
                 self._save()
             if on_end is not None:
@@ -215,22 +187,20 @@ class _Job:
 
     def _introduce(self) -> None:
         args, say = self.args, self.reporter.say
-        total = parameter_count(self.stepper.model)
-        say(
-            f"model: {args.num_layers} layers, {total:,} parameters on rank 0, "
-            f"{'bfloat16' if args.bf16 else 'float32'}"
-        )
+        dtype = "bfloat16" if args.bf16 else "float32"
+        total = sum(parameter.numel() for chunk in self.stepper.model for parameter in chunk.parameters())
+        say(f"model: {args.num_layers} layers, {total:,} parameters on rank 0, {dtype}")
         if args.experimental_attention_variant == "dsa":
             say(
                 f"sparse attention: {args.dsa_indexer_n_heads} index heads choose {args.dsa_indexer_topk} of "
                 f"up to {args.seq_length} keys"
             )
         if self.progress.fresh_optimizer:
-            say(f"checkpoint: {args.load} gives the weights only; the optimizer begins without its state")
+            say(f"checkpoint: {args.load} provides the weights only; the optimizer starts without its state")
         if self.corpus is not None:
-            say(f"data: {corpus.describe(self.corpus)}")
+            say(f"data: {self.corpus}")
 
-    def _steps(self, records: list[Record], on_step: OnStep | None) -> None:
+    def _steps(self, records: list[Record]) -> None:
         args, progress = self.args, self.progress
         chunks = len(self.stepper.model)
         stream = data.batches(args, self.train_data, progress.consumed_train_samples, chunks)
@@ -241,14 +211,12 @@ class _Job:
             record = self._step(stream)
             records.append(record)
             self.reporter.step(record)
-            if on_step is not None:
-                on_step(record)
             step, last = progress.iteration, progress.iteration == args.train_iters
             if last or (args.eval_interval and step % args.eval_interval == 0):
                 self._evaluate()
             if args.save and args.save_interval and step % args.save_interval == 0 and not last:
                 self._save()
-            if distributed.any_rank(self.interrupt.first is not None)[0] and not last:
+            if distributed.any_rank(bool(self.interrupts)) and not last:
                 self._stop_for_ctrl_c()
             if args.exit_interval and step % args.exit_interval == 0:
                 return
@@ -268,7 +236,7 @@ class _Job:
             "grad_norm": grad_norm,
             "tokens_per_s": args.global_batch_size * args.seq_length / seconds,
             "step_time_s": seconds,
-            "peak_memory_bytes": distributed.max_bytes(torch.cuda.max_memory_allocated()),
+            "peak_memory_bytes": distributed.max_over_ranks(torch.cuda.max_memory_allocated()),
         }
 
     def _evaluate(self) -> None:
@@ -283,52 +251,37 @@ class _Job:
 
     def _save(self) -> None:
         self.progress.wall_s = distributed.max_over_ranks(self._wall())
-        stepper = self.stepper
+        stepper, folder = self.stepper, Path(self.args.save)
         with stepper.complete_parameters():
             where = checkpoint.save(
-                self.args,
-                Path(self.args.save),
-                self.progress,
-                stepper.model,
-                stepper.optimizer,
-                stepper.scheduler,
+                self.args, folder, self.progress, stepper.model, stepper.optimizer, stepper.scheduler
             )
         self.saved = self.progress.iteration
         self.reporter.say(f"step {self.saved:>5} | saved {where}")
 
     def _stop_for_ctrl_c(self) -> None:
+        stopped = f"stopped by Ctrl-C after step {self.progress.iteration}"
         if not self.args.save:
-            raise Interrupted(
-                f"stopped by Ctrl-C after step {self.progress.iteration}; nothing was saved (--no-save)"
-            )
+            raise Interrupted(f"{stopped}; nothing was saved (--no-save)")
         if self.saved != self.progress.iteration:
             self._save()
-        raise Interrupted(
-            f"stopped by Ctrl-C after step {self.progress.iteration}; a checkpoint is in {self.args.save}; "
-            "the same command goes on from there"
-        )
+        raise Interrupted(f"{stopped}; a checkpoint is in {self.args.save}; the same command resumes from it")
 
 
-def _built(args: argparse.Namespace, config: Any) -> list[Any]:
-    """The model; what Megatron cannot build without a repair is laid to the switch that took it away."""
+def _build(args: argparse.Namespace, config: Any) -> list[Any]:
+    """The model; where Megatron cannot build it without a fix, the error names the switch that is off."""
     try:
         return build_model(args, config)
     except (ValueError, AssertionError) as error:
-        unset = build_parser().get_default
+        default_of = build_parser().get_default
         off = [
             f"--no-{name.replace('_', '-')}"
             for name, value in vars(args).items()
-            if name.startswith("dsa_") and value is False and unset(name) is None
+            if name.startswith("dsa_") and value is False and default_of(name) is None
         ]
         if not off:
             raise
         raise UsageError(
-            f"Megatron cannot build this model ({error}) without the repairs that {', '.join(off)} switched "
-            "off; drop the switch"
+            f"Megatron cannot build this model ({error}) without the fixes that {', '.join(off)} switched "
+            "off; omit the switch"
         ) from error
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

@@ -12,27 +12,28 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_dsa.compare import figures, job, plot, result, sides, text, weights
-from mindspeed_dsa.compare.figures import Record
+from mindspeed_dsa.compare import job, plot, result, sides, text, weights
 from mindspeed_dsa.compare.job import CommandJob, ExampleJob, Job, Run
 from mindspeed_dsa.compare.sides import Sides
 from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.runs import metrics
+from mindspeed_dsa.runs.metrics import Record
 
 _DESCRIPTION = """\
-Runs one job as two sides, A and B, each run in a fresh process, and tells what differs: step time, memory,
-loss, gradient norm. The job is examples/pretrain_dsa.py, which takes flags of its own, or any command:
+Runs one job as two sides, A and B, each run in a fresh process, and reports the differences: step time,
+memory, loss, gradient norm. The job is examples/pretrain_dsa.py, with additional flags, or any command:
 
   python -m mindspeed_dsa compare --features dsa-loss-gate --repeats 3 --train-iters 50
   python -m mindspeed_dsa compare --a "" --b "--bf16"
   python -m mindspeed_dsa compare --features dsa-loss-gate -- torchrun --nproc-per-node 2 pretrain.py FLAGS...
 
-The flags of a side are added at the end of the job's command line. A command of your own must import
-mindspeed_dsa.megatron_adaptor; in it, {out} stands for the run's folder. Exit status: 0 both sides ran, 1 one
-of them failed, 2 refused."""
+The flags of a side are appended to the job's command line. Your own command must import
+mindspeed_dsa.megatron_adaptor; {out} in it is replaced by the run's folder. Exit status: 0 both sides ran, 1
+one of them failed, 2 refused."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run both sides in turn, print the table, write ``compare.json`` and ``compare.png``."""
+    """Run both sides alternately, print the table, write ``compare.json`` and ``compare.png``."""
     options, job_flags, words = _parse(list(argv))
     chosen = _job(options, job_flags, words)
     compared = _sides(options, [*job_flags, *words], chosen.on_by_default)
@@ -83,9 +84,9 @@ def _one(
     if not done.problem:
         file = folder / chosen.metrics
         try:
-            records[done.name] = figures.read(file)
+            records[done.name] = metrics.read(file)
         except (OSError, ValueError) as error:
-            done.problem = f"wrote no records that can be read ({error})"
+            done.problem = f"wrote no readable records ({error})"
             if not file.exists():
                 done.problem = (
                     f"wrote no {file}; the job must import mindspeed_dsa.megatron_adaptor and train through "
@@ -106,7 +107,7 @@ def _publish(
         if plot.draw(picture, records):
             found["plot"] = str(picture)
         else:
-            found["warnings"].append("no picture without matplotlib: pip install 'mindspeed_dsa[viz]'")
+            found["warnings"].append("no plot without matplotlib: pip install 'mindspeed_dsa[viz]'")
     (output / "compare.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(text.table(found) if found["ok"] else text.failure(found))
     print("\n" + "\n".join(filter(None, [str(output / "compare.json"), found["plot"]])))
@@ -117,10 +118,10 @@ def _publish(
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
-    """Options of ours, flags for the example job, and the command of another job."""
+    """Split into compare's options, flags for the example job, and the command of another job."""
     cut = argv.index("--") if "--" in argv else len(argv)
     own, words = argv[:cut], argv[cut + 1 :]
-    # argparse takes a value such as --no-x for an option; joined to its flag it is a value.
+    # argparse treats a value such as --no-x as an option, unless it is joined to its flag.
     for name in ("--features", "--a", "--b"):
         if name in own[:-1]:
             at = own.index(name)
@@ -136,10 +137,10 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
             parser.error(f"{flag}: did you mean {close[0]}? (flags of the job may follow --)")
     if words and job_flags:
         parser.error(
-            f"{job_flags[0]} is no flag of compare; flags of the job belong after --, to its command"
+            f"{job_flags[0]} is not a flag of compare; flags of the job belong after --, to its command"
         )
     if (options.features is None) == (options.a is None and options.b is None):
-        parser.error("say what to compare: either --features NAME,... or --a FLAGS --b FLAGS")
+        parser.error("specify what to compare: either --features NAME,... or --a FLAGS --b FLAGS")
     return options, job_flags, words
 
 
@@ -155,11 +156,28 @@ def _parser() -> argparse.ArgumentParser:
     add("--features", metavar="NAME,...", help="features that are off in A and on in B")
     add("--a", metavar="FLAGS", help="flags of side A, in one string; unset: none")
     add("--b", metavar="FLAGS", help="flags of side B, in one string; unset: none")
-    add("--repeats", type=_positive, default=1, metavar="N", help="runs a side, in turn A B A B (default: 1)")
-    add("--nproc", type=_positive, metavar="N", help="processes a run, for a job that is a Python script")
-    add("--warmup-steps", type=int, default=3, metavar="N", help="first steps left out of times (default: 3)")
-    add("--output-dir", default="runs/compare", metavar="DIR", help="taken ones get a number, as in DIR-2")
-    add("--metrics-file", metavar="FILE", help="records that the job itself writes, below {out}")
+    add(
+        "--repeats",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="runs per side, in the order A B A B (default: 1)",
+    )
+    add("--nproc", type=_positive, metavar="N", help="processes per run, for a job that is a Python script")
+    add(
+        "--warmup-steps",
+        type=int,
+        default=3,
+        metavar="N",
+        help="first steps, excluded from the times (default: 3)",
+    )
+    add(
+        "--output-dir",
+        default="runs/compare",
+        metavar="DIR",
+        help="if it exists, a number is appended, as in DIR-2",
+    )
+    add("--metrics-file", metavar="FILE", help="records that the job itself writes, relative to {out}")
     add("--timeout", type=float, metavar="MINUTES", help="stop a run that takes longer")
     return parser
 
@@ -175,7 +193,7 @@ def _job(options: argparse.Namespace, flags: Sequence[str], words: Sequence[str]
     if words:
         return CommandJob(tuple(words), options.nproc, options.metrics_file)
     if options.metrics_file:
-        raise SettingsError("mindspeed_dsa compare: --metrics-file is for a command of your own after --")
+        raise SettingsError("mindspeed_dsa compare: --metrics-file is for your own command after --")
     return ExampleJob(tuple(flags), options.nproc or 1)
 
 
@@ -209,7 +227,7 @@ def _new_folder(wanted: Path) -> Path:
 
 @contextlib.contextmanager
 def _children_end_with_us() -> Iterator[None]:
-    """Let SIGTERM end this command as Ctrl-C does, with the run that is under way."""
+    """Let SIGTERM stop this command like Ctrl-C, including the current run."""
 
     def leave(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)

@@ -26,7 +26,7 @@ _WORDS = {"parameter": "parameter missing", "out-of-range": "out of range"}
 
 @dataclass(frozen=True)
 class SiteResult:
-    """One target of one feature; ``fatal`` holds those messages that stop the feature."""
+    """One target of one feature; ``fatal`` holds the messages that stop the feature."""
 
     target: str
     kind: str
@@ -49,8 +49,9 @@ def run(argv: Sequence[str]) -> int:
     """Check, print, and return 1 if a feature that may be switched on would fail."""
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_dsa diff",
-        description="Looks up what the features patch in sources of Megatron, without importing them: does "
-        "each target exist, does it take the parameters that the patch relies on, is it the release's code?",
+        description="Looks up the features' patch targets in sources of Megatron, without importing them: "
+        "does each target exist, does it take the parameters that the patch relies on, is it the release's "
+        "code?",
         epilog="Exit status: 0 all well, 1 a required target is missing or takes other parameters, 2 the "
         "sources cannot be read.",
     )
@@ -58,9 +59,11 @@ def run(argv: Sequence[str]) -> int:
         "source", metavar="PATH_OR_VERSION", help="a wheel, a checkout, 'installed', or a release to fetch"
     )
     parser.add_argument(
-        "--megatron-root", "--root", default="megatron", help="package that stands for megatron in a fork"
+        "--megatron-root", "--root", default="megatron", help="package that replaces megatron in a fork"
     )
-    parser.add_argument("--release", help="the Megatron-core release to compare with (default: what it says)")
+    parser.add_argument(
+        "--release", help="the Megatron-core release to compare with (default: the one it declares)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
     options = parser.parse_args(list(argv))
     root = options.megatron_root
@@ -88,7 +91,7 @@ def _examine(feature: Feature, checker: Checker, root: str) -> FeatureResult:
     for row in feature.patches:
         patch = row.under_root(root)
         if patch.module.partition(".")[0] != root:
-            continue  # a patch of torch: not what these sources are asked about
+            continue  # a patch of torch: not in these sources
         findings = checker.check(patch) or [Finding("ok", "")]
         fatal = [finding.message for finding in findings if finding.fatal and patch.required]
         messages = [finding.message for finding in findings if finding.message]
@@ -127,7 +130,7 @@ def _sources(text: str, root: str) -> SourceTree:
     """The tree that ``PATH_OR_VERSION`` names.
 
     Raises:
-        SettingsError: it is none of the things that it may be.
+        SettingsError: it is neither a wheel, a folder, a release nor 'installed'.
         MindSpeedDSAError: a release that pip cannot fetch.
     """
     path = Path(text).expanduser()
@@ -139,7 +142,7 @@ def _sources(text: str, root: str) -> SourceTree:
         try:
             tree = SourceTree.archive(path)
         except zipfile.BadZipFile as error:
-            raise SettingsError(f"mindspeed_dsa diff: {path} is no wheel: {error}") from error
+            raise SettingsError(f"mindspeed_dsa diff: {path} is not a wheel: {error}") from error
     else:
         tree = SourceTree.archive(wheels.fetch(_version(text)))
     if not tree.holds(f"{root}.core"):
@@ -168,11 +171,11 @@ def _version(text: str) -> str:
         return str(Version(text))
     except InvalidVersion:
         raise SettingsError(
-            f"mindspeed_dsa diff: {text!r} is no file, no folder, no release number and not 'installed'"
+            f"mindspeed_dsa diff: {text!r} is neither a file, a folder, a release number nor 'installed'"
         ) from None
 
 
 def _release(tree: SourceTree, root: str) -> str | None:
-    """The release that the sources say they are."""
+    """The release that the sources declare."""
     info = tree.module(f"{root}.core.package_info")
     return versions.version_in_source(info.text) if info is not None and info.text else None

@@ -21,12 +21,12 @@ def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_dsa doctor",
         description="Examines this installation. Flags of features, and Megatron's own, may follow: "
-        "doctor shows what they would do.",
+        "doctor shows their effect.",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
     parser.add_argument("--all", action="store_true", help="list the platform's redirections as well")
     options, flags = parser.parse_known_args(list(argv))
-    # Megatron and torch print while they are imported; stdout belongs to the answer.
+    # Megatron and torch print while they are imported; stdout is reserved for the result.
     with contextlib.redirect_stdout(sys.stderr):
         findings = examine(flags)
     print(json.dumps(findings, indent=1) if options.json else as_text(findings, options.all))
@@ -37,8 +37,8 @@ def examine(argv: Sequence[str]) -> dict[str, Any]:
     """``{versions, platform, features, sites, problems}``; patches for real, then undoes."""
     problems = [plugin.message for plugin in features.broken_plugins()]
     problems += [
-        f"{typed} is no flag that this library reads; did you mean {meant}?"
-        for typed, meant in settings.near_misses(argv, features.all_flags(), host=True).items()
+        f"{typed} is not a flag of this library or one that it reads; did you mean {meant}?"
+        for typed, meant in settings.near_misses(argv, features.all_flags(), megatron=True).items()
     ]
     before = session.current()
     sites: list[SiteReport] = []
@@ -69,14 +69,14 @@ def examine(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _as_arguments(resolved: settings.Settings) -> argparse.Namespace:
-    """What a job would know of its arguments, were these all; Megatron's flags only where they are given."""
+    """A job's arguments as if these were all; Megatron's flags only if they are given."""
     chosen = resolved.chosen()
-    known = [flag.dest for flag in features.all_flags() if not flag.host or flag.dest in chosen]
+    known = [flag.dest for flag in features.all_flags() if not flag.megatron or flag.dest in chosen]
     return argparse.Namespace(**{dest: getattr(resolved, dest) for dest in known})
 
 
 def _verify(running: session.Session) -> list[str]:
-    """Import what the sites wait for, so that their states are facts; then look for stale references."""
+    """Import the modules of pending sites to get their actual states; then search for stale references."""
     problems = []
     for site in running.report():
         if site.state != "pending":
@@ -84,7 +84,7 @@ def _verify(running: session.Session) -> list[str]:
         module = site.target.partition(":")[0]
         try:
             import_module(module)
-        except Exception as error:  # whatever a foreign module does when imported is a finding
+        except Exception as error:  # any failure of a third-party import is a finding
             if site.required:
                 problems.append(f"{', '.join(site.features)}: {module} cannot be imported: {error!r}")
     try:
@@ -118,7 +118,7 @@ def _features(running: session.Session | None) -> list[dict[str, Any]]:
 
 
 def as_text(findings: dict[str, Any], every_site: bool = False) -> str:
-    """The findings for a reader; the sites of a platform's redirections only if asked for, or not well."""
+    """The findings as text; sites of a platform's redirections only on request or with a problem."""
     lines = ["versions:"]
     lines += [f"  {name}: {version or 'not installed'}" for name, version in findings["versions"].items()]
     lines += ["", "platform: " + ", ".join(f"{key} {value}" for key, value in findings["platform"].items())]
@@ -131,7 +131,7 @@ def as_text(findings: dict[str, Any], every_site: bool = False) -> str:
         ]
         lines += ["", *start_report.aligned(rows)]
     else:
-        lines += ["", "features: not decided, for the problem below"]
+        lines += ["", "features: not resolved because of the problem below"]
     support = {feature.name for feature in features.all_features() if feature.platform_support}
     shown = [
         site

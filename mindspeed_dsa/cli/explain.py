@@ -13,7 +13,7 @@ from mindspeed_dsa.declarations import Feature, Flag
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the explanation; status 2 for a name that nothing has."""
+    """Print the explanation; status 2 for an unknown name."""
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_dsa explain", description="Explains one flag or feature."
     )
@@ -67,7 +67,7 @@ def _flag_lines(flag: Flag) -> list[str]:
     lines = [" / ".join((flag.name, *flag.aliases)), f"  {flag.help}"]
     if flag.choices:
         lines.append(f"  choices: {', '.join(map(str, flag.choices))}")
-    default = "automatic" if flag.kind == "auto" else "Megatron's" if flag.host else repr(flag.unset)
+    default = "automatic" if flag.kind == "auto" else "Megatron's" if flag.megatron else repr(flag.unset)
     lines.append(f"  default {default}; environment {flag.env}; API keyword {flag.dest}")
     return lines
 

@@ -24,7 +24,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _switch(feature: Feature) -> str:
-    own = [flag for flag in feature.flags if not flag.host]
+    own = [flag for flag in feature.flags if not flag.megatron]
     return own[0].name if own else "(automatic)"
 
 

@@ -1,1 +1,1 @@
-"""One job, run as two sides in turn, and what differs between them. Imports neither torch nor Megatron."""
+"""One job, run alternately as two sides, and their differences. Imports neither torch nor Megatron."""

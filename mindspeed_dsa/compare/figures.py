@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-Record = dict[str, Any]
+from mindspeed_dsa.runs.metrics import Record, is_number
+
 COMPARED = ("lm_loss", "grad_norm", "indexer_loss")
-"""What must agree between the sides if a feature promises that it does."""
+"""Metrics that must agree between the sides if a feature claims not to change them."""
 MEASURED = ("step_time_s", "tokens_per_s", "peak_memory_bytes")
 
 
-def read(path: Path) -> list[Record]:
-    """Records by step; of a step that was made twice (before and after a resume) the later one.
-
-    Raises:
-        ValueError: a line is no record.
-    """
-    found: dict[int, Record] = {}
-    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            record = json.loads(text)
-            found[int(record["step"])] = record
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            raise ValueError(
-                f"{path}, line {number}: no record of a step ({error!r}); the job must write one JSON object "
-                "a line into that file, and nothing else"
-            ) from None
-    return [found[step] for step in sorted(found)]
-
-
 def warmup(runs: Sequence[Sequence[Record]], wanted: int) -> int:
-    """Steps to leave out of the times; short runs keep at least one step."""
+    """Number of steps to exclude from the times; short runs keep at least one step."""
     return max(0, min(wanted, *(len(records) - 1 for records in runs)))
 
 
@@ -48,7 +28,7 @@ def measured(runs: Sequence[Sequence[Record]], skip: int) -> dict[str, dict[str,
     for name in MEASURED:
         per_run = []
         for records in runs:
-            values = [r[name] for r in records if _is_number(r.get(name))]
+            values = [r[name] for r in records if is_number(r.get(name))]
             if name != "peak_memory_bytes":
                 values = values[skip:] or values
             if values:
@@ -62,7 +42,7 @@ def measured(runs: Sequence[Sequence[Record]], skip: int) -> dict[str, dict[str,
             }
     if "step_time_s" in result:
         times = (r.get("step_time_s") for records in runs for r in records[skip:])
-        steps = sorted(time for time in times if _is_number(time) and time)
+        steps = sorted(time for time in times if is_number(time) and time)
         result["step_time_s"]["quartiles_of_steps"] = [_quantile(steps, 0.25), _quantile(steps, 0.75)]
     return result
 
@@ -70,7 +50,8 @@ def measured(runs: Sequence[Sequence[Record]], skip: int) -> dict[str, dict[str,
 def ratio(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     """B over A: of the medians, and of the runs that followed each other.
 
-    ``within_noise``: the sides' runs overlap, so that their order says nothing; ``None`` for one run each.
+    ``within_noise``: the sides' runs overlap, so that their order is not significant; ``None`` for one run
+    each.
     """
     pairs = [y / x for x, y in zip(a["runs"], b["runs"], strict=False) if x]
     several = len(a["runs"]) > 1 and len(b["runs"]) > 1
@@ -83,12 +64,12 @@ def ratio(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def difference(a: Sequence[Record], b: Sequence[Record], name: str) -> dict[str, Any] | None:
-    """How one figure of run B departs from run A's, over the steps that both made.
+    """Difference of one metric between run B and run A, over the steps that both ran.
 
     Returns:
         ``None`` if neither run has the figure at all; else ``steps``, ``first_step`` (first one at which
         they are not equal to the last bit, ``None`` if there is none), ``max_abs`` and ``max_rel`` with the
-        step of the former, the figures of the last step, and the first step that is no finite number.
+        step of the former, the figures of the last step, and the first step with a non-finite value.
     """
     pairs = _pairs(a, b, name)
     if all(x is None and y is None for _, x, y in pairs):
@@ -108,7 +89,7 @@ def difference(a: Sequence[Record], b: Sequence[Record], name: str) -> dict[str,
 
 
 def noise(runs: Sequence[Sequence[Record]], name: str) -> dict[str, Any] | None:
-    """How far the runs of one side depart from its first; ``None`` for one run."""
+    """Differences of the runs of one side from its first; ``None`` for one run."""
     found = [d for d in (difference(runs[0], other, name) for other in runs[1:]) if d is not None]
     if not found:
         return None
@@ -125,24 +106,20 @@ def _pairs(a: Sequence[Record], b: Sequence[Record], name: str) -> list[tuple[in
 
 
 def _same(x: Any, y: Any) -> bool:
-    return x == y or (_is_number(x) and _is_number(y) and math.isnan(x) and math.isnan(y))
+    return x == y or (is_number(x) and is_number(y) and math.isnan(x) and math.isnan(y))
 
 
 def _first_not_finite(records: Sequence[Record], name: str) -> int | None:
-    return next((r["step"] for r in records if _is_number(r.get(name)) and not math.isfinite(r[name])), None)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return next((r["step"] for r in records if is_number(r.get(name)) and not math.isfinite(r[name])), None)
 
 
 def _is_finite(value: Any) -> bool:
-    return _is_number(value) and math.isfinite(value)
+    return is_number(value) and math.isfinite(value)
 
 
 def _as_json(value: Any) -> Any:
-    """JSON has no word for what is no finite number."""
-    return str(value) if _is_number(value) and not math.isfinite(value) else value
+    """Replace non-finite numbers, which JSON cannot represent."""
+    return str(value) if is_number(value) and not math.isfinite(value) else value
 
 
 def _quantile(ordered: Sequence[float], part: float) -> float | None:

@@ -1,4 +1,4 @@
-"""The job: how its command line is made for one run, and how one run is made."""
+"""The job: the command line of one run, and its execution."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import Protocol
 
 from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.runs.metrics import FILE as METRICS
 
-METRICS = "metrics.jsonl"
 WEIGHTS = "weights"
 OUT = "{out}"
-"""Stands for the run's folder in a job's command."""
+"""Placeholder of the run's folder in a job's command."""
 _PATIENCE_S = 30.0
 _PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 EXAMPLE = _PACKAGE_PARENT / "examples" / "pretrain_dsa.py"
 
 
 class Job(Protocol):
-    """Something that can be run again and again with other flags."""
+    """A job that can be run repeatedly with different flags."""
 
     @property
     def metrics(self) -> str:
-        """File below the run's folder that holds the records, one JSON object a line."""
+        """File below the run's folder that holds the records, one JSON object per line."""
 
     @property
     def on_by_default(self) -> tuple[str, ...]:
@@ -42,7 +42,7 @@ class Job(Protocol):
         """Command of one run whose folder is ``folder``."""
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """What one run's environment needs besides ours."""
+        """Additional environment variables of one run."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ExampleJob:
 
     @property
     def metrics(self) -> str:
-        return f"job/{METRICS}"  # the job wants a folder of its own
+        return f"job/{METRICS}"  # the job requires a separate folder
 
     @property
     def on_by_default(self) -> tuple[str, ...]:
@@ -97,10 +97,10 @@ class ExampleJob:
 
 @dataclass(frozen=True)
 class CommandJob:
-    """Any other command; its weights are whatever its seed or its own checkpoint says.
+    """Any other command; its weights come from its seed or its own checkpoint.
 
     Attributes:
-        words: the command; ``{out}`` stands for the run's folder.
+        words: the command; ``{out}`` is replaced by the run's folder.
         nproc: processes, for a command that begins with a Python script.
         own_metrics: file below ``{out}`` that the job writes by itself, or ``None`` to have the feature
             step-metrics write it.
@@ -114,12 +114,12 @@ class CommandJob:
         if not self.words[0].endswith(".py") and self.nproc is not None:
             raise SettingsError(
                 "mindspeed_dsa compare: --nproc is for a job that is given as a Python script; "
-                f"{self.words[0]!r} starts its processes itself, so say there how many"
+                f"{self.words[0]!r} starts its processes itself, so set their number there"
             )
         if self.own_metrics and not any(OUT in word for word in self.words):
             raise SettingsError(
-                f"mindspeed_dsa compare: --metrics-file {self.own_metrics} lies in the run's folder, and the "
-                f"job must be told where that is: use {OUT} in its command, e.g. --output-dir {OUT}"
+                f"mindspeed_dsa compare: --metrics-file {self.own_metrics} is in the run's folder, and the "
+                f"job needs its path: use {OUT} in its command, e.g. --output-dir {OUT}"
             )
 
     @property
@@ -161,7 +161,7 @@ class Run:
     exit_code: int
     wall_s: float
     problem: str = ""
-    """Why it counts as failed; empty if it does not."""
+    """Why it failed; empty if it did not."""
 
     @property
     def name(self) -> str:
@@ -170,7 +170,7 @@ class Run:
 
     @property
     def log(self) -> Path:
-        """What the run wrote to its standard error."""
+        """The log with the run's standard error."""
         return self.folder / "stderr.txt"
 
 
@@ -182,7 +182,7 @@ def execute(
     environment: Mapping[str, str],
     timeout_s: float | None,
 ) -> Run:
-    """Run a command in a process of its own, its output in ``stdout.txt`` and ``stderr.txt``."""
+    """Run a command in a separate process, its output in ``stdout.txt`` and ``stderr.txt``."""
     folder.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, **environment}
     if not _is_installed():  # started from the checkout's folder; the job may be started from another
@@ -199,7 +199,7 @@ def execute(
         except subprocess.TimeoutExpired:
             problem = f"was stopped after {timeout_s:.0f} s (--timeout)"
             _stop(process)
-        except BaseException:  # Ctrl-C does not reach a session of its own
+        except BaseException:  # Ctrl-C does not reach a separate session
             _stop(process)
             raise
     wall = time.monotonic() - begin
@@ -229,7 +229,7 @@ def _is_installed() -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a job and everything it started; torchrun ends its workers when it is asked to stop."""
+    """Stop a job and all its processes; torchrun stops its workers on SIGTERM."""
     for number, patience in ((signal.SIGTERM, _PATIENCE_S), (signal.SIGKILL, None)):
         try:
             os.killpg(process.pid, number)

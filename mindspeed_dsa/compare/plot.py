@@ -1,4 +1,4 @@
-"""Both sides as a picture."""
+"""Plots of both sides."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_dsa.compare.figures import Record
+from mindspeed_dsa.runs.metrics import Record
+from mindspeed_dsa.runs.plot import points
 
 _COLOURS = {"A": "tab:blue", "B": "tab:orange"}
 
@@ -36,7 +37,7 @@ def draw(path: Path, runs: dict[str, list[Record]]) -> bool:
     ):
         for run, records in runs.items():
             label = run[0] if run[1:] == "1" else None
-            axes.plot(*_points(records, name), color=_COLOURS[run[0]], label=label, linewidth=1, alpha=0.8)
+            axes.plot(*points(records, name), color=_COLOURS[run[0]], label=label, linewidth=1, alpha=0.8)
         axes.set(title=title, xlabel="step")
         axes.legend()
     _draw_difference(grid[0][1], runs["A1"], runs["B1"])
@@ -46,14 +47,9 @@ def draw(path: Path, runs: dict[str, list[Record]]) -> bool:
 
 
 def _draw_difference(axes: Any, a: Sequence[Record], b: Sequence[Record]) -> None:
-    there = dict(zip(*_points(b, "lm_loss"), strict=True))
-    steps, losses = _points(a, "lm_loss")
+    there = dict(zip(*points(b, "lm_loss"), strict=True))
+    steps, losses = points(a, "lm_loss")
     pairs = [(step, there[step] - loss) for step, loss in zip(steps, losses, strict=True) if step in there]
     axes.axhline(0.0, color="grey", linewidth=0.5)
     axes.plot([step for step, _ in pairs], [gap for _, gap in pairs], color="black", linewidth=1)
-    axes.set(title="loss of B less loss of A", xlabel="step")
-
-
-def _points(records: Sequence[Record], name: str) -> tuple[list[int], list[float]]:
-    found = [(record["step"], record[name]) for record in records if record.get(name) is not None]
-    return [step for step, _ in found], [value for _, value in found]
+    axes.set(title="loss of B minus loss of A", xlabel="step")

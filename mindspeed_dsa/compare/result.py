@@ -1,4 +1,4 @@
-"""Everything that a comparison found, as one plain dictionary: what ``compare.json`` holds."""
+"""The results of a comparison as one plain dictionary: the content of ``compare.json``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from mindspeed_dsa import versions
 from mindspeed_dsa.compare import figures, weights
-from mindspeed_dsa.compare.figures import Record
 from mindspeed_dsa.compare.job import WEIGHTS, Run
 from mindspeed_dsa.compare.sides import Sides
+from mindspeed_dsa.runs.metrics import Record
 from mindspeed_dsa.start_report import REPORT_FILE
 
 Records = dict[str, list[Record]]
@@ -22,7 +22,7 @@ Records = dict[str, list[Record]]
 def build(
     sides: Sides, runs: Sequence[Run], records: Records, wanted_warmup: int, checkpoint: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Put the findings together; figures only where both sides ran."""
+    """Combine the findings; figures only if both sides ran."""
     trained = [run for run in runs if run.repeat]
     of_side = {
         side: [records[r.name] for r in trained if r.side == side and r.name in records] for side in "AB"
@@ -68,7 +68,7 @@ def build(
     }
     if len(first_a) != len(first_b):
         result["warnings"].append(
-            f"A made {len(first_a)} steps and B {len(first_b)}; only the steps of both are compared"
+            f"A ran {len(first_a)} steps and B {len(first_b)}; only the steps of both are compared"
         )
     return result
 
@@ -102,10 +102,10 @@ def _initial_weights(trained: Sequence[Run], checkpoint: dict[str, Any] | None) 
 
 
 def _report(folder: Path) -> dict[str, Any] | None:
-    """What the library said of itself when the run built its model; a job may choose the place.
+    """The report that the library wrote when the run built its model; a job may choose its folder.
 
     Raises:
-        ValueError: the file is none of ours.
+        ValueError: the file is damaged.
     """
     for file in sorted(folder.rglob(REPORT_FILE), key=lambda path: len(path.parts)):
         try:
@@ -122,17 +122,17 @@ def _on(report: dict[str, Any]) -> list[str]:
 
 
 def _unlike_asked(sides: Sides, reports: dict[str, dict[str, Any] | None]) -> list[str]:
-    """Features that were not off in A or not on in B, by the runs' own account."""
+    """Features that were not off in A or not on in B, according to the runs' reports."""
     warnings = []
     for name, report in reports.items():
         if report is None:
             if name[0] == "B":
                 warnings.append(
-                    f"{name} left no {REPORT_FILE}, so it is not known which features were on in it"
+                    f"{name} left no {REPORT_FILE}, so it is unknown which features were on in it"
                 )
             continue
         for feature in sides.features:
             if (feature in _on(report)) != (name[0] == "B"):
                 state = "on" if name[0] == "A" else "off"
-                warnings.append(f"{feature} was {state} in {name}, so the sides are not what was asked for")
+                warnings.append(f"{feature} was {state} in {name}, so the sides do not match the request")
     return warnings

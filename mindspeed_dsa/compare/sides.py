@@ -1,4 +1,4 @@
-"""What the two sides are: flags that are added to the job's command line."""
+"""The two sides: flags that are appended to the job's command line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def of_features(
     environ: Mapping[str, str] = os.environ,
     on_by_default: Sequence[str] = (),
 ) -> Sides:
-    """A without the features, B with them; whatever else the job switches on is on in both.
+    """A without the features, B with them; all other features have the same state in both.
 
     Args:
         names: features by name.
@@ -54,8 +54,8 @@ def of_features(
         switch = _switch(known[name])
         if switch is None:
             problems.append(
-                f"{name} has no on/off switch; compare two values of its flag, or of the flag that decides "
-                "about it, with --a and --b"
+                f"{name} has no on/off switch; compare two values of its flag, or of the flag that controls "
+                "it, with --a and --b"
             )
             continue
         b.append(switch.name)
@@ -68,11 +68,11 @@ def of_features(
 
 
 def of_flags(a: str, b: str, environ: Mapping[str, str] = os.environ) -> Sides:
-    """Two sets of flags as a shell would read them; they may be any flags that the job understands.
+    """Two sets of flags as a shell would read them; they may be any flags that the job accepts.
 
     Raises:
         SettingsError: a set cannot be read, holds a misspelt flag of ours, or one that the environment
-            outranks.
+        overrides.
     """
     problems = []
     sides = []
@@ -81,11 +81,11 @@ def of_flags(a: str, b: str, environ: Mapping[str, str] = os.environ) -> Sides:
             sides.append(tuple(shlex.split(text)))
         except ValueError as error:
             raise SettingsError(f"mindspeed_dsa compare: {name} {text!r} cannot be read: {error}") from None
-    flags = [flag for flag in features.all_flags() if not flag.host]
+    flags = [flag for flag in features.all_flags() if not flag.megatron]
     tokens = [token.partition("=")[0] for side in sides for token in side]
     misspelt = settings.near_misses(tokens, flags)
     problems += [
-        f"{typed} is no flag of this library; did you mean {meant}?" for typed, meant in misspelt.items()
+        f"{typed} is not a flag of this library; did you mean {meant}?" for typed, meant in misspelt.items()
     ]
     for flag in flags:
         if flag.env in environ and {flag.name, f"--no-{flag.name[2:]}", *flag.aliases} & set(tokens):
@@ -97,7 +97,7 @@ def of_flags(a: str, b: str, environ: Mapping[str, str] = os.environ) -> Sides:
 
 def _switch(feature: Feature) -> Flag | None:
     flag = feature.flags[0] if feature.flags else None
-    return flag if flag is not None and flag.kind in ("bool", "auto") and not flag.host else None
+    return flag if flag is not None and flag.kind in ("bool", "auto") and not flag.megatron else None
 
 
 def _set_elsewhere(switch: Flag, command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
@@ -106,17 +106,17 @@ def _set_elsewhere(switch: Flag, command: Sequence[str], environ: Mapping[str, s
         problems.append(_outranked(switch))
     own = {switch.name, *switch.aliases, f"--no-{switch.name[2:]}"} & {t.partition("=")[0] for t in command}
     if own:
-        problems.append(f"the job's own command has {', '.join(sorted(own))}; take it out, compare adds it")
+        problems.append(f"the job's own command has {', '.join(sorted(own))}; remove it, compare adds it")
     return problems
 
 
 def _outranked(flag: Flag) -> str:
-    return f"the environment sets {flag.env}, which would outrank {flag.name} on both sides; unset it"
+    return f"the environment sets {flag.env}, which would override {flag.name} on both sides; unset it"
 
 
 def _unknown(name: str, known: Mapping[str, Feature]) -> str:
-    # A user may have the flag's name at hand rather than the feature's.
-    by_flag = {flag.name: f.name for f in known.values() for flag in f.flags[:1] if not flag.host}
+    # A user may give the flag's name instead of the feature's.
+    by_flag = {flag.name: f.name for f in known.values() for flag in f.flags[:1] if not flag.megatron}
     if name in by_flag:
         return f"{name} is a flag; its feature is {by_flag[name]}"
     close = difflib.get_close_matches(name, known, n=1)

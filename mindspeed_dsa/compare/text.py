@@ -1,4 +1,4 @@
-"""A comparison for a reader at a terminal."""
+"""A comparison as text for a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMES = {"lm_loss": "loss", "grad_norm": "gradient norm", "indexer_loss": "inde
 
 
 def table(result: dict[str, Any]) -> str:
-    """The whole answer, for a comparison in which both sides ran."""
+    """The full report of a comparison in which both sides ran."""
     lines = _sides(result)
     repeats = sum(run["name"].startswith("A") for run in result["runs"])
     rows = [("", "A", "B", "B / A")]
@@ -30,10 +30,10 @@ def table(result: dict[str, Any]) -> str:
             rows.append((f"{title}, last step", _number(last_a), _number(last_b), ""))
     lines += ["", *aligned(rows), ""]
     skipped = result["steps"]["left_out_of_times"]
-    of_steps = f"{result['steps']['A']} steps a run"
+    of_steps = f"{result['steps']['A']} steps per run"
     lines.append(
-        f"{repeats} run(s) a side, in turn, {of_steps}; the first {skipped} step(s) of each run are warm-up "
-        "and left out of the times"
+        f"{repeats} run(s) per side, alternating, {of_steps}; the first {skipped} step(s) of each run are "
+        "warm-up and excluded from the times"
     )
     lines.append(_on_noise(result, repeats))
     lines += ["", f"initial weights: {_same(result['initial_weights'])}"]
@@ -42,7 +42,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def failure(result: dict[str, Any]) -> str:
-    """What can be said when a run failed."""
+    """The report when a run failed."""
     return "\n".join(
         [*_sides(result), *(f"FAILED {text}" for text in result["problems"]), *_warnings(result)]
     )
@@ -85,8 +85,8 @@ def _on_noise(result: dict[str, Any], repeats: int) -> str:
     steps = "; ".join(f"{side} {low:.4g} to {high:.4g} s" for side, (low, high) in quartiles.items())
     middle = f"middle half of all steps: {steps}" if steps else "no step times"
     if repeats < 2:
-        return f"{middle}; how far runs scatter is not known from one run a side: use --repeats 3 or more"
-    return f"{middle}; in brackets: smallest and largest run"
+        return f"{middle}; the spread is unknown with one run per side: use --repeats 3 or more"
+    return f"{middle}; in parentheses: smallest and largest run"
 
 
 def _same(found: dict[str, Any]) -> str:

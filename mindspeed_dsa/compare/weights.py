@@ -1,4 +1,4 @@
-"""Whether all runs started from the same weights, and how that is known."""
+"""Whether all runs started from the same weights, and the evidence for it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def compare(runs: Mapping[str, Digests], checkpoint: Mapping[str, Any] | None = 
 
     Args:
         runs: digests by the run's name, in the order of the runs.
-        checkpoint: ``{"folder", "unchanged"}`` of the initial weights that all runs were told to load.
+        checkpoint: ``{"folder", "unchanged"}`` of the initial weights that all runs loaded.
 
     Returns:
         ``same`` (``None``: not known) and ``how``, in words.
@@ -73,8 +73,8 @@ def compare(runs: Mapping[str, Digests], checkpoint: Mapping[str, Any] | None = 
                 f"the first step, e.g. {differing[0]}",
             }
         if not alike or len(alike) < len(shared):
-            # Another type, or cut over the ranks in another way: digests cannot tell.
-            how = f"parameters of {first} and {name} differ in type or in how ranks share them"
+            # Another dtype, or sharded differently: digests cannot be compared.
+            how = f"parameters of {first} and {name} differ in dtype or in sharding"
             return {"same": True if loaded else None, "how": f"{loaded or 'not verified'}; {how}"}
         extra = len(reference.keys() ^ runs[name].keys())
         if extra:

@@ -1,6 +1,6 @@
-"""What is recorded about released Megatron-core versions, and the checks that rest on it.
+"""The record of released Megatron-core versions, and the checks that use it.
 
-``targets.json`` beside this module is written by ``make compat``; nothing here imports Megatron or
+``targets.json`` in this folder is written by ``make compat``; nothing here imports Megatron or
 torch. Cheap to import: the record is read, and the code that reads sources loaded, when the first
 patch is checked.
 """

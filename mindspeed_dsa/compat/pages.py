@@ -29,15 +29,15 @@ again; `python -m mindspeed_dsa diff PATH_OR_VERSION` does the same for a fork.
 
 | Word | Meaning |
 | --- | --- |
-| works | all required targets are there and take the parameters that the feature relies on |
-| by *a backport* | the feature named in the cell supplies it: the release lacks what this one acts on |
-| not needed | the release brings the change itself |
-| not in this release | the release lacks what the feature acts on |
-| not supported | the release is newer than what the feature was made for |
+| works | all required targets exist and take the parameters that the feature relies on |
+| by *a backport* | the feature named in the cell provides it: the release lacks the code that this one
+changes | | not needed | the release includes the change itself |
+| not in this release | the release lacks the code that the feature changes |
+| not supported | the release is newer than those that the feature supports |
 | fails | a required target is missing or takes other parameters |
 | not recorded | a required target was not read in this release |
 
-Reasons stand below the table.
+Reasons are listed below the table.
 """
 
 
@@ -60,8 +60,8 @@ def write_all(docs: Path) -> list[Path]:
     """Write every generated page and section; returns the files that changed.
 
     Raises:
-        MindSpeedDSAError: pages of features that are missing or lack their markers; the others are
-            written all the same.
+        MindSpeedDSAError: pages of features that are missing or lack their markers; the others are still
+        written.
     """
     pages, problems = expected(docs)
     changed = [path for path, text in pages.items() if not path.exists() or _read(path) != text]
@@ -129,7 +129,7 @@ def compatibility(features: Sequence[Feature], records: Records) -> str:
 
 
 def patched_tables(features: Sequence[Feature]) -> str:
-    """What each feature patches, from its rows."""
+    """Tables of the features' patches, from their rows."""
     parts = []
     for feature in features:
         rows = [
@@ -191,7 +191,7 @@ def _usage(flag: Flag) -> str:
 
 
 def _default(flag: Flag) -> str:
-    if flag.host:
+    if flag.megatron:
         return "Megatron's"
     if flag.kind == "auto" and flag.unset is None:
         return "automatic"

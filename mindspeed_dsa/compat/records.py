@@ -42,11 +42,11 @@ class Records:
     facts: Mapping[str, Mapping[str, TargetFacts]]
 
     def of(self, patch: Patch, release: str) -> TargetFacts | None:
-        """What is recorded; ``None`` if this target was never read in this release."""
+        """The recorded facts; ``None`` if this target was never read in this release."""
         return self.facts.get(patch.label, {}).get(release)
 
     def fingerprints(self) -> KnownSources:
-        """What the drift check compares with."""
+        """Fingerprints that the drift check compares with."""
         return {
             target: {release: facts.fingerprint for release, facts in by_release.items() if facts.fingerprint}
             for target, by_release in self.facts.items()
@@ -55,7 +55,7 @@ class Records:
 
 @cache
 def load() -> Records:
-    """The record that came with this version of the library."""
+    """The record shipped with this version of the library."""
     return parse(FILE.read_text(encoding="utf-8"))
 
 
@@ -96,7 +96,7 @@ def _in_order(releases: Iterable[str]) -> list[str]:
 
 
 def _recorded(facts: TargetFacts) -> TargetFacts:
-    """Without what differs between releases for no reason: where the definition stands in its file."""
+    """Without differences between releases that do not matter: the position of the definition in its file."""
     return replace(facts, file="", line=0)
 
 

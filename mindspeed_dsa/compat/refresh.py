@@ -20,7 +20,7 @@ def refresh(previous: Records, wheel_folder: Path | None = None, clone: Path | N
         previous: kept where a release's sources do not hold the target's package: wheels up to 0.16
             have no ``megatron.training``.
         wheel_folder: where wheels are kept; by default the user's cache.
-        clone: a clone of Megatron-LM with its tags ``core_v<release>``, for what wheels do not hold.
+        clone: a clone of Megatron-LM with its tags ``core_v<release>``, for packages that are not in wheels.
     """
     targets = {patch.label: patch for _, patch in megatron_patches()}
     facts: dict[str, dict[str, TargetFacts]] = {target: {} for target in targets}

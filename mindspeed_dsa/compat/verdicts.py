@@ -22,11 +22,11 @@ Word = Literal[
 
 @dataclass(frozen=True)
 class Verdict:
-    """One cell of the compatibility table, with the reason where it is not plain.
+    """One cell of the compatibility table, with the reason if it needs one.
 
     Attributes:
         word: the verdict.
-        reason: what is wrong.
+        reason: the problem.
         backport: the feature that has this one's effect in the release.
     """
 
@@ -38,9 +38,9 @@ class Verdict:
 def judge(feature: Feature, release: str, records: Records, others: Iterable[Feature] = ()) -> Verdict:
     """Static verdict on one feature with one release of Megatron-core.
 
-    A release below the ranges of the patches lacks what the feature acts on, unless one of the ``others`` is
-    a backport that supplies the feature's effect there. A release above a patch's range brings the change
-    itself. Outside of the feature's own requirement it cannot be switched on at all.
+    A release below the ranges of the patches lacks the code that the feature changes, unless one of the
+    ``others`` is a backport that provides the feature's effect there. A release above a patch's range
+    includes the change itself. Outside the feature's own requirement it cannot be enabled at all.
     """
     required = feature.requires.versions.get(MEGATRON_DISTRIBUTION, "")
     if required and not SpecifierSet(required).contains(release, prereleases=True):

@@ -24,7 +24,7 @@ def fetch(release: str, folder: Path | None = None) -> Path:
     """The wheel of a Megatron-core release, downloaded once.
 
     Raises:
-        MindSpeedDSAError: pip cannot get it; the message carries pip's own.
+        MindSpeedDSAError: pip cannot download it; the message includes pip's own.
     """
     folder = folder or cache_folder()
     for interpreter in _INTERPRETERS:

@@ -1,1 +1,1 @@
-"""Megatron's seams that several features, or the session itself, meet at."""
+"""Integration points in Megatron that several features, or the session itself, share."""

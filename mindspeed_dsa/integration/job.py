@@ -1,4 +1,4 @@
-"""The job around the features: its argument parser, its checks, and the moment before its first model.
+"""Integration with the job: its argument parser, its checks, and the construction of its first model.
 
 These have no switch: the session claims their rows when a feature is on, with itself as the context.
 """
@@ -17,7 +17,7 @@ _HERE = "mindspeed_dsa.integration.job"
 
 
 class Session(Protocol):
-    """What the rows below need of a session."""
+    """The part of a session that the rows below use."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add the flags of all features."""
@@ -26,7 +26,7 @@ class Session(Protocol):
         """Make a namespace agree with the settings."""
 
     def validate(self, args: Any) -> None:
-        """Raise what the features have against a job's arguments."""
+        """Raise the problems that features find in a job's arguments."""
 
     def finalize_once(self) -> None:
         """Verify every patch site, the first time."""
@@ -70,7 +70,7 @@ VERIFY_BEFORE_MODEL = Feature(
     ),
 )
 SERVICES = (MEGATRON_ARGUMENTS, VERIFY_BEFORE_MODEL)
-"""The session's own rows, declared as features are so that reports and pages show them alike."""
+"""The session's own rows, declared like features so that reports and pages include them."""
 
 
 def parse_with_feature_flags(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -92,7 +92,7 @@ def parse_with_feature_flags(original: Callable[..., Any], session: Session) -> 
 def validate_with_feature_checks(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """Decorate ``megatron.training.arguments.validate_args``.
 
-    Ours come second, when Megatron has filled in what it derives; no process group exists yet.
+    Ours run second, when Megatron has derived its arguments; no process group exists yet.
     """
 
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:

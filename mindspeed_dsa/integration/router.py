@@ -1,4 +1,4 @@
-"""The router's gating product without Transformer Engine."""
+"""The router's gating matmul without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def gate_without_transformer_engine(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``router_gating_linear``: the product by autograd where there is no kernel.
+    """Decorate ``router_gating_linear``: a differentiable matmul where there is no kernel.
 
     Several features claim this row. Without a context in the signature the engine applies it once, so the
     Megatron whose Transformer Engine counts is the one that the original belongs to.
@@ -21,7 +21,7 @@ def gate_without_transformer_engine(original: Callable[..., Any]) -> Callable[..
     def router_gating_linear(inp: Tensor, weight: Tensor, *rest: Any, **named: Any) -> Any:
         if import_module(f"{core}.extensions.transformer_engine").HAVE_TE:
             return original(inp, weight, *rest, **named)
-        # From 0.15 on there is a bias in front of the dtype.
+        # From 0.15 on the signature has a bias before the dtype.
         *biases, router_dtype = *rest, *named.values()
         bias = biases[0] if biases else None
         # [tokens, hidden] x [experts, hidden]^T -> [tokens, experts]; gradients return in the inputs' dtypes.

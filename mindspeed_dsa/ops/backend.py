@@ -3,25 +3,24 @@
 A backend is a module ``mindspeed_dsa.ops.<operator>.<name>``. It declares what it cannot take in
 ``unsupported(shape) -> str | None``, a sentence that names the limit. An explicit request that
 cannot be met is an error with that sentence; ``auto`` falls back and logs the sentence once.
-Limits that no shape shows, such as which rows see which keys, it declares in ``plan_call``, which gets what
-they depend on: see :func:`plan`.
+Limits that no shape shows, such as which rows see which keys, it declares in its plans, which get what
+they depend on: see :func:`plan`. What else a backend has is its operator's ``protocol.py``, against which
+mypy checks the modules.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from mindspeed_dsa import say
+from mindspeed_dsa import log
 
-logger = logging.getLogger(__name__)
+_log = log.get("ops")
 
 BackendName = Literal["auto", "reference", "chunked", "cpu", "triton", "npu"]
 
@@ -55,9 +54,25 @@ class ShapeClass:
         return f"{str(self.dtype).removeprefix('torch.')} on {self.device}, {sizes}"
 
 
+class Backend(Protocol):
+    """What the backends of every operator have."""
+
+    __name__: str
+
+    def unsupported(self, shape: ShapeClass, /) -> str | None:
+        """Why it cannot take calls of this shape, or None."""
+
+
+_Backend = TypeVar("_Backend", bound=Backend)
+
+
+def takes_every_call(*facts: Any) -> None:
+    """The plan of a backend whose limits all show in the shape."""
+
+
 @cache
-def choose(operator: str, requested: str, shape: ShapeClass) -> ModuleType:
-    """The backend module for calls of this shape class.
+def choose(operator: str, requested: str, shape: ShapeClass) -> Any:
+    """The backend module for calls of this shape class, of a type in the operator's ``protocol.py``.
 
     Args:
         operator: folder name under ``mindspeed_dsa/ops``.
@@ -76,19 +91,19 @@ def choose(operator: str, requested: str, shape: ShapeClass) -> ModuleType:
                 f"{operator}: backend {requested!r} cannot run {shape}: {reason}. "
                 "Ask for 'auto' to take the best backend that can, or for the slow and exact 'reference'"
             )
-        say.say_once(f"{operator} runs on the {requested} backend")
+        _report(operator, requested)
         return module
 
     for name in _PREFERENCE.get(shape.device, ("reference",)):
         module, reason = _load(operator, name, shape)
         if module is not None:
-            say.say_once(f"{operator} runs on the {name} backend")
+            _report(operator, name)
             return module
-        logger.warning("%s: backend %r is passed over for %s: %s", operator, name, shape, reason)
+        _log.warning("%s: backend %r is skipped for %s: %s", operator, name, shape, reason, ranks="all")
     raise BackendUnavailable(f"{operator}: no backend can run {shape}")
 
 
-def unless_empty(operator: str, implementation: ModuleType, *tensors: Tensor) -> ModuleType:
+def unless_empty(operator: str, implementation: _Backend, *tensors: Tensor) -> _Backend:
     """What runs a call: the reference if one of ``tensors`` has no entries, as in an empty pack.
 
     There is nothing to compute then, and no block, tile or grid to cut; plain PyTorch gives empty results,
@@ -99,21 +114,23 @@ def unless_empty(operator: str, implementation: ModuleType, *tensors: Tensor) ->
         implementation: what :func:`choose` returned.
         tensors: whose axes are the batch, the rows and the keys of the call.
     """
-    return implementation if all(tensor.numel() for tensor in tensors) else _reference(operator)
+    if all(tensor.numel() for tensor in tensors):
+        return implementation
+    reference: _Backend = _module(operator, "reference")
+    return reference
 
 
 def plan(
-    operator: str, requested: str, implementation: ModuleType, *facts: Any
-) -> tuple[ModuleType, tuple[Any, ...]]:
-    """What runs a call, and what the backend found out about it, if it looks at calls at all.
+    operator: str, requested: str, implementation: _Backend, found: Any
+) -> tuple[_Backend, tuple[Any, ...]]:
+    """What runs a call, and what its functions want to know about it.
 
     Args:
         operator: folder name under ``mindspeed_dsa/ops``.
         requested: one of :data:`BackendName`.
-        implementation: what :func:`choose` returned. Its ``plan_call(*facts)``, if it has one, returns a
-            sentence that says why it cannot take the call, or what its other functions want as their last
-            argument.
-        facts: what this depends on.
+        implementation: what :func:`choose` returned.
+        found: what its plan for this call returned: a sentence that says why it cannot take the call, what
+            its other functions want as their last argument, or None if they want nothing.
 
     Returns:
         The implementation, or what `auto` tries after it if it declines and any backend will do; and that
@@ -122,46 +139,24 @@ def plan(
     Raises:
         BackendUnavailable: it declines and was asked for by name.
     """
-    if not hasattr(implementation, "plan_call"):
+    if found is None:
         return implementation, ()
-    found = implementation.plan_call(*facts)
-    if isinstance(found, str):
-        return settle(operator, requested, implementation, found), ()
-    return implementation, (found,)
-
-
-def settle(operator: str, requested: str, implementation: ModuleType, reason: str | None) -> ModuleType:
-    """What runs a call that the chosen backend may decline for a reason that no shape class shows.
-
-    Args:
-        operator: folder name under ``mindspeed_dsa/ops``.
-        requested: one of :data:`BackendName`.
-        implementation: what :func:`choose` returned.
-        reason: why it cannot take this call, or None.
-
-    Returns:
-        The implementation, or what `auto` tries after it if it declines and any backend will do.
-
-    Raises:
-        BackendUnavailable: it declines and was asked for by name.
-    """
-    if reason is None:
-        return implementation
+    if not isinstance(found, str):
+        return implementation, (found,)
     name = implementation.__name__.rpartition(".")[2]
     if requested != "auto":
         raise BackendUnavailable(
-            f"{operator}: backend {name!r} cannot run this call: {reason}. "
+            f"{operator}: backend {name!r} cannot run this call: {found}. "
             "Ask for 'auto' to fall back, or for the slow and exact 'reference'"
         )
     fallback = dict(_PREFERENCE.values()).get(name, "reference")
-    say_once(f"{operator}: backend {name!r} is passed over for {fallback!r}: {reason}")
-    return import_module(f"{__package__}.{operator}.{fallback}")
+    warn_once(f"{operator}: backend {name!r} is skipped for {fallback!r}: {found}")
+    return _module(operator, fallback), ()
 
 
-@cache
-def say_once(message: str) -> None:
+def warn_once(message: str) -> None:
     """Log a warning the first time that it comes up."""
-    logger.warning("%s", message)
+    _log.warning("%s", message, once=True, ranks="all")
 
 
 def check_name(operator: str, requested: str) -> None:
@@ -171,11 +166,15 @@ def check_name(operator: str, requested: str) -> None:
         raise ValueError(f"{operator}: no backend is called {requested!r}; choose one of {names}")
 
 
-def _reference(operator: str) -> ModuleType:
-    return import_module(f"{__package__}.{operator}.reference")
+def _report(operator: str, name: str) -> None:
+    _log.info("%s runs on the %s backend", operator, name, once=True)
 
 
-def _load(operator: str, name: str, shape: ShapeClass) -> tuple[ModuleType | None, str | None]:
+def _module(operator: str, name: str) -> Any:
+    return import_module(f"{__package__}.{operator}.{name}")
+
+
+def _load(operator: str, name: str, shape: ShapeClass) -> tuple[Any, str | None]:
     """The backend's module, or None and the reason."""
     path = f"{__package__}.{operator}.{name}"
     try:

@@ -1,4 +1,4 @@
-"""How torch_npu's operators are told which keys a row sees.
+"""How torch_npu's operators are given the keys that a row sees.
 
 They know two forms of rows, both causal from the lower right (``sparse_mode=3``):
 
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.ops.indices import names_key
-from mindspeed_dsa.ops.ranges import Ranges
+from mindspeed_dsa.ops.row_ranges import Ranges
 
 _BEHIND_ALL = 2**31 - 1
 

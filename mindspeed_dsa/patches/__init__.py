@@ -1,4 +1,4 @@
-"""The patch engine. Knows nothing of Megatron or of features, and of torch only that it compiles."""
+"""The patch engine. Independent of Megatron and of features; of torch it only knows torch.compile."""
 
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, PatchDeclarationError, PatchError, SettingsError
 from mindspeed_dsa.patches.manager import PatchManager

@@ -1,7 +1,7 @@
-"""Code that torch.compile made of functions before they were patched, or while they were.
+"""Code that torch.compile compiled before or while functions were patched.
 
 Its guards watch the globals that a compiled caller uses, but not the methods of classes: measured on
-torch 2.13, a compiled module goes on running the original of a method that was patched afterwards.
+torch 2.13, a compiled module keeps running the original of a method that was patched afterwards.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import sys
 
 
 def forget() -> None:
-    """Drop compiled code, if there is any; what is still in use is compiled anew when called.
+    """Drop compiled code, if there is any; it is compiled again at the next call.
 
-    Waits for a compilation that is under way, so no lock may be held.
+    Waits for a compilation in progress, so no lock may be held.
     """
     convert_frame = sys.modules.get("torch._dynamo.convert_frame")
     # Where the count of compiled frames cannot be read, there may have been some.

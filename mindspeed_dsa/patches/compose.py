@@ -1,8 +1,8 @@
-"""From an original and its patches to the one plain function that takes its place.
+"""Composes an original and its patches into the one plain function that replaces it.
 
-No proxies: code under ``torch.compile`` runs the original behind a wrapt ``FunctionWrapper``
-without a word, and proxies break ``deepcopy``, pickle and ``torch.save``. A plain function has none
-of these faults and costs what a closure costs.
+No proxies: under ``torch.compile`` a wrapt ``FunctionWrapper`` silently runs the original, and proxies break
+``deepcopy``, pickle and ``torch.save``. A plain function has none of these problems and the overhead of a
+closure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def with_context(decorate: Any, context: Any) -> tuple[Decorator, bool]:
 def _takes_context(decorate: Any) -> bool:
     try:
         parameters = inspect.signature(decorate).parameters.values()
-    except (TypeError, ValueError):  # nothing is known of it: the plain form
+    except (TypeError, ValueError):  # no signature: the plain form
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters) >= 2
@@ -52,23 +52,23 @@ def compose(
     wrappers: Sequence[tuple[str, Decorator]],
     place: tuple[str, str] | None = None,
 ) -> Any:
-    """Build what is to stand in the place of ``raw``, in the same kind of descriptor.
+    """Build the replacement of ``raw``, in the same kind of descriptor.
 
     Args:
-        raw: the object as it lies in its owner's ``__dict__`` (descriptors included).
+        raw: the object in its owner's ``__dict__`` (descriptors included).
         replacement: function to use instead of the original, or ``None``.
         wrappers: ``(impl name, decorator)``, innermost first.
-        place: module and qualified name of the target where they are not the original's own: it was
-            inherited, and pickle must find the patch where it lies.
+        place: module and qualified name of the target if they differ from the original's (an inherited
+        target): pickle must find the patch there.
 
     Raises:
-        PatchDeclarationError: the target is no function, or a replacement or a decorator's result is
-            no plain function.
+        PatchDeclarationError: the target is not a function, or a replacement or a decorator's result is not a
+        plain function.
     """
     original = underlying(raw)
     if is_a(original, type):
         raise PatchDeclarationError(
-            f"{original!r} is a class, and a function in its place breaks isinstance and subclasses; "
+            f"{original!r} is a class, and replacing it by a function breaks isinstance and subclasses; "
             "patch its methods, or use kind 'value' with a class"
         )
     if not callable(original):
@@ -77,19 +77,20 @@ def compose(
         )
     if isinstance(raw, _DESCRIPTORS) and not is_a(raw, _DESCRIPTORS):
         raise PatchDeclarationError(
-            f"somebody put a {type(raw).__module__}.{type(raw).__qualname__} around a "
-            f"{raw.__class__.__name__} there, which no function can stand for; be imported before them"
+            f"other code put a {type(raw).__module__}.{type(raw).__qualname__} around a "
+            f"{raw.__class__.__name__} there, which no function can replace; "
+            "import mindspeed_dsa before that code"
         )
     current = original
     if replacement is not None:
         current = clone(replacement, "the replacement")
     for name, decorate in wrappers:
-        current = clone(decorate(current), f"what the decorator {name} returned")
+        current = clone(decorate(current), f"the result of the decorator {name}")
     return _in_descriptor(raw, _dress(current, original, place))
 
 
 def clone(function: Any, what: str) -> FunctionType:
-    """A fresh function object, so that naming it never changes the implementation's own."""
+    """Copy the function object, so that renaming it never changes the implementation's own."""
     if type(function) is not FunctionType:
         raise PatchDeclarationError(
             f"{what} is a {type(function).__name__}, but must be a plain Python function "
@@ -127,7 +128,7 @@ def _dress(function: FunctionType, original: Any, place: tuple[str, str] | None)
     if place is not None:
         put_at(function, *place)
     for attribute, value in getattr(original, "__dict__", {}).items():
-        # Marks of torch.compile belong to the original's own code; one of them (_torchdynamo_inline)
+        # Attributes set by torch.compile belong to the original's own code; one of them (_torchdynamo_inline)
         # would make compiled callers run the original.
         if not attribute.startswith("_torchdynamo"):
             function.__dict__.setdefault(attribute, value)
@@ -147,11 +148,11 @@ def _in_descriptor(raw: Any, function: FunctionType) -> Any:
 
 
 def parts(composed: Any, original: Any) -> Iterator[Any]:
-    """Everything through which a composed object holds ``original``, which itself is left out.
+    """Everything through which a composed object holds ``original``, excluding the original itself.
 
     The descriptor, the closures of the decorators' functions, and in those closures containers and
-    instances of the implementation's own classes. Functions that a module owns are not entered, they
-    are no part of the patch.
+    instances of the implementation's own classes. Functions that a module owns are not traversed: they are
+    not part of the patch.
     """
     outermost = underlying(composed)
     homes = set()

@@ -1,4 +1,4 @@
-"""Rows that concern one place: which belong together, and which contradict each other."""
+"""Rows that concern one target: which ones combine, and which ones conflict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindspeed_dsa.patches.spec import Claim
 
 
 def group(claims: Iterable[Claim]) -> list[Site]:
-    """One site per target: what decides first, then wrappers, innermost first."""
+    """One site per target: replacements and values first, then wrappers, innermost first."""
     sites: dict[tuple[str, Any], list[Claim]] = {}
     for claim in claims:
         sites.setdefault((claim.patch.target, claim.patch.key), []).append(claim)
@@ -21,7 +21,7 @@ def group(claims: Iterable[Claim]) -> list[Site]:
 
 
 def contradictions(site: Site) -> str:
-    """Rows that cannot all have their way at one site; empty if there are none."""
+    """Rows of one site that exclude each other; empty if there are none."""
     deciding = [claim for claim in site.claims if claim.patch.kind != "wrap"]
     if not deciding:
         return ""
@@ -43,7 +43,7 @@ def contradictions(site: Site) -> str:
 
 
 def places_of(site: Site) -> list[tuple[str, int, Any]]:
-    """What nobody else may patch under another spelling, by identity; the site keeps it alive."""
+    """Identity of the target, which must not be patched under another spelling; the site keeps it alive."""
     claims: list[tuple[str, int, Any]] = [("place", id(site.owner), site.slot)]
     moved = site.moved()
     if moved is not None and isinstance(site.owner, ModuleType):
@@ -54,11 +54,14 @@ def places_of(site: Site) -> list[tuple[str, int, Any]]:
 
 
 def clash(site: Site, places: Mapping[Any, Site]) -> str:
-    """Two targets that are one: the second would stack on the first, or miss it, unseen."""
+    """Two targets that are the same object: the second would silently stack on the first, or miss it."""
     wanted = [("place", id(site.owner), site.slot)]
     if isinstance(site.owner, ModuleType) and site.moved() is not None:
         wanted.append(("object", id(site.raw), None))
     other = next((places[place] for place in wanted if place in places), None)
     if other is None:
         return ""
-    return f"it is the same object as {other.label}, which {other.who} patches; both rows must name it alike"
+    return (
+        f"it is the same object as {other.label}, which {other.who} patches; "
+        "both rows must use the same name for it"
+    )

@@ -1,7 +1,7 @@
 """Checks patches against source code, before anything is imported or mutated.
 
-Answers, for each patch: does the target exist, does it take the parameters that the implementation
-relies on, and is it still the code that was known when the feature was written?
+For each patch: does the target exist, does it take the parameters that the implementation relies on, and is
+it still the code that the feature was written for?
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ class TargetFacts:
     """What the source says about one target.
 
     Attributes:
-        exists: ``None`` where the source cannot tell (inherited from code that is not at hand, made
-            up when imported).
-        reason: why it does not exist, or why that cannot be told.
-        params: parameter names; of a class those of its constructor; ``None`` if they cannot be told,
-            or stand in another package than the target.
+        exists: ``None`` where the source cannot tell (inherited from unavailable code, computed at import).
+        reason: why it does not exist, or why that is unknown.
+        params: parameter names; of a class those of its constructor; ``None`` if unknown, or if defined in
+        another package than the target.
             Of several alternative definitions, the names that any of them takes.
         has_var_keyword: whether it takes ``**kwargs``.
-        fingerprint: see `mindspeed_dsa.patches.fingerprint`; over all alternatives, and empty for what
-            stands in another package than the target.
+        fingerprint: see `mindspeed_dsa.patches.fingerprint`; over all alternatives, and empty if defined in
+        another package than the target.
         file, line: where it is defined.
         defined_in: ``"module:qualname"`` of the definition, behind re-exports and base classes.
     """
@@ -55,7 +54,7 @@ class TargetFacts:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to say about one patch; ``fatal`` if it stops a required patch."""
+    """One finding about one patch; ``fatal`` if it prevents a required patch."""
 
     state: State
     message: str
@@ -90,7 +89,7 @@ class Checker:
         tree: where the sources are.
         version: release of the target package, if known.
         known: fingerprints of the targets in known releases.
-        root: the package that stands for ``original_root`` in this tree.
+        root: the package that replaces ``original_root`` in this tree.
         original_root: the package that targets and records are written against.
     """
 
@@ -104,7 +103,7 @@ class Checker:
         self._resolver = Resolver(self.tree)
 
     def inspect(self, patch: Patch) -> TargetFacts:
-        """What the source says about the patch's target (of an entry: about the dictionary)."""
+        """Facts about the patch's target (of an entry: about the dictionary)."""
         path = patch.path
         in_namespace = patch.kind == "entry" and path[-1] == "__dict__"
         if in_namespace:  # an entry of a module's own dictionary is one of its names
@@ -136,7 +135,7 @@ class Checker:
         )
 
     def check(self, patch: Patch) -> list[Finding]:
-        """Everything to say about the patch; an empty list if all is well."""
+        """All findings about the patch; an empty list if there is no problem."""
         reason = version_ranges.outside(patch, self._version_of)
         if reason:
             return [Finding("out-of-range", reason)]
@@ -144,7 +143,7 @@ class Checker:
         return [*assess(patch, facts), *self._changed(patch, facts)]
 
     def __call__(self, patch: Patch) -> tuple[list[str], list[str]]:
-        """The same as ``(problems, notes)``, the shape that the patch manager asks for.
+        """The same as ``(problems, notes)``, the form that the patch manager expects.
 
         Only the root package is judged: others (torch) fill their modules from C when imported.
         """
@@ -165,7 +164,7 @@ class Checker:
         consequence = {
             "replace": "this feature replaces it and your change would be lost",
             "wrap": "this feature wraps it; check that its wrapper still fits",
-        }.get(patch.kind, "this feature puts another object in its place")
+        }.get(patch.kind, "this feature replaces it by another object")
         thing = "function" if patch.kind in ("replace", "wrap") else "definition"
         place = f"{patch.label} at {facts.file}:{facts.line}"
         if release:
@@ -238,7 +237,7 @@ def _entry(node: ast.AST, key: object) -> list[ast.AST]:
 
 
 def _recorded(version: str | None, releases: Mapping[str, str]) -> str | None:
-    """The recorded release that a version is, local labels and spelling aside."""
+    """The recorded release that a version denotes, ignoring local labels and spelling."""
     if version is None:
         return None
     from packaging.version import InvalidVersion, Version  # slow to import, needed for drift only

@@ -1,4 +1,4 @@
-"""Errors of the engine. Every message names who, what, and what to do."""
+"""Errors of the engine. Every message states who, what, and what to do."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from types import TracebackType
 
 
 class MindSpeedDSAError(Exception):
-    """Base of every error this library raises on purpose."""
+    """Base class of all errors of this library."""
 
 
 def show_without_traceback() -> None:
-    """Let our own errors, when nobody catches them, end the process with their message alone.
+    """Print uncaught errors of this library without a traceback.
 
-    They say who, what and what to do; the traceback through import machinery and Megatron would
+    Their messages state who, what and what to do; a traceback through import machinery and Megatron would
     bury that.
     """
     previous = sys.excepthook
@@ -40,4 +40,4 @@ class PatchError(MindSpeedDSAError, RuntimeError):
 
 
 class SettingsError(MindSpeedDSAError, ValueError):
-    """A switch, or a combination of switches, that cannot be honoured."""
+    """A switch, or a combination of switches, that is invalid."""

@@ -1,7 +1,7 @@
 """Fingerprints of source code that change when the code changes, and only then.
 
-Two pieces of source have one fingerprint when they differ in comments, docstrings, blank lines,
-indentation, line breaks, quotes, redundant brackets or annotations of parameters and results. Taken
+Two pieces of source have the same fingerprint when they differ only in comments, docstrings, blank lines,
+indentation, line breaks, quotes, redundant parentheses or annotations of parameters and results. Taken
 from the syntax tree rather than from tokens, whose shape differs between Python versions (f-strings
 since 3.12).
 """
@@ -36,7 +36,7 @@ def _dump(value: object, parts: list[str], rename: tuple[str, str] | None) -> No
     if isinstance(value, ast.AST):
         parts.append(type(value).__name__)
         for name, item in ast.iter_fields(value):
-            # Empty fields are left out: later Python versions add fields that are empty in older code.
+            # Empty fields are omitted: later Python versions add fields that are empty in older code.
             if item is None or item == [] or name in _SILENT:
                 continue
             if name == "annotation" and isinstance(value, ast.arg):

@@ -1,4 +1,4 @@
-"""Names for the holders of an object, from the references that lead to it, read backwards."""
+"""Names for the holders of an object, found by following references to it backwards."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _WRAPPERS = (
     MethodType,
     _LRU,
 )
-# Running code: a local variable ends by itself.
+# Running code: a local variable disappears by itself.
 _RUNNING = (FrameType, GeneratorType, CoroutineType, AsyncGeneratorType, TracebackType)
 _IGNORED = (*_RUNNING, GenericAlias, UnionType, weakref.ref)
 # Instances of these modules' classes do not call what they hold: iterators, annotations, caches of
@@ -54,7 +54,7 @@ class Path:
 
     @property
     def original(self) -> Any:
-        """What is held."""
+        """The held object."""
         return self.chain[0]
 
     @property
@@ -73,8 +73,8 @@ def step(path: Path, holder: Any, modules: Mapping[int, str]) -> str | Path | No
     """Go from the end of a path to one of its holders.
 
     Returns:
-        A name, if the holder has one that a reader can search for; a longer path, if it is but a
-        container; ``None`` if the reference can do no harm.
+        A name, if the holder has one that a reader can search for; a longer path, if it is only a container;
+        ``None`` if the reference is harmless.
     """
     child = path.end
     if is_a(holder, _IGNORED):
@@ -125,7 +125,7 @@ def _in_function(path: Path, function: FunctionType) -> str | None:
         return _written(path, f"the default argument of {name} (parameter {key})", 1)
     if child is function.__dict__:
         key = _key(child, inner)
-        # A wrapper calls what is in its closure; __wrapped__ is there for readers.
+        # A wrapper calls what is in its closure; __wrapped__ is only informative.
         return None if key == "__wrapped__" else _written(path, f"{name}.{key}", 1)
     return None  # annotations
 
@@ -160,7 +160,7 @@ def _in_instance(path: Path, holder: Any) -> str | None:
 
 
 def _function_name(function: FunctionType) -> str:
-    """Where the code stands: functools.wraps makes a wrapper's own name that of the original."""
+    """Name of the code: functools.wraps gives a wrapper the name of the original."""
     wraps = "__wrapped__" in function.__dict__
     here = function.__code__.co_name if wraps else function.__qualname__
     name = getattr(function.__code__, "co_qualname", here)  # since Python 3.11
@@ -183,7 +183,7 @@ def _is_part_of(function: FunctionType, original: Any) -> bool:
 
 
 def _written(path: Path, root: str, inside: int = 0) -> str:
-    """How source code would write the way from a root down to the original.
+    """The path from a root down to the original, as an expression.
 
     Args:
         path: objects from the original up.
@@ -205,7 +205,7 @@ def _written(path: Path, root: str, inside: int = 0) -> str:
 
 
 def described(path: Path) -> str:
-    """A path without a root, for want of better."""
+    """A path without a root, if no better name is known."""
     return _written(path, f"a {type(path.end).__qualname__}")
 
 
@@ -216,7 +216,7 @@ def _key(mapping: Mapping[Any, Any], value: Any) -> Any:
 def _instance_dict(holder: Any) -> dict[str, Any] | None:
     try:
         own = object.__getattribute__(holder, "__dict__")
-    except Exception:  # slots, or a class with ideas of its own
+    except Exception:  # slots, or a class with custom attribute access
         return None
     return own if isinstance(own, dict) else None
 

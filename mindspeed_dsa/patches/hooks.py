@@ -1,7 +1,7 @@
-"""When to patch: now, or the moment a module has been executed and nobody has bound its names yet.
+"""When to patch: now, or right after a module has been executed and before its names are bound elsewhere.
 
-wrapt is imported when it is needed: it is half of what importing this package would cost, and with
-no feature on nobody needs it.
+wrapt is imported when it is needed: it is half of what importing this package would cost, and it is not
+needed while no feature is on.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ _module_dict: Callable[[ModuleType], dict[str, Any]] = vars(ModuleType)["__dict_
 
 
 def namespace(module: Any) -> dict[str, Any] | None:
-    """A module's dictionary without waking lazy modules; ``None`` for things that are no module."""
+    """A module's dictionary without waking lazy modules; ``None`` for objects that are not modules."""
     return _module_dict(module) if is_a(module, ModuleType) else None
 
 
 def execution(name: str) -> Any:
-    """An object that stands for the last execution of a module; a reload makes a new one."""
+    """An object that identifies the last execution of a module; a reload makes a new one."""
     return (namespace(sys.modules.get(name)) or {}).get("__spec__")
 
 
 def is_loaded(name: str) -> bool:
-    """Whether the module has been executed to its end (or is lazy, and will be when it is touched)."""
+    """Whether the module has been executed to its end (or is lazy, and will be on first access)."""
     module = sys.modules.get(name)
     return module is not None and not is_initializing(module)
 
 
 def is_initializing(module: Any) -> bool:
-    """Whether the module is on the import stack right now (a circular import sees it half done)."""
+    """Whether the module is on the import stack right now (a circular import sees it half executed)."""
     spec = (namespace(module) or {}).get("__spec__")
     return bool(getattr(spec, "_initializing", False))
 
 
 def cannot_be_imported(name: str) -> bool:
-    """Whether there is no such module; asks the finders, and only where that imports no parent."""
+    """Whether there is no such module; queries the finders, but only if that imports no parent."""
     parent = name.rpartition(".")[0]
     if name in sys.modules or (parent and not is_loaded(parent)):
         return False
     try:
         return importlib.util.find_spec(name) is None
-    except (ImportError, AttributeError, ValueError):  # the parent is no package
+    except (ImportError, AttributeError, ValueError):  # the parent is not a package
         return True
 
 
 def when_imported(name: str, callback: Callable[[ModuleType], None]) -> Callable[[], None]:
     """Call ``callback(module)`` right after ``name`` has been executed.
 
-    A module that is being executed at this moment cannot be hooked any more; nothing is called then.
+    A module that is currently being executed cannot be hooked any more; the callback is then not called.
 
     Args:
         name: dotted module name.
@@ -71,7 +71,7 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> Callable
     callbacks = [callback]
 
     def hook(module: ModuleType) -> None:
-        # wrapt calls at once for whatever is in sys.modules, half-executed modules included.
+        # wrapt calls at once for every module in sys.modules, including half-executed ones.
         if registering == threading.get_ident() and is_initializing(module):
             return
         for each in callbacks:
@@ -83,7 +83,7 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> Callable
 
 
 def resolve(name: str, path: str) -> tuple[Any, str, Any]:
-    """Owner, attribute name and object of ``path`` in a loaded module, through no descriptor.
+    """Owner, attribute name and object of ``path`` in a loaded module, bypassing descriptors.
 
     Raises:
         Exception: there is no such attribute; a module's own ``__getattr__`` may raise anything.
@@ -99,8 +99,7 @@ def namespaces(since: str | None = None) -> Iterator[dict[str, Any]]:
 
     Args:
         since: a module that has just been executed. Modules that were complete when its execution
-            began (they stand before it in ``sys.modules``) cannot have imported its names, so they
-            are left out.
+            began (they precede it in ``sys.modules``) cannot have imported its names, so they are skipped.
     """
     started = since is None
     for name, module in sys.modules.copy().items():
@@ -121,7 +120,8 @@ def bound_names(
     """
     ids = frozenset(wanted)
     for names in namespaces(since):
-        # A copy: a callback of the garbage collector may let another thread's import come between.
+        # A copy: another thread may import a module meanwhile, for example in a callback of the garbage
+        # collector.
         held = names.copy()
         if ids.isdisjoint(map(id, held.values())):
             continue

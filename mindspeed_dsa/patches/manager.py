@@ -1,7 +1,7 @@
 """The patch manager: plan, check, arm, apply, finalize, undo.
 
 The only place that sets attributes on foreign objects. Nothing is mutated before every check has
-passed; what cannot be kept is undone as a whole.
+passed; on failure everything is undone.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class PatchManager:
     """Owns the patch sites of one set of features.
 
     Args:
-        root: top-level package that stands for ``megatron`` (``corp_megatron`` in a fork).
+        root: top-level package in place of ``megatron`` (``corp_megatron`` in a fork).
         version_of: distribution version of a top-level package, ``None`` if unknown.
-        static_check: looks at the source of a target that is not imported yet, and compares it with
-            what is known of the release.
+        static_check: looks at the source of a target that is not imported yet, and compares it with the
+        record of the release.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class PatchManager:
         # lock of the module that this code wants, and wait for ours in its import hook.
         self._lock = threading.RLock()
         self._sites: list[Site] = []
-        self._outlived: list[Site] = []  # their module was executed again; consumers still hold them
-        self._busy: set[int] = set()  # ids of sites that some thread is preparing
+        self._outlived: list[Site] = []  # module was executed again; consumers hold its objects
+        self._busy: set[int] = set()  # ids of sites that a thread is preparing
         self._places: dict[Any, Site] = {}  # what is patched, see conflicts.places_of()
         self._armed = False
         self._unhook: list[Callable[[], None]] = []  # lets import hooks forget this manager
@@ -67,7 +67,7 @@ class PatchManager:
     # -- plan and check ------------------------------------------------------------------------
 
     def plan(self, claims: Iterable[Claim]) -> None:
-        """Take the claims of all features; nothing is touched.
+        """Take the claims of all features, without changing anything.
 
         Raises:
             PatchDeclarationError: a row's version range cannot be read.
@@ -76,7 +76,7 @@ class PatchManager:
         with self._lock:
             if self._armed:
                 raise MindSpeedDSAError("patches are armed already; undo() them before planning again")
-            self._restore(self._touched())  # what had been re-patched by others and is no more
+            self._restore(self._touched())  # sites re-patched by other code that no longer are
             inside, outside = [], []
             for claim in claims:
                 rooted = replace(claim, patch=claim.patch.under_root(self._root))
@@ -88,7 +88,7 @@ class PatchManager:
             self._sites, self._outlived = [*group(inside), *outside], []
 
     def check(self) -> None:
-        """Everything that can be known before the first mutation.
+        """Run every check that is possible before the first mutation.
 
         Raises:
             PatchError: lists every contradiction, missing target and missing parameter at once.
@@ -101,7 +101,7 @@ class PatchManager:
                 problems += [f"{site.who}: {text}" for text in found]
             elif found and hooks.is_loaded(site.patch.module):
                 site.state, site.reason = "skipped", "; ".join(found)
-            elif found:  # may still come: sys.path can grow; the hook looks again
+            elif found:  # may still appear: sys.path can grow; the hook checks again
                 site.notes += found
         if problems:
             raise PatchError(problems, "these patches cannot be applied, nothing was changed")
@@ -112,12 +112,12 @@ class PatchManager:
         for claim in site.claims:
             try:
                 found, notes = look(claim.patch)
-            except Exception as error:  # sources that cannot be read are no reason not to start
+            except Exception as error:  # unreadable sources must not prevent the start
                 found, notes = [], [f"its source could not be checked: {error!r}"]
             problems += found
             site.notes += notes
         if hooks.is_loaded(site.patch.module):
-            # The object that is there outranks its source: somebody may have changed it already.
+            # The live object takes precedence over its source: other code may have changed it already.
             problem = site.locate() or clash(site, places)
             if not problem:
                 places.update(dict.fromkeys(places_of(site), site))
@@ -130,7 +130,7 @@ class PatchManager:
     # -- arm and apply -------------------------------------------------------------------------
 
     def arm(self) -> None:
-        """Hook the imports of what is not imported yet, and patch what is.
+        """Patch imported modules, and hook the imports of all others.
 
         Raises:
             PatchError: a required site of an imported module failed; everything is undone.
@@ -167,7 +167,7 @@ class PatchManager:
         return self._apply([s for s in self._in_state("pending") if hooks.is_loaded(s.patch.module)])
 
     def _apply(self, sites: Iterable[Site], since: str | None = None) -> bool:
-        """Prepare all sites, then install them and rebind the names of what they replace.
+        """Prepare all sites, then install them and rebind names bound to the originals.
 
         Returns:
             Whether there was anything to do.
@@ -178,7 +178,7 @@ class PatchManager:
         try:
             ready = self._prepare(mine)
             with self._lock:
-                # Once something has failed nothing more is changed: finalize() will refuse it all.
+                # After a failure nothing more is changed: finalize() will reject the whole plan.
                 if not self._in_state("failed"):
                     self._install(ready, since)
         finally:
@@ -187,13 +187,13 @@ class PatchManager:
         return bool(mine)
 
     def _prepare(self, sites: list[Site]) -> list[Site]:
-        """Compose what is to be installed; foreign code runs here, and nothing is changed."""
+        """Compose the objects to install; foreign code runs here, and nothing is changed."""
         implementations: dict[int, list[Any]] = {}
         for site in sites:
             try:
                 implementations[id(site)] = site.implementations()
             except Exception as error:
-                # An implementation that is just importing our target is complete later, see
+                # An implementation that is currently importing our target completes later, see
                 # _apply_loaded(); all others are broken.
                 if not site.awaits_implementation():
                     self._fail(site, f"its implementation cannot be imported: {error!r}")
@@ -239,7 +239,7 @@ class PatchManager:
         site.state, site.reason = ("failed" if site.required else "skipped"), reason
 
     def _rebind(self, sites: list[Site], since: str | None = None) -> None:
-        """Module-level names that still are an original become the patch."""
+        """Rebind module-level names from originals to patches."""
         movable = {id(moved[0]): (site, moved) for site in sites if (moved := site.moved())}
         originals = {key: moved[0] for key, (_, moved) in movable.items()}
         for names, name, value in hooks.bound_names(originals, since) if originals else ():
@@ -250,11 +250,11 @@ class PatchManager:
     # -- finalize ------------------------------------------------------------------------------
 
     def finalize(self, thorough: bool = False) -> None:
-        """Verify every site; to be called right before the model is built.
+        """Verify every site; call it right before the model is built.
 
         Args:
-            thorough: also find out who holds originals of sites for which that is declared to do no harm.
-                The search goes through the whole heap, and a run can do without.
+            thorough: also find holders of originals for sites where that is declared harmless. The search
+            traverses the whole heap, and a run does not need it.
 
         Raises:
             PatchError: one message for all failed required sites and all stale references to
@@ -274,7 +274,7 @@ class PatchManager:
             own = [*self._sites, *self._outlived, *stale.holding_on_purpose(self._touched())]
             stale.note_holders([site for site in applied if thorough or not site.stale_is_harmless], own)
             held = [site for site in applied if site.stale and site.stale_is_error]
-            if held and gc.collect():  # an error must not come of garbage
+            if held and gc.collect():  # garbage must not cause an error
                 stale.note_holders(held, own)
             refused += [(site, _HELD.format(holders=_listed(site.stale))) for site in held if site.stale]
         refused = [(site, reason) for site, reason in refused if site.required]
@@ -285,10 +285,10 @@ class PatchManager:
         self._undo_if_failed()
 
     def _renew(self) -> None:
-        """Send back what was patched and is no longer what callers find.
+        """Return sites whose patch is no longer what callers find to the pending state.
 
-        A reloaded module gets a site of its own; whoever holds the old module's objects keeps them,
-        patched, until undo. A patch of an inherited method is made anew when the base has changed.
+        A reloaded module gets a separate site; holders of the old module's objects keep them, patched,
+        until undo. A patch of an inherited method is composed again when the base has changed.
         """
         with self._lock:
             self._refresh()
@@ -315,9 +315,9 @@ class PatchManager:
     # -- undo and report -----------------------------------------------------------------------
 
     def undo(self) -> None:
-        """Restore the identical objects everywhere; foreign re-patches are left alone.
+        """Restore the identical objects everywhere; foreign re-patches are kept.
 
-        Calling it again restores what somebody had patched over and has given back since.
+        Calling it again restores sites that other code had patched over and has restored since.
         """
         with self._lock:
             self._armed = False
@@ -364,11 +364,11 @@ class PatchManager:
         for names, name, value in hooks.bound_names(patches) if patches else ():
             while known := [original for site, original in behind[id(value)] if site.can_be_told_by(name)]:
                 names[name] = value = known[0]
-                if id(value) not in behind:  # else a patch that stands on the patch of a base class
+                if id(value) not in behind:  # else a patch on top of the patch of a base class
                     break
 
     def report(self) -> list[SiteReport]:
-        """The state of every site, foreign re-patches noticed."""
+        """The state of every site, including foreign re-patches."""
         with self._lock:
             self._refresh()
             stale.note_left(self._sites)

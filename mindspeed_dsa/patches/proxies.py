@@ -1,4 +1,4 @@
-"""Objects that lie about their class: wrapt proxies, lazy objects, mocks."""
+"""Objects that misreport their class: wrapt proxies, lazy objects, mocks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def is_a(thing: Any, types: type | tuple[type, ...]) -> bool:
-    """``isinstance`` that asks the type alone.
+    """``isinstance`` that checks the actual type only.
 
-    ``isinstance`` also asks the object for its ``__class__``: a proxy of a function passes for a
-    function, and a lazy object wakes up to answer.
+    ``isinstance`` also reads the object's ``__class__``: a proxy of a function then counts as a function, and
+    a lazy object is loaded.
     """
     return issubclass(type(thing), types)

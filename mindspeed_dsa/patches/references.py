@@ -1,8 +1,8 @@
-"""Who still holds an original after it was patched, where no assignment can reach: default
+"""Objects that still hold an original after it was patched, where no assignment can reach: default
 arguments, closures, containers, bound methods, class attributes, instances.
 
-Blind to what the garbage collector does not see: local variables of running functions (they end by
-themselves), objects that C code alone holds, and everything there was before a ``gc.freeze()``.
+Does not find what the garbage collector does not track: local variables of running functions (they disappear
+by themselves), objects that only C code holds, and everything that existed before a ``gc.freeze()``.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def find(originals: list[Any], own: Iterable[Any]) -> list[StaleReference]:
 
 
 def _held_by_others(wanted: list[Any], ours: list[Any]) -> list[Any]:
-    """Those with more references than our own; counting is far cheaper than searching the heap."""
+    """Originals with more references than our own; counting is far cheaper than searching the heap."""
     explained = Counter(map(id, gc.get_referents(*ours)))
     candidates = [*wanted, object()]
     excess = [sys.getrefcount(candidate) - explained[id(candidate)] for candidate in candidates]
-    nobody_else = excess.pop()  # what an object has that this function alone holds
+    nobody_else = excess.pop()  # references of an object that only this function holds
     return [candidate for candidate, count in zip(wanted, excess, strict=True) if count > nobody_else]
 
 
@@ -73,11 +73,11 @@ def _one_level(
     bookkeeping: list[Any],
     found: dict[tuple[int, str], StaleReference],
 ) -> list[Path]:
-    """Lengthen all paths by one holder; those that reach a name go to ``found``."""
+    """Extend all paths by one holder; those that reach a name go to ``found``."""
     by_end: dict[int, list[Path]] = {}
     for path in paths:
         by_end.setdefault(id(path.end), []).append(path)
-    # A tuple, for it is handed on as it is, and can be ignored below; Python 3.13 reports the arguments.
+    # A tuple, because it is passed on as it is and can be ignored below; Python 3.13 reports the arguments.
     ends = tuple(group[0].end for group in by_end.values())
     ignored = {id(thing) for thing in (*bookkeeping, bookkeeping, found, paths, ends)}
     ignored |= {id(path.chain) for path in paths}

@@ -1,4 +1,4 @@
-"""What the engine did, as rows for doctor, the start table and JSON."""
+"""What the engine did, as rows for doctor, the startup table and JSON."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from mindspeed_dsa.patches.source_tree import ModuleSource, SourceTree
 
 @dataclass(frozen=True)
 class Found:
-    """One thing that a name may stand for: a definition, an assigned value, or a whole module."""
+    """One object that a name may denote: a definition, an assigned value, or a whole module."""
 
     module: ModuleSource
     qualname: str
@@ -23,7 +23,7 @@ class Found:
 
     @property
     def package(self) -> str:
-        """Top-level package that it is written in."""
+        """Top-level package that defines it."""
         return self.module.package
 
     @property
@@ -47,7 +47,7 @@ class Resolution:
         self.unknown = self.unknown or other.unknown
 
     def settled(self) -> Resolution:
-        """Definitions outrank placeholders such as ``X = None`` in an ``except ImportError``."""
+        """Prefer definitions over placeholders such as ``X = None`` in an ``except ImportError``."""
         definitions = [item for item in self.found if item.is_definition]
         return Resolution(definitions or self.found) if self.found else self
 
@@ -60,7 +60,7 @@ class Resolver:
         self._class_scopes: dict[int, Scope] = {}
 
     def resolve(self, module: str, path: Sequence[str]) -> Resolution:
-        """What ``module:a.b`` stands for, without importing anything."""
+        """Resolve ``module:a.b`` without importing anything."""
         source = self._tree.module(module)
         if source is None:
             return Resolution(missing=f"there is no module {module} in {self._tree.label}")
@@ -109,7 +109,7 @@ class Resolver:
         if result.found:
             return result
         if "__getattr__" in scope.names:
-            return Resolution(unknown=f"{module.name} makes its attributes up in __getattr__")
+            return Resolution(unknown=f"{module.name} creates its attributes in __getattr__")
         return Resolution(missing=f"{module.name} has no {name}{_hint(name, scope)}", unknown=result.unknown)
 
     def _binding(
@@ -127,8 +127,8 @@ class Resolver:
             return self._import(module, binding, seen)
         if isinstance(binding.node, (ast.Name, ast.Attribute)):
             alias = self._expression(module, binding.node, seen)
-            # `fuse = torch.compile` is the package's own choice: another package's release must not
-            # change what is known of it.
+            # `fuse = torch.compile` is the package's own choice: another package's release must not change
+            # its record.
             if alias.found and alias.found[0].package == module.package:
                 return alias
         return Resolution([Found(module, qualname, binding.node, binding.line)])
@@ -170,7 +170,7 @@ class Resolver:
         return self._class_scopes[id(node)]
 
     def bases(self, item: Found) -> list[tuple[ast.expr, Resolution]]:
-        """The class's base expressions, and what each stands for."""
+        """The class's base expressions, and what each resolves to."""
         assert isinstance(item.node, ast.ClassDef)
         return [(base, self._expression(item.module, base, set())) for base in item.node.bases]
 
@@ -195,7 +195,7 @@ class Resolver:
             is_class = any(isinstance(parent.node, ast.ClassDef) for parent in resolution.found)
             if not is_class and not _adds_nothing(base, name):
                 result.unknown = result.unknown or (
-                    f"{name} may come from {ast.unparse(base)}, whose source is not at hand"
+                    f"{name} may come from {ast.unparse(base)}, whose source is not available"
                 )
         if hasattr(object, name):
             result.unknown = result.unknown or f"{item.qualname} inherits {name} from object"

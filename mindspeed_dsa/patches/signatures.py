@@ -16,7 +16,7 @@ _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def parameters(function: Any) -> list[Parameter] | None:
-    """Parameters of a callable; ``None`` where they cannot be known (many builtins)."""
+    """Parameters of a callable; ``None`` where they are unknown (many builtins)."""
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -37,12 +37,12 @@ def missing(function: Any, names: set[str]) -> list[str]:
 
 
 def misfits(original: Callable[..., Any], replacement: Callable[..., Any], method: bool) -> list[str]:
-    """What calls of ``original`` would go wrong with ``replacement``, in words; empty if none.
+    """Describe the calls of ``original`` that would fail with ``replacement``; empty if none.
 
     Args:
-        original: what callers believe they call.
-        replacement: what they will call.
-        method: whether the first parameter is the instance or class, whose name nobody uses.
+        original: the function that callers expect.
+        replacement: the function that they will call.
+        method: whether the first parameter is the instance or class, whose name is never used.
     """
     old, new = parameters(original), parameters(replacement)
     if old is None or new is None:
@@ -82,9 +82,9 @@ def _newly_demanded(old: list[Parameter], new: list[Parameter]) -> list[str]:
     given = {parameter.name for parameter in old if parameter.default is Parameter.empty}
     positional_only = sum(parameter.kind is Parameter.POSITIONAL_ONLY for parameter in old)
     if {parameter.kind for parameter in old} & set(_VARIADIC):
-        return []  # what its callers pass cannot be told
+        return []  # the arguments of its callers are unknown
     return [
-        f"it demands {parameter.name}, which callers need not pass"
+        f"it requires {parameter.name}, which callers need not pass"
         for parameter in new[positional_only:]
         if parameter.kind not in _VARIADIC
         and parameter.default is Parameter.empty

@@ -1,4 +1,4 @@
-"""One place in somebody else's package: what is to happen there, what has happened, and its undoing."""
+"""One patched attribute of a third-party package: planning, applying and undoing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "<absent>"})()
 
 
 def load(dotted: str) -> Any:
-    """Import the object that ``"package.module:name"`` stands for."""
+    """Import the object that ``"package.module:name"`` names."""
     module, _, path = dotted.partition(":")
     found: Any = importlib.import_module(module)
     for name in path.split("."):
@@ -34,13 +34,13 @@ class Site:
 
     Attributes:
         owner: module, class or dictionary that holds the target.
-        original: what lay in the owner's dictionary; ``ABSENT`` if it was inherited or new.
-        raw: what was found there or along the MRO.
-        installed: what the engine put, or is about to put, in place.
-        execution: stands for the execution of the target's module that was patched.
+        original: the value in the owner's dictionary; ``ABSENT`` if it was inherited or new.
+        raw: the value found there or along the MRO.
+        installed: what the engine installed, or is about to install.
+        execution: identifies the execution of the target's module that was patched.
         rebound: other modules' names that were bound to the original and now are bound to the patch.
-        stale: who holds the original (after undo: the patch) where no assignment can reach.
-        left: after undo, the patch, as long as somebody else keeps it alive.
+        stale: holders of the original (after undo: of the patch) that no assignment can reach.
+        left: after undo, the patch, as long as other code keeps it alive.
     """
 
     claims: list[Claim]
@@ -73,7 +73,7 @@ class Site:
 
     @property
     def features(self) -> list[str]:
-        """Names of the features that ask for this site, innermost first."""
+        """Names of the features that claim this site, innermost first."""
         return list(dict.fromkeys(claim.feature for claim in self.claims))
 
     @property
@@ -83,7 +83,7 @@ class Site:
 
     @property
     def required(self) -> bool:
-        """Whether any feature cannot do without it."""
+        """Whether any feature requires it."""
         return any(claim.patch.required for claim in self.claims)
 
     @property
@@ -93,17 +93,17 @@ class Site:
 
     @property
     def stale_is_harmless(self) -> bool:
-        """Whether every patch of the site says that such a reference does no harm."""
+        """Whether every patch of the site declares such a reference harmless."""
         return all(claim.patch.stale == "report" for claim in self.claims)
 
     @property
     def composed(self) -> bool:
-        """Whether a function is made for this site, from replacements and decorators."""
+        """Whether a function is composed for this site, from replacements and decorators."""
         return self.patch.kind in ("replace", "wrap")
 
     @property
     def traceable(self) -> bool:
-        """Whether what is installed is this site's alone, so that its identity leads back to the original."""
+        """Whether the installed object is unique to this site, so that its identity names the site."""
         return self.composed or (self.patch.kind == "value" and is_a(self.installed, FunctionType))
 
     # -- before --------------------------------------------------------------------------------
@@ -123,13 +123,13 @@ class Site:
         self.execution = hooks.execution(self.patch.module)
         if self.patch.kind == "entry":
             if not isinstance(raw, dict):
-                return f"{self.label} does not exist: its owner is a {type(raw).__name__}, no dictionary"
+                return f"{self.label} does not exist: its owner is a {type(raw).__name__}, not a dictionary"
             self.owner, self.raw = raw, raw.get(self.patch.key, ABSENT)
             self.original = self.raw
             return ""
         self.owner, self.raw = owner, raw
         if not hasattr(owner, "__dict__"):
-            return f"{self.label} lies in a {type(owner).__name__}, which has no dictionary to put a patch in"
+            return f"{self.label} is in a {type(owner).__name__}, which has no dictionary to hold a patch"
         self.original = vars(owner).get(name, ABSENT)
         if isinstance(owner, ModuleType) and self.original is ABSENT and hasattr(type(owner), name):
             return f"{self.label} is an attribute of the type of the module; patch {type(owner)!r}"
@@ -141,7 +141,7 @@ class Site:
         return hooks.resolve(self.patch.module, ".".join(self.patch.path))
 
     def implementations(self) -> list[Any]:
-        """Import what the rows name. Runs foreign code, so no lock may be held."""
+        """Import the implementations that the rows name. Runs foreign code, so no lock may be held."""
         return [load(claim.patch.impl) for claim in self.claims]
 
     def awaits_implementation(self) -> bool:
@@ -150,7 +150,7 @@ class Site:
         return any(hooks.is_initializing(sys.modules.get(module)) for module in modules)
 
     def inherit(self, composed: Mapping[Any, Site]) -> None:
-        """Go around a patch that a base class is about to get.
+        """Wrap a patch that a base class is about to get.
 
         Args:
             composed: sites to be installed before this one, by ``(id(owner), slot)``.
@@ -164,7 +164,7 @@ class Site:
                 return
 
     def prepare(self, implementations: Iterable[Any]) -> None:
-        """Compose what is to be installed; the site must have been located.
+        """Compose the object to install; the site must have been located.
 
         Raises:
             PatchDeclarationError: the implementations do not fit the target.
@@ -174,10 +174,10 @@ class Site:
         for claim, implementation in zip(self.claims, implementations, strict=True):
             if claim.patch.kind == "wrap":
                 decorate, bound = compose.with_context(implementation, claim.context)
-                # Features that claim the same decorator want it once, not around itself.
+                # A decorator that several features claim is applied once.
                 once = (claim.patch.impl, id(claim.context) if bound else None)
                 wrappers.setdefault(once, (claim.patch.impl, decorate))
-            elif not decided:  # others that decide name the same object, or check() refused them
+            elif not decided:  # other replacements name the same object, or check() refused them
                 replacement = implementation(claim.context) if claim.patch.factory else implementation
                 decided = True
         if self.composed:
@@ -202,14 +202,14 @@ class Site:
         if isinstance(self.owner, type) and self.original is ABSENT:
             return self.owner.__module__, f"{self.owner.__qualname__}.{self.slot}"
         if isinstance(self.owner, ModuleType) and not is_a(compose.underlying(self.raw), FunctionType):
-            # A builtin names the C type it came from, where pickle would find the original.
+            # A builtin carries the name of its C type, under which pickle would find the original.
             return self.patch.module, ".".join(self.patch.path)
         return None
 
     def linked(self) -> tuple[Any, Any] | None:
-        """The original and the patch as other modules may hold them by names of their own, if they may."""
+        """The original and the patch, if other modules may have bound them to names."""
         if self.patch.kind == "entry" or not callable(compose.underlying(self.raw)):
-            return None  # constants are shared by everybody
+            return None  # constants are shared by unrelated code
         if isinstance(self.owner, ModuleType):
             return self.raw, self.installed
         if isinstance(self.owner, type) and self.composed:
@@ -219,8 +219,8 @@ class Site:
     def moved(self) -> tuple[Any, Any] | None:
         """:meth:`linked`, if the names of the original are to follow.
 
-        They stay what they are for an inherited method, which belongs to the base class, and for a
-        function of another package that the target's module merely uses under a name of its own.
+        They do not for an inherited method, which belongs to the base class, nor for a function of another
+        package that the target's module merely imports.
         """
         linked = self.linked()
         if linked is None:
@@ -233,10 +233,10 @@ class Site:
     # -- during --------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Set what was prepared.
+        """Install the prepared object.
 
         Raises:
-            PatchDeclarationError: the owner took the assignment and did not keep it.
+            PatchDeclarationError: the owner accepted the assignment but did not keep it.
         """
         self._put(self.installed)
         if self.present() is not self.installed:
@@ -255,18 +255,18 @@ class Site:
             setattr(self.owner, self.slot, thing)
 
     def present(self) -> Any:
-        """What lies at the patched place now."""
+        """The current value at the patched target."""
         if self.patch.kind == "entry":
             return self.owner.get(self.slot, ABSENT)
         return vars(self.owner).get(self.slot, ABSENT)
 
     def executed_again(self) -> bool:
-        """Whether the module has been reloaded, or imported anew, since it was patched."""
+        """Whether the module has been reloaded, or imported again, since it was patched."""
         now = hooks.execution(self.patch.module)
         return now is not None and now is not self.execution
 
     def base_has_changed(self) -> bool:
-        """Whether a patched inherited method is no longer what the base classes hold."""
+        """Whether a patched inherited method is no longer the one of the base classes."""
         if not isinstance(self.owner, type) or self.original is not ABSENT:
             return False
         bases = (vars(base) for base in self.owner.__mro__[1:])
@@ -274,11 +274,11 @@ class Site:
 
     @property
     def lost(self) -> bool:
-        """Whether somebody put the original back."""
+        """Whether other code restored the original."""
         return self.state == "foreign" and self._live() is self.raw
 
     def refresh(self) -> None:
-        """Notice that somebody has patched over us, or has taken that away again."""
+        """Detect that other code has patched over us, or has undone that."""
         if self.state not in ("applied", "foreign"):
             return
         live = self._live()
@@ -289,12 +289,12 @@ class Site:
         if self.executed_again():
             self.reason = f"{self.patch.module} was executed again after {', '.join(self.features)}"
         elif live is self.raw:
-            self.reason = f"somebody put the original back after {', '.join(self.features)}"
+            self.reason = f"other code restored the original after {', '.join(self.features)}"
         else:
-            self.reason = f"somebody re-patched it with {live!r} after {', '.join(self.features)}"
+            self.reason = f"other code re-patched it with {live!r} after {', '.join(self.features)}"
 
     def _live(self) -> Any:
-        """What a caller finds who looks the target up by its name."""
+        """The object that a lookup of the target by name finds."""
         if self.patch.module not in sys.modules:
             return self.present()
         try:
@@ -306,7 +306,7 @@ class Site:
     # -- after ---------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Put back the very object that was there, unless somebody else has patched over ours."""
+        """Restore the identical original, unless other code has patched over ours."""
         if self.present() is not self.installed:
             if self.state == "applied":
                 self.refresh()
@@ -317,14 +317,14 @@ class Site:
     def can_be_told_by(self, name: str) -> bool:
         """Whether a name bound to what is installed can only have come from this site's target.
 
-        An object that ``value`` put in place may be bound elsewhere for its own sake; under the
+        An object that ``value`` put in place may be bound elsewhere independently; under the
         target's name, which is not its own, it came from the target.
         """
         own_name = getattr(self.installed, "__name__", None)
         return self.traceable or name == self.slot != own_name
 
     def release(self) -> None:
-        """Forget the objects of an undone site, and remember the patch only while others hold it."""
+        """Forget the objects of an undone site, and keep the patch only while other code holds it."""
         if self.traceable and is_a(compose.underlying(self.installed), FunctionType):
             self.left = weakref.ref(compose.underlying(self.installed))
         self.owner = self.execution = None
@@ -333,7 +333,7 @@ class Site:
 
 
 def _at_home(thing: Any, package: str) -> bool:
-    """Whether a callable was made in ``package``, or says nothing of where it was made."""
+    """Whether a callable was made in ``package``, or does not record where it was made."""
     says = is_a(thing, (type, FunctionType, BuiltinFunctionType, MethodType))
     if not says and "__module__" not in getattr(thing, "__dict__", ()):
         return True  # an instance names the module of its class, not its own

@@ -1,4 +1,4 @@
-"""Sources of packages that are found and read the way Python would, and never imported."""
+"""Sources of packages, found and read as Python would, and never imported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def scope_of_text(text: str) -> Scope | None:
     """What a module of this source binds at its top level; ``None`` if this Python cannot parse it."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the code's own escape sequences are not our business
+            warnings.simplefilter("ignore")  # invalid escape sequences in that code are not our concern
             return scope_of(ast.parse(text).body)
     except (SyntaxError, ValueError):
         return None
@@ -29,7 +29,7 @@ def scope_of_text(text: str) -> Scope | None:
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """One module's source text; parsed once, when first asked for.
+    """One module's source text; parsed once, on first access.
 
     ``text`` is ``None`` for a module without readable source (compiled, or another kind of loader).
     """
@@ -51,7 +51,7 @@ class ModuleSource:
 
     @property
     def unreadable(self) -> str:
-        """Why there is nothing to look at; empty if there is."""
+        """Why there is no source; empty if there is."""
         if self.text is None:
             return f"{self.name} has no Python source ({self.file})"
         if self.scope is None:
@@ -61,13 +61,13 @@ class ModuleSource:
 
 
 class SourceTree:
-    """Finds modules by name below some folders, or among what is installed.
+    """Finds modules by name below some folders, or among installed packages.
 
     Packages are resolved with Python's own finders (regular packages, namespace packages spread over
     several folders, editable installs), but no module, not even a parent package, is executed.
 
     Args:
-        folders: like ``sys.path``; ``None`` stands for the interpreter's own path.
+        folders: like ``sys.path``; ``None`` means the interpreter's own path.
         fallback: another tree for top-level packages that are not below ``folders``.
         label: how a message names this tree.
     """
@@ -101,7 +101,7 @@ class SourceTree:
         Its Python files are unpacked into a temporary folder that lives as long as the tree.
 
         Raises:
-            zipfile.BadZipFile: the file is no zip file.
+            zipfile.BadZipFile: the file is not a zip file.
         """
         import tempfile  # both are slow to import, and the engine itself reads installed sources only
         import zipfile
@@ -115,7 +115,7 @@ class SourceTree:
         return tree
 
     def holds(self, name: str) -> bool:
-        """Whether the module is in this tree itself, its fallback aside."""
+        """Whether the module is in this tree itself, ignoring its fallback."""
         return self._spec(name) is not None
 
     def module(self, name: str) -> ModuleSource | None:
@@ -164,7 +164,7 @@ class SourceTree:
 
 
 def _finders() -> list[Any]:
-    """The interpreter's finders, without wrapt's: that one imports parents when it is asked."""
+    """The interpreter's finders, without wrapt's, which imports parents on lookup."""
     return [
         finder
         for finder in sys.meta_path

@@ -15,20 +15,20 @@ STALE = ("error", "report")
 
 @dataclass(frozen=True)
 class Patch:
-    """One change to one attribute of somebody else's module.
+    """One change to one attribute of a third-party module.
 
     Attributes:
         target: ``"package.module:name"``, ``"package.module:Class.method"``; for ``entry`` the
             dictionary, with the key in :attr:`key`. Name a function where it is defined: a name that a
             module imported from another package is patched in that module alone.
-        kind: ``replace``: the function named by ``impl`` takes the place of the target.
+        kind: ``replace``: the function named by ``impl`` replaces the target.
             ``wrap``: ``impl`` is a decorator, called once with the function it wraps and
-            returning a plain function. ``value``: the object that ``impl`` names is put in place
+            returning a plain function. ``value``: the object that ``impl`` names is assigned
             (a constant, a class, a descriptor as it is; a plain function as a copy, so that undo can
             tell apart the sites that share it). ``entry``: that object becomes the dictionary's item
             under :attr:`key`.
-        impl: lazy ``"package.module:name"``; imported when the target's module is there.
-        why: one sentence for doctor, the docs and the table of patched symbols.
+        impl: lazy ``"package.module:name"``; imported when the target's module has been imported.
+        why: one line for doctor, the docs and the table of patched symbols.
         params: parameter names of the target that ``impl`` relies on; checked before anything is
             mutated.
         versions: PEP 440 range of the target package's distribution (Megatron-core for
@@ -42,7 +42,7 @@ class Patch:
             closure, a container) means for a required site: ``error``, or ``report`` where the
             target's own package keeps such tables and they do no harm.
         factory: for kinds other than ``wrap``: ``impl`` is a function that is called once with the
-            claim's context and returns what is put in place. (A ``wrap`` decorator gets the context if
+            claim's context and returns the object to assign. (A ``wrap`` decorator gets the context if
             it takes a second positional parameter.)
     """
 
@@ -110,7 +110,7 @@ def _rooted(dotted: str, root: str) -> str:
 
 @dataclass(frozen=True)
 class Claim:
-    """A patch together with the feature that asks for it and that feature's place in the order.
+    """A patch together with the feature that claims it and that feature's place in the order.
 
     ``context`` is opaque to the engine: implementations that take one are composed with it. ``label`` is the
     feature as messages name it, by default its name.

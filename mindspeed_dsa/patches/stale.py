@@ -1,4 +1,4 @@
-"""Who still holds what: originals after patching, patches after undoing them."""
+"""Stale references: holders of originals after patching, holders of patches after undo."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mindspeed_dsa.patches.site import Site
 
 
 def note_holders(applied: Sequence[Site], own: Sequence[Any]) -> None:
-    """Write down in each site who holds its original where no assignment can reach.
+    """Record in each site the holders of its original that no assignment can reach.
 
     Args:
         applied: sites to search for.
@@ -27,7 +27,7 @@ def note_holders(applied: Sequence[Site], own: Sequence[Any]) -> None:
 
 
 def note_left(sites: Sequence[Site]) -> None:
-    """Write down in each site whose patch was undone who still holds that patch."""
+    """Record in each undone site the remaining holders of its patch."""
     undone = {id(site.left()): site for site in sites if site.state == "undone" and site.left is not None}
     undone.pop(id(None), None)
     for site in undone.values():

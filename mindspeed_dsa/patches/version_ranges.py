@@ -1,4 +1,4 @@
-"""Whether a patch is declared for the release that is installed."""
+"""Whether a patch is declared for the installed release."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mindspeed_dsa.patches.spec import Patch
 def outside(patch: Patch, version_of: Callable[[str], str | None]) -> str:
     """Why the patch does not apply to this release; empty if it does, or if that is unknown.
 
-    A version that is unknown, or no version by PEP 440 (a fork's commit id), is never outside.
+    An unknown version, or one that PEP 440 does not allow (a fork's commit id), is never outside.
 
     Raises:
-        PatchDeclarationError: the row's range cannot be read.
+        PatchDeclarationError: the row's range cannot be parsed.
     """
     if not patch.versions:
         return ""
@@ -25,7 +25,7 @@ def outside(patch: Patch, version_of: Callable[[str], str | None]) -> str:
     try:
         declared = SpecifierSet(patch.versions)
     except InvalidSpecifier as error:
-        raise PatchDeclarationError(f"{patch.target}: `versions` is no PEP 440 range: {error}") from error
+        raise PatchDeclarationError(f"{patch.target}: `versions` is not a PEP 440 range: {error}") from error
     package = patch.module.partition(".")[0]
     version = version_of(package)
     try:

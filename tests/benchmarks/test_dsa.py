@@ -110,7 +110,7 @@ def test_extra_memory_is_what_the_step_holds_at_its_peak(monkeypatch):
 
 
 def test_a_process_that_fails_is_an_error():
-    with pytest.raises(RuntimeError, match=r"nobody at .* ended with 1"):
+    with pytest.raises(RuntimeError, match=r"nobody at .* exited with 1"):
         child.measure("nobody", 1, TINY)
 
 

@@ -61,7 +61,7 @@ def test_jobs_that_train_differently_are_not_compared(monkeypatch):
 def test_a_job_that_ends_is_an_error():
     with (
         Child("bad", memory.QUICK, {"use_nothing": True}, "cpu") as child,
-        pytest.raises(RuntimeError, match="bad: the job ended at 'step'"),
+        pytest.raises(RuntimeError, match="bad: the job exited at 'step'"),
     ):
         child.ask("step")
 

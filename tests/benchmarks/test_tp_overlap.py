@@ -98,7 +98,7 @@ def test_ranks_over_loopback():
     with LinkBed(2, None, cores=[0, 0]) as bed:
         for number, (rank, ones, cores, threads, _) in enumerate(bed.run(f"{HERE}:where", timeout_s=120)):
             assert (rank, ones, cores, threads) == (number, [2.0] * 3, [0], 1)
-        with pytest.raises(LinkBedError, match=r"(?s)where did not end well.*rank 1.*has had enough"):
+        with pytest.raises(LinkBedError, match=r"(?s)where failed or did not finish.*rank 1.*has had enough"):
             bed.run(f"{HERE}:where", timeout_s=120, fail=1)
 
 
@@ -119,9 +119,9 @@ def test_ranks_over_links():
 
 
 def test_links_that_cannot_be_had(monkeypatch):
-    with pytest.raises(LinkBedError, match="'fast' is no rate; write 2gbit"):
+    with pytest.raises(LinkBedError, match="'fast' is not a rate; write 2gbit"):
         LinkBed(2, "fast")
-    with pytest.raises(LinkBedError, match="9 ranks were asked for; use 2 to 8"):
+    with pytest.raises(LinkBedError, match="9 ranks were requested; use 2 to 8"):
         LinkBed(9)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3})
     with pytest.raises(LinkBedError, match="2 ranks need a core each and this process may use 1"):

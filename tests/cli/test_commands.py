@@ -79,7 +79,7 @@ def test_doctor_says_why_nothing_is_decided():
 
     text = doctor.as_text(doctor.examine(["--swap-optimizer", "--reuse-fp32-param"]))
     assert "swap-optimizer (switched on by argv (--swap-optimizer)) cannot be combined with" in text
-    assert "features: not decided, for the problem below" in text
+    assert "features: not resolved because of the problem below" in text
     assert "unknown" not in text.replace("platform: name unknown", "")
 
 

@@ -203,7 +203,7 @@ def test_records_without_times_are_compared_by_their_losses(compare, tmp_path):
     status, found, out, err = compare("--b", "", "--metrics-file", "m.jsonl", job=job)
     assert status == 0, err
     assert found["measured"] == {}
-    assert "1 run(s) a side" in out
+    assert "1 run(s) per side" in out
     assert "loss: equal to the last bit at all 1 steps" in out
     assert found["initial_weights"]["same"] is None
 
@@ -218,11 +218,11 @@ def test_features_become_flags(compare, feature):
 def test_a_feature_that_was_not_on_or_not_off_is_said(compare, feature):
     echo = ("sh", "-c", f"exec {sys.executable} {JOB} --features-on better", "sh")
     _, found, out, _ = compare("--features", "better", job=echo)
-    assert found["warnings"] == ["better was on in A1, so the sides are not what was asked for"]
+    assert found["warnings"] == ["better was on in A1, so the sides do not match the request"]
     _, found, _, _ = compare(
         "--features", "better", job=(*echo[:2], echo[2].replace(" --features-on better", ""))
     )
-    assert found["warnings"] == ["better was off in B1, so the sides are not what was asked for"]
+    assert found["warnings"] == ["better was off in B1, so the sides do not match the request"]
     assert "WARNING: better was on in A1" in out
 
 
@@ -236,7 +236,7 @@ def test_a_feature_that_was_not_on_or_not_off_is_said(compare, feature):
         (["--features", "faster"], (JOB, "--use-quicker"), {}, "the job's own command has --use-quicker"),
         (["--features", "better"], (JOB,), {"BETTER": "1"}, "environment sets MINDSPEED_DSA_BETTER"),
         (["--b", "--better"], (JOB,), {"BETTER": "0"}, "environment sets MINDSPEED_DSA_BETTER"),
-        (["--b", "--use-fastr"], (JOB,), {}, "--use-fastr is no flag of this library; did you mean"),
+        (["--b", "--use-fastr"], (JOB,), {}, "--use-fastr is not a flag of this library; did you mean"),
         (["--b", "'"], (JOB,), {}, "cannot be read"),
         (["--b", "", "--nproc", "2"], ("torchrun", JOB), {}, "--nproc is for a job that is given as"),
     ],
@@ -258,7 +258,7 @@ def test_what_cannot_be_compared_is_refused(
         (["--", JOB], "say what to compare"),
         (["--features", "x", "--b", "y", "--", JOB], "say what to compare"),
         (["--b", "x", "--repeat", "2"], "--repeat: did you mean --repeats?"),
-        (["--b", "x", "--train-iters", "2", "--", JOB], "--train-iters is no flag of compare"),
+        (["--b", "x", "--train-iters", "2", "--", JOB], "--train-iters is not a flag of compare"),
         (["--b", "x", "--"], "nothing follows --"),
         (["--b", "x", "--repeats", "0"], "0 is not at least 1"),
     ],
@@ -282,7 +282,7 @@ def test_damaged_records_are_an_error_that_names_file_and_line(compare, tmp_path
     )
     status, found, _, _ = compare("--b", "", "--metrics-file", "m.jsonl", job=(str(script), "{out}/m.jsonl"))
     assert status == 1
-    assert f"{tmp_path / 'out' / 'A1' / 'm.jsonl'}, line 2: no record of a step" in found["problems"][0]
+    assert f"{tmp_path / 'out' / 'A1' / 'm.jsonl'}, line 2: not a record of a step" in found["problems"][0]
     assert "the job must write one JSON object a line" in found["problems"][0]
 
 

@@ -44,7 +44,7 @@ def test_a_value_that_does_not_fit_is_refused(flags: str) -> None:
     ("ranks", "flags", "message"),
     [
         (2, "--pipeline-model-parallel-size 2 --num-layers 5", "--num-layers 5 is not divisible"),
-        (3, "--pipeline-model-parallel-size 2", "3 processes cannot be cut"),
+        (3, "--pipeline-model-parallel-size 2", "3 processes cannot be split"),
         (1, "--tensor-model-parallel-size 2", "torchrun --nproc-per-node 2"),
         (
             4,
@@ -74,11 +74,11 @@ def test_a_value_that_does_not_fit_is_refused(flags: str) -> None:
         (1, "--overlap-param-gather", "needs --use-distributed-optimizer and --overlap-grad-reduce"),
         (1, "--recompute-granularity full", "needs --recompute-method"),
         (1, "--train-iters 0 --lr-warmup-iters 0", "name a folder for them with --save"),
-        (1, "--lr-warmup-iters 900 --train-iters 900", "leaves nothing of the 900 steps"),
+        (1, "--lr-warmup-iters 900 --train-iters 900", "leaves nothing of the 900 scheduled steps"),
         (1, "--split 0,5", "must be weights"),
         (1, "--split half", "must be weights"),
         (1, "--min-lr 1", "is more than --lr"),
-        (1, "--train-iters -1", "--train-iters is -1; it must be 0 or more"),
+        (1, "--train-iters -1", "--train-iters is -1; it must be at least 0"),
         (1, "--lr nan", "--lr is nan"),
         (1, "--num-layers 0", "--num-layers is 0; it must be at least 1"),
     ],

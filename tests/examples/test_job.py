@@ -8,7 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from dsa_job.checkpoint_files import complete_steps, latest
+
+from mindspeed_dsa.runs.checkpoints import complete_steps, latest
 
 from .conftest import Finished, JobServer, records, results
 
@@ -184,7 +185,7 @@ def test_a_loaded_checkpoint_is_never_written_again(jobs: JobServer, tmp_path: P
     ):
         finished = jobs.run(tmp_path / f"again-{number}", *options, "--train-iters", *more)
         assert finished.code == 0, finished.output
-        without = f"checkpoint: {saved} gives the weights only; the optimizer begins without its state"
+        without = f"checkpoint: {saved} provides the weights only; the optimizer starts without its state"
         assert (without in finished.output) == ("--no-load-optim" in more)
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in saved.rglob("*.*")} == before
 
@@ -203,10 +204,10 @@ def test_a_run_with_a_checkpoint_folder_of_its_own_goes_on(jobs: JobServer, tmp_
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--data", "/nowhere"], "--data /nowhere does not exist"),
+        (["--data", "/nowhere"], "/nowhere does not exist"),
         (["--data", "{binary}"], "is no text"),
         (["--data", "{short}"], "a part of 5.0% of them (--split 95,5) is too little for sequences of 32"),
-        (["--tokenizer-model", "{binary}"], "is no tokenizer.json"),
+        (["--tokenizer-model", "{binary}"], "is not a tokenizer.json"),
         (["--load", "{folder}"], "has no complete checkpoint; complete ones: none"),
         (["--output-dir", "{binary}/run"], "cannot be used"),
         (["--lerning-rate", "1"], "--lerning-rate is no flag of this job"),

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from dsa_job.checkpoint_files import complete_steps, folder_of, latest
+
+from mindspeed_dsa.runs.checkpoints import complete_steps, folder_of, latest
 
 from .conftest import JobServer, records, results, wait_for
 

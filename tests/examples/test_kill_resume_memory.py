@@ -6,7 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from dsa_job.checkpoint_files import latest
+
+from mindspeed_dsa.runs.checkpoints import latest
 
 from .conftest import JobServer, records, results
 from .test_kill_resume import final_tensors

@@ -54,7 +54,7 @@ def test_a_model_that_needs_a_repair_that_is_off_names_the_switch(jobs: JobServe
         timeout=200,
     )
     assert done.returncode == 2, done.stderr
-    assert "without the repairs that --no-dsa-spec-dispatch switched off; drop the switch" in done.stderr
+    assert "without the fixes that --no-dsa-spec-dispatch switched off; omit the switch" in done.stderr
     assert "Traceback" not in done.stderr
 
 

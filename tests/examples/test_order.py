@@ -3,7 +3,7 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
-from dsa_job.order import MicrobatchOrder
+from dsa_job.data import MicrobatchOrder
 
 
 def taken(

@@ -94,8 +94,8 @@ def test_damaged_metrics_are_told_of_and_kept_aside(
     reporter.close()
     assert [entry["step"] for entry in reporter.records] == [1, 2]
     assert capsys.readouterr().out == (
-        f"{tmp_path / 'metrics.jsonl'} is damaged: 1 of its 4 lines, line 2 first, are no records of steps; "
-        "the run goes on without them, and the file as it was is now metrics.jsonl.damaged\n"
+        f"{tmp_path / 'metrics.jsonl'} is damaged: 1 of its 4 lines, first line 2, are not records of "
+        "steps; the run continues without them, and the original is kept as metrics.jsonl.damaged\n"
     )
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == content
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2

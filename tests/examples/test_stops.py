@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dsa_job.checkpoint_files import latest
+from mindspeed_dsa.runs.checkpoints import latest
 
 from .conftest import JobServer, records, wait_for
 

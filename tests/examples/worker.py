@@ -26,9 +26,10 @@ from dsa_job import checkpoint, step, training  # noqa: E402
 from dsa_job.app import main  # noqa: E402
 
 from mindspeed_dsa import features, session  # noqa: E402
+from mindspeed_dsa.runs import checkpoints  # noqa: E402
 
 POISONED_STEP = 3
-OURS = {flag.name for flag in features.all_flags() if not flag.host}
+OURS = {flag.name for flag in features.all_flags() if not flag.megatron}
 
 
 def run(job: dict[str, Any]) -> None:
@@ -133,13 +134,13 @@ FAULTS = {
     "gradient on rank 1": poison_a_gradient_of_rank_1,
     # The common state is written, the weights are not.
     "before the weights": lambda: die_in_the_write_of_step_4(
-        mock.patch.object(checkpoint._SaveInThisProcess, "save", die)
+        mock.patch.object(torch.distributed.checkpoint.state_dict_saver, "save", die)
     ),
     # Everything is written, under the temporary name.
-    "before the rename": lambda: die_in_the_write_of_step_4(mock.patch.object(checkpoint, "_publish", die)),
+    "before the rename": lambda: die_in_the_write_of_step_4(mock.patch.object(checkpoints, "publish", die)),
     # The new folder has its name, the tracker names the old one.
     "before the tracker": lambda: die_in_the_write_of_step_4(
-        mock.patch.object(checkpoint, "write_atomically", die)
+        mock.patch.object(checkpoints, "write_atomically", die)
     ),
 }
 

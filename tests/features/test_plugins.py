@@ -212,9 +212,9 @@ def test_a_function_that_raises_names_the_distribution(install, function):
 
 def test_a_plugin_may_use_a_built_in_flag_of_megatron(install, monkeypatch):
     """Described in other words: what it means, Megatron says."""
-    flag = mindspeed_dsa.Flag("--num-experts", "Ours.", kind="value", type=int, host=True)
+    flag = mindspeed_dsa.Flag("--num-experts", "Ours.", kind="value", type=int, megatron=True)
     monkeypatch.setattr(features, "built_in", lambda: (mindspeed_dsa.Feature("ours", "reads it", (flag,)),))
-    theirs = 'Flag("--num-experts", "Theirs.", kind="value", type=int, host=True)'
+    theirs = 'Flag("--num-experts", "Theirs.", kind="value", type=int, megatron=True)'
     install("a", GOOD.replace('"count calls"),)', f'"count calls"), {theirs})'))
     assert not features.broken_plugins()
     assert mindspeed_dsa.enable(use_counting=True, num_experts=4) is None

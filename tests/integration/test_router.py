@@ -1,4 +1,4 @@
-"""The router's gating product without Transformer Engine."""
+"""The router's gating matmul without Transformer Engine."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_the_flag_knows_the_backend(pool):
     ("switches", "overrides", "message"),
     [
         (ON, {"dsa_kernel_backend": "tilelang"}, "other kernels than --use-fused-dsa"),
-        (ON, {"attention_backend": "unfused"}, "asks no kernel backend"),
+        (ON, {"attention_backend": "unfused"}, "queries no kernel backend"),
         ({"dsa_stage": "warmup"}, {}, "dsa-stage (switched on by API"),
         ({**ON, "dsa_fuse_kl_in_backward": True}, {}, "omit it"),
         ({}, {"dsa_kernel_backend": "mindspeed"}, "must be one of"),

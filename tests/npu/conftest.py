@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from mindspeed_dsa import log
 from mindspeed_dsa.ops import npu_device
-from mindspeed_dsa.ops.backend import choose, say_once
+from mindspeed_dsa.ops.backend import choose
 
 _HERE = Path(__file__).parent
 
@@ -28,10 +30,11 @@ def npu_kernels(monkeypatch):
     from tests.npu import kernel_parts, kernels
 
     kernels.register()
+    monkeypatch.setattr(logging.getLogger(log.NAME), "propagate", True)  # caplog listens at the root
     monkeypatch.setattr(npu_device, "takes_device", lambda device: device == "cpu")
-    for cached in (choose, say_once):
-        cached.cache_clear()
+    choose.cache_clear()
+    log.forget()
     kernel_parts.calls.clear()
     yield kernel_parts.calls
-    for cached in (choose, say_once):
-        cached.cache_clear()
+    choose.cache_clear()
+    log.forget()

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from mindspeed_dsa import say
+from mindspeed_dsa import log
 from mindspeed_dsa.ops import backend
 from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass, choose
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
@@ -16,11 +16,18 @@ CPU = ShapeClass("cpu", torch.float32, (("heads", 4), ("head_dim", 16), ("topk",
 GPU = ShapeClass("cuda", torch.float32, CPU.sizes)
 
 
+def warnings_of(caplog):
+    return [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 @pytest.fixture(autouse=True)
-def fresh_choices():
+def fresh_choices(monkeypatch):
+    monkeypatch.setattr(logging.getLogger(log.NAME), "propagate", True)  # caplog listens at the root
     choose.cache_clear()
+    log.forget()
     yield
     choose.cache_clear()
+    log.forget()
 
 
 @pytest.mark.parametrize("operator", ["lightning_indexer", "sparse_flash_attention", "indexer_kl_loss"])
@@ -43,28 +50,28 @@ def test_on_a_gpu_auto_never_takes_what_gathers_all_keys(operator, monkeypatch, 
     """Where its kernels do not fit, the backend that works in chunks of bounded memory; it says why."""
     triton = pytest.importorskip(f"mindspeed_dsa.ops.{operator}.triton")
     monkeypatch.setattr(triton, "unsupported", lambda shape: "the GPU is too small")
-    with caplog.at_level(logging.WARNING, logger=backend.__name__):
+    with caplog.at_level(logging.WARNING, logger=log.NAME):
         for _ in range(2):
             chosen = choose(operator, "auto", GPU)
     assert chosen.__name__ == f"mindspeed_dsa.ops.{operator}.chunked"
     assert chosen.unsupported(GPU) is None
-    (record,) = caplog.records
-    assert "backend 'triton' is passed over" in record.getMessage()
+    (record,) = warnings_of(caplog)
+    assert "backend 'triton' is skipped" in record.getMessage()
     assert record.getMessage().endswith("the GPU is too small")
     # A limit that no shape shows leads to the same place.
-    assert backend.settle(operator, "auto", triton, "it is raining") is chosen
+    assert backend.plan(operator, "auto", triton, "it is raining") == (chosen, ())
 
 
 def test_auto_falls_back_and_says_so_once(monkeypatch, caplog):
     from mindspeed_dsa.ops.lightning_indexer import cpu
 
     monkeypatch.setattr(cpu, "unsupported", lambda shape: f"it takes no {shape['heads']} heads")
-    with caplog.at_level(logging.WARNING, logger=backend.__name__):
+    with caplog.at_level(logging.WARNING, logger=log.NAME):
         for _ in range(3):
             assert choose("lightning_indexer", "auto", CPU).__name__.endswith("reference")
-    (record,) = caplog.records
+    (record,) = warnings_of(caplog)
     assert record.getMessage() == (
-        "lightning_indexer: backend 'cpu' is passed over for float32 on cpu, heads 4, head_dim 16, topk 8: "
+        "lightning_indexer: backend 'cpu' is skipped for float32 on cpu, heads 4, head_dim 16, topk 8: "
         "it takes no 4 heads"
     )
 
@@ -89,7 +96,6 @@ def test_the_choice_is_made_once_per_shape_class():
 
 def test_the_backend_that_runs_is_told_once(monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
-    say.say_once.cache_clear()
     for name in ("auto", "cpu", "reference", "reference"):
         lightning_indexer(*indexer_inputs(1, 5), 4, backend=name)
     assert capsys.readouterr().err.splitlines() == [
@@ -113,7 +119,6 @@ def test_a_call_that_the_chosen_backend_declines(monkeypatch, caplog):
     """Limits that no shape class shows: an error by name, the reference and one line for auto."""
     from mindspeed_dsa.ops.lightning_indexer import cpu
 
-    backend.say_once.cache_clear()
     monkeypatch.setattr(cpu, "plan_call", lambda *_: "rows are upside down", raising=False)
     monkeypatch.setattr(cpu, "select", None)
     inputs = indexer_inputs(1, 9)
@@ -122,12 +127,12 @@ def test_a_call_that_the_chosen_backend_declines(monkeypatch, caplog):
     ):
         lightning_indexer(*inputs, 4, backend="cpu")
     expected = lightning_indexer(*inputs, 4, backend="reference")
-    with caplog.at_level(logging.WARNING, logger=backend.__name__):
+    with caplog.at_level(logging.WARNING, logger=log.NAME):
         for _ in range(2):
             result = lightning_indexer(*inputs, 4)
     assert torch.equal(result.topk_indices, expected.topk_indices)
-    (record,) = caplog.records
+    (record,) = warnings_of(caplog)
     assert (
         record.getMessage()
-        == "lightning_indexer: backend 'cpu' is passed over for 'reference': rows are upside down"
+        == "lightning_indexer: backend 'cpu' is skipped for 'reference': rows are upside down"
     )

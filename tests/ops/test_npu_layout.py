@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mindspeed_dsa.ops.npu_layout import Layout, layout_of_indices, layout_of_ranges
-from mindspeed_dsa.ops.ranges import Ranges, visible_ranges
+from mindspeed_dsa.ops.row_ranges import Ranges, visible_ranges
 from tests.npu.cases import causal_indices, packed_indices, watch_reads
 from tests.ops.cases import packed_ranges
 

@@ -96,7 +96,7 @@ def test_signature_of_builtins_and_what_has_none():
             original,
             None,
             [("proxy", lambda f: wrapt.FunctionWrapper(f, passing))],
-            "decorator proxy returned is a ",
+            "result of the decorator proxy is a ",
         ),
         (original, None, [("cache", functools.lru_cache)], "lru_cache"),
         (original, None, [("nothing", lambda f: None)], "NoneType"),

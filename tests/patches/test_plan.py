@@ -136,7 +136,7 @@ def test_one_object_under_two_spellings(house, second, imported_first):
         load("house.consumer")
         manager.finalize()
 
-    with pytest.raises(PatchError, match=r"the same object as .*both rows must name it alike"):
+    with pytest.raises(PatchError, match=r"the same object as .*both rows must use the same name for it"):
         go()
     assert load("house.core").area(1) == 2
     assert load("house_impl").CALLS == []
@@ -254,8 +254,8 @@ def test_arming_twice_keeps_the_hooks(house):
         ("def f(x, *, factor=2): pass", "does not take factor by position"),
         ("def f(x): pass", "does not take the parameter factor"),
         ("def f(factor, x): pass", "takes factor where x is passed by position"),
-        ("def f(x, factor): pass", "demands factor"),
-        ("def f(x, factor=2, *, scale): pass", "demands scale"),
+        ("def f(x, factor): pass", "requires factor"),
+        ("def f(x, factor=2, *, scale): pass", "requires scale"),
     ],
 )
 def test_a_replacement_must_take_what_callers_pass(house, replacement, words):

@@ -178,7 +178,7 @@ class TestForeign:
         manager.finalize()
         (site,) = manager.report()
         assert site.state == "foreign"
-        assert "somebody re-patched it with" in site.reason
+        assert "other code re-patched it with" in site.reason
         manager.undo()
         assert core.area is theirs
         assert states(manager) == ["foreign"]
@@ -213,7 +213,7 @@ class TestForeign:
         original = core.area
         manager = house.armed(patch("core:area", required=required))
         core.area = original
-        assert "put the original back" in manager.report()[0].reason
+        assert "restored the original" in manager.report()[0].reason
         if required:
             with pytest.raises(PatchError, match="put the original back"):
                 manager.finalize()

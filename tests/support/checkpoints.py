@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,10 @@ def save_to(job: Job, way: str, folder: str) -> None:
         return
     from megatron.core import dist_checkpointing
 
-    dist_checkpointing.save(_sharded(job, way, is_loading=False), folder, _strategy())
+    from mindspeed_dsa.runs.torch_dist import save_in_this_process
 
-
-def _strategy() -> Any:
-    """Megatron's writer needs psutil and helper processes; the example's writes the same files without."""
-    from tests.support.example_job import EXAMPLES
-
-    if EXAMPLES not in sys.path:
-        sys.path.insert(0, EXAMPLES)
-    from dsa_job.checkpoint import _SaveInThisProcess
-
-    return _SaveInThisProcess()
+    # Megatron's writer needs psutil.
+    dist_checkpointing.save(_sharded(job, way, is_loading=False), folder, save_in_this_process())
 
 
 def load_from(job: Job, way: str, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""Which rows of the sequence a context parallel rank's queries are."""
+"""The rows of the sequence that a context parallel rank's queries belong to."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch.distributed import ProcessGroup
 
 
 def visible_ends(group: ProcessGroup, rows: int, device: torch.device) -> Tensor | None:
-    """One past the last key that each of a rank's queries sees, keys in the order of the whole sequence.
+    """For each of a rank's queries, one past the last visible key, in the order of the whole sequence.
 
     Megatron cuts a sequence into two chunks for each context parallel rank, and rank ``r`` of ``c`` holds
     chunks ``r`` and ``2c - 1 - r``.
 
     Args:
         group: context parallel ranks.
-        rows: queries on this rank, an even number where there are several ranks.
-        device: where the result lives.
+        rows: queries on this rank, an even number if there are several ranks.
+        device: of the result.
 
     Returns:
         ``[rows]`` int32; None on a single rank, whose rows are plain causal ones.

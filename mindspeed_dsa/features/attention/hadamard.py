@@ -1,4 +1,4 @@
-"""Orthonormal Walsh-Hadamard transform in natural (Sylvester) order, as a matrix product."""
+"""Orthonormal Walsh-Hadamard transform in natural (Sylvester) order, as a matmul."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ def sylvester_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Ten
     """The symmetric ``[size, size]`` matrix of +1 and -1 with ``H[i, j] = (-1) ** popcount(i & j)``.
 
     Raises:
-        ValueError: ``size`` is no power of two.
+        ValueError: ``size`` is not a power of two.
     """
     if size < 1 or size & (size - 1):
         raise ValueError(
             f"the Hadamard rotation needs a power of two, but the indexer's head size is {size}; "
             "set dsa_indexer_head_dim to 64 or 128"
         )
-    # The matrix is cached: one created in an evaluation under inference_mode could not train later.
+    # The matrix is cached: an inference tensor created under inference_mode could not be used in training
+    # later.
     with torch.inference_mode(False):
         matrix = torch.ones(1, 1, dtype=dtype, device=device)
         while matrix.size(0) < size:
@@ -42,7 +43,7 @@ def hadamard_rotation(activation: Tensor) -> Tensor:
         Tensor of the same shape and dtype.
 
     Raises:
-        ValueError: ``size`` is no power of two.
+        ValueError: ``size`` is not a power of two.
     """
     size = activation.size(-1)
     dtype = torch.promote_types(activation.dtype, torch.float32)

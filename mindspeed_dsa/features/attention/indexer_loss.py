@@ -1,6 +1,6 @@
-"""The indexer loss on its way to the backward pass and to the log, on any Megatron.
+"""Connects the indexer loss to the backward pass and to the log, on any Megatron.
 
-Its scale and its log lie in Megatron's own classes, which Megatron's DSA reads; releases that have no DSA get
+Its scale and its log are kept in Megatron's own classes, which Megatron's DSA reads; releases without DSA get
 objects with the same attributes.
 """
 
@@ -20,22 +20,22 @@ from mindspeed_dsa.context import Megatron
 from mindspeed_dsa.features.attention.loss_tracker import LossTracker
 
 WITHOUT_DSA = "<0.16"
-"""Releases of Megatron-core that have no DSA."""
+"""Releases of Megatron-core without DSA."""
 
 
 def coefficient(config: Any) -> float:
-    """``dsa_indexer_loss_coeff``; none and negative ones mean no loss."""
+    """``dsa_indexer_loss_coeff``; None and negative values mean no loss."""
     return max(config.dsa_indexer_loss_coeff or 0.0, 0.0)
 
 
 class LossScale:
-    """What Megatron's ``DSAIndexerLossAutoScaler`` keeps, for releases that lack it."""
+    """The state of Megatron's ``DSAIndexerLossAutoScaler``, for releases that lack it."""
 
     def __init__(self) -> None:
         self.main_loss_backward_scale: Tensor | None = None
 
     def set_loss_scale(self, scale: Tensor) -> None:
-        """What the gradient is multiplied by; the schedules set it before each microbatch's backward."""
+        """Factor of the gradient; the schedules set it before each microbatch's backward."""
         self.main_loss_backward_scale = scale.detach().clone()
 
 
@@ -43,7 +43,7 @@ class IndexerLoss:
     """Scale and log of one Megatron's indexer loss; see :func:`indexer_loss`.
 
     Attributes:
-        megatron: whose.
+        megatron: the Megatron that they belong to.
         sums_over_tokens: whether gradients are sums over tokens, to be divided by their number when the step
             is complete; set in every forward step, read in backward.
     """
@@ -90,7 +90,7 @@ class IndexerLoss:
         return _AttachedLoss.apply(output, loss, rows, self)  # type: ignore[no-any-return]
 
     def log(self, loss: Tensor, layer: Any, group: ProcessGroup | None) -> None:
-        """Add to the layer's figure for the log.
+        """Add to the layer's logged loss.
 
         Args:
             loss: scalar, this rank's share.
@@ -107,14 +107,14 @@ class IndexerLoss:
 
 @cache
 def indexer_loss(megatron: Megatron) -> IndexerLoss:
-    """Scale and log of that Megatron, which has one of each."""
+    """Scale and log of this Megatron, which has one of each."""
     return IndexerLoss(megatron)
 
 
 class _AttachedLoss(torch.autograd.Function):
     """Identity on the output; in backward the indexer loss gets its gradient.
 
-    Megatron's ``DSAIndexerLossAutoScaler`` does the same without knowing what the loss was divided by.
+    Megatron's ``DSAIndexerLossAutoScaler`` does the same without the divisor of the loss.
     """
 
     @staticmethod

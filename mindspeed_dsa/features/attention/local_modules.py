@@ -1,7 +1,7 @@
-"""Building blocks that Megatron has only as Transformer Engine modules, in plain PyTorch.
+"""Modules that Megatron has only as Transformer Engine modules, in plain PyTorch.
 
-Constructor arguments, parameter names and the marks on parameters are those of the Transformer
-Engine counterparts, so that specs, gradient synchronisation and checkpoints need not know.
+Constructor arguments, parameter names and parameter attributes are those of the Transformer Engine
+counterparts, so that specs, gradient synchronization and checkpoints work unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mindspeed_dsa.features.attention.local_norms import norm_of_fused_layer
 
 
 def _same_on_every_tensor_parallel_rank(megatron: Megatron) -> AbstractContextManager[Any]:
-    """Random state that all ranks of a tensor parallel group share."""
+    """Random state shared by all ranks of a tensor parallel group."""
     random = megatron("core.tensor_parallel.random")
     tracker = random.get_cuda_rng_tracker()
     if not tracker.is_initialized():
@@ -30,7 +30,7 @@ def _same_on_every_tensor_parallel_rank(megatron: Megatron) -> AbstractContextMa
 
 
 class DuplicatedLinear(torch.nn.Module):
-    """Linear layer whose weight is a full copy on every tensor parallel rank.
+    """Linear layer whose weight is replicated on every tensor parallel rank.
 
     Replaces ``TELinear(parallel_mode="duplicated")``. Checkpoints treat it as replicated.
     With sequence parallelism its input is one rank's part of the sequence, so the gradient of its
@@ -40,12 +40,12 @@ class DuplicatedLinear(torch.nn.Module):
         input_size, output_size: features in and out.
         config: Megatron's configuration; its ``params_dtype`` is the weights' dtype.
         init_method: fills the weight in place.
-        bias: add a bias, initialised to zero.
+        bias: add a bias, initialized to zero.
         skip_bias_add: return the bias instead of adding it.
         parallel_mode: only ``"duplicated"``.
         tp_group, tp_comm_buffer_name, gather_output, is_expert, skip_weight_param_allocation, name:
-            accepted for the sake of Megatron's call sites; they say nothing about a full copy, and what
-            contradicts one is refused.
+            accepted for compatibility with Megatron's call sites; unused, and rejected if they contradict
+            replication.
     """
 
     megatron: ClassVar[Megatron] = Megatron()
@@ -70,7 +70,7 @@ class DuplicatedLinear(torch.nn.Module):
         super().__init__()
         if parallel_mode != "duplicated" or is_expert or skip_weight_param_allocation:
             raise ValueError(
-                "DuplicatedLinear is a full copy on every rank and owns its weight: got "
+                "DuplicatedLinear is replicated on every rank and owns its weight: got "
                 f"parallel_mode={parallel_mode!r}, is_expert={is_expert}, "
                 f"skip_weight_param_allocation={skip_weight_param_allocation}; use ColumnParallelLinear "
                 "or RowParallelLinear for anything else"
@@ -107,7 +107,7 @@ class DuplicatedLinear(torch.nn.Module):
         return F.linear(hidden_states, self.weight, self.bias), None
 
     def backward_dw(self) -> None:
-        """Weight gradients are never delayed here; part of the interface of Megatron's layers."""
+        """No-op: weight gradients are never delayed here; part of the interface of Megatron's layers."""
 
 
 @cache
@@ -126,7 +126,7 @@ def layer_norm_column_parallel_linear(megatron: Megatron) -> type:
     class LayerNormColumnParallelLinear(base):
         """Norm and column parallel linear in one module, with Transformer Engine's parameter names.
 
-        ``layer_norm_weight`` (and ``layer_norm_bias``) are full copies on every tensor parallel rank;
+        ``layer_norm_weight`` (and ``layer_norm_bias``) are replicated on every tensor parallel rank;
         ``weight`` is split along its output dimension. Takes the arguments of ``ColumnParallelLinear``.
         """
 

@@ -46,7 +46,7 @@ def _prepare_norm(norm: torch.nn.Module, config: Any) -> bool:
 
 
 def norm_of_fused_layer(layer: Any, hidden_states: Tensor, config: Any) -> Tensor:
-    """The norm in front of a linear layer that holds its parameters, ours or Transformer Engine's.
+    """The norm before a linear layer that holds its parameters, ours or Transformer Engine's.
 
     Args:
         layer: has ``layer_norm_weight`` and, for LayerNorm, ``layer_norm_bias``, both ``[hidden]``.

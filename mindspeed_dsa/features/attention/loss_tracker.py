@@ -14,11 +14,11 @@ _NAME = "indexer loss"
 
 
 class LossTracker:
-    """The functions of Megatron's ``DSAIndexerLossLoggingHelper``, and its state where Megatron has none.
+    """The functions of Megatron's ``DSAIndexerLossLoggingHelper``, and its state where Megatron lacks it.
 
     Args:
         megatron: the session's.
-        home: Megatron's class, which then has the state and is called, so that patches of it apply.
+        home: Megatron's class, which then holds the state and is called, so that patches of it apply.
 
     Attributes:
         tracker: ``values``, one sum per layer, and ``reported``, 1 for each layer that added to its sum since
@@ -64,10 +64,10 @@ class LossTracker:
         tracker["reduce_group"] = tracker["avg_group"] = None
 
     def reduce_loss_in_tracker(self) -> None:
-        """Put the losses of all layers on every rank; a collective of all ranks, reporting or not."""
+        """Reduce the losses of all layers to every rank; a collective of all ranks, reporting or not."""
         tracker = self._home.tracker
         if "values" in tracker:
-            # Parts of one stage's loss, before stages are put together: only this stage knows the groups.
+            # Parts of one stage's loss, before stages are combined: only this stage knows the groups.
             _reduce(tracker["values"], tracker.get("reduce_group"))
             _reduce(tracker["values"], tracker.get("avg_group"), mean=True)
 
@@ -99,11 +99,11 @@ class LossTracker:
         A collective of all ranks.
 
         Args:
-            loss_scale: what a layer's sum is multiplied by: one over the number of microbatches.
+            loss_scale: factor of a layer's sum: one over the number of microbatches.
             iteration: the step the figure belongs to.
             writer: TensorBoard writer, or ``None``.
             wandb_writer: Weights & Biases writer, or ``None``.
-            total_loss_dict: its ``"indexer loss"`` grows by the mean.
+            total_loss_dict: the mean is added to its ``"indexer loss"``.
             per_layer_logging: also write each layer's figure to TensorBoard.
         """
         self._home.reduce_loss_in_tracker()
@@ -126,7 +126,7 @@ class LossTracker:
 
 
 def _grow(tracker: dict[str, Any], size: int, device: torch.device | int) -> None:
-    """Make room for ``size`` layers; what is there stays, on its device."""
+    """Grow to ``size`` layers; existing values keep their device."""
     for name in ("values", "reported"):
         old = tracker.get(name)
         if old is None:
@@ -136,7 +136,7 @@ def _grow(tracker: dict[str, Any], size: int, device: torch.device | int) -> Non
 
 
 def _reduce(values: Tensor, group: ProcessGroup | None, mean: bool = False) -> None:
-    """Sum or mean over a group; a sum and a division, because gloo has no mean."""
+    """Sum or mean over a group; a sum and a division, because gloo does not support a mean."""
     if group is not None and group.size() > 1:
         all_reduce(values, group=group)
         if mean:

@@ -1,6 +1,6 @@
 """The steps from hidden states to query and key of latent attention, on any Megatron-core since 0.12.1.
 
-Shapes are Megatron's, sequence first. A down-projection is either a full copy on every tensor parallel rank,
+Shapes are Megatron's, sequence first. A down-projection is either replicated on every tensor parallel rank,
 which returns its input's part of the sequence, or split over ranks, and then returns the whole sequence.
 """
 
@@ -28,7 +28,7 @@ class Projections:
 
     Attributes:
         layer: Megatron's ``MLASelfAttention``.
-        megatron: whose.
+        megatron: the layer's Megatron.
     """
 
     layer: Any
@@ -47,7 +47,7 @@ class Projections:
         return self.megatron("core.parallel_state").get_context_parallel_group() if group is None else group
 
     def down(self, projection: Any, hidden_states: Tensor, sizes: list[int]) -> list[Tensor]:
-        """A down-projection's output by parts, put together where the projection is split over ranks."""
+        """A down-projection's output in parts, gathered where the projection is split over ranks."""
         projected, _ = projection(hidden_states)
         if projected.size(-1) != sum(sizes):
             gather = self.megatron("core.tensor_parallel").gather_from_tensor_model_parallel_region
@@ -72,7 +72,7 @@ class Projections:
         Args:
             rotary_key: ``[s, b, rope]``, a part of ``s`` from a full copy under sequence parallelism.
             hidden_states: ``[s, b, hidden]``, likewise.
-            is_summed: whether something else sums the gradient where no reduce-scatter does.
+            is_summed: whether other code sums the gradient where no reduce-scatter does.
         """
         group = self.tensor_parallel_group()
         if group.size() == 1:
@@ -115,8 +115,8 @@ class Projections:
 
         Args:
             rotate: from :meth:`rotation`.
-            latent_query: ``[s, b, q_lora_rank]``, normed but for a norm that its up-projection holds.
-            latent: ``[s, b, kv_lora_rank]``, normed but for a norm that its up-projection holds.
+            latent_query: ``[s, b, q_lora_rank]``, normed, unless its up-projection holds the norm.
+            latent: ``[s, b, kv_lora_rank]``, normed, unless its up-projection holds the norm.
             rotary_key: ``[s, b, rope]``, of the whole sequence.
             up_key: the key's up-projection, ``[heads, qk_head_dim, kv_lora_rank]``.
 
@@ -138,7 +138,7 @@ class Projections:
         return query, torch.cat([latent.unsqueeze(2), rotate(rotary_key.unsqueeze(2))], dim=-1)
 
     def recomputed_if_asked(self, derive: Callable[..., Any], *parts: Tensor) -> Any:
-        """Run now; with ``mla_up_proj`` among the modules to recompute, the layer discards the results."""
+        """Run now; with ``mla_up_proj`` among the modules to recompute, the layer frees the results."""
         if not getattr(self.layer, "recompute_up_proj", False):
             return derive(*parts)
         make, config = self.megatron("core.tensor_parallel").CheckpointWithoutOutput, self.layer.config
@@ -149,7 +149,7 @@ class Projections:
         return checkpoint.checkpoint(derive, *parts)
 
     def _gathered(self, states: Tensor) -> Tensor:
-        """The whole sequence from its parts; gradients are summed and scattered."""
+        """Gather the whole sequence from its parts; gradients are summed and scattered."""
         gather = self.megatron("core.tensor_parallel").gather_from_sequence_parallel_region
         return gather(states, group=self.tensor_parallel_group())  # type: ignore[no-any-return]
 
@@ -158,6 +158,6 @@ class Projections:
         return getattr(groups, name, None)
 
     def _group_argument(self) -> dict[str, ProcessGroup]:
-        """Where layers have groups of their own, Megatron's mappings take one; in 0.12 they do not."""
+        """Megatron's mappings take a group where layers hold their groups; in 0.12 they do not."""
         group = self._group_of_its_own("tp")
         return {} if group is None else {"group": group}

@@ -1,4 +1,4 @@
-"""Where DSA lives in Megatron, and what the declarations of its repairs and options have in common."""
+"""Locations of DSA in Megatron, and helpers for the declarations of its fixes and options."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def dsa_repair(
     options: Callable[[Any], Any] | None = None,
     supplies: Sequence[str] = (),
 ) -> Feature:
-    """A repair of Megatron's DSA: on where the model uses DSA, unless its switch says otherwise.
+    """A fix for Megatron's DSA: on if the model uses DSA, unless its switch overrides this.
 
-    The rows' ``versions`` leave out releases that have fixed the defect.
+    The rows' ``versions`` exclude releases that have fixed the defect.
     """
-    switch = Flag(f"--{name}", f"{switch_help} Default: on where the model uses DSA.", kind="auto")
+    switch = Flag(f"--{name}", f"{switch_help} Default: on if the model uses DSA.", kind="auto")
     feature = Feature(
         name=name,
         summary=summary,
@@ -44,7 +44,7 @@ def dsa_repair(
 
 
 def dsa_option(name: str, summary: str, switch: Flag, versions: str, patches: Sequence[Patch]) -> Feature:
-    """A choice that Megatron's releases in ``versions`` do not offer; off by default."""
+    """An option that Megatron's releases in ``versions`` do not offer; off by default."""
     return Feature(
         name=name,
         summary=summary,
@@ -57,4 +57,4 @@ def dsa_option(name: str, summary: str, switch: Flag, versions: str, patches: Se
 
 def megatron_flag(name: str, type: Callable[[str], Any] = str) -> Flag:
     """One of Megatron's own flags that a check reads."""
-    return Flag(name, "Megatron's own flag.", kind="value", type=type, host=True)
+    return Flag(name, "Megatron's own flag.", kind="value", type=type, megatron=True)

@@ -26,8 +26,8 @@ class _ZeroGradients(torch.autograd.Function):
 def with_zero_gradients(output: Tensor, module: torch.nn.Module) -> Tensor:
     """``output``, through which the module's trainable parameters get zero gradients.
 
-    Megatron's overlapped gradient reduction starts a bucket when all its parameters have a gradient; one
-    that never gets any would make the step fail.
+    Megatron's overlapped gradient reduction starts a bucket when all its parameters have a gradient; a
+    parameter without a gradient would make the step fail.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return _ZeroGradients.apply(output, *parameters) if parameters else output

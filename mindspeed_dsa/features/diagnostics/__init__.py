@@ -1,1 +1,1 @@
-"""Records of what a job computes; none of them changes it."""
+"""Records of a job's results; none of them changes the training."""

@@ -1,1 +1,1 @@
-"""Redirections without which Megatron does not run on a platform."""
+"""Redirections that Megatron needs to run on a platform."""

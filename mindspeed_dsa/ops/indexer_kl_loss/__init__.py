@@ -5,15 +5,14 @@ The mathematics is in README.md beside this file.
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.ops.backend import check_name, choose, say_once, settle, unless_empty
+from mindspeed_dsa.ops.backend import check_name, choose, plan, unless_empty, warn_once
 from mindspeed_dsa.ops.checks import check_shape, check_topk_indices
 from mindspeed_dsa.ops.indexer_kl_loss.arguments import (
     OPERATOR,
@@ -24,10 +23,11 @@ from mindspeed_dsa.ops.indexer_kl_loss.arguments import (
     shape_class,
 )
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient
+from mindspeed_dsa.ops.indexer_kl_loss.protocol import FusedLoss, GradientLoss, Loss
 from mindspeed_dsa.ops.indices import names_key
 from mindspeed_dsa.ops.lightning_indexer import selected_scores
 from mindspeed_dsa.ops.precision import outside_autocast
-from mindspeed_dsa.ops.ranges import visible_ranges
+from mindspeed_dsa.ops.row_ranges import visible_ranges
 
 _LAST_KEY = 2**31  # Where the number of keys is not known, any int32 may be one.
 
@@ -93,11 +93,12 @@ def indexer_kl_loss(
     check_topk_indices(OPERATOR, topk_indices, query, key.shape[1])
     check_given(topk_indices, query.shape[2], lse, topk_scores=topk_scores, attention_sum=attention_sum)
     shape = shape_class(index_query, query, topk_indices.shape[-1])
-    implementation = unless_empty(OPERATOR, choose(OPERATOR, backend, shape), query, key)
+    chosen: Loss = choose(OPERATOR, backend, shape)
+    implementation = unless_empty(OPERATOR, chosen, query, key)
     # One operator may form target, loss and gradients of the indexer's inputs. It goes past the scores, so
     # that a gradient which only they want needs the other way.
     only_scores = topk_scores is not None and topk_scores.requires_grad and not index_query.requires_grad
-    if attention_sum is None and not only_scores and hasattr(implementation, "fused_loss"):
+    if attention_sum is None and not only_scores and implementation.KIND == "fused":
         key_length = key.shape[1]
         found = implementation.plan_fused(
             index_query, query, topk_indices, key_length, lse, row_mask, tp_group, use_relu
@@ -116,7 +117,7 @@ def indexer_kl_loss(
                 tp_group,
                 found,
             )
-        say_once(f"{OPERATOR}: computed by PyTorch in chunks: {found}")
+        warn_once(f"{OPERATOR}: computed by PyTorch in chunks: {found}")
     if topk_scores is None:
         topk_scores = selected_scores(
             index_query, index_key, index_weights, topk_indices, use_relu=use_relu, backend=backend
@@ -130,7 +131,7 @@ def indexer_kl_loss(
             attention_sum = over_ranks(attention_sum, tp_group)
         row_weights = row_weights_of(rows, row_mask, reduction, topk_scores)
     valid = names_key(topk_indices, key.shape[1])
-    if not hasattr(implementation, "divergence_and_gradient"):
+    if implementation.KIND == "autograd":
         return implementation.divergence(topk_scores, attention_sum, valid, row_weights)
     return _Divergence.apply(implementation, topk_scores, attention_sum, valid, row_weights)
 
@@ -146,7 +147,8 @@ def takes_lse(index_query: Tensor, query: Tensor, topk: int, *, backend: str = "
         topk: entries per row.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
     """
-    return hasattr(choose(OPERATOR, backend, shape_class(index_query, query, topk)), "fused_loss")
+    chosen: Loss = choose(OPERATOR, backend, shape_class(index_query, query, topk))
+    return chosen.KIND == "fused"
 
 
 @outside_autocast
@@ -170,7 +172,7 @@ def divergence_and_score_gradient(
         topk_scores: ``[batch, query_length, topk]`` as the indexer returned them.
         attention_sum: same shape, probabilities summed over this rank's heads; not changed.
         topk_indices: same shape, int32 or int64, -1 at the tail. How many keys there are is not known here:
-            an index outside of them is told by what the operators return for it, a score of -inf and a sum
+            an index outside of them is known by what the operators return for it, a score of -inf and a sum
             of 0, and adds nothing.
         row_mask: ``[batch, query_length]`` bool, True for rows that count (all by default).
         reduction: ``"mean"`` over the rows that count, or their ``"sum"``.
@@ -260,24 +262,16 @@ def dense_indexer_kl_loss(
     rows = check_inputs(index_query, index_key, index_weights, query, key, True)
     ranges = visible_ranges(OPERATOR, *rows, key.shape[1], starts, ends, query.device)
     shape = shape_class(index_query, query, 0, query.shape[2] if key.dim() == 4 else 1)
-    implementation = unless_empty(OPERATOR, choose(OPERATOR, backend, shape), query, key)
-    found: tuple[Any, ...] = ()
-    if hasattr(implementation, "plan_dense"):
-        fit = implementation.plan_dense(
-            index_query, query, ranges, key.shape[1], row_mask, tp_group, use_relu
-        )
-        reason = fit if isinstance(fit, str) else None
-        implementation = settle(OPERATOR, backend, implementation, reason)
-        found = (fit,) if reason is None else ()
-    elif hasattr(implementation, "unsupported_dense"):
-        reason = implementation.unsupported_dense(index_query)
-        implementation = settle(OPERATOR, backend, implementation, reason)
+    chosen: Loss = choose(OPERATOR, backend, shape)
+    implementation = unless_empty(OPERATOR, chosen, query, key)
+    fit = implementation.plan_dense(index_query, query, ranges, key.shape[1], row_mask, tp_group, use_relu)
+    implementation, found = plan(OPERATOR, backend, implementation, fit)
     dtype = torch.promote_types(index_query.dtype, torch.float32)
     row_weights = row_weights_of(rows, row_mask, reduction, index_query.new_empty(0, dtype=dtype))
     arguments = (query.detach(), key.detach(), softmax_scale, *ranges[:2], row_weights, tp_group, use_relu)
-    if not hasattr(implementation, "dense_loss_and_gradients"):
-        return implementation.dense_loss(index_query, index_key, index_weights, *arguments, *found)
-    return _Dense.apply(implementation, index_query, index_key, index_weights, arguments)
+    if implementation.KIND == "gradients":
+        return _Dense.apply(implementation, index_query, index_key, index_weights, arguments)
+    return implementation.dense_loss(index_query, index_key, index_weights, *arguments, *found)
 
 
 class _Divergence(torch.autograd.Function):
@@ -286,7 +280,7 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        implementation: ModuleType,
+        implementation: GradientLoss | FusedLoss,
         topk_scores: Tensor,
         attention_sum: Tensor,
         valid: Tensor,
@@ -305,20 +299,26 @@ class _Divergence(torch.autograd.Function):
         return None, gradient * grad_loss, None, None, None
 
 
+_DenseArguments: TypeAlias = (
+    "tuple[Tensor, Tensor, float, Tensor, Tensor, Tensor, dist.ProcessGroup | None, bool]"
+)
+"""Query, key, softmax_scale, starts, ends, row_weights, tp_group and use_relu."""
+
+
 class _Dense(torch.autograd.Function):
     """Dense form: the gradients of the indexer's inputs are kept."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        implementation: ModuleType,
+        implementation: GradientLoss,
         index_query: Tensor,
         index_key: Tensor,
         index_weights: Tensor,
-        arguments: tuple[Any, ...],
+        arguments: _DenseArguments,
     ) -> Tensor:
         loss, gradients = implementation.dense_loss_and_gradients(
-            index_query, index_key, index_weights, *arguments, any(ctx.needs_input_grad)
+            index_query, index_key, index_weights, *arguments, with_gradients=any(ctx.needs_input_grad)
         )
         if gradients is not None:
             ctx.save_for_backward(*gradients)

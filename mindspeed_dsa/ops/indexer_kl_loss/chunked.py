@@ -5,11 +5,13 @@ What `auto` takes on a GPU for which the Triton kernels were not made.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.chunks import attention_sum as attention_sum
 from mindspeed_dsa.ops.chunks import wide
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient as divergence_and_gradient
@@ -19,6 +21,9 @@ from mindspeed_dsa.ops.precision import gradient_dtype
 # Bytes that the scores of the dense form's chunk may take. A constant of the algorithm, not of the machine:
 # with tensor parallelism every rank must cut its rows at the same places.
 _DENSE_BYTES = 256 << 20
+
+KIND: Literal["gradients"] = "gradients"
+plan_dense = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:

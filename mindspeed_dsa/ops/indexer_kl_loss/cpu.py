@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.cpu_blocks import (
     Block,
     Scratch,
@@ -26,6 +27,9 @@ from mindspeed_dsa.ops.precision import gradient_dtype
 # tensor parallelism every rank must cut its rows at the same places, because the target is reduced block
 # by block.
 _DENSE_BLOCK = 1024 * 1024
+
+KIND: Literal["gradients"] = "gradients"
+plan_dense = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:

@@ -7,7 +7,7 @@ factor that makes a mean of it is that of all rows of the batch, not of a sequen
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from mindspeed_dsa.ops.chunks import attention_sum as attention_sum
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient as divergence_and_gradient
 from mindspeed_dsa.ops.npu_device import DTYPES, TOPK_WIDTHS, listed, npu_op, unavailable, unsupported_width
 from mindspeed_dsa.ops.npu_layout import Layout, layout_of_indices, layout_of_ranges
-from mindspeed_dsa.ops.ranges import Ranges
+from mindspeed_dsa.ops.row_ranges import Ranges
 
 _SPARSE = "npu_sparse_lightning_indexer_grad_kl_loss"
 _DENSE_LSE = "npu_dense_lightning_indexer_softmax_lse"
@@ -32,6 +32,8 @@ _HEADS = (32, 64, 128)
 _INDEX_HEADS = (8, 16, 32, 64)
 _MOST_SEQUENCES = 256
 _LONGEST_QUERY = 32 * 1024
+
+KIND: Literal["fused"] = "fused"
 
 
 def unsupported(shape: ShapeClass) -> str | None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.lightning_indexer.reference import all_scores, visible
 from mindspeed_dsa.ops.sparse_flash_attention.reference import sparse_flash_attention
+
+KIND: Literal["autograd"] = "autograd"
+plan_dense = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:

@@ -6,7 +6,7 @@ indexer's inputs, each by a kernel of its own. All of its sums are in a fixed or
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,8 @@ from mindspeed_dsa.ops.triton_common import (
 _BUSY_PROGRAMS = 264
 _MAX_SPLITS = 8
 
+KIND: Literal["gradients"] = "gradients"
+
 
 def unsupported(shape: ShapeClass) -> str | None:
     """Why this backend cannot take calls of this shape, or None."""
@@ -56,7 +58,7 @@ def unsupported(shape: ShapeClass) -> str | None:
     )
 
 
-def unsupported_dense(index_query: Tensor) -> str | None:
+def plan_dense(index_query: Tensor, *facts: Any) -> str | None:
     """Why the dense form cannot take this indexer beside a main attention that fits, or None."""
     return unsupported_dtype(index_query.dtype)
 

@@ -130,7 +130,7 @@ def dense_lse_kernel(
         higher = tl.maximum(highest, tl.max(scores, axis=1))
         total = total * tl.exp2(highest - higher) + tl.sum(tl.exp2(scores - higher[:, None]), axis=1)
         highest = higher
-    # Rows that see nothing: any finite number, nobody reads it.
+    # Rows that see nothing: any finite number, it is never read.
     result = highest + tl.log2(tl.where(total > 0, total, 1.0))
     tl.store(lse + row.to(tl.int64) * heads + head, result, mask=is_row)
 
@@ -197,7 +197,7 @@ def dense_sum_kernel(
                 scores = product(q_tail, tl.trans(k_tail), scores, WIDEN)
             norm = tl.load(lse + row_offsets * heads + head, mask=is_row, other=0.0)
             seen = (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
-            # Masked before the exponential: a score that nobody sees may be larger than any lse.
+            # Masked before the exponential: an unseen score may be larger than any lse.
             summed += tl.exp2(tl.where(seen, scores * scale_log2 - norm[:, None], float("-inf")))
         tl.store(
             slab + row_offsets[:, None] * key_length + position[None, :],
@@ -232,7 +232,7 @@ def dense_key_gradient_kernel(
     USE_RELU: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One program per tile of keys and share of the rows; nobody else adds to its part of ``grad_key``.
+    """One program per tile of keys and share of the rows; no other program adds to its part of ``grad_key``.
 
     ``grad_key`` is ``[SPLITS, key_length, dim]`` fp32, ``grad_scores`` is ``[rows, key_length]``.
     """

@@ -5,7 +5,6 @@ The mathematics is in README.md beside this file.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +20,9 @@ from mindspeed_dsa.ops.checks import (
     check_weights,
     require,
 )
+from mindspeed_dsa.ops.lightning_indexer.protocol import GradientIndexer, Indexer
 from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
-from mindspeed_dsa.ops.ranges import visible_ranges
+from mindspeed_dsa.ops.row_ranges import visible_ranges
 
 OPERATOR = "lightning_indexer"
 
@@ -80,12 +80,13 @@ def lightning_indexer(
     require(topk >= 1, OPERATOR, f"topk must be at least 1, got {topk}")
     batch, query_length = query.shape[:2]
     ranges = visible_ranges(OPERATOR, batch, query_length, key.shape[1], starts, ends, query.device)
-    implementation = unless_empty(OPERATOR, choose(OPERATOR, backend, _shape_class(query, topk)), query, key)
+    chosen: Indexer = choose(OPERATOR, backend, _shape_class(query, topk))
+    chosen = unless_empty(OPERATOR, chosen, query, key)
     topk = min(topk, key.shape[1])
-    implementation, found = plan(OPERATOR, backend, implementation, topk, ranges, key.shape[1], use_relu)
+    plan_found = chosen.plan_call(topk, ranges, key.shape[1], use_relu)
+    implementation, found = plan(OPERATOR, backend, chosen, plan_found)
     starts, ends, _ = ranges
-    # The reference is differentiated by autograd; the other backends bring their gradients.
-    if not hasattr(implementation, "select"):
+    if implementation.KIND == "autograd":
         return IndexerOutput(
             *implementation.lightning_indexer(query, key, weights, topk, starts, ends, use_relu)
         )
@@ -128,9 +129,9 @@ def selected_scores(
     _check_operands(query, key, weights)
     check_topk_indices(OPERATOR, topk_indices, query, key.shape[1])
     shape = _shape_class(query, topk_indices.shape[-1])
-    implementation = unless_empty(OPERATOR, choose(OPERATOR, backend, shape), query, key)
-    # The reference is differentiated by autograd; the other backends bring their gradients.
-    if not hasattr(implementation, "select"):
+    chosen: Indexer = choose(OPERATOR, backend, shape)
+    implementation = unless_empty(OPERATOR, chosen, query, key)
+    if implementation.KIND == "autograd":
         return implementation.selected_scores(query, key, weights, topk_indices, use_relu)
     return _ScoresAt.apply(implementation, query, key, weights, topk_indices, use_relu)
 
@@ -158,7 +159,7 @@ class _Select(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        implementation: ModuleType,
+        implementation: GradientIndexer,
         query: Tensor,
         key: Tensor,
         weights: Tensor,
@@ -193,7 +194,7 @@ class _ScoresAt(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        implementation: ModuleType,
+        implementation: GradientIndexer,
         query: Tensor,
         key: Tensor,
         weights: Tensor,

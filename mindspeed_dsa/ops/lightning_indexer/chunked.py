@@ -5,10 +5,12 @@ What `auto` takes on a GPU for which the Triton kernels were not made.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.chunks import score_gradients as score_gradients
 from mindspeed_dsa.ops.chunks import scores_at as scores_at
 from mindspeed_dsa.ops.chunks import wide
@@ -16,6 +18,9 @@ from mindspeed_dsa.ops.chunks import wide
 # Bytes that the scores of a slab and their order may take, and the products of some of its keys.
 _SLAB_BYTES = 256 << 20
 _HIDDEN = torch.iinfo(torch.int64).min
+
+KIND: Literal["gradients"] = "gradients"
+plan_call = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:

@@ -8,11 +8,12 @@ first, then lower position". Such keys are unique, which makes any top-k algorit
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.cpu_blocks import (
     Block,
     Scratch,
@@ -33,6 +34,9 @@ _FEWEST_ROWS, _MOST_ROWS = 16, 64
 # Slab widths are rounded up, so that the number of distinct product shapes stays small.
 _WIDTH_STEP = 256
 _LAST = 2**31 - 1
+
+KIND: Literal["gradients"] = "gradients"
+plan_call = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from mindspeed_dsa.ops.indices import names_key
 from mindspeed_dsa.ops.npu_device import DTYPES, TOPK_WIDTHS, npu_op, unavailable
 from mindspeed_dsa.ops.npu_layout import Layout, layout_of_indices, layout_of_ranges
 from mindspeed_dsa.ops.precision import raising_factor
-from mindspeed_dsa.ops.ranges import Ranges
+from mindspeed_dsa.ops.row_ranges import Ranges
 
 _HEAD_DIM = 128
 _MOST_HEADS = 64
@@ -21,6 +23,8 @@ _ANY_TOPK = 2048
 _GRAD_HEADS = 64
 _GRAD_TOPK = 2048
 _BEHIND_ALL = 2**31 - 1
+
+KIND: Literal["gradients"] = "gradients"
 
 
 def unsupported(shape: ShapeClass) -> str | None:

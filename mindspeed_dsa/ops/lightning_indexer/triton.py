@@ -5,13 +5,13 @@ Scores go to a slab of rows that stays within a byte budget; one program per row
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
 from torch import Tensor
 
-from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.indices import names_key
 from mindspeed_dsa.ops.lightning_indexer.triton_kernels import (
     score_gradients_kernel,
@@ -37,6 +37,9 @@ _SLAB_ROWS = 1024
 _SLAB_BYTES = 256 << 20
 # A program of the backward holds all heads of a row.
 MAX_HEADS, MAX_HEAD_DIM = 128, 256
+
+KIND: Literal["gradients"] = "gradients"
+plan_call = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:

@@ -6,7 +6,6 @@ The mathematics is in README.md beside this file.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from mindspeed_dsa.ops.backend import ShapeClass, choose, plan, unless_empty
 from mindspeed_dsa.ops.checks import check_float, check_heads, check_shape, check_topk_indices, require
 from mindspeed_dsa.ops.chunks import wide
 from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import Attention, GradientAttention
 
 OPERATOR = "sparse_flash_attention"
 
@@ -108,14 +108,17 @@ def sparse_flash_attention(
         query.dtype,
         (("heads", heads), ("dim", dim), ("value_dim", value_dim), ("topk", topk_indices.shape[-1])),
     )
-    implementation = unless_empty(OPERATOR, choose(OPERATOR, backend, shape), query, key_value)
-    implementation, found = plan(OPERATOR, backend, implementation, topk_indices, key_value.shape[1])
+    chosen: Attention = choose(OPERATOR, backend, shape)
+    chosen = unless_empty(OPERATOR, chosen, query, key_value)
+    implementation, found = plan(
+        OPERATOR, backend, chosen, chosen.plan_call(topk_indices, key_value.shape[1])
+    )
     # Without a consumer of its gradient the sum is not formed.
     hooked = topk_scores is not None and topk_scores.requires_grad and torch.is_grad_enabled()
     receiver = None
     if hooked:
         receiver = _SumReceiver.apply(topk_scores, score_gradient, wide(query.dtype))
-    if hasattr(implementation, "backward"):
+    if implementation.KIND == "gradients":
         return SparseAttentionOutput(
             *_Attention.apply(
                 implementation,
@@ -141,7 +144,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        implementation: ModuleType,
+        implementation: GradientAttention,
         query: Tensor,
         key_value: Tensor,
         topk_indices: Tensor,
@@ -188,7 +191,7 @@ class _SumReceiver(torch.autograd.Function):
     ) -> Tensor:
         ctx.score_gradient, ctx.scores_dtype = score_gradient, topk_scores.dtype
         ctx.set_materialize_grads(False)
-        # Nobody reads it; its dtype is that of the sum.
+        # It is never read; its dtype is that of the sum.
         return topk_scores.new_zeros(1, dtype=dtype).expand(topk_scores.shape)
 
     @staticmethod

@@ -6,11 +6,16 @@ rows at once, 19 GB of them at 8k rows.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.chunks import row_chunks, wide
+
+KIND: Literal["gradients"] = "gradients"
+plan_call = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:

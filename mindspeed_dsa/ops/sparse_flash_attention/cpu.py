@@ -8,11 +8,12 @@ in row order, which makes it deterministic.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.cpu_blocks import (
     Block,
     Scratch,
@@ -24,6 +25,9 @@ from mindspeed_dsa.ops.cpu_blocks import (
     sum_of_keys,
     times_keys,
 )
+
+KIND: Literal["gradients"] = "gradients"
+plan_call = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,8 @@ _ABSORBED = 2
 _BLOCK_SIZE = 1
 _MOST_SEQUENCES = 256
 _LONGEST_QUERY = 128 * 1024
+
+KIND: Literal["gradients"] = "gradients"
 
 
 def unsupported(shape: ShapeClass) -> str | None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.indices import names_key
+
+KIND: Literal["autograd"] = "autograd"
+plan_call = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:

@@ -8,13 +8,13 @@ into chunks that bound this memory.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
 from torch import Tensor
 
-from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.precision import gradient_dtype, raising_factor
 from mindspeed_dsa.ops.sparse_flash_attention.triton_kernels import (
     attention_sum_kernel,
@@ -40,7 +40,10 @@ from mindspeed_dsa.ops.triton_common import (
     widen,
 )
 
-__all__ = ["attention_sum", "backward", "forward", "log_sum_exp", "unsupported"]
+__all__ = ["KIND", "attention_sum", "backward", "forward", "log_sum_exp", "plan_call", "unsupported"]
+
+KIND: Literal["gradients"] = "gradients"
+plan_call = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:

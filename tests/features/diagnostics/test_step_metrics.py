@@ -110,7 +110,7 @@ def test_two_megatrons_in_one_process_are_recorded_apart(megatron, tmp_path):
 def test_a_job_without_megatrons_loop_is_refused(megatron, tmp_path):
     mindspeed_dsa.enable(step_metrics_file=str(tmp_path / "metrics.jsonl"))
     with pytest.raises(
-        mindspeed_dsa.MindSpeedDSAError, match="--step-metrics-file watches Megatron-LM's own"
+        mindspeed_dsa.MindSpeedDSAError, match="--step-metrics-file records Megatron-LM's own"
     ):
         mindspeed_dsa.finalize()
 

@@ -1,1 +1,1 @@
-"""Fused DSA in Megatron releases that call it in another way than 0.16 to 0.18 do."""
+"""Fused DSA in Megatron releases whose interface differs from that of 0.16 to 0.18."""

@@ -1,8 +1,8 @@
-"""MLA in absorbed form: the key's up-projection moves to the query, the value's behind the attention.
+"""MLA in absorbed form: the key's up-projection moves to the query, the value's to the attention output.
 
 ``(W_UK c) . q = c . (W_UK^T q)`` and ``sum_s p_s (W_UV c_s) = W_UV (sum_s p_s c_s)``, so that all heads share
 one key, the latent ``c`` with its rotary part, whose latent part is the value as well (DeepSeek-V2 paper,
-section 2.1). Parameters stay where they are.
+section 2.1). Parameters are unchanged.
 
 Imports Megatron only when called: these functions are fetched while Megatron is being imported.
 """
@@ -23,8 +23,8 @@ from mindspeed_dsa.features.attention.mla_projections import Projections
 def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``MLASelfAttention.get_query_key_value_tensors`` for training and evaluation of DSA models.
 
-    Generation with a cache and packed sequences keep Megatron's form. So does the warm-up stage, whose
-    dense attention costs a third in it.
+    Generation with a cache and packed sequences keep Megatron's form. So does the warm-up stage, whose dense
+    attention costs a third of the work in that form.
     """
 
     def get_query_key_value_tensors(
@@ -56,7 +56,7 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
 
 
 def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) -> tuple[Tensor, ...]:
-    """What ``get_query_key_value_tensors`` returns, in absorbed form.
+    """The result of ``get_query_key_value_tensors`` in absorbed form.
 
     Args:
         projections: of an ``MLASelfAttention``.
@@ -75,7 +75,7 @@ def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) ->
     sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
     latent, rotary_key = projections.down(attention.linear_kv_down_proj, hidden_states, sizes)
     latent = attention.kv_layernorm(projections.own_part(latent, hidden_states))
-    # dsa-rotary-key-tp-grads sums the gradient, in absorbed form as in Megatron's.
+    # dsa-rotary-key-tp-grads sums the gradient in either form.
     rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states, is_summed=True)
     rotate = projections.rotation(rotary_key.size(0))
     up_key, up_value = up_projections(attention)
@@ -96,7 +96,7 @@ def up_projections(attention: Any) -> tuple[Tensor, Tensor]:
         ``[heads, qk_head_dim, latent]`` and ``[heads, value_dim, latent]``, this rank's heads.
 
     Raises:
-        ValueError: the layer is more than its weight (an adapter, a bias), or keeps it in fp8.
+        ValueError: the layer has other parameters than its weight (an adapter, a bias), or stores it in fp8.
     """
     layer, config = attention.linear_kv_up_proj, attention.config
     # Under overlapped parameter gathering Megatron waits for a layer's weights in this hook, and the layer
@@ -107,12 +107,12 @@ def up_projections(attention: Any) -> tuple[Tensor, Tensor]:
     if parameters - {"weight", "layer_norm_weight", "layer_norm_bias"} or "weight" not in parameters:
         raise ValueError(
             f"dsa-absorb: linear_kv_up_proj holds {', '.join(sorted(parameters)) or 'no parameters'}, and "
-            "absorption takes a plain weight only; add --no-use-dsa-absorb (LoRA on this layer needs that)"
+            "absorption supports a plain weight only; add --no-use-dsa-absorb (LoRA on this layer needs that)"
         )
     if type(layer.weight) not in (torch.nn.Parameter, Tensor):
         raise ValueError(
             f"dsa-absorb: linear_kv_up_proj keeps its weight as {type(layer.weight).__name__}, and "
-            "absorption takes plain numbers only; add --no-use-dsa-absorb, or omit --fp8-param-gather"
+            "absorption supports plain tensors only; add --no-use-dsa-absorb, or omit --fp8-param-gather"
         )
     by_head = layer.weight.unflatten(0, (attention.num_attention_heads_per_partition, -1))
     up_key, up_value = by_head.split([config.qk_head_dim, config.v_head_dim], dim=1)

@@ -24,8 +24,8 @@ from mindspeed_dsa.features.attention.indexer_loss import coefficient, indexer_l
 def fuse_core_attention(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
     """Decorate ``DSAttention.forward``.
 
-    Takes causal self-attention over whole sequences, in plain or absorbed form. A mask that Megatron's own
-    code takes as a tensor goes to the original.
+    Handles causal self-attention over whole sequences, in plain or absorbed form. With a mask that Megatron's
+    own code takes as a tensor the original runs.
     """
 
     def forward(
@@ -75,8 +75,8 @@ def _refuse_unknown(
     found += [name for name, given in others.items() if given is not None]
     if found:
         raise ValueError(
-            f"fused-dsa: DSAttention got {', '.join(found)}; fused DSA has causal attention over unpacked "
-            "sequences only. Omit --use-fused-dsa and --use-dsa-absorb for this job"
+            f"fused-dsa: DSAttention got {', '.join(found)}; fused DSA supports causal attention over "
+            "unpacked sequences only. Omit --use-fused-dsa and --use-dsa-absorb for this job"
         )
 
 
@@ -102,7 +102,7 @@ def check_keys(attention: Any, query: Tensor, key: Tensor) -> None:
         )
     raise ValueError(
         f"{problem} on one of {ranks} context parallel ranks; gather the {rows * ranks} keys of the "
-        "whole sequence in front of the core attention, or train with --context-parallel-size 1"
+        "whole sequence before the core attention, or train with --context-parallel-size 1"
     )
 
 
@@ -116,7 +116,7 @@ def attend(
     options: Options,
     megatron: Megatron,
 ) -> Tensor:
-    """Sparse attention of a layer, whose output carries the indexer loss where it is wanted.
+    """Sparse attention of a layer, whose output carries the indexer loss if there is one.
 
     Args:
         attention: a ``DSAttention``, Megatron's or ours; its ``training``, ``config``, ``indexer``,
@@ -127,14 +127,14 @@ def attend(
         x: ``[sequence, batch, hidden]``, as many rows as queries; a rank's part of them under sequence
             parallelism.
         qr: ``[sequence, batch, q_lora_rank]``, likewise.
-        options: what runs on our operators.
-        megatron: whose the attention is.
+        options: the parts that run on our operators.
+        megatron: the attention's Megatron.
 
     Returns:
         ``[sequence, batch, heads * value_dim]``.
 
     Raises:
-        ValueError: under context parallelism a part is left to Megatron.
+        ValueError: under context parallelism a part runs Megatron's own code.
     """
     operands = Operands(query, key, value, attention.softmax_scale)
     groups = Groups.of(attention.indexer.pg_collection)
@@ -144,8 +144,8 @@ def attend(
         return warmup.attend(attention, operands, rows, groups, x, qr, options.backend, megatron)
     if groups.context is not None and not options.all_ours:
         raise ValueError(
-            "fused-dsa: Megatron's own indexer, attention and indexer loss of this release know no context "
-            "parallelism; omit --no-use-fused-... or train with --context-parallel-size 1"
+            "fused-dsa: Megatron's own indexer, attention and indexer loss of this release do not support "
+            "context parallelism; omit --no-use-fused-... or train with --context-parallel-size 1"
         )
     ours, loss = indexer_loss(megatron), None
     # Each of the whole sequence's rows has a key.

@@ -13,9 +13,9 @@ _RELEASES = ">=0.16,<0.19"
 
 USE_FUSED_DSA = Flag(
     "--use-fused-dsa",
-    "DSA on fused operators: memory grows with the sequence, not with its square, and work with the chosen "
+    "DSA on fused operators: memory grows with the sequence, not with its square, and work with the selected "
     "keys. Switches on --use-dsa-absorb and the three --use-fused-* below; --no-use-dsa-absorb and so on "
-    "leave one of them to Megatron.",
+    "use Megatron's code for one of them.",
 )
 ABSORB = Flag(
     "--use-dsa-absorb",
@@ -27,12 +27,12 @@ _SWITCHES = (
     ABSORB,
     Flag(
         "--use-fused-lightning-indexer",
-        "Choose keys with the fused operator, ties to the lowest position. Default: as --use-fused-dsa.",
+        "Select keys with the fused operator, ties to the lowest position. Default: as --use-fused-dsa.",
         kind="auto",
     ),
     Flag(
         "--use-fused-sparse-flash-attention",
-        "Attend to the chosen keys with the fused operator. Default: as --use-fused-dsa.",
+        "Attend to the selected keys with the fused operator. Default: as --use-fused-dsa.",
         kind="auto",
     ),
     Flag(
@@ -43,8 +43,8 @@ _SWITCHES = (
 )
 _BACKEND = Flag(
     "--dsa-backend",
-    "Implementation of the DSA operators; 'auto' takes the best one that the device and the shapes allow and "
-    "says why one is skipped, a named one that cannot run is an error.",
+    "Implementation of the DSA operators; 'auto' selects the best one for the device and the shapes and "
+    "logs why one is skipped; a named one that cannot run is an error.",
     kind="value",
     default="auto",
     choices=("auto", "reference", "chunked", "cpu", "triton", "npu"),
@@ -56,7 +56,7 @@ _FUSE_KL = Flag(
 )
 _STAGE = Flag(
     "--dsa-stage",
-    "Stage of DSA training: 'warmup' trains the indexer alone, beside dense attention; 'sparse' trains all.",
+    "Stage of DSA training: 'warmup' trains only the indexer, with dense attention; 'sparse' trains all.",
     kind="value",
     default="sparse",
     choices=("sparse", "warmup"),
@@ -93,7 +93,7 @@ FUSED = Feature(
                 "packed_seq_params",
             ),
             versions=_RELEASES,
-            priority=-100,  # inside of everything that decides whether and when the forward runs
+            priority=-100,  # inside all wrappers that decide whether and when the forward runs
         ),
         Patch(
             f"{DSA}:DSAIndexer._compute_index_scores",
@@ -117,7 +117,7 @@ ABSORBED = Feature(
             f"{MLA}:MLASelfAttention.get_query_key_value_tensors",
             "wrap",
             f"{_IMPL}.absorb:absorb_latent",
-            "Megatron makes a key and a value for each head, which sparse attention would have to gather",
+            "Megatron computes a key and a value for each head, which sparse attention would have to gather",
             params=("hidden_states", "packed_seq_params", "inference_context"),
             versions=_RELEASES,
             priority=-100,
@@ -138,14 +138,14 @@ WARMUP = Feature(
             "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
             "wrap",
             f"{_IMPL}.warmup:freeze_all_but_indexers",
-            "parameters that are not trained belong neither in gradient buffers nor in the optimizer",
+            "frozen parameters must be neither in gradient buffers nor in the optimizer",
             versions=_RELEASES,
         ),
         Patch(
             "megatron.core.transformer.transformer_layer:TransformerLayer.forward",
             "wrap",
             f"{_IMPL}.warmup:layer_without_graph",
-            "nothing of a frozen layer is needed in backward",
+            "a frozen layer needs no activations in backward",
             versions=_RELEASES,
         ),
     ),

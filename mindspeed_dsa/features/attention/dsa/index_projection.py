@@ -1,4 +1,4 @@
-"""From hidden states to what the indexer scores keys with, by Megatron's own, or a fork's, projections."""
+"""The indexer's query, key and weights from hidden states, by Megatron's own, or a fork's, projections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mindspeed_dsa.features.attention.dsa.problem import IndexInputs
 
 
 class _NoScores:
-    """Takes the place of the scores, which :func:`index_inputs` does not need."""
+    """Placeholder for the scores, which :func:`index_inputs` does not need."""
 
     def topk(self, k: int, dim: int = -1) -> tuple[None, None]:
         return None, None
@@ -21,7 +21,7 @@ class _NoScores:
 
 @dataclass
 class _Tap:
-    """Keeps the arguments of Megatron's score function."""
+    """Records the arguments of Megatron's score function."""
 
     compute: bool
     inputs: IndexInputs | None = None
@@ -33,7 +33,7 @@ _tap: ContextVar[_Tap | None] = ContextVar("_tap", default=None)
 def tap_index_scores(original: Callable[..., Tensor]) -> Callable[..., Any]:
     """Decorate ``DSAIndexer._compute_index_scores`` of releases that have no ``forward_before_topk``.
 
-    The projections, rotary embedding and rotation in front of it stay Megatron's, or a fork's, own.
+    The projections, rotary embedding and rotation before it remain Megatron's, or a fork's, own.
     """
 
     def _compute_index_scores(self: Any, q: Tensor, weights: Tensor, k: Tensor) -> Any:
@@ -53,7 +53,7 @@ def index_inputs(indexer: Any, x: Tensor, qr: Tensor, keys: int) -> IndexInputs:
         indexer: a ``DSAIndexer``, Megatron's or ours.
         x: ``[sequence, batch, hidden]``, a rank's part of the sequence under sequence parallelism.
         qr: ``[sequence, batch, q_lora_rank]``, likewise.
-        keys: those of the main attention, each of which has an index key.
+        keys: number of keys of the main attention; each must have an index key.
 
     Raises:
         ValueError: there are more or fewer index keys.
@@ -64,7 +64,7 @@ def index_inputs(indexer: Any, x: Tensor, qr: Tensor, keys: int) -> IndexInputs:
         inputs, _ = run_tapped(indexer, x, qr, None, compute=False)
     if inputs.key.shape[1] != keys:
         raise ValueError(
-            f"fused-dsa: the indexer has {inputs.key.shape[1]} keys to choose from and the attention {keys}; "
+            f"fused-dsa: the indexer has {inputs.key.shape[1]} keys to select from and the attention {keys}; "
             "under context parallelism gather the index keys of the whole sequence as well"
         )
     return inputs
@@ -80,10 +80,10 @@ def run_tapped(
         x: as for :func:`index_inputs`.
         qr: as for :func:`index_inputs`.
         mask: ``[sequence, sequence]``, added to the scores.
-        compute: whether there are to be scores.
+        compute: whether to compute scores.
 
     Returns:
-        What the keys are scored with, and scores and choice, both None without ``compute``.
+        The indexer's query, key and weights, and scores and selection, both None without ``compute``.
     """
     tap = _Tap(compute)
     token = _tap.set(tap)

@@ -20,7 +20,7 @@ from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_
 
 
 def share_of_rank(loss: LossOptions, rows: Rows, groups: Groups) -> tuple[str, float | Tensor]:
-    """How the operators reduce over this rank's rows, and what the result is multiplied by.
+    """How the operators reduce over this rank's rows, and the factor of the result.
 
     The product is the sum over this rank's rows divided by the rows of all context parallel ranks that count,
     so that losses, and their gradients, add up over ranks to those of the whole sequence. A collective of the
@@ -29,7 +29,7 @@ def share_of_rank(loss: LossOptions, rows: Rows, groups: Groups) -> tuple[str, f
     if loss.per_token:
         return "sum", loss.coefficient
     if groups.context is None or rows.counted is None:
-        # Context parallel ranks hold equally many rows.
+        # Context parallel ranks hold the same number of rows.
         return "mean", loss.coefficient / groups.context_ranks
     # Padding is not spread evenly over ranks.
     count = rows.counted.sum(dtype=torch.float32)
@@ -46,9 +46,10 @@ def sparse_loss(
     loss: LossOptions,
     backend: str,
 ) -> Tensor:
-    """Both distributions on the chosen keys; this rank's share, a scalar, the coefficient included.
+    """Loss between both distributions on the selected keys; this rank's share, a scalar, coefficient
+    included.
 
-    Without what the attention knows of its probabilities (``attended``) they are computed again.
+    Without the attention's probabilities (``attended``) they are recomputed.
     """
     query, key = operands.detached()
     attention_sum, lse = (attended.attention_sum, attended.lse) if attended else (None, None)
@@ -61,7 +62,7 @@ def sparse_loss(
         inputs.key,
         inputs.weights,
         query,
-        # With the sum at hand the key is not read, and heads with keys of their own have no single one.
+        # With a given sum the key is not read, and heads with separate keys have no single one.
         key if key.dim() == 3 else key[:, :, 0],
         selection.topk_indices,
         operands.softmax_scale,
@@ -80,7 +81,7 @@ def sparse_loss(
 def dense_loss(
     operands: Operands, inputs: IndexInputs, rows: Rows, groups: Groups, loss: LossOptions, backend: str
 ) -> Tensor:
-    """Both distributions on all visible keys; otherwise as :func:`sparse_loss`."""
+    """Loss between both distributions on all visible keys; otherwise as :func:`sparse_loss`."""
     reduction, factor = share_of_rank(loss, rows, groups)
     value = dense_indexer_kl_loss(
         inputs.query,
@@ -100,7 +101,7 @@ def dense_loss(
 
 
 def attention_sum_by_head(operands: Operands, topk_indices: Tensor, backend: str) -> Tensor:
-    """Probabilities summed over heads that have keys of their own: ``[b, s, topk]`` fp32, no gradient."""
+    """Probabilities summed over heads with separate keys: ``[b, s, topk]`` fp32, no gradient."""
     with torch.no_grad():
         summed = attend_sparsely(operands, topk_indices, backend, with_sum=True).attention_sum
     assert summed is not None

@@ -1,4 +1,4 @@
-"""Main attention over the chosen keys, absorbed or by head, on the operator or on PyTorch's own kernels."""
+"""Main attention over the selected keys, absorbed or by head, on the operator or on PyTorch's kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def attend_sparsely(
 
     Args:
         operands: query, key, value and scale.
-        topk_indices: ``[b, s, topk]``, as the operators want them.
+        topk_indices: ``[b, s, topk]``, in the operators' format.
         backend: of the operator.
         with_sum: whether to return ``attention_sum``.
         topk_scores: see the operator; absorbed form only, and so is the next one.
@@ -46,8 +46,8 @@ def attend_sparsely(
         )
         return Attended(operands.up_projected(result.out), result.attention_sum, result.lse)
 
-    # The operator has one key-value head whose value is the key's leading part: each head is a call, its
-    # value in front of its key, and zeros in front of its query.
+    # The operator has one key-value head whose value is the key's leading part: each head is a separate call,
+    # with its value before its key, and zeros before its query.
     value_dim = operands.value.shape[-1]
     outputs, summed = [], None
     for head in range(query.shape[2]):
@@ -68,15 +68,15 @@ def attend_sparsely(
 
 
 def expanded_key(operands: Operands) -> Tensor:
-    """The key with as many heads as the query, as Megatron's functions want it."""
+    """The key with as many heads as the query, as Megatron's functions expect it."""
     return operands.key.expand(-1, -1, operands.query.shape[2], -1)
 
 
 def attend_densely(operands: Operands, ends: Tensor | None, backend: str) -> Attended:
     """Causal attention over all keys that a row sees; ``ends`` as in :class:`Rows`.
 
-    PyTorch's attention wherever it has a kernel that holds no ``[s, s]``; absorbed heads are too wide for
-    that on accelerators, where the sparse operator, given every visible key, does the same.
+    Uses PyTorch's attention wherever it has a kernel without an ``[s, s]`` buffer. Absorbed heads are too
+    wide for that on accelerators; there the sparse operator gets every visible key.
     """
     query, key, value = operands.query, operands.key, operands.value
     if operands.absorbed and query.device.type != "cpu":
@@ -86,7 +86,7 @@ def attend_densely(operands: Operands, ends: Tensor | None, backend: str) -> Att
     if operands.absorbed:
         key = expanded_key(operands)
         value = key[..., : operands.latent]
-    # The kernels want values as wide as keys.
+    # The kernels require values as wide as keys.
     padded = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
     mask = None
     if ends is not None:  # [s, keys]

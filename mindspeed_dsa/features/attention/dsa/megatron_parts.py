@@ -1,4 +1,4 @@
-"""Parts of DSA's attention that are left to Megatron-core 0.16 to 0.18; they hold ``[s, s]``."""
+"""Parts of DSA's attention that run Megatron-core's own code (0.16 to 0.18); they hold ``[s, s]``."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from mindspeed_dsa.features.attention.indexer_loss import coefficient
 def parts_left_to_megatron(
     attention: Any, operands: Operands, x: Tensor, qr: Tensor, options: Options, megatron: Megatron
 ) -> Parts:
-    """What the options leave to Megatron's own code.
+    """The parts that run Megatron's own code under these options.
 
     Args:
         attention: Megatron's ``DSAttention``.
         operands: of the main attention.
         x: hidden states, as for :func:`choose_with_megatron`.
         qr: latent queries, likewise.
-        options: which parts run on our operators.
-        megatron: whose the attention is.
+        options: the parts that run on our operators.
+        megatron: the attention's Megatron.
     """
     dsa = None if options.all_ours else megatron("core.transformer.experimental_attention_variant.dsa")
 
@@ -116,7 +116,7 @@ def causal_mask(length: int, device: torch.device) -> Tensor:
 
 
 def canonical(chosen: Tensor) -> Tensor:
-    """Megatron's choice, which fills short rows up with future keys, in the operators' form.
+    """Megatron's selection, which pads short rows with future keys, in the operators' form.
 
     Args:
         chosen: ``[batch, sequence, topk]``, int64 positions in any order.
@@ -131,8 +131,8 @@ def canonical(chosen: Tensor) -> Tensor:
 
 
 def for_megatron(topk_indices: Tensor) -> Tensor:
-    """The operators' choice in a form that Megatron's functions can scatter: no -1, int64.
+    """The operators' selection in a form that Megatron's functions can scatter: no -1, int64.
 
-    The first key of a row stands again in the surplus places; scattering it twice does no harm.
+    Surplus entries repeat the first key of the row; scattering it twice is harmless.
     """
     return torch.where(topk_indices < 0, topk_indices[..., :1], topk_indices).long()

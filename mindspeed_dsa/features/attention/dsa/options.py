@@ -1,4 +1,4 @@
-"""The switches of fused DSA, as checks and implementations read them."""
+"""Options of fused DSA, for checks and implementations."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PARTS = (
     "use_fused_sparse_flash_attention",
     "use_fused_lightning_indexer_kl_loss",
 )
-"""What ``--use-fused-dsa`` switches on, each of which can also be chosen, or refused, alone."""
+"""The parts that ``--use-fused-dsa`` enables; each can also be enabled or disabled individually."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What of DSA's attention path runs on our operators."""
+    """The parts of DSA's attention path that run on our operators."""
 
     absorb: bool
     indexer: bool
@@ -31,17 +31,17 @@ class Options:
 
     @property
     def any(self) -> bool:
-        """Whether Megatron's own attention path is left at all."""
+        """Whether any part of Megatron's attention path is replaced."""
         return self.absorb or self.indexer or self.attention or self.kl_loss or self.warmup
 
     @property
     def all_ours(self) -> bool:
-        """Whether Megatron's own code computes nothing of the core attention."""
+        """Whether no part of the core attention runs Megatron's own code."""
         return self.indexer and self.attention and self.kl_loss
 
     @classmethod
     def of(cls, settings: Any) -> Self:
-        """From resolved settings or a job's argument namespace; absent switches are off."""
+        """Build from resolved settings or a job's argument namespace; absent switches are off."""
         everything = bool(getattr(settings, "use_fused_dsa", False))
         chosen = [getattr(settings, part, None) for part in PARTS]
         absorb, indexer, attention, kl_loss = (everything if one is None else bool(one) for one in chosen)
@@ -57,13 +57,13 @@ class Options:
 
 
 def fused_wanted(settings: Any) -> bool:
-    """Also where only an option is set that has no effect by itself: a mistake that a check reports."""
+    """Whether any option is set, even one that has no effect by itself: a check reports that mistake."""
     chosen = Options.of(settings)
     return chosen.any or chosen.fuse_kl_in_backward
 
 
 def absorb_wanted(settings: Any) -> bool:
-    """The absorbed form, alone or with all the rest."""
+    """Whether the absorbed form is on, alone or with the other parts."""
     return Options.of(settings).absorb
 
 

@@ -1,4 +1,4 @@
-"""One layer's sparse attention as tensors: what is attended to, which rows a rank has, who has the rest."""
+"""One layer's sparse attention as tensors: operands, the rank's rows, and the groups with the rest."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mindspeed_dsa.features.attention.context_parallel import visible_ends
 
 @dataclass(frozen=True)
 class Operands:
-    """What the main attention gets, in Megatron's layout, sequence first, and the factor of its scores.
+    """Inputs of the main attention, in Megatron's layout, sequence first, and the factor of its scores.
 
     By head: query and key ``[s, b, heads, dim]``, value ``[s, b, heads, value_dim]``. In absorbed form: query
-    ``[s, b, heads, latent + rope]``, key ``[s, b, 1, latent + rope]``, and in the place of the value its
-    up-projection ``[heads, value_dim, latent]``, which is applied to what the attention returns. Under
+    ``[s, b, heads, latent + rope]``, key ``[s, b, 1, latent + rope]``, and instead of the value its
+    up-projection ``[heads, value_dim, latent]``, which is applied to the attention output. Under
     context parallelism the query has this rank's rows, the key those of the whole sequence in its own order.
     """
 
@@ -43,14 +43,14 @@ class Operands:
         return torch.einsum("bshc,hdc->sbhd", latent_out, self.value).flatten(2)
 
     def detached(self) -> tuple[Tensor, Tensor]:
-        """Constants ``[b, s, heads, dim]`` and ``[b, s, dim]`` (absorbed) or ``[b, s, heads, dim]``."""
+        """Detached query ``[b, s, heads, dim]`` and key ``[b, s, dim]``, by head ``[b, s, heads, dim]``."""
         key = self.key.detach().transpose(0, 1)
         return self.query.detach().transpose(0, 1), key.squeeze(2) if self.absorbed else key
 
 
 @dataclass(frozen=True)
 class IndexInputs:
-    """What the indexer scores keys with, in the operators' layout."""
+    """The indexer's query, key and weights, in the operators' layout."""
 
     query: Tensor
     """``[batch, sequence, index_heads, index_dim]``."""
@@ -63,7 +63,7 @@ class IndexInputs:
 
     @classmethod
     def from_megatron(cls, query: Tensor, key: Tensor, weights: Tensor, use_relu: bool = True) -> IndexInputs:
-        """From Megatron's layout, sequence first."""
+        """Convert from Megatron's layout, sequence first."""
         return cls(query.transpose(0, 1), key.transpose(0, 1), weights.transpose(0, 1), use_relu)
 
 
@@ -71,12 +71,12 @@ class IndexInputs:
 class Rows:
     """Which keys each of this rank's queries sees, and which queries count in the loss.
 
-    A row sees the keys from its start up to, not including, its end. Context parallel ranks have rows that
-    are apart in the sequence, and packed sequences rows that start late.
+    A row sees the keys from its start up to, but excluding, its end. Context parallel ranks have rows that
+    are not contiguous in the sequence, and packed sequences have rows that start late.
 
     Attributes:
         starts: ``[s]`` int32; None: every row starts at the first key.
-        ends: ``[s]`` int32; None: plain causal rows, each of which ends behind its own key.
+        ends: ``[s]`` int32; None: plain causal rows, each of which ends after its own key.
         counted: ``[b, s]`` bool, true for rows that count in the loss; None: all do.
     """
 
@@ -91,7 +91,7 @@ class Rows:
         Args:
             groups: its ``context`` group says which.
             rows: queries on this rank.
-            device: where the ends live.
+            device: of the ends.
         """
         return cls(ends=None if groups.context is None else visible_ends(groups.context, rows, device))
 
@@ -110,12 +110,12 @@ class Groups:
 
     @classmethod
     def of(cls, pg_collection: Any) -> Groups:
-        """From Megatron's ``ProcessGroupCollection``, or anything with ``tp`` and ``cp``."""
+        """Build from Megatron's ``ProcessGroupCollection``, or any object with ``tp`` and ``cp``."""
         return cls(_several(pg_collection, "tp"), _several(pg_collection, "cp"))
 
     @property
     def context_ranks(self) -> int:
-        """How many share the rows of a sequence."""
+        """Number of ranks that share the rows of a sequence."""
         return 1 if self.context is None else self.context.size()
 
 
@@ -126,14 +126,14 @@ def _several(pg_collection: Any, name: str) -> ProcessGroup | None:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The indexer loss that is wanted.
+    """The requested indexer loss.
 
     Attributes:
-        coefficient: what the loss is multiplied by.
-        on_chosen_keys: the sparse loss, over the chosen keys; otherwise over all visible ones.
+        coefficient: factor of the loss.
+        on_chosen_keys: the sparse loss, over the selected keys; otherwise over all visible ones.
         per_token: the sum over rows; otherwise this rank's share of the mean over the rows of all context
             parallel ranks that count.
-        in_backward: form the loss inside the attention's backward pass, where that is possible. Called there
+        in_backward: compute the loss inside the attention's backward pass, where possible. Called there
             with the share, coefficient included; returns the gradient that it starts with, a scalar.
     """
 
@@ -145,7 +145,7 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class Selection:
-    """The chosen keys, and what the indexer loss needs to know about the choice."""
+    """The selected keys, and the scores that the indexer loss needs."""
 
     topk_indices: Tensor
     """``[batch, sequence, topk]`` int32, ascending, -1 at the tail."""
@@ -153,12 +153,12 @@ class Selection:
     """``[batch, sequence, topk]``, differentiable; -inf where the index is -1."""
     inputs: IndexInputs
     scores: Tensor | None = None
-    """``[batch, sequence, sequence]``, only where Megatron's own indexer made them."""
+    """``[batch, sequence, sequence]``, only if Megatron's own indexer computed them."""
 
 
 @dataclass(frozen=True)
 class Attended:
-    """What the attention returns, and what the indexer loss can take from it."""
+    """The attention output, and intermediate results for the indexer loss."""
 
     out: Tensor
     """``[s, b, heads * value_dim]``."""
@@ -170,11 +170,11 @@ class Attended:
 
 @dataclass(frozen=True)
 class Parts:
-    """Code that takes the place of our operators; None: the operator runs.
+    """Code that replaces our operators; None: the operator runs.
 
     Attributes:
-        choose: chooses the keys.
-        attend: attends to the chosen keys.
+        choose: selects the keys.
+        attend: attends to the selected keys.
         loss: the indexer loss, coefficient included.
     """
 

@@ -1,7 +1,7 @@
 """DeepSeek Sparse Attention of one layer: tensors in, output and indexer loss out.
 
-Every Megatron comes here through an adapter: patched core attentions (:mod:`.core_attention`, 0.16 to 0.18,
-and the backport to older releases) and kernel hooks (``adapters.kernel_hooks``, 0.19).
+Every Megatron release calls it through an adapter: patched core attentions (:mod:`.core_attention`, 0.16 to
+0.18, and the backport to older releases) and kernel hooks (``adapters.kernel_hooks``, 0.19).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ OURS = Parts()
 
 
 class Result(NamedTuple):
-    """What a layer's sparse attention returns."""
+    """Result of a layer's sparse attention."""
 
     out: Tensor
     """``[s, b, heads * value_dim]``."""
     loss: Tensor | None
-    """Scalar as :class:`LossOptions` says, coefficient included; None where none is wanted, or where it is
-    formed in the backward pass."""
+    """Scalar as :class:`LossOptions` says, coefficient included; None if there is no loss, or if it is
+    computed in the backward pass."""
 
 
 def needs_index(
@@ -60,7 +60,7 @@ def sparse_attention(
     backend: str,
     parts: Parts = OURS,
 ) -> Result:
-    """Choose keys for every row, attend to them, and compute the indexer loss.
+    """Select keys for every row, attend to them, and compute the indexer loss.
 
     Args:
         operands: of the main attention.
@@ -70,7 +70,7 @@ def sparse_attention(
         groups: ranks with the other heads and the other rows.
         loss: the indexer loss; None for none.
         backend: of the operators.
-        parts: what does not run on our operators.
+        parts: code that replaces our operators.
     """
 
     def choose() -> Selection:
@@ -89,7 +89,7 @@ def sparse_attention(
 
     with torch.set_grad_enabled(loss is not None):
         selection = choose()
-    # Without a gradient for its scores there is no backward pass that could form the loss.
+    # Without a gradient for its scores there is no backward pass that could compute the loss.
     has_backward = operands.absorbed and selection.topk_scores.requires_grad
     if loss is not None and loss.in_backward is not None and loss.on_chosen_keys and has_backward:
         score_gradient = _loss_in_backward(selection, rows, groups, loss, loss.in_backward, backend)
@@ -113,7 +113,7 @@ def sparse_attention(
 
 
 def select_keys(index: IndexInputs, topk: int, rows: Rows, backend: str) -> Selection:
-    """The keys of every row, by the operator."""
+    """Select the keys of every row, by the operator."""
     topk_indices, topk_scores = lightning_indexer(
         index.query,
         index.key,
@@ -134,11 +134,11 @@ def attend_to_chosen(
 
     Args:
         operands: query, key, value and scale.
-        selection: the chosen keys.
-        rows: whether all of them count in the loss.
+        selection: the selected keys.
+        rows: which of them count in the loss.
         backend: of the operator.
-        with_target: also return what the sparse loss makes its target of: the probabilities summed over
-            heads, or, where the loss forms its own, ``lse`` alone.
+        with_target: also return the input of the sparse loss's target: the probabilities summed over heads,
+        or, where the loss computes its own, ``lse`` alone.
     """
     inputs = selection.inputs
     if with_target and operands.absorbed and rows.counted is None and inputs.use_relu:
@@ -163,7 +163,7 @@ def _loss_in_backward(
     report: Callable[[Tensor], Tensor],
     backend: str,
 ) -> Callable[[Tensor], Tensor]:
-    """What the attention's backward calls when it has summed its probabilities over heads."""
+    """Callback of the attention's backward with its probabilities summed over heads."""
     scores = selection.topk_scores.detach()
 
     def score_gradient(attention_sum: Tensor) -> Tensor:

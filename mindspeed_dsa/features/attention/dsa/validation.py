@@ -1,4 +1,4 @@
-"""What does not go together with fused DSA and its warm-up stage."""
+"""Checks of the combinations of fused DSA and its warm-up stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HOMES = {"cpu": "cpu", "triton": "cuda", "npu": "npu"}
 
 
 def check_fused(args: Any) -> Sequence[str]:
-    """Impossible combinations; absent arguments are not judged."""
+    """Report invalid combinations; absent arguments are not checked."""
     chosen = Options.of(args)
     problems = []
     if getattr(args, "experimental_attention_variant", "dsa") != "dsa":
@@ -27,7 +27,7 @@ def check_fused(args: Any) -> Sequence[str]:
     if package and find_spec(package) is None:
         problems.append(
             f"--dsa-backend {chosen.backend} needs the package {package}, which is not installed: {command}, "
-            "or take --dsa-backend auto"
+            "or use --dsa-backend auto"
         )
     problems += _platform_problems(chosen.backend)
     if chosen.fuse_kl_in_backward:
@@ -41,7 +41,7 @@ def check_fused(args: Any) -> Sequence[str]:
 
 
 def _platform_problems(backend: str) -> list[str]:
-    """A named backend that this platform's tensors cannot enter; shapes are judged when there are some."""
+    """Report a named backend that does not support this platform; shapes are checked at the first call."""
     home, platform, interpreter = _HOMES.get(backend), platforms.current().name, ""
     if home in (None, platform):
         return []
@@ -50,12 +50,12 @@ def _platform_problems(backend: str) -> list[str]:
             return []
         interpreter = ", or set TRITON_INTERPRET=1 to run its kernels in the interpreter (slow, for tests)"
     problem = f"--dsa-backend {backend} runs on platform {home}, and this is {platform}"
-    return [f"{problem}; take --dsa-backend auto{interpreter}"]
+    return [f"{problem}; use --dsa-backend auto{interpreter}"]
 
 
 def _fuse_problems(chosen: Options, args: Any) -> list[str]:
     if chosen.warmup:
-        problem = "--dsa-fuse-kl-in-backward has no attention backward to work in under --dsa-stage warmup"
+        problem = "--dsa-fuse-kl-in-backward needs the attention's backward, which --dsa-stage warmup lacks"
         return [f"{problem}; omit it"]
     problems = []
     chosen_parts = (chosen.absorb, chosen.indexer, chosen.attention, chosen.kl_loss)
@@ -74,7 +74,7 @@ def _fuse_problems(chosen: Options, args: Any) -> list[str]:
 
 
 def check_stage(args: Any) -> Sequence[str]:
-    """The warm-up stage trains the indexer, by its loss alone."""
+    """Check the warm-up stage, which trains the indexer by its loss alone."""
     problems = []
     if getattr(args, "experimental_attention_variant", "dsa") != "dsa":
         problems.append(

@@ -1,8 +1,8 @@
 """The warm-up stage: dense attention, the indexer loss over the whole prefix, only indexers trained.
 
 No gradient flows through the frozen model. Each layer runs without a graph; its indexer's loss, which has a
-graph of its own, hangs on the layer's output, and the backward pass walks from output to output with zeros
-(DeepSeek-V3.2-Exp report, section 2.1.1).
+separate graph, is attached to the layer's output, and the backward pass propagates zeros from output to
+output (DeepSeek-V3.2-Exp report, section 2.1.1).
 
 Imports Megatron only when called: these functions are fetched while Megatron is being imported.
 """
@@ -26,8 +26,7 @@ from mindspeed_dsa.features.attention.dsa.problem import Groups, LossOptions, Op
 from mindspeed_dsa.features.attention.indexer_loss import coefficient, indexer_loss
 
 _losses: ContextVar[list[tuple[Tensor, int]] | None] = ContextVar("_losses", default=None)
-"""Where the running layer's attention leaves its indexer loss and the rows that this was divided by; None
-where no loss is wanted."""
+"""The running layer's indexer loss and the number of rows it was divided by; None if there is no loss."""
 
 
 def freeze_all_but_indexers(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
@@ -41,8 +40,8 @@ def freeze_all_but_indexers(original: Callable[..., None], context: Context[Opti
             if isinstance(module, dsa.DSAIndexer):
                 module.requires_grad_(True)
             if getattr(module, "recompute_input_layernorm", False):
-                # A layer without a graph keeps nothing but the norm's output, for its indexer; recomputation
-                # would empty that and, without a gradient to wait for, never fill it again.
+                # A layer without a graph saves only the norm's output, for its indexer; recomputation
+                # would free that and, without a gradient that triggers it, never restore it.
                 module.recompute_input_layernorm = False
         embedding = getattr(self, "embedding", None)
         if embedding is not None:
@@ -52,12 +51,12 @@ def freeze_all_but_indexers(original: Callable[..., None], context: Context[Opti
 
 
 def _start_graph(module: Any, inputs: Any, output: Tensor) -> Tensor:
-    """Activation checkpointing runs a layer's backward only if its input wants a gradient."""
+    """Activation checkpointing runs a layer's backward only if its input requires a gradient."""
     return output.detach().requires_grad_(torch.is_grad_enabled())
 
 
 class _WithoutGraph(torch.autograd.Function):
-    """A layer's output, made without a graph, in the place of one that depends on the layer's input."""
+    """Replace a layer's output, computed without a graph, by one that depends on the layer's input."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, hidden_states: Tensor) -> Tensor:
@@ -102,7 +101,7 @@ def attend(
     backend: str,
     megatron: Megatron,
 ) -> Tensor:
-    """Dense causal attention; the indexer's loss goes to the layer that runs.
+    """Dense causal attention; the indexer loss is passed to the running layer.
 
     Args:
         attention: Megatron's ``DSAttention``.
@@ -112,7 +111,7 @@ def attend(
         x: hidden states, as for :func:`index_inputs`.
         qr: latent queries, likewise.
         backend: of the operators.
-        megatron: whose the attention is.
+        megatron: the attention's Megatron.
     """
     losses = _losses.get()
     if losses is not None and coefficient(attention.config) > 0:

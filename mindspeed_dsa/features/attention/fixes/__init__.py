@@ -1,1 +1,1 @@
-"""Repairs of Megatron's own DSA, and choices that it lacks."""
+"""Fixes for Megatron's own DSA, and options that it lacks."""

@@ -16,8 +16,8 @@ from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.diagnostics.initial_weights.options import Options
 
 _written: set[Path] = set()
-"""Files of this process that are done. Not the session's: switching on another feature in the middle of
-training starts a new session, but the weights are no longer the first step's."""
+"""Files that this process has written. Not per session: enabling another feature during training starts a
+new session, but the weights are then no longer those of the first step."""
 
 
 def write_before_first_step(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
@@ -59,14 +59,14 @@ def write(file: Path, model: torch.nn.Module | Sequence[torch.nn.Module]) -> Non
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the wrappers around the model, which features may change."""
+    """A parameter's name without the names of model wrappers, which features may change."""
     while name.startswith("module."):
         name = name[len("module.") :]
     return name
 
 
 def digest(parameter: torch.Tensor) -> dict[str, Any]:
-    """SHA-256 over the bytes of this rank's part of a parameter, with its type and shape."""
+    """SHA-256 over the bytes of this rank's part of a parameter, with its dtype and shape."""
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     values = local.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
     sha256 = hashlib.sha256(values).hexdigest()

@@ -8,7 +8,7 @@ from mindspeed_dsa.patches.spec import Patch
 
 FEATURE = Feature(
     name="initial-weights",
-    summary="Writes a digest of every parameter, as the first step finds it, to one JSON file per rank.",
+    summary="Writes a digest of every parameter, taken before the first step, to one JSON file per rank.",
     flags=(
         Flag(
             "--initial-weights-dir",
@@ -23,7 +23,7 @@ FEATURE = Feature(
             "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
             "wrap",
             "mindspeed_dsa.features.diagnostics.initial_weights.digests:write_before_first_step",
-            "every training loop gets its schedule here, and hands it the model",
+            "every training loop gets its schedule here, and passes it the model",
         ),
     ),
     options=Options.of,

@@ -1,4 +1,4 @@
-"""The switches of initial-weights, as its implementation reads them."""
+"""Options of initial-weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for.
+    """The requested settings.
 
     Attributes:
         folder: gets one file of digests per rank.

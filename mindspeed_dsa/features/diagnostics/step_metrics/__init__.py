@@ -1,1 +1,1 @@
-"""Figures of each step of Megatron-LM's training loop."""
+"""Metrics of each step of Megatron-LM's training loop."""

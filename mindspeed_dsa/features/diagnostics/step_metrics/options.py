@@ -1,4 +1,4 @@
-"""The switches of step-metrics, as its implementation reads them."""
+"""Options of step-metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for.
+    """The requested settings.
 
     Attributes:
         file: where records are appended.

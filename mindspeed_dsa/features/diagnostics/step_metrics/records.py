@@ -1,16 +1,14 @@
 """One record per step of ``megatron.training.training.train``.
 
-A step lasts from its ``train_step`` to the moment its loss is a number on the host; evaluation,
-checkpoints and Megatron's own logging lie outside.
+A step lasts from the start of ``train_step`` until its loss is a number on the host; evaluation, checkpoints
+and Megatron's own logging are excluded.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,10 +19,11 @@ from mindspeed_dsa import platforms
 from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.diagnostics.step_metrics.options import Options
 from mindspeed_dsa.integration import indexer_loss
+from mindspeed_dsa.runs import metrics
 
 
 class _Step:
-    """What is known of the step that runs."""
+    """State of the current step."""
 
     def __init__(self) -> None:
         self.begin = 0.0
@@ -39,7 +38,7 @@ def _step_of(context: Context[Options]) -> _Step:
 
 
 def time_step(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``train_step``: note clock and consumed samples."""
+    """Decorate ``train_step``: record clock and consumed samples."""
     step = _step_of(context)
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +70,7 @@ def record_step(original: Callable[..., Any], context: Context[Options]) -> Call
             job = _job_args(context)
             tokens = (job.consumed_train_samples - step.samples_before) * job.seq_length
             grad_norm = given["grad_norm"]
-            _append(
+            metrics.append(
                 context.options.file,
                 {
                     "step": int(given["iteration"]),
@@ -92,17 +91,11 @@ def _lm_loss(losses: Mapping[str, Any]) -> float | None:
     """Language model loss in nats per token; known to the last pipeline stage only.
 
     Args:
-        losses: means over the global batch by name; a loop with a single loss may name it as it likes.
+        losses: means over the global batch by name; a single loss may have any name.
     """
     if "lm loss" in losses:
         return float(losses["lm loss"])
     return float(next(iter(losses.values()))) if len(losses) == 1 else None
-
-
-def _append(file: Path, record: Mapping[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(record) + "\n")
 
 
 def _largest_over_ranks(value: int) -> int:

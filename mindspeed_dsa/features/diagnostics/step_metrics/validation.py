@@ -1,4 +1,4 @@
-"""What step-metrics needs of a job."""
+"""Checks of the requirements of step-metrics."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mindspeed_dsa.features.diagnostics.step_metrics.options import Options
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 
 _NO_TRAINING_LOOP = (
-    "--step-metrics-file watches Megatron-LM's own training loop (megatron.training), and this job does not "
+    "--step-metrics-file records Megatron-LM's own training loop (megatron.training), and this job does not "
     "use it; write the records in the job's own loop, or omit the flag"
 )
 
 
 def check_step_metrics(args: Any) -> Sequence[str]:
-    """Whether there is a loop to watch and a file to write."""
+    """Report a missing training loop or an unusable file."""
     problems = []
     if not _exists(f"{args.megatron_root}.training"):
         problems.append(_NO_TRAINING_LOOP)

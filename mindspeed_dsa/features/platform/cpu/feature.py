@@ -1,4 +1,4 @@
-"""Stock Megatron on a machine without an accelerator: what it asks of ``torch.cuda``, the host answers.
+"""Stock Megatron on a machine without an accelerator: its ``torch.cuda`` calls are redirected to the host.
 
 ``torch.cuda.is_available()`` stays as it is (false), so that torch itself, torch.compile, DataLoader
 and checkpointing behave as on any CPU build; Megatron is permitted to run by its own ``allow_no_cuda``.
@@ -17,27 +17,32 @@ _MEGATRON = "mindspeed_dsa.features.platform.cpu.megatron_functions"
 
 _CUDA: tuple[tuple[str, Kind, str, str], ...] = (
     # target below torch.cuda, kind, implementation, why
-    (":current_device", "replace", "current_device", "tensors made on the current device are CPU tensors"),
-    (":device_count", "replace", "device_count", "Megatron builds its groups and seeds only if there is one"),
-    (":set_device", "replace", "set_device", "there is one device to choose"),
-    (":synchronize", "replace", "synchronize", "host work is done when a call returns"),
+    (":current_device", "replace", "current_device", "tensors created on the current device are CPU tensors"),
+    (
+        ":device_count",
+        "replace",
+        "device_count",
+        "Megatron builds its groups and sets seeds only if a device exists",
+    ),
+    (":set_device", "replace", "set_device", "there is only one device"),
+    (":synchronize", "replace", "synchronize", "host work is complete when a call returns"),
     (":get_device_capability", "replace", "get_device_capability", "no CUDA architecture: (0, 0)"),
     (":device_memory_used", "replace", "device_memory_used", "memory in use on the host"),
     (".memory:memory_allocated", "replace", "memory_current", "resident set of the process"),
     (".memory:memory_reserved", "replace", "memory_current", "resident set of the process"),
     (".memory:max_memory_allocated", "replace", "memory_peak", "peak resident set of the process"),
     (".memory:max_memory_reserved", "replace", "memory_peak", "peak resident set of the process"),
-    (".memory:reset_peak_memory_stats", "replace", "reset_peak", "the peak resident set starts again"),
-    (".memory:memory_stats", "replace", "memory_stats", "the same figures under the allocator's keys"),
+    (".memory:reset_peak_memory_stats", "replace", "reset_peak", "resets the peak resident set"),
+    (".memory:memory_stats", "replace", "memory_stats", "the same statistics under the allocator's keys"),
     (".memory:mem_get_info", "replace", "mem_get_info", "free and total memory of the host"),
-    (".streams:Stream", "value", "CpuStream", "streams are inert, there is no queue"),
-    (".streams:Event", "value", "CpuEvent", "events are inert and read the host clock"),
-    (":stream", "replace", "stream", "a side stream is the same order of work"),
-    (":set_stream", "replace", "set_stream", "remembers the stream for current_stream"),
-    (":current_stream", "replace", "current_stream", "the stream chosen last"),
+    (".streams:Stream", "value", "CpuStream", "streams are no-ops, there is no queue"),
+    (".streams:Event", "value", "CpuEvent", "events are no-ops and read the host clock"),
+    (":stream", "replace", "stream", "a side stream does not change the order of work"),
+    (":set_stream", "replace", "set_stream", "records the stream for current_stream"),
+    (":current_stream", "replace", "current_stream", "the stream set last"),
     (":default_stream", "replace", "default_stream", "the one default stream"),
     (".graphs:is_current_stream_capturing", "replace", "never_capturing", "there are no CUDA graphs"),
-    (".nvtx:_nvtx", "value", "NO_NVTX", "range markers go nowhere"),
+    (".nvtx:_nvtx", "value", "NO_NVTX", "range markers are ignored"),
     (".random:get_rng_state", "replace", "get_rng_state", "dropout draws from the CPU generator"),
     (".random:set_rng_state", "replace", "set_rng_state", "dropout draws from the CPU generator"),
     (".random:get_rng_state_all", "replace", "get_rng_state_all", "dropout draws from the CPU generator"),
@@ -54,12 +59,12 @@ _FACTORIES = (
 )
 _TENSOR_METHODS: tuple[tuple[str, Kind, str, str], ...] = (
     ("to", "wrap", "tensor_to_host", "a move to 'cuda' stays on the CPU"),
-    ("cuda", "replace", "tensor_cuda", "CPU tensors are where Megatron wants them"),
+    ("cuda", "replace", "tensor_cuda", "CPU tensors are already on Megatron's device"),
     (
         "type",
         "wrap",
         "tensor_type_on_host",
-        "a CPU type's name equals the torch.cuda name that optimizers ask for",
+        "a CPU type's name equals the torch.cuda name that optimizers compare with",
     ),
     ("pin_memory", "replace", "tensor_pin_memory", "there is no pinned memory: an ordinary copy"),
     ("record_stream", "replace", "tensor_record_stream", "no queue outlives the tensor"),
@@ -68,7 +73,7 @@ _BACKENDS = ("init_process_group", "new_group")
 
 _PATCHES = (
     # All rows for torch have `stale="report"`: torch keeps tables of its own functions (overrides, dynamo,
-    # jit), which may go on naming the originals.
+    # jit), which may keep referring to the originals.
     *(
         Patch(f"torch.cuda{target}", kind, f"{_TORCH}:{impl}", why, stale="report")
         for target, kind, impl, why in _CUDA
@@ -102,7 +107,7 @@ _PATCHES = (
             f"torch.distributed.distributed_c10d:{name}",
             "wrap",
             f"{_TORCH}:group_over_gloo",
-            "what is asked of NCCL is done by gloo",
+            "gloo replaces NCCL",
             stale="report",
         )
         for name in _BACKENDS
@@ -111,7 +116,7 @@ _PATCHES = (
         "torch.jit._builtins:_find_builtin",
         "wrap",
         f"{_TORCH}:find_redirected_builtin",
-        "torch.jit.script still knows the redirected factories as operators",
+        "torch.jit.script still resolves the redirected factories to operators",
         required=False,
         stale="report",
     ),
@@ -119,7 +124,7 @@ _PATCHES = (
         "torch._dynamo.trace_rules:load_object",
         "wrap",
         f"{_TORCH}:load_redirected_builtin",
-        "torch.compile still knows the operators behind the redirected factories",
+        "torch.compile still resolves the operators behind the redirected factories",
         required=False,
         stale="report",
     ),
@@ -134,14 +139,14 @@ _PATCHES = (
         "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
         "wrap",
         f"{_MEGATRON}:fork_without_warning",
-        "one generator serves host and device here, so its change inside a fork is no reason to warn",
+        "one generator serves host and device here, so its change inside a fork needs no warning",
         required=False,
     ),
     Patch(
         "megatron.core.jit:__dict__",
         "entry",
         f"{_MEGATRON}:run_eagerly",
-        "jit_fuser leaves functions as they are: on a CPU, compiling them costs more than it saves",
+        "jit_fuser returns functions unchanged: on a CPU, compiling them costs more than it saves",
         key="jit_fuser",
     ),
     Patch(
@@ -170,7 +175,7 @@ _PATCHES = (
         "megatron.core.tensor_parallel.mappings:_gather_along_first_dim",
         "wrap",
         f"{_MEGATRON}:gather_uneven",
-        "gloo gathers tensors of one size only, and experts that are split themselves get uneven numbers",
+        "gloo gathers only tensors of equal size, and tensor parallel experts get uneven numbers of tokens",
         params=("input_", "group", "output_split_sizes"),
         required=False,
     ),
@@ -178,7 +183,7 @@ _PATCHES = (
         "megatron.core.tensor_parallel.mappings:_reduce_scatter_along_first_dim",
         "wrap",
         f"{_MEGATRON}:reduce_scatter_uneven",
-        "the way back of the same tokens",
+        "the reverse direction for the same tokens",
         params=("input_", "group", "input_split_sizes"),
         required=False,
     ),
@@ -186,7 +191,7 @@ _PATCHES = (
         "megatron.core.parallel_state:create_group",
         "wrap",
         f"{_GROUPS}:remember_group",
-        "these releases keep no list of the groups that they make",
+        "these releases keep no list of the groups that they create",
         versions="<0.15",
         required=False,
     ),
@@ -201,7 +206,7 @@ _PATCHES = (
         "megatron.core.parallel_state:destroy_model_parallel",
         "wrap",
         f"{_GROUPS}:destroy_groups",
-        "each gloo group has three threads, and Megatron forgets most of its groups without ending them",
+        "each gloo group has three threads, and Megatron drops most of its groups without destroying them",
         required=False,
     ),
     *(
@@ -225,7 +230,7 @@ _PATCHES = (
         "megatron.training.initialize:initialize_megatron",
         "wrap",
         f"{_MEGATRON}:allow_no_cuda",
-        "Megatron's own permission to run without CUDA",
+        "Megatron's own setting for running without CUDA",
         params=("allow_no_cuda",),
         required=False,
     ),
@@ -233,7 +238,7 @@ _PATCHES = (
         "megatron.legacy.fused_kernels:load",
         "replace",
         f"{_MEGATRON}:no_kernels_to_load",
-        "there are no CUDA kernels to build",
+        "there are no CUDA kernels to compile",
         required=False,
     ),
 )
@@ -241,7 +246,7 @@ _PATCHES = (
 
 FEATURE = Feature(
     name="cpu-platform",
-    summary="Redirects what Megatron asks of torch.cuda to the host: it trains on a CPU with gloo.",
+    summary="Redirects Megatron's torch.cuda calls to the host: it trains on a CPU with gloo.",
     flags=(PLATFORM,),
     patches=_PATCHES,
     active=on_platform("cpu"),

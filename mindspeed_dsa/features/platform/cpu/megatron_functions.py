@@ -1,4 +1,4 @@
-"""What the CPU platform changes in Megatron itself."""
+"""The CPU platform's patches of Megatron itself."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def set_device_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: 
 
     Args:
         new_state: uint8 tensor as from ``torch.get_rng_state``.
-        device: ignored, there is one.
-        graph_safe: must be false, CUDA graphs do not exist here.
+        device: ignored, there is only one.
+        graph_safe: must be false, CUDA graphs are not supported.
 
     Raises:
-        ValueError: a CUDA-graph-safe state was asked for.
+        ValueError: a CUDA-graph-safe state was requested.
     """
     if graph_safe:
-        raise ValueError("the CPU platform has no CUDA graphs; drop --cuda-graph-impl")
+        raise ValueError("the CPU platform does not support CUDA graphs; omit --cuda-graph-impl")
     torch.set_rng_state(new_state)
 
 
@@ -52,7 +52,8 @@ def fork_without_warning(original: _Function) -> _Function:
         with contextlib.ExitStack() as stack:
             stack.callback(logger.removeFilter, _FILTER)
             stack.enter_context(original(self, *args, **kwargs))
-            stack.callback(logger.addFilter, _FILTER)  # first to run: the warning comes when the fork is left
+            # runs first: the warning is emitted when the fork exits
+            stack.callback(logger.addFilter, _FILTER)
             yield
 
     return fork
@@ -81,8 +82,8 @@ def no_softmax_kernel(self: Any, mask: Any, b: int, np: int, sq: int, sk: int) -
 def convert_split_sizes(original: _Function) -> _Function:
     """Decorate ``maybe_move_tensor_to_cpu``.
 
-    It leaves a tensor that is on the CPU as it is, even with ``as_numpy``; the token dispatcher hands
-    the result to ``all_to_all_single`` as split sizes, which must be integers.
+    The original returns a CPU tensor unchanged, even with ``as_numpy``; the token dispatcher passes the
+    result to ``all_to_all_single`` as split sizes, which must be integers.
     """
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +94,7 @@ def convert_split_sizes(original: _Function) -> _Function:
 
 
 def gather_uneven(original: _Function) -> _Function:
-    """Decorate ``_gather_along_first_dim``: gloo gathers only tensors of one size, so pad and cut."""
+    """Decorate ``_gather_along_first_dim``: gloo gathers only tensors of equal size, so pad and slice."""
 
     def _gather_along_first_dim(
         input_: torch.Tensor, group: Any = None, output_split_sizes: Any = None, *args: Any, **kwargs: Any

@@ -1,4 +1,4 @@
-"""Process groups end with Megatron's parallel state; a gloo group that is only dropped keeps its threads."""
+"""Destroys process groups with Megatron's parallel state; a dropped gloo group keeps its threads."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mindspeed_dsa.context import Context, Megatron
 _Function = Callable[..., Any]
 
 _remembered: defaultdict[Megatron, WeakSet[ProcessGroup]] = defaultdict(WeakSet)
-"""Groups of this rank, by the Megatron that made them and keeps no list of them. They outlive a session:
-switching on another feature starts a new one."""
+"""Groups of this rank, by the Megatron that created them and keeps no list of them. They outlive a
+session: enabling another feature starts a new one."""
 
 
 def remember_group(original: _Function, context: Context[None]) -> _Function:
@@ -27,7 +27,7 @@ def remember_group(original: _Function, context: Context[None]) -> _Function:
 
     def create_group(*args: Any, **kwargs: Any) -> Any:
         group = original(*args, **kwargs)
-        if isinstance(group, ProcessGroup):  # a rank that is no member gets a placeholder
+        if isinstance(group, ProcessGroup):  # a rank outside the group gets a placeholder
             _remembered[context.megatron].add(group)
         return group
 
@@ -35,11 +35,11 @@ def remember_group(original: _Function, context: Context[None]) -> _Function:
 
 
 def set_up_together(original: _Function) -> _Function:
-    """Decorate ``initialize_model_parallel``: it returns when every rank has all its groups.
+    """Decorate ``initialize_model_parallel``: return only when every rank has all its groups.
 
-    The maker of a gloo group waits for its own connections only. A rank that is done and destroys the group
-    would cut off those that are still connecting to it. The wait belongs here, where all ranks come anyway,
-    and not to the destruction, to which a rank that failed comes alone.
+    Creating a gloo group waits only for the rank's own connections. A rank that finishes early and destroys
+    the group would disconnect ranks that are still connecting to it. The barrier is here, which all ranks
+    reach, and not in the destruction, which a failed rank reaches alone.
     """
 
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
@@ -53,9 +53,9 @@ def set_up_together(original: _Function) -> _Function:
 def destroy_groups(original: _Function, context: Context[None]) -> _Function:
     """Decorate ``destroy_model_parallel``.
 
-    Only what Megatron's ``create_group`` made is destroyed, whatever the module's variables hold: they may
-    name the world group or one of the caller's. Like Megatron's own destruction of its explicit gloo
-    groups, this waits for no other rank.
+    Only groups created by Megatron's ``create_group`` are destroyed; the module's variables may also hold the
+    world group or one of the caller's. Like Megatron's own destruction of its explicit gloo groups, this
+    waits for no other rank.
     """
 
     def destroy_model_parallel() -> None:
@@ -74,7 +74,7 @@ def destroy_groups(original: _Function, context: Context[None]) -> _Function:
 
 
 def _forget(variables: dict[str, Any], groups: set[ProcessGroup]) -> None:
-    """Take groups out of variables, lists and dictionaries of a module: a reference keeps threads alive."""
+    """Remove groups from variables, lists and dictionaries of a module: a reference keeps threads alive."""
     for name, value in variables.items():
         if isinstance(value, ProcessGroup) and value in groups:
             variables[name] = None

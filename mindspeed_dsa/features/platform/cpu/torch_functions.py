@@ -1,6 +1,6 @@
-"""What the CPU platform puts in the place of ``torch.cuda`` functions and CUDA-minded tensor calls.
+"""The CPU platform's replacements of ``torch.cuda`` functions and tensor calls for CUDA.
 
-Every function here takes the arguments of the one it stands for.
+Every function here takes the arguments of the one it replaces.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["CpuEvent", "CpuStream"]  # named by patch rows
 _CPU = torch.device("cpu")
 _Function = Callable[..., Any]
 
-# Two tables that torch fills on first use, from whatever its names mean then: the functions that
+# Two tables that torch fills on first use, from the current values of its names: the functions that
 # `with torch.device(...)` acts on, and the operators that torch.jit.script knows. They must hold the
 # originals, which is what torch passes to the first and what remains when the patches are undone.
 torch.utils._device._device_constructors()
@@ -44,11 +44,11 @@ def device_count() -> int:
 
 
 def set_device(device: Any) -> None:
-    """There is nothing to choose."""
+    """No-op: there is only one device."""
 
 
 def synchronize(device: Any = None) -> None:
-    """Host work is done when its call returns."""
+    """No-op: host work is complete when its call returns."""
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
@@ -70,7 +70,7 @@ def memory_peak(device: Any = None) -> int:
 
 
 def reset_peak(device: Any = None) -> None:
-    """Start the peak again."""
+    """Reset the peak."""
     host_memory.reset_peak_memory()
 
 
@@ -111,12 +111,12 @@ def set_stream(stream: Any) -> None:
 
 
 def current_stream(device: Any = None) -> CpuStream:
-    """The stream chosen last on this thread."""
+    """The stream set last on this thread."""
     return cpu.current_stream()
 
 
 def default_stream(device: Any = None) -> CpuStream:
-    """The stream before any was chosen."""
+    """The default stream."""
     return cpu.DEFAULT_STREAM
 
 
@@ -165,7 +165,7 @@ def set_rng_state_all(new_states: Any) -> None:
 
 def manual_seed(seed: int) -> None:
     """Seed the CPU generator."""
-    # torch.manual_seed would come back here.
+    # torch.manual_seed would call this function again.
     torch.default_generator.manual_seed(int(seed))
 
 
@@ -178,7 +178,7 @@ def initial_seed() -> int:
 
 
 def on_host(device: Any) -> Any:
-    """The CPU for a CUDA device (also given as an index); anything else as it is."""
+    """Map a CUDA device (also given as an index) to the CPU; return anything else unchanged."""
     if isinstance(device, str):
         return _CPU if device.startswith("cuda") else device
     if isinstance(device, torch.device):
@@ -189,7 +189,7 @@ def on_host(device: Any) -> Any:
 
 
 def factory_on_host(original: _Function) -> _Function:
-    """Decorate a function that makes tensors and takes ``device`` and ``pin_memory`` by keyword."""
+    """Decorate a function that creates tensors and takes ``device`` and ``pin_memory`` by keyword."""
 
     def make(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
@@ -235,7 +235,7 @@ class _TypeName(str):
 
 
 def tensor_type_on_host(original: _Function) -> _Function:
-    """Decorate ``Tensor.type``, both as a question and as a conversion."""
+    """Decorate ``Tensor.type``, both as a query and as a conversion."""
 
     def type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         if dtype is None:
@@ -249,7 +249,7 @@ def tensor_type_on_host(original: _Function) -> _Function:
 
 
 def tensor_pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
-    """Replaces ``Tensor.pin_memory``: memory of the caller's own, as the real one gives, not pinned."""
+    """Replaces ``Tensor.pin_memory``: a copy, like the original, but not pinned."""
     return self.clone()
 
 
@@ -292,7 +292,7 @@ def find_redirected_builtin(original: _Function) -> _Function:
 def load_redirected_builtin(original: _Function) -> _Function:
     """Decorate the reader of torch.compile's table of known functions, which may be filled now.
 
-    The table is for operators: it gets those that the factories here call, and nothing of ours, so that
+    The table is for operators: it gets those that the factories here call, and none of our functions, so that
     torch.compile traces into it.
     """
 

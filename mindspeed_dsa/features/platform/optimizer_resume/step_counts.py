@@ -1,14 +1,13 @@
-"""Faults of ``DistributedOptimizer`` that show where torch's Adam is used, or float32 weights.
+"""Fixes for ``DistributedOptimizer`` with torch's Adam or with float32 weights.
 
-Megatron takes ``torch.optim.Adam`` where neither Transformer Engine nor Apex is installed. Then
+Megatron uses ``torch.optim.Adam`` if neither Transformer Engine nor Apex is installed. Then
 
-* resuming fails, because Megatron asks the new optimizer for its state first, and no parameter has a
-  step count yet;
+* resuming fails, because Megatron reads the new optimizer's state first, and no parameter has a step count
+  yet;
 * reading moments fails in the formats that hold no step counts, and in the one that does
-  (``dp_reshardable``) puts the new optimizer's 0 back over the count that was read;
-* after loading, the states of all parameters hold one and the same tensor as their step count. torch
-  counts it up in place once for every parameter, so Adam's bias corrections are silently
-  wrong from then on.
+  (``dp_reshardable``) overwrites the count that was read by the new optimizer's 0;
+* after loading, the states of all parameters share one tensor as their step count. torch increments it in
+  place once per parameter, so Adam's bias corrections are silently wrong from then on.
 
 With float32 weights the shards that the optimizer updates are views of the weights, and loading into
 them fails because they require gradients.
@@ -25,7 +24,7 @@ _Function = Callable[..., Any]
 
 
 def start_state(original: _Function) -> _Function:
-    """Decorate ``state_dict``: an optimizer without any state gets what Adam starts from."""
+    """Decorate ``state_dict``: an optimizer without any state gets Adam's initial state."""
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_torch_adam(self.optimizer) and not self.optimizer.state:

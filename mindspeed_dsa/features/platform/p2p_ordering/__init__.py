@@ -1,1 +1,1 @@
-"""Exact pipeline messages over gloo."""
+"""Correct pipeline messages over gloo."""

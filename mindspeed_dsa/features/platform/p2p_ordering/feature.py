@@ -1,4 +1,4 @@
-"""Pipeline messages over gloo that arrive intact and in order, none of them lost."""
+"""Pipeline messages over gloo that arrive intact, in order and without loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PARAMS = (*_TENSORS, "group", "prev_pipeline_rank", "next_pipeline_rank")
 
 FEATURE = Feature(
     name="cpu-p2p-ordering",
-    summary="Makes pipeline P2P over gloo exact: what is sent is what was computed, tagged by direction.",
+    summary="Makes pipeline P2P over gloo correct: sends keep their data, messages are tagged by direction.",
     flags=(PLATFORM,),
     patches=(
         Patch(
@@ -28,14 +28,14 @@ FEATURE = Feature(
             f"{_P2P}:_batched_p2p_ops",
             "wrap",
             f"{_IMPL}:exchange_batched",
-            "activations and gradients between the same two ranks cannot be taken for each other",
+            "activations and gradients between the same two ranks cannot be mixed up",
             params=_PARAMS,
         ),
         Patch(
             "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
             "wrap",
             f"{_IMPL}:complete_sends",
-            "a send whose handle the schedule forgot is completed before the schedule returns",
+            "a send whose handle the schedule dropped is completed before the schedule returns",
         ),
     ),
     active=on_platform("cpu"),

@@ -1,13 +1,13 @@
-"""Why interleaved pipelines computed wrong gradients over gloo, and what corrects them.
+"""Transfers of interleaved pipelines over gloo, which otherwise compute wrong gradients.
 
 Megatron's overlapped schedule starts a send, and before the next microbatch sets the sent tensor's
 ``.data`` to a one-element tensor (``deallocate_output_tensor``), waiting for the send only later. On
-NCCL that is sound: the send was enqueued on a stream, and the caching allocator hands the memory to
-later work of that order only. A gloo send is not a copy either, but it reads the memory whenever the
-receiver is ready, from a thread of its own, through an address taken when it was started. The work
-object does hold the tensor, yet ``.data`` swaps the storage of that very tensor, so the memory goes
-back to the heap under a pending send. The receiver then gets whatever was written there meanwhile:
-wrong gradients, or NaN, or ``writev: Bad address`` when the pages are gone.
+NCCL that is sound: the send was enqueued on a stream, and the caching allocator reuses the memory only for
+later work on that stream. A gloo send is not a copy either, but it reads the memory whenever the receiver is
+ready, from a separate thread, through an address taken when it was started. The work object does hold the
+tensor, yet ``.data`` swaps the storage of that very tensor, so the memory goes back to the heap under a
+pending send. The receiver then gets whatever was written there meanwhile: wrong gradients, or NaN, or
+``writev: Bad address`` when the pages are gone.
 
 Two more of NCCL's properties are missing in gloo:
 
@@ -19,10 +19,10 @@ Two more of NCCL's properties are missing in gloo:
   message is lost and the receiver hangs. The schedule drops the handle of its last
   forward send, which shows in evaluation, where no gradient proves that the send has arrived.
 
-So: a send goes through an alias that shares the storage and keeps it, its handle is kept here
+Therefore a send goes through an alias that shares the storage and keeps it alive, its handle is kept here
 until it is complete, each direction has its tag, and the schedule returns when its sends are done.
 The shapes that ``variable_seq_lengths`` exchanges first are not tagged; with two pipeline ranks and
-more than one model chunk they need the overlapped schedule, as Megatron-LM demands anyway.
+more than one model chunk they need the overlapped schedule, as Megatron-LM requires anyway.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BACKWARD_TAG = 2  # gradients, to the previous rank
 _Pending = list[tuple[Any, torch.Tensor]]
 """``(work, alias of what is sent)``."""
 _pending: defaultdict[Megatron, _Pending] = defaultdict(list)
-"""Sends of each Megatron's schedules that may not be complete."""
+"""Sends of each Megatron's schedules that may be incomplete."""
 
 
 def exchange_overlapped(original: _Function, context: Context[None]) -> _Function:
@@ -70,17 +70,17 @@ def exchange_batched(original: _Function, context: Context[None]) -> _Function:
 
 
 def complete_sends(original: _Function, context: Context[None]) -> _Function:
-    """Decorate the interleaved schedule: wait for the sends whose handles it has dropped.
+    """Decorate the interleaved schedule: wait for sends whose handles it has dropped.
 
-    By then this rank has started everything it owes the others in this step, so none of them can be
-    waiting for us and the waits end.
+    By then this rank has started all its transfers of this step, so no other rank can be waiting for it and
+    the waits complete.
     """
 
     def forward_backward_pipelining_with_interleaving(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         pending = _pending[context.megatron]
         for work, _ in pending:
-            if not work.is_completed():  # a second wait on a gloo send never ends
+            if not work.is_completed():  # a second wait on a gloo send never returns
                 work.wait()
         pending.clear()
         return result

@@ -1,4 +1,4 @@
-"""Autograd functions of column and row parallel linear layers whose communication hides behind matmul."""
+"""Autograd functions of column and row parallel linear layers that overlap communication with matmul."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Plan:
 
     Attributes:
         backend: has ``Gather``, ``gather_matmul`` and ``matmul_scatter``, and for layers without sequence
-            parallelism, which fused operators do not take, ``matmul_reduce``.
+        parallelism, which fused operators do not support, ``matmul_reduce``.
         group: tensor parallel group.
         sequence_parallel: whether ranks hold different rows outside of the layer.
-        forward, backward: number of chunks; 1 does what stock Megatron does.
-        keep_gathered: a column parallel layer keeps all ranks' rows for its backward.
+        forward, backward: number of chunks; with 1 the communication is that of stock Megatron.
+        keep_gathered: a column parallel layer saves all ranks' rows for its backward.
         fusion: Megatron's ``gradient_accumulation_fusion``.
-        megatron: whose buffer holds gathered rows that nobody keeps.
+        megatron: its buffer holds gathered rows that are not saved.
     """
 
     backend: Backend
@@ -42,7 +42,7 @@ class Plan:
     fusion: bool = False
 
     def passing(self, local: Tensor) -> Allocate:
-        """Memory for rows like ``local`` until the next gathering: Megatron's own buffer for that."""
+        """Allocate rows like ``local`` in Megatron's gather buffer, valid until the next gather."""
 
         def allocate(shape: list[int]) -> Tensor:
             buffer = self.megatron("core.parallel_state").get_global_memory_buffer()
@@ -60,8 +60,8 @@ def flat(tensor: Tensor) -> Tensor:
 def shaped(rows: Tensor, like: Tensor, sequence: int) -> Tensor:
     """``[rows, width]`` to ``[sequence, ...]`` with the other leading dimensions of ``like``.
 
-    To autograd it is no view: consumers change outputs in place, as the cross entropy does, which it forbids
-    for views that a function of ours returns.
+    The result is not a view for autograd: consumers such as the cross entropy change outputs in place, which
+    autograd forbids for views returned by a custom function.
     """
     shape = [sequence, *like.shape[1:-1], rows.size(-1)]
     output: Tensor = torch.ops.aten._unsafe_view(rows, shape)
@@ -107,13 +107,14 @@ class Column(torch.autograd.Function):
 def column_backward(
     weight: Tensor, grad: Tensor, plan: Plan, gradient: WeightGradient | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of input and weight; the input's is on its way while the weight's is computed.
+    """Gradients of input and weight; the input's is communicated while the weight's is computed.
 
     Args:
         weight: ``[out / tp, in]``.
         grad: ``[tp * rows, out / tp]`` under sequence parallelism, else ``[rows, out / tp]``.
         plan: how to communicate.
-        gradient: of the weight, with input ``[rows, in]``, or ``[tp * rows, in]`` where that was kept;
+        gradient: the weight gradient's accumulation, with input ``[rows, in]``, or ``[tp * rows, in]`` where
+        that was kept;
             ``None`` where the weight is frozen.
     """
     if not plan.sequence_parallel:
@@ -123,7 +124,7 @@ def column_backward(
     else:
         gather = None
         if gradient is not None and gradient.rows.size(0) != grad.size(0):
-            # The link is free until the first chunk is multiplied, and only the last matmul reads this.
+            # The link is idle until the first chunk is multiplied, and only the last matmul reads this.
             gather = plan.backend.Gather(gradient.rows, plan.group, 1, plan.passing(gradient.rows))
         pending = plan.backend.matmul_scatter(grad, weight, plan.group, plan.backward)
         if gradient is not None:
@@ -171,7 +172,8 @@ def row_backward(
         weight: ``[out, in / tp]``.
         grad: ``[rows, out]``.
         plan: how to communicate.
-        gradient: of the weight, with input ``[tp * rows, in / tp]``; ``None`` where the weight is frozen.
+        gradient: the weight gradient's accumulation, with input ``[tp * rows, in / tp]``; ``None`` where the
+        weight is frozen.
     """
     count = grad.size(0)
     if plan.backward == 1 or (gradient is not None and not gradient.in_pieces):
@@ -192,11 +194,11 @@ def row_backward(
 
 
 def _remember(ctx: Any, rows: Tensor, input: Tensor, weight: Tensor, plan: Plan) -> None:
-    """Keep what backward needs: a frozen weight needs no rows."""
+    """Save what backward needs: a frozen weight needs no rows."""
     learns = weight.requires_grad
     ctx.save_for_backward(weight, *([rows] if learns else []))
     ctx.plan, ctx.input_shape = plan, input.shape
-    # Not among the saved tensors: it changes in place between forward and backward, and may.
+    # Not among the saved tensors: it may change in place between forward and backward.
     ctx.main_grad = getattr(weight, "main_grad", None) if plan.fusion and learns else None
     ctx.learns = learns
 

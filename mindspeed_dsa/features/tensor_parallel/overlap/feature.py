@@ -1,4 +1,4 @@
-"""Tensor parallel communication in chunks, behind the matmul of the layer that waits for it."""
+"""Tensor parallel communication in chunks, overlapped with the matmul of the same layer."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ PATCHES = (
         f"{_LAYERS}:linear_with_grad_accumulation_and_async_allreduce",
         "wrap",
         f"{_IMPL}:overlap_column_parallel",
-        "what a column parallel layer computes and communicates, forward and backward",
+        "computation and communication of a column parallel layer, forward and backward",
         params=_FUNCTION,
     ),
     Patch(
         f"{_LAYERS}:linear_with_frozen_weight",
         "wrap",
         f"{_IMPL}:overlap_column_parallel",
-        "the same where the weight does not learn",
+        "the same with a frozen weight",
         params=_FUNCTION,
     ),
     Patch(
         f"{_LAYERS}:RowParallelLinear.forward",
         "wrap",
         f"{_IMPL}:overlap_row_parallel",
-        "what a row parallel layer computes, and the reduction after it",
+        "computation of a row parallel layer, and the reduction after it",
         params=("input_",),
     ),
 )
-"""Also those of fused kernels: they differ in who multiplies and communicates, not in where it is done."""
+"""Shared with the fused kernels, which differ in the backend but patch the same functions."""
 
 
 COC = Feature(
@@ -55,7 +55,7 @@ COC = Feature(
         ),
         Flag(
             "--coc-parallel-num",
-            "Number of chunks; 0, the default, measures the fastest for each size; 1 switches the overlap "
+            "Number of chunks; 0, the default, tunes it for each size; 1 switches the overlap "
             "off. Giving a number implies --use-ascend-coc.",
             kind="value",
             type=int,
@@ -64,7 +64,7 @@ COC = Feature(
         ),
         Flag(
             "--coc-recompute-all-gather",
-            "Gather the input of column parallel layers again in backward, as Megatron does; --no-... keeps "
+            "Gather the input of column parallel layers again in backward, as Megatron does; --no-... saves "
             "it, which saves time and costs memory. Default: gather again.",
             kind="auto",
         ),
@@ -96,7 +96,7 @@ MC2 = Feature(
     conflicts=(
         Conflict(
             COC.name,
-            "both overlap the same transfers, one in chunks, the other inside an operator; leave one of "
+            "both overlap the same transfers, one in chunks, the other inside an operator; omit one of "
             "--use-ascend-coc and --use-ascend-mc2",
         ),
     ),

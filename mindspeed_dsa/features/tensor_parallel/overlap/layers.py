@@ -1,4 +1,4 @@
-"""Where Megatron's linear layers come in: each call decides for itself how it communicates."""
+"""Patches of Megatron's linear layers: each call decides how it communicates."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from mindspeed_dsa.parallel.weight_gradient import WeightGradient
 def overlap_column_parallel(
     original: Callable[..., Tensor], context: Context[Options]
 ) -> Callable[..., Tensor]:
-    """Decorate Megatron's two linear functions, with and without a weight that learns.
+    """Decorate Megatron's two linear functions, with and without a trainable weight.
 
-    Column parallel layers call them, and whoever brings a weight of its own, such as tied embeddings.
+    They are called by column parallel layers, and by code that passes a weight, such as tied embeddings.
     """
     beyond = tuple(inspect.signature(original).parameters)[_COMMON:]
 
@@ -46,8 +46,8 @@ def overlap_column_parallel(
     ) -> Tensor:
         plan = None
         given = {**dict(zip(beyond, args, strict=False)), **kwargs}
-        # Anything beyond the group is a duty that only Megatron's own function knows, such as the deferred
-        # weight gradient of the embedding.
+        # Any other argument requests something that only Megatron's own function supports, such as the
+        # deferred weight gradient of the embedding.
         duties = [name for name, value in given.items() if value is not None and name not in _PASSIVE]
         if (sequence_parallel or allreduce_dgrad) and not duties:
             group = _group_of(given.get("tp_group"), context)
@@ -72,18 +72,17 @@ def overlap_column_parallel(
 
 
 _ANY = 1e-3
-"""An output gradient to measure with: how long a matmul takes does not depend on values."""
+"""An output gradient for timing: the duration of a matmul does not depend on values."""
 _COMMON = 6
-"""Parameters that both functions have in every release."""
+"""Parameters that both functions take in every release."""
 _PASSIVE = ("tp_group", "wgrad_deferral_limit", "gtp_remat_size")
-"""Others that ask for nothing by themselves; of the last one see :func:`_is_plain`."""
+"""Other parameters that change nothing by themselves; for the last one see :func:`_is_plain`."""
 
 
 def overlap_row_parallel(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``RowParallelLinear.forward``.
 
-    Megatron's forward runs on a stand-in for the layer whose product is already summed over ranks, so that
-    there is nothing left for it to reduce.
+    Megatron's forward runs on a proxy of the layer whose product is already reduced over ranks.
     """
 
     def forward(self: Any, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +101,7 @@ def overlap_row_parallel(original: Callable[..., Any], context: Context[Options]
 
 
 class _Reduced:
-    """A row parallel layer, but for what comes after its matmul."""
+    """A row parallel layer without the steps after its matmul."""
 
     explicit_expert_comm = True
     skip_bias_add = True
@@ -114,7 +113,7 @@ class _Reduced:
         return getattr(self._layer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name != "_forward_impl":  # before megatron-core 0.14 forward chooses it anew each time
+        if name != "_forward_impl":  # before megatron-core 0.14 every forward selects it again
             setattr(self._layer, name, value)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
@@ -129,7 +128,7 @@ def _group_of(group: Any, context: Context[Options]) -> Any:
 
 
 def _is_plain(input: Tensor, weight: Tensor, group: Any) -> bool:
-    """Whether the matmul is one of two ordinary tensors of one type, over more than one rank."""
+    """Whether the matmul has two ordinary tensors of one dtype, and more than one rank."""
     return (
         group.size() > 1
         and input.dim() >= 2
@@ -151,7 +150,7 @@ def _column_plan(
     fusion: bool,
     context: Context[Options],
 ) -> Plan | None:
-    """How this call communicates; ``None`` where Megatron's own way is to be taken."""
+    """How this call communicates; ``None`` if Megatron's own code must run."""
     if not _is_plain(input, weight, group):
         return None
     plan = _plan(context, group, sequence_parallel, fusion)
@@ -168,13 +167,13 @@ def _row_plan(layer: Any, input: Tensor, group: Any, context: Context[Options]) 
     weight = layer.weight
     usual = context.megatron("core.tensor_parallel.layers").RowParallelLinear
     if getattr(type(layer), "_forward_impl", None) is not getattr(usual, "_forward_impl", None):
-        return None  # a matmul of its own, such as a quantised one
+        return None  # a custom matmul, such as a quantized one
     if not _is_plain(input, weight, group):
         return None
     ranks, width = group.size(), weight.size(1)
     parallel = layer.input_is_parallel
     if input.size(-1) != (width if parallel else width * ranks):
-        return None  # Megatron says what is wrong, here and below
+        return None  # Megatron reports the problem, here and below
     if layer.sequence_parallel and input.size(0) % ranks:
         return None
     plan = _plan(context, group, layer.sequence_parallel, layer.gradient_accumulation_fusion)
@@ -182,7 +181,7 @@ def _row_plan(layer: Any, input: Tensor, group: Any, context: Context[Options]) 
     if context.options.fused:
         return plan if plan.sequence_parallel and _taken(plan, weight, context) else None
     if plan.forward == 0:
-        # Megatron's forward scatters an input that is whole, after this.
+        # Megatron's forward scatters a full input, after this.
         mine = input if parallel else input.narrow(-1, group.rank() * width, width)
         plan = _tuned_row(plan, mine, weight, context)
     if plan.forward == 1 and (plan.backward == 1 or not plan.sequence_parallel):
@@ -205,16 +204,16 @@ def _plan(context: Context[Options], group: Any, sequence_parallel: bool, fusion
 
 
 def _taken(plan: Plan, weight: Tensor, context: Context[Options]) -> bool:
-    """Whether the fused operators take this layer; if not, that is reported once for each reason."""
+    """Whether the fused operators support this layer; if not, each reason is logged once."""
     reason = plan.backend.declines(weight, plan.group)
     if reason:
-        text = "layers are left to Megatron that the fused operators do not take: %s"
+        text = "layers run Megatron's own code, because the fused operators do not support them: %s"
         context.log.info(text, reason, once=True, ranks="stage")
     return not reason
 
 
 def _tuned_column(plan: Plan, input: Tensor, weight: Tensor, context: Context[Options]) -> Plan:
-    """With the chunk counts that are the fastest for these sizes."""
+    """The plan with the fastest numbers of chunks for these sizes."""
     (n, k), group, backend = weight.shape, plan.group, plan.backend
     ranks = group.size() if plan.sequence_parallel else 1
     m = input.numel() // k * ranks
@@ -277,7 +276,7 @@ def _problem(kind: tuning.Kind, plan: Plan, weight: Tensor, m: int, k: int, n: i
 
 
 def _can_measure_gradient(plan: Plan, weight: Tensor) -> bool:
-    """Whether gradients have where to go: before DDP wraps the model there is no ``main_grad``.
+    """Whether gradients can be accumulated: before DDP wraps the model there is no ``main_grad``.
 
     Backward then communicates as stock does in this call; a later call measures.
     """
@@ -285,7 +284,7 @@ def _can_measure_gradient(plan: Plan, weight: Tensor) -> bool:
 
 
 def _scratch(weight: Tensor, rows: Tensor, plan: Plan) -> Callable[[], WeightGradient | None]:
-    """Gradients of the same kind as the weight's, which nobody will see."""
+    """Temporary gradients of the same kind as the weight's."""
     if not weight.requires_grad:
         return lambda: None
     main_grad = getattr(weight, "main_grad", None) if plan.fusion else None

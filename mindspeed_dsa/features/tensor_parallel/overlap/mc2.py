@@ -1,6 +1,6 @@
 """Matmul and collective in one operator of torch_npu (MC2), with the functions of ``parallel/chunked.py``.
 
-The operators cut the work into chunks themselves, so every number of chunks means the same here. Limits and
+The operators cut the work into chunks themselves, so the number of chunks has no effect here. Limits and
 signatures are those of torch_npu's manual of ``npu_all_gather_base_mm`` and ``npu_mm_reduce_scatter_base``.
 """
 
@@ -24,32 +24,32 @@ _WIDTHS = range(256, 65535)
 
 
 def declines(weight: Tensor, group: Any) -> str:
-    """Why the operators do not take a layer; empty where they do.
+    """Why the operators do not support a layer; empty if they do.
 
     Args:
-        weight: ``[out, in]`` of one rank. Both widths are multiplied over, one of them in backward.
+        weight: ``[out, in]`` of one rank. Both widths are contraction sizes, one of them in backward.
         group: tensor parallel group.
     """
     if weight.dtype not in (torch.float16, torch.bfloat16):
-        return f"they take fp16 and bf16, not {str(weight.dtype)[6:]}"
+        return f"they support fp16 and bf16, not {str(weight.dtype)[6:]}"
     if group.size() not in _RANKS:
-        return f"they take {', '.join(map(str, _RANKS))} ranks, not {group.size()}"
+        return f"they support {', '.join(map(str, _RANKS))} ranks, not {group.size()}"
     if outside := [width for width in weight.shape if width not in _WIDTHS]:
-        return f"they take widths of {_WIDTHS.start} to {_WIDTHS.stop - 1}, not {outside[0]}"
+        return f"they support widths of {_WIDTHS.start} to {_WIDTHS.stop - 1}, not {outside[0]}"
     return ""
 
 
 def gather_matmul(
     local: Tensor, weight: Tensor, group: Any, chunks: int, allocate: Allocate | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Rows of all ranks, and their product with ``weight``.
+    """Gather the rows of all ranks, and multiply them by ``weight``.
 
     Args:
         local: ``[rows, k]``, contiguous.
         weight: ``[k, n]``, contiguous or the transpose of a contiguous tensor.
         group: tensor parallel group.
-        chunks: the operator's own affair.
-        allocate: unused; gathered rows are always the caller's own.
+        chunks: ignored, the operator chooses.
+        allocate: unused; gathered rows always belong to the caller.
 
     Returns:
         Product ``[tp * rows, n]`` and gathered rows ``[tp * rows, k]``.
@@ -61,16 +61,16 @@ def gather_matmul(
 
 
 def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pending:
-    """The sum over ranks of ``whole @ weight``, of which each rank gets its own rows.
+    """Sum ``whole @ weight`` over ranks, and return the rank's own rows.
 
     Args:
         whole: ``[tp * rows, k]``, contiguous.
         weight: ``[k, n]``, contiguous or the transpose of a contiguous tensor.
         group: tensor parallel group.
-        chunks: the operator's own affair.
+        chunks: ignored, the operator chooses.
 
     Returns:
-        ``[rows, n]``; there is nothing to wait for but the device's stream.
+        ``[rows, n]``; the only wait is that for the device's stream.
     """
     product = _torch_npu().npu_mm_reduce_scatter_base(
         whole, weight, communicator(group), group.size(), reduce_op="sum", bias=None
@@ -80,7 +80,7 @@ def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pe
 
 @lru_cache(maxsize=64)
 def communicator(group: Any) -> str:
-    """Name of the group's HCCL communicator, by which operators know it."""
+    """Name of the group's HCCL communicator, which the operators take."""
     backend = group._get_backend(torch.device("npu"))
     name: str = backend.get_hccl_comm_name(dist.get_global_rank(group, dist.get_rank(group)))
     return name

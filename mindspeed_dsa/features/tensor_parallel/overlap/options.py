@@ -1,4 +1,4 @@
-"""The switches of overlapped tensor parallel communication, as implementations read them."""
+"""Options of overlapped tensor parallel communication."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _BACKENDS = {
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for.
+    """The requested settings.
 
     Attributes:
-        chunks: how many; 0 measures.
-        keep_gathered: column parallel layers keep the gathered input for backward.
-        backend: who multiplies and communicates, by a name of :data:`_BACKENDS`.
+        chunks: number of chunks; 0: tuned.
+        keep_gathered: column parallel layers save the gathered input for backward.
+        backend: implementation of matmul and collective, a name of :data:`_BACKENDS`.
     """
 
     chunks: int
@@ -44,7 +44,7 @@ class Options:
 
     @property
     def fused(self) -> bool:
-        """Whether matmul and collective are one operator, which knows its own chunks."""
+        """Whether matmul and collective are one operator, which chooses its own chunks."""
         return self.backend != "chunked"
 
 

@@ -1,6 +1,6 @@
 """Matmul and collective in one operator of PyTorch on symmetric memory (CUDA), as in ``parallel/chunked.py``.
 
-The operators cut the work into chunks themselves, so every number of chunks means the same here.
+The operators cut the work into chunks themselves, so the number of chunks has no effect here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Gather", "declines", "gather_matmul", "matmul_scatter"]
 
 
 def declines(weight: Tensor, group: Any) -> str:
-    """Why the operators do not take a layer; empty where they do.
+    """Why the operators do not support a layer; empty if they do.
 
     Args:
         weight: ``[out, in]`` of one rank.
@@ -27,23 +27,23 @@ def declines(weight: Tensor, group: Any) -> str:
     if weight.device.type != "cuda":
         return f"they compute on CUDA, not on {weight.device.type}"
     if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"they take fp32, fp16 and bf16, not {str(weight.dtype)[6:]}"
+        return f"they support fp32, fp16 and bf16, not {str(weight.dtype)[6:]}"
     if not hasattr(_operators(), "fused_all_gather_matmul"):
-        return "this release of PyTorch does not have them"
+        return "this release of PyTorch lacks them"
     return ""
 
 
 def gather_matmul(
     local: Tensor, weight: Tensor, group: Any, chunks: int, allocate: Allocate | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Rows of all ranks, and their product with ``weight``.
+    """Gather the rows of all ranks, and multiply them by ``weight``.
 
     Args:
         local: ``[rows, k]``, contiguous.
         weight: ``[k, n]``, any strides.
         group: tensor parallel group.
-        chunks: the operator's own affair.
-        allocate: unused; gathered rows are always the caller's own.
+        chunks: ignored, the operator chooses.
+        allocate: unused; gathered rows always belong to the caller.
 
     Returns:
         Product ``[tp * rows, n]`` and gathered rows ``[tp * rows, k]``.
@@ -53,16 +53,16 @@ def gather_matmul(
 
 
 def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pending:
-    """The sum over ranks of ``whole @ weight``, of which each rank gets its own rows.
+    """Sum ``whole @ weight`` over ranks, and return the rank's own rows.
 
     Args:
         whole: ``[tp * rows, k]``, contiguous.
         weight: ``[k, n]``, any strides.
         group: tensor parallel group.
-        chunks: the operator's own affair.
+        chunks: ignored, the operator chooses.
 
     Returns:
-        ``[rows, n]``; there is nothing to wait for but the device's stream.
+        ``[rows, n]``; the only wait is that for the device's stream.
     """
     product = _operators().fused_matmul_reduce_scatter(whole, weight, "sum", 0, group.group_name)
     return Pending(product, [], [])

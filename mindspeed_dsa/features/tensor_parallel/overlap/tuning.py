@@ -1,4 +1,4 @@
-"""How many chunks: measured once for each kind of call, its sizes and its group."""
+"""Tuning of the number of chunks: once per kind of call, sizes and group."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mindspeed_dsa.log import Log
 Kind = Literal["column forward", "column backward", "row forward", "row backward"]
 CANDIDATES = (1, 2, 4, 8)
 _GAIN = 0.97
-"""Several chunks are chosen where they take less than this part of the time of one."""
+"""More than one chunk is chosen only if it takes less than this fraction of the time of one."""
 _MOST_ROW_COUNTS = 16
-"""Where lengths vary without end, later ones take the choice of the nearest one that was measured."""
+"""Number of lengths that are tuned; further ones use the choice of the nearest tuned length."""
 _ROUNDS = 9
 _BUDGET_S = 4.0
 """Rounds stop early when a candidate takes long."""
@@ -27,17 +27,17 @@ _BUDGET_S = 4.0
 
 @dataclass(frozen=True)
 class Problem:
-    """What a choice is made for: ``[m, k] @ [k, n]`` is what one rank multiplies.
+    """Key of a choice: ``[m, k] @ [k, n]`` is the matmul of one rank.
 
     Attributes:
         kind: layer and direction.
         sequence_parallel: gather and reduce-scatter, or all-reduce.
-        m, k, n: sizes; for backwards those of the input's gradient.
-        learns: whether the weight has a gradient.
+        m, k, n: sizes; for backward those of the input gradient.
+        learns: whether the weight is trainable.
         dtype: of the input.
         device: its type.
         ranks: of the tensor parallel group, by their global numbers.
-        variant: what else changes what is computed, such as the backend.
+        variant: anything else that changes the computation, such as the backend.
     """
 
     kind: Kind
@@ -63,16 +63,16 @@ class Problem:
 
 
 _measured: dict[Problem, dict[int, int]] = {}
-"""Chunks by number of rows, for problems whose own number of rows is left at 0."""
+"""Chunks by number of rows, for problems with the number of rows set to 0."""
 
 
 def forget() -> None:
-    """Measure everything again, for example after the machine or the link changed."""
+    """Reset all choices, for example after the machine or the link changed."""
     _measured.clear()
 
 
 def chosen() -> Mapping[Problem, int]:
-    """All choices that were measured."""
+    """All tuned choices."""
     return {
         replace(problem, m=m): chunks for problem, by_m in _measured.items() for m, chunks in by_m.items()
     }
@@ -82,16 +82,16 @@ Run = Callable[[int], object]
 
 
 def chunks_for(problem: Problem, group: Any, prepare: Callable[[], Run], log: Log) -> int:
-    """The fastest number of chunks; called by all ranks of the group at the same place.
+    """The fastest number of chunks; a collective call of all ranks of the group.
 
-    Random number generators are not touched, and the ranks agree: they compare the slowest rank's times.
+    Random states do not change, and the ranks agree: they compare the slowest rank's times.
 
     Args:
-        problem: what it is for.
+        problem: key of the choice.
         group: tensor parallel group.
-        prepare: makes what does the work once with a number of chunks and leaves nothing behind; called
-            only where something is measured.
-        log: gets a line for each measurement, from each pipeline stage.
+        prepare: creates a function that runs the call once with a number of chunks, without side effects;
+        called only for tuning.
+        log: gets one line per tuned choice and pipeline stage.
     """
     by_m = _measured.setdefault(replace(problem, m=0), {})
     if problem.m in by_m:
@@ -106,7 +106,7 @@ def chunks_for(problem: Problem, group: Any, prepare: Callable[[], Run], log: Lo
 
 
 def _measure(group: Any, run: Run) -> dict[int, float]:
-    """Seconds by number of chunks: medians of rounds in which the candidates take turns."""
+    """Seconds by number of chunks: medians over rounds in which the candidates alternate."""
     first = _slowest({chunks: _seconds(chunks, group, run) for chunks in CANDIDATES}, group)
     rounds = max(1, min(_ROUNDS, int(_BUDGET_S / max(sum(first.values()), 1e-9))))
     found: dict[int, list[float]] = {chunks: [] for chunks in CANDIDATES}
@@ -127,7 +127,7 @@ def _seconds(chunks: int, group: Any, run: Run) -> float:
 
 
 def _slowest(seconds: Mapping[int, float], group: Any) -> dict[int, float]:
-    """Each time of the slowest rank, the same on all of them."""
+    """Maximum of each time over ranks, the same on all of them."""
     times = torch.tensor(list(seconds.values()), dtype=torch.float32, device=platforms.current().device)
     dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
     return dict(zip(seconds, times.tolist(), strict=True))

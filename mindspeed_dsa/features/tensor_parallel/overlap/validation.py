@@ -1,4 +1,4 @@
-"""What does not go together with overlapped tensor parallel communication."""
+"""Checks of combinations with overlapped tensor parallel communication."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ _log = log.get("ascend-coc")
 
 
 def check_sequence_parallel(args: Any, flag: str) -> Iterator[str]:
-    """What operators need that gather and scatter rows."""
+    """Report missing requirements of operators that gather and scatter rows."""
     if getattr(args, "tensor_model_parallel_size", 1) > 1 and not getattr(args, "sequence_parallel", True):
         yield (
-            f"{flag}: its operators gather and scatter rows, which tensor parallel ranks only do under "
+            f"{flag}: its operators gather and scatter rows, which tensor parallel ranks do only under "
             f"sequence parallelism; add --sequence-parallel or omit {flag}"
         )
 
 
 def report_transformer_engine(args: Any, flag: str) -> None:
-    """Its layers are nobody's mistake, but whoever expects them to change should know."""
+    """Log that Transformer Engine's layers do not change; that is not an error."""
     if getattr(args, "transformer_impl", None) == "transformer_engine":
         _log.info(
-            "%s leaves Transformer Engine's layers alone, which have --tp-comm-overlap; Megatron's own "
-            "linear layers, such as the output layer, overlap",
+            "%s does not change Transformer Engine's layers, which have --tp-comm-overlap; Megatron's own "
+            "linear layers, such as the output layer, are overlapped",
             flag,
         )
 
 
 def coc_wanted(settings: Any) -> bool:
-    """On, or an option is set that has no effect: a mistake that `validate` reports."""
+    """Whether it is on, or an option without effect is set, which `validate` reports."""
     return _switched_on(settings) or any(True for _ in _without_effect(settings))
 
 
 def _switched_on(settings: Any) -> bool:
-    """Not back off by a chunk count of 1."""
+    """Whether it is on, and not disabled by a chunk count of 1."""
     count = getattr(settings, "coc_parallel_num", None)
     switches = ("use_ascend_coc", "coc_fused_kernel")
     return count != 1 and (count is not None or any(getattr(settings, name, False) for name in switches))
@@ -45,8 +45,8 @@ def _without_effect(settings: Any) -> Iterator[str]:
     count = getattr(settings, "coc_parallel_num", None)
     if count and getattr(settings, "coc_fused_kernel", False):
         yield (
-            f"--coc-parallel-num {count} has no effect with --coc-fused-kernel, whose operators know their "
-            "own chunks; drop one of them"
+            f"--coc-parallel-num {count} has no effect with --coc-fused-kernel, whose operators choose their "
+            "own chunks; omit one of them"
         )
     again = getattr(settings, "coc_recompute_all_gather", None)
     on = _switched_on(settings) or getattr(settings, "use_ascend_mc2", False)
@@ -54,12 +54,12 @@ def _without_effect(settings: Any) -> Iterator[str]:
         flag = "--coc-recompute-all-gather" if again else "--no-coc-recompute-all-gather"
         yield (
             f"{flag} has no effect without --use-ascend-coc, or with --coc-parallel-num 1, which switches "
-            "the overlap off; switch it on or drop this"
+            f"the overlap off; switch it on or omit {flag}"
         )
 
 
 def check_tensor_parallel(args: Any, flag: str) -> Iterator[str]:
-    """What any overlap of tensor parallel communication needs."""
+    """Report missing requirements of any overlap of tensor parallel communication."""
     if getattr(args, "tensor_model_parallel_size", None) == 1:
         yield (
             f"{flag}: with --tensor-model-parallel-size 1 there is no communication to hide; omit "
@@ -68,7 +68,7 @@ def check_tensor_parallel(args: Any, flag: str) -> Iterator[str]:
 
 
 def check_coc(args: Any) -> Sequence[str]:
-    """What in Megatron's arguments does not go together with chunks."""
+    """Report Megatron arguments that are incompatible with chunks."""
     found = [*_without_effect(args)]
     if found:
         return found
@@ -78,14 +78,14 @@ def check_coc(args: Any) -> Sequence[str]:
         found += check_sequence_parallel(args, "--coc-fused-kernel")
     elif getattr(args, "deterministic_mode", False) and not getattr(args, "coc_parallel_num", None):
         found.append(
-            "--use-ascend-coc: a measured number of chunks may differ from run to run, and the last bits "
+            "--use-ascend-coc: a tuned number of chunks may differ from run to run, and the last bits "
             "with it, which --deterministic-mode rules out; fix it, for example with --coc-parallel-num 4"
         )
     return found
 
 
 def check_mc2(args: Any) -> Sequence[str]:
-    """What in Megatron's arguments does not go together with MC2."""
+    """Report Megatron arguments that are incompatible with MC2."""
     report_transformer_engine(args, "--use-ascend-mc2")
     return [
         *check_tensor_parallel(args, "--use-ascend-mc2"),

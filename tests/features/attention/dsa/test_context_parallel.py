@@ -85,7 +85,7 @@ def test_rows_are_rotated_by_their_positions_in_the_whole_sequence(pool, case, r
     ("gathered", "switches", "message"),
     [
         ((), {}, "12 queries came with 12 keys on one of 2 context parallel ranks; gather the 24 keys"),
-        (("key",), {}, "the indexer has 12 keys to choose from and the attention 24"),
+        (("key",), {}, "the indexer has 12 keys to select from and the attention 24"),
         (("key", "index key"), {"use_fused_lightning_indexer": False}, "omit --no-use-fused-..."),
     ],
     ids=["keys", "index keys", "Megatron's indexer"],

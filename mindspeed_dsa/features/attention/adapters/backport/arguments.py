@@ -7,15 +7,18 @@ from typing import Any
 
 _FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--experimental-attention-variant", {"choices": ["dsa"], "help": "Kind of attention: dsa."}),
-    ("--dsa-indexer-n-heads", {"type": int, "help": "Heads of the indexer."}),
-    ("--dsa-indexer-head-dim", {"type": int, "help": "Dimensions per head of the indexer."}),
-    ("--dsa-indexer-topk", {"type": int, "help": "Keys that each query attends to."}),
-    ("--dsa-indexer-loss-coeff", {"type": float, "help": "Weight of the indexer's loss; unset or 0: none."}),
+    ("--dsa-indexer-n-heads", {"type": int, "help": "Number of indexer heads."}),
+    ("--dsa-indexer-head-dim", {"type": int, "help": "Dimension of each indexer head."}),
+    ("--dsa-indexer-topk", {"type": int, "help": "Number of keys that each query attends to."}),
+    (
+        "--dsa-indexer-loss-coeff",
+        {"type": float, "help": "Coefficient of the indexer loss; unset or 0: no loss."},
+    ),
     (
         "--dsa-indexer-use-sparse-loss",
         {
             "action": "store_true",
-            "help": "Indexer's loss over the chosen keys only, not over all visible ones.",
+            "help": "Compute the indexer loss over the selected keys only, not over all visible ones.",
         },
     ),
 )

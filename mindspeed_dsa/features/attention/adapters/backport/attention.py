@@ -1,7 +1,7 @@
-"""DSA's classes, under the names, with the parameters and in the shapes of Megatron-core 0.16.
+"""DSA's classes, with the names, parameters and shapes of Megatron-core 0.16.
 
 Always on the operators of ``mindspeed_dsa.ops``. Shapes are Megatron's, sequence first: ``s`` is the whole
-sequence, a rank's part of it only where sequence parallelism is named.
+sequence, a rank's part of it only where sequence parallelism is mentioned.
 
 Imports Megatron only when called: these functions are fetched while Megatron is being imported.
 """
@@ -60,9 +60,9 @@ class DSAttentionSubmodules:
 
 
 class Indexer(torch.nn.Module):
-    """Lightning Indexer: projections whose products say which keys matter to which query.
+    """Lightning Indexer: projections whose products score the keys for each query.
 
-    A full copy on every tensor parallel rank, which sees the whole sequence; so each rank computes the whole
+    Replicated on every tensor parallel rank, which sees the whole sequence; so each rank computes the full
     gradient. The parameters are marked to be averaged, not summed, over tensor parallel ranks.
 
     Args:
@@ -166,10 +166,10 @@ class Indexer(torch.nn.Module):
 
 
 class Attention(torch.nn.Module):
-    """Core attention over the keys that an indexer of its own chooses.
+    """Core attention over the keys that its indexer selects.
 
     Takes the arguments of Megatron's core attentions, and ``options``. ``x`` and ``qr``, which attention
-    layers of these releases do not pass on, may be handed over before the call instead.
+    layers of these releases do not pass on, may be set before the call instead.
     """
 
     megatron: ClassVar[Megatron]
@@ -204,7 +204,7 @@ class Attention(torch.nn.Module):
         self._handed_over: tuple[Tensor, Tensor] | None = None
 
     def hand_over(self, x: Tensor, qr: Tensor) -> None:
-        """What the indexer needs of the next call's attention layer; shapes as in :meth:`forward`."""
+        """Set the indexer's inputs for the next call; shapes as in :meth:`forward`."""
         self._handed_over = (x, qr)
 
     def forward(
@@ -219,14 +219,14 @@ class Attention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Causal attention over the chosen keys.
+        """Causal attention over the selected keys.
 
         Args:
             query: ``[s, b, heads, dim]``, this rank's heads.
             key: ``[s, b, heads, dim]``, or ``[s, b, 1, dim]`` in absorbed form.
             value: ``[s, b, heads, value_dim]``; in absorbed form the value's up-projection
                 ``[heads, value_dim, latent]``.
-            attention_mask: not read, attention is causal.
+            attention_mask: ignored, attention is causal.
             x: hidden states ``[s, b, hidden]``; a rank's part of ``s`` under sequence parallelism.
             qr: latent query ``[s, b, q_lora_rank]``, likewise.
             attn_mask_type: must be causal where given.
@@ -244,7 +244,7 @@ class Attention(torch.nn.Module):
                 )
             x, qr = self._handed_over
         self._handed_over = None
-        # The indexer's loss must not reach the model.
+        # The indexer loss must not train the model.
         x, qr = x.detach(), qr.detach()
         kind = getattr(attn_mask_type, "name", "causal")
         if kind != "causal" or attention_bias is not None or packed_seq_params is not None:
@@ -254,7 +254,7 @@ class Attention(torch.nn.Module):
                 "sequences, without a bias"
             )
         if self.training and torch.is_grad_enabled() and self._recomputes():
-            # Without gradients, as the first pass is run, there is no indexer loss: it is computed once.
+            # The first pass runs without gradients and computes no indexer loss, so it is computed once.
             checkpoint = self.megatron("core.tensor_parallel").checkpoint
             return checkpoint(self._attend, False, query, key, value, x, qr)  # type: ignore[no-any-return]
         return self._attend(query, key, value, x, qr)
@@ -294,7 +294,7 @@ def dsa_classes(megatron: Megatron) -> Classes:
 
 
 def core_attention_spec(options: Options, megatron: Megatron) -> Any:
-    """The spec of a DSA core attention: PyTorch modules, whatever the rest of the layer is made of."""
+    """The spec of a DSA core attention: PyTorch modules, regardless of the rest of the layer."""
     spec, classes = megatron("core.transformer.spec_utils").ModuleSpec, dsa_classes(megatron)
     linear = duplicated_linear(megatron)
     return spec(
@@ -316,10 +316,10 @@ def core_attention_spec(options: Options, megatron: Megatron) -> Any:
 
 
 def _rotary_embedding(megatron: Megatron, config: Any, cp_group: ProcessGroup) -> Any:
-    """As MLA's own: of plain RoPE or of YaRN, with the angles of this context parallel rank."""
+    """Rotary embedding as in MLA: plain RoPE or YaRN, with the angles of this context parallel rank."""
     embeddings = megatron("core.models.common.embeddings")
     plain, yarn = embeddings.RotaryEmbedding, embeddings.YarnRotaryEmbedding
-    # Before 0.14 the embedding itself asks parallel_state for the group.
+    # Before 0.14 the embedding itself gets the group from parallel_state.
     group = {"cp_group": cp_group} if "cp_group" in inspect.signature(plain).parameters else {}
     if config.rope_type == "rope":
         return plain(

@@ -35,13 +35,13 @@ _INIT_ROWS = (
         f"{_CONFIG}:{name}.__init__",
         "wrap",
         f"{_IMPL}.fields:accept_dsa_fields",
-        "the configuration refuses fields that it does not know",
+        "the configuration rejects unknown fields",
         versions=_RELEASES,
     )
     for name in _CONFIGS
 )
 
-# Its classes compute as the repaired ones of later releases do, and read the same switches.
+# Its classes compute the same as those of later releases with their fixes, and read the same switches.
 _SUPPLIED = (
     "dsa-spec-dispatch",
     "dsa-hadamard",
@@ -58,8 +58,8 @@ _SUPPLIED = (
 
 FEATURE = dsa_repair(
     "dsa-backport",
-    summary="DSA on Megatron-core 0.12.1 to 0.15.3, which have none.",
-    switch_help="Add DSA where Megatron has none.",
+    summary="DSA on Megatron-core 0.12.1 to 0.15.3, which lack it.",
+    switch_help="Add DSA to a Megatron that lacks it.",
     options=Options.of,
     supplies=_SUPPLIED,
     patches=(
@@ -99,7 +99,7 @@ FEATURE = dsa_repair(
             "megatron.core.distributed.finalize_model_grads:_allreduce_layernorm_grads",
             "wrap",
             f"{_IMPL}.tp_grads:average_marked_gradients",
-            "this release knows no gradients that are averaged over tensor parallel ranks",
+            "this release does not support averaging gradients over tensor parallel ranks",
             params=("model",),
             versions=">=0.12.1,<0.13",
         ),

@@ -24,8 +24,8 @@ class DSAFields:
 
 
 FIELDS = SimpleNamespace(**{field.name: field for field in dataclasses.fields(DSAFields)})
-"""``dataclasses.Field`` objects by name; with them in a class's ``__dataclass_fields__``, whoever copies
-arguments to fields, replaces fields, or derives a dataclass finds them there."""
+"""``dataclasses.Field`` objects by name; in a class's ``__dataclass_fields__`` they are found by code that
+copies arguments to fields, replaces fields, or derives a dataclass."""
 
 
 def accept_dsa_fields(original: Callable[..., None]) -> Callable[..., None]:
@@ -43,7 +43,7 @@ def accept_dsa_fields(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def problems_of(config: Any) -> list[str]:
-    """What keeps a DSA model from being built with this configuration; each names the way out."""
+    """Problems that prevent a DSA model with this configuration; each message includes a fix."""
     variant = getattr(config, "experimental_attention_variant", None)
     if variant is None:
         return []

@@ -12,14 +12,14 @@ from mindspeed_dsa.context import Megatron
 
 @dataclass(frozen=True)
 class Groups:
-    """What DSA needs of Megatron's groups, under the names of its ``ProcessGroupCollection``."""
+    """The process groups that DSA uses, with the names of Megatron's ``ProcessGroupCollection``."""
 
     tp: ProcessGroup
     cp: ProcessGroup
 
     @classmethod
     def of(cls, megatron: Megatron, given: Any = None) -> Groups:
-        """From what a module was given (0.13 and later), else Megatron's own."""
+        """The groups passed to a module (0.13 and later), else Megatron's global ones."""
         state = megatron("core.parallel_state")
         tp, cp = getattr(given, "tp", None), getattr(given, "cp", None)
         return cls(

@@ -1,4 +1,4 @@
-"""MLA layers with a DSA core attention, and what they derive for it.
+"""MLA layers with a DSA core attention, and its inputs.
 
 Imports Megatron only when called: these functions are fetched while Megatron is being imported.
 """
@@ -22,10 +22,10 @@ from mindspeed_dsa.features.attention.mla_projections import Projections, Rotate
 
 
 def build_with_dsa(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``MLASelfAttention.__init__``: whatever spec it is built from, DSA is its core attention.
+    """Decorate ``MLASelfAttention.__init__``: DSA becomes its core attention, whatever the spec.
 
-    Done here and not in spec functions, because those of these releases do not get the configuration, and
-    because a user's own spec must work as well.
+    This is not done in spec functions, because those of these releases do not get the configuration, and
+    because a custom spec must work as well.
     """
 
     def __init__(self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
@@ -38,11 +38,11 @@ def build_with_dsa(original: Callable[..., None], context: Context[Options]) -> 
         spec = core_attention_spec(context.options, context.megatron)
         submodules = dataclasses.replace(submodules, core_attention=spec)
         original(self, config, submodules, *args, **kwargs)
-        # MLA's own checkpointed path calls the core attention again without what the indexer reads; the DSA
+        # MLA's own checkpointed path calls the core attention again without the indexer's inputs; the DSA
         # core attention recomputes itself.
         self.checkpoint_core_attention = False
         if not config.sequence_parallel and hasattr(self, "q_layernorm"):
-            # Each rank has the whole gradient, yet Megatron sums what is called so over ranks.
+            # Each rank has the full gradient, but Megatron sums parameters with this name over ranks.
             for parameter in self.q_layernorm.parameters():
                 parameter.average_gradients_across_tp_domain = True
 
@@ -50,7 +50,7 @@ def build_with_dsa(original: Callable[..., None], context: Context[Options]) -> 
 
 
 def derive_for_dsa(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``MLASelfAttention.get_query_key_value_tensors``: for DSA, hand its inputs over as well."""
+    """Decorate ``MLASelfAttention.get_query_key_value_tensors``: for DSA, pass its inputs on as well."""
 
     def get_query_key_value_tensors(
         self: Any,
@@ -154,7 +154,7 @@ def _by_head(
 
 
 def _hand_over(attention: Any, hidden_states: Tensor, latent_query: Tensor, normalised: bool) -> None:
-    """Give the core attention what its indexer reads; constants for it."""
+    """Pass the indexer's inputs to the core attention, detached."""
     if normalised and attention.config.q_lora_rank is not None:
         with torch.no_grad():
             latent_query = attention.q_layernorm(latent_query)

@@ -1,4 +1,4 @@
-"""The switches that the DSA of these releases follows."""
+"""The switches that DSA reads on these releases."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mindspeed_dsa.features.attention.dsa import options as dsa
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for.
+    """The requested settings.
 
     Attributes:
-        dsa: every part runs on our operators: there is no code of Megatron's to leave one to.
+        dsa: every part runs on our operators: Megatron has no implementation to fall back to.
         rope_first: DeepSeek's order of the indexer's dimensions (dsa-rope-first).
         normalised_query: the indexer reads the latent query after its norm (dsa-normalised-query).
     """

@@ -12,10 +12,10 @@ from mindspeed_dsa.features.attention.adapters.backport.options import Options
 
 
 def average_marked_gradients(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``_allreduce_layernorm_grads``: then average what later releases average.
+    """Decorate ``_allreduce_layernorm_grads``: then average the gradients that later releases average.
 
-    The copies of the indexer start equal and get equal gradients; where kernels add in no fixed order these
-    differ by rounding, and without the mean the copies would drift apart.
+    The copies of the indexer start equal and get equal gradients; with nondeterministic kernels these differ
+    by rounding, and without the mean the copies would drift apart.
     """
 
     def _allreduce_layernorm_grads(model: list[Any], *args: Any, **kwargs: Any) -> None:
@@ -30,7 +30,7 @@ def average_marked_gradients(original: Callable[..., None], context: Context[Opt
                 gradient = getattr(parameter, "main_grad", parameter.grad)
                 if gradient is None:  # not trained
                     continue
-                if "q_layernorm" not in name:  # summed already, by its name
+                if "q_layernorm" not in name:  # already summed, because of its name
                     dist.all_reduce(gradient, group=group)
                 gradient /= group.size()
 

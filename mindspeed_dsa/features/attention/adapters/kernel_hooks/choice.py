@@ -1,4 +1,4 @@
-"""Our kernel backend among those that Megatron-core 0.19 knows, and when it is chosen.
+"""Registers our kernel backend with Megatron-core 0.19, and decides when it is selected.
 
 Imports nothing of Megatron: fetched while Megatron is being imported.
 """
@@ -25,7 +25,7 @@ FIELD = dataclasses.fields(_Choice)[0]
 
 
 def accept_our_backend(original: Callable[[str], None]) -> Callable[[str], None]:
-    """Decorate ``_validate_dsa_kernel_backend_dependencies``, which insists on CUDA."""
+    """Decorate ``_validate_dsa_kernel_backend_dependencies``, which requires CUDA."""
 
     def _validate_dsa_kernel_backend_dependencies(dsa_kernel_backend: str) -> None:
         if dsa_kernel_backend != NAME:
@@ -42,13 +42,13 @@ def choose_our_backend(original: Callable[..., None], context: Context[Options])
             problems = refusals(context.options)
             if self.dsa_kernel_backend not in ("none", NAME):
                 problems.append(
-                    f"dsa_kernel_backend={self.dsa_kernel_backend!r} asks for other kernels than "
+                    f"dsa_kernel_backend={self.dsa_kernel_backend!r} selects other kernels than "
                     "--use-fused-dsa; omit one of them"
                 )
             if getattr(self.attention_backend, "name", self.attention_backend) == "unfused":
                 problems.append(
-                    "with attention_backend=unfused Megatron asks no kernel backend; use --attention-backend "
-                    "auto or omit --use-fused-dsa"
+                    "with attention_backend=unfused Megatron queries no kernel backend; use "
+                    "--attention-backend auto or omit --use-fused-dsa"
                 )
             if problems:
                 raise ValueError("mindspeed_dsa: dsa-kernel-backend: " + "; ".join(problems))

@@ -1,4 +1,4 @@
-"""Our operators as a kernel backend of Megatron-core 0.19, which has hooks for that."""
+"""Our operators as a kernel backend of Megatron-core 0.19, through its hooks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FEATURE = Feature(
             "megatron.core.utils:_validate_dsa_kernel_backend_dependencies",
             "wrap",
             f"{_HERE}.choice:accept_our_backend",
-            "Megatron knows its own backends only, and insists on CUDA for them",
+            "Megatron knows only its own backends, and requires CUDA for them",
             params=("dsa_kernel_backend",),
             versions=_RELEASES,
         ),
@@ -61,7 +61,7 @@ FEATURE = Feature(
             f"{_CONFIG}:TransformerConfig.__post_init__",
             "wrap",
             f"{_HERE}.choice:choose_our_backend",
-            "--use-fused-dsa chooses the backend; a second flag for the same would be one too many",
+            "--use-fused-dsa selects the backend without a second flag",
             versions=_RELEASES,
         ),
     ),

@@ -1,9 +1,9 @@
-"""What Megatron-core 0.19 asks of a DSA kernel backend, on the operators of ``mindspeed_dsa.ops``.
+"""The functions of a DSA kernel backend for Megatron-core 0.19, on the operators of ``mindspeed_dsa.ops``.
 
-Megatron calls them with its layout, sequence first, and takes ``None`` for "not I": it then asks the next
-function, and runs its own PyTorch code at last. ``starts`` and ``ends`` (the keys that each row sees, in the
-order of ``k``) cover causal, packed and context parallel rows alike, so what Megatron says of packing beside
-them needs no reading.
+Megatron calls them with its layout, sequence first, and treats ``None`` as "declined": it then calls the next
+function, and finally runs its own PyTorch code. ``starts`` and ``ends`` (the keys that each row sees, in the
+order of ``k``) cover causal, packed and context parallel rows alike, so Megatron's other arguments about
+packing are ignored.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ HOOKS = (
     "run_fused_dsa_attention",
 )
 _NO_VALUE = torch.empty(0, 0, 0)
-"""For a loss without an attention; its three dimensions make the operands those of the absorbed form."""
+"""Value for a loss without attention; its three dimensions mark the operands as absorbed."""
 
 
 def module_name(context: Context[Options]) -> str:
-    """The item of Megatron's table of kernel backends, which it imports as a module."""
+    """The entry in Megatron's table of kernel backends, which it imports as a module."""
     return backend_module(context.options).__name__
 
 
 @cache
 def backend_module(options: Options) -> ModuleType:
-    """A module whose functions are the hooks with these options.
+    """Create a module whose functions are the hooks with these options.
 
-    Megatron keeps the module that it has imported last by its name, so that other options need another name.
+    Megatron caches the last imported module by name, so different options need different names.
     """
     values = "_".join(str(getattr(options, field.name)) for field in fields(options))
     module = ModuleType(f"{__name__}.with_{values}", "Kernel hooks with the options that the name lists.")
@@ -83,7 +83,7 @@ class KernelHooks:
         use_relu: bool = True,
         **layout: Any,
     ) -> tuple[Tensor, None] | None:
-        """Choose the keys of every row.
+        """Select the keys of every row.
 
         Args:
             q: ``[sq, b, index_heads, index_dim]``.
@@ -92,13 +92,13 @@ class KernelHooks:
             index_topk: keys per row.
             starts: ``[sq]`` int32, first visible key of each row.
             ends: ``[sq]`` int32, one past the last visible key.
-            block_size: rows per launch; our operators bound their memory themselves.
+            block_size: rows per launch; unused, our operators bound their memory themselves.
             use_relu: whether products are clamped at zero.
-            **layout: how Megatron came to ``starts`` and ``ends``.
+            **layout: the arguments from which Megatron derived ``starts`` and ``ends``.
 
         Returns:
             ``[b, sq, min(index_topk, sk)]`` int32, ascending, -1 at the tail, and None for the number of
-            valid entries, which the -1 say; or None if the fused indexer is switched off.
+            valid entries, which the -1 entries encode; or None if the fused indexer is switched off.
         """
         if not self.options.indexer:
             return None
@@ -124,7 +124,7 @@ class KernelHooks:
         use_relu: bool = True,
         **layout: Any,
     ) -> tuple[Tensor, None, Tensor] | None:
-        """Choose the keys of every row, and compute the sparse indexer loss on them.
+        """Select the keys of every row, and compute the sparse indexer loss on them.
 
         Args:
             q: ``[sq, b, index_heads, index_dim]``.
@@ -143,12 +143,12 @@ class KernelHooks:
             query_valid_rows: ``[b, sq]``, true for rows that count; all by default.
             calculate_per_token_loss: the sum over rows, not their mean.
             use_relu: whether the indexer's products are clamped at zero.
-            **layout: how Megatron came to ``starts`` and ``ends``.
+            **layout: the arguments from which Megatron derived ``starts`` and ``ends``.
 
         Returns:
             Indices as :meth:`run_fused_qk_topk` returns them, None, and the loss, a scalar, under context
-            parallelism as :func:`_for_average` says; or None if a part is switched off or heads have keys of
-            their own.
+            parallelism as :func:`_for_average` says; or None if a part is switched off or heads have separate
+            keys.
         """
         if not (self.options.indexer and self.options.kl_loss) or key.shape[2] != 1:
             return None
@@ -170,7 +170,7 @@ class KernelHooks:
         v_channels: int,
         topk_length: Tensor | None = None,
     ) -> Tensor | None:
-        """Attend to the chosen keys.
+        """Attend to the selected keys.
 
         Args:
             query: ``[sq, b, heads, latent + rope]``.
@@ -224,7 +224,7 @@ class KernelHooks:
         pg_collection: Any = None,
         **layout: Any,
     ) -> tuple[Tensor, Tensor] | None:
-        """All of it at once, so that the loss gets its target from the attention; the dense loss is streamed.
+        """The whole layer, so that the loss gets its target from the attention; the dense loss is streamed.
 
         Args:
             query: ``[sq, b, heads, latent + rope]``.
@@ -237,22 +237,22 @@ class KernelHooks:
             indexer_topk: keys per row.
             softmax_scale: factor of the main attention's scores.
             loss_coeff: weight of the indexer loss; 0 for none.
-            sparse_loss: the loss over the chosen keys, not over all visible ones.
+            sparse_loss: the loss over the selected keys, not over all visible ones.
             calculate_per_token_loss: the sum over rows, not their mean.
             absorbed_mla: whether query and key are in absorbed form.
             attn_mask_type: Megatron's.
             varlen_starts: ``[sq]``, first visible key of each row; plain causal rows without it.
             varlen_ends: ``[sq]``, one past the last visible key.
-            key_positions: positions of the keys where these are not in order.
+            key_positions: positions of the keys, if these are not in order.
             query_valid_rows: ``[b, sq]``, true for rows that count in the loss.
             use_relu: whether the indexer's products are clamped at zero.
             varlen_is_plain_causal: whether the ranges are those of plain causal rows.
             pg_collection: Megatron's process groups.
-            **layout: how Megatron came to the ranges.
+            **layout: the arguments from which Megatron derived the ranges.
 
         Returns:
             ``[sq, b, heads * value_dim]`` and the loss as :meth:`run_fused_qk_topk_with_loss` returns it; or
-            None if a part is switched off, heads have keys of their own, or ranges do not describe the mask.
+            None if a part is switched off, heads have separate keys, or ranges do not describe the mask.
         """
         with_loss = loss_coeff > 0 and torch.is_grad_enabled()
         chosen = self.options
@@ -286,11 +286,11 @@ class KernelHooks:
 
 
 def _for_average(loss: Tensor, wanted: LossOptions, groups: Groups) -> Tensor:
-    """A context parallel rank's share of the loss as Megatron wants it.
+    """A context parallel rank's share of the loss, scaled as Megatron expects it.
 
-    Megatron multiplies the loss's gradient by the number of ranks and averages what it logs over them. So the
-    value is that many times the share, and the gradient that of the share. Per-token sums, and losses of one
-    rank, are returned as they are.
+    Megatron multiplies the loss's gradient by the number of ranks and averages the logged value over them. So
+    the value is the share times the number of ranks, and the gradient is that of the share. Per-token sums,
+    and losses of one rank, are returned as they are.
     """
     if wanted.per_token or groups.context is None:
         return loss

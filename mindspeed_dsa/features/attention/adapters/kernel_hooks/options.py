@@ -1,4 +1,4 @@
-"""Which parts of DSA the hooks take over."""
+"""The parts of DSA that the hooks run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options(dsa.Options):
-    """Those parts that were chosen; all of them, if none was named."""
+    """The selected parts; all of them, if none was named."""
 
     @classmethod
     def of(cls, settings: Any) -> Self:
@@ -25,6 +25,6 @@ class Options(dsa.Options):
 
 
 def kernel_hooks_wanted(settings: Any) -> bool:
-    """Any switch of fused DSA, or Megatron's own by our backend's name."""
+    """Whether any switch of fused DSA is on, or Megatron's flag names our backend."""
     named = getattr(settings, "dsa_backend", "auto") != "auto"
     return dsa.Options.of(settings).any or named or settings.dsa_kernel_backend == "mindspeed"

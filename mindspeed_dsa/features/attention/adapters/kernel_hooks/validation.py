@@ -1,4 +1,4 @@
-"""What fused DSA cannot do behind kernel hooks."""
+"""Options of fused DSA that the kernel hooks do not support."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from mindspeed_dsa.features.attention.dsa.options import Options
 
 
 def refusals(chosen: Options) -> list[str]:
-    """Switches that Megatron-core 0.19 does not get; each with the way out."""
+    """Switches that are not supported on Megatron-core 0.19; each message includes a fix."""
     if not chosen.fuse_kl_in_backward:
         return []
-    return ["--dsa-fuse-kl-in-backward is made for Megatron-core 0.16 to 0.18; omit it"]
+    return ["--dsa-fuse-kl-in-backward requires Megatron-core 0.16 to 0.18; omit it"]
 
 
 def check_kernel_hooks(args: Any) -> Sequence[str]:
-    """:func:`refusals`, where the hooks are there."""
+    """:func:`refusals`, if this Megatron has the hooks."""
     release = versions.of_megatron(getattr(args, "megatron_root", "megatron")) or ""
     return refusals(Options.of(args)) if release.startswith("0.19.") else ()

@@ -10,7 +10,7 @@ _IMPL = f"{FIXES}.core_attention_recompute.recompute"
 FEATURE = dsa_repair(
     "dsa-core-attention-recompute",
     summary="Makes --recompute-granularity selective with core_attn work for DSA layers.",
-    switch_help="Recompute DSA core attention when selective recomputation of core_attn is asked for.",
+    switch_help="Recompute DSA core attention when selective recomputation of core_attn is requested.",
     patches=(
         Patch(
             f"{MLA}:MLASelfAttention.__init__",
@@ -23,10 +23,10 @@ FEATURE = dsa_repair(
             f"{DSA}:DSAttention.forward",
             "wrap",
             f"{_IMPL}:recompute_in_backward",
-            "the core attention with its indexer is what is recomputed",
+            "recomputes the core attention together with its indexer",
             params=("query", "key", "value", "attention_mask", "x", "qr"),
             versions=">=0.16,<0.19",
-            priority=100,  # outside of everything that changes what the forward does
+            priority=100,  # outside all wrappers that change what the forward does
         ),
     ),
 )

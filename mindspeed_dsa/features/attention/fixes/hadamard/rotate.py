@@ -13,7 +13,7 @@ from mindspeed_dsa.features.attention.hadamard import hadamard_rotation
 
 
 def rotate_anywhere(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``rotate_activation``: a matrix product where the CUDA package does not apply."""
+    """Decorate ``rotate_activation``: a matmul where the CUDA package does not apply."""
     dsa = context.megatron("core.transformer.experimental_attention_variant.dsa")
 
     def rotate_activation(x: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Which head sizes the Hadamard rotation can take."""
+"""Check of the head size for the Hadamard rotation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def check_head_dim(args: Any) -> Sequence[str]:
-    """The transform exists for powers of two."""
+    """Report a head size that is not a power of two."""
     size = getattr(args, "dsa_indexer_head_dim", None)
     if size is None or (size > 0 and size & (size - 1) == 0):
         return ()

@@ -1,4 +1,4 @@
-"""The mark by which Megatron averages a parameter's gradient over tensor parallel ranks."""
+"""The attribute that makes Megatron average a parameter's gradient over tensor parallel ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ def average_over_tensor_parallel_ranks(original: Callable[..., Any]) -> Callable
     """Decorate ``DSAIndexer.__init__``: mark parameters for Megatron's average over ranks.
 
     The indexer sees the gathered sequence, and its target is summed over all heads: each rank holds the
-    complete gradient. The mark outranks ``sequence_parallel``, which would sum these copies.
+    complete gradient. The attribute takes precedence over ``sequence_parallel``, which would sum these
+    copies.
     """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

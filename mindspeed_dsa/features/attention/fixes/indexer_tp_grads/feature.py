@@ -1,4 +1,4 @@
-"""The indexer's weights stay one model on all tensor parallel ranks, at the right gradient."""
+"""Correct gradients for the indexer, whose weights stay equal on all tensor parallel ranks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from mindspeed_dsa.patches.spec import Patch
 
 FEATURE = dsa_repair(
     "dsa-indexer-tp-grads",
-    summary="Averages the indexer's gradients over tensor parallel ranks instead of adding them up.",
+    summary="Averages the indexer's gradients over tensor parallel ranks instead of summing them.",
     switch_help="Average the indexer's gradients over tensor parallel ranks.",
     patches=(
         Patch(
             f"{DSA}:DSAIndexer.__init__",
             "wrap",
             f"{FIXES}.indexer_tp_grads.averaging:average_over_tensor_parallel_ranks",
-            "every rank computes the whole gradient, and sequence parallelism multiplies it by their number",
+            "every rank computes the full gradient, and sequence parallelism sums these copies",
             versions=">=0.16,<0.19",
         ),
     ),

@@ -1,4 +1,4 @@
-"""What Megatron gets where it insists on Transformer Engine.
+"""Replacements where Megatron requires Transformer Engine.
 
 Imports nothing of Megatron: these functions are fetched while Megatron is being imported.
 """
@@ -17,7 +17,7 @@ _NORMS = {"LayerNorm": SequenceParallelLayerNorm, "RMSNorm": SequenceParallelRMS
 
 
 def full_copy_linear(context: Context[None]) -> type:
-    """What MLA finds under the name ``Linear``."""
+    """The class that MLA gets under the name ``Linear``."""
     return duplicated_linear(context.megatron)
 
 
@@ -27,7 +27,7 @@ def transformer_engine_is_usable(context: Context[None]) -> bool:
 
 
 def provide_local_modules(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``_get_backend_spec_provider``: ``transformer_impl="local"`` gets a provider of ours."""
+    """Decorate ``_get_backend_spec_provider``: ``transformer_impl="local"`` gets our provider."""
 
     def _get_backend_spec_provider(config: Any, *args: Any, **kwargs: Any) -> Any:
         if config.transformer_impl != "local":
@@ -38,7 +38,7 @@ def provide_local_modules(original: Callable[..., Any], context: Context[None]) 
 
 
 def norm_for_every_setting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``WrappedTorchNorm.__new__``: serve the settings for which it refuses PyTorch's norms."""
+    """Decorate ``WrappedTorchNorm.__new__``: support the settings for which it rejects PyTorch's norms."""
 
     def __new__(
         cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **kwargs: Any

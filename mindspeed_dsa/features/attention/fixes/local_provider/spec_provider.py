@@ -21,10 +21,10 @@ def local_spec_provider(megatron: Megatron) -> type:
     torch_norm: Any = megatron("core.transformer.torch_norm").WrappedTorchNorm
 
     class LocalDSASpecProvider(base):
-        """Megatron's local modules, completed by what the DSA specs ask of a provider."""
+        """Megatron's local modules, completed by the modules that the DSA specs need."""
 
         def linear(self) -> type:
-            """The full copy on every tensor parallel rank: down projections and indexer."""
+            """Linear layer replicated on every tensor parallel rank: down projections and indexer."""
             return duplicated_linear(megatron)
 
         def fuse_layernorm_and_linear(self) -> bool:
@@ -40,11 +40,11 @@ def local_spec_provider(megatron: Megatron) -> type:
             return torch_norm if rms_norm else super().layer_norm(rms_norm=False, for_qk=for_qk, **kwargs)
 
         def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *args: Any) -> Any:
-            """Experts one after the other where the grouped GEMM kernels are not installed: same values."""
+            """Sequential experts if the grouped GEMM kernels are not installed: same values."""
             if moe_use_grouped_gemm and find_spec("grouped_gemm") is None:
                 warnings.warn(
                     "dsa-local-provider: --moe-grouped-gemm needs the grouped_gemm package, which is not "
-                    "installed; the experts run one after the other instead",
+                    "installed; the experts run sequentially instead",
                     stacklevel=2,
                 )
                 moe_use_grouped_gemm = False

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def check_transformer_engine(args: Any) -> Sequence[str]:
-    """Megatron's default implementation needs it."""
+    """Report a missing Transformer Engine, which Megatron's default implementation needs."""
     if getattr(args, "transformer_impl", None) != "transformer_engine" or find_spec("transformer_engine"):
         return ()
     problem = (

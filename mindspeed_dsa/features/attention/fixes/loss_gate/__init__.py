@@ -1,1 +1,1 @@
-"""No indexer-loss work without an indexer loss."""
+"""No indexer loss computation if the loss is not used."""

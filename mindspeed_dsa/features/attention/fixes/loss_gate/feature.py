@@ -1,4 +1,4 @@
-"""No indexer-loss work when there is no indexer loss."""
+"""No indexer loss computation if the loss is not used."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from mindspeed_dsa.patches.spec import Patch
 
 FEATURE = dsa_repair(
     "dsa-loss-gate",
-    summary="Skips the indexer loss at coefficient 0 or none, and in evaluation; the indexer's gradients are "
-    "then zeros, so that overlapped gradient reduction completes.",
-    switch_help="Do no indexer-loss work where the loss is not wanted.",
+    summary="Skips the indexer loss if its coefficient is 0 or None, and in evaluation; the indexer's "
+    "gradients are then zeros, so that overlapped gradient reduction completes.",
+    switch_help="Skip the indexer loss where it is not used.",
     patches=(
         Patch(
             f"{DSA}:DSAttention.forward",
@@ -22,7 +22,7 @@ FEATURE = dsa_repair(
             f"{DSA}:DSAIndexer.forward_with_scores",
             "wrap",
             f"{FIXES}.loss_gate.gate:score_without_graph",
-            "the scores' graph is built and kept although nothing will use it",
+            "the scores' graph is built and kept although it is not used",
             versions=">=0.16,<0.19",
         ),
         Patch(

@@ -1,4 +1,4 @@
-"""No work for an indexer loss that is not wanted."""
+"""Skips an indexer loss that is not used."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def skip_unwanted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         if learns and coefficient(self.config) > 0:
             return original(self, *args, **kwargs)
         mode = self.training
-        self.training = False  # of this module alone; all that it decides here is whether there is a loss
-        # Under no_grad there is no graph to spare, and who asks for one inside, as the warm-up stage does,
-        # has a use for it.
+        self.training = False  # of this module only; here it only decides whether there is a loss
+        # Under no_grad there is no graph to save, and code that enables one inside, like the warm-up stage,
+        # needs it.
         token = _without_loss.set(torch.is_grad_enabled())
         try:
             output = original(self, *args, **kwargs)
@@ -38,7 +38,7 @@ def skip_unwanted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_indexer_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a ``DSAttention.forward`` that skips the unwanted loss by itself."""
+    """Decorate a ``DSAttention.forward`` that skips the unused loss by itself."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = original(self, *args, **kwargs)

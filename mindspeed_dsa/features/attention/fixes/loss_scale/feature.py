@@ -1,4 +1,4 @@
-"""The indexer loss weighs the same whatever the number of microbatches."""
+"""The indexer loss has the same weight regardless of the number of microbatches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FEATURE = dsa_repair(
             "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
             "wrap",
             f"{FIXES}.loss_scale.scale:set_indexer_loss_scale",
-            "the scale is never set: gradients grow with the number of microbatches and miss the fp16 scale",
+            "the scale is never set: gradients grow with the number of microbatches and lack the fp16 scale",
             params=("config", "num_microbatches", "cp_group_size"),
             versions=">=0.14,<0.19",
         ),
@@ -23,7 +23,7 @@ FEATURE = dsa_repair(
             "megatron.core.pipeline_parallel.schedules:forward_step",
             "wrap",
             f"{FIXES}.loss_scale.scale:set_indexer_loss_scale",
-            "the same, where the loss is computed in here",
+            "the same, for a loss computed in this function",
             params=("config", "num_microbatches"),
             versions=">=0.12.1,<0.14",
         ),

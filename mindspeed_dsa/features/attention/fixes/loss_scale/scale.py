@@ -14,12 +14,12 @@ from mindspeed_dsa.features.attention.indexer_loss import indexer_loss
 
 
 def indexer_loss_scale(config: Any, num_microbatches: int, cp_size: int, device: torch.device) -> Tensor:
-    """What the gradient of one microbatch's indexer loss is multiplied by; a scalar tensor.
+    """Factor of the gradient of one microbatch's indexer loss; a scalar tensor.
 
     Megatron averages the main loss over microbatches. Data parallelism averages gradients over context
-    parallel ranks too, whose shares of the loss add up: hence their number. With
+    parallel ranks too, whose shares of the loss add up, hence the factor of their number. With
     ``calculate_per_token_loss`` Megatron divides by the number of tokens instead, when all gradients are
-    there.
+    complete.
     """
     scale = torch.ones((), device=device)
     if config.grad_scale_func is not None:
@@ -28,7 +28,7 @@ def indexer_loss_scale(config: Any, num_microbatches: int, cp_size: int, device:
 
 
 def set_indexer_loss_scale(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate what every schedule runs once per microbatch, before that microbatch's backward."""
+    """Decorate the function that every schedule runs once per microbatch, before its backward."""
     ours = indexer_loss(context.megatron)
     ours.sums_over_tokens = False  # an earlier session's
     signature = inspect.signature(original)

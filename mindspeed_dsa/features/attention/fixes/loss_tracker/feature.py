@@ -1,4 +1,4 @@
-"""The indexer loss that is logged: right device, all layers, no deadlock."""
+"""Logging of the indexer loss: correct device, all layers, no deadlock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FEATURE = dsa_repair(
             f"{_HELPER}.clean_loss_in_tracker",
             "replace",
             f"{_IMPL}:clean_loss",
-            "also forgets which layers have reported",
+            "also resets which layers have reported",
             versions=_VERSIONS,
             factory=True,
         ),

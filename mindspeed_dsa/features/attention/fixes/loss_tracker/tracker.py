@@ -1,4 +1,4 @@
-"""Our tracker in the place of the static methods of Megatron's ``DSAIndexerLossLoggingHelper``."""
+"""Our tracker, replacing the static methods of Megatron's ``DSAIndexerLossLoggingHelper``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _tracker(context: Context[None]) -> LossTracker:
 
 
 def save_loss(context: Context[None]) -> Callable[..., None]:
-    """In the place of ``save_loss_to_tracker``."""
+    """Replaces ``save_loss_to_tracker``."""
     ours = _tracker(context)
 
     def save_loss_to_tracker(
@@ -34,7 +34,7 @@ def save_loss(context: Context[None]) -> Callable[..., None]:
 
 
 def clean_loss(context: Context[None]) -> Callable[..., None]:
-    """In the place of ``clean_loss_in_tracker``."""
+    """Replaces ``clean_loss_in_tracker``."""
     ours = _tracker(context)
 
     def clean_loss_in_tracker() -> None:
@@ -44,7 +44,7 @@ def clean_loss(context: Context[None]) -> Callable[..., None]:
 
 
 def reduce_loss(context: Context[None]) -> Callable[..., None]:
-    """In the place of ``reduce_loss_in_tracker``."""
+    """Replaces ``reduce_loss_in_tracker``."""
     ours = _tracker(context)
 
     def reduce_loss_in_tracker() -> None:
@@ -54,7 +54,7 @@ def reduce_loss(context: Context[None]) -> Callable[..., None]:
 
 
 def track_metrics(context: Context[None]) -> Callable[..., None]:
-    """In the place of ``track_indexer_metrics``."""
+    """Replaces ``track_indexer_metrics``."""
     ours = _tracker(context)
 
     def track_indexer_metrics(

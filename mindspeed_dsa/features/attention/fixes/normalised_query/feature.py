@@ -11,7 +11,7 @@ FEATURE = dsa_option(
     summary="The indexer's queries come from the latent query after its norm, for DeepSeek checkpoints.",
     switch=Flag(
         "--dsa-indexer-normalised-query",
-        "Feed the indexer the latent query after its norm, as DeepSeek does. Default: before it, as "
+        "Pass the indexer the latent query after its norm, as DeepSeek does. Default: before it, as "
         "Megatron does.",
     ),
     versions=">=0.12.1,<0.19",
@@ -20,7 +20,7 @@ FEATURE = dsa_option(
             f"{MLA}:MLASelfAttention.get_query_key_value_tensors",
             "wrap",
             f"{FIXES}.normalised_query.latent_query:normalise_latent_query",
-            "the norm is fused into the up projection, behind the point where the indexer branches off",
+            "the norm is fused into the up projection, after the point where the indexer branches off",
             versions=">=0.16,<0.19",  # older releases get our indexer, which has the option
         ),
     ),

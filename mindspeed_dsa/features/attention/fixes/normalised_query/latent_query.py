@@ -11,7 +11,7 @@ from mindspeed_dsa.features.attention.local_norms import norm_of_fused_layer
 
 
 def normalise_latent_query(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``get_query_key_value_tensors``: what it returns fourth is the indexer's input alone."""
+    """Decorate ``get_query_key_value_tensors``: its fourth result is only the indexer's input."""
 
     def get_query_key_value_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
         query, key, value, q_compressed, *rest = original(self, *args, **kwargs)

@@ -12,7 +12,7 @@ from mindspeed_dsa.features.attention.deepseek_layout import rotate_first_dimens
 
 
 def rotate_first(context: Context[None]) -> Callable[..., Tensor]:
-    """In the place of ``DSAIndexer._apply_rope``; see :func:`rotate_first_dimensions`."""
+    """Replaces ``DSAIndexer._apply_rope``; see :func:`rotate_first_dimensions`."""
 
     def _apply_rope(self: Any, x: Tensor, rotary_pos_emb: Tensor, mscale: float) -> Tensor:
         return rotate_first_dimensions(

@@ -15,11 +15,11 @@ def sum_rotary_key_gradients(original: Callable[..., Any], context: Context[None
     """Decorate ``MLASelfAttention.__init__``.
 
     All heads share one rotary key. A rank's backward yields the gradient of its own heads. A reduce-scatter
-    sums these parts where each rank has a full copy of the projection and applies it to its part of the
-    sequence; elsewhere nothing does, and the copies of the projection drift apart.
+    sums these parts where each rank has a replica of the projection and applies it to its part of the
+    sequence; elsewhere they are not summed, and the replicas of the projection drift apart.
 
-    What a projection that is split over ranks returns is put together here, so that Megatron goes on as with
-    a full copy, and its reduce-scatter under sequence parallelism does the sum.
+    The output of a projection that is split over ranks is gathered here, so that Megatron continues as with a
+    replica, and its reduce-scatter under sequence parallelism computes the sum.
     """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -32,7 +32,7 @@ def sum_rotary_key_gradients(original: Callable[..., Any], context: Context[None
         mappings = context.megatron("core.tensor_parallel.mappings")
 
         def sum_in_backward(module: Any, inputs: Any, output: Any) -> Any:
-            # [s, b, kv_lora_rank + qk_pos_emb_head_dim]; split projections return a part of the last
+            # [s, b, kv_lora_rank + qk_pos_emb_head_dim]; split projections return a slice of the last
             # dimension of the whole sequence, full copies all of a part of the sequence.
             projected = output[0]
             if not is_full_copy:

@@ -1,4 +1,4 @@
-"""DSA reachable: Megatron's spec functions know the variant, for the decoder and for MTP."""
+"""Selection of DSA: Megatron's spec functions support the variant, for the decoder and for MTP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FEATURE = dsa_repair(
             f"{SPECS}:get_experimental_attention_variant_module_spec",
             "wrap",
             f"{FIXES}.spec_dispatch.specs:dispatch_dsa",
-            "the dispatcher refuses 'dsa', and the DSA spec lacks what the block builder reads",
+            "the dispatcher rejects 'dsa', and the DSA spec lacks an attribute that the block builder reads",
             params=("config", "backend"),
             versions=">=0.16,<0.18",
         ),

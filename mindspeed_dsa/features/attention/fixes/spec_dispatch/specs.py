@@ -19,7 +19,7 @@ def dispatch_dsa(original: Callable[..., Any], context: Context[None]) -> Callab
         if backend is None:
             backend = specs._get_backend_spec_provider(config=config)
         spec = specs.get_dsa_module_spec_for_backend(config=config, backend=backend)
-        # The block builder asks whether the input norm is part of the attention module; MLA's is not.
+        # The block builder reads whether the input norm is part of the attention module; MLA's is not.
         spec.metainfo["fuse_input_layernorm"] = False
         return spec
 
@@ -27,13 +27,13 @@ def dispatch_dsa(original: Callable[..., Any], context: Context[None]) -> Callab
 
 
 def layer_specs_with_dsa(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate the layer specs for MTP: MLA passes more to a DSA core attention than others take."""
+    """Decorate the layer specs for MTP: MLA passes a DSA core attention more inputs than others accept."""
 
     def get_gpt_decoder_layer_specs(config: Any, *args: Any, **kwargs: Any) -> Any:
         if config.experimental_attention_variant != "dsa":
             return original(config, *args, **kwargs)
         specs = context.megatron("core.models.gpt.experimental_attention_variant_module_specs")
-        # The block spec holds the layers of one pipeline stage, the caller wants those of the model.
+        # The block spec holds the layers of one pipeline stage, the caller needs those of the model.
         whole = copy.copy(config)
         whole.pipeline_model_parallel_size = 1
         whole.virtual_pipeline_model_parallel_size = None

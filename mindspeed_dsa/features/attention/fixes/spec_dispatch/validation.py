@@ -1,4 +1,4 @@
-"""What a DSA model cannot be built without."""
+"""Checks of the arguments that a DSA model requires."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindspeed_dsa import versions
 
 
 def check_dsa_model(args: Any) -> Sequence[str]:
-    """Sizes, and what Megatron's DSA does not support; absent arguments are not judged."""
+    """Report missing sizes and options that Megatron's DSA does not support; absent ones are not checked."""
     given = {name: getattr(args, name) for name in _READ if hasattr(args, name)}
     if given.get("experimental_attention_variant") != "dsa":
         return ()
@@ -31,10 +31,13 @@ def check_dsa_model(args: Any) -> Sequence[str]:
     if release is not None and release in SpecifierSet("<0.19", prereleases=True):
         if given.get("context_parallel_size", 1) != 1:
             problems.append(
-                f"Megatron-core {release} has no context parallelism for DSA; use --context-parallel-size 1"
+                f"Megatron-core {release} does not support context parallelism with DSA; "
+                "use --context-parallel-size 1"
             )
         if given.get("apply_rope_fusion"):
-            problems.append(f"Megatron-core {release} has no fused RoPE for DSA; add --no-rope-fusion")
+            problems.append(
+                f"Megatron-core {release} does not support fused RoPE with DSA; add --no-rope-fusion"
+            )
     return problems
 
 

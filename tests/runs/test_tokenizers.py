@@ -4,8 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dsa_job.errors import UsageError
-from dsa_job.tokenizer import ByteTokenizer, FileTokenizer, build_tokenizer
+
+from mindspeed_dsa.runs.errors import RunError
+from mindspeed_dsa.runs.tokenizers import ByteTokenizer, FileTokenizer, build_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -56,10 +57,10 @@ def test_two_files_have_two_identities(tmp_path: Path) -> None:
 def test_a_broken_file_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(content)
-    with pytest.raises(UsageError, match=r"is no tokenizer\.json of the tokenizers package"):
+    with pytest.raises(RunError, match=r"is not a tokenizer\.json of the tokenizers package"):
         build_tokenizer(str(path))
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"No such file or directory; name a tokenizer\.json"):
+    with pytest.raises(RunError, match=r"No such file or directory; name a tokenizer\.json"):
         build_tokenizer(str(tmp_path / "tokenizer.json"))

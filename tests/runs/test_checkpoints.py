@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from dsa_job import checkpoint_files as files
-from dsa_job.errors import UsageError
+
+from mindspeed_dsa.runs import checkpoints as files
+from mindspeed_dsa.runs.errors import RunError
 
 
 def checkpoint(folder: Path, step: int, whole: bool = True) -> Path:
@@ -41,7 +42,7 @@ def test_a_tracker_that_names_nothing_is_an_error_with_a_way_out(tmp_path: Path,
     checkpoint(tmp_path, 12, whole=False)
     (tmp_path / "iter_\u00b2").mkdir()
     (tmp_path / files.TRACKER).write_bytes(content)
-    with pytest.raises(UsageError, match=r"complete ones: \[3, 10\]; choose one with --ckpt-step") as refused:
+    with pytest.raises(RunError, match=r"complete ones: \[3, 10\]; choose one with --ckpt-step") as refused:
         files.latest(tmp_path)
     assert str(refused.value).startswith(f"{tmp_path / files.TRACKER} says ")
     assert len(str(refused.value)) < 400
@@ -49,7 +50,7 @@ def test_a_tracker_that_names_nothing_is_an_error_with_a_way_out(tmp_path: Path,
 
 def test_a_file_in_place_of_the_folder_is_an_error_with_a_way_out(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("10")
-    with pytest.raises(UsageError, match=r"cannot be read .*; name a folder that holds checkpoints"):
+    with pytest.raises(RunError, match=r"cannot be read .*; name a folder that holds checkpoints"):
         files.latest(tmp_path / "file")
 
 

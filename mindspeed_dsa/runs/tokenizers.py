@@ -6,18 +6,16 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from dsa_job.errors import UsageError
+from mindspeed_dsa.runs.errors import RunError
 
-END_OF_DOCUMENT_NAMES = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    "</s>",
-    "<eos>",
-    "[SEP]",
+_END_OF_DOCUMENT = (
+    *("<|endoftext|>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+    *("</s>", "<eos>", "[SEP]"),
 )
 
 
@@ -35,23 +33,22 @@ class Tokenizer(ABC):
     unique_identifiers: OrderedDict[str, str]
 
     @property
-    def dtype(self) -> type[np.integer]:
-        """Smallest type of Megatron's indexed files that holds every id."""
-        # Megatron expects uint16 up to this size, and int32 beyond.
+    def dtype(self) -> type[np.integer[Any]]:
+        """What Megatron's data sets expect for this vocabulary in an indexed file."""
         return np.uint16 if self.vocab_size <= np.iinfo(np.uint16).max + 1 else np.int32
 
     @property
     def identity(self) -> str:
-        """Names this tokenizer among all others."""
+        """Tells this tokenizer from all others."""
         return "|".join(f"{key}={value}" for key, value in self.unique_identifiers.items())
 
     @abstractmethod
-    def encode(self, text: bytes) -> np.ndarray:
+    def encode(self, text: bytes) -> npt.NDArray[Any]:
         """Ids of one document without the end-of-document id, int64 ``[length]``."""
 
 
 class ByteTokenizer(Tokenizer):
-    """One id per byte. Byte 0, which no text holds, ends a document."""
+    """One id per byte. Byte 0, which no text contains, ends a document."""
 
     vocab_size = 256
     eod = 0
@@ -59,7 +56,7 @@ class ByteTokenizer(Tokenizer):
     def __init__(self) -> None:
         self.unique_identifiers = OrderedDict({"class": "ByteTokenizer"})
 
-    def encode(self, text: bytes) -> np.ndarray:
+    def encode(self, text: bytes) -> npt.NDArray[Any]:
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
 
 
@@ -68,47 +65,37 @@ class FileTokenizer(Tokenizer):
 
     The file's own end-of-text token ends documents; a file without one gets ``<|endoftext|>`` added.
 
-    Args:
-        path: the file.
-
     Raises:
-        UsageError: the file is missing or no tokenizer.
+        RunError: the file is missing or not a tokenizer.
     """
 
     def __init__(self, path: str | Path) -> None:
         from tokenizers import Tokenizer as Backend
 
-        self.path = Path(path)
         try:
-            content = self.path.read_bytes()
+            content = Path(path).read_bytes()
             self._backend = Backend.from_buffer(content)
         except OSError as error:
-            raise UsageError(
-                f"--tokenizer-model {path}: {error.strerror or error}; name a tokenizer.json"
-            ) from error
+            raise RunError(f"tokenizer {path}: {error.strerror or error}; name a tokenizer.json") from error
         except Exception as error:  # the package raises plain Exception for a malformed file
-            raise UsageError(
-                f"--tokenizer-model {path} is no tokenizer.json of the tokenizers package ({error}); "
-                "name another file, or drop the flag to train on bytes"
+            raise RunError(
+                f"{path} is not a tokenizer.json of the tokenizers package ({error}); name another file, or "
+                "none to train on bytes"
             ) from error
-        self.eod = self._end_of_document()
-        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        ids = self._backend.get_vocab(with_added_tokens=True)
+        if not ids.keys() & set(_END_OF_DOCUMENT):
+            self._backend.add_special_tokens([_END_OF_DOCUMENT[0]])
+            ids = self._backend.get_vocab(with_added_tokens=True)
+        self.eod = next(ids[name] for name in _END_OF_DOCUMENT if name in ids)
+        self.vocab_size = max(ids.values()) + 1
         digest = hashlib.blake2b(content, digest_size=12).hexdigest()
         self.unique_identifiers = OrderedDict({"class": "FileTokenizer", "content": digest})
 
-    def _end_of_document(self) -> int:
-        for name in END_OF_DOCUMENT_NAMES:
-            found = self._backend.token_to_id(name)
-            if found is not None:
-                return int(found)
-        self._backend.add_special_tokens([END_OF_DOCUMENT_NAMES[0]])
-        return int(self._backend.token_to_id(END_OF_DOCUMENT_NAMES[0]))
-
-    def encode(self, text: bytes) -> np.ndarray:
+    def encode(self, text: bytes) -> npt.NDArray[Any]:
         encoded = self._backend.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
         return np.asarray(encoded.ids, dtype=np.int64)
 
 
 def build_tokenizer(path: str | None) -> Tokenizer:
-    """The tokenizer that ``--tokenizer-model`` asks for; bytes without it."""
+    """The tokenizer of a ``tokenizer.json``; of bytes without a path."""
     return FileTokenizer(path) if path else ByteTokenizer()

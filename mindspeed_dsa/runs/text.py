@@ -11,12 +11,15 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from dsa_job.errors import UsageError
-from dsa_job.files import file_lock, write_atomically
-from dsa_job.tokenizer import Tokenizer
+from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.runs.errors import RunError
+from mindspeed_dsa.runs.files import lock, write_atomically
+from mindspeed_dsa.runs.tokenizers import Tokenizer
 
 FORMAT = 1  # raise when the same text would be indexed differently
 FEWEST_DOCUMENTS = 40
@@ -30,9 +33,8 @@ class Source:
 
     Attributes:
         root: what the user named.
-        files: path below the root, size in bytes and time of change in nanoseconds, in the order in
-            which documents are written.
-        skipped: files that are no text.
+        files: path below the root, size in bytes and modification time in ns, in the order of documents.
+        skipped: files that are not text.
     """
 
     root: Path
@@ -45,20 +47,17 @@ class Source:
         return sum(size for _, size, _ in self.files)
 
     def path(self, name: str) -> Path:
-        """Where the file of that name lies."""
+        """Where the file of that name is."""
         return self.root / name if self.root.is_dir() else self.root
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """An indexed file and what is known of it.
+    """An indexed file and its statistics.
 
     Attributes:
         prefix: path of the ``.bin`` and ``.idx`` files without that ending.
-        documents, tokens: how many.
-        text_bytes: bytes of the text.
-        unigram_entropy: entropy of single tokens in nats; the loss of a model that knows nothing but
-            how often each token occurs.
+        unigram_entropy: in nats; the loss of a model that knows only how often each token occurs.
     """
 
     prefix: str
@@ -67,36 +66,37 @@ class Corpus:
     text_bytes: int
     unigram_entropy: float
 
+    def __str__(self) -> str:
+        return (
+            "{text_bytes:,} bytes of text, {documents:,} documents, {tokens:,} tokens; unigram entropy "
+            "{unigram_entropy:.4f} nats per token".format(**asdict(self))
+        )
+
 
 def find_text(data: str | None) -> Source:
     """List the text below a file or folder; by default the Python standard library's sources.
 
-    Files are ordered by a hash of their name, so that a split into a first and a last part is one by
-    chance, and the same on every machine.
+    Files are ordered by a hash of their name, so that a split into a first and a last part is random, and
+    the same on every machine.
 
     Raises:
-        UsageError: nothing readable is there, or it is no text.
+        RunError: nothing readable is there, or it is not text.
     """
     root = Path(data) if data else Path(sysconfig.get_paths()["stdlib"])
-    wanted = f"--data {root}" if data else f"the Python standard library at {root}"
-    remedy = "name a text file or a folder of text with --data"
+    wanted = str(root) if data else f"the Python standard library at {root}"
+    remedy = "name a text file or a folder of text"
     if not root.exists():
-        raise UsageError(f"{wanted} does not exist; {remedy}")
+        raise RunError(f"{wanted} does not exist; {remedy}")
     if root.is_file():
         if not _is_text(root):
-            raise UsageError(
-                f"{wanted} cannot be read, is empty, or is no text (it holds zero bytes); {remedy}"
-            )
+            raise RunError(f"{wanted} cannot be read, is empty, or is no text (it has zero bytes); {remedy}")
         return Source(root, (_entry(root, root.name),))
-    files, skipped = [], 0
-    for path in _walk(root, sources_only=data is None):
-        if _is_text(path):
-            files.append(_entry(path, path.relative_to(root).as_posix()))
-        else:
-            skipped += 1
+    paths = list(_walk(root, sources_only=data is None))
+    files = [_entry(path, path.relative_to(root).as_posix()) for path in paths if _is_text(path)]
+    skipped = len(paths) - len(files)
     if not files:
-        raise UsageError(f"{wanted} holds no readable text ({skipped} other files); {remedy}")
-    return Source(root, tuple(sorted(files, key=lambda entry: _hash(entry[0]))), skipped)
+        raise RunError(f"{wanted} holds no readable text ({skipped} other files); {remedy}")
+    return Source(root, tuple(sorted(files, key=lambda entry: digest(entry[0]))), skipped)
 
 
 def _walk(root: Path, sources_only: bool) -> Iterator[Path]:
@@ -124,69 +124,64 @@ def _entry(path: Path, name: str) -> tuple[str, int, int]:
     return name, status.st_size, status.st_mtime_ns
 
 
-def _hash(text: str) -> str:
+def digest(text: str) -> str:
+    """A short name for a text."""
     return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
 
 
 def check_size(split: str, sequence_length: int, tokens: int, counted: bool = True) -> None:
-    """Whether so many tokens make at least one sequence on either side of the split.
-
-    Args:
-        split: weights of the sides, with commas.
-        sequence_length: tokens per sequence.
-        tokens: how many there are, or can be at most.
-        counted: whether ``tokens`` was counted, and is no upper bound.
+    """Whether the tokens (an upper bound unless ``counted``) make a sequence on either side of the split.
 
     Raises:
-        UsageError: they do not.
+        RunError: they do not.
     """
-    weights = [float(part) for part in split.split(",")]
+    weights = [float(part) for part in split.split(",")][:2]
     share = min(weight / sum(weights) for weight in weights if weight)
     if tokens * share < 2 * (sequence_length + 1):
-        raise UsageError(
+        raise RunError(
             f"the data has {'' if counted else 'no more than '}{tokens} tokens; a part of {share:.1%} of "
             f"them (--split {split}) is too little for sequences of {sequence_length}; use more "
             "text, a shorter --seq-length or another --split"
         )
 
 
-def build(source: Source, tokenizer: Tokenizer, cache: Path) -> Corpus:
+def build(source: Source, tokenizer: Tokenizer, cache: Path, megatron: Megatron | None = None) -> Corpus:
     """The indexed file of this text, from the cache if it is there; one process builds, others wait.
 
+    Args:
+        source: from :func:`find_text`.
+        tokenizer: makes the token ids.
+        cache: folder of indexed files, which jobs may share.
+        megatron: whose ``IndexedDatasetBuilder`` writes the file; by default ``megatron.core``'s.
+
     Raises:
-        UsageError: the text cannot be indexed.
+        RunError: the text cannot be indexed.
     """
-    key = _hash(json.dumps([FORMAT, tokenizer.identity, str(source.root.resolve()), source.files]))
+    key = digest(json.dumps([FORMAT, tokenizer.identity, str(source.root.resolve()), source.files]))
     folder = cache / key
+    facts = folder / "corpus.json"
     cache.mkdir(parents=True, exist_ok=True)
-    with file_lock(cache / ".lock"):
-        if not (folder / "corpus.json").exists():
-            # What a killed process left half written is never taken for a corpus: the folder gets its
-            # name when everything is in it.
+    with lock(cache / ".lock"):
+        if not facts.exists():
+            # The folder gets its name when everything is in it: a killed process leaves no valid one.
             unfinished = cache / f"{key}.partial"
             shutil.rmtree(unfinished, ignore_errors=True)
             shutil.rmtree(folder, ignore_errors=True)
             unfinished.mkdir()
-            facts = _write(source, tokenizer, unfinished)
-            write_atomically(unfinished / "corpus.json", json.dumps(facts, indent=1))
+            statistics = _write(source, tokenizer, unfinished, megatron or Megatron())
+            write_atomically(unfinished / facts.name, json.dumps(statistics, indent=1))
             os.rename(unfinished, folder)
-    return _read(folder)
-
-
-def _read(folder: Path) -> Corpus:
-    facts = folder / "corpus.json"
     try:
         return Corpus(prefix=str(folder / "corpus"), **json.loads(facts.read_bytes()))
     except (ValueError, TypeError, RecursionError) as error:
-        raise UsageError(
+        raise RunError(
             f"{facts} is damaged ({error}); delete its folder, and the next run indexes the text again"
         ) from error
 
 
-def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, float]:
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(str(folder / "corpus.bin"), dtype=tokenizer.dtype)
+def _write(source: Source, tokenizer: Tokenizer, folder: Path, megatron: Megatron) -> dict[str, float]:
+    indexed_dataset = megatron("core.datasets.indexed_dataset")
+    builder = indexed_dataset.IndexedDatasetBuilder(str(folder / "corpus.bin"), dtype=tokenizer.dtype)
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     documents = text_bytes = 0
     for text in _documents(source):
@@ -198,17 +193,14 @@ def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, floa
         text_bytes += len(text)
     builder.finalize(str(folder / "corpus.idx"))
     if not documents:
-        raise UsageError(f"{source.root} holds no readable text; name a text file or folder with --data")
-    return {
-        "documents": documents,
-        "tokens": int(counts.sum()),
-        "text_bytes": text_bytes,
-        "unigram_entropy": entropy(counts),
-    }
+        raise RunError(f"{source.root} holds no readable text; name another text file or folder")
+    tokens = int(counts.sum())
+    facts = {"documents": documents, "tokens": tokens, "text_bytes": text_bytes}
+    return {**facts, "unigram_entropy": entropy(counts)}
 
 
-def entropy(counts: np.ndarray) -> float:
-    """Entropy in nats of what occurs so often."""
+def entropy(counts: npt.NDArray[Any]) -> float:
+    """Entropy in nats of a distribution given by counts."""
     probability = counts[counts > 0] / counts.sum()
     return float(-(probability * np.log(probability)).sum())
 
@@ -219,13 +211,13 @@ def _documents(source: Source) -> Iterator[bytes]:
     for name, size, _ in source.files:
         with contextlib.suppress(OSError):  # gone since the list was made
             text = source.path(name).read_bytes()
-            if b"\0" in text:  # further in than the first look went
+            if b"\0" in text:  # beyond the bytes that were looked at before
                 continue
             yield from cut(text, -(-size // pieces)) if pieces > 1 else ([text] if text else [])
 
 
 def cut(text: bytes, length: int) -> Iterator[bytes]:
-    """Pieces of about ``length`` bytes, each ending where a line ends if one does before twice that."""
+    """Pieces of about ``length`` bytes, each ending at a line end if there is one before twice that."""
     start = 0
     while start < len(text):
         stop = start + max(length, 1)
@@ -233,12 +225,3 @@ def cut(text: bytes, length: int) -> Iterator[bytes]:
         stop = line_end + 1 if line_end >= 0 else stop
         yield text[start:stop]
         start = stop
-
-
-def describe(corpus: Corpus) -> str:
-    """One line for the user."""
-    facts = asdict(corpus)
-    return (
-        "{text_bytes:,} bytes of text, {documents:,} documents, {tokens:,} tokens; unigram entropy "
-        "{unigram_entropy:.4f} nats per token".format(**facts)
-    )

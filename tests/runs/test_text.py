@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dsa_job import corpus
-from dsa_job.errors import UsageError
-from dsa_job.tokenizer import ByteTokenizer
+
+from mindspeed_dsa.runs import text as corpus
+from mindspeed_dsa.runs.errors import RunError
+from mindspeed_dsa.runs.tokenizers import ByteTokenizer
 
 
 def names(source: corpus.Source) -> list[str]:
@@ -48,19 +49,19 @@ def test_the_order_of_documents_does_not_follow_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "does not exist"), (b"", "is no text"), (b"a\0b", "holds zero bytes")]
+    ("content", "message"), [(None, "does not exist"), (b"", "is no text"), (b"a\0b", "has zero bytes")]
 )
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "data"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(UsageError, match=f"--data .*{message}.*; name a text file or a folder of text"):
+    with pytest.raises(RunError, match=f"data .*{message}.*; name a text file or a folder of text"):
         corpus.find_text(str(path))
 
 
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\0" * 10)
-    with pytest.raises(UsageError, match=r"holds no readable text \(1 other files\)"):
+    with pytest.raises(RunError, match=r"holds no readable text \(1 other files\)"):
         corpus.find_text(str(tmp_path))
 
 
@@ -152,16 +153,14 @@ def test_a_damaged_cache_names_the_file_and_the_way_out(tmp_path: Path, content:
     built = corpus.build(source, ByteTokenizer(), cache)
     (facts,) = cache.glob("*/corpus.json")
     facts.write_bytes(content)
-    with pytest.raises(
-        UsageError, match=f"{facts} is damaged .*; delete its folder, and the next run indexes"
-    ):
+    with pytest.raises(RunError, match=f"{facts} is damaged .*; delete its folder, and the next run indexes"):
         corpus.build(source, ByteTokenizer(), cache)
     shutil.rmtree(facts.parent)
     assert corpus.build(source, ByteTokenizer(), cache) == built
 
 
 def test_a_size_that_was_counted_is_called_so() -> None:
-    with pytest.raises(UsageError, match=r"^the data has 99 tokens; a part of 5.0%"):
+    with pytest.raises(RunError, match=r"^the data has 99 tokens; a part of 5.0%"):
         corpus.check_size("95,5", 32, 99)
-    with pytest.raises(UsageError, match=r"^the data has no more than 99 tokens; a part of 5.0%"):
+    with pytest.raises(RunError, match=r"^the data has no more than 99 tokens; a part of 5.0%"):
         corpus.check_size("95,5", 32, 99, counted=False)

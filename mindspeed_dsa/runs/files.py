@@ -1,0 +1,61 @@
+"""Files that hold either the old or the new content, whenever the process is killed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from pathlib import Path
+from typing import IO
+
+
+def number(text: str) -> int | None:
+    """The number that a text consists of; ``None`` unless it is made of up to 18 of the digits 0 to 9."""
+    # str.isdigit accepts digits of every script, some of which int() refuses.
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file's content in one step; it is on disk when this returns."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with open(unfinished, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """:func:`sync` for everything below a folder."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            sync(Path(parent, name))
+        sync(Path(parent))
+
+
+def lock(path: Path) -> IO[str]:
+    """Wait for the lock on a file; it is held until the result is closed or the process ends."""
+    file = open(path, "a")  # noqa: SIM115 - the caller closes it
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
+
+
+def try_lock(path: Path) -> IO[str] | None:
+    """:func:`lock` without waiting; ``None`` if another process holds it."""
+    file = open(path, "a")  # noqa: SIM115 - the caller closes it
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
