@@ -13,9 +13,10 @@ NPU_VENV ?= .venv-npu
 NPU_BIN := $(NPU_VENV)/bin
 NPU_STAMP := $(NPU_VENV)/.installed
 
-# Test files are dealt out to so many processes; WORKERS=0 runs them in one, as a debugger needs it.
+# Tests are dealt out to so many processes, neighbours together, and who is done takes from those who are not;
+# WORKERS=0 runs them in one, as a debugger needs it.
 WORKERS ?= auto
-XDIST := --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile
+XDIST := --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 
 # Threads that spin while they wait starve the others where cores are shared: a step took 0.5 s with this
 # and 5 to 14 s without it on a busy machine.

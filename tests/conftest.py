@@ -1,11 +1,16 @@
-"""No test leaves a patch behind; Triton is imported so that its kernels can be interpreted."""
+"""One pool of workers; no test leaves a patch behind; Triton's kernels can be interpreted."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.support.pool import WorkerPool
 
 
 def _import_triton() -> None:
@@ -28,7 +33,20 @@ def _import_triton() -> None:
 
 _import_triton()
 
-pytest_plugins = ["tests.figures"]
+from tests.support import sources  # noqa: E402  after Triton, like everything else
+
+sources.parse_once()
+
+pytest_plugins = ["tests.support.figures"]
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[WorkerPool]:
+    """Worker processes that play the ranks of a job, for all tests; see ``support/pool.py``."""
+    from tests.support.pool import WorkerPool
+
+    with WorkerPool() as workers:
+        yield workers
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from mindspeed_dsa import (
     features,
     session,
 )
-from tests import fork
+from tests.support import fork
 
 
 @pytest.fixture

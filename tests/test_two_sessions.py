@@ -9,7 +9,7 @@ import pytest
 
 from mindspeed_dsa import Feature, Flag, Patch, settings
 from mindspeed_dsa.session import Session
-from tests import fork
+from tests.support import fork
 
 ROOTS = ("corp_megatron", "other_megatron")
 FEATURE = Feature(

@@ -52,7 +52,7 @@ def cannot_be_imported(name: str) -> bool:
         return True
 
 
-def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
+def when_imported(name: str, callback: Callable[[ModuleType], None]) -> Callable[[], None]:
     """Call ``callback(module)`` right after ``name`` has been executed.
 
     A module that is currently being executed cannot be hooked any more; the callback is then not called.
@@ -61,19 +61,25 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
         name: dotted module name.
         callback: must not raise: an import hook that raises is lost, and the next import of the
             module succeeds without it.
+
+    Returns:
+        What lets go of the callback; the hook itself cannot be unregistered, and does nothing from then on.
     """
     import wrapt
 
     registering = threading.get_ident()
+    callbacks = [callback]
 
     def hook(module: ModuleType) -> None:
         # wrapt calls at once for every module in sys.modules, including half-executed ones.
         if registering == threading.get_ident() and is_initializing(module):
             return
-        callback(module)
+        for each in callbacks:
+            each(module)
 
     wrapt.register_post_import_hook(hook, name)
     registering = 0
+    return callbacks.clear
 
 
 def resolve(name: str, path: str) -> tuple[Any, str, Any]:

@@ -62,6 +62,7 @@ class PatchManager:
         self._busy: set[int] = set()  # ids of sites that a thread is preparing
         self._places: dict[Any, Site] = {}  # what is patched, see conflicts.places_of()
         self._armed = False
+        self._unhook: list[Callable[[], None]] = []  # lets import hooks forget this manager
 
     # -- plan and check ------------------------------------------------------------------------
 
@@ -143,16 +144,13 @@ class PatchManager:
                     later.setdefault(site.patch.module, []).append(site)
         # First the hooks: implementations import modules that have sites of their own.
         for module, sites in later.items():
-            hooks.when_imported(module, partial(self._on_import, sites))
+            self._unhook.append(hooks.when_imported(module, partial(self._on_import, sites)))
         if self._apply_loaded():
             compiled.forget()
         self._undo_if_failed()
 
     def _on_import(self, sites: list[Site], module: ModuleType) -> None:
-        """Import hook; records failures, never raises.
-
-        Hooks cannot be unregistered: after an undo the sites are no longer pending, and stay as they are.
-        """
+        """Import hook; records failures, never raises."""
         try:
             self._apply(sites, since=sites[0].patch.module)
             self._apply_loaded()
@@ -324,6 +322,9 @@ class PatchManager:
         with self._lock:
             self._armed = False
             self._places = {}
+            for forget in self._unhook:
+                forget()
+            self._unhook.clear()
             touched = self._touched()
             self._restore(touched)
             for site in self._in_state("planned", "pending"):

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from mindspeed_dsa.__main__ import COMMANDS, main
-from tests import fork
+from tests.support import fork
 
 
 def command(*argv, env=None):

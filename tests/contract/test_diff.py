@@ -15,7 +15,7 @@ from mindspeed_dsa.compat import records
 from mindspeed_dsa.declarations import Feature, Requires
 from mindspeed_dsa.patches.source_tree import SourceTree
 from mindspeed_dsa.patches.spec import Patch
-from tests.patches.drift_packages import write
+from tests.support.drift_packages import write
 
 INFO = 'MAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = ""\n'
 FILES = {

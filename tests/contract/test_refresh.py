@@ -15,7 +15,7 @@ from mindspeed_dsa.patches.drift import TargetFacts
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.patches.source_tree import SourceTree
 from mindspeed_dsa.patches.spec import Patch
-from tests.patches.drift_packages import write
+from tests.support.drift_packages import write
 
 CORE = Patch("megatron.core.a:f", "wrap", "implementation:f", "a test wants it")
 TRAINING = Patch("megatron.training.b:g", "wrap", "implementation:g", "a test wants it")

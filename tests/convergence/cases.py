@@ -9,9 +9,9 @@ from unittest import mock
 
 import torch
 
-from tests.distributed import observe
-from tests.distributed.job import RankOutcome, train
 from tests.features.attention.fused_cases import ties_to_the_lowest
+from tests.support import observe
+from tests.support.example_job import RankOutcome, train
 
 
 def outcome(

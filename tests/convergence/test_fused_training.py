@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.pool import WorkerPool
-from tests.figures import tell
+from tests.support.figures import tell
+from tests.support.pool import WorkerPool
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 

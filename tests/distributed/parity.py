@@ -31,10 +31,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.distributed.job import RankOutcome
-from tests.distributed.observe import Choices, Fault
-from tests.distributed.pool import WorkerPool
-from tests.figures import tell
+from tests.support.example_job import RankOutcome
+from tests.support.figures import tell
+from tests.support.observe import Choices, Fault
+from tests.support.pool import WorkerPool
 
 STEPS = 5
 MODEL = """
@@ -227,7 +227,7 @@ class Lab:
     def _train(self, layout: Layout, flags: str, **arguments: Any) -> list[RankOutcome]:
         data = f"--data {self._folder / 'text'} --data-cache-path {self._folder / 'cache'}"
         return self._pool.run(
-            "tests.distributed.job:train",
+            "tests.support.example_job:train",
             layout.world_size,
             argv=f"{MODEL} {layout.model} {TRAINING} {data} {flags}".split(),
             stock=layout.stock,
@@ -237,7 +237,7 @@ class Lab:
 
     def _read(self, *checkpoints: tuple[Path, int]) -> list[Tensors]:
         named = [(str(folder), step) for folder, step in checkpoints]
-        contents = self._pool.run("tests.distributed.job:read", 1, checkpoints=named)[0]
+        contents = self._pool.run("tests.support.example_job:read", 1, checkpoints=named)[0]
         return [
             {name: value for stack in one.items() for name, value in _by_layer(*stack)} for one in contents
         ]

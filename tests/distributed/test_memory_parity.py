@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.memory_events import EVENTS
 from tests.distributed.parity import EP2, PP2, PP4, TP2, VPP2, ZERO, Lab, Layout, Outcome
+from tests.support.memory_events import EVENTS
 
 BF16 = "--bf16"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"

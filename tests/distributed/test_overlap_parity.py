@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.memory_events import CHUNKED, CHUNKED_SUM, MEASURED
 from tests.distributed.parity import EP2, HEADING, PP2, TP2, ZERO, Bounds, Lab, Layout
-from tests.figures import tell
+from tests.support.figures import tell
+from tests.support.memory_events import CHUNKED, CHUNKED_SUM, MEASURED
 
 CHUNKS = {"coc_parallel_num": 4}
 TUNED = {"use_ascend_coc": True}

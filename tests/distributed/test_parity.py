@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.observe import Fault
 from tests.distributed.parity import EP2, FP32, HEADING, PP2, PP4, TP2, VPP2, ZERO, Lab, Layout
-from tests.figures import tell
+from tests.support.figures import tell
+from tests.support.observe import Fault
 
 LAYOUTS = (
     Layout("TP2+SP", 2, TP2),

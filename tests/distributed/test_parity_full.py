@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.parity import EP2, FP32, HEADING, PP2, PP4, TP2, VPP2, ZERO, Bounds, Lab, Layout
-from tests.figures import tell
+from tests.support.figures import tell
 
 pytestmark = pytest.mark.full
 

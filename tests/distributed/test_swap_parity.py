@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.memory_events import EVENTS
 from tests.distributed.parity import EP2, PP2, PP4, TP2, VPP2, ZERO, Lab, Layout
 from tests.distributed.test_memory_parity import assert_same_bits
+from tests.support.memory_events import EVENTS
 
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 SWAP = {

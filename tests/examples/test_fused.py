@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed import conftest as distributed
-from tests.distributed.pool import WorkerPool
+from tests.support.pool import WorkerPool
 
 from .conftest import JobServer, records
 
 FUSED, STOCK = "--use-fused-dsa", "--no-use-fused-dsa"
-pool = distributed.pool
 # Attention far from uniform, so that indexers have something to learn.
 WIDE = ("--init-method-std", "0.3")
 
@@ -77,7 +75,9 @@ def test_sparse_training_goes_on_from_a_warmup(jobs: JobServer, pool: WorkerPool
 
 
 def _weights(pool: WorkerPool, run: Path, step: int) -> dict[str, torch.Tensor]:
-    (contents,) = pool.run("tests.distributed.job:read", 1, checkpoints=[(str(run / "checkpoints"), step)])
+    (contents,) = pool.run(
+        "tests.support.example_job:read", 1, checkpoints=[(str(run / "checkpoints"), step)]
+    )
     return {
         name: value
         for name, value in contents[0].items()

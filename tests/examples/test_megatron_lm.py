@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.features.diagnostics import loop
+from tests.support import training_loop as loop
 
 RECIPE = Path(__file__).parents[2] / "examples" / "megatron_lm"
 LAUNCHER = RECIPE / "run_megatron.py"

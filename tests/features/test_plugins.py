@@ -12,7 +12,7 @@ import mindspeed_dsa
 from mindspeed_dsa import PatchError, SettingsError, features, log, session
 from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.cli import doctor
-from tests import fork
+from tests.support import fork
 
 FEATURE = """
 from mindspeed_dsa import Feature, Flag, Patch, Requires

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.features.attention import cp_cases, job
-from tests.features.attention.counting import counted
+from tests.features.attention import cp_cases
 from tests.matrix import model as tiny
+from tests.support import model as job
+from tests.support.counting import counted
 
 TARGETS = (
     "megatron.core.transformer.transformer_config",

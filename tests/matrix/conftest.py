@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from tests.distributed.conftest import pool  # noqa: F401 - the session's worker processes
-
 WITHOUT_DSA = ">=0.12.1,<0.16"
 RELEASES = {"test_kernel_backend.py": ">=0.19,<0.20"}
 

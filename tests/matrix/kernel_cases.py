@@ -10,7 +10,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.features.attention import cp_cases, job
+from tests.features.attention import cp_cases
+from tests.support import model as job
 
 HOOKS = (
     "run_fused_dsa_attention",

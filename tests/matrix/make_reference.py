@@ -40,8 +40,8 @@ def summary(step: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    from tests.distributed import worker
     from tests.matrix import model
+    from tests.support import worker
 
     found = {}
     for name, overrides in CASES.items():

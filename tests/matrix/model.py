@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.features.attention import job
+from tests.support import model as job
 
 EXPERTS = {
     "num_moe_experts": 4,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.features.attention.cp_cases import in_order
-from tests.features.attention.job import assert_same_gradients, put_together
 from tests.matrix.make_reference import CASES, FILE, summary
+from tests.support.model import assert_same_gradients, put_together
 
 STEP = "tests.matrix.model:one_step"
 CASE = "tests.matrix.cases"
@@ -244,14 +244,12 @@ def test_a_plain_mla_model_is_left_alone(pool):
     ],
 )
 def test_what_cannot_be_built_is_refused(pool, overrides, message):
-    (error,) = pool.run("tests.features.attention.job:error_of", 1, case=STEP, overrides=overrides)
+    (error,) = pool.run("tests.support.model:error_of", 1, case=STEP, overrides=overrides)
     assert message in error
 
 
 def test_the_warmup_stage_is_refused(pool):
-    (error,) = pool.run(
-        "tests.features.attention.job:error_of", 1, case=STEP, switches={"dsa_stage": "warmup"}
-    )
+    (error,) = pool.run("tests.support.model:error_of", 1, case=STEP, switches={"dsa_stage": "warmup"})
     assert "needs megatron-core >=0.16" in error
 
 

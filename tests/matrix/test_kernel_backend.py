@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.features.attention.job import assert_same_gradients, put_together
+from tests.support.model import assert_same_gradients, put_together
 
 CASE = "tests.matrix.kernel_cases"
 ON = {"use_fused_dsa": True}
@@ -166,7 +166,7 @@ def test_the_flag_knows_the_backend(pool):
 )
 def test_what_cannot_be_is_refused(pool, switches, overrides, message):
     (error,) = pool.run(
-        "tests.features.attention.job:error_of",
+        "tests.support.model:error_of",
         1,
         case=f"{CASE}:chosen_backend",
         switches=switches,

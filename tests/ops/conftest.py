@@ -4,9 +4,6 @@ import pytest
 import torch
 
 from mindspeed_dsa.ops import checks
-from tests.distributed.conftest import pool
-
-__all__ = ["pool"]
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 from mindspeed_dsa.patches.drift import Checker
 from mindspeed_dsa.patches.fingerprint import fingerprint
 from mindspeed_dsa.patches.source_tree import SourceTree
-from tests.patches.drift_packages import checker, patch, write
+from tests.support.drift_packages import checker, patch, write
 
 SOURCE = '''
 def attend(query, key, *, scale=1.0):

@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed_dsa.patches.drift import Checker
 from mindspeed_dsa.patches.source_tree import SourceTree
-from tests.patches.drift_packages import checker, patch, write
+from tests.support.drift_packages import checker, patch, write
 
 PACKAGE = {
     # No megatron/__init__.py: a namespace package, as the real one.

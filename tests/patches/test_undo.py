@@ -141,6 +141,17 @@ def test_undo_forgets_the_patches(house):
     assert [reference() for reference in alive] == [None, None]
 
 
+def test_import_hooks_let_go_of_what_was_undone(house):
+    manager = house.armed(patch("core:area"), patch("guest:visit"))
+    manager.undo()
+    house.managers.remove(manager)
+    alive = weakref.ref(manager)
+    del manager
+    gc.collect()
+    assert alive() is None
+    assert load("guest").visit(1) == 2
+
+
 def test_holders_of_a_patch_that_was_undone_are_reported(house):
     house.write({"guest.py": "from house.core import area\ndef visit(x, function=area): return function(x)"})
     manager = house.armed(patch("core:area"), patch("core:volume"))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.memory.measure import live_bytes, storage_bytes
-from tests.features.attention.job import config, forward_step, gpt_model, samples, start
+from tests.support.model import config, forward_step, gpt_model, samples, start
 
 MICROBATCHES = 2
 RANKS_OF_DATA = 4  # the global batch is the same for 1, 2 and 4 ranks

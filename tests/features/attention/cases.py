@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.features.attention import job
+from tests.support import model as job
 
 TARGETS = (
     "megatron.core.models.gpt.experimental_attention_variant_module_specs",

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.features.attention import job
-from tests.features.attention.counting import counted
+from tests.support import model as job
+from tests.support.counting import counted
 
 
 def one_step(

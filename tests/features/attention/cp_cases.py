@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.features.attention import job
+from tests.support import model as job
 
 SEQUENCE = 24  # two chunks for each of up to four ranks
 

@@ -9,7 +9,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.features.attention import core_cases, job
+from tests.features.attention import core_cases
+from tests.support import model as job
 
 _topk = torch.Tensor.topk
 

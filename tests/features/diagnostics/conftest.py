@@ -8,7 +8,7 @@ import mindspeed_dsa
 from mindspeed_dsa import features
 from mindspeed_dsa.features.diagnostics.initial_weights import feature as initial_weights
 from mindspeed_dsa.features.diagnostics.step_metrics import feature as step_metrics
-from tests.features.diagnostics import loop
+from tests.support import training_loop as loop
 
 
 @pytest.fixture

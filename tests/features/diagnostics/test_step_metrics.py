@@ -12,7 +12,7 @@ import pytest
 
 import mindspeed_dsa
 from mindspeed_dsa import session
-from tests.features.diagnostics import loop
+from tests.support import training_loop as loop
 
 KEYS = {
     "step",

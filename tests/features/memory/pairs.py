@@ -11,8 +11,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.memory_events import EVENTS
-from tests.distributed.pool import WorkerPool
+from tests.support.memory_events import EVENTS
+from tests.support.pool import WorkerPool
 
 DOCS = Path(__file__).parents[3] / "docs" / "memory.md"
 BEGIN, END = "<!-- pairs:begin -->", "<!-- pairs:end -->"
@@ -38,7 +38,7 @@ def pairs() -> list[Pair]:
 def attempt(switches: Mapping[str, Any]) -> dict[str, Any]:
     """Ten steps of the tiny model, one skipped, in a worker: what there is to compare, or ``refused``."""
     from mindspeed_dsa import SettingsError
-    from tests.distributed import memory_events
+    from tests.support import memory_events
     from tests.support.optimizer_job import train
 
     with memory_events.counted() as counts:

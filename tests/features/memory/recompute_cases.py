@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.memory.measure import allocations
-from tests.features.attention import job
+from tests.support import model as job
 
 PLAIN = {  # of DeepSeek's shape, what a stock GPT has not
     "multi_latent_attention": False,

@@ -94,7 +94,7 @@ def test_numbers_of_layers(dest):
 
 def test_a_model_without_megatrons_parser_is_refused_when_it_is_built(pool):
     (error,) = pool.run(
-        "tests.features.attention.job:error_of",
+        "tests.support.model:error_of",
         1,
         case=f"{CASES}:train",
         switches={"recompute_norm": True},

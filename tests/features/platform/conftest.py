@@ -5,9 +5,6 @@ from collections.abc import Iterator
 import pytest
 
 import mindspeed_dsa
-from tests.distributed.conftest import pool
-
-__all__ = ["pool"]
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ import itertools
 
 import pytest
 
-from tests.distributed.pool import WorkerPool
-
 CASES = "tests.features.tensor_parallel.cases"
 LAYERS = ("column", "row")
 COUNTS = (2, 4, 8)
@@ -81,10 +79,9 @@ def test_layers_are_stock_but_for_rounding(pool, tp):
 
 
 @pytest.mark.full
-def test_eight_ranks():
-    with WorkerPool(size=8) as workers:
-        for each in compare(workers, PLAIN, counts=(4,), tp=8):
-            assert each["calls"] == expected_calls(each["case"], rows=12)
+def test_eight_ranks(pool):
+    for each in compare(pool, PLAIN, counts=(4,), tp=8):
+        assert each["calls"] == expected_calls(each["case"], rows=12)
 
 
 def unusual(parallel):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed.pool import WorkerPool
 from tests.features.attention.cp_cases import in_order
-from tests.features.attention.job import assert_same_gradients, put_together
+from tests.support.model import assert_same_gradients, put_together
+from tests.support.pool import WorkerPool
 
 CASES = "tests.features.attention.cp_cases"
 FUSED = {"use_fused_dsa": True}
@@ -92,7 +92,7 @@ def test_rows_are_rotated_by_their_positions_in_the_whole_sequence(pool, case, r
 )
 def test_what_would_be_silently_wrong_is_refused(pool, gathered, switches, message):
     errors = pool.run(
-        "tests.features.attention.job:error_of",
+        "tests.support.model:error_of",
         2,
         case=f"{CASES}:step",
         cp=2,

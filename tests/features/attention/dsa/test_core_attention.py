@@ -9,7 +9,7 @@ import torch
 
 import mindspeed_dsa
 from mindspeed_dsa.patches import SettingsError
-from tests.features.attention.job import assert_same_gradients, put_together
+from tests.support.model import assert_same_gradients, put_together
 
 CASES = "tests.features.attention.fused_cases"
 PARTS = (
@@ -202,7 +202,7 @@ def test_waiting_for_gathered_parameters_is_not_left_out(pool):
     ],
 )
 def test_what_cannot_be_right_is_refused(pool, case, message):
-    (error,) = pool.run("tests.features.attention.job:error_of", 1, case=f"{CASES}:{case}")
+    (error,) = pool.run("tests.support.model:error_of", 1, case=f"{CASES}:{case}")
     assert re.search(message, error), error
 
 

@@ -4,7 +4,7 @@ import pytest
 
 import mindspeed_dsa
 from mindspeed_dsa.patches import SettingsError
-from tests.features.attention.job import assert_same_gradients
+from tests.support.model import assert_same_gradients
 
 CASES = "tests.features.attention.fused_cases"
 SELECTED = {"dsa_indexer_topk": 6}

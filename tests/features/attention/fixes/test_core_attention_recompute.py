@@ -48,7 +48,7 @@ def test_without_a_loss_the_indexer_still_gets_its_zeros(pool):
 
 def test_without_the_repair_megatron_fails(pool):
     without = {"overrides": SELECTIVE, "switches": {"dsa_core_attention_recompute": False}}
-    (error,) = pool.run("tests.features.attention.job:error_of", 1, case=f"{CASES}:one_step", **without)
+    (error,) = pool.run("tests.support.model:error_of", 1, case=f"{CASES}:one_step", **without)
     assert "missing 2 required positional arguments: 'x' and 'qr'" in error
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.features.attention.job import SEQUENCE
+from tests.support.model import SEQUENCE
 
 CASES = "tests.features.attention.core_cases"
 

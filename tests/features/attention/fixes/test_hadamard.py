@@ -8,7 +8,7 @@ import torch
 from mindspeed_dsa.features.attention.fixes.hadamard.feature import FEATURE
 
 CASES = "tests.features.attention.cases"
-ERROR = "tests.features.attention.job:error_of"
+ERROR = "tests.support.model:error_of"
 
 
 def natural_order(size: int) -> torch.Tensor:

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.features.attention.job import assert_same_gradients, put_together
+from tests.support.model import assert_same_gradients, put_together
 
-RUN = "tests.features.attention.job:run"
+RUN = "tests.support.model:run"
 
 
 @pytest.fixture(scope="module")

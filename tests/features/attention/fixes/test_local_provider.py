@@ -4,7 +4,7 @@ import pytest
 import torch
 
 CASES = "tests.features.attention.cases"
-ERROR = "tests.features.attention.job:error_of"
+ERROR = "tests.support.model:error_of"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

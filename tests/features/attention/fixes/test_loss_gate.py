@@ -40,7 +40,7 @@ def test_no_loss_work_and_the_same_model(pool, with_loss, coefficient):
 
 def test_without_the_repair_a_coefficient_of_none_crashes(pool):
     without = {"overrides": {"dsa_indexer_loss_coeff": None}, "switches": {"dsa_loss_gate": False}}
-    (error,) = pool.run("tests.features.attention.job:error_of", 1, case=f"{CASES}:one_step", **without)
+    (error,) = pool.run("tests.support.model:error_of", 1, case=f"{CASES}:one_step", **without)
     assert error.startswith("TypeError")
 
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed.pool import WorkerPool
-from tests.features.attention.job import assert_same_gradients, put_together
+from tests.support.model import assert_same_gradients, put_together
+from tests.support.pool import WorkerPool
 
-RUN = "tests.features.attention.job:run"
+RUN = "tests.support.model:run"
 INDEXER = "core_attention.indexer"
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.features.attention.job import assert_same_gradients, put_together
+from tests.support.model import assert_same_gradients, put_together
 
 RUN = "tests.features.attention.fused_cases:whole_step"
 SPLIT = "tests.features.attention.fused_cases:step_with_split_down_projections"

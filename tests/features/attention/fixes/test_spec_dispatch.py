@@ -8,7 +8,7 @@ import torch
 from mindspeed_dsa.features.attention.fixes.spec_dispatch.feature import FEATURE
 
 CASES = "tests.features.attention.cases"
-ERROR = "tests.features.attention.job:error_of"
+ERROR = "tests.support.model:error_of"
 
 
 def test_every_layer_gets_the_sparse_core_attention(pool):

@@ -169,10 +169,10 @@ def test_memory_is_freed_in_as_many_layers_as_asked_for(pool):
 
 def test_a_wrong_recomputation_is_noticed(pool):
     arguments = {"case": f"{CASES}:drift", "by": 1e-6}
-    (error,) = pool.run("tests.features.attention.job:error_of", 1, switches=CHECKED, **arguments)
+    (error,) = pool.run("tests.support.model:error_of", 1, switches=CHECKED, **arguments)
     assert "activation function of layer 1, mlp" in error
     assert "128 of 2560 recomputed values differ" in error  # those of the last position of both sequences
-    (error,) = pool.run("tests.features.attention.job:error_of", 1, switches=ON, **arguments)
+    (error,) = pool.run("tests.support.model:error_of", 1, switches=ON, **arguments)
     assert error == "", "without the switch nobody looks"
 
 
@@ -204,8 +204,6 @@ def test_undo_gives_the_model_back(pool):
     [("twice", "a second backward"), ("grad", "torch.autograd.grad and backward(inputs=...)")],
 )
 def test_what_cannot_be_recomputed_is_told(pool, how, says):
-    (error,) = pool.run(
-        "tests.features.attention.job:error_of", 1, case=f"{CASES}:misuse", switches=ON, how=how
-    )
+    (error,) = pool.run("tests.support.model:error_of", 1, case=f"{CASES}:misuse", switches=ON, how=how)
     assert "activation function of layer 2, mlp" in error
     assert says in error

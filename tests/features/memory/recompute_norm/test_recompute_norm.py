@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.features.attention.job import assert_same_gradients
 from tests.features.memory.recompute_activation_function.test_recompute_activation import (
     CASES,
     LAYERS,
@@ -14,6 +13,7 @@ from tests.features.memory.recompute_activation_function.test_recompute_activati
     run,
 )
 from tests.features.memory.recompute_cases import EXPERTS, PLAIN
+from tests.support.model import assert_same_gradients
 
 ON = {"recompute_norm": True}
 CHECKED = {**ON, "recompute_verify": True}
@@ -94,7 +94,7 @@ def test_nothing_is_discarded_without_gradients(pool):
 
 def test_a_wrong_recomputation_is_noticed(pool):
     (error,) = pool.run(
-        "tests.features.attention.job:error_of", 1, case=f"{CASES}:changed_norm_weight", switches=CHECKED
+        "tests.support.model:error_of", 1, case=f"{CASES}:changed_norm_weight", switches=CHECKED
     )
     assert "norm of layer 1" in error
     assert "recomputed values differ" in error
@@ -108,9 +108,7 @@ def test_megatrons_own_modules_are_verified_too(pool):
     assert_same(off, on)
     assert on[0]["discarded"] == 3 * LAYERS * 2
     arguments = {"case": f"{CASES}:changed_norm_weight", "overrides": {**own, **PLAIN}}
-    (error,) = pool.run(
-        "tests.features.attention.job:error_of", 1, switches={"recompute_verify": True}, **arguments
-    )
+    (error,) = pool.run("tests.support.model:error_of", 1, switches={"recompute_verify": True}, **arguments)
     assert "recomputed values differ" in error
 
 

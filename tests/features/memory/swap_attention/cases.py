@@ -13,9 +13,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.features.attention import job
 from tests.features.memory import recompute_cases
 from tests.features.memory.recompute_cases import PLAIN, built
+from tests.support import model as job
 
 
 class Copies:

@@ -149,7 +149,7 @@ def test_nothing_is_said_of_host_memory_that_is_not_known(arguments):
 
 def test_a_model_without_megatrons_parser_is_refused_when_it_is_built(pool):
     (error,) = pool.run(
-        "tests.features.attention.job:error_of",
+        "tests.support.model:error_of",
         1,
         case="tests.features.memory.swap_attention.cases:train",
         switches={"swap_attention": True, "swap_modules": "attention"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed.pool import WorkerPool
+from tests.support.pool import WorkerPool
 
 CASES = "tests.features.platform.cpu.uneven_cases"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
 import gc
 import importlib
 import os
@@ -18,8 +17,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from mindspeed_dsa.patches import source_tree
-
 
 @dataclass(frozen=True)
 class Task:
@@ -29,14 +26,16 @@ class Task:
         function: ``"package.module:name"``.
         arguments: keyword arguments for it.
         rank, world_size: place in the process group.
-        store: file that does not exist yet, the same for all ranks of the case and for no other case.
+        port: where the store of all cases listens.
+        prefix: of this case's keys in it.
     """
 
     function: str
     arguments: Mapping[str, Any]
     rank: int
     world_size: int
-    store: str
+    port: int
+    prefix: str
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,6 @@ def serve(pipe: Connection, log: str) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on the terminal: the pool ends its workers
-    _parse_sources_once()
     while True:
         try:
             task = pickle.loads(pipe.recv_bytes())
@@ -69,11 +67,6 @@ def serve(pipe: Connection, log: str) -> None:
         pipe.send_bytes(content)
 
 
-def _parse_sources_once() -> None:
-    """Sessions of one process look at the same modules again and again."""
-    source_tree.scope_of_text = functools.lru_cache(maxsize=64)(source_tree.scope_of_text)
-
-
 def _run(task: Task) -> Answer:
     import torch
     import torch.distributed as dist
@@ -81,7 +74,7 @@ def _run(task: Task) -> Answer:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(task.rank), WORLD_SIZE=str(task.world_size), LOCAL_RANK=str(task.rank))
     try:
-        store = dist.FileStore(task.store, task.world_size)
+        store = dist.PrefixStore(task.prefix, dist.TCPStore("127.0.0.1", task.port, is_master=False))
         dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size)
         module, _, name = task.function.partition(":")
         function = getattr(importlib.import_module(module), name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from tests import fork
+from tests.support import fork
 
 FILES = {
     "training/global_vars.py": """

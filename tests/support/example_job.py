@@ -12,8 +12,8 @@ from unittest import mock
 
 import torch
 
-from tests.distributed import dense, memory_events
-from tests.distributed.observe import Choices, Fault, Observer, Place
+from tests.support import dense, memory_events
+from tests.support.observe import Choices, Fault, Observer, Place
 
 EXAMPLES = str(Path(__file__).absolute().parents[2] / "examples")
 

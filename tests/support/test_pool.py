@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.distributed.pool import CaseError, WorkerPool
+from tests.support.pool import CaseError, WorkerPool
 
-CASES = "tests.distributed.pool_cases"
+CASES = "tests.support.pool_cases"
 
 
 @pytest.fixture(scope="module")

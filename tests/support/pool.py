@@ -1,14 +1,14 @@
 """Processes that play the ranks of a distributed job, reused from case to case.
 
-Starting Python, torch and Megatron takes longer than most cases. A pool starts up to ``size`` worker
-processes when they are first needed and keeps them::
+Starting Python, torch and Megatron takes longer than most cases. One process has imported them
+(``preload.py``); a pool forks up to ``size`` workers from it when they are first needed and keeps them::
 
-    results = pool.run("tests.distributed.job:train", world_size=4, timeout_s=120, argv=[...])
+    results = pool.run("tests.support.example_job:train", world_size=4, timeout_s=120, argv=[...])
 
-runs ``train(argv=[...])`` from module ``tests.distributed.job`` in four processes and returns the four
+runs ``train(argv=[...])`` from module ``tests.support.example_job`` in four processes and returns the four
 results, in the order of their ranks. In each process
 
-* a gloo process group over these ranks exists already, on a store of its own, and ``RANK``,
+* a gloo process group over these ranks exists already, its keys apart from other cases', and ``RANK``,
   ``WORLD_SIZE`` and ``LOCAL_RANK`` are set as torchrun sets them;
 * torch uses one thread;
 * nothing of an earlier case is left: Megatron's groups, buffers, trackers and generators, the features of
@@ -19,7 +19,7 @@ data, arrays or tensors on the CPU. When a rank raises, dies or does not answer 
 :class:`CaseError`: traceback of every rank that raised, the Python stack of every rank that hangs, and the
 last lines that each of them printed. The workers are then replaced, so the next case starts afresh.
 
-The fixture ``pool`` (see ``conftest.py``) is one pool for the whole test session.
+The fixture ``pool`` is one pool for all tests that a pytest process runs.
 """
 
 from __future__ import annotations
@@ -40,13 +40,16 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.distributed import worker
+import torch.distributed as dist
+
+from tests.support import worker
 
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a count of devices leaves CUDA usable after a fork
     "PYTHONUNBUFFERED": "1",
 }
 _GRACE_S = 10.0  # for the other ranks to answer after one has failed
@@ -80,8 +83,9 @@ class WorkerPool:
         size: the largest world size that :meth:`run` takes.
     """
 
-    def __init__(self, size: int = 4) -> None:
+    def __init__(self, size: int = 8) -> None:
         self.size = size
+        self._store: dist.TCPStore | None = None
         self._workers: list[_Worker] = []
         self._folder = Path(tempfile.mkdtemp(prefix="worker-pool-"))
         self._count = itertools.count()
@@ -112,7 +116,7 @@ class WorkerPool:
         number = next(self._count)
         for rank, each in enumerate(workers):
             each.log_start = each.log.stat().st_size
-            task = worker.Task(function, arguments, rank, world_size, str(self._folder / f"store-{number}"))
+            task = worker.Task(function, arguments, rank, world_size, self._port, f"case-{number}")
             with contextlib.suppress(BrokenPipeError):  # it died meanwhile, which is noticed below
                 each.pipe.send_bytes(pickle.dumps(task))
         answers, silent = self._collect(workers, timeout_s)
@@ -126,15 +130,16 @@ class WorkerPool:
     def close(self) -> None:
         """End all workers and remove their files."""
         self._stop()
+        self._store = None
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, count: int) -> None:
         for index in range(len(self._workers), count):
             log = self._folder / f"worker-{next(self._count)}.log"
             log.touch()
-            # A server process loads torch once and forks the workers, before any thread was started.
+            # A server process imports everything once and forks the workers, before any thread was started.
             context = get_context("forkserver")
-            context.set_forkserver_preload(["torch", "tests.distributed.worker"])
+            context.set_forkserver_preload(["tests.support.preload"])
             ours, theirs = context.Pipe()
             with _environment(_ENVIRONMENT):
                 process = context.Process(
@@ -143,6 +148,13 @@ class WorkerPool:
                 process.start()
             theirs.close()
             self._workers.append(_Worker(index, process, ours, log))
+
+    @property
+    def _port(self) -> int:
+        """Where the workers find the store of this process, which serves all cases."""
+        if self._store is None:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return int(self._store.port)
 
     def _stop(self) -> None:
         for each in self._workers:
