@@ -37,6 +37,7 @@ class Session:
 
     Attributes:
         contexts: by feature name, the context of each feature's patches.
+        superseded: whether :func:`enable` or :func:`disable` has ended this session.
         log_folder: where the job keeps its logs, once its arguments are known.
     """
 
@@ -44,6 +45,7 @@ class Session:
         self.settings = resolved
         self.features = list(active)
         self.log_folder: str | None = None
+        self.superseded = False
         root = resolved.megatron_root
         self.contexts = {
             feature.name: Context(
@@ -98,6 +100,11 @@ class Session:
         self._manager.undo()
         if self._guard is not None:
             self._guard.undo()
+
+    def end(self) -> None:
+        """:meth:`undo`, because another session, or none, takes this one's place."""
+        self.superseded = True
+        self.undo()
 
     def finalize(self, report_dir: str | None = None) -> None:
         """Verify every patch site; see the module's :func:`finalize`."""
@@ -155,8 +162,15 @@ class Session:
         return add_arguments(parser)
 
     def write_back(self, namespace: argparse.Namespace) -> None:
-        """Make a job's argument namespace agree with the settings: API and environment override argv."""
-        for dest, setting in self.settings.chosen().items():
+        """Make a job's argument namespace agree with the settings: API and environment override argv.
+
+        A job whose own argument provider calls :func:`enable` replaces the session while its parser runs; the
+        namespace then agrees with the new one.
+        """
+        running = _current if self.superseded else self
+        if running is None:
+            return
+        for dest, setting in running.settings.chosen().items():
             if setting.source in ("API", "environment"):
                 setattr(namespace, dest, setting.value)
 
@@ -229,7 +243,7 @@ def disable() -> None:
     global _current, _api, _argv
     with _lock:
         if _current is not None:
-            _current.undo()
+            _current.end()
         _current, _api, _argv = None, {}, ()
 
 
@@ -313,7 +327,7 @@ def _start(api: Mapping[str, Any], argv: Sequence[str]) -> None:
     resolved, active = resolve(api, argv)  # raises before the old session is changed
     previous = _current
     if previous is not None:
-        previous.undo()
+        previous.end()
         _current = None
     try:
         platforms.prepare(resolved.platform, needed=bool(active))

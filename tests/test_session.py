@@ -173,6 +173,27 @@ def test_the_forks_own_parser_gets_flags_and_checks(megatron, monkeypatch, tmp_p
     assert "count them" in capsys.readouterr().out
 
 
+def test_a_job_may_enable_features_while_its_parser_runs(megatron, monkeypatch):
+    """The namespace then says what the new session says, Megatron's own flags included."""
+    megatron(
+        flags=(
+            Flag("--use-counting", "switch"),
+            Flag("--num-layers", "Megatron's", kind="value", type=int, megatron=True),
+        )
+    )
+    argv = ["--use-counting"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *argv])
+    session.enable_from_argv(argv)
+    from corp_megatron.training.initialize import initialize
+
+    def provider(parser):
+        mindspeed_dsa.enable(num_layers=6, mindspeed_report_dir="here")
+        return parser
+
+    args = initialize(provider)
+    assert (args.num_layers, args.mindspeed_report_dir) == (6, "here")
+
+
 def test_help_shows_the_flags_with_everything_off(megatron, monkeypatch, capsys):
     megatron()
     monkeypatch.setattr(sys, "argv", ["train.py", "--help"])

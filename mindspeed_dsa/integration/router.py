@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from mindspeed_dsa.context import Context
+from mindspeed_dsa.patches.compose import depends_on
 
-def gate_without_transformer_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+
+@depends_on(attrgetter("megatron"))
+def gate_without_transformer_engine(
+    original: Callable[..., Any], context: Context[Any]
+) -> Callable[..., Any]:
     """Decorate ``router_gating_linear``: a differentiable matmul where there is no kernel.
 
-    Several features claim this row. Without a context in the signature the engine applies it once, so the
-    Megatron whose Transformer Engine counts is the one that the original belongs to.
+    Several features claim this row; the engine applies it once.
     """
-    core, _, _ = original.__module__.rpartition(".transformer.moe.moe_utils")
 
     def router_gating_linear(inp: Tensor, weight: Tensor, *rest: Any, **named: Any) -> Any:
-        if import_module(f"{core}.extensions.transformer_engine").HAVE_TE:
+        if context.megatron("core.extensions.transformer_engine").HAVE_TE:
             return original(inp, weight, *rest, **named)
         # From 0.15 on the signature has a bias before the dtype.
         *biases, router_dtype = *rest, *named.values()

@@ -11,21 +11,47 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 from mindspeed_dsa.patches.errors import PatchDeclarationError
 from mindspeed_dsa.patches.proxies import is_a
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+_Factory = TypeVar("_Factory", bound=Callable[..., Any])
 _METHODS = (staticmethod, classmethod)
 _DESCRIPTORS = (*_METHODS, property)
 
 
-def with_context(decorate: Any, context: Any) -> tuple[Decorator, bool]:
-    """A ``wrap`` decorator of one argument, and whether the context is a part of it."""
+def depends_on(part: Callable[[Any], Any]) -> Callable[[_Factory], _Factory]:
+    """Mark a ``(original, context)`` decorator that reads only a part of its context.
+
+    Features that claim it on one target get it once where their parts are equal.
+
+    Args:
+        part: what the decorator reads of a context; hashable.
+    """
+
+    def mark(decorate: _Factory) -> _Factory:
+        decorate.__dict__["_depends_on"] = part
+        return decorate
+
+    return mark
+
+
+def identity(decorate: Any, context: Any) -> Any:
+    """What tells one use of a decorator from another: the part of the context that enters it, if any."""
     if not _takes_context(decorate):
-        return decorate, False
-    return lambda original: decorate(original, context), True
+        return None
+    part = getattr(decorate, "_depends_on", None)
+    return part(context) if part is not None else id(context)
+
+
+def with_context(decorate: Any, context: Any) -> Decorator:
+    """A ``wrap`` decorator of one argument, which is the decorator itself if it takes no context."""
+    if not _takes_context(decorate):
+        plain: Decorator = decorate
+        return plain
+    return lambda original: decorate(original, context)
 
 
 def _takes_context(decorate: Any) -> bool:

@@ -26,8 +26,7 @@ def contradictions(site: Site) -> str:
     if not deciding:
         return ""
     first = deciding[0]
-    said = (first.patch.kind, first.patch.impl)
-    second = next((c for c in deciding if (c.patch.kind, c.patch.impl) != said), None)
+    second = next((claim for claim in deciding if _decision(claim) != _decision(first)), None)
     if second is not None:
         return (
             f"{site.label} is replaced by both {first.who} ({first.patch.impl}) and "
@@ -40,6 +39,11 @@ def contradictions(site: Site) -> str:
             f"{first.who}; switch one of the two off, or declare the {first.patch.kind} as a replacement"
         )
     return ""
+
+
+def _decision(claim: Claim) -> Any:
+    """The object that a row puts in place; a factory makes another one from another context."""
+    return claim.patch.kind, claim.patch.impl, id(claim.context) if claim.patch.factory else None
 
 
 def places_of(site: Site) -> list[tuple[str, int, Any]]:

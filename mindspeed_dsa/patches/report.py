@@ -39,7 +39,7 @@ def describe(site: Site) -> SiteReport:
         target=site.label,
         kind="+".join(dict.fromkeys(claim.patch.kind for claim in site.claims)),
         features=site.features,
-        stack=list(dict.fromkeys(claim.patch.impl for claim in reversed(site.claims))),
+        stack=site.stack[::-1] or list(dict.fromkeys(claim.patch.impl for claim in reversed(site.claims))),
         state=site.state,
         reason=site.reason,
         required=site.required,

@@ -40,6 +40,7 @@ class Site:
         execution: identifies the execution of the target's module that was patched.
         rebound: other modules' names that were bound to the original and now are bound to the patch.
         stale: holders of the original (after undo: of the patch) that no assignment can reach.
+        stack: implementations that were composed, innermost first.
         left: after undo, the patch, as long as other code keeps it alive.
     """
 
@@ -54,6 +55,7 @@ class Site:
     rebound: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    stack: list[str] = field(default_factory=list)
     left: weakref.ref[Any] | None = None
 
     @property
@@ -173,13 +175,15 @@ class Site:
         wrappers: dict[Any, tuple[str, compose.Decorator]] = {}
         for claim, implementation in zip(self.claims, implementations, strict=True):
             if claim.patch.kind == "wrap":
-                decorate, bound = compose.with_context(implementation, claim.context)
                 # A decorator that several features claim is applied once.
-                once = (claim.patch.impl, id(claim.context) if bound else None)
+                once = (claim.patch.impl, compose.identity(implementation, claim.context))
+                decorate = compose.with_context(implementation, claim.context)
                 wrappers.setdefault(once, (claim.patch.impl, decorate))
             elif not decided:  # other replacements name the same object, or check() refused them
                 replacement = implementation(claim.context) if claim.patch.factory else implementation
                 decided = True
+        deciding = [claim.patch.impl for claim in self.claims if claim.patch.kind != "wrap"][:1]
+        self.stack = [*deciding, *(impl for impl, _ in wrappers.values())]
         if self.composed:
             if replacement is not None:
                 self._require_fit(replacement)

@@ -91,18 +91,40 @@ def test_two_features_may_agree_on_one_replacement(house):
     assert manager.report()[0].features == ["f0", "f1"]
 
 
+@pytest.mark.parametrize(("contexts", "agreed"), [(("same", "same"), True), (("left", "right"), False)])
+def test_two_features_agree_on_a_factory_only_with_one_context(house, contexts, agreed):
+    source = (house.folder / "house_impl.py").read_text()
+    house.write({"house_impl.py": source + "\ndef made(context): return lambda x, factor=2: context\n"})
+    manager = PatchManager()
+    house.managers.append(manager)
+    row = Patch("house.core:area", "replace", "house_impl:made", "test", factory=True)
+    manager.plan(Claim(f"f{i}", row, i, context) for i, context in enumerate(contexts))
+    if not agreed:
+        with pytest.raises(PatchError, match="replaced by both f0 .* and f1"):
+            manager.check()
+        return
+    manager.check()
+    manager.arm()
+    assert load("house.core").area(2) == "same"
+
+
 @pytest.mark.parametrize(
-    ("impl", "contexts", "expected"),
+    ("impl", "contexts", "expected", "applied"),
     [
-        ("mark_a", ("left", "right"), "a(swept)"),
-        ("mark_with_context", ("same", "same"), "same(swept)"),
-        ("mark_with_context", ("left", "right"), "right(left(swept))"),
+        ("mark_a", ("left", "right"), "a(swept)", 1),
+        ("mark_with_context", ("same", "same"), "same(swept)", 1),
+        ("mark_with_context", ("left", "right"), "right(left(swept))", 2),
+        ("mark_with_first", ("left", "lower"), "left(swept)", 1),
+        ("mark_with_first", ("left", "right"), "right(left(swept))", 2),
     ],
 )
-def test_two_features_that_claim_one_decorator_get_it_once(house, impl, contexts, expected):
-    """Unless it takes a context and theirs differ: then it is two decorators."""
+def test_two_features_that_claim_one_decorator_get_it_once(house, impl, contexts, expected, applied):
+    """Unless it takes a context and theirs differ, in what it reads: then it is two decorators."""
     source = (house.folder / "house_impl.py").read_text()
     source += "\ndef mark_with_context(original, context): return mark(context)(original)\n"
+    source += "\nfrom mindspeed_dsa.patches.compose import depends_on\n"
+    source += "\n@depends_on(lambda context: context[0])\n"
+    source += "def mark_with_first(original, context): return mark(context)(original)\n"
     house.write({"house_impl.py": source})
     manager = PatchManager()
     house.managers.append(manager)
@@ -112,7 +134,7 @@ def test_two_features_that_claim_one_decorator_get_it_once(house, impl, contexts
     manager.arm()
     assert load("house.core").Room().sweep() == expected
     (site,) = manager.report()
-    assert site.stack == [f"house_impl:{impl}"]
+    assert site.stack == [f"house_impl:{impl}"] * applied
     assert site.features == ["f0", "f1"]
 
 

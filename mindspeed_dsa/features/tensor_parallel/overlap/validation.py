@@ -7,8 +7,6 @@ from typing import Any
 
 from mindspeed_dsa import log
 
-_log = log.get("ascend-coc")
-
 
 def check_sequence_parallel(args: Any, flag: str) -> Iterator[str]:
     """Report missing requirements of operators that gather and scatter rows."""
@@ -22,7 +20,7 @@ def check_sequence_parallel(args: Any, flag: str) -> Iterator[str]:
 def report_transformer_engine(args: Any, flag: str) -> None:
     """Log that Transformer Engine's layers do not change; that is not an error."""
     if getattr(args, "transformer_impl", None) == "transformer_engine":
-        _log.info(
+        log.get(flag.removeprefix("--use-")).info(
             "%s does not change Transformer Engine's layers, which have --tp-comm-overlap; Megatron's own "
             "linear layers, such as the output layer, are overlapped",
             flag,
