@@ -100,7 +100,7 @@ def test_two_features_agree_on_a_factory_only_with_one_context(house, contexts, 
     row = Patch("house.core:area", "replace", "house_impl:made", "test", factory=True)
     manager.plan(Claim(f"f{i}", row, i, context) for i, context in enumerate(contexts))
     if not agreed:
-        with pytest.raises(PatchError, match="replaced by both f0 .* and f1"):
+        with pytest.raises(PatchError, match=r"replaced by both f0 .* and f1"):
             manager.check()
         return
     manager.check()
