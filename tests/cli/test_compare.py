@@ -283,7 +283,7 @@ def test_damaged_records_are_an_error_that_names_file_and_line(compare, tmp_path
     status, found, _, _ = compare("--b", "", "--metrics-file", "m.jsonl", job=(str(script), "{out}/m.jsonl"))
     assert status == 1
     assert f"{tmp_path / 'out' / 'A1' / 'm.jsonl'}, line 2: not a record of a step" in found["problems"][0]
-    assert "the job must write one JSON object a line" in found["problems"][0]
+    assert "the job must write one JSON object per line" in found["problems"][0]
 
 
 @pytest.mark.parametrize(
