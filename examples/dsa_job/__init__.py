@@ -1,5 +1,4 @@
-"""What `examples/pretrain_dsa.py` is made of: a training loop around stock megatron-core.
+"""A training loop around stock megatron-core, without Megatron-LM's own.
 
-Model, data parallelism, optimizer, pipeline schedules, data sets and distributed checkpoints are
-Megatron's; nothing of Megatron-LM's own training loop is needed.
+Model, data parallelism, optimizer, schedules, data sets and distributed checkpoints are Megatron's.
 """

@@ -13,6 +13,7 @@ import torch
 from mindspeed_dsa import platforms
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.platforms import host_memory
+from tests.support.memory import fresh_memory
 
 MIB = 1 << 20
 
@@ -66,7 +67,7 @@ def test_prepare_makes_it_the_current_platform(monkeypatch):
 def test_memory_figures_follow_what_the_process_holds(cpu):
     cpu.reset_peak_memory()
     before = cpu.memory()
-    held = torch.ones(64 * MIB, dtype=torch.uint8)
+    held = fresh_memory(64 * MIB)
     during = cpu.memory()
     assert 60 * MIB < during.current - before.current < 80 * MIB
     assert during.peak >= during.current
@@ -79,7 +80,7 @@ def test_memory_figures_follow_what_the_process_holds(cpu):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process reset its peak")
 def test_the_peak_starts_again(cpu):
-    torch.ones(64 * MIB, dtype=torch.uint8)
+    fresh_memory(64 * MIB)
     high = cpu.memory().peak
     cpu.reset_peak_memory()
     assert cpu.memory().peak < high - 60 * MIB

@@ -11,6 +11,7 @@ import torch.jit._builtins
 
 import mindspeed_dsa
 from mindspeed_dsa.features.platform.cpu import feature as declaration
+from tests.support.memory import fresh_memory
 
 MIB = 1 << 20
 HOST = torch.device("cpu")
@@ -164,7 +165,7 @@ def test_the_device_is_the_cpu_and_cuda_is_still_not_there(redirected):
 def test_memory_figures_are_those_of_the_process(redirected):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    held = torch.ones(64 * MIB, dtype=torch.uint8, device="cuda")
+    held = fresh_memory(64 * MIB)
     assert 60 * MIB < torch.cuda.memory_allocated() - before < 80 * MIB
     del held
     assert torch.cuda.memory_allocated() < before + 20 * MIB
