@@ -34,6 +34,7 @@ def start(
     vpp: int | None = None,
     ep: int = 1,
     cp: int = 1,
+    etp: int | None = None,
 ) -> None:
     """Features on, Megatron's process groups and generators ready."""
     import mindspeed_dsa
@@ -46,6 +47,7 @@ def start(
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
         expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
         context_parallel_size=cp,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)

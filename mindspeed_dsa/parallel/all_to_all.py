@@ -1,0 +1,99 @@
+"""An all-to-all in two halves, start and wait, with room for other work between them in forward and backward.
+
+Plain autograd runs ready nodes in the reverse order of their creation. What is created between :func:`start`
+and :meth:`InFlight.wait` therefore runs in backward between the launch of the reverse transfer, by the node
+of the wait, and the moment its result is needed, by the node of the start.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mindspeed_dsa.parallel.handles import Pending
+
+Splits = list[int] | None
+"""Rows for each rank of the group, or ``None``: the same number for each."""
+
+
+class InFlight:
+    """Rows on their way; made by :func:`start`, one for each call."""
+
+    def __init__(self, output_splits: Splits, input_splits: Splits, group: Any) -> None:
+        self.forward: Pending | None = None
+        self.backward: Pending | None = None
+        self.received: Tensor | None = None
+        self._splits, self._group = (output_splits, input_splits), group
+
+    def wait(self) -> Tensor:
+        """``[sum(output_splits), ...]``, arrived; its gradient starts on the way back where this stands.
+
+        Raises:
+            RuntimeError: it was waited for already.
+        """
+        if self.received is None:
+            raise RuntimeError(
+                "this all-to-all was waited for already; use the rows which that wait returned"
+            )
+        received, self.received = self.received, None
+        result: Tensor = _Wait.apply(received, self)
+        return result
+
+    def send(self, rows: Tensor, reverse: bool = False) -> Pending:
+        """Launch a transfer of ``[sum(splits), ...]``; with ``reverse``, from receivers to senders."""
+        receive, send = reversed(self._splits) if reverse else self._splits
+        rows = rows.contiguous()
+        size = rows.size(0) if receive is None else sum(receive)
+        result = rows.new_empty((size, *rows.shape[1:]))
+        work = dist.all_to_all_single(result, rows, receive, send, group=self._group, async_op=True)
+        return Pending(result, [work], [rows])
+
+
+def start(rows: Tensor, output_splits: Splits, input_splits: Splits, group: Any) -> InFlight:
+    """Launch an all-to-all; every rank of the group starts the same ones in the same order.
+
+    Args:
+        rows: ``[sum(input_splits), ...]``, by the rank that gets them; not to be changed before the wait.
+        output_splits: rows from each rank.
+        input_splits: rows to each rank.
+        group: process group.
+    """
+    flight = InFlight(output_splits, input_splits, group)
+    flight.received = _Start.apply(rows, flight)
+    return flight
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, flight: InFlight) -> Tensor:
+        ctx.flight = flight
+        flight.forward = flight.send(rows)
+        return flight.forward.result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None]:
+        pending, ctx.flight.backward = ctx.flight.backward, None
+        return pending.wait(), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, received: Tensor, flight: InFlight) -> Tensor:
+        ctx.flight = flight
+        assert flight.forward is not None
+        flight.forward.wait()
+        flight.forward = None
+        return received.view_as(received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        ctx.flight.backward = ctx.flight.send(grad_output, reverse=True)
+        # Autograd checks that a gradient has its tensor's shape, and the rows on their way back have another.
+        # This one only reaches the start's node, which waits for them.
+        return grad_output, None

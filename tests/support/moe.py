@@ -1,0 +1,119 @@
+"""One MoE layer of Megatron's local specification and its training step; runs inside the pool's workers."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support import model
+
+HIDDEN = 32
+
+
+def config(tp: int = 1, ep: int = 1, **overrides: Any) -> Any:
+    """``model.config`` of a plain transformer's MoE layer: four experts, two of them for a token."""
+    return model.config(
+        **{
+            "num_layers": 1,
+            "moe_layer_freq": 1,
+            "tensor_model_parallel_size": tp,
+            "sequence_parallel": tp > 1,
+            "expert_model_parallel_size": ep,
+            "expert_tensor_parallel_size": 1,
+            **overrides,
+        }
+    )
+
+
+def layer(cfg: Any) -> Any:
+    """A layer whose weights depend on their names alone; experts are numbered through all ranks."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+
+    spec = get_gpt_layer_local_spec(cfg.num_moe_experts, moe_grouped_gemm=cfg.moe_grouped_gemm)
+    built = build_module(spec.submodules.mlp, config=cfg)
+    built.set_layer_number(1)
+    with torch.no_grad():
+        for name, parameter in named_parameters(built).items():
+            full = list(parameter.shape)
+            if _split(built, name, parameter):
+                full[parameter.partition_dim] *= cfg.tensor_model_parallel_size
+            noise = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            weight = 0.2 * torch.randn(full, generator=noise)
+            parameter.copy_(model.shard(name, weight, parameter))
+    return built
+
+
+def _split(built: Any, name: str, parameter: Any) -> bool:
+    return "shared_experts" in name and getattr(parameter, "tensor_model_parallel", False)
+
+
+def named_parameters(built: Any) -> dict[str, torch.nn.Parameter]:
+    """Parameters of a layer with ``SequentialMLP``, experts by their number among all of them."""
+    first = built.local_expert_indices[0]
+
+    def number(match: re.Match[str]) -> str:
+        return f"local_experts.{int(match[1]) + first}."
+
+    return {
+        re.sub(r"local_experts\.(\d+)\.", number, name): parameter
+        for name, parameter in built.named_parameters()
+    }
+
+
+def tokens(rows: int, seed: int, batch: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``[rows, batch, hidden]``, the same for the same seed."""
+    noise = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, batch, HIDDEN, generator=noise).to(dtype)
+
+
+def train(
+    built: Any, inputs: Sequence[Tensor], before_backward: Callable[[], None] | None = None
+) -> dict[str, Any]:
+    """Forward of all microbatches, then their backward in the same order, as a pipeline's warmup has it.
+
+    Args:
+        built: the layer.
+        inputs: of the microbatches, each ``[rows, batch, hidden]``.
+        before_backward: called once all forwards are done.
+
+    Returns:
+        ``outputs`` and ``inputs`` (gradients) by microbatch, ``weights`` (gradients) by name.
+    """
+    leaves = [each.clone().requires_grad_() for each in inputs]
+    outputs = [built(leaf)[0] for leaf in leaves]
+    if before_backward is not None:
+        before_backward()
+    for index, output in enumerate(outputs):
+        noise = torch.Generator().manual_seed(1000 + index + 10 * dist.get_rank())
+        output.backward(torch.randn(output.shape, generator=noise).to(output.dtype))
+    return {
+        "outputs": [output.detach() for output in outputs],
+        "inputs": [leaf.grad for leaf in leaves],
+        "weights": {
+            name: parameter.grad.clone()
+            for name, parameter in named_parameters(built).items()
+            if parameter.grad is not None
+        },
+    }
+
+
+def assert_same(ours: Mapping[str, Any], theirs: Mapping[str, Any], rtol: float = 1e-5) -> None:
+    """Outputs and all gradients, each to a share of its own largest entry."""
+    assert ours["weights"].keys() == theirs["weights"].keys()
+    pairs = {name: (ours["weights"][name], theirs["weights"][name]) for name in theirs["weights"]}
+    for kind in ("outputs", "inputs"):
+        assert len(ours[kind]) == len(theirs[kind])
+        pairs |= {
+            f"{kind} of microbatch {index}": pair
+            for index, pair in enumerate(zip(ours[kind], theirs[kind], strict=True))
+        }
+    for name, (mine, stock) in pairs.items():
+        difference = (mine.double() - stock.double()).abs().max() if stock.numel() else 0.0
+        assert difference <= rtol * float(stock.abs().max() if stock.numel() else 0), f"{name}: {difference}"
