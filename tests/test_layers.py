@@ -32,7 +32,7 @@ ORDER = (
     {"settings"},
     {"platforms"},
     {"ops"},
-    {"parallel", "runs"},
+    {"parallel", "runs", "schedule"},
     {"integration"},
     {"features"},
     {"catalogue"},

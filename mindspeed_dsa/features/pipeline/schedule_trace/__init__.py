@@ -1,0 +1,1 @@
+"""The real timeline of a step, recorded on every rank."""

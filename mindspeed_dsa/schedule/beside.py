@@ -1,0 +1,119 @@
+"""A recorded step beside its simulation: the same order, with times that were measured."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.schedule import draw, megatron_order, recorded
+from mindspeed_dsa.schedule.costs import Costs
+from mindspeed_dsa.schedule.events import Event, Kind
+from mindspeed_dsa.schedule.report import Figures, figures
+from mindspeed_dsa.schedule.simulate import Span, Timeline, simulate
+
+
+class Difference(NamedTuple):
+    """One event, as it was recorded and as it was simulated, in seconds since the step began."""
+
+    rank: int
+    event: Event
+    recorded_start: float
+    simulated_start: float
+    recorded_duration: float
+    simulated_duration: float
+
+
+class Beside(NamedTuple):
+    """Both timelines, where their order differs, and where their times differ most."""
+
+    recorded: Timeline
+    simulated: Timeline
+    other_order: list[tuple[int, int]]
+    """Rank and position of the first event of a rank that is not the one that the schedule has there."""
+    differences: list[Difference]
+    """By how much the duration differs, largest first."""
+
+    def figures(self) -> list[Figures]:
+        """Of both."""
+        return [figures(self.recorded, Costs()), figures(self.simulated, Costs())]
+
+
+def compare(folder: Path, megatron: Megatron) -> Beside:
+    """Read a recorded step and simulate it with the median time of each kind of event in each stage.
+
+    Raises:
+        SettingsError: the files are missing or damaged.
+    """
+    layout, real = recorded.read(folder)
+    schedule = megatron_order.schedule(
+        megatron,
+        layout.ranks,
+        layout.chunks,
+        layout.microbatches,
+        layout.group,
+        paired=layout.paired,
+        extra_warmup=layout.extra_warmup,
+    )
+    simulated = simulate(schedule, Costs(measured=_measured(real)))
+    other = []
+    for rank, (ours, theirs) in enumerate(zip(real.ranks, simulated.ranks, strict=True)):
+        pairs = [(a.event == b.event) for a, b in zip(ours, theirs, strict=False)]
+        if False in pairs or len(ours) != len(theirs):
+            other.append((rank, pairs.index(False) if False in pairs else min(len(ours), len(theirs))))
+    return Beside(real, simulated, other, _differences(real, simulated))
+
+
+def _measured(timeline: Timeline) -> dict[tuple[Kind, int], float]:
+    """Half of a pair's time counts for each of the two."""
+    durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for rank, spans in enumerate(timeline.ranks):
+        for span in spans:
+            share = 1.0 if span.event.pair is None else 0.5
+            stage = timeline.schedule.stage(rank, span.event.chunk)
+            durations[span.event.kind, stage].append(share * (span.end - span.start))
+    return {key: median(times) for key, times in durations.items()}
+
+
+def _differences(real: Timeline, simulated: Timeline) -> list[Difference]:
+    begin = min(span.start for spans in real.ranks for span in spans)
+    found = []
+    for rank, spans in enumerate(simulated.ranks):
+        by_event: dict[tuple[Kind, int, int], Span] = {_key(span): span for span in real.ranks[rank]}
+        for span in spans:
+            own = by_event.get(_key(span))
+            if own is not None:
+                found.append(
+                    Difference(
+                        rank,
+                        span.event,
+                        own.start - begin,
+                        span.start,
+                        own.end - own.start,
+                        span.end - span.start,
+                    )
+                )
+    return sorted(found, key=lambda d: -abs(d.recorded_duration - d.simulated_duration))
+
+
+def _key(span: Span) -> tuple[Kind, int, int]:
+    return span.event.kind, span.event.chunk, span.event.microbatch
+
+
+def write(found: Beside, png: str | None, perfetto: str | None, to_json: str | None) -> None:
+    """Write what was asked for; times are seconds."""
+    timelines = [found.recorded, found.simulated]
+    if png:
+        draw.png(timelines, Path(png), "s")
+    if perfetto:
+        draw.perfetto(timelines, Path(perfetto), 1e6)
+    if to_json:
+        record = {
+            "figures": [each.record() for each in found.figures()],
+            "other_order": found.other_order,
+            "differences": [{**each._asdict(), "event": str(each.event)} for each in found.differences],
+        }
+        Path(to_json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,92 @@
+"""What the events of a schedule cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.schedule.events import Kind
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of one chunk and microbatch, in any unit of time and any unit of memory.
+
+    Attributes:
+        forward: computation of a forward.
+        input_gradient: of dX.
+        weight_gradient: of dW.
+        all_to_all_forward: dispatch and combine of a forward, alone on the link.
+        all_to_all_backward: of a backward.
+        p2p: from the end of an event to the start of the one that it feeds on another rank.
+        recompute: of a forward that is recomputed.
+        hidden_in_pairs: share of the all-to-all that a pair of independent events hides.
+        hidden_alone: share that an event by itself hides, behind its shared expert and its weight gradients.
+        activations: memory that a forward keeps for its backward.
+        checkpoint: memory that it keeps where the backward recomputes it.
+        weight_activations: share of ``activations`` that weight gradients still need once dX is done.
+        stages: factor on all times of a stage (a dense layer, the loss); 1 where it is not named.
+        measured: time of a kind of event in a stage, in place of everything above.
+    """
+
+    forward: float = 1.0
+    input_gradient: float = 1.0
+    weight_gradient: float = 1.0
+    all_to_all_forward: float = 0.0
+    all_to_all_backward: float = 0.0
+    p2p: float = 0.0
+    recompute: float = 1.0
+    hidden_in_pairs: float = 1.0
+    hidden_alone: float = 0.0
+    activations: float = 1.0
+    checkpoint: float = 0.0
+    weight_activations: float = 0.5
+    stages: Mapping[int, float] = field(default_factory=dict)
+    measured: Mapping[tuple[Kind, int], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, (int, float)) and not 0 <= value < float("inf"):
+                raise SettingsError(f"schedule: {each.name.replace('_', '-')} is {value}; give a number >= 0")
+        for name in ("hidden_in_pairs", "hidden_alone", "weight_activations"):
+            if getattr(self, name) > 1:
+                raise SettingsError(f"schedule: {name.replace('_', '-')} is a share; give at most 1")
+
+    def scaled(self, factor: float) -> Costs:
+        """Of chunks that are ``factor`` times as large."""
+        names = (
+            "forward",
+            "input_gradient",
+            "weight_gradient",
+            "all_to_all_forward",
+            "all_to_all_backward",
+            "recompute",
+            "activations",
+            "checkpoint",
+        )
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
+
+    def compute(self, kind: Kind, stage: int, split: bool) -> float:
+        """Time of an event without its all-to-all; ``split``: weight gradients are an event of their own."""
+        if (kind, stage) in self.measured:
+            return self.measured[kind, stage]
+        times = {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.input_gradient + (0.0 if split else self.weight_gradient),
+            Kind.WEIGHT: self.weight_gradient,
+            Kind.RECOMPUTE: self.recompute,
+        }
+        return times[kind] * self.stages.get(stage, 1.0)
+
+    def all_to_all(self, kind: Kind, stage: int) -> float:
+        """Time of an event's transfers, alone on the link."""
+        if (kind, stage) in self.measured:
+            return 0.0
+        times = {
+            Kind.FORWARD: self.all_to_all_forward,
+            Kind.BACKWARD: self.all_to_all_backward,
+            Kind.RECOMPUTE: self.all_to_all_forward,
+        }
+        return times.get(kind, 0.0) * self.stages.get(stage, 1.0)

@@ -1,0 +1,126 @@
+"""Schedules that Megatron does not have, as lists to compare with: they can be simulated, not trained with.
+
+Sources: ZB-H1 of "Zero Bubble Pipeline Parallelism" (Qi et al., 2023); DualPipeV of the DeepSeek-V3 report's
+DualPipe, cut in half so that each rank holds two stages and nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.schedule.events import Event, Kind, Schedule
+
+
+def zero_bubble(ranks: int, microbatches: int) -> Schedule:
+    """ZB-H1: 1F1B whose weight gradients wait, as many as the rank's number, and fill the end.
+
+    Args:
+        ranks: pipeline parallel size.
+        microbatches: per step.
+    """
+    return Schedule(
+        "zero bubble (ZB-H1)",
+        tuple(tuple(_zero_bubble_rank(ranks, rank, microbatches)) for rank in range(ranks)),
+        1,
+        microbatches,
+    )
+
+
+def _zero_bubble_rank(ranks: int, rank: int, microbatches: int) -> Iterator[Event]:
+    warmup = min(ranks - rank - 1, microbatches)
+    for microbatch in range(warmup):
+        yield Event(Kind.FORWARD, 0, microbatch)
+    for microbatch in range(microbatches):
+        if warmup + microbatch < microbatches:
+            yield Event(Kind.FORWARD, 0, warmup + microbatch)
+        yield Event(Kind.BACKWARD, 0, microbatch)
+        if microbatch >= rank:
+            yield Event(Kind.WEIGHT, 0, microbatch - rank)
+    for microbatch in range(max(microbatches - rank, 0), microbatches):
+        yield Event(Kind.WEIGHT, 0, microbatch)
+
+
+def dual_pipe_v(ranks: int, microbatches: int) -> Schedule:
+    """DualPipeV: two chunks per rank, in the shape of a V, forward of one beside backward of the other.
+
+    Args:
+        ranks: pipeline parallel size.
+        microbatches: per step, at least twice the ranks.
+
+    Raises:
+        SettingsError: there are too few microbatches.
+    """
+    if microbatches < 2 * ranks:
+        raise SettingsError(
+            f"DualPipeV needs at least {2 * ranks} microbatches on {ranks} pipeline ranks, not {microbatches}"
+        )
+    lists = tuple(tuple(_DualPipeV(ranks, rank, microbatches).events()) for rank in range(ranks))
+    return Schedule("DualPipeV", lists, 2, microbatches, v_shaped=True)
+
+
+class _DualPipeV:
+    """One rank's list, in the eight phases of the schedule."""
+
+    def __init__(self, ranks: int, rank: int, microbatches: int) -> None:
+        self.ranks, self.rank, self.microbatches = ranks, rank, microbatches
+        self.done = {(kind, chunk): 0 for kind in Kind for chunk in (0, 1)}
+        self.pending: deque[tuple[int, int]] = deque()  # (chunk, microbatch) without weight gradients
+        self.pairs = 0
+
+    def events(self) -> Iterator[Event]:
+        ahead = self.ranks - self.rank - 1
+        for _ in range(2 * ahead):
+            yield self._forward(0)
+        for _ in range(self.rank + 1):
+            yield self._forward(0)
+            yield self._forward(1)
+        for _ in range(ahead):
+            yield self._backward(1, split=True)
+            yield self._weight()
+            yield self._forward(1)
+        for index in range(self.microbatches - 2 * self.ranks + self.rank + 1):
+            if index == 0 and self.rank == self.ranks - 1:
+                # The last rank's backward is that of the forward before it.
+                yield self._forward(0)
+                yield self._backward(1)
+            else:
+                yield from self._pair(0, 1)
+            yield from self._pair(1, 0)
+        for _ in range(ahead):
+            yield self._backward(1)
+            yield from self._pair(1, 0)
+        split = False
+        for index in range(self.rank + 1):
+            half = index == (self.rank + 1) // 2
+            split = split or (half and self.rank % 2 == 1)
+            yield self._backward(1, split)
+            split = split or (half and self.rank % 2 == 0)
+            yield self._backward(0, split)
+        for _ in range(ahead):
+            yield self._weight()
+            yield self._backward(0, split=True)
+        while self.pending:
+            yield self._weight()
+
+    def _next(self, kind: Kind, chunk: int) -> int:
+        self.done[kind, chunk] += 1
+        return self.done[kind, chunk] - 1
+
+    def _forward(self, chunk: int, pair: int | None = None) -> Event:
+        return Event(Kind.FORWARD, chunk, self._next(Kind.FORWARD, chunk), pair)
+
+    def _backward(self, chunk: int, split: bool = False, pair: int | None = None) -> Event:
+        microbatch = self._next(Kind.BACKWARD, chunk)
+        if split:
+            self.pending.append((chunk, microbatch))
+        return Event(Kind.BACKWARD, chunk, microbatch, pair)
+
+    def _pair(self, forward: int, backward: int) -> Iterator[Event]:
+        pair, self.pairs = self.pairs, self.pairs + 1
+        yield self._forward(forward, pair)
+        yield self._backward(backward, pair=pair)
+
+    def _weight(self) -> Event:
+        return Event(Kind.WEIGHT, *self.pending.popleft())

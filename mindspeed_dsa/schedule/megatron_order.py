@@ -1,0 +1,180 @@
+"""Megatron's own schedules as lists, from the functions that drive training, as this run patched them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.schedule.events import Event, Kind, Schedule
+
+
+class _Group:
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
+class _Communicator:
+    """What ``get_pp_rank_microbatches`` reads of one, without any process group."""
+
+    def __init__(self, size: int, rank: int, chunks: int) -> None:
+        self.pp_group = _Group(size, rank)
+        self.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+
+
+def schedule(
+    megatron: Megatron,
+    ranks: int,
+    chunks: int,
+    microbatches: int,
+    group: int | None = None,
+    forward_only: bool = False,
+    paired: bool = False,
+    extra_warmup: bool = False,
+    recompute: bool = False,
+    recompute_ahead: bool = False,
+) -> Schedule:
+    """1F1B, interleaved where there is more than one chunk per rank.
+
+    Args:
+        megatron: whose schedule functions are asked.
+        ranks: pipeline parallel size.
+        chunks: virtual pipeline size.
+        microbatches: per step.
+        group: ``--microbatch-group-size-per-virtual-pipeline-stage``; default: ``ranks``.
+        forward_only: evaluation.
+        paired: forward and backward of a steady step share a block.
+        extra_warmup: one more warmup, Megatron's ``overlap_moe_expert_parallel_comm``.
+        recompute: every backward recomputes its forward.
+        recompute_ahead: that may run before the gradient arrives.
+
+    Raises:
+        SettingsError: Megatron refuses the numbers, or has no such schedule.
+    """
+    group = group or ranks
+    check(ranks, chunks, microbatches, group)
+    lists = []
+    for rank in range(ranks):
+        warmup = _warmup(megatron, ranks, rank, chunks, microbatches, group, forward_only, extra_warmup)
+        table = _table(megatron, chunks, microbatches, group)
+        lists.append(tuple(_events(table, warmup, chunks, forward_only, paired, recompute)))
+    name = "interleaved 1F1B" if chunks > 1 else "1F1B"
+    name += ", paired" * paired + ", +1 warmup" * extra_warmup
+    name += (", recompute ahead" if recompute_ahead else ", recompute") * recompute
+    return Schedule(name, tuple(lists), chunks, microbatches, recompute_ahead=recompute_ahead)
+
+
+def check(ranks: int, chunks: int, microbatches: int, group: int) -> None:
+    """Refuse the numbers that Megatron's interleaved schedule refuses.
+
+    Raises:
+        SettingsError: with the nearest numbers that work.
+    """
+    if min(ranks, chunks, microbatches) < 1:
+        raise SettingsError("a schedule needs at least one pipeline rank, one chunk and one microbatch")
+    if chunks == 1 or ranks == 1:
+        return
+    if not ranks <= group <= microbatches:
+        raise SettingsError(
+            f"the interleaved schedule needs {ranks} pipeline ranks <= group size ({group}) <= microbatches "
+            f"({microbatches}): change --microbatch-group-size-per-virtual-pipeline-stage or the number of "
+            "microbatches"
+        )
+    rest = microbatches % group
+    if 0 < rest < ranks:
+        raise SettingsError(
+            f"{microbatches} microbatches leave a last group of {rest}, fewer than {ranks} pipeline ranks; "
+            f"use {microbatches - rest} or {microbatches - rest + group} microbatches, or another "
+            "--microbatch-group-size-per-virtual-pipeline-stage"
+        )
+
+
+def _warmup(
+    megatron: Megatron,
+    ranks: int,
+    rank: int,
+    chunks: int,
+    microbatches: int,
+    group: int,
+    forward_only: bool,
+    extra_warmup: bool,
+) -> int:
+    """Forwards of a rank before its first backward."""
+    if ranks == 1:
+        # Without a pipeline Megatron has loops of their own: all of a microbatch, or one forward ahead.
+        return microbatches * chunks if forward_only else int(extra_warmup)
+    ask = megatron("core.pipeline_parallel.schedules").get_pp_rank_microbatches
+    takes = signature(ask).parameters
+    options: dict[str, Any] = {"forward_only": forward_only}
+    if extra_warmup:
+        if "overlap_moe_expert_parallel_comm" not in takes:
+            raise SettingsError(
+                "this megatron-core has no extra warmup; upgrade to 0.14 or later, or omit that schedule"
+            )
+        options["overlap_moe_expert_parallel_comm"] = True
+    if "p2p_communicator" in takes:
+        options["p2p_communicator"] = _Communicator(ranks, rank, chunks)
+        return int(ask(microbatches, chunks, group, **options)[2])
+    with _position(megatron("core.parallel_state"), ranks, rank, chunks):
+        return int(ask(microbatches, chunks, group, **options)[2])
+
+
+_POSITION = (
+    "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
+    "_MPU_PIPELINE_MODEL_PARALLEL_RANK",
+    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
+)
+
+
+@contextmanager
+def _position(parallel_state: Any, ranks: int, rank: int, chunks: int) -> Iterator[None]:
+    """Megatron-core 0.12 and 0.13 ask the global state where they stand."""
+    before = [getattr(parallel_state, name, None) for name in _POSITION]
+    setters = (
+        parallel_state.set_pipeline_model_parallel_world_size,
+        parallel_state.set_pipeline_model_parallel_rank,
+        parallel_state.set_virtual_pipeline_model_parallel_world_size,
+    )
+    try:
+        for setter, value in zip(setters, (ranks, rank, chunks if chunks > 1 else None), strict=True):
+            setter(value)
+        yield
+    finally:
+        for setter, value in zip(setters, before, strict=True):
+            setter(value)
+
+
+def _table(megatron: Megatron, chunks: int, microbatches: int, group: int) -> list[tuple[int, int]]:
+    """``(microbatch, chunk)`` of all forwards, in order."""
+    if chunks == 1:
+        return [(microbatch, 0) for microbatch in range(microbatches)]
+    ask = megatron("core.pipeline_parallel.schedules").get_schedule_table
+    return [(int(microbatch), int(chunk)) for microbatch, chunk in ask(microbatches, chunks, group)]
+
+
+def _events(
+    table: list[tuple[int, int]], warmup: int, chunks: int, forward_only: bool, paired: bool, recompute: bool
+) -> Iterator[Event]:
+    forwards = [Event(Kind.FORWARD, chunk, microbatch) for microbatch, chunk in table]
+    yield from forwards[:warmup]
+    if forward_only:
+        return
+    # Backwards follow the same table, through the chunks from last to first.
+    backwards = [(chunks - 1 - chunk, microbatch) for microbatch, chunk in table]
+    for index, (chunk, microbatch) in enumerate(backwards):
+        pair = index if paired and warmup + index < len(forwards) else None
+        if warmup + index < len(forwards):
+            forward = forwards[warmup + index]
+            yield Event(Kind.FORWARD, forward.chunk, forward.microbatch, pair)
+        if recompute:
+            yield Event(Kind.RECOMPUTE, chunk, microbatch)
+        yield Event(Kind.BACKWARD, chunk, microbatch, pair)

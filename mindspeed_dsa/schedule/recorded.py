@@ -1,0 +1,101 @@
+"""Files of a recorded step: one per rank, written by training and read beside a simulation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.schedule.events import Event, Kind, Schedule
+from mindspeed_dsa.schedule.simulate import Span, Timeline
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the schedule was made from.
+
+    Attributes:
+        ranks: pipeline parallel size.
+        chunks: virtual pipeline size.
+        microbatches: of the step.
+        group: microbatch group size.
+        paired: forward and backward shared blocks.
+        extra_warmup: one more warmup.
+    """
+
+    ranks: int
+    chunks: int
+    microbatches: int
+    group: int
+    paired: bool
+    extra_warmup: bool
+
+
+def text(layout: Layout, position: Mapping[str, int], step: int, spans: list[Span]) -> str:
+    """A rank's file.
+
+    Args:
+        layout: of the schedule.
+        position: rank in each group, ``pp`` among them.
+        step: number in the run.
+        spans: in the order in which they started; times in seconds.
+    """
+    rows = [
+        [s.event.kind.value, s.event.chunk, s.event.microbatch, s.event.pair, s.start, s.end] for s in spans
+    ]
+    return json.dumps(
+        {"format": FORMAT, "step": step, "layout": vars(layout), "position": dict(position), "spans": rows}
+    )
+
+
+def read(folder: Path) -> tuple[Layout, Timeline]:
+    """The first pipeline of a recorded step, the one whose other coordinates are all zero.
+
+    Raises:
+        SettingsError: files are missing, damaged, or of different runs.
+    """
+    files = sorted(folder.glob("rank-*.json")) if folder.is_dir() else []
+    if not files:
+        raise SettingsError(f"{folder} has no recorded step; train with --trace-schedule {folder}")
+    found: dict[int, Any] = {}
+    for file in files:
+        data = _load(file)
+        if all(rank == 0 for name, rank in data["position"].items() if name != "pp"):
+            found[data["position"]["pp"]] = data
+    layouts = {json.dumps([data["step"], data["layout"]], sort_keys=True) for data in found.values()}
+    if len(layouts) != 1:
+        raise SettingsError(f"{folder} holds files of different runs; remove them and record again")
+    layout = Layout(**next(iter(found.values()))["layout"])
+    missing = [rank for rank in range(layout.ranks) if rank not in found]
+    if missing:
+        raise SettingsError(
+            f"{folder} lacks the file of pipeline rank {missing[0]}; copy all ranks' files there"
+        )
+    spans = [[_span(rank, row) for row in found[rank]["spans"]] for rank in range(layout.ranks)]
+    schedule = Schedule(
+        "recorded", tuple(tuple(s.event for s in own) for own in spans), layout.chunks, layout.microbatches
+    )
+    return layout, Timeline(schedule, tuple(map(tuple, spans)))
+
+
+def _load(file: Path) -> Any:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        if data["format"] != FORMAT:
+            raise ValueError(f"format {data['format']}")
+        Layout(**data["layout"])
+        [_span(0, row) for row in data["spans"]]
+        int(data["position"]["pp"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SettingsError(f"{file} is not a recorded step ({error}); record it again") from None
+    return data
+
+
+def _span(rank: int, row: list[Any]) -> Span:
+    kind, chunk, microbatch, pair, start, end = row
+    return Span(Event(Kind(kind), chunk, microbatch, pair), rank, float(start), float(end))

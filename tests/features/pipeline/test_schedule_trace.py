@@ -1,0 +1,125 @@
+"""A recorded step has the order that the simulator says, on every rank, and training does not change."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from itertools import pairwise
+
+import pytest
+
+from mindspeed_dsa.__main__ import main
+from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.features.pipeline.schedule_trace.validation import check_trace
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.schedule import beside, recorded
+
+LAYOUTS = {
+    "PP2": (2, {"pp": 2}, 2, 4),
+    "PP2 x VPP2": (2, {"pp": 2, "vpp": 2}, 4, 4),
+    "one rank": (1, {}, 2, 2),
+}
+
+
+def trained(pool, folder, ranks, layout, layers, microbatches):
+    switches = {} if folder is None else {"trace_schedule": str(folder), "trace_schedule_step": 1}
+    return pool.run(
+        "tests.support.model:run",
+        ranks,
+        switches=switches,
+        overrides={"num_layers": layers},
+        num_microbatches=microbatches,
+        micro_batch_size=1,
+        only="router",
+        **layout,
+    )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_real_order_is_the_simulated_one(pool, tmp_path, name, capsys):
+    """Told by what each forward is given and by which output each backward starts from."""
+    microbatches = LAYOUTS[name][-1]
+    traced, plain = (trained(pool, folder, *LAYOUTS[name]) for folder in (tmp_path, None))
+    for ours, theirs in zip(traced, plain, strict=True):
+        assert [float(loss) for loss in ours["losses"]] == [float(loss) for loss in theirs["losses"]]
+        assert all(ours["gradients"][key].equal(theirs["gradients"][key]) for key in theirs["gradients"])
+    found = beside.compare(tmp_path, Megatron())
+    assert found.other_order == []
+    assert [len(spans) for spans in found.recorded.ranks] == [len(s) for s in found.simulated.ranks]
+    for spans in found.recorded.ranks:
+        assert len(spans) == 2 * microbatches * found.recorded.schedule.chunks
+        assert all(span.start < span.end for span in spans)
+        assert all(before.end <= after.start for before, after in pairwise(spans))
+    assert len(found.differences) == sum(map(len, found.recorded.ranks))
+    files = [f"--{kind}={tmp_path / kind}" for kind in ("png", "perfetto", "json")]
+    assert main(["schedule", "--beside", str(tmp_path), *files]) == 0
+    assert "recorded" in capsys.readouterr().out
+    written = json.loads((tmp_path / "json").read_text())
+    assert written["figures"][0]["step_time"] == found.recorded.step_time
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two ranks' files of a step that keeps its order."""
+    layout = recorded.Layout(2, 1, 2, 2, False, False)
+    orders = (["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"])
+    for rank, order in enumerate(orders):
+        rows = [
+            [unit[0], 0, int(unit[1]), None, 1.0 * i + rank, 1.0 * i + rank + 0.5]
+            for i, unit in enumerate(order)
+        ]
+        text = json.loads(recorded.text(layout, {"pp": rank, "tp": 0}, 3, []))
+        (tmp_path / f"rank-{rank:05d}.json").write_text(json.dumps({**text, "spans": rows}))
+    return tmp_path
+
+
+def change(file, **values):
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def test_another_order_is_a_problem(folder, capsys):
+    assert main(["schedule", "--beside", str(folder)]) == 0
+    file = folder / "rank-00001.json"
+    rows = json.loads(file.read_text())["spans"]
+    change(file, spans=[rows[0], rows[2], rows[1], rows[3]])
+    assert main(["schedule", "--beside", str(folder)]) == 1
+    assert "rank 1 ran another order than the schedule says, from its event 1 on" in capsys.readouterr().out
+
+
+def test_where_durations_differ_most(folder):
+    file = folder / "rank-00000.json"
+    rows = json.loads(file.read_text())["spans"]
+    rows[1][5] = rows[1][4] + 0.9
+    change(file, spans=rows)
+    first = beside.compare(folder, Megatron()).differences[0]
+    assert (first.rank, str(first.event)) in {(0, "F0.0"), (0, "F0.1")}
+    assert abs(first.recorded_duration - first.simulated_duration) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: (folder / "rank-00001.json").unlink(), "lacks the file of pipeline rank 1"),
+        (lambda folder: (folder / "rank-00001.json").write_bytes(b"\xff\x00"), "not a recorded step"),
+        (lambda folder: (folder / "rank-00001.json").write_text("[]"), "not a recorded step"),
+        (lambda folder: change(folder / "rank-00001.json", step=4), "different runs"),
+    ],
+)
+def test_files_that_cannot_be_read(folder, damage, words):
+    damage(folder)
+    with pytest.raises(SettingsError, match=words):
+        recorded.read(folder)
+
+
+def test_what_is_refused_before_training(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+
+    def problems(**given):
+        values = {"trace_schedule": tmp_path, "trace_schedule_step": 3, "train_iters": 10, **given}
+        return list(check_trace(argparse.Namespace(**values)))
+
+    assert problems() == []
+    assert "counted from 1" in problems(trace_schedule_step=0)[0]
+    assert "never reached" in problems(train_iters=2)[0]
+    assert "is a file" in problems(trace_schedule=file)[0]
