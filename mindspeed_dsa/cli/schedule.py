@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mindspeed_dsa import settings
 from mindspeed_dsa.context import Megatron
@@ -13,6 +15,7 @@ from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.schedule import beside, draw, lists, megatron_order
 from mindspeed_dsa.schedule.costs import Costs
 from mindspeed_dsa.schedule.events import Schedule
+from mindspeed_dsa.schedule.megatron_order import Recompute
 from mindspeed_dsa.schedule.report import Figures, figures, table
 from mindspeed_dsa.schedule.simulate import Timeline, simulate
 from mindspeed_dsa.start_report import aligned
@@ -28,7 +31,11 @@ order of events comes from the functions of the installed Megatron-core that dri
 Exit status: 0; 1 where a recorded step had another order than its schedule; 2 where numbers are refused."""
 
 _PLAIN = ("1f1b", "paired", "paired-extra")
-_RECOMPUTED = ("recompute", "recompute-ahead")
+_RECOMPUTED: dict[str, Recompute] = {
+    "recompute": "in place",
+    "recompute-in-bubble": "in bubbles",
+    "recompute-in-advance": "in advance",
+}
 _LISTED = ("zero-bubble", "dualpipev")
 NAMES = (*_PLAIN, *_RECOMPUTED, *_LISTED)
 _SHOWN = 8
@@ -88,17 +95,16 @@ def _schedules(options: argparse.Namespace) -> list[Schedule]:
     megatron = Megatron(options.megatron_root)
     ranks, chunks, microbatches = options.ranks, options.chunks, options.microbatches
 
-    def ordered(**more: bool) -> Schedule:
+    def ordered(**more: Any) -> Schedule:
         return megatron_order.schedule(
             megatron, ranks, chunks, microbatches, options.group, forward_only=options.forward_only, **more
         )
 
-    made = {
+    made: dict[str, Callable[[], Schedule]] = {
         "1f1b": lambda: ordered(),
         "paired": lambda: ordered(paired=True),
         "paired-extra": lambda: ordered(paired=True, extra_warmup=True),
-        "recompute": lambda: ordered(recompute=True),
-        "recompute-ahead": lambda: ordered(recompute=True, recompute_ahead=True),
+        **{name: partial(ordered, recompute=where) for name, where in _RECOMPUTED.items()},
         "zero-bubble": lambda: lists.zero_bubble(ranks, microbatches),
         "dualpipev": lambda: lists.dual_pipe_v(ranks, microbatches),
     }

@@ -29,12 +29,14 @@ class Event:
         microbatch: its number in the step.
         pair: number of the block which a forward and a backward share, their communication hidden behind
             each other's computation; ``None`` where it stands alone.
+        ahead: of a recomputation: it may run before its gradient is there.
     """
 
     kind: Kind
     chunk: int
     microbatch: int
     pair: int | None = None
+    ahead: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind.value}{self.chunk}.{self.microbatch}"
@@ -50,7 +52,6 @@ class Schedule:
         chunks: model chunks per rank.
         microbatches: in one step.
         v_shaped: chunk 1 lies on the ranks in reverse order, as in DualPipeV; else chunks are interleaved.
-        recompute_ahead: a recomputation may run before its gradient is there.
     """
 
     name: str
@@ -58,7 +59,6 @@ class Schedule:
     chunks: int
     microbatches: int
     v_shaped: bool = False
-    recompute_ahead: bool = False
 
     @property
     def stages(self) -> int:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 from mindspeed_dsa.context import Megatron
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.schedule.events import Event, Kind, Schedule
+
+Recompute = Literal["in place", "in advance", "in bubbles"]
+"""Right before a backward; ahead of every gradient; ahead of those that a rank waits for."""
 
 
 class _Group:
@@ -40,8 +43,7 @@ def schedule(
     forward_only: bool = False,
     paired: bool = False,
     extra_warmup: bool = False,
-    recompute: bool = False,
-    recompute_ahead: bool = False,
+    recompute: Recompute | None = None,
 ) -> Schedule:
     """1F1B, interleaved where there is more than one chunk per rank.
 
@@ -54,8 +56,7 @@ def schedule(
         forward_only: evaluation.
         paired: forward and backward of a steady step share a block.
         extra_warmup: one more warmup, Megatron's ``overlap_moe_expert_parallel_comm``.
-        recompute: every backward recomputes its forward.
-        recompute_ahead: that may run before the gradient arrives.
+        recompute: every backward recomputes its forward, there.
 
     Raises:
         SettingsError: Megatron refuses the numbers, or has no such schedule.
@@ -64,13 +65,30 @@ def schedule(
     check(ranks, chunks, microbatches, group)
     lists = []
     for rank in range(ranks):
-        warmup = _warmup(megatron, ranks, rank, chunks, microbatches, group, forward_only, extra_warmup)
+        warmup = warmup_of(megatron, ranks, rank, chunks, microbatches, group, forward_only, extra_warmup)
         table = _table(megatron, chunks, microbatches, group)
-        lists.append(tuple(_events(table, warmup, chunks, forward_only, paired, recompute)))
+        backwards = [] if forward_only else backward_order(megatron, ranks, chunks, microbatches, group)
+        lists.append(tuple(_events(table, backwards, warmup, paired, recompute)))
     name = "interleaved 1F1B" if chunks > 1 else "1F1B"
     name += ", paired" * paired + ", +1 warmup" * extra_warmup
-    name += (", recompute ahead" if recompute_ahead else ", recompute") * recompute
-    return Schedule(name, tuple(lists), chunks, microbatches, recompute_ahead=recompute_ahead)
+    name += f", recompute {recompute}" if recompute else ""
+    return Schedule(name, tuple(lists), chunks, microbatches)
+
+
+def backward_order(
+    megatron: Megatron, ranks: int, chunks: int, microbatches: int, group: int
+) -> list[tuple[int, int]]:
+    """``(chunk, microbatch)`` of all backwards of a rank, in order: the same on every rank."""
+    # They follow the table of forwards, through the chunks from last to first.
+    return [
+        (chunks - 1 - chunk, microbatch)
+        for microbatch, chunk in _table(megatron, chunks, microbatches, group)
+    ]
+
+
+def in_bubble(index: int, backwards: int, warmup: int) -> bool:
+    """Whether a rank waits for a backward's gradient: for the first, and for those without a forward."""
+    return index == 0 or index >= backwards - warmup
 
 
 def check(ranks: int, chunks: int, microbatches: int, group: int) -> None:
@@ -98,15 +116,15 @@ def check(ranks: int, chunks: int, microbatches: int, group: int) -> None:
         )
 
 
-def _warmup(
+def warmup_of(
     megatron: Megatron,
     ranks: int,
     rank: int,
     chunks: int,
     microbatches: int,
     group: int,
-    forward_only: bool,
-    extra_warmup: bool,
+    forward_only: bool = False,
+    extra_warmup: bool = False,
 ) -> int:
     """Forwards of a rank before its first backward."""
     if ranks == 1:
@@ -162,19 +180,22 @@ def _table(megatron: Megatron, chunks: int, microbatches: int, group: int) -> li
 
 
 def _events(
-    table: list[tuple[int, int]], warmup: int, chunks: int, forward_only: bool, paired: bool, recompute: bool
+    table: list[tuple[int, int]],
+    backwards: list[tuple[int, int]],
+    warmup: int,
+    paired: bool,
+    recompute: Recompute | None,
 ) -> Iterator[Event]:
     forwards = [Event(Kind.FORWARD, chunk, microbatch) for microbatch, chunk in table]
     yield from forwards[:warmup]
-    if forward_only:
-        return
-    # Backwards follow the same table, through the chunks from last to first.
-    backwards = [(chunks - 1 - chunk, microbatch) for microbatch, chunk in table]
     for index, (chunk, microbatch) in enumerate(backwards):
         pair = index if paired and warmup + index < len(forwards) else None
         if warmup + index < len(forwards):
             forward = forwards[warmup + index]
             yield Event(Kind.FORWARD, forward.chunk, forward.microbatch, pair)
         if recompute:
-            yield Event(Kind.RECOMPUTE, chunk, microbatch)
+            ahead = recompute == "in advance" or (
+                recompute == "in bubbles" and in_bubble(index, len(backwards), warmup)
+            )
+            yield Event(Kind.RECOMPUTE, chunk, microbatch, ahead=ahead)
         yield Event(Kind.BACKWARD, chunk, microbatch, pair)

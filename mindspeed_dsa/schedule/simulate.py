@@ -115,10 +115,7 @@ class _Simulation:
             return [(Kind.FORWARD, stage, microbatch), *gradient]
         if kind is Kind.WEIGHT:
             return [(Kind.BACKWARD, stage, microbatch)]
-        return [
-            (Kind.FORWARD, stage, microbatch),
-            *([] if self.schedule.recompute_ahead else gradient),
-        ]
+        return [(Kind.FORWARD, stage, microbatch), *([] if event.ahead else gradient)]
 
     def _place(self, rank: int, block: tuple[Event, ...]) -> None:
         start = max([self.free[rank], *(self._arrival(rank, unit) for unit in self._needs(rank, block))])

@@ -52,8 +52,9 @@ def test_hidden_communication(layout, bound, serial, paired, extra, ends):
 )
 def test_recompute_ahead_of_the_gradient(layout, plain, ahead):
     """Removes (ranks - 1) recomputations of a chunk from the step."""
-    assert step(NONE, *layout, recompute=True) == plain
-    assert step(NONE, *layout, recompute=True, recompute_ahead=True) == ahead
+    assert step(NONE, *layout, recompute="in place") == plain
+    assert step(NONE, *layout, recompute="in advance") == ahead
+    assert step(NONE, *layout, recompute="in bubbles") == ahead
     assert plain - ahead == layout[0] - 1
 
 
@@ -86,7 +87,7 @@ def test_figures_of_pairs():
 
 def test_memory_of_recomputed_and_split_backwards():
     costs = Costs(activations=4.0, checkpoint=1.0, weight_activations=0.5)
-    one = figures(simulate(schedule(MEGATRON, 1, 1, 2, recompute=True), costs), costs)
+    one = figures(simulate(schedule(MEGATRON, 1, 1, 2, recompute="in place"), costs), costs)
     assert one.peak_memory == (5.0,)  # a checkpoint, and what is recomputed from it
     four = figures(simulate(lists.zero_bubble(4, 8), costs), costs)
     # The last rank keeps one microbatch whole and, of three more, what their weight gradients need.

@@ -12,8 +12,12 @@ def trace_wanted(settings: Any) -> bool:
     return settings.trace_schedule is not None
 
 
-def check_trace(args: Any) -> Iterator[str]:
+def check_trace(args: Any) -> list[str]:
     """A step that the run reaches, and a folder that can be one."""
+    return list(_problems(args))
+
+
+def _problems(args: Any) -> Iterator[str]:
     step, last = args.trace_schedule_step, getattr(args, "train_iters", None)
     if step < 1:
         yield f"--trace-schedule-step is {step}; steps of a run are counted from 1"

@@ -1,0 +1,1 @@
+"""Recomputation while a pipeline rank waits for a gradient."""

@@ -1,0 +1,224 @@
+"""Checkpointed segments that a rank recomputes before it waits for their gradient.
+
+Which segments, and when, follows from the order of the schedule alone. It never depends on whether a gradient
+is there already: the ranks of a tensor, context or expert parallel group must run the collectives of their
+layers in one order, and they do not see the same clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from mindspeed_dsa.context import Context
+from mindspeed_dsa.features.pipeline.recompute_ahead.options import Options
+from mindspeed_dsa.integration import pipeline_steps
+from mindspeed_dsa.schedule import megatron_order
+from mindspeed_dsa.schedule.events import Event, Kind
+
+_Function = Callable[..., Any]
+Unit = tuple[int, int]
+"""Chunk and microbatch."""
+
+
+class Ahead(pipeline_steps.Follower):
+    """Segments of each forward whose backward is to come, and which backward is next."""
+
+    def __init__(self, context: Context[Options]) -> None:
+        super().__init__(context.megatron)
+        self.everywhere, self._log = context.options.everywhere, context.log
+        self.unit: Unit | None = None
+        """Of the forward that is running."""
+        self.segments: dict[Unit, list[Any]] = {}
+        self._order: list[Unit] = []
+        self._done, self._warmup = 0, 0
+        self.recomputed = {"ahead": 0, "in place": 0}
+        """Segments of the last step."""
+
+    def begins(self, step: dict[str, Any]) -> bool:
+        """Read the schedule's order."""
+        chunks = step["model"] if isinstance(step["model"], list) else [step["model"]]
+        config = self.megatron("core.utils").get_model_config(chunks[0])
+        ranks = self.megatron("core.parallel_state").get_pipeline_model_parallel_world_size()
+        group = getattr(config, "microbatch_group_size_per_vp_stage", None) or ranks
+        layout = (self.megatron, ranks, len(chunks), step["num_microbatches"], group)
+        self._order = megatron_order.backward_order(*layout)
+        rank = self.megatron("core.parallel_state").get_pipeline_model_parallel_rank()
+        self._warmup = megatron_order.warmup_of(*layout[:2], rank, *layout[2:])
+        self._done, self.segments, self.unit = 0, {}, None
+        self.recomputed = {"ahead": 0, "in place": 0}
+        return True
+
+    def ends(self, step: dict[str, Any]) -> None:
+        """Say once what was moved."""
+        self._log.info(
+            "%d segments were recomputed while a gradient was on its way, %d in their backward",
+            *self.recomputed.values(),
+            once=True,
+            ranks="stage",
+        )
+
+    def before(self, events: Sequence[Event]) -> None:
+        """A forward's segments will be its own; a backward's are its graph's from now on."""
+        event = events[0]
+        if event.kind is Kind.FORWARD:
+            self.unit = (event.chunk, event.microbatch)
+            self.segments[self.unit] = []
+        else:
+            for segment in self.segments.pop((event.chunk, event.microbatch)):
+                self.recomputed["in place" if segment.outputs is None else "ahead"] += 1
+            self._done += 1
+
+    def after(self, events: Sequence[Event]) -> None:
+        """Nothing belongs to a forward that is done."""
+        self.unit = None
+
+    def recompute(self) -> None:
+        """Recompute the segments of the next backward, last first, as it needs them."""
+        if not self.following or self._done >= len(self._order):
+            return
+        index, unit = self._done, self._order[self._done]
+        if self.everywhere or megatron_order.in_bubble(index, len(self._order), self._warmup):
+            for segment in reversed(self.segments.get(unit, [])):
+                if segment.outputs is None:
+                    _recompute(segment, self._on_chunk(unit[0]))
+
+    def _on_chunk(self, chunk: int) -> _Function:
+        """What makes Megatron-core 0.12, which has the current chunk in its global state, run one."""
+        state = self.megatron("core.parallel_state")
+        current = state.get_virtual_pipeline_model_parallel_rank()
+        if current is None:
+            return lambda run: run()
+
+        def run_there(run: _Function) -> Any:
+            state.set_virtual_pipeline_model_parallel_rank(chunk)
+            try:
+                return run()
+            finally:
+                state.set_virtual_pipeline_model_parallel_rank(current)
+
+        return run_there
+
+
+_followers: WeakKeyDictionary[Context[Options], Ahead] = WeakKeyDictionary()
+
+
+def follower(context: Context[Options]) -> Ahead:
+    """Of a session."""
+    if context not in _followers:
+        _followers[context] = Ahead(context)
+    return _followers[context]
+
+
+def follow_steps(original: _Function, context: Context[Options]) -> _Function:
+    """Decorate ``get_forward_backward_func``."""
+    return pipeline_steps.follow_steps(original, follower(context))
+
+
+def follow_forwards(original: _Function, context: Context[Options]) -> _Function:
+    """Decorate ``forward_step``."""
+    return pipeline_steps.follow_forwards(original, follower(context))
+
+
+def follow_backwards(original: _Function, context: Context[Options]) -> _Function:
+    """Decorate ``backward_step``."""
+    return pipeline_steps.follow_backwards(original, follower(context))
+
+
+def checkpoint_ahead(original: _Function, context: Context[Options]) -> _Function:
+    """Decorate ``tensor_parallel.random.checkpoint``."""
+    ahead = follower(context)
+
+    def checkpoint(function: _Function, distribute_saved_activations: bool, *args: Any) -> Any:
+        # Inside a segment there is no graph, and while one is recomputed there is no forward.
+        if ahead.unit is None or distribute_saved_activations or not torch.is_grad_enabled():
+            return original(function, distribute_saved_activations, *args)
+        random = context.megatron("core.tensor_parallel.random")
+        return _Segment.apply(ahead.segments[ahead.unit], random, function, *args)
+
+    return checkpoint
+
+
+class _Segment(torch.autograd.Function):
+    """Megatron's checkpoint, whose outputs may be there before its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, segments: list[Any], random: Any, function: _Function, *args: Any) -> Any:
+        ctx.random, ctx.outputs, ctx.inputs = random, None, None
+        segments.append(ctx)
+        return random.CheckpointFunction.forward(ctx, function, False, *args)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if ctx.outputs is None:
+            return (None, *ctx.random.CheckpointFunction.backward(ctx, *grads))
+        outputs, inputs = ctx.outputs, ctx.inputs
+        ctx.outputs = ctx.inputs = None
+        kept = [
+            (output, grad)
+            for output, grad in zip(outputs, grads, strict=True)
+            if torch.is_tensor(output) and output.requires_grad
+        ]
+        torch.autograd.backward([output for output, _ in kept], [grad for _, grad in kept])
+        own = (each.grad if torch.is_tensor(each) else None for each in inputs)
+        return (None, None, None, *own)
+
+
+def _recompute(ctx: Any, run_there: _Function) -> None:
+    """Run a segment's forward again, with its graph, as Megatron's backward would."""
+    random = ctx.random
+    with random._fork_rng(), _checkpointing(random):
+        random._set_all_rng_states(*ctx.rng_states)
+        ctx.inputs = random.detach_variable(ctx.saved_tensors)
+        with torch.enable_grad():
+            outputs = run_there(lambda: ctx.run_function(*ctx.inputs))
+    ctx.outputs = (outputs,) if torch.is_tensor(outputs) else outputs
+
+
+class _checkpointing:
+    """Megatron's mark that recomputation is going on, where the release has one."""
+
+    def __init__(self, random: Any) -> None:
+        self._random = random
+
+    def __enter__(self) -> None:
+        getattr(self._random, "_set_checkpointing", lambda: None)()
+
+    def __exit__(self, *_: Any) -> None:
+        getattr(self._random, "_unset_checkpointing", lambda: None)()
+
+
+class _Wait:
+    """A transfer's handle that has something done before it waits."""
+
+    def __init__(self, work: Any, before: Callable[[], None]) -> None:
+        self._work, self._before = work, before
+
+    def wait(self, *args: Any) -> Any:
+        """Recompute, then wait."""
+        self._before()
+        return self._work.wait(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the handle's own."""
+        return getattr(self._work, name)
+
+
+def recompute_before_waiting(original: _Function, context: Context[Options]) -> _Function:
+    """Decorate ``_p2p_ops`` and ``_batched_p2p_ops``: who waits for a gradient recomputes first."""
+    ahead = follower(context)
+
+    def p2p_ops(*, tensor_recv_next: Any, **kwargs: Any) -> Any:
+        works = original(tensor_recv_next=tensor_recv_next, **kwargs)
+        if tensor_recv_next is None or not ahead.following:
+            return works
+        if isinstance(works, dict):
+            return {**works, "recv_next": _Wait(works["recv_next"], ahead.recompute)}
+        return [_Wait(work, ahead.recompute) for work in works]
+
+    return p2p_ops

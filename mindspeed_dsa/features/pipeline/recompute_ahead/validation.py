@@ -1,0 +1,41 @@
+"""What does not combine with recomputation ahead of the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mindspeed_dsa.integration.configuration import argument
+
+
+def recompute_ahead_wanted(settings: Any) -> bool:
+    """Whether one of the two switches is on."""
+    return bool(settings.recompute_in_bubble or settings.recompute_in_advance)
+
+
+def check_recompute_ahead(args: Any) -> list[str]:
+    """There is a pipeline, something is recomputed, and by Megatron's own function."""
+    return list(_problems(args))
+
+
+def _problems(args: Any) -> Iterator[str]:
+    both = args.recompute_in_bubble and args.recompute_in_advance
+    flag = "--recompute-in-advance" if args.recompute_in_advance else "--recompute-in-bubble"
+    if both:
+        yield "--recompute-in-bubble and --recompute-in-advance exclude each other; omit one"
+    if (argument(args, "pipeline_model_parallel_size") or 1) == 1:
+        yield (
+            f"{flag} fills the waits of a pipeline, and there is none; set --pipeline-model-parallel-size or "
+            "omit it"
+        )
+    if argument(args, "recompute_granularity") is None:
+        yield f"{flag} has nothing to recompute; add --recompute-granularity or omit it"
+    if argument(args, "distribute_saved_activations"):
+        yield f"{flag} recomputes from whole inputs; omit --distribute-saved-activations"
+    if argument(args, "fp8"):
+        yield f"{flag} does not serve Transformer Engine's recomputation; omit it or --fp8-format"
+    if argument(args, "overlap_moe_expert_parallel_comm"):
+        yield (
+            f"{flag} recomputes whole forwards, which --overlap-moe-expert-parallel-comm takes apart; omit "
+            "one of them"
+        )

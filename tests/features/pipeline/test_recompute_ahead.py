@@ -1,0 +1,87 @@
+"""Recomputation ahead of the gradient: the same bits, at other times."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from mindspeed_dsa.features.pipeline.recompute_ahead.validation import check_recompute_ahead
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+DROPOUT = {"hidden_dropout": 0.1}
+
+CASES = {
+    # name: ranks, layout, layers, microbatches, recompute, recomputed ahead by rank: in bubbles, in advance
+    # Two layers per rank. The first rank waits for four gradients: the first, and that of its one warmup.
+    "PP2": (2, {"pp": 2}, 4, 4, {**FULL, **DROPOUT}, [(4, 0), (8, 0)]),
+    # One layer per chunk, all recomputed. Rank 0 has 4 warmups of 8 and waits for 5; rank 1 has 2 and waits
+    # for 3, of which the gradients of its last chunk come from its own loss.
+    "PP2 x VPP2": (2, {"pp": 2, "vpp": 2}, 4, 4, FULL, [(5, 2), (8, 4)]),
+    "PP2 x TP2+SP": (4, {"pp": 2, "tp": 2}, 4, 3, FULL, [(4, 4, 0, 0), (6, 6, 0, 0)]),
+    "PP2 x EP2, selective": (4, {"pp": 2, "ep": 2}, 4, 3, SELECTIVE, [(2, 2, 0, 0), (3, 3, 0, 0)]),
+    "PP2 x VPP2, block": (2, {"pp": 2, "vpp": 2}, 8, 4, BLOCK, [(5, 2), (8, 4)]),
+}
+MARKED = [
+    pytest.param(name, marks=pytest.mark.full) if "x TP2" in name or "block" in name else name
+    for name in CASES
+]
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_the_same_bits_at_other_times(pool, name):
+    ranks, layout, layers, microbatches, recompute, expected = CASES[name]
+
+    def run(flag):
+        return pool.run(
+            "tests.features.pipeline.ahead_cases:run",
+            ranks,
+            flag=flag,
+            layout=layout,
+            recompute=recompute,
+            overrides={"num_layers": layers},
+            num_microbatches=microbatches,
+            micro_batch_size=1,
+        )
+
+    stock = run("")
+    for flag, ahead in zip(("recompute_in_bubble", "recompute_in_advance"), expected, strict=True):
+        ours = run(flag)
+        assert tuple(rank["recomputed"]["ahead"] for rank in ours) == ahead, flag
+        for mine, theirs in zip(ours, stock, strict=True):
+            assert [float(loss) for loss in mine["losses"]] == [float(loss) for loss in theirs["losses"]]
+            assert mine["gradients"].keys() == theirs["gradients"].keys()
+            different = [
+                key
+                for key, gradient in theirs["gradients"].items()
+                if not mine["gradients"][key].equal(gradient)
+            ]
+            assert different == []
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, ()),
+        ({"recompute_in_advance": True}, ("exclude each other",)),
+        ({"pipeline_model_parallel_size": 1}, ("there is none",)),
+        ({"recompute_granularity": None}, ("nothing to recompute",)),
+        ({"distribute_saved_activations": True}, ("--distribute-saved-activations",)),
+        ({"overlap_moe_expert_parallel_comm": True}, ("takes apart",)),
+        ({"fp8": "hybrid"}, ("--fp8-format",)),
+    ],
+)
+def test_what_does_not_combine(given, words):
+    values = {
+        "recompute_in_bubble": True,
+        "recompute_in_advance": False,
+        "pipeline_model_parallel_size": 2,
+        "recompute_granularity": "full",
+        **given,
+    }
+    problems = list(check_recompute_ahead(argparse.Namespace(**values)))
+    assert len(problems) == len(words)
+    for problem, word in zip(problems, words, strict=True):
+        assert word in problem
