@@ -48,7 +48,7 @@ FEATURE = Feature(
             f"{_LAYER}.routed_experts_compute",
             "wrap",
             f"{_IMPL}:overlap_experts",
-            "ports and the shared expert's first half before the wait, its second half after the combine's start",
+            "runs between the shared expert's two halves, with ports for its weights",
             params=("hidden_states", "probs"),
             versions=">=0.15,<0.20",
         ),

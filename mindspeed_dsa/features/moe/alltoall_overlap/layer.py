@@ -28,7 +28,7 @@ Routed = Callable[[], "tuple[Any, ...]"]
 
 
 class SharedOutput:
-    """Stands for the shared expert's output where Megatron hands it from step to step, before there is one."""
+    """Stands for the shared expert's output where Megatron's steps hand it on before there is one."""
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
         self._compute = compute
@@ -236,7 +236,7 @@ def _is_recomputed(layer: Any) -> bool:
 
 
 def wait_for_combine(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``MoEAlltoAllTokenDispatcher.token_combine``, which is called twice: to launch, and to wait."""
+    """Decorate ``MoEAlltoAllTokenDispatcher.token_combine``, called twice: to launch, and to wait."""
 
     def token_combine(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         call = _calls.get(self)

@@ -18,7 +18,8 @@ def check_overlap(args: Any, options: Any = None) -> Iterator[str]:
         return
     if argument(args, "expert_model_parallel_size") == 1:
         yield (
-            f"{FLAG}: with --expert-model-parallel-size 1 no token leaves its rank; use at least 2 or omit {FLAG}"
+            f"{FLAG}: with --expert-model-parallel-size 1 no token leaves its rank; use at least 2 or omit "
+            f"{FLAG}"
         )
     dispatcher = argument(args, "moe_token_dispatcher_type")
     if dispatcher not in (None, "alltoall"):
