@@ -16,6 +16,7 @@ from torch import Tensor
 from benchmarks.tp_overlap.cells import slowest
 
 DEVIATION = 1e-6
+_PAUSE = 0.25
 Step = Callable[[], dict[str, Tensor]]
 """Forward and backward, which return results and gradients by name."""
 
@@ -118,7 +119,11 @@ def step_of(built: Any, sizes: Sizes) -> Step:
 
 
 def timed(work: Callable[[], object]) -> Timing:
-    """One call on all ranks, which start together."""
+    """One call on all ranks, which start together after a pause.
+
+    Connections that have rested begin slowly, and between the transfers of a training step they rest.
+    """
+    time.sleep(_PAUSE)
     dist.barrier()
     wall, processor = time.perf_counter(), time.process_time()
     work()
