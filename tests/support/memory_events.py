@@ -24,11 +24,13 @@ CHUNKED_SUM = "sums reduced in chunks"
 """And without."""
 MEASURED = "numbers of chunks measured"
 """And where the number of chunks is left to us."""
+STARTED = "all-to-alls started"
+"""The same for the all-to-alls of experts."""
 
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Count :data:`EVENTS`, :data:`CHUNKED`, :data:`CHUNKED_SUM` and :data:`MEASURED`."""
+    """Count :data:`EVENTS`, :data:`CHUNKED`, :data:`CHUNKED_SUM`, :data:`MEASURED` and :data:`STARTED`."""
     from mindspeed_dsa.features.memory.checkpoint import _Output
     from mindspeed_dsa.features.memory.host_moments import Moments
     from mindspeed_dsa.features.memory.reuse_fp32_param.masters import Masters
@@ -36,6 +38,7 @@ def counted() -> Iterator[Counter[str]]:
     from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Pipeline
     from mindspeed_dsa.features.tensor_parallel.overlap import tuning
     from mindspeed_dsa.parallel import chunked
+    from mindspeed_dsa.parallel.all_to_all import InFlight
 
     counts: Counter[str] = Counter()
 
@@ -74,6 +77,7 @@ def counted() -> Iterator[Counter[str]]:
         stack.enter_context(mock.patch.object(chunked, "matmul_reduce", reduced))
         stack.enter_context(mock.patch.object(tuning, "_measure", measured))
         stack.enter_context(counting(_Output, "refill", refilled))
+        stack.enter_context(counting(InFlight, "send", lambda *_: STARTED))
         for holder, name, feature in (
             (Masters, "to_master", "reuse-fp32-param"),
             (SwappedStorage, "leave", "swap-attention"),

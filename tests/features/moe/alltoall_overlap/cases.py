@@ -221,3 +221,10 @@ def _steps(ep: int, distributed: bool) -> dict[str, Any]:
         for parameter, count in group.golden_per_param_grad_ready_counts.items()
     }
     return {"gradients": gradients, "golden": golden}
+
+
+def whole_model(**arguments: Any) -> dict[str, Any]:
+    """A training step of the tiny model, with the number of transfers that were started."""
+    with recorded() as events:
+        result = model.run(**arguments)
+    return {**result, "launched": events.count("launch")}
