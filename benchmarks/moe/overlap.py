@@ -23,8 +23,8 @@ TRANSFERS = ("dispatch", "combine", "combine backward", "dispatch backward")
 WORK = {
     "dispatch": ("shared fc1",),
     "combine": ("shared fc2",),
-    "combine backward": ("shared fc2 backward",),
-    "dispatch backward": ("shared fc1 backward", "expert weight gradients"),
+    "combine backward": ("shared fc2 backward", "shared fc1 backward"),
+    "dispatch backward": ("expert weight gradients",),
 }
 """What is placed under each transfer."""
 

@@ -34,15 +34,14 @@ def use_port(original: Callable[..., Tensor], context: Context[Any]) -> Callable
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        found = port.port_of(weight)
-        if (
-            found is None
-            or allreduce_dgrad
-            or sequence_parallel
-            or grad_output_buffer is not None
-            or kwargs.get("gtp_remat_size", 1) != 1
-            or not _is_plain(input, weight)
-        ):
+        plain = (
+            not (allreduce_dgrad or sequence_parallel)
+            and grad_output_buffer is None
+            and kwargs.get("gtp_remat_size", 1) == 1
+            and _is_plain(input, weight)
+        )
+        found = port.port_of(weight) if plain else None
+        if found is None:
             return original(
                 input,
                 weight,

@@ -16,7 +16,7 @@ A function takes part in three steps::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -36,11 +36,13 @@ class Port:
 
     Attributes:
         weight: the parameter, of any shape.
+        taken: whether a function has asked for it.
         edge: ``[0]``; a function that takes it depends on the weight.
     """
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
+        self.taken = False
         self._gradients: list[Gradient] = []
         self.edge: Tensor = _Port.apply(weight, self._gradients)
 
@@ -75,25 +77,26 @@ _open: ContextVar[Mapping[int, Port]] = ContextVar("open ports", default=_NONE)
 
 
 @contextlib.contextmanager
-def opened(weights: Iterable[Tensor]) -> Iterator[None]:
+def opened(weights: Iterable[Tensor]) -> Iterator[Collection[Port]]:
     """Open ports of the weights that learn, for functions that are called in the block.
 
     A weight that none of them asks for takes its gradient as ever.
     """
-    if not torch.is_grad_enabled():
-        yield
-        return
-    ports = {id(weight): Port(weight) for weight in weights if weight.requires_grad}
+    learning = [weight for weight in weights if weight.requires_grad] if torch.is_grad_enabled() else []
+    ports = {id(weight): Port(weight) for weight in learning}
     token = _open.set({**_open.get(), **ports})
     try:
-        yield
+        yield ports.values()
     finally:
         _open.reset(token)
 
 
 def port_of(weight: Tensor) -> Port | None:
-    """The port that is open for this weight."""
-    return _open.get().get(id(weight))
+    """The port that is open for this weight, whose gradient the caller is going to leave there."""
+    port = _open.get().get(id(weight))
+    if port is not None:
+        port.taken = True
+    return port
 
 
 def linear(rows: Tensor, port: Port, bias: Tensor | None, fusion: bool, megatron: Megatron) -> Tensor:

@@ -5,7 +5,9 @@ The order of creation decides the order of backward (``parallel/all_to_all.py``)
     start dispatch, ports of the experts' weights, shared fc1 and activation, wait for dispatch,
     experts, start combine, shared fc2 and gate, wait for combine
 
-and backward runs the weight gradients and the shared expert's two halves under the reverse transfers.
+and backward runs the weight gradients under the reversed dispatch and fc2 under the reversed combine. There
+the whole shared expert is ready, and the weight gradients are enough for the other transfer, so the combine
+gives way to fc1 too; unless the experts' weights take no part, as those of Transformer Engine.
 """
 
 from __future__ import annotations
@@ -206,8 +208,10 @@ def _around(layer: Any, call: Call, routed: Routed) -> tuple[Any, ...]:
             output, *others = routed()
             with _launching(call.combine):
                 done.append((layer.token_dispatcher.token_combine(output), *others))
+            if any(port.taken for port in ports):
+                call.combine[0].give_way(call.dispatch[0])
 
-    with opened(layer.experts.parameters()):
+    with opened(layer.experts.parameters()) as ports:
         if call.shared is not None:
             hook = _before_second_half(layer, between)
             try:

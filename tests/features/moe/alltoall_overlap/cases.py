@@ -160,10 +160,16 @@ def recorded() -> Iterator[list[str]]:
         yield events
 
 
-def order(switches: Mapping[str, Any], **overrides: Any) -> dict[str, list[str]]:
-    """Events of one forward and backward: transfers, the experts' modules, their weights' gradients."""
-    model.start({**SWITCH, **switches}, ep=2, etp=1)
+def order(frozen: bool = False, **overrides: Any) -> dict[str, list[str]]:
+    """Events of one forward and backward: transfers, the experts' modules, their weights' gradients.
+
+    Args:
+        frozen: routed experts do not learn.
+        **overrides: of the configuration.
+    """
+    model.start(SWITCH, ep=2, etp=1)
     built = moe.layer(moe.config(ep=2, **overrides))
+    built.experts.requires_grad_(not frozen)
     with recorded() as events:
         parts = {"expert": built.experts}
         if built.shared_experts is not None:
@@ -171,7 +177,7 @@ def order(switches: Mapping[str, Any], **overrides: Any) -> dict[str, list[str]]
             parts |= {"shared fc2": built.shared_experts.linear_fc2}
         for name, module in parts.items():
             module.register_forward_hook(partial(_happened, events, name))
-            for parameter in module.parameters():
+            for parameter in filter(lambda each: each.requires_grad, module.parameters()):
                 parameter.register_post_accumulate_grad_hook(partial(_happened, events, f"{name} dW"))
         output = built(moe.tokens(4, seed=dist.get_rank()).requires_grad_())[0]
         forward, events[:] = list(events), []
