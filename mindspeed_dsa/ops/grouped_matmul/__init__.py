@@ -71,6 +71,7 @@ def grouped_matmul(
     *,
     layout: Layout = "kn",
     take_gradient: Callable[[WeightGradient], Tensor | None] | None = None,
+    edge: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """``out[r] = rows[r] @ weight[g]`` for the rows ``r`` of group ``g``; groups lie one after another.
@@ -88,6 +89,8 @@ def grouped_matmul(
         take_gradient: called in backward, when the gradient of ``rows`` is computed, with that of ``weight``,
             which it adds to a buffer, computes or keeps for later; returns what autograd gets for ``weight``.
             By default autograd gets the gradient.
+        edge: stands for ``weight`` in the graph, which then does not reach ``weight`` itself: autograd gets
+            what ``take_gradient`` returns for this one.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
@@ -111,7 +114,9 @@ def grouped_matmul(
     sizes = (("groups", len(weight)), ("in", width), ("out", weight.shape[2 if layout == "kn" else 1]))
     chosen: GroupedMatmul = choose(OPERATOR, backend, ShapeClass(rows.device.type, rows.dtype, sizes))
     implementation = unless_empty(OPERATOR, chosen, rows)
-    result: Tensor = _Multiply.apply(implementation, rows, weight, groups, layout, take_gradient)
+    if edge is not None:
+        weight = weight.detach()
+    result: Tensor = _Multiply.apply(implementation, rows, weight, edge, groups, layout, take_gradient)
     return result
 
 
@@ -127,6 +132,7 @@ class _Multiply(torch.autograd.Function):
         implementation: GroupedMatmul,
         rows: Tensor,
         weight: Tensor,
+        edge: Tensor | None,
         groups: Groups,
         layout: Layout,
         take_gradient: Callable[[WeightGradient], Tensor | None] | None,
@@ -146,7 +152,8 @@ class _Multiply(torch.autograd.Function):
             turned = _canonical(weight, ctx.layout).transpose(1, 2)
             with without_autocast(rows.device.type):
                 grad_rows = ctx.implementation.multiply(grad_output, turned, ctx.groups)
-        if ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
             gradient = WeightGradient(rows, grad_output, ctx.groups, ctx.layout, ctx.implementation)
             grad_weight = ctx.take_gradient(gradient)
-        return None, grad_rows, grad_weight, None, None, None
+        of_weight, of_edge = (grad_weight, None) if ctx.needs_input_grad[2] else (None, grad_weight)
+        return None, grad_rows, of_weight, of_edge, None, None, None
