@@ -13,8 +13,9 @@ from mindspeed_dsa.ops.npu_device import DTYPES, npu_op, unavailable
 _ROWS, _SUMMED = 0, 2
 # One tensor goes in and one comes out; group lists hold prefix sums.
 _ONE_TENSOR, _PREFIX_SUMS = 3, 0
-# The manual's limit of a group list.
+# The manual's limits of a group list and of the last axis of a matrix, or of its transpose.
 _MOST_GROUPS = 1024
+_INNER_LIMIT = 65536
 
 
 def unsupported(shape: ShapeClass) -> str | None:
@@ -26,6 +27,8 @@ def unsupported(shape: ShapeClass) -> str | None:
         return "npu_grouped_matmul takes bfloat16 and float16 only"
     if shape["groups"] > _MOST_GROUPS:
         return f"npu_grouped_matmul takes at most {_MOST_GROUPS} groups"
+    if max(shape["in"], shape["out"]) >= _INNER_LIMIT:
+        return f"npu_grouped_matmul takes matrices whose axes are shorter than {_INNER_LIMIT}"
     return None
 
 

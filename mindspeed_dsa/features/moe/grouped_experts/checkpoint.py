@@ -7,7 +7,8 @@ factory, so moments can be exchanged as weights can.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,10 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.features.moe.grouped_experts.validation import WHAT_FITS
+
+STACKED = "stacks_experts"
+"""Attribute of parameters in which several experts' weights are stacked."""
 
 
 def expert_keys(experts: Any, prefix: str, name: str) -> list[str]:
@@ -61,33 +66,68 @@ def sharded_stack(linear: Any, shards: Sequence[Any], megatron: Megatron) -> Any
     mapping: Any = megatron("core.dist_checkpointing.mapping")
     first = shards[0]
 
-    @torch.no_grad()
-    def build(key: str, stack: Tensor, replica_id: Any, flattened_range: slice | None) -> list[Any]:
-        if flattened_range is not None:
-            raise RuntimeError(
-                "moe-grouped-gemm: this format of optimizer state cuts parameters into flat pieces, which "
-                "are not those of single experts; save and load without optimizer state (--no-save-optim, "
-                "--no-load-optim), or train without --use-distributed-optimizer"
-            )
-        # Optimizer state gets the name of its kind in front.
-        kind = key.removesuffix(first.key)
-        built = []
-        for shard, matrix in zip(shards, linear.by_expert(stack), strict=True):
-            matrix = matrix.contiguous()
-            facts = {"key": f"{kind}{shard.key}", "data": matrix, "replica_id": replica_id}
-            if isinstance(shard, mapping.ShardedTensorFactory):
-                built.append(replace(shard, **facts).build())
-            else:
-                built.append(replace(shard, dtype=matrix.dtype, **facts))
-        return built
+    def made(index: int, key: str, data: Tensor, **facts: Any) -> Any:
+        # Optimizer state has the name of its kind in front of the weight's.
+        key = key.removesuffix(first.key) + shards[index].key
+        if isinstance(shards[index], mapping.ShardedTensorFactory):
+            return replace(shards[index], key=key, data=data, **facts).build()
+        return replace(shards[index], key=key, data=data, dtype=data.dtype, **facts)
+
+    def merged(index: int, loaded: Any) -> Tensor:
+        shard = shards[index]
+        whole: Tensor = shard.merge_fn(loaded) if isinstance(shard, mapping.ShardedTensorFactory) else loaded
+        return whole
 
     @torch.no_grad()
-    def merge(loaded: Sequence[Any]) -> Tensor:
-        whole = [
-            shard.merge_fn(part) if isinstance(shard, mapping.ShardedTensorFactory) else part
-            for shard, part in zip(shards, loaded, strict=True)
-        ]
-        result: Tensor = linear.stack(whole)
-        return result
+    def build(key: str, stack: Tensor, replica_id: Any, flattened_range: slice | None) -> Any:
+        if flattened_range is None:
+            return [
+                made(index, key, matrix.contiguous(), replica_id=replica_id)
+                for index, matrix in enumerate(linear.by_expert(stack))
+            ]
+        if linear.layout != "nk":
+            raise RuntimeError(
+                "moe-grouped-gemm: optimizer state in flat pieces (fully_sharded_model_space) is in the order "
+                "of matrices [out, in]; add --gemm-weight-layout nk, or --no-save-optim and --no-load-optim"
+            )
+        return {
+            str(index): made(index, key, piece, replica_id=replica_id, flattened_range=within)
+            for index, piece, within in _flat_pieces(stack, flattened_range, linear.weight[0].numel())
+        }
+
+    @torch.no_grad()
+    def merge(loaded: Any) -> Tensor:
+        if isinstance(loaded, dict):
+            return torch.cat([merged(int(index), piece) for index, piece in loaded.items()])
+        whole: Tensor = linear.stack([merged(index, each) for index, each in enumerate(loaded)])
+        return whole
 
     return mapping.ShardedTensorFactory(first.key, linear.weight, build, merge, first.replica_id)
+
+
+def _flat_pieces(flat: Tensor, place: slice, size: int) -> Iterator[tuple[int, Tensor, slice]]:
+    """What a flat part of a stack has of each expert's flat matrix.
+
+    Args:
+        flat: the part.
+        place: where it lies in the flat stack.
+        size: of one matrix.
+    """
+    for index in range(place.start // size, -(-place.stop // size)):
+        start, stop = max(place.start, index * size), min(place.stop, (index + 1) * size)
+        if start < stop:
+            offset = index * size
+            yield index, flat[start - place.start : stop - place.start], slice(start - offset, stop - offset)
+
+
+def refuse_slices_of_buffers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate methods of ``DistributedOptimizer`` that save or load slices of its buffers as they are."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = (parameter for buffer in self.buffers for parameter in buffer.param_index_map)
+        if any(getattr(parameter, STACKED, False) for parameter in parameters):
+            raise RuntimeError(f"moe-grouped-gemm: {WHAT_FITS}")
+        return original(self, *args, **kwargs)
+
+    return method

@@ -9,6 +9,7 @@ from mindspeed_dsa.integration.configuration import validate
 from mindspeed_dsa.patches.spec import Patch
 
 _IMPL = "mindspeed_dsa.features.moe.grouped_experts.provider"
+_CHECKPOINT = "mindspeed_dsa.features.moe.grouped_experts.checkpoint"
 _RANGE = ">=0.12.1,<0.20"
 
 FEATURE = Feature(
@@ -54,6 +55,22 @@ FEATURE = Feature(
             params=("args",),
             required=False,
             priority=-1,
+        ),
+        *(
+            Patch(
+                f"megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.{method}",
+                "wrap",
+                f"{_CHECKPOINT}:refuse_slices_of_buffers",
+                "slices of buffers have another order with stacked experts, which nothing else would notice",
+                versions=versions,
+            )
+            for method, versions in (
+                ("save_parameter_state", _RANGE),
+                ("load_parameter_state", _RANGE),
+                ("sharded_param_state_dp_zero", _RANGE),
+                ("sharded_param_state_fs_bucket_space", ">=0.12.1,<0.15"),
+                ("sharded_param_state_dp_reshardable", ">=0.15,<0.20"),
+            )
         ),
     ),
     requires=Requires(versions={"megatron-core": _RANGE}),

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.features.moe.grouped_experts.checkpoint import STACKED
 from mindspeed_dsa.features.moe.grouped_experts.main_grad import gradient_receiver
 from mindspeed_dsa.ops.grouped_matmul import Groups, Layout, grouped_matmul
 
@@ -41,6 +42,7 @@ class GroupedLinear(torch.nn.Module):
         if getattr(first, "partition_dim", -1) >= 0:
             of_matrix = first.partition_dim if layout == "nk" else 1 - first.partition_dim
             self.weight.partition_dim = 1 + of_matrix  # type: ignore[attr-defined]
+        setattr(self.weight, STACKED, True)
         for matrix, linear in zip(self.by_expert(self.weight.detach()), linears, strict=True):
             matrix.copy_(linear.weight.detach())
             linear.weight = None

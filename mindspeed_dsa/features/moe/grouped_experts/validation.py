@@ -9,6 +9,12 @@ from mindspeed_dsa.features.moe.grouped_experts.options import Options
 from mindspeed_dsa.integration.configuration import argument
 
 _FLAG = "--moe-grouped-gemm"
+WHAT_FITS = (
+    "this format of the distributed optimizer's state has slices of buffers, in which stacked experts lie in "
+    "another order than single ones; use the format fully_reshardable (--ckpt-format torch_dist "
+    "--dist-ckpt-optim-fully-reshardable; before 0.15 --ckpt-format torch_dist with "
+    "--ckpt-fully-parallel-save), or --no-save-optim and --no-load-optim"
+)
 
 
 def wanted(settings: Any) -> bool:
@@ -22,6 +28,7 @@ def check_arguments(args: Any, options: Options) -> Iterator[str]:
     if argument(args, "transformer_impl") not in (None, "local"):
         return
     yield from check_experts(args, options)
+    yield from _check_optimizer_format(args)
     for name in ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp"):
         if argument(args, name):
             flag = "--" + name.replace("_", "-")
@@ -34,6 +41,18 @@ def check_arguments(args: Any, options: Options) -> Iterator[str]:
             f"{_FLAG}: Muon orthogonalises matrices, and would treat a stack of them as if it were none; "
             f"drop {_FLAG} or use another optimizer"
         )
+
+
+def _check_optimizer_format(args: Any) -> Iterator[str]:
+    """What is known before a checkpoint is read; the rest is refused when its optimizer state is loaded."""
+    saves = argument(args, "save") and not argument(args, "no_save_optim")
+    if not saves or not argument(args, "use_distributed_optimizer"):
+        return
+    resharded = argument(args, "dist_ckpt_optim_fully_reshardable")
+    if resharded is None:
+        resharded = argument(args, "ckpt_fully_parallel_save")
+    if argument(args, "ckpt_format") == "torch" or resharded is False:
+        yield f"{_FLAG}: {WHAT_FITS}"
 
 
 def recomputes_activation(args: Any) -> bool:

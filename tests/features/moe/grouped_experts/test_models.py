@@ -50,3 +50,14 @@ def test_checkpoints_of_one_kind_are_those_of_the_other(pool, tmp_path, options,
     for after, before in zip(back, saved, strict=True):
         for what in ("weights", "masters", "moments"):
             assert after["loaded"][what] == before[what], what
+
+
+@pytest.mark.parametrize("way", ["dp_reshardable", "torch", "dp_zero_gather_scatter"])
+def test_formats_of_buffers_are_refused(pool, tmp_path, way):
+    """They hold slices in the order of the parameters, and would be read without complaint in another one."""
+    run = {"case": f"{JOB}:train", "steps": 1, "save": (way, str(tmp_path)), **DISTRIBUTED}
+    (error,) = pool.run("tests.support.model:error_of", 1, **run, **GROUPED)
+    assert error.startswith(
+        "RuntimeError: moe-grouped-gemm: this format of the distributed optimizer's state"
+    )
+    assert "--dist-ckpt-optim-fully-reshardable" in error
