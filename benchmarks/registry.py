@@ -64,6 +64,18 @@ CASES: dict[str, Case] = {
             },
         ),
         Case(
+            "moe",
+            "mixture of experts: overlapped all-to-alls, two ranks with a slow link (needs root)",
+            "benchmarks.moe",
+            on_device=False,
+            has_quick=True,
+            options={
+                "link": "rate of the link, as tc reads it (default: 2gbit)",
+                "trace": "file for a chrome trace of one step; an image is written next to it",
+                "only": "names of cells with commas between",
+            },
+        ),
+        Case(
             "memory",
             "memory features: device bytes per parameter, bytes of activations, step time",
             "benchmarks.memory",

@@ -1,4 +1,4 @@
-"""``python -m mindspeed_dsa COMMAND``: doctor, features, explain, diff, compare, schedule."""
+"""``python -m mindspeed_dsa COMMAND``: what can be asked outside of a training run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ COMMANDS = {
     "explain": "one flag or feature: what it does, needs, excludes and patches",
     "diff": "static check of every patch target against a wheel, a version or a checkout",
     "compare": "the same job with and without named features, side by side",
+    "experts": "the load of MoE experts that a run recorded, as a table and as a picture",
     "schedule": "pipeline schedules simulated side by side, or a recorded step beside its simulation",
 }
 

@@ -39,7 +39,7 @@ def run(device: str, quick: bool = False, link: str = RATE, trace: str | None = 
     if trace:
         from benchmarks.tp_overlap import picture
 
-        picture.write(recorded, Path(trace))
+        picture.write(recorded, Path(trace), "a column and a row parallel layer")
     for layer, directions in slow["cells"].items():
         for direction, cell in directions.items():
             _say(f"{layer} {direction}: {cell}")

@@ -15,19 +15,24 @@ _COLOURS = {
     "all-gather": "#e08a3c",
     "reduce-scatter": "#c05050",
     "all-reduce": "#7a5ea8",
+    "experts": "#4878a8",
+    "shared expert": "#58a070",
+    "weight gradients": "#90b8d8",
+    "all-to-all": "#e08a3c",
 }
 Recorded = Sequence[Mapping[str, Sequence[Span]]]
 
 
-def write(recorded: Recorded, path: Path) -> None:
+def write(recorded: Recorded, path: Path, of: str) -> None:
     """Write ``path`` and, next to it, the image with the suffix ``.png``.
 
     Args:
-        recorded: by rank, the result of :func:`benchmarks.tp_overlap.trace.record`.
+        recorded: by rank, spans by variant.
         path: of the trace.
+        of: what was recorded.
     """
     path.write_text(json.dumps({"traceEvents": events(recorded)}) + "\n", encoding="utf-8")
-    _draw(recorded, path.with_suffix(".png"))
+    _draw(recorded, path.with_suffix(".png"), of)
 
 
 def events(recorded: Recorded) -> list[dict[str, Any]]:
@@ -61,7 +66,7 @@ def _origin(recorded: Recorded, name: str) -> float:
     return min(span.start for ways in recorded for span in ways[name])
 
 
-def _draw(recorded: Recorded, path: Path) -> None:
+def _draw(recorded: Recorded, path: Path, of: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -83,9 +88,9 @@ def _draw(recorded: Recorded, path: Path) -> None:
         axis.set_yticks([-lane for lane in range(len(_LANES))], _LANES)
         axis.set_title(f"{name}: {total:.0f} ms", loc="left")
         axis.spines[["top", "right"]].set_visible(False)
-    axes[-1, 0].set_xlabel("ms, forward and backward of a column and a row parallel layer, rank 0")
+    axes[-1, 0].set_xlabel(f"ms, forward and backward of {of}, rank 0")
     legend = [Patch(color=colour, label=text) for text, colour in used.items()]
     figure.legend(handles=legend, ncols=len(legend), loc="upper right", frameon=False)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, 0.95))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -50,23 +51,32 @@ def record(sizes: Sizes, inner: int) -> dict[str, list[Span]]:
             for _ in range(2):  # warm-up: tune chunks, allocate memory
                 step()
             dist.barrier()
-            with _recorded() as spans:
+            with recorded(_COLLECTIVES) as spans:
                 step()
-            found[name] = _without_queueing(spans)
+            found[name] = without_queueing(spans)
     return found
 
 
 @contextlib.contextmanager
-def _recorded() -> Iterator[list[Span]]:
+def recorded(
+    collectives: Mapping[str, str], matmul: Callable[[Any, Any], str] = lambda left, right: "matmul"
+) -> Iterator[list[Span]]:
+    """Spans of the block's matmuls and transfers; the list is complete when the block has ended.
+
+    Args:
+        collectives: names of spans by the name of ``torch.distributed``'s function.
+        matmul: the name of a span, from the two factors.
+    """
     from megatron.core.tensor_parallel import layers, mappings
 
     spans: list[Span] = []
-    places: list[tuple[Any, str, Callable[..., Any]]] = [(torch, name, _matmul) for name in _MATMULS]
-    places.append((torch.Tensor, "matmul", _matmul))
-    places += [(dist, name, _collective) for name in _COLLECTIVES]
+    product, transfer = partial(_matmul, matmul), partial(_collective, collectives)
+    places: list[tuple[Any, str, Callable[..., Any]]] = [(torch, name, product) for name in _MATMULS]
+    places.append((torch.Tensor, "matmul", product))
+    places += [(dist, name, transfer) for name in collectives]
     for module in (layers, mappings):  # names that were bound when Megatron was imported
         if hasattr(module, "dist_all_gather_func"):
-            places.append((module, "dist_all_gather_func", _collective))
+            places.append((module, "dist_all_gather_func", transfer))
     with contextlib.ExitStack() as stack:
         for owner, name, decorate in places:
             original = getattr(owner, name)
@@ -77,9 +87,11 @@ def _recorded() -> Iterator[list[Span]]:
             time.sleep(1e-4)
 
 
-def _matmul(original: Callable[..., Any], spans: list[Span]) -> Callable[..., Any]:
+def _matmul(
+    named: Callable[[Any, Any], str], original: Callable[..., Any], spans: list[Span]
+) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        span = Span("matmul", "matmul", time.perf_counter())
+        span = Span(named(*args[-2:]), "matmul", time.perf_counter())
         result = original(*args, **kwargs)
         span.end = time.perf_counter()
         spans.append(span)
@@ -88,8 +100,10 @@ def _matmul(original: Callable[..., Any], spans: list[Span]) -> Callable[..., An
     return call
 
 
-def _collective(original: Callable[..., Any], spans: list[Span]) -> Callable[..., Any]:
-    name = _COLLECTIVES[original.__name__]
+def _collective(
+    names: Mapping[str, str], original: Callable[..., Any], spans: list[Span]
+) -> Callable[..., Any]:
+    name = names.get(original.__name__, original.__name__)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         span = Span(name, "transfer", time.perf_counter())
@@ -110,7 +124,7 @@ def _watch(work: Any, span: Span) -> None:
     span.end = time.perf_counter()
 
 
-def _without_queueing(spans: list[Span]) -> list[Span]:
+def without_queueing(spans: list[Span]) -> list[Span]:
     """Transfers from the moment a gloo thread picks them up, not from the moment they are enqueued."""
     transfers = sorted((span for span in spans if span.lane == "transfer"), key=lambda span: span.start)
     busy_until = [0.0] * _GLOO_THREADS

@@ -13,6 +13,7 @@ from typing import Any
 import mindspeed_dsa
 from dsa_job.flags import FUSED_PARTS
 from mindspeed_dsa import session
+from mindspeed_dsa.features.moe.load_report import steps as load_report
 from mindspeed_dsa.runs import folders, metrics, plot
 from mindspeed_dsa.runs.files import write_atomically
 from mindspeed_dsa.runs.metrics import Record
@@ -144,6 +145,21 @@ def describe(summary: Mapping[str, Any], folder: Path | None) -> list[str]:
         lines.append("held-out loss {heldout_loss_first:.4f} -> {heldout_loss_last:.4f}")
     texts = [text.format(**summary) for text in lines]
     return texts if folder is None else [*texts, f"everything about this run: {os.path.relpath(folder)}"]
+
+
+class ExpertLoad:
+    """The report of ``--moe-router-load-report``, if that is on; made before the model is."""
+
+    def __init__(self) -> None:
+        running = session.current()
+        self._context = None if running is None else running.contexts.get("moe-router-load-report")
+        if self._context is not None:
+            load_report.use_own_loop(self._context)
+
+    def step(self, step: int) -> None:
+        """A training step is done; all ranks call this together."""
+        if self._context is not None:
+            load_report.record_step(self._context, step)
 
 
 class Account:

@@ -22,7 +22,7 @@ from dsa_job import checkpoint, data, distributed
 from dsa_job.arguments import build_parser
 from dsa_job.errors import Interrupted, JobError, UsageError
 from dsa_job.model import build_model, build_optimizer, build_scheduler, model_config
-from dsa_job.reporting import Account, Record, Reporter
+from dsa_job.reporting import Account, ExpertLoad, Record, Reporter
 from dsa_job.runs import save_folder, saves_where_it_loads
 from dsa_job.step import Stepper
 from dsa_job.validation import World, padded_vocab_size
@@ -141,6 +141,7 @@ class _Job:
         if args.train_iters:
             self.corpus = distributed.from_rank_0(lambda: data.build_corpus(args, tokenizer))
             self.train_data, self.heldout_data = data.build_datasets(args, tokenizer, self.corpus)
+        self.expert_load = ExpertLoad()
         mindspeed_dsa.finalize(str(folder) if folder else None)
         config = model_config(args)
         model = _build(args, config)
@@ -229,6 +230,7 @@ class _Job:
         seconds = time.perf_counter() - begin
         progress.iteration += 1
         progress.consumed_train_samples += args.global_batch_size
+        self.expert_load.step(progress.iteration)
         return {
             "step": progress.iteration,
             "lm_loss": lm_loss,

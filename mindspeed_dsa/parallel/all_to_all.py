@@ -27,6 +27,7 @@ class InFlight:
         self.forward: Pending | None = None
         self.backward: Pending | None = None
         self.received: Tensor | None = None
+        self.place: int | None = None  # of the start's node among all; the node itself refers to this object
         self._splits, self._group = (output_splits, input_splits), group
 
     def wait(self) -> Tensor:
@@ -42,6 +43,17 @@ class InFlight:
         received, self.received = self.received, None
         result: Tensor = _Wait.apply(received, self)
         return result
+
+    def give_way(self, earlier: InFlight) -> None:
+        """In backward, wait for this transfer only after all that forward did since ``earlier`` was started.
+
+        Of that, what needs neither of the two transfers then runs under this one; so forward may do it under
+        one transfer and backward under the other.
+        """
+        assert self.received is not None
+        node = self.received.grad_fn
+        if node is not None and earlier.place is not None:
+            node._set_sequence_nr(earlier.place)
 
     def send(self, rows: Tensor, reverse: bool = False) -> Pending:
         """Launch a transfer of ``[sum(splits), ...]``; with ``reverse``, from receivers to senders."""
@@ -64,6 +76,8 @@ def start(rows: Tensor, output_splits: Splits, input_splits: Splits, group: Any)
     """
     flight = InFlight(output_splits, input_splits, group)
     flight.received = _Start.apply(rows, flight)
+    if flight.received.grad_fn is not None:
+        flight.place = flight.received.grad_fn._sequence_nr()
     return flight
 
 

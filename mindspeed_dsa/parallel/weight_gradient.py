@@ -75,15 +75,28 @@ class WeightGradient:
         """
         if not self._fusion:
             return self._sum
-        weight: Any = self._weight
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            return None
-        weight.grad_added_to_main_grad = True
-        zero = bool(getattr(weight, "zero_out_wgrad", False))
-        layers = self._megatron("core.tensor_parallel.layers")
-        shared = getattr(layers, "get_dummy_wgrad", None)
-        if shared is not None:
-            placeholder: Tensor = shared(list(weight.main_grad.shape), dtype, zero=zero)
-            return placeholder
-        make = torch.zeros if zero else torch.empty
-        return make(weight.main_grad.shape, dtype=dtype, device=weight.device)
+        return placeholder(self._weight, dtype, self._megatron)
+
+
+def placeholder(weight: Any, dtype: torch.dtype, megatron: Megatron) -> Tensor | None:
+    """What backward returns for a weight whose gradient is in ``main_grad`` already.
+
+    Something, so that hooks run, where Megatron's DDP asks for it (``grad_added_to_main_grad``), and nothing
+    elsewhere.
+
+    Args:
+        weight: the parameter; it is marked.
+        dtype: of the placeholder.
+        megatron: whose shared placeholder it may be.
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    zero = bool(getattr(weight, "zero_out_wgrad", False))
+    layers = megatron("core.tensor_parallel.layers")
+    shared = getattr(layers, "get_dummy_wgrad", None)
+    if shared is not None:
+        found: Tensor = shared(list(weight.main_grad.shape), dtype, zero=zero)
+        return found
+    make = torch.zeros if zero else torch.empty
+    return make(weight.main_grad.shape, dtype=dtype, device=weight.device)

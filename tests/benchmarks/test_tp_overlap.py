@@ -138,7 +138,7 @@ def test_links_that_cannot_be_had(monkeypatch):
 def test_trace_and_picture(tmp_path):
     spans = [Span("matmul", "matmul", 10.0, 10.002), Span("all-gather", "transfer 1", 10.001, 10.004)]
     recorded = [{"stock": spans, "overlapped": spans}] * 2
-    picture.write(recorded, tmp_path / "step.json")
+    picture.write(recorded, tmp_path / "step.json", "a layer")
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     gathers = [event for event in events if event["name"] == "all-gather"]
     assert len(gathers) == 4

@@ -14,6 +14,12 @@ LAYOUTS = (
     Layout("PP4 x VPP2, P2P overlap", 4, f"{PP4} {VPP2}"),
     Layout("EP2", 2, EP2),
     Layout("DP2, distributed optimizer", 2, ZERO),
+    Layout(
+        "EP2, distributed optimizer, grouped experts",
+        2,
+        f"{EP2} {ZERO} --moe-grouped-gemm",
+        switches={"moe_grouped_gemm": True},
+    ),
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.npu import attention_kernels, collective_kernels, loss_kernels
+from tests.npu import attention_kernels, collective_kernels, grouped_kernels, loss_kernels
 
 _library: torch.library.Library | None = None
 
@@ -36,6 +36,8 @@ def register() -> None:
         loss_kernels.npu_dense_lightning_indexer_grad_kl_loss,
         collective_kernels.npu_all_gather_base_mm,
         collective_kernels.npu_mm_reduce_scatter_base,
+        grouped_kernels.npu_grouped_matmul,
+        grouped_kernels.npu_grouped_matmul_add_,
     ):
         _library.impl(kernel.__name__, _held_against_meta(kernel), "CPU")
 

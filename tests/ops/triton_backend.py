@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed; it comes with the
 _before = os.environ.get("TRITON_INTERPRET")
 os.environ.setdefault("TRITON_INTERPRET", "1")
 from mindspeed_dsa.ops import triton_common  # noqa: E402
+from mindspeed_dsa.ops.grouped_matmul import triton as grouped  # noqa: E402
 from mindspeed_dsa.ops.indexer_kl_loss import triton as kl_loss  # noqa: E402
 from mindspeed_dsa.ops.lightning_indexer import triton as indexer  # noqa: E402
 from mindspeed_dsa.ops.sparse_flash_attention import triton as attention  # noqa: E402
@@ -23,4 +24,4 @@ if _before is None:
 
 DEVICE = "cpu" if triton_common.interpreted() else "cuda"
 
-__all__ = ["DEVICE", "attention", "indexer", "kl_loss", "triton_common"]
+__all__ = ["DEVICE", "attention", "grouped", "indexer", "kl_loss", "triton_common"]

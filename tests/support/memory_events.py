@@ -24,18 +24,24 @@ CHUNKED_SUM = "sums reduced in chunks"
 """And without."""
 MEASURED = "numbers of chunks measured"
 """And where the number of chunks is left to us."""
+STARTED = "all-to-alls started"
+"""The same for the all-to-alls of experts."""
+MOVED = "experts moved to their tokens"
+"""The same for experts that are computed where their tokens are."""
 
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Count :data:`EVENTS`, :data:`CHUNKED`, :data:`CHUNKED_SUM` and :data:`MEASURED`."""
+    """Count :data:`EVENTS` and the names above."""
     from mindspeed_dsa.features.memory.checkpoint import _Output
     from mindspeed_dsa.features.memory.host_moments import Moments
     from mindspeed_dsa.features.memory.reuse_fp32_param.masters import Masters
     from mindspeed_dsa.features.memory.swap_attention.swapped_storage import SwappedStorage
     from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Pipeline
+    from mindspeed_dsa.features.moe.balanced_experts import layer as balanced
     from mindspeed_dsa.features.tensor_parallel.overlap import tuning
     from mindspeed_dsa.parallel import chunked
+    from mindspeed_dsa.parallel.all_to_all import InFlight
 
     counts: Counter[str] = Counter()
 
@@ -49,6 +55,7 @@ def counted() -> Iterator[Counter[str]]:
         return mock.patch.object(holder, name, call)
 
     gather, reduce, measure = chunked.Gather.__init__, chunked.matmul_reduce, tuning._measure
+    choose = balanced.choose
 
     def gathered(self: Any, *args: Any, **kwargs: Any) -> None:
         gather(self, *args, **kwargs)
@@ -65,6 +72,11 @@ def counted() -> Iterator[Counter[str]]:
         # Several chunks everywhere: at the sizes of tests the fastest would often be what stock does.
         return {1: 1.0, 2: 0.8, 4: 0.5, 8: 0.8}
 
+    def chosen(*args: Any) -> Any:
+        plan = choose(*args)
+        counts[MOVED] += len(plan.experts)
+        return plan
+
     def refilled(_: Any, where: str) -> str:
         kind = "activation-function" if "activation function" in where else "norm"
         return EVENTS[f"recompute-{kind}"]
@@ -73,7 +85,9 @@ def counted() -> Iterator[Counter[str]]:
         stack.enter_context(mock.patch.object(chunked.Gather, "__init__", gathered))
         stack.enter_context(mock.patch.object(chunked, "matmul_reduce", reduced))
         stack.enter_context(mock.patch.object(tuning, "_measure", measured))
+        stack.enter_context(mock.patch.object(balanced, "choose", chosen))
         stack.enter_context(counting(_Output, "refill", refilled))
+        stack.enter_context(counting(InFlight, "send", lambda *_: STARTED))
         for holder, name, feature in (
             (Masters, "to_master", "reuse-fp32-param"),
             (SwappedStorage, "leave", "swap-attention"),

@@ -40,31 +40,43 @@ def layer(cfg: Any) -> Any:
     built = build_module(spec.submodules.mlp, config=cfg)
     built.set_layer_number(1)
     with torch.no_grad():
-        for name, parameter in named_parameters(built).items():
-            full = list(parameter.shape)
-            if _split(built, name, parameter):
+        parameters = dict(built.named_parameters())
+        for name, matrix in by_name(built, torch.Tensor.detach).items():
+            parameter = parameters.get(name, matrix)
+            full = list(matrix.shape)
+            if _split(name, parameter):
                 full[parameter.partition_dim] *= cfg.tensor_model_parallel_size
             noise = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             weight = 0.2 * torch.randn(full, generator=noise)
-            parameter.copy_(model.shard(name, weight, parameter))
+            matrix.copy_(model.shard(name, weight, parameter))
     return built
 
 
-def _split(built: Any, name: str, parameter: Any) -> bool:
+def _split(name: str, parameter: Any) -> bool:
     return "shared_experts" in name and getattr(parameter, "tensor_model_parallel", False)
 
 
-def named_parameters(built: Any) -> dict[str, torch.nn.Parameter]:
-    """Parameters of a layer with ``SequentialMLP``, experts by their number among all of them."""
+def by_name(built: Any, of: Callable[[torch.nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
+    """What ``of`` says of each parameter, with experts by their number among all of them.
+
+    The names are those of a layer with ``SequentialMLP``; what belongs to a stack of experts is cut.
+    """
     first = built.local_expert_indices[0]
-
-    def number(match: re.Match[str]) -> str:
-        return f"local_experts.{int(match[1]) + first}."
-
-    return {
-        re.sub(r"local_experts\.(\d+)\.", number, name): parameter
-        for name, parameter in built.named_parameters()
-    }
+    found: dict[str, Tensor] = {}
+    for name, parameter in built.named_parameters():
+        value = of(parameter)
+        stacked = re.fullmatch(r"experts\.mlp\.(\w+)\.weight", name)
+        if value is None:
+            continue
+        if stacked:
+            matrices = getattr(built.experts.mlp, stacked[1]).by_expert(value)
+            names = [
+                f"experts.local_experts.{index + first}.{stacked[1]}.weight" for index in range(len(matrices))
+            ]
+            found.update(zip(names, matrices, strict=True))
+        else:
+            found[re.sub(r"(?<=local_experts\.)\d+", lambda m: str(int(m[0]) + first), name)] = value
+    return found
 
 
 def tokens(rows: int, seed: int, batch: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -96,11 +108,7 @@ def train(
     return {
         "outputs": [output.detach() for output in outputs],
         "inputs": [leaf.grad for leaf in leaves],
-        "weights": {
-            name: parameter.grad.clone()
-            for name, parameter in named_parameters(built).items()
-            if parameter.grad is not None
-        },
+        "weights": by_name(built, lambda parameter: parameter.grad),
     }
 
 

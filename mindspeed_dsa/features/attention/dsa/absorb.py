@@ -18,6 +18,7 @@ from torch import Tensor
 from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.attention.dsa.options import Options
 from mindspeed_dsa.features.attention.mla_projections import Projections
+from mindspeed_dsa.integration.gathered_weights import wait_for_weights
 
 
 def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
@@ -99,10 +100,7 @@ def up_projections(attention: Any) -> tuple[Tensor, Tensor]:
         ValueError: the layer has other parameters than its weight (an adapter, a bias), or stores it in fp8.
     """
     layer, config = attention.linear_kv_up_proj, attention.config
-    # Under overlapped parameter gathering Megatron waits for a layer's weights in this hook, and the layer
-    # itself is never called.
-    for number, hook in list(layer._forward_pre_hooks.items()):
-        hook(layer, (), *([{}] if number in layer._forward_pre_hooks_with_kwargs else []))
+    wait_for_weights(layer)  # the layer itself is never called
     parameters = {name for name, _ in layer.named_parameters()}
     if parameters - {"weight", "layer_norm_weight", "layer_norm_bias"} or "weight" not in parameters:
         raise ValueError(

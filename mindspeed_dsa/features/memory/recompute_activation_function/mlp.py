@@ -21,6 +21,7 @@ from mindspeed_dsa.features.memory.checkpoint import (
 from mindspeed_dsa.features.memory.recompute_activation_function.options import Options
 from mindspeed_dsa.features.memory.recompute_activation_function.validation import check_activation
 from mindspeed_dsa.integration import layers
+from mindspeed_dsa.integration.stand_in import StandIn, activation_of
 
 _chosen: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """MLPs and grouped experts that recompute, with what messages call them."""
@@ -45,17 +46,7 @@ def recompute_in_mlp(original: Callable[..., Any], context: Context[Options]) ->
     return forward
 
 
-class _StandIn:
-    """Takes the place of ``self`` in Megatron's forward; what is not replaced is the module's."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-class _Observed(_StandIn):
+class _Observed(StandIn):
     """Calls fc1 and fc2 of the module; in between no graph is built, and fc2 gets the recomputed node."""
 
     def __init__(
@@ -96,24 +87,9 @@ class _Observed(_StandIn):
         module, forward, kwargs = self._module, self._forward, self._kwargs
 
         def activation(intermediate: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-            output: Tensor = forward(_ActivationOnly(module, bias), intermediate, scale, **kwargs)[0]
-            return output
+            return activation_of(forward, module, bias, kwargs)(intermediate, scale)
 
         return activation
-
-
-class _ActivationOnly(_StandIn):
-    """fc1's output goes in, fc2's input comes out."""
-
-    def __init__(self, module: Any, bias: Tensor | None) -> None:
-        super().__init__(module)
-        self._bias = bias
-
-    def linear_fc1(self, intermediate: Tensor) -> tuple[Tensor, Tensor | None]:
-        return intermediate, self._bias
-
-    def linear_fc2(self, activation: Tensor) -> tuple[Tensor, None]:
-        return activation, None
 
 
 def recompute_in_grouped_mlp(original: Callable[..., Any]) -> Callable[..., Any]:

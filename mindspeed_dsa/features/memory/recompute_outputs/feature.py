@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mindspeed_dsa.declarations import Feature, Flag, Requires
 from mindspeed_dsa.features.memory.recompute_outputs.options import Options
-from mindspeed_dsa.features.memory.recompute_outputs.validation import check_outputs
+from mindspeed_dsa.features.memory.recompute_outputs.validation import check_outputs, recomputes_experts
 from mindspeed_dsa.features.memory.switches import any_of, wanted
 from mindspeed_dsa.integration import configuration
 from mindspeed_dsa.patches.spec import Patch
@@ -21,6 +21,7 @@ FEATURE = Feature(
             "Keep a host copy of every output that is recomputed, and fail where the recomputed bytes "
             "differ. For debugging.",
         ),
+        Flag("--recompute-modules", "Megatron's own flag.", kind="value", nargs="*", megatron=True),
     ),
     patches=(
         Patch(
@@ -37,6 +38,7 @@ FEATURE = Feature(
         wanted("recompute_activation_function", "recompute_activation_function_num_layers"),
         wanted("recompute_norm", "recompute_norm_num_layers"),
         wanted("recompute_verify"),
+        recomputes_experts,
     ),
     options=Options.of,
     validate=configuration.validate(check_outputs, Options.of),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mindspeed_dsa.features.attention.fixes.local_provider.options import Options
 from mindspeed_dsa.features.attention.fixes.local_provider.validation import check_transformer_engine
 from mindspeed_dsa.features.attention.repairs import FIXES, MLA, SPECS, dsa_repair, megatron_flag
 from mindspeed_dsa.patches.spec import Patch
@@ -13,6 +14,7 @@ FEATURE = dsa_repair(
     summary="Builds MLA + DSA + MoE from Megatron's own layers, without Transformer Engine.",
     switch_help="Support --transformer-impl local for DSA models.",
     validate=check_transformer_engine,
+    options=Options.of,
     megatron_flags=(megatron_flag("--transformer-impl"),),
     patches=(
         Patch(

@@ -15,8 +15,13 @@ from mindspeed_dsa.features.attention.local_modules import (
 
 
 @cache
-def local_spec_provider(megatron: Megatron) -> type:
-    """A subclass of that Megatron's ``LocalSpecProvider``."""
+def local_spec_provider(megatron: Megatron, groups_experts: bool) -> type:
+    """A subclass of that Megatron's ``LocalSpecProvider``.
+
+    Args:
+        megatron: whose.
+        groups_experts: whether it has experts for ``--moe-grouped-gemm`` without another package.
+    """
     base: Any = megatron("core.models.backends").LocalSpecProvider
     torch_norm: Any = megatron("core.transformer.torch_norm").WrappedTorchNorm
 
@@ -41,7 +46,7 @@ def local_spec_provider(megatron: Megatron) -> type:
 
         def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *args: Any) -> Any:
             """Sequential experts if the grouped GEMM kernels are not installed: same values."""
-            if moe_use_grouped_gemm and find_spec("grouped_gemm") is None:
+            if moe_use_grouped_gemm and not groups_experts and find_spec("grouped_gemm") is None:
                 warnings.warn(
                     "dsa-local-provider: --moe-grouped-gemm needs the grouped_gemm package, which is not "
                     "installed; the experts run sequentially instead",

@@ -1,0 +1,50 @@
+"""Mixture of experts on two ranks connected by a slow link: cells of their own, each runnable alone.
+
+A cell is a module with ``run(link, quick) -> Metrics``; its entries join those of the others. To add one, add
+a row to :data:`CELLS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from benchmarks.registry import Metrics
+
+RATE = "2gbit"
+CELLS = {
+    "overlap": "benchmarks.moe.overlap",
+}
+"""By the name that ``--only`` takes: a module."""
+
+
+def run(
+    device: str, quick: bool = False, link: str = RATE, only: str | None = None, trace: str | None = None
+) -> Metrics:
+    """The entries of all cells; link beds connect processes on the host's processor, for any device.
+
+    Args:
+        device: not used.
+        quick: tiny problems.
+        link: rate of the link.
+        only: names of cells with commas between.
+        trace: file for the trace of one layer's step; an image is written next to it.
+
+    Raises:
+        ValueError: an unknown cell.
+    """
+    found: dict[str, Any] = {"link": link}
+    for name in _chosen(only):
+        found.update(import_module(CELLS[name]).run(link, quick))
+    if trace:
+        import_module("benchmarks.moe.trace").write(link, quick, Path(trace))
+    return found
+
+
+def _chosen(only: str | None) -> Sequence[str]:
+    names = list(CELLS) if only is None else only.split(",")
+    if unknown := [name for name in names if name not in CELLS]:
+        raise ValueError(f"moe has no cell {', '.join(unknown)}; use {', '.join(CELLS)}")
+    return names

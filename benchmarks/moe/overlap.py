@@ -1,0 +1,196 @@
+"""All-to-alls under the shared expert and the experts' weight gradients: what of them is hidden."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.linkbed import LinkBed
+from benchmarks.moe.problem import QUICK, Sizes, Timing, deviation, layer, minima, start, step_of
+from benchmarks.registry import Metrics
+
+SWITCH = {"moe_alltoall_overlap_comm": True}
+TRANSFERS = ("dispatch", "combine", "combine backward", "dispatch backward")
+WORK = {
+    "dispatch": ("shared fc1",),
+    "combine": ("shared fc2",),
+    "combine backward": ("shared fc2 backward", "shared fc1 backward"),
+    "dispatch backward": ("expert weight gradients",),
+}
+"""What is placed under each transfer."""
+
+
+def run(link: str, quick: bool) -> Metrics:
+    """The cell's entries."""
+    with LinkBed(2, link) as bed:
+        found = bed.run("benchmarks.moe.overlap:measure", sizes=QUICK if quick else Sizes())[0]
+    print(f"overlap: {found}", file=sys.stderr, flush=True)
+    return metrics(found)
+
+
+def metrics(found: Mapping[str, Any]) -> Metrics:
+    """Convert measured times to ratios.
+
+    Args:
+        found: of :func:`measure`.
+    """
+    wall = {name: 1e3 * timing.wall for name, timing in found["times"].items()}
+    covered = {name: min(wall[_transfer(name)], sum(wall[work] for work in WORK[name])) for name in TRANSFERS}
+    coverable = sum(covered.values())
+    return {
+        "a2a_hidden_fraction": (wall["stock"] - wall["overlapped"]) / coverable,
+        "layer_speedup": wall["stock"] / wall["overlapped"],
+        "layer_speedup_without_weight_gradients": wall["stock"] / wall["shared expert alone"],
+        "transfers_over_step": sum(wall[_transfer(name)] for name in TRANSFERS) / wall["stock"],
+        "coverable_milliseconds": covered,
+        "overlap_milliseconds": wall,
+        "overlap_processor_milliseconds": {
+            name: 1e3 * timing.processor for name, timing in found["times"].items()
+        },
+        "overlap_deviation": found["deviation"],
+    }
+
+
+def _transfer(name: str) -> str:
+    """Backward moves what forward moved, the other way."""
+    return f"transfer of {name.removesuffix(' backward')}"
+
+
+def measure(sizes: Sizes) -> dict[str, Any]:
+    """Times of the layer's variants, of transfers and of the work under them; the same on all ranks."""
+    start(**SWITCH)
+    built = layer(sizes)
+    step = step_of(built, sizes)
+    with way("stock"):
+        expected = step()
+    worst = 0.0
+    for name in ("overlapped", "shared expert alone"):
+        with way(name):
+            worst = max(worst, deviation(step(), expected))
+
+    def variant(name: str) -> Callable[[], object]:
+        def work() -> None:
+            with way(name):
+                step()
+
+        return work
+
+    names = ("stock", "overlapped", "shared expert alone", "no transfers")
+    works = {name: variant(name) for name in names}
+    return {
+        "times": {
+            **minima({**works, **_transfers(built, sizes)}, sizes.rounds),
+            **_work(built, sizes),
+        },
+        "deviation": worst,
+    }
+
+
+@contextlib.contextmanager
+def way(name: str) -> Iterator[None]:
+    """How the layer works in the block.
+
+    ``stock``, ``overlapped`` as shipped, ``shared expert alone``: weight gradients where stock has them,
+    ``no transfers``: stock with a copy in place of every all-to-all, whose rows are then wrong.
+    """
+    from mindspeed_dsa.features.moe.alltoall_overlap import layer as feature
+
+    with contextlib.ExitStack() as stack:
+        if name in ("stock", "no transfers"):
+            stack.enter_context(mock.patch.object(feature, "_is_served", return_value=False))
+        if name == "shared expert alone":
+            stack.enter_context(mock.patch.object(feature, "opened", contextlib.nullcontext))
+        if name == "no transfers":
+            stack.enter_context(mock.patch.object(dist, "all_to_all_single", _copy))
+        yield
+
+
+def _copy(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> None:
+    rows = min(len(output), len(input))
+    output[:rows].copy_(input[:rows])
+    output[rows:].zero_()
+
+
+def _transfers(built: Any, sizes: Sizes) -> dict[str, Callable[[], object]]:
+    """Each all-to-all alone, with the splits of the last forward."""
+    dispatcher, group = built.token_dispatcher, built.token_dispatcher.ep_group
+    sent, received = ([int(n) for n in each] for each in (dispatcher.input_splits, dispatcher.output_splits))
+    tokens, probs = torch.randn(sum(sent), sizes.hidden), torch.randn(sum(sent))
+    arrived = torch.randn(sum(received), sizes.hidden)
+
+    def dispatch() -> None:
+        works = []
+        for rows in (tokens, probs):
+            result = rows.new_empty((sum(received), *rows.shape[1:]))
+            works.append(dist.all_to_all_single(result, rows, received, sent, group=group, async_op=True))
+        for work in works:
+            work.wait()
+
+    def combine() -> None:
+        dist.all_to_all_single(torch.empty_like(tokens), arrived, sent, received, group=group)
+
+    return {"transfer of dispatch": dispatch, "transfer of combine": combine}
+
+
+def _work(built: Any, sizes: Sizes) -> dict[str, Timing]:
+    """Least times of the work that is placed under transfers, alone."""
+    marks: list[tuple[float, float]] = []
+
+    def mark(*_: Any) -> None:
+        marks.append((time.perf_counter(), time.process_time()))
+
+    def between(module: Any, inputs: tuple[Tensor, ...]) -> None:
+        mark()
+        inputs[0].register_hook(mark)
+
+    shared = built.shared_experts
+    hook = shared.linear_fc2.register_forward_pre_hook(between)
+    products = _weight_gradients(built, sizes)
+    names = [name for works in WORK.values() for name in works]
+    least = {name: Timing(float("inf"), float("inf")) for name in names}
+    for _ in range(sizes.rounds + 1):
+        marks.clear()
+        rows = torch.randn(sizes.tokens, 1, sizes.hidden, requires_grad=True)
+        grad = torch.randn_like(rows)
+        dist.barrier()
+        mark()  # ... and before fc2
+        output = shared(rows)
+        mark()
+        output.backward(grad)  # marks once fc2's backward is done
+        mark()
+        products()
+        mark()
+        for name, (first, last) in zip(
+            ("shared fc1", "shared fc2", "shared fc2 backward", "shared fc1 backward", names[-1]),
+            pairwise(marks),
+            strict=True,
+        ):
+            found = Timing(last[0] - first[0], last[1] - first[1])
+            least[name] = min(least[name], found, key=lambda timing: timing.wall)
+    hook.remove()
+    return least
+
+
+def _weight_gradients(built: Any, sizes: Sizes) -> Callable[[], None]:
+    """The matmuls of the experts' weight gradients, for as many rows as arrived here."""
+    weights = [weight for weight in built.experts.parameters() if weight.dim() == 2]
+    arrived = sum(int(n) for n in built.token_dispatcher.output_splits)
+    rows = arrived // built.num_local_experts
+    operands = [
+        (torch.randn(rows, out), torch.randn(rows, width)) for out, width in map(Tensor.size, weights)
+    ]
+
+    def products() -> None:
+        for grad, kept in operands:
+            torch.mm(grad.t(), kept)
+
+    return products

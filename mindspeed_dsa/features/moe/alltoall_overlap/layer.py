@@ -1,0 +1,253 @@
+"""One forward of a MoE layer whose all-to-alls are on their way while other work is done.
+
+The order of creation decides the order of backward (``parallel/all_to_all.py``), so forward creates
+
+    start dispatch, ports of the experts' weights, shared fc1 and activation, wait for dispatch,
+    experts, start combine, shared fc2 and gate, wait for combine
+
+and backward runs the weight gradients under the reversed dispatch and fc2 under the reversed combine. There
+the whole shared expert is ready, and the weight gradients are enough for the other transfer, so the combine
+gives way to fc1 too; unless the experts' weights take no part, as those of Transformer Engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from mindspeed_dsa.context import Context
+from mindspeed_dsa.features.moe.alltoall_overlap.validation import check_overlap
+from mindspeed_dsa.parallel.all_to_all import InFlight, Splits, start
+from mindspeed_dsa.parallel.port import opened
+
+Routed = Callable[[], "tuple[Any, ...]"]
+
+
+class SharedOutput:
+    """Stands for the shared expert's output where Megatron's steps hand it on before there is one."""
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self._compute = compute
+        self._output: Tensor | None = None
+
+    def compute(self) -> None:
+        """Run the shared expert."""
+        self._output = self._compute()
+
+    def __radd__(self, routed: Tensor) -> Tensor:
+        """What Megatron does with it in the end: ``routed + shared``."""
+        assert self._output is not None
+        return routed + self._output
+
+
+class Call:
+    """One forward of one layer.
+
+    Attributes:
+        shared: the shared expert, if there is one that has not run.
+        dispatch, combine: transfers on their way.
+    """
+
+    def __init__(self, shared: SharedOutput | None = None) -> None:
+        self.shared = shared
+        self.dispatch: list[InFlight] = []
+        self.combine: list[InFlight] = []
+
+    def arrived(self) -> Iterator[Tensor]:
+        """Tokens and probabilities at their experts."""
+        return (flight.wait() for flight in self.dispatch)
+
+
+_calls: WeakKeyDictionary[Any, Call] = WeakKeyDictionary()
+"""By dispatcher, which Megatron gives one forward at a time too; a call ends with its last wait."""
+_launched: ContextVar[list[InFlight] | None] = ContextVar("launched all-to-alls", default=None)
+
+
+@contextlib.contextmanager
+def _launching(flights: list[InFlight]) -> Iterator[None]:
+    token = _launched.set(flights)
+    try:
+        yield
+    finally:
+        _launched.reset(token)
+
+
+def start_all_to_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorate ``all_to_all``: where a dispatcher launches, return the buffer that rows arrive in."""
+
+    def all_to_all(
+        group: Any,
+        input_: Tensor,
+        output_split_sizes_: Any = None,
+        input_split_sizes: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        flights = _launched.get()
+        if flights is None:
+            return original(group, input_, output_split_sizes_, input_split_sizes, *args, **kwargs)
+        flight = start(input_, _splits(output_split_sizes_), _splits(input_split_sizes), group)
+        flights.append(flight)
+        assert flight.received is not None
+        return flight.received
+
+    return all_to_all
+
+
+def _splits(sizes: Any) -> Splits:
+    return None if sizes is None else [int(size) for size in sizes]
+
+
+def postpone_shared_experts(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
+    """Decorate ``MoELayer.shared_experts_compute``, the first step."""
+
+    def shared_experts_compute(self: Any, hidden_states: Tensor) -> Any:
+        if not _is_served(self, context):
+            return original(self, hidden_states)
+        shared = SharedOutput(partial(original, self, hidden_states)) if self.use_shared_expert else None
+        _calls[self.token_dispatcher] = Call(shared)
+        return shared
+
+    return shared_experts_compute
+
+
+def expect_transfers(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
+    """Decorate ``MoELayer.dispatch``."""
+
+    def dispatch(self: Any, hidden_states: Tensor, probs: Tensor) -> Any:
+        if _is_served(self, context):
+            _calls[self.token_dispatcher] = Call()
+        return original(self, hidden_states, probs)
+
+    return dispatch
+
+
+def _is_served(layer: Any, context: Context[None]) -> bool:
+    dispatcher = layer.token_dispatcher
+    ours = context.megatron("core.transformer.moe.token_dispatcher").MoEAlltoAllTokenDispatcher
+    if isinstance(dispatcher, ours) and dispatcher.ep_size > 1:
+        problems = list(check_overlap(layer.config))
+        if not problems:
+            return True
+        for problem in problems:
+            context.log.warning("Megatron's own code runs: %s", problem, once=True)
+    return False
+
+
+def launch_dispatch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``MoEAlltoAllTokenDispatcher.token_dispatch``."""
+
+    def token_dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = _calls.get(self)
+        if call is None:
+            return original(self, *args, **kwargs)
+        with _launching(call.dispatch):
+            return original(self, *args, **kwargs)
+
+    return token_dispatch
+
+
+def overlap_experts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``MoELayer.routed_experts_compute``."""
+
+    def routed_experts_compute(self: Any, hidden_states: Tensor, probs: Tensor, *rest: Any) -> Any:
+        call = _calls.get(self.token_dispatcher)
+        if call is None:
+            return original(self, hidden_states, probs, *rest)
+        return _around(self, call, lambda: original(self, *call.arrived(), *rest))
+
+    return routed_experts_compute
+
+
+def overlap_all_experts(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
+    """Decorate ``MoELayer.experts_compute``, with ``use_shared_expert`` off while the routed experts run."""
+
+    def experts_compute(self: Any, hidden_states: Tensor, probs: Tensor, residual: Tensor) -> Any:
+        call = _calls.get(self.token_dispatcher)
+        if call is None:
+            return original(self, hidden_states, probs, residual)
+        if self.use_shared_expert:
+            compute = partial(self.shared_experts, residual)
+            if _is_recomputed(self):
+                checkpoint = context.megatron("core.tensor_parallel").checkpoint
+                compute = partial(checkpoint, self.shared_experts, False, residual)
+            call.shared = SharedOutput(compute)
+        output, _, bias = _around(self, call, lambda: _routed_alone(original, self, call, residual))
+        return output, call.shared, bias
+
+    return experts_compute
+
+
+def _routed_alone(original: Callable[..., Any], layer: Any, call: Call, residual: Tensor) -> Any:
+    has_shared, layer.use_shared_expert = layer.use_shared_expert, False
+    try:
+        return original(layer, *call.arrived(), residual)
+    finally:
+        layer.use_shared_expert = has_shared
+
+
+def _around(layer: Any, call: Call, routed: Routed) -> tuple[Any, ...]:
+    """Routed experts and the launch of the combine, between the shared expert's two halves.
+
+    The second half begins where the shared expert calls fc2. What it does before and after, a gate or a
+    recomputed activation function, stays its own.
+
+    Returns:
+        What ``routed`` returns, with the combine's buffer in place of the experts' output.
+    """
+    done: list[tuple[Any, ...]] = []
+
+    def between(*_: Any) -> None:
+        if not done:
+            output, *others = routed()
+            with _launching(call.combine):
+                done.append((layer.token_dispatcher.token_combine(output), *others))
+            if any(port.taken for port in ports):
+                call.combine[0].give_way(call.dispatch[0])
+
+    with opened(layer.experts.parameters()) as ports:
+        if call.shared is not None:
+            hook = _before_second_half(layer, between)
+            try:
+                call.shared.compute()
+            finally:
+                hook.close()
+        between()
+    return done[0]
+
+
+def _before_second_half(layer: Any, between: Callable[..., None]) -> contextlib.ExitStack:
+    """Call ``between`` when the shared expert reaches fc2.
+
+    One that is recomputed stays in one piece, under the dispatch: its forward runs twice, and the routed
+    experts must not.
+    """
+    stack = contextlib.ExitStack()
+    fc2 = getattr(layer.shared_experts, "linear_fc2", None)
+    if fc2 is not None and not _is_recomputed(layer):
+        stack.callback(fc2.register_forward_pre_hook(between).remove)
+    return stack
+
+
+def _is_recomputed(layer: Any) -> bool:
+    return bool(getattr(layer, "shared_experts_recompute", False))
+
+
+def wait_for_combine(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorate ``MoEAlltoAllTokenDispatcher.token_combine``, called twice: to launch, and to wait."""
+
+    def token_combine(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        call = _calls.get(self)
+        if call is None or not call.combine:
+            return original(self, hidden_states, *args, **kwargs)
+        del _calls[self]
+        (flight,) = call.combine
+        return flight.wait()
+
+    return token_combine

@@ -1,0 +1,1 @@
+"""Hot experts' weights travel to the tokens."""

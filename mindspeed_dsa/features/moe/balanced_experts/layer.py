@@ -1,0 +1,255 @@
+"""The steps of Megatron's dispatcher with some experts' weights sent to the tokens.
+
+Tokens of moved experts are cut from the routing map before the dispatcher sees it, so everything that it
+does is done for the rest. Between its steps a forward is carried as Megatron carries its own, by the
+dispatcher, and taken from there in the last step; what backward needs is in that forward's graph.
+
+Every rank builds the same nodes in every forward, whatever the plan, also for an empty one: a weight's
+gradient is complete after the same number of events each time, which overlapped gradient reduction relies on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_dsa.context import Context
+from mindspeed_dsa.features.moe.balanced_experts.options import Options
+from mindspeed_dsa.features.moe.balanced_experts.planning import Plan, choose
+from mindspeed_dsa.features.moe.balanced_experts.rates import rates_of
+from mindspeed_dsa.features.moe.balanced_experts.validation import check_balanced
+from mindspeed_dsa.integration.configuration import require
+from mindspeed_dsa.integration.experts import SingleExperts, single_experts
+from mindspeed_dsa.parallel.lending import Lending, Loan, lend
+
+Call = Callable[..., Any]
+
+
+class _Layer:
+    """What one MoE layer's forwards share: no tensors but its weights."""
+
+    def __init__(self, experts: SingleExperts, dispatcher: Any) -> None:
+        self.experts = experts
+        self.count: int = dispatcher.num_local_experts
+        self.group = dispatcher.ep_group
+        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.forward: _Forward | None = None
+
+    @cached_property
+    def parameters(self) -> list[Tensor]:
+        """Everything that may be lent, each once."""
+        places = (place for expert in range(self.count) for place in self.experts.expert_weights(expert))
+        return list({id(place.parameter): place.parameter for place in places}.values())
+
+    @cached_property
+    def shapes(self) -> list[torch.Size]:
+        """Of one expert's weights."""
+        return [place.of(place.parameter).shape for place in self.experts.expert_weights(0)]
+
+    def gathered(self, counts: Tensor) -> tuple[Any, list[bool]]:
+        """Counts of all ranks, ``[ranks, experts]``, and which experts learn; the one host synchronisation.
+
+        Args:
+            counts: ``[experts]``, this rank's rows for each expert.
+        """
+        learning = torch.tensor([self._learns(expert) for expert in range(self.count)], dtype=counts.dtype)
+        own = torch.cat((counts, learning.to(counts.device, non_blocking=True)))
+        all_ranks = own.new_empty(self.ranks * own.numel())
+        dist.all_gather_into_tensor(all_ranks, own, group=self.group)
+        table = all_ranks.cpu().numpy().reshape(self.ranks, -1)
+        experts = counts.numel()
+        return table[:, :experts], [bool(each) for each in table[:, experts:].ravel()]
+
+    def _learns(self, expert: int) -> bool:
+        flags = {place.parameter.requires_grad for place in self.experts.expert_weights(expert)}
+        if len(flags) > 1:
+            raise RuntimeError(
+                f"balanced-moe-experts: some weights of local expert {expert} are frozen and some are not; "
+                "freeze all of them or none, or omit --balanced-moe-experts"
+            )
+        return flags == {True}
+
+
+@dataclass
+class _Forward:
+    """One forward of one layer, between the dispatcher's steps.
+
+    Attributes:
+        plan: the same on all ranks.
+        loans: as ``plan`` says.
+        counts: rows of this rank for each expert that it borrows.
+        cold: number of rows to dispatch.
+        indices: ``[rows]``, the tokens that stay, by expert.
+        rows: ``[rows, hidden]``, these tokens; when they are computed, the outputs.
+        probs: ``[rows]``.
+    """
+
+    plan: Plan
+    loans: list[Loan]
+    counts: list[int]
+    cold: int
+    indices: Tensor
+    rows: Tensor
+    probs: Tensor
+    lending: Lending | None = None
+
+
+_layers: WeakKeyDictionary[Any, _Layer] = WeakKeyDictionary()
+"""By dispatcher."""
+
+
+def know_experts(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+    """Decorate ``MoELayer.__init__``."""
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        require(context, check_balanced, config)
+        original(self, config, *args, **kwargs)
+        _layers[self.token_dispatcher] = _Layer(single_experts(self.experts), self.token_dispatcher)
+
+    return __init__
+
+
+def keep_hot_tokens(original: Call, context: Context[Options]) -> Call:
+    """Decorate ``dispatch_preprocess``: tokens of moved experts are kept from the dispatcher."""
+
+    def dispatch_preprocess(
+        self: Any, hidden_states: Tensor, routing_map: Tensor, probs: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        layer = _layers.get(self)
+        if layer is None:
+            return original(self, hidden_states, routing_map, probs, *args, **kwargs)
+        hidden = hidden_states.size(-1)
+        layer.experts.wait_for_weights()
+        rates = rates_of(layer.experts, hidden, layer.group, context.options, context.log)
+        numel = sum(shape.numel() for shape in layer.shapes)
+        counts, learning = layer.gathered(routing_map.sum(dim=0))
+        plan = choose(counts, rates.costs(numel, hidden, hidden_states.dtype), context.options.limit)
+        layer.forward, cold_map = _split(layer, plan, counts, learning, hidden_states, routing_map, probs)
+        return original(self, hidden_states, cold_map, probs, *args, **kwargs)
+
+    return dispatch_preprocess
+
+
+def count_cold_tokens(original: Call) -> Call:
+    """Decorate ``preprocess``: fused kernels size their output by the number of rows."""
+
+    def preprocess(self: Any, routing_map: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, routing_map, *args, **kwargs)
+        layer = _layers.get(self)
+        if layer is not None and layer.forward is not None:
+            self.num_out_tokens = layer.forward.cold
+        return result
+
+    return preprocess
+
+
+def send_weights(original: Call) -> Call:
+    """Decorate ``dispatch_postprocess``: weights travel from here, while the cold experts compute."""
+
+    def dispatch_postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        layer = _layers.get(self)
+        if layer is not None and layer.forward is not None:
+            layer.forward.lending = lend(layer.forward.loans, layer.parameters, layer.shapes, layer.group)
+        return result
+
+    return dispatch_postprocess
+
+
+def run_hot_experts(original: Call) -> Call:
+    """Decorate ``combine_preprocess``: the tokens that stayed are computed with the weights that came.
+
+    In backward this comes after the transfer of the combined rows' gradients and before the cold experts,
+    which hide the transfer of the weights' gradients.
+    """
+
+    def combine_preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
+        layer = _layers.get(self)
+        if layer is not None and layer.forward is not None:
+            _run(layer.experts, layer.forward)
+        return original(self, *args, **kwargs)
+
+    return combine_preprocess
+
+
+def add_hot_outputs(original: Call) -> Call:
+    """Decorate ``combine_postprocess``."""
+
+    def combine_postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        layer = _layers.get(self)
+        if layer is None or layer.forward is None:
+            return output
+        forward, layer.forward = layer.forward, None
+        # [tokens, hidden]; without rows, too: their node is what calls the gradients' transfer.
+        output.view(-1, output.size(-1)).index_add_(0, forward.indices, forward.rows.to(output.dtype))
+        return output
+
+    return combine_postprocess
+
+
+def _split(
+    layer: _Layer,
+    plan: Plan,
+    counts: Any,
+    learning: list[bool],
+    hidden_states: Tensor,
+    routing_map: Tensor,
+    probs: Tensor,
+) -> tuple[_Forward, Tensor]:
+    """Loans of a plan, the tokens that stay here, and the routing map of the others."""
+    loans = []
+    borrowed = []
+    for expert in plan.experts:
+        lender = expert // layer.count
+        borrowers = tuple(int(rank) for rank in np.flatnonzero(counts[:, expert]) if rank != lender)
+        own = lender == layer.rank
+        places = layer.experts.expert_weights(expert % layer.count) if own else ()
+        loans.append(Loan(lender, borrowers, learning[expert], places))
+        if layer.rank in borrowers:
+            borrowed.append(expert)
+    rows = [int(counts[layer.rank, expert]) for expert in borrowed]
+    cold_map = routing_map
+    indices = torch.zeros(0, dtype=torch.long, device=routing_map.device)
+    experts = indices
+    if borrowed:
+        columns = torch.tensor(borrowed, device=routing_map.device)
+        cold_map = routing_map.index_fill(1, columns, False)
+        # Tokens of each expert first, in their order: the numbers of them are known, so no synchronisation.
+        order = routing_map[:, columns].T.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+        indices = torch.cat([own[:count] for own, count in zip(order, rows, strict=True)])
+        experts = torch.repeat_interleave(
+            columns, torch.tensor(rows, device=columns.device), output_size=sum(rows)
+        )
+    forward = _Forward(
+        plan=plan,
+        loans=loans,
+        counts=rows,
+        cold=int(counts[layer.rank].sum()) - sum(rows),
+        indices=indices,
+        rows=hidden_states.view(-1, hidden_states.size(-1)).index_select(0, indices),
+        probs=probs[indices, experts],
+    )
+    return forward, cold_map
+
+
+def _run(experts: SingleExperts, forward: _Forward) -> None:
+    """Replace rows by outputs."""
+    assert forward.lending is not None
+    rows, weights = forward.lending.wait(forward.rows)
+    outputs = [
+        experts.run_expert(own, part, probs)
+        for own, part, probs in zip(
+            weights, rows.split(forward.counts), forward.probs.split(forward.counts), strict=True
+        )
+    ]
+    forward.rows = torch.cat(outputs) if outputs else rows
+    forward.lending = None

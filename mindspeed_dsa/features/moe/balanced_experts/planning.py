@@ -1,0 +1,165 @@
+"""Which experts' weights travel to the tokens: the subset with which the busiest rank is done first.
+
+Moving an expert means that its weights go to every rank that has tokens for it, and those tokens stay where
+they are; tokens of the expert's own rank are computed there as before. All ranks plan from the same counts
+and come to the same plan: counts are added exactly, whatever the order (integers in float64), and the rest
+is done element by element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+_CANDIDATES = 16
+"""Experts that may be moved; up to 16 experts in all every one of them may."""
+_WIDTH = 128
+"""Subsets of each size that are extended by one more expert; three out of 16 are searched completely."""
+_GAIN = 0.97
+"""Experts are moved only if that takes less than this fraction of the time: the prediction is no better."""
+_TRANSFERS = 4
+"""Of a row that leaves its rank: dispatch and combine, forward and backward."""
+_BACKWARD = 2.0
+"""A row's backward, gradients of input and weights, for each forward."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds.
+
+    Attributes:
+        row: one row through one expert, forward.
+        token: one row on a rank's link, once.
+        weights: one expert's weights on a rank's link.
+        gradients: one expert's gradients on a rank's link.
+    """
+
+    row: float
+    token: float
+    weights: float
+    gradients: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to move, and what that does.
+
+    Attributes:
+        experts: that travel, ascending by number among all experts.
+        before: predicted seconds of routed experts without moving any, forward and backward.
+        after: with this plan.
+        rows: ``[ranks]``, what each rank computes with this plan.
+    """
+
+    experts: tuple[int, ...]
+    before: float
+    after: float
+    rows: tuple[int, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Rows of the most loaded rank over the mean."""
+        total = sum(self.rows)
+        return max(self.rows) * len(self.rows) / total if total else 1.0
+
+
+class _Problem:
+    """What moving each candidate changes; everything is a sum over the moved experts.
+
+    ``sums`` are, one after another and each ``[ranks]``: rows computed for all ranks, rows computed at home
+    for others' experts, rows that leave, rows that arrive, weights that leave, weights that arrive.
+    """
+
+    def __init__(self, counts: npt.NDArray[np.int64], costs: Costs, limit: int) -> None:
+        ranks, experts = counts.shape
+        self.costs, self.ranks = costs, ranks
+        owner = np.arange(experts) // (experts // ranks)
+        at_home = owner[None, :] == np.arange(ranks)[:, None]  # [ranks, experts]
+        away = np.where(at_home, 0, counts)  # [ranks, experts]: rows for others' experts
+        remote = away.sum(axis=0)  # [experts]
+        load = np.where(at_home, counts.sum(axis=0), 0).sum(axis=1)  # [ranks]
+        none = np.zeros(ranks)
+        arriving = np.where(at_home, remote, 0)  # [ranks, experts]
+        self.base: Floats = np.concatenate([load, none, away.sum(axis=1), arriving.sum(axis=1), none, none])
+        excess = np.maximum(load[owner] - load.sum() // ranks, 0)
+        order = sorted(range(experts), key=lambda e: (-min(remote[e], excess[e]), -remote[e], e))
+        self.candidates = sorted(e for e in order[:_CANDIDATES] if remote[e])
+        moved = self.candidates
+        borrowers = (away > 0).astype(np.int64)
+        self.change: Floats = np.concatenate(
+            [-arriving, away, -away, -arriving, np.where(at_home, borrowers.sum(axis=0), 0), borrowers]
+        )[:, moved].T.astype(np.float64)  # [candidates, 6 * ranks]
+        self.limit = min(limit, len(moved))
+
+    def seconds(self, chosen: npt.NDArray[np.bool_]) -> tuple[Floats, Floats]:
+        """Predicted time of each subset, and the rows of all ranks.
+
+        Args:
+            chosen: ``[subsets, candidates]``.
+
+        Returns:
+            ``[subsets]`` and ``[subsets, ranks]``.
+        """
+        sums = self.base + chosen.astype(np.float64) @ self.change
+        cold, hot, leave, arrive, sent, received = np.split(sums, 6, axis=1)
+        tokens = np.maximum(leave, arrive).max(axis=1) * (_TRANSFERS * self.costs.token)
+        # Weights travel while cold experts compute, and their gradients while those run backward.
+        weights = np.maximum(sent, received).max(axis=1, keepdims=True)
+        forward = np.maximum(cold * self.costs.row, weights * self.costs.weights) + hot * self.costs.row
+        row = _BACKWARD * self.costs.row
+        backward = np.maximum(cold * row, weights * self.costs.gradients) + hot * row
+        return forward.max(axis=1) + backward.max(axis=1) + tokens, cold + hot
+
+
+def choose(counts: Any, costs: Costs, limit: int) -> Plan:
+    """The best subset of at most ``limit`` experts, none where moving does not pay.
+
+    Ties go to fewer experts, then to lower numbers.
+
+    Args:
+        counts: ``[ranks, experts]``, integers: rows that each rank has for each expert; experts lie on the
+            ranks in their order, as many on each.
+        costs: what work takes.
+        limit: most experts to move.
+    """
+    problem = _Problem(np.asarray(counts, dtype=np.int64), costs, limit)
+    found = len(problem.candidates)
+    none = np.zeros((1, found), dtype=np.bool_)
+    seconds, rows = problem.seconds(none)
+    before = float(seconds[0])
+    best = (before, none[0], rows[0])
+    mean = float(rows.sum()) / problem.ranks
+    if mean * costs.row * (1 + _BACKWARD) < _GAIN * before:  # even the best balance would not do otherwise
+        best = _search(problem, best)
+    if not best[0] < _GAIN * before:
+        best = (before, none[0], rows[0])
+    after, chosen, loads = best
+    return Plan(
+        tuple(expert for expert, moves in zip(problem.candidates, chosen, strict=True) if moves),
+        before,
+        after,
+        tuple(int(load) for load in loads),
+    )
+
+
+def _search(problem: _Problem, best: tuple[float, Any, Any]) -> tuple[float, Any, Any]:
+    """Subsets by size; of each size the best ones are extended by one more expert."""
+    count = len(problem.candidates)
+    bits = 1 << np.arange(count - 1, -1, -1)  # the first candidate is the highest bit
+    subsets = np.zeros(1, dtype=np.int64)
+    for _ in range(problem.limit):
+        free = (subsets[:, None] & bits) == 0
+        # Descending: of two equal ones the lower expert numbers come first.
+        subsets = np.unique((subsets[:, None] | bits)[free])[::-1]
+        chosen = (subsets[:, None] & bits) != 0
+        seconds, rows = problem.seconds(chosen)
+        order = np.argsort(seconds, kind="stable")[:_WIDTH]
+        if seconds[order[0]] < best[0]:
+            best = (float(seconds[order[0]]), chosen[order[0]], rows[order[0]])
+        subsets = subsets[order]
+    return best

@@ -1,0 +1,125 @@
+"""The experts module: Megatron's ``SequentialMLP`` with the weights of its experts stacked."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from mindspeed_dsa.context import Context
+from mindspeed_dsa.features.moe.grouped_experts import checkpoint
+from mindspeed_dsa.features.moe.grouped_experts.linear import GroupedLinear
+from mindspeed_dsa.features.moe.grouped_experts.options import Options
+from mindspeed_dsa.features.moe.grouped_experts.validation import check_model, recomputes_activation
+from mindspeed_dsa.integration.configuration import require
+from mindspeed_dsa.integration.stand_in import StandIn, activation_of
+from mindspeed_dsa.ops.grouped_matmul import Groups
+
+LINEARS = ("linear_fc1", "linear_fc2")
+
+
+@cache
+def grouped_experts(context: Context[Options]) -> type:
+    """A subclass of this Megatron's ``SequentialMLP``."""
+    base: Any = context.megatron("core.transformer.moe.experts").SequentialMLP
+
+    class GroupedExperts(base):
+        """All local experts as one MLP, whose linear layers multiply each expert's rows by its own matrix.
+
+        Megatron builds the experts one after another, so that weights are initialised as ever; then their
+        weights are stacked. What lies between the linear layers is ``MLP.forward``, and what lies around
+        the MLP is ``SequentialMLP.forward`` for one expert, whatever this release and other features make of
+        them. Parameters are ``mlp.linear_fc1.weight`` and ``mlp.linear_fc2.weight``; state dicts and
+        checkpoints have the names and shapes of ``SequentialMLP``.
+
+        Takes the arguments of ``SequentialMLP``.
+        """
+
+        def __init__(self, num_local_experts: int, config: Any, *args: Any, **kwargs: Any) -> None:
+            require(context, check_model, config)
+            super().__init__(num_local_experts, config, *args, **kwargs)
+            experts = self.local_experts
+            del self.local_experts
+            self.mlp = experts[0]
+            # One of the experts as it was, to ask how Megatron saves an expert. It has no weights, and as no
+            # module's child it is in no state dict.
+            plain = copy.copy(self.mlp)
+            plain.__dict__["_modules"] = dict(self.mlp._modules)
+            self.__dict__["_plain_expert"] = plain
+            for name in LINEARS:
+                linears = [getattr(expert, name) for expert in experts]
+                setattr(self.mlp, name, GroupedLinear(linears, context.options.layout, context.megatron))
+            checkpoint.translate_names(self)
+            self._recomputes = recomputes_activation(self.config)
+
+        def forward(
+            self,
+            permuted_local_hidden_states: Tensor,
+            tokens_per_expert: Tensor,
+            permuted_probs: Tensor,
+        ) -> Any:
+            """``[rows, hidden]``, sorted by expert, ``[experts]`` and ``[rows]`` to ``[rows, hidden]``."""
+            linears = [getattr(self.mlp, name) for name in LINEARS]
+            groups = Groups(tokens_per_expert)
+            mlp = self._recomputing_mlp if self._recomputes and torch.is_grad_enabled() else self.mlp
+            as_one = StandIn(self, num_local_experts=1, local_experts=[mlp])
+            for linear in linears:
+                linear.groups = groups
+            try:
+                return base.forward(as_one, permuted_local_hidden_states, tokens_per_expert, permuted_probs)
+            finally:
+                for linear in linears:
+                    linear.groups = None
+
+        def _recomputing_mlp(self, rows: Tensor, probs: Tensor) -> Any:
+            """Megatron's ``moe_act``: fc2's backward recomputes the activation."""
+            mlp = self.mlp
+            intermediate, bias = mlp.linear_fc1(rows)
+            recomputed = context.megatron("core.tensor_parallel").CheckpointWithoutOutput()
+            activation = recomputed.checkpoint(
+                activation_of(type(mlp).forward, mlp, bias, {}), intermediate, probs
+            )
+            output, bias = mlp.linear_fc2(activation)
+            recomputed.discard_output_and_register_recompute(output)
+            return output, bias
+
+        def sharded_state_dict(
+            self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+        ) -> dict[str, Any]:
+            """Keys, shapes and offsets are those of ``SequentialMLP``."""
+            one_by_one = StandIn(self, local_experts=self._plain_experts())
+            found: dict[str, Any] = base.sharded_state_dict(one_by_one, prefix, sharded_offsets, metadata)
+            for name in LINEARS:
+                linear = getattr(self.mlp, name)
+                keys = checkpoint.expert_keys(self, prefix, name)
+                shards = [found.pop(key) for key in keys]
+                found[f"{prefix}mlp.{name}.weight"] = checkpoint.sharded_stack(
+                    linear, shards, context.megatron
+                )
+            return found
+
+        def _plain_experts(self) -> Iterator[Any]:
+            """The local experts in turn, each until the next one is asked for."""
+            weights = {name: self._matrices(name) for name in LINEARS}
+            for index in range(self.num_local_experts):
+                for name in LINEARS:
+                    linear = getattr(self._plain_expert, name)
+                    linear.weight = Parameter(weights[name][index], requires_grad=False)
+                yield self._plain_expert
+            for name in LINEARS:
+                getattr(self._plain_expert, name).weight = None
+
+        def _matrices(self, name: str) -> list[Tensor]:
+            linear = getattr(self.mlp, name)
+            matrices: list[Tensor] = linear.by_expert(linear.weight.detach())
+            return matrices
+
+        def backward_dw(self) -> None:
+            """No-op: weight gradients are computed in backward."""
+
+    return GroupedExperts

@@ -1,0 +1,69 @@
+"""The linear layers of all local experts as one: one parameter, one operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.features.moe.grouped_experts.checkpoint import STACKED
+from mindspeed_dsa.features.moe.grouped_experts.main_grad import gradient_receiver
+from mindspeed_dsa.ops.grouped_matmul import Groups, Layout, grouped_matmul
+
+
+class GroupedLinear(torch.nn.Module):
+    """Takes over the weights of the experts' layers, one expert after another.
+
+    It neither gathers nor reduces: what experts get and return is the dispatcher's business, as it is for
+    Megatron's layers with ``is_expert``.
+
+    Args:
+        linears: Megatron's layers, by local expert, without bias; they are left without weight.
+        layout: of each matrix of the parameter ``weight``, ``[experts, in, out]`` or ``[experts, out, in]``.
+        megatron: whose conventions for gradients hold.
+
+    Attributes:
+        groups: rows of each expert in the calls to come; set by the experts around each.
+    """
+
+    def __init__(self, linears: Sequence[Any], layout: Layout, megatron: Megatron) -> None:
+        super().__init__()
+        self.layout, self._megatron = layout, megatron
+        self.groups: Groups | None = None
+        first = linears[0].weight
+        shape = first.shape if layout == "nk" else first.shape[::-1]
+        self.weight = Parameter(first.new_empty(len(linears), *shape), first.requires_grad)
+        for name, value in vars(first).items():
+            setattr(self.weight, name, value)
+        if getattr(first, "partition_dim", -1) >= 0:
+            of_matrix = first.partition_dim if layout == "nk" else 1 - first.partition_dim
+            self.weight.partition_dim = 1 + of_matrix  # type: ignore[attr-defined]
+        setattr(self.weight, STACKED, True)
+        for matrix, linear in zip(self.by_expert(self.weight.detach()), linears, strict=True):
+            matrix.copy_(linear.weight.detach())
+            linear.weight = None
+
+    def by_expert(self, stack: Tensor) -> list[Tensor]:
+        """Views ``[out, in]`` of a tensor as large as the parameter, as the experts' own layers have them."""
+        return list((stack if self.layout == "nk" else stack.transpose(1, 2)).unbind())
+
+    def stack(self, matrices: Sequence[Tensor]) -> Tensor:
+        """The reverse of :meth:`by_expert`, in memory of its own."""
+        return torch.stack([matrix if self.layout == "nk" else matrix.T for matrix in matrices])
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, None]:
+        """``[rows, in]``, sorted by expert, to ``[rows, out]``, and no bias."""
+        if self.groups is None:
+            raise RuntimeError(
+                "moe-grouped-gemm: an expert's layer was called on its own, and does not know which rows "
+                "belong to which expert; call the experts module"
+            )
+        take = gradient_receiver(self.weight, self._megatron)
+        return grouped_matmul(rows, self.weight, self.groups, layout=self.layout, take_gradient=take), None
+
+    def backward_dw(self) -> None:
+        """No-op: part of the interface of Megatron's layers, whose weight gradients may be delayed."""

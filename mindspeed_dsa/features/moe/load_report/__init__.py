@@ -1,0 +1,1 @@
+"""Load of experts and ranks, layer by layer and step by step."""

@@ -1,0 +1,58 @@
+"""Megatron's own methods on something that looks like the module, in part.
+
+A method that does what is wanted but for one of its parts runs on a stand-in, which has that part replaced:
+nothing of its body is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+class StandIn:
+    """Takes the place of ``self`` in a method of Megatron's; what is not replaced is the module's.
+
+    Args:
+        module: the module.
+        replaced: attributes that differ.
+    """
+
+    def __init__(self, module: Any, **replaced: Any) -> None:
+        self._module = module
+        vars(self).update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def activation_of(
+    forward: Callable[..., Any], mlp: Any, bias: Tensor | None, kwargs: Mapping[str, Any]
+) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """What ``MLP.forward`` does between fc1 and fc2, with every fusion that it has.
+
+    Args:
+        forward: Megatron's ``MLP.forward``.
+        mlp: the module.
+        bias: of fc1.
+        kwargs: other arguments of the forward.
+
+    Returns:
+        A function of fc1's output, ``[..., ffn or 2 * ffn]``, and the scale of each token.
+    """
+
+    def first(intermediate: Tensor) -> tuple[Tensor, Tensor | None]:
+        return intermediate, bias
+
+    def second(activation: Tensor) -> tuple[Tensor, None]:
+        return activation, None
+
+    between = StandIn(mlp, linear_fc1=first, linear_fc2=second)
+
+    def activation(intermediate: Tensor, scale: Tensor | None) -> Tensor:
+        output: Tensor = forward(between, intermediate, scale, **kwargs)[0]
+        return output
+
+    return activation

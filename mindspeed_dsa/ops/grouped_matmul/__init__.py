@@ -1,0 +1,159 @@
+"""Grouped matmul: rows sorted by group, each group multiplied by a matrix of its own.
+
+The mathematics is in README.md beside this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mindspeed_dsa.ops.backend import ShapeClass, choose, unless_empty
+from mindspeed_dsa.ops.checks import check_float, check_shape, require
+from mindspeed_dsa.ops.grouped_matmul.groups import Groups
+from mindspeed_dsa.ops.grouped_matmul.protocol import GroupedMatmul
+from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
+
+__all__ = ["OPERATOR", "Groups", "Layout", "WeightGradient", "grouped_matmul"]
+
+OPERATOR = "grouped_matmul"
+Layout = Literal["kn", "nk"]
+"""How each group's matrix lies in memory: ``[in, out]``, or ``[out, in]`` as a linear layer's weight does."""
+
+
+@dataclass(frozen=True)
+class WeightGradient:
+    """The weight's gradient of one call, not computed yet: it can be put off, and added to what is there.
+
+    Until it is computed it holds ``rows`` and ``grad_output``.
+    """
+
+    rows: Tensor
+    """``[rows, in]``."""
+    grad_output: Tensor
+    """``[rows, out]``."""
+    groups: Groups
+    layout: Layout
+    implementation: GroupedMatmul
+
+    def add_to(self, main_grad: Tensor) -> None:
+        """Add it to ``main_grad``, without a copy in between where the backend can do so.
+
+        Args:
+            main_grad: as large as the weight and in its layout; in the weight's dtype or in fp32.
+        """
+        self._write(main_grad, accumulate=True)
+
+    def new(self) -> Tensor:
+        """As large as the weight, in its layout and dtype; zero for groups without rows."""
+        groups, shape = len(self.groups), (self.rows.shape[1], self.grad_output.shape[1])
+        result = self.rows.new_empty(groups, *(shape if self.layout == "kn" else reversed(shape)))
+        self._write(result, accumulate=False)
+        return result
+
+    def _write(self, into: Tensor, accumulate: bool) -> None:
+        with without_autocast(into.device.type), torch.no_grad():
+            self.implementation.weight_gradient(
+                self.rows, self.grad_output, self.groups, _canonical(into, self.layout), accumulate
+            )
+
+
+@outside_autocast
+def grouped_matmul(
+    rows: Tensor,
+    weight: Tensor,
+    tokens_per_expert: Tensor | Sequence[int] | Groups,
+    *,
+    layout: Layout = "kn",
+    take_gradient: Callable[[WeightGradient], Tensor | None] | None = None,
+    edge: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """``out[r] = rows[r] @ weight[g]`` for the rows ``r`` of group ``g``; groups lie one after another.
+
+    Products are accumulated in fp32 (fp64 for fp64). Groups may be empty, all of them too: the gradient of
+    their matrices is zero, not undefined. Deterministic on every backend.
+
+    Args:
+        rows: ``[rows, in]``, fp32, bf16, fp16 or fp64.
+        weight: ``[groups, in, out]``, or ``[groups, out, in]`` with ``layout="nk"``; dtype of ``rows``.
+        tokens_per_expert: ``[groups]`` integers whose sum is the number of rows, on the host or on the
+            device of ``rows``; or made of them by :class:`Groups`, which several calls can share. No backend
+            for CUDA or NPUs waits for the device to read them.
+        layout: see :data:`Layout`. No backend copies the weight to turn it.
+        take_gradient: called in backward, when the gradient of ``rows`` is computed, with that of ``weight``,
+            which it adds to a buffer, computes or keeps for later; returns what autograd gets for ``weight``.
+            By default autograd gets the gradient.
+        edge: stands for ``weight`` in the graph, which then does not reach ``weight`` itself: autograd gets
+            what ``take_gradient`` returns for this one.
+        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+
+    Returns:
+        ``[rows, out]`` in the dtype of ``rows``.
+
+    Raises:
+        ValueError: a shape or dtype does not fit, or numbers of tokens on the host have another sum.
+        BackendUnavailable: the backend asked for cannot take the call.
+    """
+    check_shape(OPERATOR, "rows", rows, (None, None), "[rows, in]")
+    require(layout in ("kn", "nk"), OPERATOR, f"layout must be 'kn' or 'nk', got {layout!r}")
+    width = rows.shape[1]
+    if layout == "kn":
+        check_shape(OPERATOR, "weight", weight, (None, width, None), f"[groups, {width}, out]")
+    else:
+        check_shape(OPERATOR, "weight", weight, (None, None, width), f"[groups, out, {width}]")
+    require(weight.numel() > 0, OPERATOR, f"weight must have entries, got {list(weight.shape)}")
+    check_float(OPERATOR, rows=rows, weight=weight)
+    groups = tokens_per_expert if isinstance(tokens_per_expert, Groups) else Groups(tokens_per_expert)
+    groups.check(OPERATOR, len(weight), len(rows))
+    sizes = (("groups", len(weight)), ("in", width), ("out", weight.shape[2 if layout == "kn" else 1]))
+    chosen: GroupedMatmul = choose(OPERATOR, backend, ShapeClass(rows.device.type, rows.dtype, sizes))
+    implementation = unless_empty(OPERATOR, chosen, rows)
+    if edge is not None:
+        weight = weight.detach()
+    result: Tensor = _Multiply.apply(implementation, rows, weight, edge, groups, layout, take_gradient)
+    return result
+
+
+def _canonical(weight: Tensor, layout: Layout) -> Tensor:
+    """``[groups, in, out]``, a view."""
+    return weight if layout == "kn" else weight.transpose(1, 2)
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        implementation: GroupedMatmul,
+        rows: Tensor,
+        weight: Tensor,
+        edge: Tensor | None,
+        groups: Groups,
+        layout: Layout,
+        take_gradient: Callable[[WeightGradient], Tensor | None] | None,
+    ) -> Tensor:
+        ctx.implementation, ctx.groups, ctx.layout = implementation, groups, layout
+        ctx.take_gradient = take_gradient or WeightGradient.new
+        ctx.save_for_backward(rows, weight)
+        return implementation.multiply(rows, _canonical(weight, layout), groups)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+        rows, weight = ctx.saved_tensors
+        grad_output = grad_output.contiguous()  # the gradient of a sum is one number, expanded
+        grad_rows = grad_weight = None
+        if ctx.needs_input_grad[1]:
+            turned = _canonical(weight, ctx.layout).transpose(1, 2)
+            with without_autocast(rows.device.type):
+                grad_rows = ctx.implementation.multiply(grad_output, turned, ctx.groups)
+        if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
+            gradient = WeightGradient(rows, grad_output, ctx.groups, ctx.layout, ctx.implementation)
+            grad_weight = ctx.take_gradient(gradient)
+        of_weight, of_edge = (grad_weight, None) if ctx.needs_input_grad[2] else (None, grad_weight)
+        return None, grad_rows, of_weight, of_edge, None, None, None

@@ -1,0 +1,132 @@
+"""How many tokens a run's routers sent to each expert, by step: ``expert_load.jsonl``.
+
+``--moe-router-load-report`` writes one record per step, which :func:`mindspeed_dsa.runs.metrics.read` reads:
+
+* ``layers``: for each MoE layer its ``layer`` number, from 1 through the whole model, and its pipeline
+  ``stage``, from 0; ``experts``, the tokens that each expert got; ``ranks``, those that each expert parallel
+  rank got, one list per replica of the experts; ``expert_imbalance`` and ``rank_imbalance``, the most loaded
+  one over the mean;
+* ``stages``: for each pipeline stage its number of ``tokens`` over all of its MoE layers, and ``imbalance``:
+  the most loaded ranks of its layers over their means, both added up over the layers, as ranks wait for one
+  another in every layer.
+
+A token counts once for each expert that it was sent to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mindspeed_dsa.runs import metrics
+from mindspeed_dsa.runs.errors import RunError
+from mindspeed_dsa.runs.metrics import Record
+
+FILE = "expert_load.jsonl"
+
+
+class LayerLoad(NamedTuple):
+    """Tokens of one step in one MoE layer.
+
+    Attributes:
+        layer: its number, from 1.
+        stage: its pipeline stage, from 0.
+        experts: tokens by expert.
+        ranks: tokens by replica of the experts and by expert parallel rank.
+    """
+
+    layer: int
+    stage: int
+    experts: Sequence[int]
+    ranks: Sequence[Sequence[int]]
+
+
+def imbalance(loads: Sequence[float]) -> float:
+    """The largest over the mean; 1 where nothing was done at all."""
+    total = sum(loads)
+    return max(loads) * len(loads) / total if total else 1.0
+
+
+def record(step: int, layers: Sequence[LayerLoad]) -> Record:
+    """One step, as the file has it."""
+    return {
+        "step": step,
+        "layers": [
+            {
+                "layer": each.layer,
+                "stage": each.stage,
+                "expert_imbalance": round(imbalance(each.experts), 4),
+                "rank_imbalance": round(imbalance(_flat(each.ranks)), 4),
+                "experts": list(each.experts),
+                "ranks": [list(replica) for replica in each.ranks],
+            }
+            for each in layers
+        ],
+        "stages": [
+            _stage(stage, [each for each in layers if each.stage == stage])
+            for stage in sorted({each.stage for each in layers})
+        ],
+    }
+
+
+def _stage(stage: int, layers: Sequence[LayerLoad]) -> dict[str, Any]:
+    ranks = [_flat(each.ranks) for each in layers]
+    tokens = sum(map(sum, ranks))
+    waiting = sum(max(loads) for loads in ranks)
+    means = sum(sum(loads) / len(loads) for loads in ranks)
+    return {"stage": stage, "tokens": tokens, "imbalance": round(waiting / means, 4) if means else 1.0}
+
+
+def _flat(ranks: Sequence[Sequence[int]]) -> list[int]:
+    return [load for replica in ranks for load in replica]
+
+
+def read(path: Path) -> list[Record]:
+    """Records of a report, by step.
+
+    Args:
+        path: the file, or the folder that was given to ``--moe-router-load-report``.
+
+    Raises:
+        RunError: there is no such file, or it holds something else.
+    """
+    file = path / FILE if path.is_dir() else path
+    try:
+        records = metrics.read(file)
+        if not records:
+            raise ValueError("it is empty")
+        for each in records:
+            for layer in each["layers"]:
+                _check(layer)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{file} is not a report of --moe-router-load-report ({error}); name the folder that was given "
+            f"to that flag, or the {FILE} in it"
+        ) from error
+    return records
+
+
+def _check(layer: Mapping[str, Any]) -> None:
+    experts = layer["experts"]
+    if not (isinstance(layer["layer"], int) and experts and all(isinstance(n, int) for n in experts)):
+        raise ValueError("a layer lacks the tokens of its experts")
+
+
+def totals(records: Sequence[Record]) -> dict[int, list[int]]:
+    """Tokens by layer and expert, over all steps.
+
+    Raises:
+        RunError: the number of experts changed: the records are of several models.
+    """
+    found: dict[int, list[int]] = {}
+    for each in records:
+        for layer in each["layers"]:
+            before = found.setdefault(layer["layer"], [0] * len(layer["experts"]))
+            if len(before) != len(layer["experts"]):
+                raise RunError(
+                    f"layer {layer['layer']} has {len(layer['experts'])} experts in step {each['step']} and "
+                    f"{len(before)} before; the report is of several models, use one folder for each"
+                )
+            found[layer["layer"]] = [a + b for a, b in zip(before, layer["experts"], strict=True)]
+    return dict(sorted(found.items()))

@@ -1,0 +1,236 @@
+"""A MoE layer with overlapped all-to-alls beside the stock layer; runs in the pool's workers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_dsa.parallel.all_to_all import InFlight
+from tests.support import model, moe
+
+SWITCH = {"moe_alltoall_overlap_comm": True}
+
+
+def beside_stock(
+    runs: Mapping[str, Mapping[str, Any]], tp: int = 1, ep: int = 2, etp: int = 1
+) -> dict[str, Any]:
+    """Stock's and our results of each run, and how many transfers were started.
+
+    Args:
+        runs: keywords of :func:`run`, by name.
+        tp: tensor parallel ranks.
+        ep: expert parallel ranks.
+        etp: tensor parallel ranks of an expert.
+    """
+    model.start(tp=tp, ep=ep, etp=etp)
+    layout = {"tp": tp, "ep": ep, "expert_tensor_parallel_size": etp}
+    theirs = {name: run(**layout, **each) for name, each in runs.items()}
+    switch_on()
+    found: dict[str, Any] = {}
+    for name, each in runs.items():
+        with recorded() as events:
+            ours = run(**layout, **each)
+        found[name] = {"ours": ours, "theirs": theirs[name], "launched": events.count("launch")}
+    return found
+
+
+def switch_on(**more: Any) -> None:
+    """The feature, in process groups that exist."""
+    import mindspeed_dsa
+
+    mindspeed_dsa.disable()
+    mindspeed_dsa.enable(**model.DSA_ON, **SWITCH, **more)
+
+
+def run(
+    tp: int,
+    ep: int,
+    rows: Sequence[int] = (6, 6),
+    dtype: str = "float32",
+    to_one: bool = False,
+    frozen: Sequence[str] = (),
+    tied: bool = False,
+    fusion: bool = False,
+    graph: bool = True,
+    expert_tensor_parallel_size: int = 1,
+    **overrides: Any,
+) -> dict[str, Any]:
+    """Forward of all microbatches, then their backward.
+
+    Args:
+        tp: tensor parallel ranks.
+        ep: expert parallel ranks.
+        rows: of each microbatch on this rank; a rank may see another number.
+        dtype: of parameters and tokens.
+        to_one: every token goes to the first two experts.
+        frozen: parts of names of weights that do not learn.
+        tied: the first two local experts share their fc1.
+        fusion: weight gradients are added to ``main_grad``, with a stand-in for Megatron's kernel.
+        graph: without, forward alone, as in evaluation.
+        expert_tensor_parallel_size: tensor parallel ranks of an expert.
+        **overrides: of the configuration.
+    """
+    kind = getattr(torch, dtype)
+    cfg = moe.config(
+        tp,
+        ep,
+        expert_tensor_parallel_size=expert_tensor_parallel_size,
+        **{"params_dtype": kind, "gradient_accumulation_fusion": fusion, **overrides},
+    )
+    with kernels() if fusion else contextlib.nullcontext():
+        built = moe.layer(cfg)
+    if to_one:
+        routed_to_first(built)
+    for name, parameter in moe.named_parameters(built).items():
+        parameter.requires_grad_(not any(part in name for part in frozen))
+    if tied:
+        first, second, *_ = built.experts.local_experts
+        second.linear_fc1.weight = first.linear_fc1.weight
+    data = dist.get_rank() // tp  # tensor parallel ranks have parts of the same sequence
+    inputs = [
+        moe.tokens(count, seed=100 * data + 10 * index + dist.get_rank() % tp, batch=1, dtype=kind)
+        for index, count in enumerate(rows)
+    ]
+    if not graph:
+        with torch.no_grad():
+            return {"outputs": [built(each)[0] for each in inputs], "inputs": [], "weights": {}}
+    if not fusion:
+        return moe.train(built, inputs)
+    for parameter in built.parameters():
+        parameter.main_grad = torch.ones(parameter.shape)
+        parameter.grad_added_to_main_grad = False
+    with kernels():
+        result = moe.train(built, inputs)
+    result["weights"] = {
+        f"{name}, in main_grad: {parameter.grad_added_to_main_grad}": parameter.main_grad
+        if parameter.grad_added_to_main_grad
+        else parameter.grad
+        for name, parameter in moe.named_parameters(built).items()
+    }
+    return result
+
+
+def routed_to_first(built: Any) -> None:
+    """Every token goes to experts 0 and 1, with weights that still learn."""
+    routing = built.router.routing
+
+    def biased(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return routing(logits + torch.tensor([50.0, 40.0] + [0.0] * (logits.size(-1) - 2)), *args, **kwargs)
+
+    built.router.routing = biased
+
+
+@contextlib.contextmanager
+def kernels() -> Iterator[None]:
+    """Megatron's kernel of gradient accumulation fusion, in torch."""
+    from megatron.core.tensor_parallel import layers
+
+    def accumulate(rows: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        main_grad.add_(grad_output.t() @ rows)
+
+    kernel = mock.Mock(wgrad_gemm_accum_fp32=accumulate)
+    with (
+        mock.patch.object(layers, "_grad_accum_fusion_available", True),
+        mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", kernel, create=True),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[str]]:
+    """Events: a transfer's launch, and its wait."""
+    events: list[str] = []
+    send = InFlight.send
+
+    def launch(self: Any, rows: Tensor, reverse: bool = False) -> Any:
+        pending = send(self, rows, reverse)
+        wait = pending.works[0].wait
+        events.append("launch")
+        pending.works[0] = mock.Mock(wait=lambda: (events.append("wait"), wait()))
+        return pending
+
+    with mock.patch.object(InFlight, "send", launch):
+        yield events
+
+
+def order(frozen: bool = False, **overrides: Any) -> dict[str, list[str]]:
+    """Events of one forward and backward: transfers, the experts' modules, their weights' gradients.
+
+    Args:
+        frozen: routed experts do not learn.
+        **overrides: of the configuration.
+    """
+    model.start(SWITCH, ep=2, etp=1)
+    built = moe.layer(moe.config(ep=2, **overrides))
+    built.experts.requires_grad_(not frozen)
+    with recorded() as events:
+        parts = {"expert": built.experts}
+        if built.shared_experts is not None:
+            parts |= {"shared fc1": built.shared_experts.linear_fc1}
+            parts |= {"shared fc2": built.shared_experts.linear_fc2}
+        for name, module in parts.items():
+            module.register_forward_hook(partial(_happened, events, name))
+            for parameter in filter(lambda each: each.requires_grad, module.parameters()):
+                parameter.register_post_accumulate_grad_hook(partial(_happened, events, f"{name} dW"))
+        output = built(moe.tokens(4, seed=dist.get_rank()).requires_grad_())[0]
+        forward, events[:] = list(events), []
+        output.sum().backward()
+    return {"forward": forward, "backward": events}
+
+
+def _happened(events: list[str], name: str, *_: Any) -> None:
+    events.append(name)
+
+
+def overlapped_reduction(ep: int, distributed: bool) -> dict[str, Any]:
+    """Three steps of two microbatches under DDP with overlapped reduction, stock and ours."""
+    model.start(ep=ep, etp=1)
+    theirs = _steps(ep, distributed)
+    switch_on()
+    return {"ours": _steps(ep, distributed), "theirs": theirs}
+
+
+def _steps(ep: int, distributed: bool) -> dict[str, Any]:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    cfg = moe.config(ep=ep)
+    built = moe.layer(cfg)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=True,
+        use_distributed_optimizer=distributed,
+        bucket_size=2000,
+    )
+    wrapped = DistributedDataParallel(cfg, ddp, built)
+    gradients: dict[str, Tensor] = {}
+    for step in range(3):
+        wrapped.zero_grad_buffer()
+        for index in range(2):
+            each = moe.tokens(5, seed=10 * step + index + 100 * dist.get_rank()).requires_grad_()
+            with wrapped.no_sync() if index == 0 else contextlib.nullcontext():
+                built(each)[0].square().sum().backward()
+        wrapped.finish_grad_sync()
+        for name, parameter in moe.named_parameters(built).items():
+            gradients[f"{name}, step {step}"] = parameter.main_grad.clone()
+    names = {parameter: name for name, parameter in moe.named_parameters(built).items()}
+    groups = [*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups]
+    golden = {
+        names[parameter]: count
+        for group in groups
+        for parameter, count in group.golden_per_param_grad_ready_counts.items()
+    }
+    return {"gradients": gradients, "golden": golden}
+
+
+def whole_model(**arguments: Any) -> dict[str, Any]:
+    """A training step of the tiny model, with the number of transfers that were started."""
+    with recorded() as events:
+        result = model.run(**arguments)
+    return {**result, "launched": events.count("launch")}

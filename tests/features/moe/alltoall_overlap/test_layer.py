@@ -1,0 +1,103 @@
+"""A MoE layer whose all-to-alls overlap computes what the stock layer computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import moe
+
+CASES = "tests.features.moe.alltoall_overlap.cases"
+CAPACITY = {"moe_expert_capacity_factor": 1.0}
+RECOMPUTED = {"recompute_granularity": "selective"}
+RUNS = {
+    "several microbatches": {"rows": (6, 5, 7)},
+    "one token": {"rows": (1,)},
+    "all tokens to one rank, two experts empty": {"to_one": True},
+    "no shared expert": {"moe_shared_expert_intermediate_size": None},
+    "gate": {"moe_shared_expert_gate": True},
+    "capacity": CAPACITY,
+    "padded to capacity": {**CAPACITY, "moe_pad_expert_input_to_capacity": True},
+    "one expert per rank": {"num_moe_experts": 2},
+    "layer recomputed": {**RECOMPUTED, "recompute_modules": ["moe"]},
+    "shared expert recomputed": {**RECOMPUTED, "recompute_modules": ["shared_experts"]},
+    "bf16": {"dtype": "bfloat16"},
+    "frozen experts": {"frozen": ["experts.1.linear_fc1", "linear_fc2", "shared"]},
+    "two experts share a weight": {"tied": True},
+    "main_grad": {"fusion": True},
+    "main_grad, shared weight": {"fusion": True, "tied": True},
+    "no gradients": {"graph": False},
+}
+OF_LAYOUTS = {name: RUNS[name] for name in ("several microbatches", "gate", "padded to capacity")}
+
+
+def check(found, runs):
+    for rank in found:
+        for name in runs:
+            ours, theirs = rank[name]["ours"], rank[name]["theirs"]
+            assert len(ours["outputs"]) == len(runs[name].get("rows", (6, 6))), name
+            moe.assert_same(ours, theirs, rtol=1e-2 if "bf16" in name else 1e-5)
+            fused = [weight for weight in ours["weights"] if "experts." in weight and "True" in weight]
+            assert bool(fused) == ("main_grad" in name)
+            passes = 1 if "graph" in runs[name] else 3 if "layer recomputed" in name else 2
+            assert rank[name]["launched"] == 3 * passes * len(ours["outputs"]), name
+
+
+def test_two_ranks(pool):
+    check(pool.run(f"{CASES}:beside_stock", 2, runs=RUNS), RUNS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "layout",
+    [{"tp": 2, "ep": 2}, {"tp": 2, "ep": 2, "etp": 2}, {"ep": 4}],
+    ids=["TP2+SP, EP2", "TP2+SP, EP2, ETP2", "EP4"],
+)
+def test_layouts(pool, layout):
+    ranks = max(layout["ep"] * layout.get("etp", 1), layout.get("tp", 1))
+    check(pool.run(f"{CASES}:beside_stock", ranks, runs=OF_LAYOUTS, **layout), OF_LAYOUTS)
+
+
+def test_order_of_events(pool):
+    """Forward and backward: what runs under which transfer."""
+    for found in pool.run(f"{CASES}:order", 2):
+        assert found["forward"] == [
+            *("launch", "launch", "shared fc1", "wait", "wait", "expert", "launch", "shared fc2", "wait"),
+        ]
+        assert found["backward"] == [
+            *("launch", "shared fc2 dW", "shared fc1 dW", "wait"),
+            *("launch", "launch", *["expert dW"] * 4, "wait", "wait"),
+        ]
+
+
+def test_order_of_experts_without_ports(pool):
+    """The shared expert's first half is then all that there is for the second transfer."""
+    for found in pool.run(f"{CASES}:order", 2, frozen=True):
+        assert found["backward"] == [
+            *("launch", "shared fc2 dW", "wait", "launch", "launch", "shared fc1 dW", "wait", "wait"),
+        ]
+
+
+def test_order_without_shared_expert(pool):
+    """Weight gradients alone hide a transfer, the one behind them."""
+    for found in pool.run(f"{CASES}:order", 2, moe_shared_expert_intermediate_size=None):
+        assert found["forward"] == ["launch", "launch", "wait", "wait", "expert", "launch", "wait"]
+        assert found["backward"] == [
+            *("launch", "wait", "launch", "launch", *["expert dW"] * 4, "wait", "wait"),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "distributed"),
+    [(2, False), pytest.param(4, True, marks=pytest.mark.full)],
+    ids=["DP2", "DP4, distributed optimizer"],
+)
+def test_gradients_are_ready_once(pool, ranks, distributed):
+    """With overlapped reduction every parameter reports as often as in stock, in every step."""
+    for found in pool.run(f"{CASES}:overlapped_reduction", ranks, ep=2, distributed=distributed):
+        ours, theirs = found["ours"], found["theirs"]
+        assert ours["golden"] == theirs["golden"]
+        assert set(ours["golden"].values()) == {1}
+        assert ours["gradients"].keys() == theirs["gradients"].keys()
+        for name, gradient in theirs["gradients"].items():
+            difference = (ours["gradients"][name] - gradient).abs().max()
+            assert difference <= 1e-5 * gradient.abs().max(), name

@@ -1,0 +1,116 @@
+"""A MoE layer whose hot experts travel gives what Megatron's gives, with fewer rows dispatched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.features.moe.balanced_experts.cases import ALWAYS, NEVER
+from tests.support.moe import assert_same
+
+CASES = "tests.features.moe.balanced_experts.cases"
+EP2 = {"ep": 2}
+AUX_LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
+EXPERT = 3 * 32 * 16
+"""Weights of one."""
+SKEWED = [2.0, 1.0, 0.0, -1.0]
+EIGHT = [3.0, 2.0, 2.0, 1.0, 1.0, 0.0, 0.0, -2.0]
+
+
+def both(pool: Any, ranks: int, switches: Any = ALWAYS, **arguments: Any) -> tuple[Any, Any]:
+    """Results of all ranks without and with the feature, which are held against each other."""
+    stock, ours = (pool.run(f"{CASES}:train", ranks, switches=given, **arguments) for given in ({}, switches))
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert_same(mine, theirs)
+        assert mine["plans"] == ours[0]["plans"]
+    return stock, ours
+
+
+def test_tokens_stay_and_weights_travel(pool):
+    """Rows of moved experts are not dispatched by the other rank; its weights' gradients come back."""
+    stock, ours = both(pool, 2, popularity=[SKEWED], **EP2)
+    (plan,) = ours[0]["plans"]
+    assert plan
+    for rank in range(2):
+        home = {2 * rank, 2 * rank + 1}
+        kept = sum(stock[rank]["counts"][0][expert] for expert in plan if expert not in home)
+        assert kept > 0
+        assert ours[rank]["dispatched"] == [stock[rank]["dispatched"][0] - kept]
+        # Weights of its own experts, gradients of the other's.
+        assert ours[rank]["sent"] == len(plan) * EXPERT
+
+
+@pytest.mark.parametrize(
+    ("popularity", "arguments"),
+    [
+        ([[30.0, 20.0, -30.0, -30.0]], {}),
+        ([[30.0, 0.0, 0.0, 0.0]], {"overrides": {"moe_router_topk": 1, "moe_router_pre_softmax": True}}),
+        ([SKEWED], {"rows": (1, 1)}),
+        ([SKEWED[::-1]], {"rows": (20, 0)}),
+        ([SKEWED, SKEWED[::-1], [0.0] * 4], {"rows": (24, 16)}),
+        ([EIGHT], {"overrides": {"moe_expert_capacity_factor": 1.0}}),
+        ([SKEWED], {"overrides": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}}),
+        ([EIGHT, EIGHT], {"tp": 2, "etp": 1}),
+        ([EIGHT], {"frozen": (0, 1, 5)}),
+        ([EIGHT], {"frozen": range(8)}),
+    ],
+    ids=(
+        "two experts have all tokens",
+        "one expert has all tokens",
+        "one token",
+        "a rank without tokens",
+        "microbatches with different plans",
+        "capacity",
+        "recomputed",
+        "TP2 with sequence parallelism",
+        "some experts frozen",
+        "all experts frozen",
+    ),
+)
+def test_outputs_and_gradients_are_megatrons(pool, popularity, arguments):
+    _, ours = both(pool, 2, popularity=popularity, **{**EP2, **arguments})
+    assert any(ours[0]["plans"])
+    if len(popularity) > 2:
+        assert len(set(ours[0]["plans"])) == len(popularity)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("ranks", "arguments"),
+    [
+        (4, {"ep": 4}),
+        (4, {"ep": 4, "overrides": {"moe_shared_expert_overlap": True}}),
+        (4, {"ep": 4, "overrides": {"add_bias_linear": True, "moe_shared_expert_intermediate_size": None}}),
+        (4, {"ep": 2, "tp": 2, "etp": 1}),
+        (
+            2,
+            {"ep": 2, "overrides": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}},
+        ),
+    ],
+    ids=("EP4", "EP4, shared expert overlap", "EP4, biases", "EP2 x TP2 x expert-DP2", "aux loss"),
+)
+def test_larger_layouts(pool, ranks, arguments):
+    _, ours = both(pool, ranks, popularity=[EIGHT, EIGHT[::-1]], rows=(40,), **arguments)
+    assert all(ours[0]["plans"])
+
+
+def test_nothing_moves_where_it_does_not_pay(pool):
+    stock, ours = both(pool, 2, NEVER, popularity=[SKEWED], **EP2)
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert (mine["plans"], mine["sent"]) == ([()], 0)
+        assert_same(mine, theirs, rtol=0)
+
+
+def test_rates_are_measured_once_and_agree(pool):
+    found = pool.run(f"{CASES}:measured", 2)
+    assert found[0] == found[1]
+    (rates,) = set(found[0]["rates"])
+    assert rates[0] > 0
+    assert rates[1] > 0
+    assert found[0]["measurements"] == 1
+
+
+def test_an_expert_that_is_frozen_in_part_is_refused(pool):
+    errors = pool.run("tests.support.model:error_of", 2, case=f"{CASES}:partly_frozen")
+    assert all("some weights of local expert 0 are frozen and some are not" in error for error in errors)

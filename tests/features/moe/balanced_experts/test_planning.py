@@ -1,0 +1,156 @@
+"""Which experts move: never what does not pay, and the subset with which the busiest rank is done first."""
+
+from __future__ import annotations
+
+from itertools import chain, combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_dsa.features.moe.balanced_experts.planning import Costs, choose
+
+FREE = Costs(row=1.0, token=0.0, weights=0.0, gradients=0.0)
+"""Transfers cost nothing: what balances best is best."""
+
+
+def routed(experts: int, top_k: int, ranks: int, zipf: float, tokens: int = 4096, spread: bool = False):
+    """Counts ``[ranks, experts]`` of a simulated router; popular experts are neighbours, or spread."""
+    noise = np.random.default_rng(0)
+    logits = -zipf * np.log(np.arange(1, experts + 1))
+    if spread:
+        noise.shuffle(logits)
+    # The top k with Gumbel noise are k draws without replacement.
+    noisy = logits + noise.gumbel(size=(ranks, tokens, experts))
+    chosen = np.argpartition(-noisy, top_k - 1, axis=-1)[..., :top_k]
+    return np.stack([np.bincount(own.ravel(), minlength=experts) for own in chosen])
+
+
+def imbalance(counts) -> float:
+    loads = counts.sum(axis=0).reshape(counts.shape[0], -1).sum(axis=1)
+    return loads.max() / loads.mean()
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "ranks", "zipf", "before", "after"),
+    [
+        (8, 2, 2, 1.2, 1.55, 1.05),
+        (8, 2, 4, 0.8, 1.83, 1.15),
+        (8, 2, 4, 1.2, 2.21, 1.20),
+        (64, 6, 2, 1.0, 1.65, 1.37),
+        (64, 6, 4, 1.0, 2.63, 1.77),
+    ],
+)
+def test_popular_neighbours_are_balanced(experts, top_k, ranks, zipf, before, after):
+    counts = routed(experts, top_k, ranks, zipf)
+    assert imbalance(counts) == pytest.approx(before, rel=0.02)
+    plan = choose(counts, FREE, 3)
+    assert 0 < len(plan.experts) <= 3
+    assert plan.imbalance <= after
+    assert plan.rows == loads_of(counts, plan.experts)
+
+
+def loads_of(counts, experts) -> tuple[int, ...]:
+    """Rows by rank, counted one by one."""
+    ranks, count = counts.shape
+    loads = [0] * ranks
+    for source in range(ranks):
+        for expert in range(count):
+            owner = expert // (count // ranks)
+            loads[source if expert in experts else owner] += int(counts[source, expert])
+    return tuple(loads)
+
+
+def seconds_of(counts, experts, costs) -> float:
+    """The cost model in words: weights travel beside the cold rows, everybody waits for the last one."""
+    ranks, count = counts.shape
+    per_rank = count // ranks
+    cold, hot, out, back, lent, borrowed = (np.zeros(ranks) for _ in range(6))
+    for source in range(ranks):
+        for expert in range(count):
+            owner, rows = expert // per_rank, counts[source, expert]
+            if owner == source or expert not in experts:
+                cold[owner] += rows
+                if owner != source:
+                    out[source] += rows
+                    back[owner] += rows
+            else:
+                hot[source] += rows
+                if rows:
+                    lent[owner] += 1
+                    borrowed[source] += 1
+    moves = max(lent.max(), borrowed.max())
+    time = 4 * costs.token * max(out.max(), back.max())
+    for row, transfer in ((costs.row, costs.weights), (2 * costs.row, costs.gradients)):
+        time += max(max(cold[r] * row, moves * transfer) + hot[r] * row for r in range(ranks))
+    return time
+
+
+PROBLEMS = st.tuples(st.sampled_from((2, 4)), st.sampled_from((1, 2, 3))).flatmap(
+    lambda shape: st.lists(
+        st.lists(st.integers(0, 200), min_size=shape[0] * shape[1], max_size=shape[0] * shape[1]),
+        min_size=shape[0],
+        max_size=shape[0],
+    )
+)
+COSTS = st.builds(
+    Costs,
+    row=st.floats(0.1, 10),
+    token=st.floats(0, 10),
+    weights=st.floats(0, 1000),
+    gradients=st.floats(0, 1000),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(PROBLEMS, COSTS, st.integers(1, 3))
+def test_the_best_subset_or_none(table, costs, limit):
+    """Beside every subset, each predicted row by row."""
+    counts = np.array(table)
+    plan = choose(counts, costs, limit)
+    before = seconds_of(counts, (), costs)
+    every = chain.from_iterable(combinations(range(counts.shape[1]), size) for size in range(1, limit + 1))
+    best = min((seconds_of(counts, subset, costs) for subset in every), default=before)
+    assert plan.before == pytest.approx(before)
+    assert plan.after == pytest.approx(seconds_of(counts, plan.experts, costs))
+    assert plan.rows == loads_of(counts, plan.experts)
+    assert list(plan.experts) == sorted(set(plan.experts))
+    if plan.experts:
+        assert plan.after == pytest.approx(best)
+        assert plan.after < 0.97 * before
+    else:
+        assert best >= 0.97 * before * (1 - 1e-9)
+
+
+def test_equal_experts_are_taken_by_number():
+    counts = np.array([[0, 0, 0, 0], [100, 100, 0, 0]])
+    assert choose(counts, FREE, 1).experts == (0,)
+    assert choose(counts, FREE, 2).experts == (0,)  # both would be as bad as none
+
+
+def test_nothing_to_route():
+    assert choose(np.zeros((4, 8), dtype=np.int64), FREE, 3).experts == ()
+
+
+def test_deepseek_v3_at_ep64_moves_nothing_that_does_not_pay():
+    """256 experts of 7168 x 2048 over 64 ranks, 4096 tokens each, 400 TFLOP/s and 50 GB/s, in bf16.
+
+    An expert goes to 63 ranks, which takes longer than all of a rank's work.
+    """
+    numel = 3 * 7168 * 2048
+    costs = Costs(
+        row=2 * numel / 400e12, token=7168 * 2 / 50e9, weights=2 * numel / 50e9, gradients=4 * numel / 50e9
+    )
+    for zipf in (0.0, 0.3):
+        assert choose(routed(256, 8, 64, zipf, tokens=256, spread=True) * 16, costs, 3).experts == ()
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_many_experts_are_planned_in_bounded_work(ranks):
+    """Some thousand subsets at most, however many there are."""
+    counts = routed(256, 8, ranks, 1.0, tokens=64, spread=True)
+    plan = choose(counts, FREE, 8)
+    assert len(plan.experts) <= 8
+    assert plan.imbalance < imbalance(counts)
+    assert choose(counts.copy(), FREE, 8) == plan

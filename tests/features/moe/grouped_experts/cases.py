@@ -1,0 +1,141 @@
+"""Grouped experts beside Megatron's sequential ones; runs inside the pool's workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.support import model, moe
+
+ON = {"experimental_attention_variant": None, "moe_grouped_gemm": True}
+ACTIVATIONS = {
+    "swiglu": {},
+    "fused swiglu": {"bias_activation_fusion": True},
+    "geglu": {"activation_func": F.gelu},
+    "gelu": {"activation_func": F.gelu, "gated_linear_unit": False},
+    "probs on input": {
+        "moe_apply_probs_on_input": True,
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+    },
+}
+
+
+def pair(
+    switches: Mapping[str, Any] | None = None, tp: int = 1, ep: int = 1, etp: int = 1, **overrides: Any
+) -> tuple[Any, Any]:
+    """The layer with grouped and with sequential experts, with the same weights."""
+    model.start({**ON, **(switches or {})}, tp=tp, ep=ep, etp=etp)
+    overrides = {"expert_tensor_parallel_size": etp, **overrides}
+    grouped = moe.layer(moe.config(tp, ep, moe_grouped_gemm=True, **overrides))
+    overrides.pop("recompute_granularity", None)
+    return grouped, moe.layer(moe.config(tp, ep, **overrides))
+
+
+def layers(rows: Sequence[int] = (6, 5), **arguments: Any) -> tuple[str, str]:
+    """Several microbatches through both layers: everything is the same."""
+    ours, theirs = pair(**arguments)
+    dtype = arguments.get("params_dtype", torch.float32)
+    rtol = 1e-5 if dtype == torch.float32 else 2e-2
+    tp = arguments.get("tp", 1)
+    inputs = [moe.tokens(count * tp, seed, dtype=dtype) for seed, count in enumerate(rows)]
+    if tp > 1:
+        inputs = [model.shard("", each, _part_of(each, tp)) for each in inputs]
+    moe.assert_same(moe.train(ours, inputs), moe.train(theirs, inputs), rtol)
+    return type(ours.experts).__name__, type(theirs.experts).__name__
+
+
+def _part_of(whole: torch.Tensor, tp: int) -> Any:
+    part = torch.nn.Parameter(whole.chunk(tp)[0])
+    part.partition_dim = 0
+    return part
+
+
+def experts(
+    tokens_per_expert: Sequence[int],
+    activation: str = "swiglu",
+    main_grad: torch.dtype | None = None,
+    **arguments: Any,
+) -> None:
+    """The modules alone, which get so many rows for each expert, twice before their backwards.
+
+    With ``main_grad`` the stacks have a buffer and Megatron's mark for gradients that are in it already.
+    """
+    ours, theirs = pair(num_moe_experts=len(tokens_per_expert), **ACTIVATIONS[activation], **arguments)
+    if main_grad is not None:
+        for parameter in ours.parameters():
+            parameter.main_grad = torch.full(parameter.shape, 1.0, dtype=main_grad)
+            parameter.grad_added_to_main_grad = False
+    results = [_train(built.experts, tokens_per_expert) for built in (ours, theirs)]
+    dtype = arguments.get("params_dtype", torch.float32)
+    rtol = 1e-5 if dtype == torch.float32 else 2e-2
+    gradients = [moe.by_name(built, lambda parameter: parameter.grad) for built in (ours, theirs)]
+    if main_grad is not None:
+        assert all(parameter.grad_added_to_main_grad for parameter in ours.experts.parameters())
+        placeholders = [parameter.grad for parameter in ours.experts.parameters()]
+        assert all(each is not None for each in placeholders), "hooks wait for a gradient"
+        gradients[0] = moe.by_name(ours, lambda parameter: parameter.main_grad - 1)
+        gradients = [{n: g for n, g in each.items() if "local_experts" in n} for each in gradients]
+    results = [{**each, "weights": grads} for each, grads in zip(results, gradients, strict=True)]
+    assert len(gradients[1]) == 2 * len(tokens_per_expert)
+    moe.assert_same(*results, rtol)
+    for name, gradient in gradients[0].items():
+        if tokens_per_expert[int(name.split(".")[2])] == 0:
+            assert not gradient.count_nonzero(), f"{name} has no tokens"
+
+
+def _train(module: Any, tokens_per_expert: Sequence[int]) -> dict[str, Any]:
+    rows = sum(tokens_per_expert)
+    dtype = next(module.parameters()).dtype
+    inputs = [moe.tokens(rows, seed, 1, dtype)[:, 0].clone().requires_grad_() for seed in (0, 1)]
+    probs = [torch.rand(rows, generator=torch.Generator().manual_seed(7)).requires_grad_() for _ in inputs]
+    counts = torch.tensor(tokens_per_expert)
+    outputs = [module(each, counts, prob)[0] for each, prob in zip(inputs, probs, strict=True)]
+    for output in outputs:
+        noise = torch.Generator().manual_seed(8)
+        output.backward(torch.randn(output.shape, generator=noise).to(dtype))
+    leaves = [*inputs, *probs]
+    return {"outputs": [each.detach() for each in outputs], "inputs": [each.grad for each in leaves]}
+
+
+def initial_weights(cpu_initialization: bool, **arguments: Any) -> None:
+    """A fresh module of either kind draws the same numbers, and leaves the generators in the same state."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.spec_utils import build_module
+
+    model.start({**ON, **arguments.pop("switches", {})}, ep=arguments.get("ep", 1))
+    found = []
+    for grouped in (True, False):
+        cfg = moe.config(moe_grouped_gemm=grouped, use_cpu_initialization=cpu_initialization, **arguments)
+        random.model_parallel_cuda_manual_seed(77)
+        torch.manual_seed(3)
+        spec = get_gpt_layer_local_spec(cfg.num_moe_experts, moe_grouped_gemm=grouped)
+        built = build_module(spec.submodules.mlp, config=cfg)
+        found.append((moe.by_name(built, torch.Tensor.detach), torch.rand(1)))
+    (ours, ours_next), (theirs, theirs_next) = found
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        assert torch.equal(ours[name], weight), name
+    assert torch.equal(ours_next, theirs_next)
+
+
+def state_dicts(**arguments: Any) -> None:
+    """Both kinds have one state dict, either loads the other's, and it does not share the loaded memory."""
+    ours, theirs = pair(**arguments)
+    mine, stock = ours.state_dict(), theirs.state_dict()
+    names = {name for name, value in stock.items() if value is not None}
+    assert {name for name, value in mine.items() if value is not None} == names
+    changed = {name: None if value is None else value + 1 for name, value in stock.items()}
+    ours.load_state_dict(changed)
+    for name in names:
+        assert torch.equal(ours.state_dict()[name], changed[name]), name
+    theirs.load_state_dict({name: value + 1 for name, value in ours.state_dict().items() if name in names})
+    for name in names:
+        assert torch.equal(theirs.state_dict()[name], changed[name] + 1), name
+    stack = ours.experts.mlp.linear_fc1.weight
+    assert stack.is_contiguous()
+    assert isinstance(stack, torch.nn.Parameter)

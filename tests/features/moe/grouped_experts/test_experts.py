@@ -1,0 +1,70 @@
+"""Grouped experts are the training that Megatron's sequential experts are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.features.moe.grouped_experts.cases import ACTIVATIONS
+
+CASES = "tests.features.moe.grouped_experts.cases"
+COUNTS = {"uneven": (5, 0, 9, 2), "one token": (0, 0, 1, 0), "no tokens": (0, 0, 0, 0), "one expert": (7,)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, {}),
+        (2, {"ep": 2}),
+        (4, {"ep": 2, "tp": 2}),
+        pytest.param(2, {"tp": 2, "etp": 2}, marks=pytest.mark.full),
+    ],
+    ids=["EP1", "EP2", "EP2, TP2+SP", "ETP2"],
+)
+def test_layers(pool, ranks, layout):
+    for built in pool.run(f"{CASES}:layers", ranks, **layout):
+        assert built == ("GroupedExperts", "SequentialMLP")
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))
+def test_rows_of_experts(pool, counts):
+    pool.run(f"{CASES}:experts", 1, tokens_per_expert=counts)
+
+
+@pytest.mark.parametrize("activation", list(ACTIVATIONS)[1:])
+def test_what_lies_between_the_linear_layers(pool, activation):
+    pool.run(f"{CASES}:experts", 1, tokens_per_expert=COUNTS["uneven"], activation=activation)
+
+
+@pytest.mark.parametrize("layout", ["kn", "nk"])
+def test_layouts_in_bf16_into_main_grad(pool, layout):
+    pool.run(
+        f"{CASES}:experts",
+        1,
+        tokens_per_expert=COUNTS["uneven"],
+        main_grad=torch.float32,
+        params_dtype=torch.bfloat16,
+        switches={"gemm_weight_layout": layout},
+    )
+
+
+def test_megatrons_recomputed_activation(pool):
+    """In the release in which the checkpoint is replaced that needs Transformer Engine."""
+    pool.run(
+        f"{CASES}:experts",
+        1,
+        tokens_per_expert=COUNTS["uneven"],
+        recompute_granularity="selective",
+        recompute_modules=["moe_act"],
+        switches={"recompute_modules": ["moe_act"]},
+    )
+
+
+@pytest.mark.parametrize("cpu_initialization", [False, True])
+def test_initial_weights(pool, cpu_initialization):
+    pool.run(f"{CASES}:initial_weights", 1, cpu_initialization=cpu_initialization)
+
+
+@pytest.mark.parametrize("layout", ["kn", "nk"])
+def test_state_dicts(pool, layout):
+    pool.run(f"{CASES}:state_dicts", 1, switches={"gemm_weight_layout": layout})

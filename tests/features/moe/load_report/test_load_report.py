@@ -1,0 +1,169 @@
+"""Every token counts once, in every layout, and the report says where it went."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mindspeed_dsa
+from mindspeed_dsa.__main__ import main
+from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.features.moe.load_report import counting, steps
+from mindspeed_dsa.features.moe.load_report.options import Options
+from mindspeed_dsa.features.moe.load_report.validation import check_load_report
+from mindspeed_dsa.runs import expert_load
+from mindspeed_dsa.runs.expert_load import LayerLoad
+from tests.features.moe.load_report.cases import summed
+from tests.support.contexts import context
+
+CASE = "tests.features.moe.load_report.cases:train"
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def report_of(pool, folder, world_size, **arguments):
+    """What the routers did, and what the report says, after the report did not change what they did."""
+    with_report = pool.run(CASE, world_size, folder=str(folder), **arguments)
+    return summed(with_report), expert_load.read(folder)
+
+
+def experts_of(record):
+    return {layer["layer"]: layer["experts"] for layer in record["layers"]}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "arguments"),
+    [
+        (1, {"evaluate": True, "mtp": True}),
+        (2, {"ep": 2}),
+        (2, {"pp": 2, "vpp": 2}),
+        pytest.param(2, {"tp": 2}, marks=pytest.mark.full),
+        pytest.param(4, {"ep": 2, "pp": 2, "mtp": True}, marks=pytest.mark.full),
+        pytest.param(4, {"ep": 2}, marks=pytest.mark.full),
+    ],
+    ids=("one process", "EP2", "PP2 x VPP2", "TP2+SP", "EP2 x PP2, MTP", "EP2 x DP2"),
+)
+def test_every_token_of_every_microbatch_counts_once(pool, tmp_path, world_size, arguments):
+    seen, records = report_of(pool, tmp_path, world_size, **arguments)
+    assert [record["step"] for record in records] == [1, 2]
+    assert [experts_of(record) for record in records] == seen
+    assert seen[0] != seen[1]
+    layers = [2, 3, 4, 5] if arguments.get("mtp") else [2, 3, 4]
+    stages = {1: [0] * len(layers), 2: [0, 1, 1, 1]}[arguments.get("pp", 1)]
+    if arguments.get("vpp"):
+        stages = [1, 0, 1]  # one layer per chunk: ranks take turns
+    ep = arguments.get("ep", 1)
+    replicas = world_size // (arguments.get("pp", 1) * arguments.get("tp", 1) * ep)
+    for record in records:
+        assert [layer["layer"] for layer in record["layers"]] == layers
+        assert [layer["stage"] for layer in record["layers"]] == stages[: len(layers)]
+        for layer in record["layers"]:
+            # 4 microbatches of 4 samples of 20 tokens, two experts each
+            assert sum(layer["experts"]) == 4 * 4 * 20 * 2
+            assert len(layer["ranks"]) == replicas
+            by_rank = [sum(loads) for loads in zip(*layer["ranks"], strict=True)]
+            per = 4 // ep
+            assert by_rank == [sum(layer["experts"][per * r : per * (r + 1)]) for r in range(ep)]
+        assert sum(stage["tokens"] for stage in record["stages"]) == len(layers) * 640
+
+
+def test_recomputed_layers_count_once(pool, tmp_path):
+    plain, records = report_of(pool, tmp_path / "plain", 1)
+    twice, recomputed = report_of(pool, tmp_path / "recomputed", 1, overrides=FULL)
+    assert twice == [{layer: [2 * n for n in tokens] for layer, tokens in step.items()} for step in plain]
+    assert recomputed == records
+
+
+def test_counting_never_waits_for_the_device():
+    """Tensors without values: any wait for one raises."""
+    counts = counting.Counts(Megatron())
+    router = torch.nn.Module()
+    for _ in range(2):
+        counts.add(router, torch.ones(6, 4, dtype=torch.bool, device="meta"))
+
+
+@pytest.fixture
+def load_context(tmp_path):
+    return context("moe-router-load-report", Options(tmp_path / "run"))
+
+
+def test_megatrons_loop_writes_every_step_and_shows_what_tensorboard_is_due(
+    load_context, monkeypatch, tmp_path
+):
+    """Scalars go to Megatron's own writer at its own interval, and records at every step."""
+    loads = [LayerLoad(2, 0, [6, 2, 0, 0], [[8, 0]]), LayerLoad(3, 1, [2, 2, 2, 2], [[4, 4]])]
+    monkeypatch.setattr(steps, "counts_of", lambda _: SimpleNamespace(take=lambda: loads))
+    shown = {}
+    writer = SimpleNamespace(
+        add_scalar=lambda name, value, step: shown.update({(name, step): value}),
+        add_histogram=lambda name, values, step: shown.update({(name, step): values.tolist()}),
+    )
+
+    def training_log(loss_dict, iteration):
+        return "logged"
+
+    variables = SimpleNamespace(
+        get_args=lambda: SimpleNamespace(tensorboard_log_interval=2),
+        get_tensorboard_writer=lambda: writer,
+    )
+    modules = {
+        "training.training": SimpleNamespace(training_log=training_log),
+        "training.global_vars": variables,
+    }
+    loop = SimpleNamespace(options=load_context.options, megatron=modules.__getitem__)
+    log = steps.record_after_log(training_log, loop)
+    assert [log({}, 1), log({}, iteration=2)] == ["logged", "logged"]
+    assert {step for _, step in shown} == {2}
+    assert shown["moe load/layer 2 rank imbalance", 2] == 2.0
+    assert shown["moe load/layer 2 expert imbalance", 2] == 3.0
+    assert shown["moe load/layer 2 experts", 2] == [3.0, 1.0, 0.0, 0.0]
+    assert shown["moe load/stage 0 imbalance", 2] == 2.0
+    assert shown["moe load/stage 1 imbalance", 2] == 1.0
+    assert [record["step"] for record in expert_load.read(tmp_path / "run")] == [1, 2]
+
+
+def test_the_imbalance_of_a_stage_is_that_of_ranks_that_wait_in_every_layer():
+    """Two layers whose loads would cancel out over the stage do not."""
+    loads = [LayerLoad(1, 0, [3, 1], [[3, 1]]), LayerLoad(2, 0, [1, 3], [[1, 3]])]
+    record = expert_load.record(7, loads)
+    assert record["stages"] == [{"stage": 0, "tokens": 8, "imbalance": 1.5}]
+
+
+def test_a_loop_that_records_nothing_is_refused(load_context):
+    with pytest.raises(mindspeed_dsa.MindSpeedDSAError, match="call use_own_loop and record_step"):
+        steps.require_loop(load_context)
+    steps.use_own_loop(load_context)
+    steps.require_loop(load_context)
+
+
+def test_what_cannot_be_reported_is_refused(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    args = SimpleNamespace(moe_router_load_report=str(file), num_experts=None, dsa_stage="warmup")
+    problems = " ".join(check_load_report(args))
+    assert "has no experts" in problems
+    assert "--dsa-stage warmup" in problems
+    assert "is a file; name a folder" in problems
+
+
+def test_the_command_shows_and_draws_a_report(tmp_path, capsys):
+    folder, picture = tmp_path / "report", tmp_path / "load.png"
+    folder.mkdir()
+    loads = [LayerLoad(2, 0, [6, 2, 0, 0], [[8, 0]]), LayerLoad(3, 1, [2, 2, 2, 2], [[4, 4]])]
+    lines = [json.dumps(expert_load.record(step, loads)) for step in (1, 2)]
+    (folder / expert_load.FILE).write_text("\n".join(lines) + "\n")
+    assert main(["experts", str(folder), "--picture", str(picture)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert "2.00, at most 2.00" in printed[1]
+    assert "0 (75.0%), 1 (25.0%), 2 (0.0%)" in printed[1]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("content", [None, "", "{}\n", '{"step": 1, "layers": [{"layer": 1}]}\n'])
+def test_other_files_are_no_reports(tmp_path, capsys, content):
+    if content is not None:
+        (tmp_path / expert_load.FILE).write_text(content)
+    assert main(["experts", str(tmp_path)]) == 2
+    assert "is not a report of --moe-router-load-report" in capsys.readouterr().err

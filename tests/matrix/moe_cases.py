@@ -1,0 +1,62 @@
+"""A MoE layer of any release, with and without overlapped all-to-alls; runs inside the pool's workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tests.features.moe.alltoall_overlap.cases import SWITCH, recorded
+from tests.support import moe
+
+
+def beside_stock(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Results of two microbatches, and how many transfers were started.
+
+    Args:
+        runs: overrides of the configuration, by name.
+    """
+    import mindspeed_dsa
+
+    mindspeed_dsa.enable()
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    theirs = {name: _train(overrides) for name, overrides in runs.items()}
+    mindspeed_dsa.disable()
+    mindspeed_dsa.enable(**SWITCH)
+    found: dict[str, Any] = {}
+    for name, overrides in runs.items():
+        with recorded() as events:
+            ours = _train(overrides)
+        found[name] = {"ours": ours, "theirs": theirs[name], "launched": events.count("launch")}
+    return found
+
+
+def _train(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    values: dict[str, Any] = {
+        "num_layers": 1,
+        "hidden_size": moe.HIDDEN,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 16,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "bias_activation_fusion": False,
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 16,
+        "moe_shared_expert_intermediate_size": 24,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    }
+    built = moe.layer(TransformerConfig(**{**values, **overrides}))
+    return moe.train(built, [moe.tokens(6, seed=10 * dist.get_rank() + index) for index in range(2)])
