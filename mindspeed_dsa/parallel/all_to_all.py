@@ -3,6 +3,9 @@
 Plain autograd runs ready nodes in the reverse order of their creation. What is created between :func:`start`
 and :meth:`InFlight.wait` therefore runs in backward between the launch of the reverse transfer, by the node
 of the wait, and the moment its result is needed, by the node of the start.
+
+Where a graph is cut in pieces, each with a backward of its own, :func:`depart` and :meth:`InFlight.arrive`
+are the two halves, on either side of a cut: no rows pass it in the graph, and none are kept for it.
 """
 
 from __future__ import annotations
@@ -44,6 +47,15 @@ class InFlight:
         result: Tensor = _Wait.apply(received, self)
         return result
 
+    def arrive(self, edge: Tensor) -> Tensor:
+        """``[sum(output_splits), ...]``, arrived; their gradient starts on the way back where this stands.
+
+        Args:
+            edge: ``[0]``, what :func:`depart` returned, or a leaf that stands for it beyond a cut.
+        """
+        result: Tensor = _Arrive.apply(edge, self)
+        return result
+
     def give_way(self, earlier: InFlight) -> None:
         """In backward, wait for this transfer only after all that forward did since ``earlier`` was started.
 
@@ -79,6 +91,45 @@ def start(rows: Tensor, output_splits: Splits, input_splits: Splits, group: Any)
     if flight.received.grad_fn is not None:
         flight.place = flight.received.grad_fn._sequence_nr()
     return flight
+
+
+def depart(rows: Tensor, output_splits: Splits, input_splits: Splits, group: Any) -> tuple[Tensor, InFlight]:
+    """As :func:`start`, where a cut of the graph lies between the two halves.
+
+    Returns:
+        ``[0]``, from which backward waits for the rows' gradient; and the rows on their way.
+    """
+    flight = InFlight(output_splits, input_splits, group)
+    return _Depart.apply(rows, flight), flight
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, flight: InFlight) -> Tensor:
+        ctx.flight = flight
+        flight.forward = flight.send(rows)
+        return rows.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None]:
+        pending, ctx.flight.backward = ctx.flight.backward, None
+        return pending.wait(), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, edge: Tensor, flight: InFlight) -> Tensor:
+        ctx.flight = flight
+        pending, flight.forward = flight.forward, None
+        assert pending is not None
+        return pending.wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        ctx.flight.backward = ctx.flight.send(grad_output, reverse=True)
+        return grad_output.new_empty(0), None
 
 
 class _Start(torch.autograd.Function):

@@ -241,8 +241,10 @@ def train_step(
     )
 
 
-def _forward_step_of(cfg: Any, iterator: Any, model: Any, *unused: Any) -> Any:
-    return forward_step(cfg, iterator, model)
+def _forward_step_of(
+    cfg: Any, iterator: Any, model: Any, *unused: Any, return_schedule_plan: bool = False
+) -> Any:
+    return forward_step(cfg, iterator, model.build_schedule_plan if return_schedule_plan else model)
 
 
 def gradients(chunks: list[Any], only: str = "") -> dict[str, Tensor]:

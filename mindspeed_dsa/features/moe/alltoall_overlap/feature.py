@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mindspeed_dsa.declarations import Feature, Flag, Requires
 from mindspeed_dsa.features.moe.alltoall_overlap.validation import check_overlap
-from mindspeed_dsa.integration import configuration, ports
+from mindspeed_dsa.integration import configuration, ports, transfers
 from mindspeed_dsa.patches.spec import Patch
 
 _LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"
@@ -67,13 +67,7 @@ FEATURE = Feature(
             "the combine is on its way already",
             params=("hidden_states",),
         ),
-        Patch(
-            "megatron.core.tensor_parallel.mappings:all_to_all",
-            "wrap",
-            f"{_IMPL}:start_all_to_all",
-            "one all-to-all in two halves, inside of the two functions above",
-            params=("group", "input_", "output_split_sizes_", "input_split_sizes"),
-        ),
+        transfers.ROW,
         ports.ROW,
     ),
     requires=Requires(versions={"megatron-core": ">=0.13,<0.20"}),

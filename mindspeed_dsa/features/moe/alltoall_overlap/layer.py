@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +22,8 @@ from torch import Tensor
 
 from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.moe.alltoall_overlap.validation import check_overlap
-from mindspeed_dsa.parallel.all_to_all import InFlight, Splits, start
+from mindspeed_dsa.integration.parted_transfers import launching
+from mindspeed_dsa.parallel.all_to_all import InFlight
 from mindspeed_dsa.parallel.port import opened
 
 Routed = Callable[[], "tuple[Any, ...]"]
@@ -66,42 +66,6 @@ class Call:
 
 _calls: WeakKeyDictionary[Any, Call] = WeakKeyDictionary()
 """By dispatcher, which Megatron gives one forward at a time too; a call ends with its last wait."""
-_launched: ContextVar[list[InFlight] | None] = ContextVar("launched all-to-alls", default=None)
-
-
-@contextlib.contextmanager
-def _launching(flights: list[InFlight]) -> Iterator[None]:
-    token = _launched.set(flights)
-    try:
-        yield
-    finally:
-        _launched.reset(token)
-
-
-def start_all_to_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``all_to_all``: where a dispatcher launches, return the buffer that rows arrive in."""
-
-    def all_to_all(
-        group: Any,
-        input_: Tensor,
-        output_split_sizes_: Any = None,
-        input_split_sizes: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        flights = _launched.get()
-        if flights is None:
-            return original(group, input_, output_split_sizes_, input_split_sizes, *args, **kwargs)
-        flight = start(input_, _splits(output_split_sizes_), _splits(input_split_sizes), group)
-        flights.append(flight)
-        assert flight.received is not None
-        return flight.received
-
-    return all_to_all
-
-
-def _splits(sizes: Any) -> Splits:
-    return None if sizes is None else [int(size) for size in sizes]
 
 
 def postpone_shared_experts(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
@@ -147,7 +111,7 @@ def launch_dispatch(original: Callable[..., Any]) -> Callable[..., Any]:
         call = _calls.get(self)
         if call is None:
             return original(self, *args, **kwargs)
-        with _launching(call.dispatch):
+        with launching(call.dispatch):
             return original(self, *args, **kwargs)
 
     return token_dispatch
@@ -206,7 +170,7 @@ def _around(layer: Any, call: Call, routed: Routed) -> tuple[Any, ...]:
     def between(*_: Any) -> None:
         if not done:
             output, *others = routed()
-            with _launching(call.combine):
+            with launching(call.combine):
                 done.append((layer.token_dispatcher.token_combine(output), *others))
             if any(port.taken for port in ports):
                 call.combine[0].give_way(call.dispatch[0])

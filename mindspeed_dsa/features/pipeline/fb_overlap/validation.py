@@ -1,0 +1,102 @@
+"""What pairs of forwards and backwards need, and what does not combine with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mindspeed_dsa.integration.configuration import argument
+
+FLAG = "--moe-fb-overlap"
+_IN_ONE_PIECE = {"core_attn", "mla_up_proj"}
+"""Modules whose recomputation lies inside of one piece of a layer."""
+_REFUSED = {
+    "moe_shared_expert_overlap": "runs the shared expert inside of the dispatcher, which is taken apart",
+    "delay_wgrad_compute": "computes weight gradients at other places than this does",
+    "ep_overlap_early_attn_memory_release": "changes the order that hides the combine",
+    "overlap_dispatch_backward_with_experts_wgrad": "hides the same transfer",
+    "enable_cuda_graph": "would hold each transfer at a fixed place",
+    "external_cuda_graph": "would hold each transfer at a fixed place",
+    "fine_grained_activation_offloading": "moves activations by pieces that are cut elsewhere",
+    "moe_paged_stash": "moves activations by pieces that are cut elsewhere",
+    "cpu_offloading": "moves activations by whole layers",
+    "use_megatron_fsdp": "gathers weights by whole layers",
+    "use_torch_fsdp2": "gathers weights by whole layers",
+}
+"""Arguments of Megatron that are refused when they are set, and why."""
+
+
+def check_overlap(args: Any, options: Any = None) -> Iterator[str]:
+    """What in arguments, or in a model's configuration, rules out pairs or leaves nothing to hide."""
+    if argument(args, "num_moe_experts") is None and not argument(args, "num_experts"):
+        yield f"{FLAG}: the model has no experts; add --num-experts or omit {FLAG}"
+        return
+    yield from _check_parallelism(args)
+    yield from _check_microbatches(args)
+    yield from _check_recompute(args)
+    for name, why in _REFUSED.items():
+        if argument(args, name):
+            yield f"{FLAG} cannot be used with --{name.replace('_', '-')}, which {why}; omit one of them"
+    if (argument(args, "cuda_graph_impl") or "none") != "none":
+        yield (
+            f"{FLAG} cannot be used with --cuda-graph-impl, which would hold each transfer at a fixed place; "
+            "omit one of them"
+        )
+
+
+def _check_parallelism(args: Any) -> Iterator[str]:
+    if argument(args, "expert_model_parallel_size") == 1:
+        yield (
+            f"{FLAG}: with --expert-model-parallel-size 1 no token leaves its rank; use at least 2 or omit "
+            f"{FLAG}"
+        )
+    dispatcher = argument(args, "moe_token_dispatcher_type")
+    if dispatcher not in (None, "alltoall"):
+        yield (
+            f"{FLAG}: --moe-token-dispatcher-type {dispatcher} has no all-to-all of its own to hide; use "
+            f"--moe-token-dispatcher-type alltoall or omit {FLAG}"
+        )
+    stages = argument(args, "pipeline_model_parallel_size") or 1
+    if stages > 1 and argument(args, "virtual_pipeline_model_parallel_size") is None:
+        yield (
+            f"{FLAG} with a pipeline needs the interleaved schedule, in which a forward and a backward are "
+            "ready at the same time; add --num-virtual-stages-per-pipeline-rank or "
+            "--num-layers-per-virtual-pipeline-stage"
+        )
+    depth = argument(args, "mtp_num_layers") or 0
+    if depth > 1:
+        yield f"{FLAG}: Megatron's schedule of pairs has one layer of multi-token prediction, not {depth}"
+    elif depth and stages == 1:
+        yield (
+            f"{FLAG}: Megatron's schedule of pairs has multi-token prediction in pipelines only; set "
+            "--pipeline-model-parallel-size or omit one of them"
+        )
+
+
+def _check_microbatches(args: Any) -> Iterator[str]:
+    whole, one = argument(args, "global_batch_size"), argument(args, "micro_batch_size")
+    replicas = argument(args, "data_parallel_size")
+    if not (whole and one and replicas) or argument(args, "rampup_batch_size"):
+        return
+    count, needed = whole // (one * replicas), max(2, argument(args, "pipeline_model_parallel_size") or 1)
+    if count < needed:
+        yield (
+            f"{FLAG}: a step has {count} microbatch{'es' * (count != 1)}, which leaves nothing to pair; use "
+            f"at least {needed} (--global-batch-size {needed * one * replicas})"
+        )
+
+
+def _check_recompute(args: Any) -> Iterator[str]:
+    granularity = argument(args, "recompute_granularity")
+    if granularity == "full":
+        yield (
+            f"{FLAG} takes layers apart, which --recompute-granularity full runs again as a whole; omit one "
+            "of them"
+        )
+    elif granularity == "selective":
+        other = [m for m in argument(args, "recompute_modules") or () if m not in _IN_ONE_PIECE]
+        if other:
+            yield (
+                f"{FLAG} takes MoE layers apart where --recompute-modules {' '.join(other)} would run again; "
+                f"keep {' and '.join(sorted(_IN_ONE_PIECE))} at most, or omit {FLAG}"
+            )
