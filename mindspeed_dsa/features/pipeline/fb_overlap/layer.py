@@ -1,9 +1,9 @@
 """One layer as pieces with a backward of their own, and the order in which two layers' pieces run.
 
 Megatron's schedule pairs a layer's forward (F) with the backward (B) of a layer of another microbatch. It has
-the layer's steps as nodes, each with a graph of its own, whose all-to-alls block. Here a transfer is started at
-the end of a piece and awaited at the beginning of the next one, in forward and in backward, so that whatever
-runs in between runs under it::
+the layer's steps as nodes, each with a graph of its own, whose all-to-alls block. Here a transfer is started
+at the end of a piece and awaited at the beginning of the next one, in forward and in backward, so that
+whatever runs in between runs under it::
 
     B  after the combine                    starts the reversed combine
     F  up to the dispatch                   starts the dispatch
@@ -12,8 +12,9 @@ runs in between runs under it::
     B  up to the dispatch
     F  after the combine
 
-A direction that runs alone, as in warm-up and cool-down, runs its own lines: its transfers have the shared expert
-and the weights' gradients above them. The order is the same on all ranks, which the transfers of a group need.
+A direction that runs alone, as in warm-up and cool-down, runs its own lines: the shared expert and the
+weights' gradients are then all that its transfers have above them. The order is the same on all ranks, which
+the transfers of a group need.
 """
 
 from __future__ import annotations

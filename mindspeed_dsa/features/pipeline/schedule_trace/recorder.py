@@ -70,14 +70,15 @@ class Recorder(pipeline_steps.Follower):
     def _layout(self, step: dict[str, Any]) -> recorded.Layout:
         chunks = step["model"] if isinstance(step["model"], list) else [step["model"]]
         config = self.megatron("core.utils").get_model_config(chunks[0])
+        pairs = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
         ranks = self.megatron("core.parallel_state").get_pipeline_model_parallel_world_size()
         return recorded.Layout(
             ranks=ranks,
             chunks=len(chunks),
             microbatches=step["num_microbatches"],
             group=getattr(config, "microbatch_group_size_per_vp_stage", None) or ranks,
-            paired=any(event.pair is not None for event, _, _ in self._marks),
-            extra_warmup=bool(getattr(config, "overlap_moe_expert_parallel_comm", False)),
+            paired=pairs,
+            extra_warmup=pairs,
         )
 
     def _position(self) -> dict[str, int]:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
+from unittest import mock
 
+import torch
+
+from mindspeed_dsa.parallel.all_to_all import InFlight
 from tests.features.moe.alltoall_overlap.cases import recorded
 from tests.support import model
+
+SWITCH = {"moe_fb_overlap": True}
 
 
 def trained(**arguments: Any) -> dict[str, Any]:
@@ -13,3 +24,120 @@ def trained(**arguments: Any) -> dict[str, Any]:
     with recorded() as events:
         result = model.run(**arguments)
     return {**result, "events": list(events)}
+
+
+def order(**overrides: Any) -> list[str]:
+    """Events of two microbatches through one layer: transfers, modules' forwards, weights' gradients."""
+    model.start(SWITCH, ep=2, etp=1)
+    cfg = model.config(num_layers=1, moe_layer_freq=[1], expert_model_parallel_size=2, **overrides)
+    chunk = model.gpt_model(cfg)
+    layer = chunk.decoder.layers[0]
+    shared, expert = layer.mlp.shared_experts, layer.mlp.experts.local_experts[0]
+    modules = {"attention": layer.self_attention, "experts": layer.mlp.experts}
+    weights = {"attention": layer.self_attention.linear_proj, "experts": expert.linear_fc1}
+    if shared is not None:
+        halves = {"shared fc1": shared.linear_fc1, "shared fc2": shared.linear_fc2}
+        modules, weights = modules | halves, weights | halves
+    with recorded() as events:
+        for name, module in modules.items():
+            module.register_forward_hook(partial(_happened, events, name))
+        for name, module in weights.items():
+            module.weight.register_post_accumulate_grad_hook(partial(_happened, events, f"{name} dW"))
+        model.train_step(cfg, [chunk], list(model.samples(2).view(2, 1, -1)))
+    return events
+
+
+def _happened(events: list[str], name: str, *_: Any) -> None:
+    events.append(name)
+
+
+def buffers_alive(microbatches: int) -> dict[str, int]:
+    """How many of the buffers that rows arrived in were alive at once in a step, and are after it.
+
+    With one expert per rank a forward's buffers are kept for backward, as long as its graph is.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        with _buffers() as (alive, counts):
+            model.run(
+                SWITCH,
+                {"num_moe_experts": 2},
+                num_microbatches=microbatches,
+                micro_batch_size=1,
+                ep=2,
+                etp=1,
+            )
+            return {"most": max(counts), "left": len(alive)}
+    finally:
+        gc.enable()
+
+
+@contextlib.contextmanager
+def _buffers() -> Iterator[tuple[dict[int, Any], list[int]]]:
+    alive: dict[int, Any] = {}
+    counts: list[int] = []
+    send = InFlight.send
+
+    def launch(self: Any, rows: Any, reverse: bool = False) -> Any:
+        pending = send(self, rows, reverse)
+        key = len(counts)
+        alive[key] = weakref.finalize(pending.result, alive.pop, key)
+        counts.append(len(alive))
+        return pending
+
+    with mock.patch.object(InFlight, "send", launch):
+        yield alive, counts
+
+
+def three_steps(distributed: bool) -> dict[str, Any]:
+    """Overlapped reduction, stock and ours, and an evaluation at the end."""
+    import mindspeed_dsa
+
+    model.start(ep=2, etp=1)
+    theirs = _steps(distributed)
+    mindspeed_dsa.disable()
+    mindspeed_dsa.enable(**model.DSA_ON, **SWITCH)
+    with recorded() as events:
+        ours = _steps(distributed)
+    return {"ours": ours, "theirs": theirs, "launched": events.count("launch")}
+
+
+def _steps(distributed: bool) -> dict[str, Any]:
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    cfg = model.config(num_layers=2, expert_model_parallel_size=2)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=True,
+        use_distributed_optimizer=distributed,
+        bucket_size=4000,
+    )
+    chunk = model.gpt_model(cfg)
+    wrapped = DistributedDataParallel(cfg, ddp, chunk)
+    cfg.finalize_model_grads_func, cfg.no_sync_func = finalize_model_grads, wrapped.no_sync
+    gradients, losses = {}, []
+    for step in range(4):
+        wrapped.zero_grad_buffer()
+        with torch.no_grad() if step == 3 else contextlib.nullcontext():
+            losses += get_forward_backward_func()(
+                forward_step_func=partial(model._forward_step_of, cfg),
+                data_iterator=iter(model.samples(3, seed=step).view(3, 1, -1)),
+                model=wrapped,
+                num_microbatches=3,
+                seq_length=model.SEQUENCE,
+                micro_batch_size=1,
+                forward_only=step == 3,
+            )
+        if step < 3:
+            gradients |= {f"{step} {name}": each for name, each in model.gradients([chunk]).items()}
+    golden = {
+        index: sorted(group.golden_per_param_grad_ready_counts.values())
+        for index, group in enumerate(wrapped.bucket_groups)
+    }
+    return {"gradients": gradients, "losses": [float(each["lm loss"]) for each in losses], "golden": golden}

@@ -4,24 +4,42 @@ from __future__ import annotations
 
 import pytest
 
+from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.schedule import beside
 from tests.support.model import assert_same_gradients
 
 CASES = "tests.features.pipeline.fb_overlap.cases"
+NO_SHARED = {"moe_shared_expert_intermediate_size": None}
+PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+INTERLEAVED = {"pp": 2, "vpp": 2}
 RUNS = {
-    # name: ranks, layout, microbatches, overrides
-    "PP1": (2, {}, 3, {"num_layers": 3}),
-    "PP1, dense layer last": (2, {}, 2, {"num_layers": 3, "moe_layer_freq": [1, 1, 0]}),
+    # name: ranks, layout, microbatches, overrides, other switches
+    "first layer dense": (2, {}, 3, {"num_layers": 3}, {}),
+    "last layer dense": (2, {}, 2, {"num_layers": 3, "moe_layer_freq": [1, 1, 0], **NO_SHARED}, {}),
+    "one expert per rank": (2, {}, 2, {"num_moe_experts": 2, "moe_shared_expert_gate": True}, {}),
+    "PP2 x VPP2": (4, INTERLEAVED, 4, {"num_layers": 4}, {}),
+    "PP2 x VPP2, all in warm-up": (4, INTERLEAVED, 2, {"num_layers": 4}, {}),
+    "one microbatch": (2, {}, 1, {}, {}),
+    "padded to capacity": (2, {}, 2, PADDED, {}),
+    "TP2+SP": (2, {"tp": 2}, 2, {"moe_shared_expert_gate": True}, {}),
+    "fused DSA": (2, {}, 2, {}, {"use_fused_dsa": True}),
+    "grouped experts": (2, {}, 2, {"moe_grouped_gemm": True}, {"moe_grouped_gemm": True}),
 }
+QUICK = list(RUNS)[:5]
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_losses_and_gradients(pool, name):
-    ranks, layout, microbatches, overrides = RUNS[name]
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in RUNS]
+)
+def test_losses_and_gradients(pool, tmp_path, name):
+    """In the order that the simulator says."""
+    ranks, layout, microbatches, overrides, others = RUNS[name]
+    trace = {"trace_schedule": str(tmp_path), "trace_schedule_step": 1}
     off, on = (
         pool.run(
             f"{CASES}:trained",
             ranks,
-            switches=switches,
+            switches={**others, **switches},
             overrides=overrides,
             num_microbatches=microbatches,
             micro_batch_size=1,
@@ -29,7 +47,7 @@ def test_losses_and_gradients(pool, name):
             etp=1,
             **layout,
         )
-        for switches in ({}, {"moe_fb_overlap": True})
+        for switches in ({}, {"moe_fb_overlap": True, **trace})
     )
     for before, after in zip(off, on, strict=True):
         assert before["events"] == []
@@ -37,4 +55,20 @@ def test_losses_and_gradients(pool, name):
             [float(loss) for loss in before["losses"]], rel=1e-6
         )
         assert_same_gradients(after["gradients"], before["gradients"], rtol=1e-5)
-    assert all("launch" in rank["events"] for rank in on)
+    assert any("launch" in rank["events"] for rank in on)
+    found = beside.compare(tmp_path, Megatron())
+    assert found.other_order == []
+    assert found.simulated.schedule.name.endswith("paired, +1 warmup")
+    pairs = [event for events in found.recorded.schedule.ranks for event in events if event.pair is not None]
+    assert bool(pairs) == (microbatches > 1)
+
+
+@pytest.mark.parametrize("distributed", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_three_steps_of_overlapped_reduction(pool, distributed):
+    """Every parameter is ready as often as in stock; an evaluation afterwards runs no pairs."""
+    for found in pool.run(f"{CASES}:three_steps", 2, distributed=distributed):
+        ours, theirs = found["ours"], found["theirs"]
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
+        assert_same_gradients(ours["gradients"], theirs["gradients"], rtol=1e-5)
+        assert ours["golden"] == theirs["golden"]
+        assert found["launched"] == 3 * 3 * 6  # steps, microbatches, transfers of the one MoE layer

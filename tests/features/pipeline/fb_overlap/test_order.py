@@ -1,0 +1,48 @@
+"""What runs under which transfer, seen by the modules and weights, and what stays in memory."""
+
+from __future__ import annotations
+
+CASES = "tests.features.pipeline.fb_overlap.cases"
+FIRST_FORWARD = [
+    *("attention", "launch", "launch", "shared fc1", "wait", "wait"),  # dispatch of tokens and probabilities
+    *("experts", "launch", "shared fc2", "wait"),  # combine
+]
+PAIR = [
+    *(
+        "launch",
+        "attention",
+        "launch",
+        "launch",
+        "shared fc2 dW",
+        "shared fc1 dW",
+        "wait",
+    ),  # combine, reversed
+    *("launch", "launch", "experts dW"),  # dispatch, reversed
+    *("shared fc1", "wait", "wait", "experts", "launch", "shared fc2"),
+    *("wait", "wait", "attention dW", "wait"),
+]
+LAST_BACKWARD = [
+    *("launch", "shared fc2 dW", "shared fc1 dW", "wait"),
+    *("launch", "launch", "experts dW", "wait", "wait", "attention dW"),
+]
+
+
+def without_shared(events):
+    return [event for event in events if "shared" not in event]
+
+
+def test_one_direction_runs_under_the_others_transfers(pool):
+    for events in pool.run(f"{CASES}:order", 2):
+        assert events == [*FIRST_FORWARD, *PAIR, *LAST_BACKWARD]
+
+
+def test_without_a_shared_expert(pool):
+    for events in pool.run(f"{CASES}:order", 2, moe_shared_expert_intermediate_size=None):
+        assert events == without_shared([*FIRST_FORWARD, *PAIR, *LAST_BACKWARD])
+
+
+def test_graphs_die_with_their_backward(pool):
+    """Without the garbage collector; two microbatches are in flight, however many there are."""
+    few, many = (pool.run(f"{CASES}:buffers_alive", 2, microbatches=count) for count in (3, 6))
+    assert few == many
+    assert all(rank["left"] == 0 and rank["most"] >= 4 for rank in few)

@@ -1,0 +1,89 @@
+"""Combinations with paired forwards and backwards that are refused before training starts."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from mindspeed_dsa import checks
+from mindspeed_dsa.features import all_features
+from mindspeed_dsa.features.pipeline.fb_overlap.feature import FEATURE
+
+SERVED = {
+    "num_experts": 8,
+    "expert_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "virtual_pipeline_model_parallel_size": 2,
+    "moe_token_dispatcher_type": "alltoall",
+    "mtp_num_layers": 1,
+    "recompute_granularity": "selective",
+    "recompute_modules": ["core_attn"],
+    "global_batch_size": 8,
+    "micro_batch_size": 1,
+    "data_parallel_size": 4,
+    "cuda_graph_impl": "none",
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_experts": None}, "--num-experts"),
+        ({"expert_model_parallel_size": 1}, "--expert-model-parallel-size 1"),
+        ({"moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type allgather"),
+        ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex"),
+        ({"virtual_pipeline_model_parallel_size": None}, "--num-virtual-stages-per-pipeline-rank"),
+        ({"pipeline_model_parallel_size": 1}, "in pipelines only"),
+        ({"mtp_num_layers": 2}, "multi-token prediction, not 2"),
+        ({"global_batch_size": 4}, "--global-batch-size 8"),
+        (
+            {"pipeline_model_parallel_size": 1, "mtp_num_layers": None, "global_batch_size": 4},
+            "1 microbatch,",
+        ),
+        ({"recompute_granularity": "full"}, "--recompute-granularity full"),
+        ({"recompute_modules": ["core_attn", "moe", "layernorm"]}, "--recompute-modules moe layernorm"),
+        ({"moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap"),
+        ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refused_in_one_sentence(arguments, words):
+    (problem,) = FEATURE.validate(Namespace(**{**SERVED, **arguments}))
+    assert problem.startswith("--moe-fb-overlap")
+    assert words in problem
+    assert list(FEATURE.validate(Namespace(**SERVED))) == []
+
+
+def test_features_that_need_whole_layers_are_named():
+    """Every one that decorates a layer's forward, and those with transfers of their own."""
+    whole = {
+        feature.name
+        for feature in all_features()
+        if any(patch.target.endswith("TransformerLayer.forward") for patch in feature.patches)
+    }
+    refused = {conflict.feature for conflict in FEATURE.conflicts}
+    assert whole | {"moe-alltoall-overlap-comm", "balanced-moe-experts", "recompute-ahead"} <= refused
+    assert refused <= {feature.name for feature in all_features()}
+
+
+@pytest.mark.parametrize("release", ["0.12.1", "0.13.1"])
+def test_older_releases_are_told_what_to_install(monkeypatch, release):
+    monkeypatch.setattr(checks.versions, "of_distribution", lambda *_: release)
+    settings = Namespace(platform="cpu", megatron_root="megatron", chosen=dict)
+    (problem,) = checks.problems([FEATURE], settings)
+    assert "moe-fb-overlap" in problem
+    assert f"needs megatron-core >=0.16,<0.20, but {release} is installed; install a release" in problem
+
+
+def test_a_configuration_is_refused_too(pool):
+    """Jobs without Megatron's parser."""
+    (error,) = pool.run(
+        "tests.support.model:error_of",
+        1,
+        case="tests.support.model:run",
+        switches={"moe_fb_overlap": True},
+    )
+    assert "--moe-fb-overlap: with --expert-model-parallel-size 1 no token leaves its rank" in error
