@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.features.moe.alltoall_overlap.cases import SWITCH, recorded
+from tests.matrix.model import one_step
 from tests.support import moe
 
 
@@ -60,3 +61,10 @@ def _train(overrides: Mapping[str, Any]) -> dict[str, Any]:
     }
     built = moe.layer(TransformerConfig(**{**values, **overrides}))
     return moe.train(built, [moe.tokens(6, seed=10 * dist.get_rank() + index) for index in range(2)])
+
+
+def whole_step(**arguments: Any) -> dict[str, Any]:
+    """A training step of the tiny model, and how many parted transfers were started."""
+    with recorded() as events:
+        result = one_step(**arguments)
+    return {**result, "launched": events.count("launch")}

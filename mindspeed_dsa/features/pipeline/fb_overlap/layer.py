@@ -49,71 +49,98 @@ class _Pieces:
 
     Args:
         plan: Megatron's, with its nodes.
-        shared: the node of the shared expert, if the layer has one.
-        halves: of the shared expert: the module that begins the second one.
+        shared: of the shared expert, if the layer has one.
     """
 
-    def __init__(self, plan: Any, shared: Any, halves: Any) -> None:
-        self._before, self._experts, self._after = _attention(plan), plan.mlp, plan.moe_combine
-        self._prediction = plan.mtp_post_process
-        self._shared, self._second_half, self._state = shared, halves, plan.layer_state
-        self._shared_in: Tensor | None = None
-        self._shared_out: Tensor | None = None
+    def __init__(self, plan: Any, shared: _Shared | None) -> None:
+        self._before, self._experts, self._after = _until_dispatch(plan), plan.mlp, plan.moe_combine
+        self._prediction, self._shared = plan.mtp_post_process, shared
 
     def forward_before(self, hidden: Tensor) -> Tensor:
         """Attention, router and permutation; the dispatch is on its way."""
-        edge: Tensor = self._before.forward(hidden)
-        return edge
+        for node in self._before:
+            hidden = node.forward(hidden)
+        return hidden
 
-    def forward_experts(self, edge: Tensor) -> Tensor:
+    def forward_experts(self, edge: Tensor) -> Any:
         """The experts between the shared expert's two halves; the combine is on its way."""
         if self._shared is None:
-            return self._run_experts(edge)
+            return self._experts.forward(edge)
+        return self._shared.forward(lambda: self._experts.forward(edge))
+
+    def forward_after(self, edges: Any) -> Tensor:
+        """The layer's output, ``[sequence, batch, hidden]``."""
+        output: Tensor = self._prediction.forward(self._after.forward(edges))
+        return output
+
+    def backward_after(self, gradient: Tensor) -> Any:
+        """Up to the combine; its reverse is on its way."""
+        return self._after.backward(self._prediction.backward(gradient))
+
+    def backward_experts(self, edges: Any) -> Tensor:
+        """Shared expert and experts; the dispatch's reverse was on its way under the weights' gradients."""
+        if self._shared is not None:
+            edges = self._shared.backward(edges)
+        received: Tensor = self._experts.backward(edges)
+        return received
+
+    def backward_before(self, gradient: Tensor) -> Tensor:
+        """Gradient of the layer's input."""
+        for node in reversed(self._before):
+            gradient = node.backward(gradient)
+        return gradient
+
+
+class _Shared:
+    """The shared expert's node, between the router's and the one after the combine.
+
+    Megatron-core 0.14 and 0.15 hand its output on beside the experts'; later releases have it in the layer's
+    state, where its input takes its place until then.
+
+    Args:
+        node: runs it.
+        second_half: the module that begins its second half.
+        state: of the layer.
+    """
+
+    def __init__(self, node: Any, second_half: Any, state: Any) -> None:
+        self._node, self._second_half, self._state = node, second_half, state
+        self._in: Any = None
+        self._out: Any = None
+
+    def forward(self, experts: Callable[[], Tensor]) -> Any:
+        """Run it, with ``experts`` in its middle; what it returns is for the node after the combine."""
         done: list[Tensor] = []
 
         def between(*_: Any) -> None:
             if not done:
-                done.append(self._run_experts(edge))
+                done.append(experts())
 
-        self._shared_in = self._state.shared_expert_output
+        beside = not hasattr(self._state, "shared_expert_output")
+        self._in = self._state.pre_mlp_layernorm_output if beside else self._state.shared_expert_output
         hook = self._second_half.register_forward_pre_hook(between)
         try:
-            output = self._shared.forward(self._shared_in)
+            output = self._node.forward(self._in)
         finally:
             hook.remove()
         between()
-        self._shared_out = output.detach().requires_grad_(output.requires_grad)
-        self._state.shared_expert_output = self._shared_out
+        self._out = output.detach().requires_grad_(output.requires_grad)
+        if beside:
+            return done[0], self._out
+        self._state.shared_expert_output = self._out
         return done[0]
 
-    def _run_experts(self, edge: Tensor) -> Tensor:
-        output: Tensor = self._experts.forward(edge)
-        return output
+    def backward(self, edges: Any) -> Tensor:
+        """Run its backward; the gradient of its input is for the router's node.
 
-    def forward_after(self, edge: Tensor) -> Tensor:
-        """The layer's output, ``[sequence, batch, hidden]``."""
-        output: Tensor = self._prediction.forward(self._after.forward(edge))
-        return output
-
-    def backward_after(self, gradient: Tensor) -> Tensor:
-        """Up to the combine; its reverse is on its way."""
-        edge: Tensor = self._after.backward(self._prediction.backward(gradient))
-        return edge
-
-    def backward_experts(self, edge: Tensor) -> Tensor:
-        """Shared expert and experts; the dispatch's reverse was on its way under the weights' gradients."""
-        if self._shared is not None:
-            assert self._shared_in is not None
-            assert self._shared_out is not None
-            self._shared_in.grad = self._shared.backward(self._shared_out.grad)
-            self._shared_in = self._shared_out = None
-        received: Tensor = self._experts.backward(edge)
-        return received
-
-    def backward_before(self, edge: Tensor) -> Tensor:
-        """Gradient of the layer's input."""
-        gradient: Tensor = self._before.backward(edge)
-        return gradient
+        Args:
+            edges: from the node after the combine, the gradient of the output perhaps beside the other.
+        """
+        edge, gradient = edges if isinstance(edges, tuple) else (edges, self._out.grad)
+        self._in.grad = self._node.backward(gradient)
+        self._in = self._out = None
+        result: Tensor = edge
+        return result
 
 
 def cut_at_transfers(original: Callable[..., None]) -> Callable[..., None]:
@@ -123,18 +150,16 @@ def cut_at_transfers(original: Callable[..., None]) -> Callable[..., None]:
         self: Any, event: Any, comp_stream: Any, comm_stream: Any, extra_args: dict[str, Any]
     ) -> None:
         original(self, event, comp_stream, comp_stream, extra_args)
-        layer = _transformer_layer(self.layer)
-        moe, shared, halves = layer.mlp, None, None
+        moe, shared = _transformer_layer(self.layer).mlp, None
         if hasattr(moe, "token_dispatcher"):
-            crossing = _Crossing()
-            before = _attention(self)
-            before.submodule = _before_experts(before.submodule, self.moe_dispatch.submodule, crossing)
+            crossing, router = _Crossing(), _until_dispatch(self)[-1]
+            router.submodule = _before_experts(router.submodule, self.moe_dispatch.submodule, crossing)
             self.mlp.submodule = _experts(self.mlp.submodule, moe, crossing)
             self.moe_combine.submodule = _after_experts(self.moe_combine.submodule, crossing)
             self.mlp.free_input = self.moe_combine.free_input = False
             self.moe_dispatch = None
             if moe.use_shared_expert:
-                shared = type(self.mlp)(
+                node = type(self.mlp)(
                     comp_stream,
                     event,
                     self.layer_state,
@@ -143,17 +168,18 @@ def cut_at_transfers(original: Callable[..., None]) -> Callable[..., None]:
                     name="shared_expert",
                     extra_args=extra_args,
                 )
-                halves = moe.shared_experts.linear_fc2
-        else:
+                shared = _Shared(node, moe.shared_experts.linear_fc2, self.layer_state)
+        elif not hasattr(self, "post_attn"):
             self.mlp.submodule = _normalised_at_end(self.mlp.submodule)
-        self.pieces = _Pieces(self, shared, halves)
+        self.pieces = _Pieces(self, shared)
 
     return _build_callable_nodes
 
 
-def _attention(plan: Any) -> Any:
-    """The node up to the dispatch; renamed in megatron-core 0.19."""
-    return plan.attn if hasattr(plan, "attn") else plan.pre_dispatch_computation
+def _until_dispatch(plan: Any) -> list[Any]:
+    """The nodes before the dispatch: two in megatron-core 0.14 and 0.15, another name from 0.19."""
+    names = ("attn", "pre_dispatch_computation", "post_attn")
+    return [getattr(plan, name) for name in names if hasattr(plan, name)]
 
 
 def _transformer_layer(layer: Any) -> Any:
@@ -164,10 +190,10 @@ def _transformer_layer(layer: Any) -> Any:
     return layer
 
 
-def _before_experts(attention: _Step, dispatch: _Step, crossing: _Crossing) -> _Step:
+def _before_experts(router: _Step, dispatch: _Step, crossing: _Crossing) -> _Step:
     def step(node: Any, hidden: Tensor) -> Tensor:
         with _postponed():
-            tokens, probs = attention(node, hidden)
+            tokens, probs = router(node, hidden)
         with departing(crossing.dispatch):
             edge: Tensor = dispatch(node, tokens, probs)
         return edge
@@ -177,13 +203,16 @@ def _before_experts(attention: _Step, dispatch: _Step, crossing: _Crossing) -> _
 
 def _experts(experts: _Step, moe: Any, crossing: _Crossing) -> _Step:
     def step(node: Any, edge: Tensor) -> Tensor:
-        state = node.layer_state
-        with opened(moe.experts.parameters()):  # before the arrivals: their gradients under the way back
-            tokens, probs = crossing.dispatch
-            crossing.dispatch.clear()
-            arrived = tokens.arrive(edge)
-            state.dispatched_probs = probs.arrive(state.dispatched_probs)
-            output = experts(node, arrived)
+        state, has_shared = node.layer_state, moe.use_shared_expert
+        moe.use_shared_expert = False  # megatron-core 0.14 and 0.15 would run it here
+        try:
+            with opened(moe.experts.parameters()):  # before the arrivals: their gradients under the way back
+                tokens, probs = crossing.dispatch
+                crossing.dispatch.clear()
+                state.dispatched_probs = probs.arrive(state.dispatched_probs)
+                output = experts(node, tokens.arrive(edge))
+        finally:
+            moe.use_shared_expert = has_shared
         state.dispatched_probs = None
         with departing(crossing.combine):
             sent: Tensor = moe.token_dispatcher.token_combine(output)
@@ -193,9 +222,9 @@ def _experts(experts: _Step, moe: Any, crossing: _Crossing) -> _Step:
 
 
 def _after_experts(combine: _Step, crossing: _Crossing) -> _Step:
-    def step(node: Any, edge: Tensor) -> Tensor:
+    def step(node: Any, edge: Tensor, *shared: Tensor) -> Tensor:
         with arriving(crossing.combine):
-            output: Tensor = combine(node, edge)
+            output: Tensor = combine(node, edge, *shared)
         return output
 
     return step
@@ -203,14 +232,14 @@ def _after_experts(combine: _Step, crossing: _Crossing) -> _Step:
 
 def _shared_expert(moe: Any) -> _Step:
     def step(node: Any, hidden: Tensor) -> Tensor:
-        output: Tensor = moe.shared_experts_compute(hidden)
+        output: Tensor = moe.shared_experts(hidden)
         return output
 
     return step
 
 
 def _normalised_at_end(mlp: _Step) -> _Step:
-    """Megatron's steps have the decoder's final norm in those of a MoE layer alone."""
+    """From 0.16 Megatron's steps have the decoder's final norm in those of a MoE layer alone."""
 
     def step(node: Any, hidden: Tensor) -> Tensor:
         output: Tensor = mlp(node, hidden)

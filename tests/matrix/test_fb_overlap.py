@@ -1,0 +1,37 @@
+"""Paired forwards and backwards on the release that is installed: the steps of a layer differ."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.matrix.model import EXPERTS
+from tests.support.model import assert_same_gradients
+
+RUNS = {
+    # name: ranks, layout, microbatches, overrides
+    "PP1": (2, {}, 3, {"num_moe_experts": 2, "num_layers": 3, "moe_layer_freq": [0, 1, 0]}),
+    "PP2 x VPP2": (4, {"pp": 2, "vpp": 2}, 4, {"num_layers": 4, "moe_layer_freq": [0, 1, 1, 1]}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_step_beside_stock(pool, name):
+    ranks, layout, microbatches, overrides = RUNS[name]
+    off, on = (
+        pool.run(
+            "tests.matrix.moe_cases:whole_step",
+            ranks,
+            switches=switches,
+            overrides={**EXPERTS, **overrides, "expert_model_parallel_size": 2},
+            num_microbatches=microbatches,
+            micro_batch_size=1,
+            ep=2,
+            etp=1,
+            **layout,
+        )
+        for switches in ({}, {"moe_fb_overlap": True})
+    )
+    for before, after in zip(off, on, strict=True):
+        assert after["losses"] == pytest.approx(before["losses"], rel=1e-6)
+        assert_same_gradients(after["gradients"], before["gradients"], rtol=1e-5)
+    assert sum(rank["launched"] for rank in on) > 0
