@@ -283,7 +283,8 @@ def run_pair(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Any, Any]:
         plans = [plan for plan in (f_layer, b_layer) if plan is not None]
         if not all(hasattr(plan, "pieces") for plan in plans):  # of a model with layers of other kinds
-            return original(f_layer, b_layer, f_input, b_grad, is_last_layer_in_bwd)
+            result: tuple[Any, Any] = original(f_layer, b_layer, f_input, b_grad, is_last_layer_in_bwd)
+            return result
         forward, backward = (None if plan is None else plan.pieces for plan in (f_layer, b_layer))
         precision = contextlib.nullcontext if f_layer is None else f_layer.get_fp8_context
         if backward:
