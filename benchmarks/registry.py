@@ -76,6 +76,14 @@ CASES: dict[str, Case] = {
             },
         ),
         Case(
+            "pipeline",
+            "pairs of forwards and backwards: simulated, and two ranks with a slow link (needs root)",
+            "benchmarks.pipeline",
+            on_device=False,
+            has_quick=True,
+            options={"link": "rate of the link, as tc reads it (default: 2gbit)"},
+        ),
+        Case(
             "memory",
             "memory features: device bytes per parameter, bytes of activations, step time",
             "benchmarks.memory",

@@ -110,11 +110,12 @@ def way(name: str) -> Iterator[None]:
         if name == "shared expert alone":
             stack.enter_context(mock.patch.object(feature, "opened", contextlib.nullcontext))
         if name == "no transfers":
-            stack.enter_context(mock.patch.object(dist, "all_to_all_single", _copy))
+            stack.enter_context(mock.patch.object(dist, "all_to_all_single", copy_rows))
         yield
 
 
-def _copy(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> None:
+def copy_rows(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> None:
+    """In place of ``all_to_all_single``: as many rows as fit, without a transfer."""
     rows = min(len(output), len(input))
     output[:rows].copy_(input[:rows])
     output[rows:].zero_()

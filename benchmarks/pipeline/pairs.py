@@ -1,0 +1,176 @@
+"""Steps of paired forwards and backwards, EP2 without a pipeline: what of their transfers is hidden."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.linkbed import LinkBed
+from benchmarks.moe.overlap import copy_rows
+from benchmarks.moe.problem import deviation, minima, start
+from benchmarks.registry import Metrics
+
+SWITCH = {"moe_fb_overlap": True}
+VOCABULARY = 256
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the measurement.
+
+    Attributes:
+        layers: all with experts.
+        microbatches: of one sequence each.
+        tokens: of a sequence.
+        hidden: width of a token.
+        ffn: of each routed expert.
+        shared: of the shared expert.
+        experts: of all ranks.
+        topk: experts of a token.
+        rounds: each runs every variant once.
+    """
+
+    layers: int = 4
+    microbatches: int = 4
+    tokens: int = 1024
+    hidden: int = 1024
+    ffn: int = 256
+    shared: int = 512
+    experts: int = 8
+    topk: int = 4
+    rounds: int = 2
+
+
+QUICK = Sizes(layers=2, microbatches=2, tokens=32, hidden=64, ffn=32, shared=32, rounds=1)
+
+
+def run(link: str, quick: bool) -> Metrics:
+    """The measured entries."""
+    with LinkBed(2, link) as bed:
+        found = bed.run("benchmarks.pipeline.pairs:measure", sizes=QUICK if quick else Sizes())[0]
+    print(f"pairs: {found}", file=sys.stderr, flush=True)
+    wall = {name: 1e3 * timing.wall for name, timing in found["times"].items()}
+    exposed = wall["stock"] - wall["no transfers"]
+    return {
+        "fb_overlap_speedup": wall["stock"] / wall["pairs"],
+        "a2a_hidden_fraction": (wall["stock"] - wall["pairs"]) / exposed,
+        "exposed_over_step": exposed / wall["stock"],
+        "milliseconds": wall,
+        "processor_milliseconds": {name: 1e3 * each.processor for name, each in found["times"].items()},
+        "deviation": found["deviation"],
+    }
+
+
+def measure(sizes: Sizes) -> dict[str, Any]:
+    """Times of a step's variants; the same on all ranks."""
+    start(**SWITCH)
+    step = _step(sizes)
+
+    def variant(name: str) -> Callable[[], object]:
+        return lambda: step(name)
+
+    return {
+        "deviation": deviation(step("pairs"), step("stock")),
+        "times": minima({name: variant(name) for name in ("stock", "pairs", "no transfers")}, sizes.rounds),
+    }
+
+
+def _step(sizes: Sizes) -> Callable[[str], dict[str, Tensor]]:
+    """A training step without the optimizer's, by its variant; returns losses and gradients.
+
+    ``stock`` is Megatron's schedule and layers, ``no transfers`` that with a copy in place of every
+    all-to-all, whose rows are then wrong.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    cfg = _configuration(sizes)
+    chunk = GPTModel(
+        config=cfg,
+        transformer_layer_spec=get_gpt_layer_local_spec(cfg.num_moe_experts, moe_grouped_gemm=False),
+        vocab_size=VOCABULARY,
+        max_sequence_length=sizes.tokens,
+        position_embedding_type="rope",
+    )
+    model = DistributedDataParallel(cfg, DistributedDataParallelConfig(), chunk)
+    cfg.no_sync_func = model.no_sync
+    noise = torch.Generator().manual_seed(dist.get_rank())
+    shape = (sizes.microbatches, 1, sizes.tokens + 1)
+    batch = torch.randint(0, VOCABULARY, shape, generator=noise)
+
+    def step(name: str) -> dict[str, Tensor]:
+        cfg.overlap_moe_expert_parallel_comm = name == "pairs"
+        model.zero_grad_buffer()
+        with _copies() if name == "no transfers" else contextlib.nullcontext():
+            losses = get_forward_backward_func()(
+                forward_step_func=_forward_step,
+                data_iterator=iter(batch),
+                model=model,
+                num_microbatches=sizes.microbatches,
+                seq_length=sizes.tokens,
+                micro_batch_size=1,
+                forward_only=False,
+            )
+        gradients = {name: weight.main_grad.clone() for name, weight in chunk.named_parameters()}
+        return {"losses": torch.stack([each["loss"] for each in losses]), **gradients}
+
+    return step
+
+
+def _configuration(sizes: Sizes) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=sizes.layers,
+        hidden_size=sizes.hidden,
+        num_attention_heads=8,
+        ffn_hidden_size=sizes.ffn,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        num_moe_experts=sizes.experts,
+        moe_ffn_hidden_size=sizes.ffn,
+        moe_shared_expert_intermediate_size=sizes.shared,
+        moe_router_topk=sizes.topk,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        expert_model_parallel_size=dist.get_world_size(),
+        expert_tensor_parallel_size=1,
+        transformer_impl="local",
+    )
+
+
+def _forward_step(iterator: Iterator[Tensor], model: Any, return_schedule_plan: bool = False) -> Any:
+    tokens = next(iterator)
+    places = torch.arange(tokens.size(1) - 1).unsqueeze(0)
+    call = model.build_schedule_plan if return_schedule_plan else model
+    return call(tokens[:, :-1], places, None, labels=tokens[:, 1:]), _loss
+
+
+def _loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = output.float().mean()
+    return loss, {"loss": loss.detach().clone()}
+
+
+@contextlib.contextmanager
+def _copies() -> Iterator[None]:
+    with mock.patch.object(dist, "all_to_all_single", copy_rows):
+        yield
