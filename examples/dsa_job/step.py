@@ -36,11 +36,12 @@ def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> LossAndCount
 
 
 def forward_step(
-    data: Iterator[Batch], model: torch.nn.Module
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossAndCount]]:
-    """Forward pass of one microbatch, in the form that Megatron's schedules call."""
+    data: Iterator[Batch], model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Callable[[torch.Tensor], LossAndCount]]:
+    """Forward pass of one microbatch, or its plan, in the form that Megatron's schedules call."""
     batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(data).items()}
-    output = model(
+    forward = model.build_schedule_plan if return_schedule_plan else model
+    output = forward(
         batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"]
     )
     return output, partial(loss_function, batch["loss_mask"])

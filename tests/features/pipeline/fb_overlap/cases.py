@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -21,9 +21,21 @@ SWITCH = {"moe_fb_overlap": True}
 
 def trained(**arguments: Any) -> dict[str, Any]:
     """A training step of the tiny model, with the launches and waits of its parted transfers."""
-    with recorded() as events:
+    with recorded() as events, mock.patch.object(model, "gpt_model", _with_prediction(model.gpt_model)):
         result = model.run(**arguments)
     return {**result, "events": list(events)}
+
+
+def _with_prediction(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Multi-token prediction lies in the last chunk, if the configuration has it."""
+
+    def gpt_model(cfg: Any, vp_stage: int | None = None) -> Any:
+        from megatron.core import parallel_state
+
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        return build(cfg, vp_stage, mtp=last and bool(cfg.mtp_num_layers))
+
+    return gpt_model
 
 
 def order(**overrides: Any) -> list[str]:

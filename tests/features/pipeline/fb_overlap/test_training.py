@@ -22,6 +22,7 @@ RUNS = {
     "one microbatch": (2, {}, 1, {}, {}),
     "padded to capacity": (2, {}, 2, PADDED, {}),
     "TP2+SP": (2, {"tp": 2}, 2, {"moe_shared_expert_gate": True}, {}),
+    "multi-token prediction": (4, INTERLEAVED, 4, {"num_layers": 4, "mtp_num_layers": 1}, {}),
     "fused DSA": (2, {}, 2, {}, {"use_fused_dsa": True}),
     "grouped experts": (2, {}, 2, {"moe_grouped_gemm": True}, {"moe_grouped_gemm": True}),
 }
