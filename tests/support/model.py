@@ -111,7 +111,9 @@ def gpt_model(cfg: Any, vp_stage: int | None = None, mtp: bool = False) -> Any:
     mtp_spec = None
     if mtp:
         layers = gpt_layer_specs.get_gpt_decoder_layer_specs(cfg, use_transformer_engine=False)
-        mtp_spec = gpt_layer_specs.get_gpt_mtp_block_spec(cfg, layers[-1], use_transformer_engine=False)
+        mtp_spec = gpt_layer_specs.get_gpt_mtp_block_spec(
+            cfg, layers[-1], use_transformer_engine=False, vp_stage=vp_stage
+        )
     model = GPTModel(
         config=cfg,
         transformer_layer_spec=spec,
