@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any
 
 import torch.distributed as dist
 import torch.nn.functional as F
+from packaging.version import Version
 
 from tests.features.moe.alltoall_overlap.cases import SWITCH, recorded
-from tests.matrix.model import one_step
-from tests.support import moe
+from tests.matrix.model import EXPERTS, one_step
+from tests.support import model, moe
 
 
 def beside_stock(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -63,8 +65,12 @@ def _train(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return moe.train(built, [moe.tokens(6, seed=10 * dist.get_rank() + index) for index in range(2)])
 
 
-def whole_step(**arguments: Any) -> dict[str, Any]:
+def whole_step(overrides: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
     """A training step of the tiny model, and how many parted transfers were started."""
     with recorded() as events:
-        result = one_step(**arguments)
+        if Version(metadata.version("megatron-core")) < Version("0.16"):
+            overrides = {**EXPERTS, "expert_model_parallel_size": arguments["ep"], **overrides}
+            result = one_step(overrides=overrides, **arguments)
+        else:
+            result = model.run(overrides=overrides, **arguments)
     return {**result, "launched": events.count("launch")}
