@@ -129,9 +129,9 @@ def keep_hot_tokens(original: Call, context: Context[Options]) -> Call:
         hidden = hidden_states.size(-1)
         layer.experts.wait_for_weights()
         rates = rates_of(layer.experts, hidden, layer.group, context.options, context.log)
-        numel = sum(shape.numel() for shape in layer.shapes)
+        costs = rates.costs(layer.shapes, hidden, hidden_states.dtype)
         counts, learning = layer.gathered(routing_map.sum(dim=0))
-        plan = choose(counts, rates.costs(numel, hidden, hidden_states.dtype), context.options.limit)
+        plan = choose(counts, costs, context.options.limit)
         layer.forward, cold_map = _split(layer, plan, counts, learning, hidden_states, routing_map, probs)
         return original(self, hidden_states, cold_map, probs, *args, **kwargs)
 
