@@ -16,6 +16,7 @@ from benchmarks.registry import Metrics
 RATE = "2gbit"
 CELLS = {
     "overlap": "benchmarks.moe.overlap",
+    "balanced": "benchmarks.moe.balanced",
 }
 """By the name that ``--only`` takes: a module."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,8 +17,10 @@ from mindspeed_dsa.features.moe.grouped_experts.linear import GroupedLinear
 from mindspeed_dsa.features.moe.grouped_experts.options import Options
 from mindspeed_dsa.features.moe.grouped_experts.validation import check_model, recomputes_activation
 from mindspeed_dsa.integration.configuration import require
+from mindspeed_dsa.integration.gathered_weights import wait_for_weights
 from mindspeed_dsa.integration.stand_in import StandIn, activation_of
 from mindspeed_dsa.ops.grouped_matmul import Groups
+from mindspeed_dsa.parallel.lending import Place
 
 LINEARS = ("linear_fc1", "linear_fc2")
 
@@ -75,6 +77,28 @@ def grouped_experts(context: Context[Options]) -> type:
             finally:
                 for linear in linears:
                     linear.groups = None
+
+        def expert_weights(self, expert: int) -> tuple[Place, ...]:
+            """See :class:`mindspeed_dsa.integration.experts.SingleExperts`; in the layout of the stack."""
+            return tuple(Place(getattr(self.mlp, name).weight, expert) for name in LINEARS)
+
+        def run_expert(self, weights: Sequence[Tensor], rows: Tensor, probs: Tensor) -> Tensor:
+            """One expert is a stack of one."""
+            linears = [getattr(self.mlp, name) for name in LINEARS]
+            stacks = {f"{name}.weight": own[None] for name, own in zip(LINEARS, weights, strict=True)}
+            for linear in linears:
+                linear.groups = Groups([rows.size(0)])
+            try:
+                output: Tensor = torch.func.functional_call(self.mlp, stacks, (rows, probs))[0]
+            finally:
+                for linear in linears:
+                    linear.groups = None
+            return output
+
+        def wait_for_weights(self) -> None:
+            """Under overlapped parameter gathering."""
+            for name in LINEARS:
+                wait_for_weights(getattr(self.mlp, name))
 
         def _recomputing_mlp(self, rows: Tensor, probs: Tensor) -> Any:
             """Megatron's ``moe_act``: fc2's backward recomputes the activation."""
