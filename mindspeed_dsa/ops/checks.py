@@ -19,6 +19,11 @@ def set_debug_checks(enabled: bool) -> bool:
     return before
 
 
+def enabled() -> bool:
+    """Whether the checks that read tensors are on."""
+    return _enabled
+
+
 def require(condition: bool, operator: str, problem: str) -> None:
     """Raise ``ValueError`` naming the operator unless ``condition`` holds."""
     if not condition:

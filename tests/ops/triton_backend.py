@@ -16,6 +16,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 from mindspeed_dsa.ops import triton_common  # noqa: E402
 from mindspeed_dsa.ops.indexer_kl_loss import triton as kl_loss  # noqa: E402
 from mindspeed_dsa.ops.lightning_indexer import triton as indexer  # noqa: E402
+from mindspeed_dsa.ops.moe_permute import triton as permutation  # noqa: E402
 from mindspeed_dsa.ops.sparse_flash_attention import triton as attention  # noqa: E402
 
 if _before is None:
@@ -23,4 +24,4 @@ if _before is None:
 
 DEVICE = "cpu" if triton_common.interpreted() else "cuda"
 
-__all__ = ["DEVICE", "attention", "indexer", "kl_loss", "triton_common"]
+__all__ = ["DEVICE", "attention", "indexer", "kl_loss", "permutation", "triton_common"]
