@@ -94,7 +94,7 @@ def choose(operator: str, requested: str, shape: ShapeClass) -> Any:
         _report(operator, requested)
         return module
 
-    for name in _PREFERENCE.get(shape.device, ("reference",)):
+    for name in (*_PREFERENCE.get(shape.device, ()), "reference"):
         module, reason = _load(operator, name, shape)
         if module is not None:
             _report(operator, name)
