@@ -1,16 +1,19 @@
-"""Sessions of one process look at the same sources again and again: they are parsed once."""
+"""Sessions of one process look at the same sources again and again: they are read and checked once."""
 
 from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
 
+from mindspeed_dsa import compat
 from mindspeed_dsa.patches import drift, source_tree
 
 
 def parse_once() -> None:
-    """Keep what was parsed and fingerprinted for as long as the process lives."""
+    """Keep what was parsed, fingerprinted and found about a patch for as long as the process lives."""
     if hasattr(source_tree.scope_of_text, "cache_info"):
         return
     source_tree.scope_of_text = functools.lru_cache(maxsize=256)(source_tree.scope_of_text)
@@ -25,3 +28,14 @@ def parse_once() -> None:
         return known[key][1]
 
     drift.fingerprint = fingerprint
+    static_check = compat.static_check
+    checks: dict[object, Callable[[Any], Any]] = {}
+
+    def check_once(root: str = "megatron") -> Callable[[Any], Any]:
+        # What can be found where: a fork that a test writes lies in a folder of its own.
+        where = root, *sys.path, *map(id, sys.meta_path)
+        if where not in checks:
+            checks[where] = functools.cache(static_check(root))
+        return checks[where]
+
+    compat.static_check = check_once
