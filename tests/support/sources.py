@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mindspeed_dsa import compat
+from mindspeed_dsa import compat, features
 from mindspeed_dsa.patches import drift, source_tree
 
 
@@ -33,9 +34,18 @@ def parse_once() -> None:
 
     def check_once(root: str = "megatron") -> Callable[[Any], Any]:
         # What can be found where: a fork that a test writes lies in a folder of its own.
-        where = root, *sys.path, *map(id, sys.meta_path)
+        where = root, *sys.path, *map(id, source_tree._finders())
         if where not in checks:
             checks[where] = functools.cache(static_check(root))
         return checks[where]
 
     compat.static_check = check_once
+
+
+def check_all() -> None:
+    """Check every patch there is, so that processes forked from this one know what is found."""
+    check = compat.static_check()
+    for feature in features.all_features():
+        for patch in feature.patches:
+            with contextlib.suppress(Exception):  # a case that arms it will tell
+                check(patch)
