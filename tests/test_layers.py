@@ -1,4 +1,4 @@
-"""Who may import whom, and the one shape of features; ``support/import_graph.py`` says what counts as an import."""
+"""Who may import whom, and the one shape of features; `support/import_graph.py` says what an import is."""
 
 from __future__ import annotations
 
