@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -58,7 +59,7 @@ class Session:
         }
         self._manager = PatchManager(
             root=root,
-            version_of=lambda package: versions.of_package(package, root),
+            version_of=functools.cache(lambda package: versions.of_package(package, root)),
             static_check=compat.static_check(root),
         )
         self._finalized = False

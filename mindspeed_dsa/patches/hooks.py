@@ -120,11 +120,18 @@ def bound_names(
     """
     ids = frozenset(wanted)
     for names in namespaces(since):
-        # A copy: another thread may import a module meanwhile, for example in a callback of the garbage
-        # collector.
-        held = names.copy()
-        if ids.isdisjoint(map(id, held.values())):
+        if _without(ids, names):
             continue
+        held = names.copy()
         for name in compress(held, map(ids.__contains__, map(id, held.values()))):
             if id(value := names.get(name)) in ids:
                 yield names, name, value
+
+
+def _without(ids: frozenset[int], names: dict[str, Any]) -> bool:
+    """Whether no value of a dictionary is one of the objects with these ids."""
+    try:
+        return ids.isdisjoint(map(id, names.values()))
+    except RuntimeError:
+        # It grew: another thread imports a module, or a callback of the garbage collector does.
+        return ids.isdisjoint(map(id, names.copy().values()))

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.parity import EP2, FP32, HEADING, PP2, PP4, TP2, VPP2, ZERO, Lab, Layout
+from tests.distributed.parity import (
+    EP2,
+    FP32,
+    HEADING,
+    PP2,
+    PP4,
+    SHALLOW,
+    TP2,
+    VPP2,
+    ZERO,
+    Lab,
+    Layout,
+)
 from tests.support.figures import tell
 from tests.support.observe import Fault
 
 LAYOUTS = (
-    Layout("TP2+SP", 2, TP2),
+    Layout("TP2+SP", 2, TP2, SHALLOW),
     Layout("PP2", 2, PP2),
     Layout("PP4 x VPP2, P2P overlap", 4, f"{PP4} {VPP2}"),
     Layout("EP2", 2, EP2),
