@@ -17,6 +17,7 @@ RATE = "2gbit"
 CELLS = {
     "overlap": "benchmarks.moe.overlap",
     "balanced": "benchmarks.moe.balanced",
+    "permutation": "benchmarks.moe.permutation",
 }
 """By the name that ``--only`` takes: a module."""
 
