@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
-from mindspeed_dsa.ops.moe_permute.protocol import Permutation
-from mindspeed_dsa.ops.moe_permute.row_map import RowMap, chunk_rows, unpack
+from mindspeed_dsa.ops.moe_permute.row_map import Permutation, RowMap, chunk_rows, unpack
 from mindspeed_dsa.ops.npu_device import npu_op, unavailable
 
 KIND: Literal["gradients"] = "gradients"

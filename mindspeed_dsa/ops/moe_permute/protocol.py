@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import Backend
-
-Permutation = tuple[Tensor, Tensor | None, Tensor]
-"""Permuted tokens ``[rows, hidden]``, permuted probabilities ``[rows]``, packed row map."""
+from mindspeed_dsa.ops.moe_permute.row_map import Permutation
 
 
 class _Permuter(Backend, Protocol):

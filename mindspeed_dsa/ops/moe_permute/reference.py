@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
-from mindspeed_dsa.ops.moe_permute.protocol import Permutation
-from mindspeed_dsa.ops.moe_permute.row_map import of_routing, unpack
+from mindspeed_dsa.ops.moe_permute.row_map import Permutation, of_routing, unpack
 
 KIND: Literal["autograd"] = "autograd"
 

@@ -7,6 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+Permutation = tuple[Tensor, Tensor | None, Tensor]
+"""Permuted tokens ``[rows, hidden]``, permuted probabilities ``[rows]``, packed row map."""
+
 
 class RowMap(NamedTuple):
     """The rows of a permutation, all int32; packed into one tensor, because Megatron keeps one.

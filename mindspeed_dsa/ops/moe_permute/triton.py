@@ -10,8 +10,7 @@ import triton
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
-from mindspeed_dsa.ops.moe_permute.protocol import Permutation
-from mindspeed_dsa.ops.moe_permute.row_map import RowMap, chunk_rows, unpack
+from mindspeed_dsa.ops.moe_permute.row_map import Permutation, RowMap, chunk_rows, unpack
 from mindspeed_dsa.ops.moe_permute.triton_kernels import (
     add_up_kernel,
     gather_kernel,

@@ -23,7 +23,7 @@ def fused_permute(context: Context[Options]) -> Kernel:
         inp: Tensor, routing_map: Tensor, num_out_tokens: int | Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Permuted tokens ``[rows, hidden]`` and what :func:`fused_unpermute` takes."""
-        moved = permute(inp, routing_map.bool(), **counts(inp, num_out_tokens), backend=backend)
+        moved = permute(inp, routing_map.bool(), None, **counts(inp, num_out_tokens), backend=backend)
         return moved.tokens, moved.row_map
 
     return _theirs(context, "fused_permute") or fused_permute
