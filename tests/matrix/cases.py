@@ -387,3 +387,12 @@ def context_parallel_indexer(cp: int, rope_type: str) -> dict[str, Tensor]:
     """A rank's rows of what the indexer projects, and where they lie in the sequence."""
     job.start(cp=cp)
     return cp_cases.index_rows(cp_cases.backport_spec().submodules.indexer, tiny.config(rope_type=rope_type))
+
+
+def permutations(**step: Any) -> dict[str, Any]:
+    """A training step, and how often Megatron's permutations called our operator."""
+    from mindspeed_dsa.features.moe.permute_fusion import permutation
+
+    with counted(permutation, "permute", "unpermute", "sort_chunks") as calls:
+        result = tiny.one_step(**step)
+    return {**result, "calls": dict(calls)}
