@@ -17,6 +17,7 @@ RATE = "2gbit"
 CELLS = {
     "overlap": "benchmarks.moe.overlap",
     "balanced": "benchmarks.moe.balanced",
+    "grouped": "benchmarks.moe.grouped",
 }
 """By the name that ``--only`` takes: a module."""
 

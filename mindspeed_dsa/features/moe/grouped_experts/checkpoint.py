@@ -87,8 +87,9 @@ def sharded_stack(linear: Any, shards: Sequence[Any], megatron: Megatron) -> Any
             ]
         if linear.layout != "nk":
             raise RuntimeError(
-                "moe-grouped-gemm: optimizer state in flat pieces (fully_sharded_model_space) is in the order "
-                "of matrices [out, in]; add --gemm-weight-layout nk, or --no-save-optim and --no-load-optim"
+                "moe-grouped-gemm: optimizer state in flat pieces (fully_sharded_model_space) has the "
+                "order of matrices [out, in]; add --gemm-weight-layout nk, or --no-save-optim and "
+                "--no-load-optim"
             )
         return {
             str(index): made(index, key, piece, replica_id=replica_id, flattened_range=within)

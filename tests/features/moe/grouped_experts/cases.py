@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +70,12 @@ def experts(
         for parameter in ours.parameters():
             parameter.main_grad = torch.full(parameter.shape, 1.0, dtype=main_grad)
             parameter.grad_added_to_main_grad = False
+    activations = []
+    if "recompute_modules" in arguments:
+        function = ours.experts.config.activation_func
+        ours.experts.config.activation_func = lambda rows: activations.append(len(rows)) or function(rows)
     results = [_train(built.experts, tokens_per_expert) for built in (ours, theirs)]
+    assert len(activations) == (4 if "recompute_modules" in arguments else 0), "two of them, and again"
     dtype = arguments.get("params_dtype", torch.float32)
     rtol = 1e-5 if dtype == torch.float32 else 2e-2
     gradients = [moe.by_name(built, lambda parameter: parameter.grad) for built in (ours, theirs)]
@@ -139,3 +145,19 @@ def state_dicts(**arguments: Any) -> None:
     stack = ours.experts.mlp.linear_fc1.weight
     assert stack.is_contiguous()
     assert isinstance(stack, torch.nn.Parameter)
+
+
+def overlapped(**arguments: Any) -> int:
+    """Both layers under overlapped all-to-alls; how many weight gradients of stacks waited in a port."""
+    from mindspeed_dsa.parallel.port import Port
+
+    waiting: list[int] = []
+    later = Port.later
+
+    def counted(self: Any, gradient: Any) -> torch.Tensor:
+        waiting.append(self.weight.dim())
+        return later(self, gradient)
+
+    with mock.patch.object(Port, "later", counted):
+        layers(switches={"moe_alltoall_overlap_comm": True}, **arguments)
+    return waiting.count(3)
