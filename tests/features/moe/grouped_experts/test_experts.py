@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mindspeed_dsa.runs import expert_placement
+from mindspeed_dsa.runs.expert_placement import Placement
 from tests.features.moe.grouped_experts.cases import ACTIVATIONS
 from tests.support.moe import assert_same
 
@@ -89,3 +91,10 @@ def test_hot_experts_travel(pool):
 def test_weight_gradients_under_the_dispatch(pool):
     """Two microbatches, two stacks: every gradient waits where overlapped all-to-alls have room for it."""
     assert pool.run(f"{CASES}:overlapped", 2, ep=2) == [4, 4]
+
+
+def test_experts_in_other_slots(pool, tmp_path):
+    file, order = tmp_path / "placement.json", [3, 1, 0, 2]
+    expert_placement.write(file, Placement(4, 2, {1: order}))
+    held = pool.run(f"{CASES}:placed", 2, file=str(file), order=order)
+    assert held == [[(3, 1), (0, 2)]] * 2
