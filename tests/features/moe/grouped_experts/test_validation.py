@@ -57,12 +57,12 @@ def test_only_transformer_engine_needs_a_gpu(implementation):
     def validate_args(args, defaults):
         seen.append(args.moe_grouped_gemm)
         if defaults:
-            raise ValueError
+            raise ValueError("wrong")
         return args
 
     wrapped = validate_on_every_device(validate_args)
     assert wrapped(args, {}) is args
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="wrong"):
         wrapped(args, {"wrong": True})
     assert seen == [implementation != "local"] * 2
     assert args.moe_grouped_gemm
