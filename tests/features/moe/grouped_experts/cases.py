@@ -146,6 +146,7 @@ def state_dicts(**arguments: Any) -> None:
         assert torch.equal(theirs.state_dict()[name], changed[name] + 1), name
     stack = ours.experts.mlp.linear_fc1.weight
     assert stack.is_contiguous()
+    assert ours.state_dict(keep_vars=True)["experts.mlp.linear_fc1.weight"] is stack
     assert isinstance(stack, torch.nn.Parameter)
 
 
@@ -182,21 +183,24 @@ def placed(file: str, order: Sequence[int]) -> list[tuple[int, ...]]:
     inputs = [moe.tokens(6, dist.get_rank())]
     mine, stock = (moe.train(built, inputs) for built in (ours, theirs))
     moe.assert_same(*({**each, "weights": {}} for each in (mine, stock)))
-    saved = [_shards(built.experts) for built in (ours, theirs)]
-    assert saved[0].keys() == saved[1].keys()
-    for place, data in saved[1].items():
-        assert torch.equal(saved[0][place], data), place
+    for metadata in ({}, {"singleton_local_shards": True}):
+        saved = [_shards(built.experts, metadata) for built in (ours, theirs)]
+        assert saved[0].keys() == saved[1].keys()
+        for place, data in saved[1].items():
+            assert torch.equal(saved[0][place], data), place
     held: list[Any] = [None] * 2
     dist.all_gather_object(held, moe_layers.experts_of(ours.experts, dist.get_rank()))
     return held
 
 
-def _shards(module: Any) -> dict[Any, torch.Tensor]:
-    """What all ranks would save, by key and place."""
+def _shards(module: Any, metadata: Mapping[str, Any]) -> dict[Any, torch.Tensor]:
+    """What all ranks would save, by key and place, after a pipeline stage has renamed its layers."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+    from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 
-    state = module.sharded_state_dict(metadata={})
+    state = module.sharded_state_dict("here.", metadata={**metadata})
+    replace_prefix_for_sharding(state, "here.", "there.")
     apply_factories(state)
     shards = [each for each in nested_values(state) if isinstance(each, ShardedTensor)]
     everywhere: list[Any] = [None] * dist.get_world_size()
