@@ -18,6 +18,7 @@ CELLS = {
     "overlap": "benchmarks.moe.overlap",
     "balanced": "benchmarks.moe.balanced",
     "permutation": "benchmarks.moe.permutation",
+    "grouped": "benchmarks.moe.grouped",
 }
 """By the name that ``--only`` takes: a module."""
 

@@ -81,6 +81,11 @@ def by_name(built: Any, of: Callable[[torch.nn.Parameter], Tensor | None]) -> di
     return found
 
 
+def named_parameters(built: Any) -> dict[str, Tensor]:
+    """The parameters themselves; of a stack of experts, views of it."""
+    return by_name(built, lambda parameter: parameter)
+
+
 def tokens(rows: int, seed: int, batch: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
     """``[rows, batch, hidden]``, the same for the same seed."""
     noise = torch.Generator().manual_seed(seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -50,9 +50,7 @@ def grouped_experts(context: Context[Options]) -> type:
             self.mlp = experts[0]
             # One of the experts as it was, to ask how Megatron saves an expert. It has no weights, and as no
             # module's child it is in no state dict.
-            plain = copy.copy(self.mlp)
-            plain.__dict__["_modules"] = dict(self.mlp._modules)
-            self.__dict__["_plain_expert"] = plain
+            self.__dict__["_plain_expert"] = _shallow(self.mlp)
             for name in LINEARS:
                 linears = [getattr(expert, name) for expert in experts]
                 setattr(self.mlp, name, GroupedLinear(linears, context.options.layout, context.megatron))
@@ -116,34 +114,40 @@ def grouped_experts(context: Context[Options]) -> type:
             self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
         ) -> dict[str, Any]:
             """Keys, shapes and offsets are those of ``SequentialMLP``."""
-            one_by_one = StandIn(self, local_experts=self._plain_experts())
-            found: dict[str, Any] = base.sharded_state_dict(one_by_one, prefix, sharded_offsets, metadata)
+            # What other features have noted of the module counts for its experts too.
+            apart = StandIn(self, **{**vars(self), "local_experts": self._experts_apart()})
+            found: dict[str, Any] = base.sharded_state_dict(apart, prefix, sharded_offsets, metadata)
             for name in LINEARS:
-                linear = getattr(self.mlp, name)
-                keys = checkpoint.expert_keys(self, prefix, name)
-                shards = [found.pop(key) for key in keys]
-                found[f"{prefix}mlp.{name}.weight"] = checkpoint.sharded_stack(
-                    linear, shards, context.megatron
-                )
+                shards = [found.pop(key) for key in checkpoint.expert_keys(self, prefix, name)]
+                stack = checkpoint.sharded_stack(getattr(self.mlp, name), shards, context.megatron)
+                found[f"{prefix}mlp.{name}.weight"] = stack
             return found
 
-        def _plain_experts(self) -> Iterator[Any]:
-            """The local experts in turn, each until the next one is asked for."""
-            weights = {name: self._matrices(name) for name in LINEARS}
-            for index in range(self.num_local_experts):
-                for name in LINEARS:
-                    linear = getattr(self._plain_expert, name)
-                    linear.weight = Parameter(weights[name][index], requires_grad=False)
-                yield self._plain_expert
-            for name in LINEARS:
-                getattr(self._plain_expert, name).weight = None
+        def _experts_apart(self) -> list[Any]:
+            """The local experts as Megatron builds them, on the memory of the stacks."""
+            experts = []
+            for position in range(self.num_local_experts):
+                expert = _shallow(self._plain_expert)
+                for name, weight in zip(LINEARS, self.tensors_of(position), strict=True):
+                    expert._modules[name] = _shallow(expert._modules[name])
+                    expert._modules[name].weight = Parameter(weight, requires_grad=False)
+                experts.append(expert)
+            return experts
 
-        def _matrices(self, name: str) -> list[Tensor]:
-            linear = getattr(self.mlp, name)
-            matrices: list[Tensor] = linear.by_expert(linear.weight.detach())
-            return matrices
+        def tensors_of(self, position: int) -> list[Tensor]:
+            """Views ``[out, in]`` of one local expert's weights, for who moves experts."""
+            linears = (getattr(self.mlp, name) for name in LINEARS)
+            return [linear.by_expert(linear.weight.detach())[position] for linear in linears]
 
         def backward_dw(self) -> None:
             """No-op: weight gradients are computed in backward."""
 
     return GroupedExperts
+
+
+def _shallow(module: Any) -> Any:
+    """A copy that has the same children and parameters until it is given others."""
+    copied = copy.copy(module)
+    for name in ("_modules", "_parameters"):
+        vars(copied)[name] = dict(vars(module)[name])
+    return copied
