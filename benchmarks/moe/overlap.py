@@ -114,7 +114,7 @@ def way(name: str) -> Iterator[None]:
         if name in ("stock", "no transfers"):
             stack.enter_context(mock.patch.object(feature, "_is_served", return_value=False))
         if name == "shared expert alone":
-            stack.enter_context(mock.patch.object(feature, "opened", lambda weights: opened(())))
+            stack.enter_context(mock.patch.object(feature, "opened", side_effect=lambda weights: opened(())))
         if name == "no transfers":
             stack.enter_context(mock.patch.object(dist, "all_to_all_single", _copy))
         yield

@@ -42,7 +42,7 @@ class Sizes:
     shared: int = 512
     experts: int = 8
     topk: int = 2
-    rounds: int = 9
+    rounds: int = 15
 
 
 QUICK = Sizes(tokens=64, hidden=64, ffn=32, shared=32, rounds=1)
@@ -140,7 +140,7 @@ def timed(work: Callable[[], object]) -> Timing:
 
 
 def minima(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
-    """Least times and medians of several alternating variants; the first round, which allocates memory, is discarded.
+    """Least times and medians of several alternating variants; the first round is discarded.
 
     Each round begins with a different one: the previous variant affects caches and connections.
     """
