@@ -19,6 +19,7 @@ from benchmarks.moe.problem import QUICK, Sizes, Timing, deviation, layer, minim
 from benchmarks.registry import Metrics
 
 SWITCH = {"moe_alltoall_overlap_comm": True}
+SIZES = Sizes(rounds=15)
 TRANSFERS = ("dispatch", "combine", "combine backward", "dispatch backward")
 WORK = {
     "dispatch": ("shared fc1",),
@@ -32,7 +33,7 @@ WORK = {
 def run(link: str, quick: bool) -> Metrics:
     """The cell's entries."""
     with LinkBed(2, link) as bed:
-        found = bed.run("benchmarks.moe.overlap:measure", sizes=QUICK if quick else Sizes())[0]
+        found = bed.run("benchmarks.moe.overlap:measure", sizes=QUICK if quick else SIZES)[0]
     print(f"overlap: {found}", file=sys.stderr, flush=True)
     return metrics(found)
 

@@ -42,7 +42,7 @@ class Sizes:
     shared: int = 512
     experts: int = 8
     topk: int = 2
-    rounds: int = 15
+    rounds: int = 9
 
 
 QUICK = Sizes(tokens=64, hidden=64, ffn=32, shared=32, rounds=1)
