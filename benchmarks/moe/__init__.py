@@ -17,6 +17,7 @@ RATE = "2gbit"
 CELLS = {
     "overlap": "benchmarks.moe.overlap",
     "balanced": "benchmarks.moe.balanced",
+    "placement": "benchmarks.moe.placement",
 }
 """By the name that ``--only`` takes: a module."""
 
