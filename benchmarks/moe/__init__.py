@@ -19,6 +19,7 @@ CELLS = {
     "balanced": "benchmarks.moe.balanced",
     "permutation": "benchmarks.moe.permutation",
     "grouped": "benchmarks.moe.grouped",
+    "placement": "benchmarks.moe.placement",
 }
 """By the name that ``--only`` takes: a module."""
 

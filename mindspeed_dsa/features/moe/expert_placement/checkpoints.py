@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.moe.expert_placement.options import Options
 from mindspeed_dsa.integration import moe_layers
+from mindspeed_dsa.integration.stand_in import StandIn
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 
 _BY_PARAMETER = ("fully_reshardable", "fully_sharded_model_space")
 
 
-class _OneExpert:
+class _Numbers(NamedTuple):
+    """An expert parallel group of ranks with one expert each."""
+
+    number: int
+    experts: int
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return self.experts
+
+
+def _one_expert(experts: Any, position: int, number: int) -> StandIn:
     """One expert of a ``SequentialMLP``, on a rank whose number among all is the expert's.
 
     Megatron numbers experts by rank and position; with one expert per rank that leaves the rank.
     """
-
-    def __init__(self, experts: Any, position: int, number: int) -> None:
-        self._experts, self._number = experts, number
-        self.local_experts = [experts.local_experts[position]]
-        self.num_local_experts = 1
-        self.ep_group = self
-
-    def rank(self) -> int:
-        return self._number
-
-    def size(self) -> int:
-        return int(self._experts.ep_group.size() * self._experts.num_local_experts)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._experts, name)
+    group = _Numbers(number, experts.ep_group.size() * experts.num_local_experts)
+    held = [experts.local_experts[position]]
+    return StandIn(experts, local_experts=held, num_local_experts=1, ep_group=group)
 
 
 def number_experts(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
@@ -45,7 +47,7 @@ def number_experts(original: Callable[..., Any], context: Context[Options]) -> C
             return original(self, prefix, sharded_offsets, metadata)
         found = {}
         for position, number in enumerate(moe_layers.experts_of(self, self.ep_group.rank())):
-            one = original(_OneExpert(self, position, number), prefix, sharded_offsets, metadata)
+            one = original(_one_expert(self, position, number), prefix, sharded_offsets, metadata)
             first, own = f"{prefix}local_experts.0.", f"{prefix}local_experts.{position}."
             found.update({own + name.removeprefix(first): value for name, value in one.items()})
         return found
