@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from mindspeed_dsa import log
-from mindspeed_dsa.patches import compiled, hooks, references, stale, version_ranges
+from mindspeed_dsa.patches import compiled, hooks, rebinding, stale, version_ranges
 from mindspeed_dsa.patches.conflicts import clash, contradictions, group, places_of
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, PatchError
 from mindspeed_dsa.patches.report import SiteReport, describe
@@ -341,22 +341,10 @@ class PatchManager:
                 site.restore()
             except Exception as error:
                 site.state, site.reason = "failed", f"the original cannot be put back: {error}"
-        self._rebind_back(sites)
+        rebinding.back(sites)
         for site in sites:
             if site.state == "undone":
                 site.release()
-
-    @staticmethod
-    def _rebind_back(sites: list[Site]) -> None:
-        """Names bound to a patch: those that were rebound, and those bound since."""
-        behind = _bind_back(sites)
-        patches = list({id(linked[1]): linked[1] for linked in map(Site.linked, sites) if linked}.values())
-        since = {id(patch): patch for patch in references.held_by_others(patches, [*sites, patches])}
-        for names, name, value in hooks.bound_names(since) if since else ():
-            while known := [original for site, original in behind[id(value)] if site.can_be_told_by(name)]:
-                names[name] = value = known[0]
-                if id(value) not in behind:  # else a patch on top of the patch of a base class
-                    break
 
     def report(self) -> list[SiteReport]:
         """The state of every site, including foreign re-patches."""
@@ -364,24 +352,6 @@ class PatchManager:
             self._refresh()
             stale.note_left(self._sites)
             return [describe(site) for site in self._sites]
-
-
-def _bind_back(sites: list[Site]) -> dict[int, list[tuple[Site, Any]]]:
-    """Give names that were rebound their originals again.
-
-    Returns:
-        By ``id`` of a patch, the sites that have installed it and what was there.
-    """
-    behind: dict[int, list[tuple[Site, Any]]] = {}
-    for site in sites:
-        if (linked := site.linked()) is None:
-            continue
-        original, patch = linked
-        behind.setdefault(id(patch), []).append((site, original))
-        for names, name in site.rebound:
-            if names.get(name) is patch:
-                names[name] = original
-    return behind
 
 
 def _know_nothing(patch: Patch) -> tuple[list[str], list[str]]:
