@@ -9,7 +9,11 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 WITHOUT_DSA = ">=0.12.1,<0.16"
-RELEASES = {"test_kernel_backend.py": ">=0.19,<0.20", "test_alltoall_overlap.py": ">=0.13,!=0.16.*,<0.20"}
+RELEASES = {
+    "test_kernel_backend.py": ">=0.19,<0.20",
+    "test_alltoall_overlap.py": ">=0.13,!=0.16.*,<0.20",
+    "test_balanced_experts.py": ">=0.14,!=0.16.*,<0.20",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
