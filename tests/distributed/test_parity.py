@@ -28,7 +28,6 @@ LAYOUTS = (
     Layout("PP4 x VPP2, P2P overlap", 4, f"{PP4} {VPP2}"),
     Layout("EP2", 2, EP2),
     Layout("EP2, fused permutation", 2, EP2, switches={"moe_permute_fusion": True}),
-    Layout("EP2, fused permutation", 2, f"{EP2} --moe-permute-fusion"),
     Layout("EP2, overlapped all-to-alls", 2, EP2, switches={OVERLAPPED: True}),
     Layout("DP2, distributed optimizer", 2, ZERO),
     Layout(
