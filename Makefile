@@ -22,6 +22,9 @@ XDIST := --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 # and 5 to 14 s without it on a busy machine.
 export OMP_WAIT_POLICY ?= passive
 
+# Tests start many processes; each would compile this package, and pytest its asserts, again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help venv train test test-full test-npu lint format bench compat docs
 

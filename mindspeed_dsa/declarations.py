@@ -80,6 +80,10 @@ def _no_problems(args: Any) -> Sequence[str]:
     return ()
 
 
+def _nothing_to_rewrite(args: Any) -> Sequence[str]:
+    return ()
+
+
 def _switch_is_on(name: str) -> Callable[[Any], bool]:
     return lambda settings: bool(getattr(settings, name, False))
 
@@ -99,6 +103,9 @@ class Feature:
             feature is on; by default: the first flag is true.
         options: makes of the settings (attribute access by ``dest``, ``platform``, ``features_on``) the
             frozen options that the feature's implementations find in their context.
+        rewrite: changes a job's arguments in place before Megatron derives others from them, and returns a
+            sentence for each change. Called again it finds nothing left to do; what it cannot change it
+            leaves to ``validate``.
         validate: gets Megatron's full argument namespace, in which our own switches read as the settings
             say; returns every problem at once, each naming who, what, and what to do.
         doc: page under ``docs/features/``.
@@ -119,6 +126,7 @@ class Feature:
     conflicts: tuple[Conflict, ...] = ()
     active: Callable[[Any], bool] | None = None
     options: Callable[[Any], Any] | None = None
+    rewrite: Callable[[Any], Sequence[str]] = _nothing_to_rewrite
     validate: Callable[[Any], Sequence[str]] = _no_problems
     doc: str = ""
     platform_support: bool = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -58,7 +59,7 @@ class Session:
         }
         self._manager = PatchManager(
             root=root,
-            version_of=lambda package: versions.of_package(package, root),
+            version_of=functools.cache(lambda package: versions.of_package(package, root)),
             static_check=compat.static_check(root),
         )
         self._finalized = False
@@ -174,8 +175,15 @@ class Session:
             if setting.source in ("API", "environment"):
                 setattr(namespace, dest, setting.value)
 
+    def rewrite(self, args: Any) -> None:
+        """Let every active feature change the job's arguments, and say what it has changed."""
+        for feature in self.features:
+            for change in _ask(feature, feature.rewrite, args):
+                self.contexts[feature.name].log.info("%s", change)
+
     def validate(self, args: Any) -> None:
-        """Let every active feature check the job's full arguments; see the module's :func:`validate`."""
+        """Let every active feature change and check a job's arguments; see the module's :func:`validate`."""
+        self.rewrite(args)
         self.log_folder = getattr(args, "tensorboard_dir", None) or getattr(args, "save", None)
         problems = [*_unheard(args, self.settings), *self.problems(args)]
         if problems:
@@ -389,7 +397,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def validate(args: Any) -> None:
-    """Let every active feature check the job's full arguments; call it before process groups start.
+    """Let every active feature change and check the job's full arguments, before process groups start.
 
     Raises:
         SettingsError: all problems of all features in one message.

@@ -16,6 +16,10 @@ from benchmarks.registry import Metrics
 RATE = "2gbit"
 CELLS = {
     "overlap": "benchmarks.moe.overlap",
+    "balanced": "benchmarks.moe.balanced",
+    "permutation": "benchmarks.moe.permutation",
+    "grouped": "benchmarks.moe.grouped",
+    "placement": "benchmarks.moe.placement",
 }
 """By the name that ``--only`` takes: a module."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,10 +50,17 @@ QUICK = Sizes(tokens=64, hidden=64, ffn=32, shared=32, rounds=1)
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one step: of the slowest rank, and of this rank's processor in all of its threads."""
+    """Seconds of one step: of the slowest rank, and of this rank's processor in all of its threads.
+
+    Attributes:
+        wall: of one call, or the least of several.
+        processor: the same.
+        median: of the wall times of several calls.
+    """
 
     wall: float
     processor: float
+    median: float = math.nan
 
 
 def start(**switches: Any) -> None:
@@ -132,7 +140,7 @@ def timed(work: Callable[[], object]) -> Timing:
 
 
 def minima(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
-    """Least times of several alternating variants; the first round, which allocates memory, is discarded.
+    """Least times and medians of several alternating variants; the first round is discarded.
 
     Each round begins with a different one: the previous variant affects caches and connections.
     """
@@ -144,10 +152,13 @@ def minima(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, 
             timing = timed(works[name])
             if number:
                 found[name].append(timing)
-    return {
-        name: Timing(min(each.wall for each in times), min(each.processor for each in times))
-        for name, times in found.items()
-    }
+    return {name: summary(times) for name, times in found.items()}
+
+
+def summary(times: Sequence[Timing]) -> Timing:
+    """Least times and median of several calls."""
+    wall = [each.wall for each in times]
+    return Timing(min(wall), min(each.processor for each in times), statistics.median(wall))
 
 
 def deviation(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:

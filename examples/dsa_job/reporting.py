@@ -14,6 +14,7 @@ import mindspeed_dsa
 from dsa_job.flags import FUSED_PARTS
 from mindspeed_dsa import session
 from mindspeed_dsa.features.moe.load_report import steps as load_report
+from mindspeed_dsa.ops import backend
 from mindspeed_dsa.runs import folders, metrics, plot
 from mindspeed_dsa.runs.files import write_atomically
 from mindspeed_dsa.runs.metrics import Record
@@ -163,12 +164,13 @@ class ExpertLoad:
 
 
 class Account:
-    """What mindspeed_dsa did in this job; counts the calls of sparse attention in this rank's model."""
+    """What mindspeed_dsa did in this job, on this rank: calls of sparse attention and of operators."""
 
     def __init__(self, model: Sequence[Any]) -> None:
         modules = [module for chunk in model for module in chunk.modules()]
         layers = [module for module in modules if type(module).__name__ == "DSAttention"]
         self._calls, self._layers = 0, len(layers)
+        self._before = backend.calls()
         for layer in layers:
             layer.register_forward_hook(self._count)
 
@@ -194,4 +196,8 @@ class Account:
                 f"sparse attention: {self._calls:,} calls in {self._layers} layers on rank 0; fused: "
                 f"{', '.join(fused) or 'nothing'}"
             )
+        called = sorted((backend.calls() - self._before).items())
+        if called:
+            counts = (f"{operator} {count:,} on {name}" for (operator, name), count in called)
+            lines.append(f"calls of operators on rank 0: {', '.join(counts)}")
         return lines

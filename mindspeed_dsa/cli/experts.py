@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mindspeed_dsa import start_report
-from mindspeed_dsa.runs import expert_load, expert_load_plot
+from mindspeed_dsa.runs import expert_load, expert_load_plot, expert_placement
 from mindspeed_dsa.runs.metrics import Record
 
 _DESCRIPTION = """\
@@ -22,7 +22,21 @@ def run(argv: Sequence[str]) -> int:
     if options.picture is not None:
         expert_load_plot.draw(options.picture, records)
         print(f"\n{options.picture} shows them by step")
+    if options.placement is not None:
+        _place(records, options.placement, options.expert_model_parallel_size)
     return 0
+
+
+def _place(records: Sequence[Record], file: Path, ranks: int) -> None:
+    loads = expert_load.totals(records)
+    placement = expert_placement.place(loads, ranks)
+    expert_placement.write(file, placement)
+    rows = [("layer", "in order", "placed")]
+    for layer, order in placement.orders.items():
+        before, after = expert_placement.improvement(loads[layer], order, ranks)
+        rows.append((str(layer), f"{before:.3f}", f"{after:.3f}"))
+    print(f"\n{file} places them on {ranks} ranks; the most loaded rank over the mean would have been:")
+    print("\n".join(start_report.aligned(rows)))
 
 
 def table(records: Sequence[Record]) -> list[tuple[str, ...]]:
@@ -49,4 +63,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m mindspeed_dsa experts", description=_DESCRIPTION)
     parser.add_argument("report", type=Path, help=f"the folder given to that flag, or {expert_load.FILE}")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw heat maps, e.g. load.png")
-    return parser.parse_args(list(argv))
+    parser.add_argument(
+        "--placement",
+        type=Path,
+        metavar="FILE",
+        help="write a placement of the experts on ranks, for the flag --moe-expert-placement",
+    )
+    parser.add_argument(
+        "--expert-model-parallel-size", type=int, metavar="N", help="on how many ranks, with --placement"
+    )
+    options = parser.parse_args(list(argv))
+    if (options.placement is None) != (options.expert_model_parallel_size is None):
+        parser.error("--placement and --expert-model-parallel-size go together")
+    return options

@@ -52,8 +52,8 @@ def single_experts(experts: Any) -> SingleExperts:
     if hasattr(experts, "local_experts"):
         return _Sequential(experts)
     raise SettingsError(
-        f"{type(experts).__name__} does not give out the weights of one expert; use experts of "
-        "--transformer-impl local without --moe-grouped-gemm"
+        f"{type(experts).__name__} does not give out the weights of one expert; use the experts of "
+        "--transformer-impl local"
     )
 
 

@@ -25,6 +25,9 @@ class Session(Protocol):
     def write_back(self, namespace: argparse.Namespace) -> None:
         """Make a namespace agree with the settings."""
 
+    def rewrite(self, args: Any) -> None:
+        """Let features change a job's arguments."""
+
     def validate(self, args: Any) -> None:
         """Raise the problems that features find in a job's arguments."""
 
@@ -92,10 +95,12 @@ def parse_with_feature_flags(original: Callable[..., Any], session: Session) -> 
 def validate_with_feature_checks(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """Decorate ``megatron.training.arguments.validate_args``.
 
-    Ours run second, when Megatron has derived its arguments; no process group exists yet.
+    Features rewrite arguments before Megatron derives others from them, and check them afterwards; no process
+    group exists yet.
     """
 
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        session.rewrite(args)
         result = original(args, *rest, **kwargs)
         try:
             session.validate(args)

@@ -91,6 +91,25 @@ def set_order(layer: Any, order: Sequence[int]) -> None:
     vars(layer.experts)["_numbers_of_experts"] = tuple(order[slot] for slot in layer.local_expert_indices)
 
 
+def is_placed(experts: Any) -> bool:
+    """Whether a module of experts holds other experts than those of its own slots."""
+    return "_numbers_of_experts" in vars(experts)
+
+
+def tensors_by_position(experts: Any) -> list[list[Any]] | None:
+    """The parameters of each expert that a module of experts holds; ``None`` where it cannot say.
+
+    Megatron's ``SequentialMLP`` has a module for each expert. Others say that their checkpoints go by
+    :func:`experts_of` with a method ``tensors_of(position)``, which returns the parameters of one expert, or
+    views into stacked ones.
+    """
+    if hasattr(experts, "tensors_of"):
+        return [list(experts.tensors_of(position)) for position in range(experts.num_local_experts)]
+    if hasattr(experts, "local_experts"):
+        return [list(expert.parameters()) for expert in experts.local_experts]
+    return None
+
+
 def experts_of(experts: Any, ep_rank: int) -> tuple[int, ...]:
     """The numbers of the experts that a module of experts holds, in the order of its own slots.
 

@@ -21,8 +21,7 @@ class StandIn:
     """
 
     def __init__(self, module: Any, **replaced: Any) -> None:
-        self._module = module
-        vars(self).update(replaced)
+        vars(self).update(replaced, _module=module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)

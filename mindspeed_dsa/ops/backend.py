@@ -10,6 +10,7 @@ mypy checks the modules.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -64,6 +65,7 @@ class Backend(Protocol):
 
 
 _Backend = TypeVar("_Backend", bound=Backend)
+_calls: Counter[tuple[str, str]] = Counter()
 
 
 def takes_every_call(*facts: Any) -> None:
@@ -94,7 +96,7 @@ def choose(operator: str, requested: str, shape: ShapeClass) -> Any:
         _report(operator, requested)
         return module
 
-    for name in _PREFERENCE.get(shape.device, ("reference",)):
+    for name in (*_PREFERENCE.get(shape.device, ()), "reference"):
         module, reason = _load(operator, name, shape)
         if module is not None:
             _report(operator, name)
@@ -143,7 +145,7 @@ def plan(
         return implementation, ()
     if not isinstance(found, str):
         return implementation, (found,)
-    name = implementation.__name__.rpartition(".")[2]
+    name = _name(implementation)
     if requested != "auto":
         raise BackendUnavailable(
             f"{operator}: backend {name!r} cannot run this call: {found}. "
@@ -152,6 +154,16 @@ def plan(
     fallback = dict(_PREFERENCE.values()).get(name, "reference")
     warn_once(f"{operator}: backend {name!r} is skipped for {fallback!r}: {found}")
     return _module(operator, fallback), ()
+
+
+def count_call(operator: str, implementation: Backend) -> None:
+    """Count a forward call of an operator, once what runs it is decided."""
+    _calls[operator, _name(implementation)] += 1
+
+
+def calls() -> Counter[tuple[str, str]]:
+    """How often each operator was called in this process, and on which backend: by ``(operator, name)``."""
+    return _calls.copy()
 
 
 def warn_once(message: str) -> None:
@@ -168,6 +180,10 @@ def check_name(operator: str, requested: str) -> None:
 
 def _report(operator: str, name: str) -> None:
     _log.info("%s runs on the %s backend", operator, name, once=True)
+
+
+def _name(implementation: Backend) -> str:
+    return implementation.__name__.rpartition(".")[2]
 
 
 def _module(operator: str, name: str) -> Any:

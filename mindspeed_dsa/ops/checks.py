@@ -20,7 +20,7 @@ def set_debug_checks(enabled: bool) -> bool:
 
 
 def enabled() -> bool:
-    """Whether they are on."""
+    """Whether the checks that read tensors are on."""
     return _enabled
 
 

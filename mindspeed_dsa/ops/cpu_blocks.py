@@ -77,6 +77,16 @@ def linear(x: Tensor, weight: Tensor, relu: bool = False) -> Tensor:
     return out.relu_() if relu else out
 
 
+def linear_each(x: Tensor, weight: Tensor, relu: bool = False) -> Tensor:
+    """:func:`linear` of several pairs: ``[g, m, k]``, ``[g, n, k]`` -> ``[g, m, n]``."""
+    if len(x) == 1:
+        return linear(x[0], weight[0], relu)[None]
+    if _onednn_takes(x.dtype):
+        return torch.stack([linear(one, other, relu) for one, other in zip(x, weight, strict=True)])
+    out = torch.bmm(x, weight.mT)
+    return out.relu_() if relu else out
+
+
 def _stays_finite(x: Tensor, weight: Tensor) -> bool:
     """Whether no product can be NaN, which the relu that oneDNN fuses would turn into zero."""
     # No product of two rows is larger than that of their lengths. No pass is faster than a sum of squares.

@@ -8,6 +8,7 @@ PyTorch's own threads each on a large machine.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -21,17 +22,25 @@ Result = TypeVar("Result")
 
 # One call into PyTorch takes some 50 us, a tenth of which holds the interpreter lock.
 _MAX_WORKERS = 8
+# Up to so many intermediate numbers, calls are so short that threads of ours mostly wait for that lock.
+_SMALL = 4 << 20
 
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 _pools_lock = threading.Lock()
 
 
-def worker_count() -> int:
-    """Threads that :func:`share_out` may use: PyTorch's own number, up to a limit."""
-    return min(torch.get_num_threads(), _MAX_WORKERS)
+def worker_count(numbers: float = math.inf) -> int:
+    """Threads that :func:`share_out` may use: PyTorch's own number, up to a limit.
+
+    Args:
+        numbers: that are computed on the way. For few there is one thread, and PyTorch splits its calls.
+    """
+    return 1 if numbers <= _SMALL else min(torch.get_num_threads(), _MAX_WORKERS)
 
 
-def share_out(items: Sequence[Item], work: Callable[[Sequence[Item]], Result]) -> list[Result]:
+def share_out(
+    items: Sequence[Item], work: Callable[[Sequence[Item]], Result], workers: int | None = None
+) -> list[Result]:
     """Call ``work`` on every share of ``items`` at the same time.
 
     Which share an item is in depends on its position and on the number of threads alone, so sums over a
@@ -41,11 +50,12 @@ def share_out(items: Sequence[Item], work: Callable[[Sequence[Item]], Result]) -
     Args:
         items: what to do, in any number.
         work: called without gradients, in another thread if there is more than one share.
+        workers: number of shares if there are enough items; by default as many as there may be threads.
 
     Returns:
         The result for each share, in order; at least one, whose share may be empty.
     """
-    shares = max(min(worker_count(), len(items)), 1)
+    shares = max(min(workers or worker_count(), len(items)), 1)
     if shares == 1:
         with torch.no_grad():
             return [work(items)]

@@ -120,8 +120,13 @@ def interpreted() -> bool:
     return isinstance(row_lengths_kernel, InterpretedFunction)
 
 
-def unsupported_here(shape: ShapeClass) -> str | None:
-    """Why no kernel can run on the device or with the dtype of this shape class, or None."""
+def unsupported_here(shape: ShapeClass, large_tiles: bool = True) -> str | None:
+    """Why no kernel can run on the device or with the dtype of this shape class, or None.
+
+    Args:
+        shape: of the call.
+        large_tiles: whether tiles are cut for the shared memory of Hopper.
+    """
     reason = unsupported_dtype(shape.dtype)
     if reason is not None:
         return reason
@@ -137,7 +142,7 @@ def unsupported_here(shape: ShapeClass) -> str | None:
             )
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (_HOPPER, 0)
         # Others have 99 to 163 KiB of shared memory: the kernels would fail at launch.
-        if capability[0] not in (_HOPPER, _BLACKWELL):
+        if large_tiles and capability[0] not in (_HOPPER, _BLACKWELL):
             return (
                 "its tiles need the 227 KiB of shared memory of compute capability 9.0 (Hopper), and this "
                 f"GPU is of {capability[0]}.{capability[1]}"

@@ -65,7 +65,7 @@ class InFlight:
         assert self.received is not None
         node = self.received.grad_fn
         if node is not None and earlier.place is not None:
-            node._set_sequence_nr(earlier.place)
+            node._set_sequence_nr(earlier.place)  # type: ignore[attr-defined]
 
     def send(self, rows: Tensor, reverse: bool = False) -> Pending:
         """Launch a transfer of ``[sum(splits), ...]``; with ``reverse``, from receivers to senders."""

@@ -1,10 +1,10 @@
 """Weights lent to other ranks for one forward and backward, whose gradients return to the lender.
 
-Plain autograd, in two halves as in :mod:`mindspeed_dsa.parallel.all_to_all`: what runs between
-:func:`lend` and :meth:`Lending.wait` in forward hides the weights' transfer, and what was created between
-them hides the gradients' transfer in backward. The first half is a user of all weights that may be lent,
-whether they are or not: a weight's own gradient is complete only when those of its borrowers are in it, and
-hooks that wait for the gradient wait for them.
+Plain autograd, in halves as in :mod:`mindspeed_dsa.parallel.all_to_all`: what runs between
+:meth:`Lending.launch` and :meth:`Lending.wait` in forward hides the weights' transfer, and what was created
+between :func:`lend` and the wait hides the gradients' transfer in backward. The first half is a user of all
+weights that may be lent, whether they are or not: a weight's own gradient is complete only when those of its
+borrowers are in it, and hooks that wait for the gradient wait for them.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class Loan:
 
 
 class Lending:
-    """Loans on their way; made by :func:`lend`, one for each call."""
+    """Loans of one forward; made by :func:`lend`."""
 
     def __init__(self, loans: Sequence[Loan], shapes: Sequence[torch.Size], like: Tensor, group: Any) -> None:
         self.loans, self._shapes, self._like, self._group = loans, shapes, like, group
         self.rank = dist.get_rank(group)
         self.borrowed = [loan for loan in loans if self.rank in loan.borrowers]
         self.token: Tensor | None = None
-        self.weights = _Transfer(group)
-        self.gradients = _Transfer(group)
-        self.buffers: list[Tensor] = []
+        self._weights = _Transfer(group)
+        self._gradients = _Transfer(group)
+        self._buffers: list[Tensor] = []
         self._returned: dict[int, list[list[Tensor]]] = {}
 
     def wait(self, rows: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
@@ -78,18 +78,23 @@ class Lending:
         size = len(self._shapes)
         return rows, [weights[start : start + size] for start in range(0, len(weights), size)]
 
-    def send_weights(self) -> list[Tensor]:
-        """Launch; returns what the borrowed weights will be in."""
-        buffers = []
+    def launch(self) -> None:
+        """Send the weights; every rank of the group does so at the same point."""
         for loan in self.loans:
             if self.rank == loan.lender:
                 for borrower in loan.borrowers:
                     for place in loan.places:
-                        self.weights.send(place.of(place.parameter.detach()), borrower)
+                        self._weights.send(place.of(place.parameter.detach()), borrower)
             elif self.rank in loan.borrowers:
                 for shape in self._shapes:
-                    buffers.append(self.weights.receive(shape, self._like, self._like.dtype, loan.lender))
-        self.weights.launch()
+                    buffer = self._weights.receive(shape, self._like, self._like.dtype, loan.lender)
+                    self._buffers.append(buffer)
+        self._weights.launch()
+
+    def arrived(self) -> list[Tensor]:
+        """Wait for the borrowed weights."""
+        self._weights.wait()
+        buffers, self._buffers = self._buffers, []
         return buffers
 
     def send_gradients(self, gradients: Sequence[Tensor]) -> None:
@@ -104,17 +109,17 @@ class Lending:
             if self.rank in loan.borrowers:
                 for gradient in (next(own) for _ in self._shapes):
                     if loan.learns:
-                        self.gradients.send(gradient.to(wide), loan.lender)
+                        self._gradients.send(gradient.to(wide), loan.lender)
             elif self.rank == loan.lender and loan.learns:
                 self._returned[number] = [
-                    [self.gradients.receive(shape, self._like, wide, borrower) for shape in self._shapes]
+                    [self._gradients.receive(shape, self._like, wide, borrower) for shape in self._shapes]
                     for borrower in loan.borrowers
                 ]
-        self.gradients.launch()
+        self._gradients.launch()
 
     def add_gradients(self, add: Callable[[Place, Tensor], None]) -> None:
         """Wait, and add up what borrowers return, in the order of their ranks."""
-        self.gradients.wait()
+        self._gradients.wait()
         returned, self._returned = self._returned, {}
         for number, by_borrower in returned.items():
             for place, (total, *others) in zip(
@@ -165,7 +170,9 @@ def lend(
     shapes: Sequence[torch.Size],
     group: Any,
 ) -> Lending:
-    """Launch loans; every rank of the group does so at the same point, also those without a part in them.
+    """Announce loans: in backward, their gradients are waited for where this stands.
+
+    Every rank of the group does so at the same point, also those without a part in the loans.
 
     Args:
         loans: the same on all ranks but for the places.
@@ -185,7 +192,6 @@ class _Lend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, lending: Lending, anchor: Tensor, *parameters: Tensor) -> Tensor:
         ctx.lending, ctx.parameters = lending, parameters
-        lending.buffers = lending.send_weights()
         return anchor.new_zeros(())
 
     @staticmethod
@@ -214,8 +220,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, lending: Lending, rows: Tensor, token: Tensor, count: int) -> tuple[Tensor, ...]:
         ctx.lending = lending
-        lending.weights.wait()
-        weights, lending.buffers = lending.buffers, []
+        weights = lending.arrived()
         size = len(weights) // max(1, len(lending.borrowed))
         frozen = [
             weight

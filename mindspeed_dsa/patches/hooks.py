@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import compress
 from types import ModuleType
 from typing import Any
@@ -120,11 +120,27 @@ def bound_names(
     """
     ids = frozenset(wanted)
     for names in namespaces(since):
-        # A copy: another thread may import a module meanwhile, for example in a callback of the garbage
-        # collector.
-        held = names.copy()
-        if ids.isdisjoint(map(id, held.values())):
+        if _without(ids, names):
             continue
+        held = names.copy()
         for name in compress(held, map(ids.__contains__, map(id, held.values()))):
             if id(value := names.get(name)) in ids:
                 yield names, name, value
+
+
+def bound_as(wanted: Iterable[tuple[Any, Any]]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """The same for pairs of a name and what may be bound to it, ``None`` excepted."""
+    wanted = [(name, thing) for name, thing in wanted if thing is not None]
+    for names in namespaces() if wanted else ():
+        for name, thing in wanted:
+            if names.get(name) is thing:
+                yield names, name, thing
+
+
+def _without(ids: frozenset[int], names: dict[str, Any]) -> bool:
+    """Whether no value of a dictionary is one of the objects with these ids."""
+    try:
+        return ids.isdisjoint(map(id, names.values()))
+    except RuntimeError:
+        # It grew: another thread imports a module, or a callback of the garbage collector does.
+        return ids.isdisjoint(map(id, names.copy().values()))

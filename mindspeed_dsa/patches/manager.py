@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from mindspeed_dsa import log
-from mindspeed_dsa.patches import compiled, hooks, stale, version_ranges
+from mindspeed_dsa.patches import compiled, hooks, rebinding, stale, version_ranges
 from mindspeed_dsa.patches.conflicts import clash, contradictions, group, places_of
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, PatchError
 from mindspeed_dsa.patches.report import SiteReport, describe
@@ -341,31 +341,10 @@ class PatchManager:
                 site.restore()
             except Exception as error:
                 site.state, site.reason = "failed", f"the original cannot be put back: {error}"
-        self._rebind_back(sites)
+        rebinding.back(sites)
         for site in sites:
             if site.state == "undone":
                 site.release()
-
-    @staticmethod
-    def _rebind_back(sites: list[Site]) -> None:
-        """Names bound to a patch: those that were rebound, and those bound since."""
-        patches: dict[int, Any] = {}
-        behind: dict[int, list[tuple[Site, Any]]] = {}
-        for site in sites:
-            linked = site.linked()
-            if linked is None:
-                continue
-            original, patch = linked
-            patches[id(patch)] = patch
-            behind.setdefault(id(patch), []).append((site, original))
-            for names, name in site.rebound:
-                if names.get(name) is patch:
-                    names[name] = original
-        for names, name, value in hooks.bound_names(patches) if patches else ():
-            while known := [original for site, original in behind[id(value)] if site.can_be_told_by(name)]:
-                names[name] = value = known[0]
-                if id(value) not in behind:  # else a patch on top of the patch of a base class
-                    break
 
     def report(self) -> list[SiteReport]:
         """The state of every site, including foreign re-patches."""

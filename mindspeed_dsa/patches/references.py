@@ -38,12 +38,18 @@ def find(originals: list[Any], own: Iterable[Any]) -> list[StaleReference]:
     """
     wanted = list({id(original): original for original in originals}.values())
     ours = list({id(thing): thing for thing in (*own, wanted, originals)}.values())
-    suspects = _held_by_others(wanted, ours)
+    suspects = held_by_others(wanted, ours)
     return _search(suspects, ours) if suspects else []
 
 
-def _held_by_others(wanted: list[Any], ours: list[Any]) -> list[Any]:
-    """Originals with more references than our own; counting is far cheaper than searching the heap."""
+def held_by_others(wanted: list[Any], ours: list[Any]) -> list[Any]:
+    """Objects with more references than our own; counting is far cheaper than searching.
+
+    Args:
+        wanted: objects, each of them once.
+        ours: all that holds them on purpose, each once, the list ``wanted`` included; what the caller's
+        variables hold counts as others'.
+    """
     explained = Counter(map(id, gc.get_referents(*ours)))
     candidates = [*wanted, object()]
     excess = [sys.getrefcount(candidate) - explained[id(candidate)] for candidate in candidates]

@@ -54,6 +54,7 @@ PP4 = "--pipeline-model-parallel-size 4"
 VPP2 = "--num-virtual-stages-per-pipeline-rank 2"
 EP2 = "--expert-model-parallel-size 2"
 ZERO = "--use-distributed-optimizer"
+SHALLOW = "--num-layers 4"  # for layouts that split every layer: eight are needed by PP4 x VPP2 alone
 
 Tensors = dict[str, torch.Tensor]
 HEADING = "parity with one process: largest relative differences over five steps"
@@ -168,6 +169,7 @@ class Lab:
         self._pool, self._folder = pool, folder
         self._runs = 0
         self._initial: dict[tuple[str, bool], Path] = {}
+        self._initial_tensors: dict[Path, Tensors] = {}
         self._one_process: dict[tuple[str, bool], Outcome] = {}
         (folder / "text").mkdir()
         (folder / "text" / "input.py").write_text(inspect.getsource(argparse))
@@ -194,8 +196,11 @@ class Lab:
 
     def compare(self, layout: Layout, outcome: Outcome, reference: Outcome | None = None) -> Comparison:
         """Differences from the one process, or from another outcome."""
-        (initial,) = self._read((self._initial_weights(layout), 0))
-        return compare(layout.name, outcome, reference or self.one_process(layout), initial)
+        saved = self._initial_weights(layout)
+        if saved not in self._initial_tensors:
+            (self._initial_tensors[saved],) = self._read((saved, 0))
+        reference = reference or self.one_process(layout)
+        return compare(layout.name, outcome, reference, self._initial_tensors[saved])
 
     def check(self, layout: Layout, bounds: Bounds = FP32) -> Outcome:
         """Run the layout, hold it against the bounds, and return what it has led to.

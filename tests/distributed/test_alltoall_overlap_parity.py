@@ -23,6 +23,8 @@ LAYOUTS = (
     Layout("overlapped all-to-alls, all layers recomputed: EP2", 2, f"{EP2} {FULL_RECOMPUTE}"),
 )
 
+pytestmark = pytest.mark.full
+
 
 def test_beside_stock(lab: Lab) -> None:
     """Losses, gradients and updates of five steps."""
@@ -35,7 +37,6 @@ def test_beside_stock(lab: Lab) -> None:
     assert not comparison.violations(BESIDE_STOCK)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_layout_trains_as_one_process(lab: Lab, layout: Layout) -> None:
     layout = Layout(layout.name, layout.world_size, layout.flags, model=layout.model, switches=ON)

@@ -9,7 +9,7 @@ from tests.features.moe.balanced_experts.cases import ALWAYS
 from tests.support.memory_events import MOVED
 
 OVERLAP = f"{ZERO} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
-"""Buckets start when a fixed number of gradients is there, so every forward must have as many, whatever moves."""
+"""Buckets start once a fixed number of gradients is there: every forward has as many, whatever moves."""
 ONE = {**ALWAYS, "balanced_moe_hot_expert_num": 1}
 ETP1 = "--expert-tensor-parallel-size 1"
 

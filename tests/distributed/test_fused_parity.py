@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.parity import EP2, PP2, PP4, TP2, VPP2, ZERO, Lab, Layout
+from tests.distributed.parity import EP2, PP2, PP4, SHALLOW, TP2, VPP2, ZERO, Lab, Layout
 
 FUSED = {"use_fused_dsa": True}
 IN_BACKWARD = {"use_fused_dsa": True, "dsa_fuse_kl_in_backward": True}
@@ -12,7 +12,7 @@ OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
-LAYOUTS = (Layout("fused: TP2+SP", 2, TP2, switches=FUSED),)
+LAYOUTS = (Layout("fused: TP2+SP", 2, TP2, SHALLOW, switches=FUSED),)
 MORE = (
     Layout("fused", switches=FUSED),
     Layout("fused: DP2, distributed optimizer, overlap", 2, f"{ZERO} {OVERLAP}", switches=FUSED),

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.parity import EP2, FP32, HEADING, PP2, PP4, TP2, VPP2, ZERO, Lab, Layout
+from tests.distributed.parity import (
+    EP2,
+    FP32,
+    HEADING,
+    PP2,
+    PP4,
+    SHALLOW,
+    TP2,
+    VPP2,
+    ZERO,
+    Lab,
+    Layout,
+)
 from tests.support.figures import tell
+from tests.support.memory_events import STARTED
 from tests.support.observe import Fault
 
+OVERLAPPED = "moe_alltoall_overlap_comm"
 LAYOUTS = (
-    Layout("TP2+SP", 2, TP2),
+    Layout("TP2+SP", 2, TP2, SHALLOW),
     Layout("PP2", 2, PP2),
     Layout("PP4 x VPP2, P2P overlap", 4, f"{PP4} {VPP2}"),
     Layout("EP2", 2, EP2),
+    Layout("EP2, fused permutation", 2, EP2, switches={"moe_permute_fusion": True}),
+    Layout("EP2, overlapped all-to-alls", 2, EP2, switches={OVERLAPPED: True}),
     Layout("DP2, distributed optimizer", 2, ZERO),
     Layout(
         "EP2, distributed optimizer, grouped experts",
@@ -25,7 +41,8 @@ LAYOUTS = (
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_layout_trains_as_one_process(lab: Lab, layout: Layout) -> None:
-    lab.check(layout)
+    outcome = lab.check(layout)
+    assert (outcome.memory[STARTED] > 0) == (OVERLAPPED in layout.switches)
 
 
 def test_the_model_is_what_it_is_meant_to_be(lab: Lab) -> None:

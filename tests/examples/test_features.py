@@ -71,6 +71,9 @@ def test_a_job_says_at_its_end_what_the_library_did(
     _, _, after = finished.output.partition("step     2/2")
     # Two steps of two microbatches through two layers.
     assert f"sparse attention: 8 calls in 2 layers on rank 0; fused: {fused}\n" in after
+    operators = "indexer_kl_loss 8 on cpu, lightning_indexer 8 on cpu, sparse_flash_attention 8 on cpu"
+    assert (f"calls of operators on rank 0: {operators}\n" in after) == (not flags)
+    assert ("calls of operators" in after) == (not flags)
     (line,) = (line for line in after.splitlines() if line.startswith("mindspeed_dsa:") and "at work" in line)
     assert ("fused-dsa (2 patched)" in line) == (not flags)
     assert "dsa-hadamard (1 patched)" in line

@@ -17,6 +17,11 @@ from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "examples")]
 
+from tests.support import sources  # noqa: E402
+
+sources.parse_once()
+sources.check_all()
+
 import mindspeed_dsa.megatron_adaptor  # noqa: E402
 
 mindspeed_dsa.enable(experimental_attention_variant="dsa")

@@ -1,8 +1,10 @@
-"""A MoE layer of any release, with and without overlapped all-to-alls; runs inside the pool's workers."""
+"""A MoE layer of any release, with and without a feature; runs inside the pool's workers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from importlib import metadata
 from typing import Any
 
@@ -11,16 +13,43 @@ import torch.nn.functional as F
 from packaging.version import Version
 
 from tests.features.moe.alltoall_overlap.cases import SWITCH, recorded
+from tests.features.moe.balanced_experts.cases import ALWAYS, watched
 from tests.matrix.model import EXPERTS, one_step
 from tests.support import model, moe
 
 
-def beside_stock(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Results of two microbatches, and how many transfers were started.
+def overlapped(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Results of two microbatches with overlapped all-to-alls, and how many transfers were started.
 
     Args:
         runs: overrides of the configuration, by name.
     """
+    found: dict[str, Any] = {}
+    for name, pair in _beside_stock(SWITCH, runs, recorded).items():
+        found[name] = {**pair, "launched": pair["watched"].count("launch")}
+    return found
+
+
+def balanced(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The same with hot experts that are moved, and the plans."""
+    found: dict[str, Any] = {}
+    for name, pair in _beside_stock(ALWAYS, runs, _planned).items():
+        found[name] = {**pair, "plans": pair["watched"]["plans"]}
+    return found
+
+
+@contextlib.contextmanager
+def _planned() -> Iterator[dict[str, Any]]:
+    found: dict[str, Any] = {"plans": [], "dispatched": [], "counts": [], "sent": 0}
+    with watched(found):
+        yield found
+
+
+def _beside_stock(
+    switches: Mapping[str, Any],
+    runs: Mapping[str, Mapping[str, Any]],
+    watch: Callable[[], AbstractContextManager[Any]],
+) -> dict[str, dict[str, Any]]:
     import mindspeed_dsa
 
     mindspeed_dsa.enable()
@@ -30,12 +59,12 @@ def beside_stock(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     theirs = {name: _train(overrides) for name, overrides in runs.items()}
     mindspeed_dsa.disable()
-    mindspeed_dsa.enable(**SWITCH)
-    found: dict[str, Any] = {}
+    mindspeed_dsa.enable(**switches)
+    found: dict[str, dict[str, Any]] = {}
     for name, overrides in runs.items():
-        with recorded() as events:
+        with watch() as seen:
             ours = _train(overrides)
-        found[name] = {"ours": ours, "theirs": theirs[name], "launched": events.count("launch")}
+        found[name] = {"ours": ours, "theirs": theirs[name], "watched": seen}
     return found
 
 

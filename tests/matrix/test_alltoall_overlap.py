@@ -12,7 +12,7 @@ RUNS = {
 
 
 def test_layer_beside_stock(pool):
-    for rank in pool.run("tests.matrix.moe_cases:beside_stock", 2, runs=RUNS):
+    for rank in pool.run("tests.matrix.moe_cases:overlapped", 2, runs=RUNS):
         for name, found in rank.items():
             moe.assert_same(found["ours"], found["theirs"])
             assert found["launched"] == 2 * (9 if name == "layer recomputed" else 6)

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.npu import attention_kernels, collective_kernels, grouped_kernels, loss_kernels
+from tests.npu import (
+    attention_kernels,
+    collective_kernels,
+    grouped_kernels,
+    loss_kernels,
+    permutation_kernels,
+)
 
 _library: torch.library.Library | None = None
 
@@ -38,6 +44,9 @@ def register() -> None:
         collective_kernels.npu_mm_reduce_scatter_base,
         grouped_kernels.npu_grouped_matmul,
         grouped_kernels.npu_grouped_matmul_add_,
+        permutation_kernels.npu_moe_token_permute_with_routing_map,
+        permutation_kernels.npu_moe_token_permute_with_routing_map_grad,
+        permutation_kernels.npu_moe_finalize_routing,
     ):
         _library.impl(kernel.__name__, _held_against_meta(kernel), "CPU")
 
@@ -49,7 +58,7 @@ def _held_against_meta(kernel: Callable[..., Any]) -> Callable[..., Any]:
         to_meta = torch.utils._pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
         expected = operator(*to_meta[0], **to_meta[1])
         each = [(one,) if isinstance(one, Tensor) else one for one in (results, expected)]
-        facts = [[(tuple(x.shape), x.dtype) for x in one] for one in each]
+        facts = [[None if x is None else (tuple(x.shape), x.dtype) for x in one] for one in each]
         assert facts[0] == facts[1], f"{kernel.__name__}: {facts[0]}, by torch_npu's meta kernel {facts[1]}"
         return results
 

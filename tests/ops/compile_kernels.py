@@ -30,6 +30,7 @@ from triton.runtime.jit import JITFunction
 
 from mindspeed_dsa.ops.indexer_kl_loss import triton as kl_loss
 from mindspeed_dsa.ops.lightning_indexer import triton as indexer
+from mindspeed_dsa.ops.moe_permute import triton as permutation
 from mindspeed_dsa.ops.sparse_flash_attention import triton as attention
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -110,6 +111,8 @@ def main() -> None:
         for heads, dim, shared in ((128, 576, True), (16, 192, False), (16, 576, False)):
             case = f"{name}, {heads} heads, {dim} {'shared' if shared else 'per head'}"
             run_loss(dtype, heads, dim, shared)
+        case = f"{name}, 64 experts"
+        run_permutation(dtype)
 
 
 def _describe(kernel: Any) -> dict[str, Any]:
@@ -175,6 +178,20 @@ def run_loss(dtype: torch.dtype, heads: int, dim: int, shared: bool) -> None:
         kl_loss.attention_sum(query, key, _meta(1, ROWS, TOPK, dtype=torch.int32), None, 0.07)
         entries = [_meta(1, ROWS, TOPK, dtype=kind) for kind in (torch.float32, torch.float32, torch.bool)]
         kl_loss.divergence_and_gradient(*entries, weights, True)
+
+
+def run_permutation(dtype: torch.dtype, hidden: int = 7168, experts: int = 64, topk: int = 8) -> None:
+    """Every kernel of the permutation of tokens by expert, with probabilities in fp32."""
+    tokens, routing_map = _meta(ROWS, hidden, dtype=dtype), _meta(ROWS, experts, dtype=torch.bool)
+    probs, rows = _meta(ROWS, experts, dtype=torch.float32), ROWS * topk
+    moved, moved_probs, row_map = permutation.permute(tokens, routing_map, probs, rows, topk)
+    permutation.permute_gradients(moved, moved_probs, row_map, routing_map)
+    permutation.unpermute(moved, row_map, ROWS, None, tokens)
+    permutation.unpermute_gradients(tokens, row_map, rows, None, None)
+    permutation.unpermute(moved, row_map, ROWS, probs, None)
+    permutation.unpermute_gradients(tokens, row_map, rows, moved, probs)
+    chunks = _meta(experts, dtype=torch.int64)
+    permutation.sort_chunks([moved, moved_probs], chunks, chunks)
 
 
 if __name__ == "__main__":

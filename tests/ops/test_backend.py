@@ -9,7 +9,7 @@ import torch
 from mindspeed_dsa import log
 from mindspeed_dsa.ops import backend
 from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass, choose
-from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
+from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
 from tests.ops.cases import indexer_inputs
 
 CPU = ShapeClass("cpu", torch.float32, (("heads", 4), ("head_dim", 16), ("topk", 8)))
@@ -102,6 +102,23 @@ def test_the_backend_that_runs_is_told_once(monkeypatch, capsys):
         "mindspeed_dsa: lightning_indexer runs on the cpu backend",
         "mindspeed_dsa: lightning_indexer runs on the reference backend",
     ]
+
+
+def test_calls_are_counted_by_the_backend_that_ran(monkeypatch):
+    from mindspeed_dsa.ops.lightning_indexer import cpu
+
+    before = backend.calls()
+    inputs = indexer_inputs(1, 5)
+    indices, _ = lightning_indexer(*inputs, 4)
+    selected_scores(*inputs, indices, backend="chunked")
+    lightning_indexer(*indexer_inputs(0, 5), 4)
+    monkeypatch.setattr(cpu, "plan_call", lambda *_: "rows are upside down")
+    lightning_indexer(*inputs, 4)
+    assert backend.calls() - before == {
+        ("lightning_indexer", "cpu"): 1,
+        ("lightning_indexer", "chunked"): 1,
+        ("lightning_indexer", "reference"): 2,
+    }
 
 
 def test_operators_import_no_megatron():

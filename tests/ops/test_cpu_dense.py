@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_dsa.ops import checks, cpu_blocks
+from mindspeed_dsa.ops import checks, cpu_blocks, cpu_chunks
 from mindspeed_dsa.ops.sparse_flash_attention import cpu_dense, sparse_flash_attention
 from tests.ops import oracle, test_contract, test_memory, test_score_gradient
 from tests.ops import test_layouts as layouts
@@ -44,9 +44,9 @@ def chunks(request, monkeypatch):
     size, rows, step = {"whole": (1 << 30, 10**6, 64), "one row": (1, 128, 1), "odd": (1 << 30, 7, 5)}[
         request.param
     ]
-    monkeypatch.setattr(cpu_dense, "_CHUNK_BYTES", size)
-    monkeypatch.setattr(cpu_dense, "_MOST_ROWS", rows)
-    monkeypatch.setattr(cpu_dense, "_WIDTH_STEP", step)
+    monkeypatch.setattr(cpu_chunks, "_CHUNK_BYTES", size)
+    monkeypatch.setattr(cpu_chunks, "_MOST_ROWS", rows)
+    monkeypatch.setattr(cpu_chunks, "_WIDTH_STEP", step)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
@@ -73,7 +73,7 @@ def test_layouts(form, looped, monkeypatch):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_stale_scratch(form, threads, monkeypatch):
-    monkeypatch.setattr(cpu_dense, "_MOST_ROWS", 7)
+    monkeypatch.setattr(cpu_chunks, "_MOST_ROWS", 7)
     test_memory.test_stale_scratch_is_never_read("attention", threads, monkeypatch)
 
 
@@ -84,7 +84,7 @@ def test_the_sum_in_the_backward(form, dtype):
 
 
 def test_no_allocation_has_two_sequence_axes(form, monkeypatch):
-    monkeypatch.setattr(cpu_dense, "_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(cpu_chunks, "_CHUNK_BYTES", 4096)
     monkeypatch.setattr(cpu_blocks, "_BLOCK_BYTES", 4096)
     before = torch.get_num_threads()
     torch.set_num_threads(1)

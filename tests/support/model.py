@@ -98,6 +98,8 @@ def config(**overrides: Any) -> Any:
         "params_dtype": torch.float32,
         "pipeline_dtype": torch.float32,
     }
+    if "transformer_impl" not in MLATransformerConfig.__dataclass_fields__:
+        values.pop("transformer_impl")  # before 0.13 it is a matter of the specification alone
     return MLATransformerConfig(**{**values, **overrides})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ def layer(cfg: Any) -> Any:
     from megatron.core.transformer.spec_utils import build_module
 
     spec = get_gpt_layer_local_spec(cfg.num_moe_experts, moe_grouped_gemm=cfg.moe_grouped_gemm)
-    built = build_module(spec.submodules.mlp, config=cfg)
+    mlp = spec.submodules.mlp  # from 0.18 on a function
+    built = mlp(config=cfg) if isinstance(mlp, partial) else build_module(mlp, config=cfg)
     built.set_layer_number(1)
     with torch.no_grad():
         parameters = dict(built.named_parameters())
@@ -77,6 +79,11 @@ def by_name(built: Any, of: Callable[[torch.nn.Parameter], Tensor | None]) -> di
         else:
             found[re.sub(r"(?<=local_experts\.)\d+", lambda m: str(int(m[0]) + first), name)] = value
     return found
+
+
+def named_parameters(built: Any) -> dict[str, Tensor]:
+    """The parameters themselves; of a stack of experts, views of it."""
+    return by_name(built, lambda parameter: parameter)
 
 
 def tokens(rows: int, seed: int, batch: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -14,7 +14,6 @@ import io
 import warnings
 
 import mindspeed_dsa
-from mindspeed_dsa import compat, features
 from tests.support import sources, worker
 
 __all__ = ["worker"]
@@ -56,11 +55,7 @@ def _import(names: tuple[str, ...]) -> None:
 
 _import(_OTHERS)
 sources.parse_once()
-_check = compat.static_check()
-for _feature in features.all_features():
-    for _patch in _feature.patches:
-        with contextlib.suppress(Exception):  # a case that arms it will tell
-            _check(_patch)
+sources.check_all()
 gc.collect()
 gc.freeze()
 with contextlib.redirect_stderr(io.StringIO()), mindspeed_dsa.enabled(mindspeed_platform="cpu"):

@@ -1,16 +1,20 @@
-"""Sessions of one process look at the same sources again and again: they are parsed once."""
+"""Sessions of one process look at the same sources again and again: they are read and checked once."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
 
+from mindspeed_dsa import compat, features
 from mindspeed_dsa.patches import drift, source_tree
 
 
 def parse_once() -> None:
-    """Keep what was parsed and fingerprinted for as long as the process lives."""
+    """Keep what was parsed, fingerprinted and found about a patch for as long as the process lives."""
     if hasattr(source_tree.scope_of_text, "cache_info"):
         return
     source_tree.scope_of_text = functools.lru_cache(maxsize=256)(source_tree.scope_of_text)
@@ -25,3 +29,23 @@ def parse_once() -> None:
         return known[key][1]
 
     drift.fingerprint = fingerprint
+    static_check = compat.static_check
+    checks: dict[object, Callable[[Any], Any]] = {}
+
+    def check_once(root: str = "megatron") -> Callable[[Any], Any]:
+        # What can be found where: a fork that a test writes lies in a folder of its own.
+        where = root, *sys.path, *map(id, source_tree._finders())
+        if where not in checks:
+            checks[where] = functools.cache(static_check(root))
+        return checks[where]
+
+    compat.static_check = check_once
+
+
+def check_all() -> None:
+    """Check every patch there is, so that processes forked from this one know what is found."""
+    check = compat.static_check()
+    for feature in features.all_features():
+        for patch in feature.patches:
+            with contextlib.suppress(Exception):  # a case that arms it will tell
+                check(patch)

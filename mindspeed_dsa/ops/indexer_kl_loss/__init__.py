@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.ops.backend import check_name, choose, plan, unless_empty, warn_once
+from mindspeed_dsa.ops.backend import check_name, choose, count_call, plan, unless_empty, warn_once
 from mindspeed_dsa.ops.checks import check_shape, check_topk_indices
 from mindspeed_dsa.ops.indexer_kl_loss.arguments import (
     OPERATOR,
@@ -95,6 +95,7 @@ def indexer_kl_loss(
     shape = shape_class(index_query, query, topk_indices.shape[-1])
     chosen: Loss = choose(OPERATOR, backend, shape)
     implementation = unless_empty(OPERATOR, chosen, query, key)
+    count_call(OPERATOR, implementation)
     # One operator may form target, loss and gradients of the indexer's inputs. It goes past the scores, so
     # that a gradient which only they want needs the other way.
     only_scores = topk_scores is not None and topk_scores.requires_grad and not index_query.requires_grad
@@ -266,6 +267,7 @@ def dense_indexer_kl_loss(
     implementation = unless_empty(OPERATOR, chosen, query, key)
     fit = implementation.plan_dense(index_query, query, ranges, key.shape[1], row_mask, tp_group, use_relu)
     implementation, found = plan(OPERATOR, backend, implementation, fit)
+    count_call(OPERATOR, implementation)
     dtype = torch.promote_types(index_query.dtype, torch.float32)
     row_weights = row_weights_of(rows, row_mask, reduction, index_query.new_empty(0, dtype=dtype))
     arguments = (query.detach(), key.detach(), softmax_scale, *ranges[:2], row_weights, tp_group, use_relu)

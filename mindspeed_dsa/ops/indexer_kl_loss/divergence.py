@@ -14,15 +14,19 @@ def divergence_and_gradient(
 ) -> tuple[Tensor, Tensor | None]:
     """The loss, and its gradient with respect to ``topk_scores``, ``[batch, query_length, topk]``."""
     loss = torch.zeros((), dtype=torch.float64, device=topk_scores.device)
-    gradient = torch.empty_like(topk_scores) if with_gradient else None
+    gradient = None
+    if with_gradient:
+        # Parts of it are written below.
+        gradient = torch.empty_like(topk_scores, memory_format=torch.contiguous_format)
     rows = max(1, _BLOCK // max(1, topk_scores.shape[-1]))
-    for b in range(topk_scores.shape[0]):
-        for first in range(0, topk_scores.shape[1], rows):
-            at = (b, slice(first, first + rows))
-            per_row, r_minus_p = divergence_of_rows(topk_scores[at], attention_sum[at], valid[at])
-            loss += (per_row * row_weights[at]).sum(dtype=torch.float64)
-            if gradient is not None:
-                torch.mul(r_minus_p, row_weights[at][:, None], out=gradient[at])
+    # Rows of all sequences, [rows, topk].
+    tensors = [x.flatten(0, 1).split(rows) for x in (topk_scores, attention_sum, valid, row_weights)]
+    parts = None if gradient is None else gradient.flatten(0, 1).split(rows)
+    for number, (scores, summed, names, weights) in enumerate(zip(*tensors, strict=True)):
+        per_row, r_minus_p = divergence_of_rows(scores, summed, names)
+        loss += (per_row * weights).sum(dtype=torch.float64)
+        if parts is not None:
+            torch.mul(r_minus_p, weights[:, None], out=parts[number])
     return loss.to(topk_scores.dtype), gradient
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.ops.backend import ShapeClass, choose, plan, unless_empty
+from mindspeed_dsa.ops.backend import ShapeClass, choose, count_call, plan, unless_empty
 from mindspeed_dsa.ops.checks import (
     check_float,
     check_heads,
@@ -85,6 +85,7 @@ def lightning_indexer(
     topk = min(topk, key.shape[1])
     plan_found = chosen.plan_call(topk, ranges, key.shape[1], use_relu)
     implementation, found = plan(OPERATOR, backend, chosen, plan_found)
+    count_call(OPERATOR, implementation)
     starts, ends, _ = ranges
     if implementation.KIND == "autograd":
         return IndexerOutput(
@@ -131,6 +132,7 @@ def selected_scores(
     shape = _shape_class(query, topk_indices.shape[-1])
     chosen: Indexer = choose(OPERATOR, backend, shape)
     implementation = unless_empty(OPERATOR, chosen, query, key)
+    count_call(OPERATOR, implementation)
     if implementation.KIND == "autograd":
         return implementation.selected_scores(query, key, weights, topk_indices, use_relu)
     return _ScoresAt.apply(implementation, query, key, weights, topk_indices, use_relu)

@@ -3,14 +3,17 @@
 A slab holds the scores of a few rows with the keys that any of them sees, so memory is O(length) beside
 the result. The fp32 score and the key position are packed into one int64 whose order is "higher score
 first, then lower position". Such keys are unique, which makes any top-k algorithm deterministic.
+
+Where keys are few, ``cpu_dense.py`` beside this file computes the gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
@@ -19,20 +22,24 @@ from mindspeed_dsa.ops.cpu_blocks import (
     Scratch,
     add_to_keys,
     compute_dtype,
-    linear,
+    linear_each,
     one_by_one,
     over_blocks,
     sum_in_order,
     sum_of_keys,
     times_keys,
 )
-from mindspeed_dsa.ops.cpu_threads import share_out
+from mindspeed_dsa.ops.cpu_chunks import rows_of_sequences
+from mindspeed_dsa.ops.cpu_threads import share_out, worker_count
+from mindspeed_dsa.ops.lightning_indexer import cpu_dense
 
-# Rows per slab and keys per product: the products of a slab, [rows * heads, keys], stay in cache.
+# Rows per slab and keys per product: the products of a slab, [rows * heads, keys], stay in cache. The most
+# rows are those of one sequence, and of several together.
 _PRODUCT_ELEMENTS = 512 * 1024
-_FEWEST_ROWS, _MOST_ROWS = 16, 64
-# Slab widths are rounded up, so that the number of distinct product shapes stays small.
-_WIDTH_STEP = 256
+_FEWEST_ROWS, _MOST_ROWS, _MOST_TOGETHER = 16, 64, 256
+# Widths of slabs, and of the products of wide ones, are rounded up, so that the number of distinct product
+# shapes stays small.
+_SLAB_STEP, _WIDTH_STEP = 64, 256
 _LAST = 2**31 - 1
 
 KIND: Literal["gradients"] = "gradients"
@@ -52,84 +59,123 @@ def select(
     topk_indices = torch.empty(batch, query_length, topk, dtype=torch.int32)
     dtype = compute_dtype(query.dtype)
     topk_scores = torch.empty(batch, query_length, topk, dtype=dtype)
-    keys = [one.detach().to(dtype).contiguous() for one in key]
-    rows = _slab_rows(query.shape[2] * key.shape[1])
-    slabs = [
-        (b, slice(number * rows, (number + 1) * rows), low, high)
-        for b in range(batch)
-        for number, (low, high) in enumerate(_bounds(starts[b], ends[b], rows))
-    ]
+    keys = key.detach().to(dtype).contiguous()
+    products_per_row = query.shape[2] * key.shape[1]
+    most = min(max(_PRODUCT_ELEMENTS // max(products_per_row, 1), _FEWEST_ROWS), _MOST_TOGETHER)
+    together, rows = rows_of_sequences(batch, most, _MOST_ROWS)
+    by_row = (query, weights, starts[..., None], ends[..., None], topk_indices, topk_scores)
+    slabs = []
+    for first in range(0, batch, together):
+        group = slice(first, first + together)
+        bounds = _bounds(starts[group], ends[group], rows)
+        parts = zip(*(x[group].split(rows, dim=1) for x in by_row), bounds, strict=True)
+        slabs += [_Slab(keys[group], *part) for part in parts]
 
-    def work(share: Sequence[tuple[int, slice, int, int]]) -> None:
-        for b, part, low, high in share:
-            row_starts, row_ends = starts[b, part, None], ends[b, part, None]
+    def work(share: Sequence[_Slab]) -> None:
+        for slab in share:
+            low, high, fewest = slab.bounds
             # Never wider than the keys, never narrower than the selection.
-            high = min(key.shape[1], max(low + -(-(high - low) // _WIDTH_STEP) * _WIDTH_STEP, low + topk))
+            high = min(key.shape[1], max(low + -(-(high - low) // _SLAB_STEP) * _SLAB_STEP, low + topk))
             low = max(0, min(low, high - topk))
-            q, w = query[b, part].to(dtype), weights[b, part].to(dtype)
-            scores = _scores(q, keys[b][low:high], w, use_relu)
+            # -0.0 equals 0.0 as a score but not as bits.
+            scores = _scores(
+                slab.query.to(dtype), slab.keys[:, low:high], slab.weights.to(dtype), use_relu
+            ).add_(0.0)
             position = torch.arange(low, high, dtype=torch.int32)
-            chosen = _choose(scores, (position < row_starts) | (position >= row_ends), position, topk)
-            hidden = (chosen < row_starts) | (chosen >= row_ends)
-            chosen = chosen.masked_fill_(hidden, _LAST).sort(dim=-1).values
-            hidden = chosen == _LAST
-            columns = (chosen - low).masked_fill_(hidden, 0)
-            topk_scores[b, part] = scores.gather(-1, columns.long()).masked_fill_(hidden, -torch.inf)
-            topk_indices[b, part] = chosen.masked_fill_(hidden, -1)
+            chosen = _choose(scores, slab.starts, slab.ends, position, topk)
+            hidden = None
+            if fewest < topk:
+                hidden = (chosen < slab.starts) | (chosen >= slab.ends)
+                chosen.masked_fill_(hidden, _LAST)
+            chosen.numpy().sort(axis=-1)
+            columns = chosen - low
+            if hidden is not None:
+                hidden = chosen == _LAST
+                columns.masked_fill_(hidden, 0)
+                chosen.masked_fill_(hidden, -1)
+            slab.topk_indices.copy_(chosen)
+            slab.topk_scores.copy_(scores.gather(-1, columns))
+            if hidden is not None:
+                slab.topk_scores.masked_fill_(hidden, -torch.inf)
 
-    share_out(slabs, work)
+    share_out(slabs, work, worker_count(batch * query_length * products_per_row))
     return topk_indices, topk_scores
 
 
-def _slab_rows(products_per_row: int) -> int:
-    """As many as keep the products in cache: over few keys, calls cost more than the work of a few rows."""
-    return min(max(_PRODUCT_ELEMENTS // max(products_per_row, 1), _FEWEST_ROWS), _MOST_ROWS)
+class _Bounds(NamedTuple):
+    low: int
+    high: int
+    fewest: int
+    """Keys that a row sees."""
 
 
-def _bounds(starts: Tensor, ends: Tensor, rows: int) -> list[tuple[int, int]]:
-    """Smallest range of keys that holds what each slab of rows sees."""
-    sees = starts < ends
-    low = torch.where(sees, starts, _LAST).split(rows)
-    high = torch.where(sees, ends, 0).split(rows)
-    bounds = [(int(a.min()), int(z.max())) for a, z in zip(low, high, strict=True)]
-    return [(a, z) if a < z else (0, 0) for a, z in bounds]
+class _Slab(NamedTuple):
+    """The same rows of some sequences: inputs, and where the results go."""
+
+    keys: Tensor
+    """``[g, key_length, dim]``, all of the sequences'."""
+    query: Tensor
+    """``[g, rows, heads, dim]``."""
+    weights: Tensor
+    starts: Tensor
+    """``[g, rows, 1]``."""
+    ends: Tensor
+    topk_indices: Tensor
+    topk_scores: Tensor
+    bounds: _Bounds
+
+
+def _bounds(starts: Tensor, ends: Tensor, rows: int) -> list[_Bounds]:
+    """For each slab of rows of some sequences, the smallest range of keys that holds what the rows see."""
+    sees, padding = starts < ends, (0, -starts.shape[1] % rows)
+    low = F.pad(torch.where(sees, starts, _LAST), padding, value=_LAST).amin(0).view(-1, rows).amin(-1)
+    high = F.pad(torch.where(sees, ends, 0), padding).amax(0).view(-1, rows).amax(-1)
+    fewest = F.pad(ends - starts, padding, value=_LAST).amin(0).view(-1, rows).amin(-1)
+    return [_Bounds(*slab) for slab in torch.stack([low.minimum(high), high, fewest], dim=-1).tolist()]
 
 
 def _scores(query: Tensor, key: Tensor, weights: Tensor, use_relu: bool) -> Tensor:
-    """``[rows, heads, dim]``, ``[keys, dim]``, ``[rows, heads]`` -> ``[rows, keys]``."""
-    rows, heads, dim = query.shape
-    scores = query.new_empty(rows, key.shape[0])
-    width = max(_WIDTH_STEP, _PRODUCT_ELEMENTS // (rows * heads) // _WIDTH_STEP * _WIDTH_STEP)
-    flat = query.reshape(rows * heads, dim)
-    for first in range(0, key.shape[0], width):
-        part = slice(first, first + width)
-        # [rows * heads, width], in cache
-        product = linear(flat, key[part], relu=use_relu).view(rows, heads, -1)
-        scores[:, part] = torch.bmm(weights[:, None], product)[:, 0]
-    return scores
+    """``[g, rows, heads, dim]``, ``[g, keys, dim]``, ``[g, rows, heads]`` -> ``[g, rows, keys]``."""
+    some, rows, heads, dim = query.shape
+    width = max(_WIDTH_STEP, _PRODUCT_ELEMENTS // (some * rows * heads) // _WIDTH_STEP * _WIDTH_STEP)
+    flat, weights = query.reshape(some, rows * heads, dim), weights.reshape(some * rows, 1, heads)
+    parts = []
+    for part in key.split(width, dim=1):
+        # [g * rows, heads, width], in cache
+        product = linear_each(flat, part, relu=use_relu).view(some * rows, heads, -1)
+        parts.append(torch.bmm(weights, product).view(some, rows, -1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def _choose(scores: Tensor, hidden: Tensor, position: Tensor, topk: int) -> Tensor:
-    """Positions of the ``topk`` highest scores of each row, in any order: int32 ``[rows, topk]``.
+def _choose(scores: Tensor, starts: Tensor, ends: Tensor, position: Tensor, topk: int) -> Tensor:
+    """Positions of the ``topk`` highest scores of each row, in any order: int64 ``[g, rows, topk]``.
 
-    NaN comes after every number, and what is ``hidden`` after all.
+    NaN comes after every number, and what a row does not see after all.
     """
-    if topk == scores.shape[1]:
-        return position.expand(scores.shape).contiguous()
+    width = scores.shape[-1]
+    if topk == width:
+        return position.to(torch.int64).repeat(*scores.shape[:-1], 1)
     integer = torch.int32 if scores.dtype == torch.float32 else torch.int64
     limits = torch.iinfo(integer)
-    # -0.0 equals 0.0 as a score but not as bits. In two's complement, flipping the magnitude bits of
-    # negative floats makes the integer order the float order.
-    bits = (scores + 0.0).view(integer)
-    ordered = bits ^ ((bits >> (limits.bits - 1)) & limits.max)
-    # Bits that only NaN has otherwise.
-    ordered.masked_fill_(scores.isnan(), limits.min + 1).masked_fill_(hidden, limits.min)
+    # In two's complement, flipping the magnitude bits of negative floats makes the integer order the float
+    # order.
+    bits = scores.view(integer)
+    ordered = (bits >> (limits.bits - 1)).bitwise_and_(limits.max).bitwise_xor_(bits)
+    if scores.amax().isnan():
+        # Bits that only NaN has otherwise.
+        ordered.masked_fill_(scores.isnan(), limits.min + 1)
+    # The sign of both differences, that is -1 where a row sees the key and 0 elsewhere. Masks of bool take
+    # several times as long.
+    seen = (position - ends).bitwise_and_((position - starts).bitwise_not_()).bitwise_right_shift_(31)
+    ordered = torch.minimum(ordered, seen.to(integer).bitwise_xor_(limits.min))
     if integer == torch.int64:
         # No integer holds an fp64 score and a position.
-        return position[ordered.sort(dim=-1, descending=True, stable=True).indices[:, :topk]]
-    packed = (ordered.to(torch.int64) << 32) | (_LAST - position)
-    best = packed.topk(topk, dim=-1, sorted=False).values
-    return (_LAST - (best & _LAST)).to(torch.int32)
+        best = ordered.sort(dim=-1, descending=True, stable=True).indices[..., :topk]
+        return position[best].to(torch.int64)
+    packed = ordered.to(torch.int64).bitwise_left_shift_(32).bitwise_or_((_LAST - position).to(torch.int64))
+    # NumPy selects and sorts several integers at a time, where PyTorch compares one with another.
+    packed.numpy().partition(width - topk, axis=-1)
+    return packed[..., width - topk :].bitwise_not().bitwise_and_(_LAST)
 
 
 def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool) -> Tensor:
@@ -159,6 +205,8 @@ def score_gradients(
     grad_scores: Tensor, query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the scores at ``topk_indices`` with respect to query, key and weights."""
+    if cpu_dense.takes(grad_scores, query, key, weights, topk_indices):
+        return cpu_dense.score_gradients(grad_scores, query, key, weights, topk_indices, use_relu)
     heads, dtype = query.shape[2], compute_dtype(query.dtype)
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     grad_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.ops.backend import ShapeClass, choose, plan, unless_empty
+from mindspeed_dsa.ops.backend import ShapeClass, choose, count_call, plan, unless_empty
 from mindspeed_dsa.ops.checks import check_float, check_heads, check_shape, check_topk_indices, require
 from mindspeed_dsa.ops.chunks import wide
 from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
@@ -113,6 +113,7 @@ def sparse_flash_attention(
     implementation, found = plan(
         OPERATOR, backend, chosen, chosen.plan_call(topk_indices, key_value.shape[1])
     )
+    count_call(OPERATOR, implementation)
     # Without a consumer of its gradient the sum is not formed.
     hooked = topk_scores is not None and topk_scores.requires_grad and torch.is_grad_enabled()
     receiver = None

@@ -83,8 +83,7 @@ class _Forward:
     """One forward of one layer, between the dispatcher's steps.
 
     Attributes:
-        plan: the same on all ranks.
-        loans: as ``plan`` says.
+        lending: of the moved experts' weights.
         counts: rows of this rank for each expert that it borrows.
         cold: number of rows to dispatch.
         indices: ``[rows]``, the tokens that stay, by expert.
@@ -92,14 +91,12 @@ class _Forward:
         probs: ``[rows]``.
     """
 
-    plan: Plan
-    loans: list[Loan]
+    lending: Lending
     counts: list[int]
     cold: int
     indices: Tensor
     rows: Tensor
     probs: Tensor
-    lending: Lending | None = None
 
 
 _layers: WeakKeyDictionary[Any, _Layer] = WeakKeyDictionary()
@@ -129,9 +126,9 @@ def keep_hot_tokens(original: Call, context: Context[Options]) -> Call:
         hidden = hidden_states.size(-1)
         layer.experts.wait_for_weights()
         rates = rates_of(layer.experts, hidden, layer.group, context.options, context.log)
-        numel = sum(shape.numel() for shape in layer.shapes)
+        costs = rates.costs(layer.shapes, hidden, hidden_states.dtype)
         counts, learning = layer.gathered(routing_map.sum(dim=0))
-        plan = choose(counts, rates.costs(numel, hidden, hidden_states.dtype), context.options.limit)
+        plan = choose(counts, costs, context.options.limit)
         layer.forward, cold_map = _split(layer, plan, counts, learning, hidden_states, routing_map, probs)
         return original(self, hidden_states, cold_map, probs, *args, **kwargs)
 
@@ -158,7 +155,7 @@ def send_weights(original: Call) -> Call:
         result = original(self, *args, **kwargs)
         layer = _layers.get(self)
         if layer is not None and layer.forward is not None:
-            layer.forward.lending = lend(layer.forward.loans, layer.parameters, layer.shapes, layer.group)
+            layer.forward.lending.launch()
         return result
 
     return dispatch_postprocess
@@ -230,8 +227,8 @@ def _split(
             columns, torch.tensor(rows, device=columns.device), output_size=sum(rows)
         )
     forward = _Forward(
-        plan=plan,
-        loans=loans,
+        # The first node of all: in backward it is the last one, and waits for what has had most time.
+        lending=lend(loans, layer.parameters, layer.shapes, layer.group),
         counts=rows,
         cold=int(counts[layer.rank].sum()) - sum(rows),
         indices=indices,
@@ -243,7 +240,6 @@ def _split(
 
 def _run(experts: SingleExperts, forward: _Forward) -> None:
     """Replace rows by outputs."""
-    assert forward.lending is not None
     rows, weights = forward.lending.wait(forward.rows)
     outputs = [
         experts.run_expert(own, part, probs)
@@ -252,4 +248,3 @@ def _run(experts: SingleExperts, forward: _Forward) -> None:
         )
     ]
     forward.rows = torch.cat(outputs) if outputs else rows
-    forward.lending = None

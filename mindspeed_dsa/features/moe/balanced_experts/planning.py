@@ -37,12 +37,14 @@ class Costs:
         token: one row on a rank's link, once.
         weights: one expert's weights on a rank's link.
         gradients: one expert's gradients on a rank's link.
+        call: one more expert that a rank runs, forward, beside the rows.
     """
 
     row: float
     token: float
     weights: float
     gradients: float
+    call: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -110,9 +112,10 @@ class _Problem:
         tokens = np.maximum(leave, arrive).max(axis=1) * (_TRANSFERS * self.costs.token)
         # Weights travel while cold experts compute, and their gradients while those run backward.
         weights = np.maximum(sent, received).max(axis=1, keepdims=True)
-        forward = np.maximum(cold * self.costs.row, weights * self.costs.weights) + hot * self.costs.row
+        moved = hot * self.costs.row + received * self.costs.call
+        forward = np.maximum(cold * self.costs.row, weights * self.costs.weights) + moved
         row = _BACKWARD * self.costs.row
-        backward = np.maximum(cold * row, weights * self.costs.gradients) + hot * row
+        backward = np.maximum(cold * row, weights * self.costs.gradients) + _BACKWARD * moved
         return forward.max(axis=1) + backward.max(axis=1) + tokens, cold + hot
 
 

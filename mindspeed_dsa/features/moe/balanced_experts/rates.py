@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,19 +24,31 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP/s of an expert's matmuls, and bytes per second of a link in one direction, of the slowest rank."""
+    """Of the slowest rank.
+
+    Attributes:
+        matmul: FLOP/s of an expert's matmuls.
+        link: bytes per second of a link in one direction.
+        call: seconds that one more expert takes beside its rows.
+        message: seconds that one more message takes beside its bytes.
+    """
 
     matmul: float
     link: float
+    call: float = 0.0
+    message: float = 0.0
 
-    def costs(self, numel: int, hidden: int, dtype: torch.dtype) -> Costs:
-        """What work on an expert of ``numel`` weights and rows of ``hidden`` elements takes."""
+    def costs(self, shapes: Sequence[torch.Size], hidden: int, dtype: torch.dtype) -> Costs:
+        """What work takes on an expert with weights of these shapes, and on rows of ``hidden`` elements."""
+        numel = sum(shape.numel() for shape in shapes)
         wide = torch.promote_types(dtype, torch.float32).itemsize
+        latency = len(shapes) * self.message
         return Costs(
             row=2 * numel / self.matmul,
             token=hidden * dtype.itemsize / self.link,
-            weights=numel * dtype.itemsize / self.link,
-            gradients=numel * wide / self.link,
+            weights=numel * dtype.itemsize / self.link + latency,
+            gradients=numel * wide / self.link + latency,
+            call=self.call,
         )
 
 
@@ -66,26 +78,33 @@ def rates_of(experts: SingleExperts, hidden: int, group: Any, options: Options, 
             ranks="stage",
         )
     found = _measured[group]
-    return Rates(
-        found.matmul if options.matmul_rate is None else options.matmul_rate * 1e12,
-        found.link if options.link_rate is None else options.link_rate * 1e9,
+    return replace(
+        found,
+        matmul=found.matmul if options.matmul_rate is None else options.matmul_rate * 1e12,
+        link=found.link if options.link_rate is None else options.link_rate * 1e9,
     )
 
 
 @torch.no_grad()
 def _measure(experts: SingleExperts, hidden: int, group: Any) -> Rates:
     weights = [place.of(place.parameter.detach()) for place in experts.expert_weights(0)]
-    rows = weights[0].new_full((_ROWS, hidden), 0.01)
-    probs = rows.new_ones(_ROWS)
-    seconds = _slowest(lambda: experts.run_expert(weights, rows, probs), group)
-    matmul = 2 * sum(weight.numel() for weight in weights) * _ROWS / seconds
-    # All ranks send to the next one, so each link is used in both directions, as when tokens are dispatched.
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    data = torch.zeros(_BYTES, dtype=torch.uint8, device=rows.device)
-    received = torch.empty_like(data)
-    to, sender = ([_BYTES * (other == (rank + step) % ranks) for other in range(ranks)] for step in (1, -1))
-    seconds = _slowest(lambda: dist.all_to_all_single(received, data, sender, to, group=group), group)
-    return Rates(matmul, _BYTES / seconds)
+
+    def run(count: int) -> float:
+        rows = weights[0].new_full((count, hidden), 0.01)
+        return _slowest(lambda: experts.run_expert(weights, rows, rows.new_ones(count)), group)
+
+    def send(size: int) -> float:
+        # All ranks send to the next one, so each link is used in both directions, as tokens use it.
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        data = torch.zeros(size, dtype=torch.uint8, device=weights[0].device)
+        received = torch.empty_like(data)
+        to, sender = ([size * (other == (rank + step) % ranks) for other in range(ranks)] for step in (1, -1))
+        return _slowest(lambda: dist.all_to_all_single(received, data, sender, to, group=group), group)
+
+    numel = sum(weight.numel() for weight in weights)
+    return Rates(
+        matmul=2 * numel * _ROWS / run(_ROWS), link=_BYTES / send(_BYTES), call=run(1), message=send(1)
+    )
 
 
 def _slowest(work: Callable[[], object], group: Any) -> float:

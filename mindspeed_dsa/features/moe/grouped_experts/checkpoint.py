@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -39,8 +40,11 @@ def _linears(experts: Any) -> list[tuple[str, Any]]:
 
 def _to_experts(experts: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     for name, linear in _linears(experts):
-        stack = state_dict.pop(f"{prefix}mlp.{name}.weight", None)
-        if stack is not None:
+        key = f"{prefix}mlp.{name}.weight"
+        # Who keeps variables wants the parameters themselves: Megatron looks them up in its optimizers, and
+        # puts what sharded_state_dict says in their place.
+        if key in state_dict and not isinstance(state_dict[key], torch.nn.Parameter):
+            stack = state_dict.pop(key)
             state_dict.update(zip(expert_keys(experts, prefix, name), linear.by_expert(stack), strict=True))
 
 
@@ -65,10 +69,14 @@ def sharded_stack(linear: Any, shards: Sequence[Any], megatron: Megatron) -> Any
     """
     mapping: Any = megatron("core.dist_checkpointing.mapping")
     first = shards[0]
+    # Keys are equal, or differ in the expert's number. Their beginning is renamed by pipeline stages later,
+    # and optimizer state has the name of its kind in front.
+    letters = zip(*(shard.key for shard in shards), strict=False)
+    common = sum(1 for _ in takewhile(lambda each: len(set(each)) == 1, letters))
+    tails = [shard.key[common:] for shard in shards]
 
     def made(index: int, key: str, data: Tensor, **facts: Any) -> Any:
-        # Optimizer state has the name of its kind in front of the weight's.
-        key = key.removesuffix(first.key) + shards[index].key
+        key = key.removesuffix(tails[0]) + tails[index]
         if isinstance(shards[index], mapping.ShardedTensorFactory):
             return replace(shards[index], key=key, data=data, **facts).build()
         return replace(shards[index], key=key, data=data, dtype=data.dtype, **facts)
@@ -87,8 +95,9 @@ def sharded_stack(linear: Any, shards: Sequence[Any], megatron: Megatron) -> Any
             ]
         if linear.layout != "nk":
             raise RuntimeError(
-                "moe-grouped-gemm: optimizer state in flat pieces (fully_sharded_model_space) is in the order "
-                "of matrices [out, in]; add --gemm-weight-layout nk, or --no-save-optim and --no-load-optim"
+                "moe-grouped-gemm: optimizer state in flat pieces (fully_sharded_model_space) has the "
+                "order of matrices [out, in]; add --gemm-weight-layout nk, or --no-save-optim and "
+                "--no-load-optim"
             )
         return {
             str(index): made(index, key, piece, replica_id=replica_id, flattened_range=within)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -17,8 +17,10 @@ from mindspeed_dsa.features.moe.grouped_experts.linear import GroupedLinear
 from mindspeed_dsa.features.moe.grouped_experts.options import Options
 from mindspeed_dsa.features.moe.grouped_experts.validation import check_model, recomputes_activation
 from mindspeed_dsa.integration.configuration import require
+from mindspeed_dsa.integration.gathered_weights import wait_for_weights
 from mindspeed_dsa.integration.stand_in import StandIn, activation_of
 from mindspeed_dsa.ops.grouped_matmul import Groups
+from mindspeed_dsa.parallel.lending import Place
 
 LINEARS = ("linear_fc1", "linear_fc2")
 
@@ -48,9 +50,7 @@ def grouped_experts(context: Context[Options]) -> type:
             self.mlp = experts[0]
             # One of the experts as it was, to ask how Megatron saves an expert. It has no weights, and as no
             # module's child it is in no state dict.
-            plain = copy.copy(self.mlp)
-            plain.__dict__["_modules"] = dict(self.mlp._modules)
-            self.__dict__["_plain_expert"] = plain
+            self.__dict__["_plain_expert"] = _shallow(self.mlp)
             for name in LINEARS:
                 linears = [getattr(expert, name) for expert in experts]
                 setattr(self.mlp, name, GroupedLinear(linears, context.options.layout, context.megatron))
@@ -76,6 +76,28 @@ def grouped_experts(context: Context[Options]) -> type:
                 for linear in linears:
                     linear.groups = None
 
+        def expert_weights(self, expert: int) -> tuple[Place, ...]:
+            """See :class:`mindspeed_dsa.integration.experts.SingleExperts`; in the layout of the stack."""
+            return tuple(Place(getattr(self.mlp, name).weight, expert) for name in LINEARS)
+
+        def run_expert(self, weights: Sequence[Tensor], rows: Tensor, probs: Tensor) -> Tensor:
+            """One expert is a stack of one."""
+            linears = [getattr(self.mlp, name) for name in LINEARS]
+            stacks = {f"{name}.weight": own[None] for name, own in zip(LINEARS, weights, strict=True)}
+            for linear in linears:
+                linear.groups = Groups([rows.size(0)])
+            try:
+                output: Tensor = torch.func.functional_call(self.mlp, stacks, (rows, probs))[0]
+            finally:
+                for linear in linears:
+                    linear.groups = None
+            return output
+
+        def wait_for_weights(self) -> None:
+            """Under overlapped parameter gathering."""
+            for name in LINEARS:
+                wait_for_weights(getattr(self.mlp, name))
+
         def _recomputing_mlp(self, rows: Tensor, probs: Tensor) -> Any:
             """Megatron's ``moe_act``: fc2's backward recomputes the activation."""
             mlp = self.mlp
@@ -92,34 +114,40 @@ def grouped_experts(context: Context[Options]) -> type:
             self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
         ) -> dict[str, Any]:
             """Keys, shapes and offsets are those of ``SequentialMLP``."""
-            one_by_one = StandIn(self, local_experts=self._plain_experts())
-            found: dict[str, Any] = base.sharded_state_dict(one_by_one, prefix, sharded_offsets, metadata)
+            # What other features have noted of the module counts for its experts too.
+            apart = StandIn(self, **{**vars(self), "local_experts": self._experts_apart()})
+            found: dict[str, Any] = base.sharded_state_dict(apart, prefix, sharded_offsets, metadata)
             for name in LINEARS:
-                linear = getattr(self.mlp, name)
-                keys = checkpoint.expert_keys(self, prefix, name)
-                shards = [found.pop(key) for key in keys]
-                found[f"{prefix}mlp.{name}.weight"] = checkpoint.sharded_stack(
-                    linear, shards, context.megatron
-                )
+                shards = [found.pop(key) for key in checkpoint.expert_keys(self, prefix, name)]
+                stack = checkpoint.sharded_stack(getattr(self.mlp, name), shards, context.megatron)
+                found[f"{prefix}mlp.{name}.weight"] = stack
             return found
 
-        def _plain_experts(self) -> Iterator[Any]:
-            """The local experts in turn, each until the next one is asked for."""
-            weights = {name: self._matrices(name) for name in LINEARS}
-            for index in range(self.num_local_experts):
-                for name in LINEARS:
-                    linear = getattr(self._plain_expert, name)
-                    linear.weight = Parameter(weights[name][index], requires_grad=False)
-                yield self._plain_expert
-            for name in LINEARS:
-                getattr(self._plain_expert, name).weight = None
+        def _experts_apart(self) -> list[Any]:
+            """The local experts as Megatron builds them, on the memory of the stacks."""
+            experts = []
+            for position in range(self.num_local_experts):
+                expert = _shallow(self._plain_expert)
+                for name, weight in zip(LINEARS, self.tensors_of(position), strict=True):
+                    expert._modules[name] = _shallow(expert._modules[name])
+                    expert._modules[name].weight = Parameter(weight, requires_grad=False)
+                experts.append(expert)
+            return experts
 
-        def _matrices(self, name: str) -> list[Tensor]:
-            linear = getattr(self.mlp, name)
-            matrices: list[Tensor] = linear.by_expert(linear.weight.detach())
-            return matrices
+        def tensors_of(self, position: int) -> list[Tensor]:
+            """Views ``[out, in]`` of one local expert's weights, for who moves experts."""
+            linears = (getattr(self.mlp, name) for name in LINEARS)
+            return [linear.by_expert(linear.weight.detach())[position] for linear in linears]
 
         def backward_dw(self) -> None:
             """No-op: weight gradients are computed in backward."""
 
     return GroupedExperts
+
+
+def _shallow(module: Any) -> Any:
+    """A copy that has the same children and parameters until it is given others."""
+    copied = copy.copy(module)
+    for name in ("_modules", "_parameters"):
+        vars(copied)[name] = dict(vars(module)[name])
+    return copied

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch.nn import Parameter
 from mindspeed_dsa.context import Megatron
 from mindspeed_dsa.features.moe.grouped_experts.checkpoint import STACKED
 from mindspeed_dsa.features.moe.grouped_experts.main_grad import gradient_receiver
-from mindspeed_dsa.ops.grouped_matmul import Groups, Layout, grouped_matmul
+from mindspeed_dsa.ops.grouped_matmul import Groups, Layout, WeightGradient, grouped_matmul
+from mindspeed_dsa.parallel.port import Gradient, Port, port_of
 
 
 class GroupedLinear(torch.nn.Module):
@@ -62,8 +64,21 @@ class GroupedLinear(torch.nn.Module):
                 "moe-grouped-gemm: an expert's layer was called on its own, and does not know which rows "
                 "belong to which expert; call the experts module"
             )
-        take = gradient_receiver(self.weight, self._megatron)
-        return grouped_matmul(rows, self.weight, self.groups, layout=self.layout, take_gradient=take), None
+        receive = gradient_receiver(self.weight, self._megatron)
+        port = port_of(self.weight)
+        take = receive if port is None else partial(_put_off, port, receive or WeightGradient.new)
+        edge = None if port is None else port.edge
+        output = grouped_matmul(
+            rows, self.weight, self.groups, layout=self.layout, take_gradient=take, edge=edge
+        )
+        return output, None
 
     def backward_dw(self) -> None:
         """No-op: part of the interface of Megatron's layers, whose weight gradients may be delayed."""
+
+
+def _put_off(
+    port: Port, receive: Callable[[WeightGradient], Tensor | None], gradient: WeightGradient
+) -> Tensor:
+    later: Gradient = partial(receive, gradient)
+    return port.later(later)

@@ -25,8 +25,8 @@ class Options:
     @classmethod
     def of(cls, settings: Any) -> Options:
         """From resolved settings, or from arguments, which know no platform."""
-        layout = getattr(settings, "gemm_weight_layout", None) or "auto"
-        if layout == "auto":
+        layout: Literal["kn", "nk"] | None = getattr(settings, "gemm_weight_layout", None)
+        if layout not in ("kn", "nk"):
             layout = _LAYOUTS.get(getattr(settings, "platform", ""), "nk")
         has_checkpoint = "recompute-outputs" in getattr(settings, "features_on", ()) or bool(
             find_spec("transformer_engine")

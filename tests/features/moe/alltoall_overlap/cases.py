@@ -57,6 +57,7 @@ def run(
     to_one: bool = False,
     frozen: Sequence[str] = (),
     tied: bool = False,
+    adapter: bool = False,
     fusion: bool = False,
     graph: bool = True,
     expert_tensor_parallel_size: int = 1,
@@ -72,6 +73,7 @@ def run(
         to_one: every token goes to the first two experts.
         frozen: parts of names of weights that do not learn.
         tied: the first two local experts share their fc1.
+        adapter: the first local expert's fc1 is frozen, with a low-rank product beside it.
         fusion: weight gradients are added to ``main_grad``, with a stand-in for Megatron's kernel.
         graph: without, forward alone, as in evaluation.
         expert_tensor_parallel_size: tensor parallel ranks of an expert.
@@ -88,11 +90,13 @@ def run(
         built = moe.layer(cfg)
     if to_one:
         routed_to_first(built)
-    for name, parameter in moe.named_parameters(built).items():
+    for name, parameter in _parameters(built).items():
         parameter.requires_grad_(not any(part in name for part in frozen))
     if tied:
         first, second, *_ = built.experts.local_experts
         second.linear_fc1.weight = first.linear_fc1.weight
+    if adapter:
+        built.experts.local_experts[0].linear_fc1 = Adapter(built.experts.local_experts[0].linear_fc1)
     data = dist.get_rank() // tp  # tensor parallel ranks have parts of the same sequence
     inputs = [
         moe.tokens(count, seed=100 * data + 10 * index + dist.get_rank() % tp, batch=1, dtype=kind)
@@ -112,9 +116,29 @@ def run(
         f"{name}, in main_grad: {parameter.grad_added_to_main_grad}": parameter.main_grad
         if parameter.grad_added_to_main_grad
         else parameter.grad
-        for name, parameter in moe.named_parameters(built).items()
+        for name, parameter in _parameters(built).items()
     }
     return result
+
+
+def _parameters(built: Any) -> dict[str, Any]:
+    return moe.by_name(built, lambda parameter: parameter)
+
+
+class Adapter(torch.nn.Module):
+    """A frozen linear layer with a low-rank product of its own."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        noise = torch.Generator().manual_seed(5)
+        width, size = base.weight.shape
+        self.down = torch.nn.Parameter(torch.randn(2, size, generator=noise))
+        self.up = torch.nn.Parameter(torch.randn(width, 2, generator=noise))
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, None]:
+        output, _ = self.base(rows)
+        return output + rows @ self.down.t() @ self.up.t(), None
 
 
 def routed_to_first(built: Any) -> None:
@@ -217,9 +241,9 @@ def _steps(ep: int, distributed: bool) -> dict[str, Any]:
             with wrapped.no_sync() if index == 0 else contextlib.nullcontext():
                 built(each)[0].square().sum().backward()
         wrapped.finish_grad_sync()
-        for name, parameter in moe.named_parameters(built).items():
+        for name, parameter in _parameters(built).items():
             gradients[f"{name}, step {step}"] = parameter.main_grad.clone()
-    names = {parameter: name for name, parameter in moe.named_parameters(built).items()}
+    names = {parameter: name for name, parameter in _parameters(built).items()}
     groups = [*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups]
     golden = {
         names[parameter]: count

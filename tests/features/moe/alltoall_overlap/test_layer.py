@@ -23,6 +23,7 @@ RUNS = {
     "bf16": {"dtype": "bfloat16"},
     "frozen experts": {"frozen": ["experts.1.linear_fc1", "linear_fc2", "shared"]},
     "two experts share a weight": {"tied": True},
+    "adapter": {"adapter": True},
     "main_grad": {"fusion": True},
     "main_grad, shared weight": {"fusion": True, "tied": True},
     "no gradients": {"graph": False},

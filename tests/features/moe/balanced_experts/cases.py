@@ -50,9 +50,8 @@ def train(
     with torch.no_grad():
         for index, logits in enumerate(popularity):
             layer.router.weight[:, index] = torch.tensor(logits) / _SHARE
-    for name, parameter in moe.named_parameters(layer).items():
-        if any(f"local_experts.{number}." in name for number in frozen):
-            parameter.requires_grad_(False)
+    for number in set(frozen) & set(layer.local_expert_indices):
+        layer.experts.local_experts[number - layer.local_expert_indices[0]].requires_grad_(False)
     batches = []
     for index in range(len(popularity)):
         own = rows[dist.get_rank()] if len(rows) > 1 else rows[0]

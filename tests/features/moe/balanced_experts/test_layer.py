@@ -95,6 +95,24 @@ def test_larger_layouts(pool, ranks, arguments):
     assert all(ours[0]["plans"])
 
 
+def test_stacked_experts_travel_one_by_one(pool):
+    """Megatron's sequential experts beside grouped ones that are moved."""
+    arguments = {"popularity": [SKEWED, SKEWED[::-1]], **EP2}
+    grouped = {"moe_grouped_gemm": True, "experimental_attention_variant": None}
+    stock = pool.run(f"{CASES}:train", 2, switches={}, **arguments)
+    ours = pool.run(
+        f"{CASES}:train",
+        2,
+        switches={**ALWAYS, **grouped},
+        overrides={"moe_grouped_gemm": True},
+        **arguments,
+    )
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert_same(mine, theirs)
+        assert all(mine["plans"])
+        assert mine["sent"] == sum(map(len, mine["plans"])) * EXPERT
+
+
 def test_nothing_moves_where_it_does_not_pay(pool):
     stock, ours = both(pool, 2, NEVER, popularity=[SKEWED], **EP2)
     for mine, theirs in zip(ours, stock, strict=True):

@@ -83,7 +83,10 @@ def seconds_of(counts, experts, costs) -> float:
     moves = max(lent.max(), borrowed.max())
     time = 4 * costs.token * max(out.max(), back.max())
     for row, transfer in ((costs.row, costs.weights), (2 * costs.row, costs.gradients)):
-        time += max(max(cold[r] * row, moves * transfer) + hot[r] * row for r in range(ranks))
+        call = costs.call * row / costs.row
+        time += max(
+            max(cold[r] * row, moves * transfer) + hot[r] * row + borrowed[r] * call for r in range(ranks)
+        )
     return time
 
 
@@ -100,6 +103,7 @@ COSTS = st.builds(
     token=st.floats(0, 10),
     weights=st.floats(0, 1000),
     gradients=st.floats(0, 1000),
+    call=st.floats(0, 100),
 )
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.support import model, moe
@@ -69,7 +72,12 @@ def experts(
         for parameter in ours.parameters():
             parameter.main_grad = torch.full(parameter.shape, 1.0, dtype=main_grad)
             parameter.grad_added_to_main_grad = False
+    activations = []
+    if "recompute_modules" in arguments:
+        function = ours.experts.config.activation_func
+        ours.experts.config.activation_func = lambda rows: activations.append(len(rows)) or function(rows)
     results = [_train(built.experts, tokens_per_expert) for built in (ours, theirs)]
+    assert len(activations) == (4 if "recompute_modules" in arguments else 0), "two of them, and again"
     dtype = arguments.get("params_dtype", torch.float32)
     rtol = 1e-5 if dtype == torch.float32 else 2e-2
     gradients = [moe.by_name(built, lambda parameter: parameter.grad) for built in (ours, theirs)]
@@ -138,4 +146,116 @@ def state_dicts(**arguments: Any) -> None:
         assert torch.equal(theirs.state_dict()[name], changed[name] + 1), name
     stack = ours.experts.mlp.linear_fc1.weight
     assert stack.is_contiguous()
+    assert ours.state_dict(keep_vars=True)["experts.mlp.linear_fc1.weight"] is stack
     assert isinstance(stack, torch.nn.Parameter)
+
+
+def overlapped(**arguments: Any) -> int:
+    """Both layers under overlapped all-to-alls; how many weight gradients of stacks waited in a port."""
+    from mindspeed_dsa.parallel.port import Port
+
+    waiting: list[int] = []
+    later = Port.later
+
+    def counted(self: Any, gradient: Any) -> torch.Tensor:
+        waiting.append(self.weight.dim())
+        return later(self, gradient)
+
+    with mock.patch.object(Port, "later", counted):
+        layers(switches={"moe_alltoall_overlap_comm": True}, **arguments)
+    return waiting.count(3)
+
+
+def placed(file: str, order: Sequence[int]) -> list[tuple[int, ...]]:
+    """Grouped experts in other slots compute what stock's do in theirs, and are saved under their numbers.
+
+    Returns:
+        Which experts each rank holds.
+    """
+    from mindspeed_dsa import session
+    from mindspeed_dsa.features.moe.expert_placement import placing
+    from mindspeed_dsa.integration import moe_layers
+
+    ours, theirs = pair({"moe_expert_placement": file}, ep=2)
+    running = session.current()
+    assert running is not None
+    placing.move(ours, order, running.contexts["moe-expert-placement"])
+    inputs = [moe.tokens(6, dist.get_rank())]
+    mine, stock = (moe.train(built, inputs) for built in (ours, theirs))
+    moe.assert_same(*({**each, "weights": {}} for each in (mine, stock)))
+    for metadata in ({}, {"singleton_local_shards": True}):
+        saved = [_shards(built.experts, metadata) for built in (ours, theirs)]
+        assert saved[0].keys() == saved[1].keys()
+        for place, data in saved[1].items():
+            assert torch.equal(saved[0][place], data), place
+    held: list[Any] = [None] * 2
+    dist.all_gather_object(held, moe_layers.experts_of(ours.experts, dist.get_rank()))
+    return held
+
+
+def _shards(module: Any, metadata: Mapping[str, Any]) -> dict[Any, torch.Tensor]:
+    """What all ranks would save, by key and place, after a pipeline stage has renamed its layers."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+    from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+
+    state = module.sharded_state_dict("here.", metadata={**metadata})
+    replace_prefix_for_sharding(state, "here.", "there.")
+    apply_factories(state)
+    shards = [each for each in nested_values(state) if isinstance(each, ShardedTensor)]
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, {(s.key, s.global_offset): s.data.clone() for s in shards})
+    return {place: data for part in everywhere for place, data in part.items()}
+
+
+def flat_pieces(**arguments: Any) -> None:
+    """A stack in flat pieces that cut through experts and gates has the values that single experts have."""
+    from dataclasses import replace
+
+    ours, theirs = pair(**arguments)
+    linears = ("linear_fc1", "linear_fc2")
+    stock: dict[Any, list[Any]] = {}
+    for name, item in theirs.experts.sharded_state_dict().items():
+        if name.endswith("weight"):
+            size = item.data.numel()
+            _collect(stock, replace(item, data=item.data.flatten(), flattened_range=slice(0, size)))
+    mine: dict[Any, list[Any]] = {}
+    found = ours.experts.sharded_state_dict()
+    for name in linears:
+        factory, flat = found[f"mlp.{name}.weight"], getattr(ours.experts.mlp, name).weight.detach().flatten()
+        bounds = [0, 7, flat.numel() // 2 + 5, flat.numel() - 3, flat.numel()]
+        for start, stop in pairwise(bounds):
+            piece = replace(factory, data=flat[start:stop], flattened_range=slice(start, stop))
+            built = _collect(mine, piece)
+            assert torch.equal(piece.merge_fn(_data(built)), flat[start:stop])
+    assert mine.keys() == stock.keys()
+    for place, parts in stock.items():
+        wholes = [torch.cat([data for _, data in sorted(each, key=_start)]) for each in (parts, mine[place])]
+        assert torch.equal(*wholes), place
+
+
+def _start(part: tuple[int, torch.Tensor]) -> int:
+    return part[0]
+
+
+def _collect(into: dict[Any, list[Any]], item: Any) -> Any:
+    built = item.build() if hasattr(item, "build") else item
+    flat = [built]
+    while any(isinstance(each, (dict, list)) for each in flat):
+        flat = [
+            inner
+            for each in flat
+            for inner in (
+                each.values() if isinstance(each, dict) else each if isinstance(each, list) else [each]
+            )
+        ]
+    for shard in flat:
+        place = shard.key, shard.global_offset
+        into.setdefault(place, []).append((shard.flattened_range.start, shard.data))
+    return built
+
+
+def _data(built: Any) -> Any:
+    if isinstance(built, dict):
+        return {name: _data(each) for name, each in built.items()}
+    return [_data(each) for each in built] if isinstance(built, list) else built.data

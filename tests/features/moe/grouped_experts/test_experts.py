@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mindspeed_dsa.runs import expert_placement
+from mindspeed_dsa.runs.expert_placement import Placement
 from tests.features.moe.grouped_experts.cases import ACTIVATIONS
+from tests.support.moe import assert_same
 
+BALANCED = "tests.features.moe.balanced_experts.cases"
 CASES = "tests.features.moe.grouped_experts.cases"
 COUNTS = {"uneven": (5, 0, 9, 2), "one token": (0, 0, 1, 0), "no tokens": (0, 0, 0, 0), "one expert": (7,)}
 
@@ -68,3 +72,29 @@ def test_initial_weights(pool, cpu_initialization):
 @pytest.mark.parametrize("layout", ["kn", "nk"])
 def test_state_dicts(pool, layout):
     pool.run(f"{CASES}:state_dicts", 1, switches={"gemm_weight_layout": layout})
+
+
+def test_hot_experts_travel(pool):
+    """Single experts are lent from a stack, and their gradients return into it."""
+    from tests.features.moe.balanced_experts.cases import ALWAYS
+
+    arguments = {"popularity": [[2.0, 1.0, 0.0, -1.0]] * 2, "ep": 2}
+    stock = pool.run(f"{BALANCED}:train", 2, switches={}, **arguments)
+    grouped = {"overrides": {"moe_grouped_gemm": True}, **arguments}
+    ours = pool.run(f"{BALANCED}:train", 2, switches={**ALWAYS, "moe_grouped_gemm": True}, **grouped)
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert_same(mine, theirs)
+        assert any(mine["plans"])
+        assert mine["sent"] > 0
+
+
+def test_weight_gradients_under_the_dispatch(pool):
+    """Two microbatches, two stacks: every gradient waits where overlapped all-to-alls have room for it."""
+    assert pool.run(f"{CASES}:overlapped", 2, ep=2) == [4, 4]
+
+
+def test_experts_in_other_slots(pool, tmp_path):
+    file, order = tmp_path / "placement.json", [3, 1, 0, 2]
+    expert_placement.write(file, Placement(4, 2, {1: order}))
+    held = pool.run(f"{CASES}:placed", 2, file=str(file), order=order)
+    assert held == [[(3, 1), (0, 2)]] * 2

@@ -1,0 +1,173 @@
+"""Hot experts' weights that travel to the tokens: what that does to a skewed layer, and to an even one."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.linkbed import LinkBed
+from benchmarks.moe import overlap
+from benchmarks.moe.problem import QUICK, Sizes, deviation, layer, minima, start, step_of
+from benchmarks.registry import Metrics
+
+SKEWED, EVEN = 1.2, 0.0
+"""Exponents of Zipf's law for the popularity of experts, whose most popular ones are neighbours."""
+WAYS = ("stock", "balanced", "overlapped", "both")
+_ROUNDS = 5
+
+
+def run(link: str, quick: bool) -> Metrics:
+    """The cell's entries."""
+    sizes = QUICK if quick else replace(Sizes(), rounds=_ROUNDS)
+    with LinkBed(2, link) as bed:
+        skewed = bed.run("benchmarks.moe.balanced:measure", sizes=sizes, zipf=SKEWED)
+        even = bed.run("benchmarks.moe.balanced:measure", sizes=sizes, zipf=EVEN)
+    with LinkBed(4, None, cores=[rank % 2 for rank in range(4)]) as bed:
+        four = bed.run("benchmarks.moe.balanced:balance", sizes=QUICK if quick else Sizes(ffn=64), zipf=0.8)
+    for name, found in (("skewed", skewed), ("even", even), ("EP4", four)):
+        print(f"{name}: {found[0]}", file=sys.stderr, flush=True)
+    return metrics(skewed[0], even[0], four[0])
+
+
+def metrics(skewed: Mapping[str, Any], even: Mapping[str, Any], four: Mapping[str, Any]) -> Metrics:
+    """Convert measured times to ratios.
+
+    Args:
+        skewed: of :func:`measure`, with popular experts.
+        even: of :func:`measure`, without.
+        four: of :func:`balance` with four ranks.
+    """
+
+    def wall(found: Mapping[str, Any]) -> dict[str, float]:
+        return {name: 1e3 * timing.wall for name, timing in found["times"].items()}
+
+    slow, flat = wall(skewed), wall(even)
+    return {
+        "imbalance_before": skewed["imbalance"]["stock"],
+        "imbalance_after": skewed["imbalance"]["balanced"],
+        "imbalance_before_ep4": four["imbalance"]["stock"],
+        "imbalance_after_ep4": four["imbalance"]["balanced"],
+        "balanced_speedup_skewed": slow["stock"] / slow["balanced"],
+        "balanced_speedup_skewed_with_overlap": slow["stock"] / slow["both"],
+        "balanced_speedup_even": flat["stock"] / flat["balanced"],
+        "experts_moved": {
+            "skewed": skewed["experts_moved"],
+            "even": even["experts_moved"],
+            "EP4": four["experts_moved"],
+        },
+        "balanced_rates": skewed["rates"],
+        "balanced_milliseconds": {"skewed": slow, "even": flat},
+        "balanced_processor_milliseconds": {
+            name: 1e3 * timing.processor for name, timing in skewed["times"].items()
+        },
+        "balanced_deviation": max(found["deviation"] for found in (skewed, even, four)),
+    }
+
+
+def measure(sizes: Sizes, zipf: float) -> dict[str, Any]:
+    """Times of the layer's variants, and how rows lie on the ranks; the same on all ranks."""
+    start(balanced_moe_experts=True, **overlap.SWITCH)
+    built, step = _problem(sizes, zipf)
+
+    def variant(name: str) -> Callable[[], object]:
+        def work() -> None:
+            with way(name):
+                step()
+
+        return work
+
+    found = _beside_stock(built, step, WAYS)
+    return {**found, "times": minima({name: variant(name) for name in WAYS}, sizes.rounds)}
+
+
+def balance(sizes: Sizes, zipf: float) -> dict[str, Any]:
+    """How rows lie on the ranks, where matmuls are slow and the link is fast."""
+    start(
+        balanced_moe_experts=True,
+        balanced_moe_matmul_rate=1e-6,
+        balanced_moe_link_rate=1e6,
+        **overlap.SWITCH,
+    )
+    return _beside_stock(*_problem(sizes, zipf), ("stock", "balanced"))
+
+
+def _problem(sizes: Sizes, zipf: float) -> tuple[Any, Callable[[], dict[str, Tensor]]]:
+    """A layer whose router is as skewed as asked for, on tokens of its own in each rank."""
+    built = layer(sizes)
+    noise = torch.Generator().manual_seed(100 + dist.get_rank())
+    popularity = -zipf * torch.arange(1, sizes.experts + 1).log()
+    # The top k of logits with Gumbel noise are k draws without replacement.
+    uniform = torch.rand(sizes.tokens, sizes.experts, generator=noise).clamp_min(1e-12)
+    logits = (popularity - (-uniform.log()).log()).view(sizes.tokens, 1, -1)
+    gating = built.router.gating
+    built.router.gating = MethodType(lambda self, rows: logits + 1e-3 * gating(rows), built.router)
+    return built, step_of(built, sizes)
+
+
+def _beside_stock(built: Any, step: Callable[[], dict[str, Tensor]], ways: tuple[str, ...]) -> dict[str, Any]:
+    """Deviation of the variants, rows of the most loaded rank over the mean, and what was moved."""
+    from mindspeed_dsa.features.moe.balanced_experts import layer as feature
+
+    found: dict[str, Any] = {"imbalance": {}, "deviation": 0.0, "rates": {}, "experts_moved": 0}
+    choose, rates_of = feature.choose, feature.rates_of
+
+    def chosen(*arguments: Any) -> Any:
+        plan = choose(*arguments)
+        found["experts_moved"] = len(plan.experts)
+        return plan
+
+    def rates(*arguments: Any) -> Any:
+        known = rates_of(*arguments)
+        found["rates"] = {"TFLOP/s": known.matmul / 1e12, "GB/s": known.link / 1e9}
+        return known
+
+    with mock.patch.object(feature, "choose", chosen), mock.patch.object(feature, "rates_of", rates):
+        expected: dict[str, Tensor] = {}
+        for name in ways:
+            rows = _rows(built)
+            with way(name), rows as computed:
+                results = step()
+            expected = expected or results
+            found["deviation"] = max(found["deviation"], deviation(results, expected))
+            loads = torch.tensor([0.0] * dist.get_world_size())
+            loads[dist.get_rank()] = computed[0]
+            dist.all_reduce(loads)
+            found["imbalance"][name] = float(loads.max() / loads.mean())
+    return found
+
+
+@contextlib.contextmanager
+def _rows(built: Any) -> Iterator[list[int]]:
+    """Count the rows that experts compute on this rank."""
+    computed = [0]
+
+    def count(module: Any, inputs: tuple[Tensor, ...]) -> None:
+        computed[0] += inputs[0].size(0)
+
+    hooks = [expert.register_forward_pre_hook(count) for expert in built.experts.local_experts]
+    try:
+        yield computed
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def way(name: str) -> Iterator[None]:
+    """How the layer works in the block: ``stock``, ``balanced``, ``overlapped``, or ``both``."""
+    from mindspeed_dsa.features.moe.balanced_experts import layer as feature
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(overlap.way("overlapped" if name in ("overlapped", "both") else "stock"))
+        if name in ("stock", "overlapped"):
+            stack.enter_context(mock.patch.object(feature, "_layers", {}))
+        yield

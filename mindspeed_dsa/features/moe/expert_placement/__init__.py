@@ -1,0 +1,1 @@
+"""Which rank holds which expert, chosen from recorded loads."""

@@ -1,0 +1,1 @@
+"""Fused permutation of tokens by expert."""

@@ -1,0 +1,152 @@
+"""Megatron's permutations on our operator, and the shared expert's output that joins the last of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.context import Context
+from mindspeed_dsa.features.moe.permute_fusion.kernels import counts
+from mindspeed_dsa.features.moe.permute_fusion.options import Options
+from mindspeed_dsa.ops.moe_permute import permute, sort_chunks, unpermute
+
+
+class _Offer:
+    """Something to add to the sum of the rows, until it is taken."""
+
+    def __init__(self, addend: Tensor) -> None:
+        self._addend: Tensor | None = addend
+
+    def take(self, permuted: Tensor, shape: torch.Size) -> Tensor | None:
+        """The addend as ``shape``, once, if it fits to rows like ``permuted``."""
+        addend = self._addend
+        if addend is None or addend.dtype != permuted.dtype or addend.numel() != shape.numel():
+            return None
+        self._addend = None
+        return addend.reshape(shape)
+
+    @property
+    def taken(self) -> bool:
+        return self._addend is None
+
+
+_offer: ContextVar[_Offer | None] = ContextVar("what the layer offers to its unpermutation", default=None)
+
+
+@contextmanager
+def _offered(addend: Tensor) -> Iterator[_Offer]:
+    offer = _Offer(addend)
+    token = _offer.set(offer)
+    try:
+        yield offer
+    finally:
+        _offer.reset(token)
+
+
+def permute_fused(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``moe_utils.permute``."""
+    if context.options.leaves_it_to_transformer_engine(context.megatron):
+        return original
+    backend = context.options.backend
+    # From 0.17 on there are two more results, for what Transformer Engine pads.
+    names_counts = "tokens_per_expert" in inspect.signature(original).parameters
+
+    def permute_tokens(
+        tokens: Tensor,
+        routing_map: Tensor,
+        probs: Tensor | None = None,
+        num_out_tokens: int | Tensor | None = None,
+        fused: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not fused:
+            return original(tokens, routing_map, probs, num_out_tokens, fused, *args, **kwargs)
+        padded = args[0] if args else kwargs.get("drop_and_pad", False)
+        counted = counts(tokens, num_out_tokens)
+        if padded:
+            counted["topk"] = None
+        moved = permute(tokens, routing_map.bool(), probs, **counted, backend=backend)
+        if not names_counts:
+            return tuple(moved)
+        tokens_per_expert = args[1] if len(args) > 1 else kwargs.get("tokens_per_expert")
+        return *moved, None, tokens_per_expert
+
+    return permute_tokens
+
+
+def unpermute_fused(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``moe_utils.unpermute``."""
+    if context.options.leaves_it_to_transformer_engine(context.megatron):
+        return original
+    backend = context.options.backend
+
+    def unpermute_tokens(
+        permuted_tokens: Tensor,
+        sorted_indices: Tensor,
+        restore_shape: torch.Size,
+        probs: Tensor | None = None,
+        routing_map: Tensor | None = None,
+        fused: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not fused:
+            return original(
+                permuted_tokens, sorted_indices, restore_shape, probs, routing_map, fused, *args, **kwargs
+            )
+        offer = _offer.get()
+        addend = None if offer is None else offer.take(permuted_tokens, torch.Size(restore_shape))
+        return unpermute(
+            permuted_tokens, sorted_indices, restore_shape[0], probs, addend=addend, backend=backend
+        )
+
+    return unpermute_tokens
+
+
+def sort_chunks_fused(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``moe_utils.sort_chunks_by_idxs``."""
+    if context.options.leaves_it_to_transformer_engine(context.megatron):
+        return original
+    backend = context.options.backend
+
+    def sort_chunks_by_idxs(
+        input: Tensor,
+        split_sizes: Tensor,
+        sorted_idxs: Tensor,
+        probs: Tensor | None = None,
+        fused: bool = False,
+    ) -> Any:
+        if not fused:
+            return original(input, split_sizes, sorted_idxs, probs, fused)
+        return sort_chunks(input, split_sizes, sorted_idxs, probs, backend=backend)
+
+    return sort_chunks_by_idxs
+
+
+def add_while_unpermuting(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate the step of ``MoELayer`` that unpermutes and then adds the shared expert's output.
+
+    The step runs without that output, which the unpermutation inside finds offered. Where none takes it (the
+    allgather dispatcher has unpermuted before, other code calls Megatron's own form) it is added here.
+    """
+    if context.options.leaves_it_to_transformer_engine(context.megatron):
+        return original
+
+    def combine(self: Any, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        # Behind a projection from the latent size the sum of the rows is not yet what is added to.
+        latent = getattr(self.config, "moe_latent_size", None)
+        if shared_expert_output is None or latent or not self.config.moe_permute_fusion:
+            result: Tensor = original(self, output, shared_expert_output)
+            return result
+        with _offered(shared_expert_output) as offer:
+            result = original(self, output, None)
+        return result if offer.taken else result + shared_expert_output
+
+    return combine

@@ -1,0 +1,1 @@
+"""The tensor parallel ranks hold whole experts instead of slices of all."""

@@ -1,0 +1,71 @@
+"""Gradients of the index scores on CPU where keys are few, on chunks of rows: see ``ops/cpu_chunks.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.ops.cpu_blocks import Scratch, compute_dtype, sum_in_order
+from mindspeed_dsa.ops.cpu_chunks import Chunk, multiply, over_chunks, products_are_finite
+
+
+def takes(grad_scores: Tensor, query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor) -> bool:
+    """Whether this form is right for a call, and faster than gathering keys."""
+    if key.shape[1] > _most_keys(query.shape[2], topk_indices.shape[2]):
+        return False
+    return products_are_finite(grad_scores, query, key, weights)
+
+
+def _most_keys(heads: int, topk: int) -> float:
+    """Up to how many keys this form is the faster one.
+
+    Measured with causal rows on one thread, as a multiple of ``topk``: 16 with 4 heads, 10 with 8, 5 with 16
+    and 3 with 64.
+    """
+    return topk * min(16.0, 1.5 + 64 / heads)
+
+
+def score_gradients(
+    grad_scores: Tensor, query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`mindspeed_dsa.ops.lightning_indexer.cpu.score_gradients`."""
+    heads, dim = query.shape[2:]
+    dtype = compute_dtype(query.dtype)
+    grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+    grad_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)
+
+    def work(chunks: Iterator[Chunk], scratch: Scratch) -> Tensor:
+        grad_key = torch.zeros(key.shape, dtype=dtype)
+        for chunk in chunks:
+            at = (chunk.batch, chunk.rows)
+            some, rows = chunk.columns.shape[:2]
+            q, w = scratch("query", some, rows * heads, dim), weights[at].to(dtype)[..., None]
+            slopes = scratch("slopes", some, rows * heads, chunk.width)
+            pulled = scratch("pulled", some, rows * heads, dim)
+            # [some, rows, heads, dim or width]
+            q_by_head, slopes_by_head, pulled_by_head = (
+                x.unflatten(1, (rows, heads)) for x in (q, slopes, pulled)
+            )
+            q_by_head.copy_(query[at])
+            grad = chunk.spread(grad_scores[at].to(dtype), scratch)[:, :, None].expand(-1, -1, heads, -1)
+            # Gradient of the products without the weight of the head, and its product with the keys: the
+            # gradients of query and weights are both one step from it.
+            if use_relu:
+                multiply(q, chunk.key.mT, slopes)
+                # The derivative of relu at zero is zero.
+                torch.ops.aten.threshold_backward.grad_input(
+                    grad, slopes_by_head, 0, grad_input=slopes_by_head
+                )
+            else:
+                slopes_by_head.copy_(grad)
+            multiply(slopes, chunk.key, pulled)
+            grad_weights[at] = (q_by_head * pulled_by_head).sum(dim=-1)
+            grad_query[at] = pulled_by_head.mul_(w)
+            q_by_head.mul_(w)
+            multiply(slopes.mT, q, grad_key[chunk.batch, chunk.keys], add=True)
+        return grad_key
+
+    grad_key = sum_in_order(over_chunks(key, topk_indices, heads, work))
+    return grad_query, grad_key.to(key.dtype), grad_weights

@@ -1,0 +1,190 @@
+"""Permutation of tokens by expert in Triton, for CUDA devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import triton
+from torch import Tensor
+
+from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.moe_permute.row_map import Permutation, RowMap, chunk_rows, unpack
+from mindspeed_dsa.ops.moe_permute.triton_kernels import (
+    add_up_kernel,
+    gather_kernel,
+    list_rows_kernel,
+    scatter_probs_kernel,
+    weighted_gather_kernel,
+)
+from mindspeed_dsa.ops.triton_common import unsupported_here
+
+KIND: Literal["gradients"] = "gradients"
+# Columns that a program works on at a time.
+_MAX_BLOCK = 2048
+
+
+def unsupported(shape: ShapeClass) -> str | None:
+    """Why this backend cannot take calls of this shape, or None."""
+    return unsupported_here(shape, large_tiles=False)
+
+
+def plan_permute(tokens: Tensor, probs: Tensor | None, topk: int | None) -> Any:
+    """None: it takes every call."""
+
+
+def plan_unpermute(row_map: Tensor, rows: int, probs: Tensor | None) -> Any:
+    """None: it takes every call."""
+
+
+def permute(
+    tokens: Tensor, routing_map: Tensor, probs: Tensor | None, rows: int | None, topk: int | None
+) -> Permutation:
+    """Rows expert by expert."""
+    if rows is None:
+        rows = int(routing_map.sum())
+    found = _list_rows(routing_map, rows)
+    permuted = tokens.new_empty(rows, tokens.shape[1])
+    permuted_probs = None if probs is None else probs.new_empty(rows)
+    _gather(tokens, found, permuted, probs, permuted_probs)
+    return permuted, permuted_probs, found.pack()
+
+
+def permute_gradients(
+    grad_permuted: Tensor | None, grad_probs: Tensor | None, row_map: Tensor, routing_map: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of ``[tokens, hidden]`` and of the probabilities ``[tokens, experts]``."""
+    tokens, experts = routing_map.shape
+    either = grad_permuted if grad_permuted is not None else grad_probs
+    assert either is not None
+    found = unpack(row_map, tokens, len(either))
+    grad_tokens = None if grad_permuted is None else _add_up(grad_permuted, found, tokens, None, None)
+    if grad_probs is None:
+        return grad_tokens, None
+    dense, rows = grad_probs.new_zeros(tokens, experts), len(grad_probs)
+    if rows:
+        scatter_probs_kernel[(triton.cdiv(rows, 1024),)](
+            grad_probs.contiguous(), found.tokens, found.experts, dense, rows, experts, BLOCK=1024
+        )
+    return grad_tokens, dense
+
+
+def unpermute(
+    permuted: Tensor, row_map: Tensor, tokens: int, probs: Tensor | None, addend: Tensor | None
+) -> Tensor:
+    """Each token's rows, weighted and added up: ``[tokens, hidden]``."""
+    return _add_up(permuted, unpack(row_map, tokens, len(permuted)), tokens, probs, addend)
+
+
+def unpermute_gradients(
+    grad: Tensor, row_map: Tensor, rows: int, permuted: Tensor | None, probs: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the permuted rows, and of the probabilities where there are some."""
+    tokens, hidden = grad.shape
+    found = unpack(row_map, tokens, rows)
+    out = grad.new_empty(rows, hidden)
+    if probs is None or permuted is None:
+        _gather(grad, found, out, None, None)
+        return out, None
+    grad_probs = torch.zeros_like(probs, memory_format=torch.contiguous_format)
+    weighted_gather_kernel[(rows,)](
+        grad.contiguous(),
+        permuted.contiguous(),
+        found.tokens,
+        found.experts,
+        probs.contiguous(),
+        out,
+        grad_probs,
+        hidden,
+        probs.shape[1],
+        BLOCK=_block(hidden),
+    )
+    return out, grad_probs
+
+
+def sort_chunks(tensors: Sequence[Tensor], split_sizes: Tensor, order: Tensor) -> tuple[Tensor, ...]:
+    """Chunks of rows in another order, the same for each tensor."""
+    device, rows = tensors[0].device, len(tensors[0])
+    before = chunk_rows(
+        split_sizes.to(device, non_blocking=True), order.to(device, non_blocking=True), rows
+    ).int()
+    moved = []
+    for tensor in tensors:
+        out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        wide = tensor.view(rows, -1) if tensor.is_contiguous() else tensor.reshape(rows, -1)
+        _gather(wide, RowMap(None, before, before, before), out.view(rows, -1), None, None)
+        moved.append(out)
+    return tuple(moved)
+
+
+def _block(hidden: int) -> int:
+    return min(triton.next_power_of_2(hidden), _MAX_BLOCK)
+
+
+def _list_rows(routing_map: Tensor, rows: int) -> RowMap:
+    """The row map; waits for nothing."""
+    tokens, experts = routing_map.shape
+    device = routing_map.device
+    # Rows are numbered by expert, then by token: [experts * tokens].
+    rank = routing_map.t().reshape(-1).cumsum(0, dtype=torch.int32)
+    offsets = torch.zeros(tokens + 1, dtype=torch.int32, device=device)
+    torch.cumsum(routing_map.sum(1, dtype=torch.int32), 0, dtype=torch.int32, out=offsets[1:])
+    # No token has the rows that the map does not fill, and no list reaches beyond the rows.
+    parts = torch.full((3, rows), -1, dtype=torch.int32, device=device)
+    list_rows_kernel[(tokens,)](
+        routing_map.contiguous().view(torch.int8),
+        rank,
+        offsets,
+        *parts,
+        tokens,
+        experts,
+        rows,
+        BLOCK=min(triton.next_power_of_2(experts), 512),
+    )
+    return RowMap(offsets.clamp_(max=rows), *parts.unbind(0))
+
+
+def _gather(
+    source: Tensor, found: RowMap, out: Tensor, probs: Tensor | None, out_probs: Tensor | None
+) -> None:
+    """Fill ``out [rows, hidden]`` and ``out_probs [rows]`` with those of the rows' tokens and experts."""
+    rows, hidden = out.shape
+    if rows == 0:
+        return
+    gather_kernel[(rows,)](
+        source.contiguous(),
+        found.tokens,
+        found.experts,
+        None if probs is None else probs.contiguous(),
+        out,
+        out_probs,
+        hidden,
+        0 if probs is None else probs.shape[1],
+        HAS_PROBS=probs is not None,
+        BLOCK=_block(hidden),
+    )
+
+
+def _add_up(
+    source: Tensor, found: RowMap, tokens: int, probs: Tensor | None, addend: Tensor | None
+) -> Tensor:
+    """``[tokens, hidden]``: sums of each token's rows and of the addend."""
+    hidden = source.shape[1]
+    total = source.new_empty(tokens, hidden)
+    block = _block(hidden)
+    add_up_kernel[(tokens, triton.cdiv(hidden, block))](
+        source.contiguous(),
+        found.starts(tokens),
+        found.rows,
+        found.experts,
+        None if probs is None else probs.contiguous(),
+        None if addend is None else addend.contiguous(),
+        total,
+        hidden,
+        0 if probs is None else probs.shape[1],
+        HAS_PROBS=probs is not None,
+        HAS_ADDEND=addend is not None,
+        BLOCK=block,
+    )
+    return total

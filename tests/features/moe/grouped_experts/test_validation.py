@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from mindspeed_dsa.features.moe.grouped_experts.feature import FEATURE
+from mindspeed_dsa.features.moe.grouped_experts.provider import validate_on_every_device
+
+GROUPED = {"moe_grouped_gemm": True, "transformer_impl": "local"}
+ZERO = {"use_distributed_optimizer": True, "save": "here"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        ({"add_bias_linear": True}, "--disable-bias-linear"),
+        ({"fp8": "e4m3"}, "--fp8-format"),
+        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
+        ({"optimizer": "dist_muon"}, "another optimizer"),
+        ({**ZERO, "dist_ckpt_optim_fully_reshardable": False}, "--dist-ckpt-optim-fully-reshardable"),
+        ({**ZERO, "ckpt_fully_parallel_save": False}, "--ckpt-fully-parallel-save"),
+        (
+            {**ZERO, "ckpt_format": "torch", "dist_ckpt_optim_fully_reshardable": True},
+            "--ckpt-format torch_dist",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refusals_name_the_way_out(arguments, remedy):
+    (problem,) = FEATURE.validate(SimpleNamespace(**GROUPED, **arguments))
+    assert problem.startswith("--moe-grouped-gemm: ")
+    assert remedy in problem
+    transformer_engine = {"moe_grouped_gemm": True, "transformer_impl": "transformer_engine"}
+    assert not FEATURE.validate(SimpleNamespace(**transformer_engine, **arguments))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {**ZERO, "dist_ckpt_optim_fully_reshardable": True, "ckpt_format": "torch_dist"},
+        {**ZERO, "dist_ckpt_optim_fully_reshardable": False, "no_save_optim": True},
+        {"save": "here", "ckpt_format": "torch"},
+    ],
+)
+def test_what_is_served(arguments):
+    assert not FEATURE.validate(SimpleNamespace(**GROUPED, **arguments))
+
+
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+def test_only_transformer_engine_needs_a_gpu(implementation):
+    """Megatron's check for a GPU of a certain age passes by the local modules; others see their own flag."""
+    args = SimpleNamespace(moe_grouped_gemm=True, transformer_impl=implementation)
+    seen = []
+
+    def validate_args(args, defaults):
+        seen.append(args.moe_grouped_gemm)
+        if defaults:
+            raise ValueError("wrong")
+        return args
+
+    wrapped = validate_on_every_device(validate_args)
+    assert wrapped(args, {}) is args
+    with pytest.raises(ValueError, match="wrong"):
+        wrapped(args, {"wrong": True})
+    assert seen == [implementation != "local"] * 2
+    assert args.moe_grouped_gemm
