@@ -23,7 +23,7 @@ class _Columns(torch.autograd.Function):
         return values.index_select(1, order)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient.index_select(1, ctx.inverse), None, None
 
 
