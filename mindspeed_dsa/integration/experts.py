@@ -49,12 +49,16 @@ def single_experts(experts: Any) -> SingleExperts:
     """
     if isinstance(experts, SingleExperts):
         return experts
-    if hasattr(experts, "local_experts"):
+    if hasattr(experts, "local_experts") and not any(map(_is_transformer_engines, experts.modules())):
         return _Sequential(experts)
     raise SettingsError(
         f"{type(experts).__name__} does not give out the weights of one expert; use the experts of "
         "--transformer-impl local"
     )
+
+
+def _is_transformer_engines(module: Any) -> bool:
+    return any("transformer_engine" in base.__module__ for base in type(module).__mro__)
 
 
 class _Sequential:

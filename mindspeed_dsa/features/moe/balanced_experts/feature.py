@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mindspeed_dsa.declarations import Feature, Flag, Requires
 from mindspeed_dsa.features.moe.balanced_experts.options import Options, wanted
-from mindspeed_dsa.features.moe.balanced_experts.validation import check_balanced
+from mindspeed_dsa.features.moe.balanced_experts.validation import check_arguments
 from mindspeed_dsa.integration import configuration
 from mindspeed_dsa.patches.spec import Patch
 
@@ -99,7 +99,7 @@ FEATURE = Feature(
     requires=Requires(versions={"megatron-core": _RANGE}),
     active=wanted,
     options=Options.of,
-    validate=configuration.validate(check_balanced, Options.of),
+    validate=configuration.validate(check_arguments, Options.of),
     doc="balanced-moe-experts.md",
 )
 FEATURES = (FEATURE,)

@@ -29,6 +29,14 @@ _REFUSED = {
 """Arguments of Megatron that are refused when they are set, and why."""
 
 
+def check_arguments(args: Any, options: Options) -> Iterator[str]:
+    """What in a job's arguments does not combine with the feature."""
+    yield from check_balanced(args, options)
+    # In a configuration this may be a default that says nothing of the layers, which are looked at instead.
+    if options.switched_on and argument(args, "transformer_impl") not in (None, "local"):
+        yield f"{_FLAG} moves the weights of Megatron's own layers; add --transformer-impl local"
+
+
 def check_balanced(args: Any, options: Options) -> Iterator[str]:
     """What in arguments, or in a model's configuration, does not combine with the feature."""
     if not options.switched_on:
@@ -91,5 +99,3 @@ def _check_parallelism(args: Any) -> Iterator[str]:
             f"{_FLAG} keeps tokens out of the all-to-all, which the {dispatcher} dispatcher does not have; "
             "use --moe-token-dispatcher-type alltoall"
         )
-    if argument(args, "transformer_impl") not in (None, "local"):
-        yield f"{_FLAG} moves the weights of Megatron's own layers; add --transformer-impl local"
