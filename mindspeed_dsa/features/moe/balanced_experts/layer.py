@@ -142,7 +142,9 @@ def count_cold_tokens(original: Call) -> Call:
         result = original(self, routing_map, *args, **kwargs)
         layer = _layers.get(self)
         if layer is not None and layer.forward is not None:
-            self.num_out_tokens = layer.forward.cold
+            # A tensor, as Megatron has it where experts have a capacity: a number would say that every token
+            # goes to equally many experts, and kernels choose by that.
+            self.num_out_tokens = torch.tensor(layer.forward.cold)
         return result
 
     return preprocess
