@@ -26,7 +26,6 @@ class Costs:
         activations: memory that a forward keeps for its backward.
         checkpoint: memory that it keeps where the backward recomputes it.
         weight_activations: share of ``activations`` that weight gradients still need once dX is done.
-        stages: factor on all times of a stage (a dense layer, the loss); 1 where it is not named.
         measured: time of a kind of event in a stage, in place of everything above.
     """
 
@@ -42,7 +41,6 @@ class Costs:
     activations: float = 1.0
     checkpoint: float = 0.0
     weight_activations: float = 0.5
-    stages: Mapping[int, float] = field(default_factory=dict)
     measured: Mapping[tuple[Kind, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -78,7 +76,7 @@ class Costs:
             Kind.WEIGHT: self.weight_gradient,
             Kind.RECOMPUTE: self.recompute,
         }
-        return times[kind] * self.stages.get(stage, 1.0)
+        return times[kind]
 
     def all_to_all(self, kind: Kind, stage: int) -> float:
         """Time of an event's transfers, alone on the link."""
@@ -89,4 +87,4 @@ class Costs:
             Kind.BACKWARD: self.all_to_all_backward,
             Kind.RECOMPUTE: self.all_to_all_forward,
         }
-        return times.get(kind, 0.0) * self.stages.get(stage, 1.0)
+        return times.get(kind, 0.0)

@@ -28,6 +28,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from mindspeed_dsa.ops.grouped_matmul import Groups
+from mindspeed_dsa.ops.grouped_matmul import triton as grouped
 from mindspeed_dsa.ops.indexer_kl_loss import triton as kl_loss
 from mindspeed_dsa.ops.lightning_indexer import triton as indexer
 from mindspeed_dsa.ops.moe_permute import triton as permutation
@@ -113,6 +115,7 @@ def main() -> None:
             run_loss(dtype, heads, dim, shared)
         case = f"{name}, 64 experts"
         run_permutation(dtype)
+        run_grouped(dtype)
 
 
 def _describe(kernel: Any) -> dict[str, Any]:
@@ -192,6 +195,18 @@ def run_permutation(dtype: torch.dtype, hidden: int = 7168, experts: int = 64, t
     permutation.unpermute_gradients(tokens, row_map, rows, moved, probs)
     chunks = _meta(experts, dtype=torch.int64)
     permutation.sort_chunks([moved, moved_probs], chunks, chunks)
+
+
+def run_grouped(dtype: torch.dtype, width_in: int = 2048, width_out: int = 1024, groups: int = 64) -> None:
+    """The products of grouped experts in both layouts of their weights, and the weights' gradients."""
+    rows, grad = _meta(ROWS, width_in, dtype=dtype), _meta(ROWS, width_out, dtype=dtype)
+    weight = _meta(groups, width_in, width_out, dtype=dtype)
+    by_group = Groups(_meta(groups, dtype=torch.int64))
+    grouped.multiply(rows, weight, by_group)
+    grouped.multiply(grad, weight.mT, by_group)
+    for target in (torch.float32, dtype):
+        into = _meta(groups, width_in, width_out, dtype=target)
+        grouped.weight_gradient(rows, grad, by_group, into, accumulate=target == torch.float32)
 
 
 if __name__ == "__main__":

@@ -101,8 +101,10 @@ def test_bubbles_and_p2p():
     assert step(late, 2, 1, 1) == 6 + 2 * 0.25
 
 
-def test_stages_of_different_cost():
-    assert step(Costs(stages={1: 3.0}), 2, 1, 1) == 3 + 9
+def test_measured_times_take_the_place_of_costs():
+    """As ``--beside`` uses them: of a kind of event in a stage, transfers included."""
+    measured = {(Kind.FORWARD, 1): 3.0, (Kind.BACKWARD, 1): 6.0}
+    assert step(Costs(measured=measured, all_to_all_forward=0.5), 2, 1, 1) == 1.5 + 9 + 2
 
 
 def test_a_deadlock_is_named():
