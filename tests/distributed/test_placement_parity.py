@@ -32,8 +32,9 @@ def train(pool: WorkerPool, tmp_path: Path) -> Run:
     data = f"--data {tmp_path / 'text'} --data-cache-path {tmp_path / 'cache'} --train-iters {STEPS}"
     training = TRAINING.replace("--no-save-optim", "").replace("--no-save-rng", "")
 
-    def run(flags: str, placed: Mapping[int, list[int]] | None = None, report: str = "") -> Any:
-        switches: dict[str, Any] = {}
+    def run(
+        flags: str, placed: Mapping[int, list[int]] | None = None, report: str = "", **switches: Any
+    ) -> Any:
         if placed:
             switches["moe_expert_placement"] = str(tmp_path / "placement.json")
             expert_placement.write(tmp_path / "placement.json", Placement(4, 2, placed))
@@ -47,24 +48,39 @@ def train(pool: WorkerPool, tmp_path: Path) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "first", "second"),
+    ("optimizer", "first", "second", "grouped"),
     [
-        ("", HERE, THERE),
-        pytest.param(ZERO, HERE, THERE, marks=pytest.mark.full),
-        pytest.param("", HERE, None, marks=pytest.mark.full),
-        pytest.param(ZERO, None, HERE, marks=pytest.mark.full),
+        ("", HERE, THERE, {}),
+        pytest.param(ZERO, HERE, THERE, {}, marks=pytest.mark.full),
+        pytest.param("", HERE, None, {}, marks=pytest.mark.full),
+        pytest.param(ZERO, None, HERE, {}, marks=pytest.mark.full),
+        pytest.param("", HERE, THERE, {"moe_grouped_gemm": True}, marks=pytest.mark.full),
+        pytest.param(ZERO, HERE, THERE, {"moe_grouped_gemm": True}, marks=pytest.mark.full),
     ],
-    ids=("elsewhere", "elsewhere, distributed optimizer", "to stock", "from stock, distributed optimizer"),
+    ids=(
+        "elsewhere",
+        "elsewhere, distributed optimizer",
+        "to stock",
+        "from stock, distributed optimizer",
+        "grouped, elsewhere",
+        "grouped, elsewhere, distributed optimizer",
+    ),
 )
 def test_the_placement_may_change_at_a_checkpoint(
-    train: Run, pool: WorkerPool, tmp_path: Path, optimizer: str, first: Any, second: Any
+    train: Run,
+    pool: WorkerPool,
+    tmp_path: Path,
+    optimizer: str,
+    first: Any,
+    second: Any,
+    grouped: dict[str, Any],
 ) -> None:
     """Weights and both moments of every expert go to the expert of the same number."""
     stock, middle, final = (str(tmp_path / name) for name in ("stock", "middle", "final"))
     load = str(tmp_path / "load")
     unbroken = train(f"{optimizer} --save {stock}")
-    begun = train(f"{optimizer} --save {middle} --exit-interval 5", first, load)
-    ended = train(f"{optimizer} --load {middle} --save {final}", second, load)
+    begun = train(f"{optimizer} --save {middle} --exit-interval 5", first, load, **grouped)
+    ended = train(f"{optimizer} --load {middle} --save {final}", second, load, **grouped)
     for ours, theirs in zip([*begun, *ended], unbroken, strict=True):
         assert ours["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
