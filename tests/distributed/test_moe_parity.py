@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.parity import EP2, PP2, TP2, VPP2, ZERO, Lab, Layout
 from tests.features.moe.balanced_experts.cases import ALWAYS
-from tests.support.memory_events import MOVED, STARTED
+from tests.support.memory_events import GROUPED, MOVED, PERMUTED, STARTED
 
 ALL = {**ALWAYS, "moe_alltoall_overlap_comm": True, "moe_grouped_gemm": True, "moe_permute_fusion": True}
 REDUCE = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
@@ -16,6 +16,7 @@ REDUCE = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 
 def together(name: str, ranks: int, flags: str, **more: Any) -> Layout:
     """A layout with overlapped all-to-alls, moved, grouped experts and fused permutation."""
+    flags = f"{flags} --moe-permute-fusion --moe-grouped-gemm"
     return Layout(f"all MoE features: {name}", ranks, flags, switches={**ALL, **more})
 
 
@@ -37,3 +38,5 @@ def test_layout_trains_as_one_process(lab: Lab, layout: Layout) -> None:
     outcome = lab.check(layout)
     assert outcome.memory[MOVED] > 0
     assert outcome.memory[STARTED] > 0
+    assert outcome.memory[GROUPED] > 0
+    assert outcome.memory[PERMUTED] > 0

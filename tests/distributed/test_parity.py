@@ -18,7 +18,7 @@ from tests.distributed.parity import (
     Layout,
 )
 from tests.support.figures import tell
-from tests.support.memory_events import STARTED
+from tests.support.memory_events import GROUPED, PERMUTED, STARTED
 from tests.support.observe import Fault
 
 OVERLAPPED = "moe_alltoall_overlap_comm"
@@ -27,7 +27,12 @@ LAYOUTS = (
     Layout("PP2", 2, PP2),
     Layout("PP4 x VPP2, P2P overlap", 4, f"{PP4} {VPP2}"),
     Layout("EP2", 2, EP2),
-    Layout("EP2, fused permutation", 2, EP2, switches={"moe_permute_fusion": True}),
+    Layout(
+        "EP2, fused permutation",
+        2,
+        f"{EP2} --moe-permute-fusion",
+        switches={"moe_permute_fusion": True},
+    ),
     Layout("EP2, overlapped all-to-alls", 2, EP2, switches={OVERLAPPED: True}),
     Layout("DP2, distributed optimizer", 2, ZERO),
     Layout(
@@ -42,7 +47,12 @@ LAYOUTS = (
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_layout_trains_as_one_process(lab: Lab, layout: Layout) -> None:
     outcome = lab.check(layout)
-    assert (outcome.memory[STARTED] > 0) == (OVERLAPPED in layout.switches)
+    for event, switch in (
+        (STARTED, OVERLAPPED),
+        (GROUPED, "moe_grouped_gemm"),
+        (PERMUTED, "moe_permute_fusion"),
+    ):
+        assert (outcome.memory[event] > 0) == (switch in layout.switches), event
 
 
 def test_the_model_is_what_it_is_meant_to_be(lab: Lab) -> None:

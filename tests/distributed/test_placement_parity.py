@@ -14,6 +14,7 @@ import torch
 from mindspeed_dsa.runs import expert_load, expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
 from tests.distributed.parity import EP2, MODEL, TRAINING, ZERO, Lab, Layout, relative
+from tests.support.memory_events import GROUPED
 from tests.support.pool import WorkerPool
 
 STEPS = 10
@@ -41,7 +42,12 @@ def train(pool: WorkerPool, tmp_path: Path) -> Run:
         if report:
             switches["moe_router_load_report"] = report
         argv = f"{MODEL} {SMALL} {training} {data} {EP2} {flags}".split()
+        if switches.get("moe_grouped_gemm"):
+            argv.append("--moe-grouped-gemm")
         outcomes = pool.run("tests.support.example_job:train", 2, argv=argv, switches=switches)
+        assert (outcomes[0].memory[GROUPED] > 0) == ("moe_grouped_gemm" in switches) or not outcomes[
+            0
+        ].records
         return outcomes[0].records
 
     return run

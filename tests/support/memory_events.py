@@ -28,6 +28,10 @@ STARTED = "all-to-alls started"
 """The same for the all-to-alls of experts."""
 MOVED = "experts moved to their tokens"
 """The same for experts that are computed where their tokens are."""
+GROUPED = "grouped matmuls"
+"""The same for experts whose weights are stacked."""
+PERMUTED = "fused permutations"
+"""And for tokens that are permuted by our operator."""
 
 
 @contextmanager
@@ -40,6 +44,8 @@ def counted() -> Iterator[Counter[str]]:
     from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Pipeline
     from mindspeed_dsa.features.moe.balanced_experts import layer as balanced
     from mindspeed_dsa.features.tensor_parallel.overlap import tuning
+    from mindspeed_dsa.ops.grouped_matmul import cpu as grouped
+    from mindspeed_dsa.ops.moe_permute import cpu as permutation
     from mindspeed_dsa.parallel import chunked
     from mindspeed_dsa.parallel.all_to_all import InFlight
 
@@ -56,6 +62,15 @@ def counted() -> Iterator[Counter[str]]:
 
     gather, reduce, measure = chunked.Gather.__init__, chunked.matmul_reduce, tuning._measure
     choose = balanced.choose
+
+    def counting_calls(module: Any, name: str, event: str) -> Any:
+        original = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[event] += 1
+            return original(*args, **kwargs)
+
+        return mock.patch.object(module, name, call)
 
     def gathered(self: Any, *args: Any, **kwargs: Any) -> None:
         gather(self, *args, **kwargs)
@@ -86,6 +101,8 @@ def counted() -> Iterator[Counter[str]]:
         stack.enter_context(mock.patch.object(chunked, "matmul_reduce", reduced))
         stack.enter_context(mock.patch.object(tuning, "_measure", measured))
         stack.enter_context(mock.patch.object(balanced, "choose", chosen))
+        stack.enter_context(counting_calls(grouped, "multiply", GROUPED))
+        stack.enter_context(counting_calls(permutation, "permute", PERMUTED))
         stack.enter_context(counting(_Output, "refill", refilled))
         stack.enter_context(counting(InFlight, "send", lambda *_: STARTED))
         for holder, name, feature in (

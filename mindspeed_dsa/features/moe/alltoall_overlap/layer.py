@@ -23,27 +23,11 @@ from torch import Tensor
 from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.moe.alltoall_overlap.validation import check_overlap
 from mindspeed_dsa.integration.parted_transfers import launching
+from mindspeed_dsa.integration.shared_output import SharedOutput
 from mindspeed_dsa.parallel.all_to_all import InFlight
 from mindspeed_dsa.parallel.port import opened
 
 Routed = Callable[[], "tuple[Any, ...]"]
-
-
-class SharedOutput:
-    """Stands for the shared expert's output where Megatron's steps hand it on before there is one."""
-
-    def __init__(self, compute: Callable[[], Tensor]) -> None:
-        self._compute = compute
-        self._output: Tensor | None = None
-
-    def compute(self) -> None:
-        """Run the shared expert."""
-        self._output = self._compute()
-
-    def __radd__(self, routed: Tensor) -> Tensor:
-        """What Megatron does with it in the end: ``routed + shared``."""
-        assert self._output is not None
-        return routed + self._output
 
 
 class Call:

@@ -14,18 +14,19 @@ from torch import Tensor
 from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.moe.permute_fusion.kernels import counts
 from mindspeed_dsa.features.moe.permute_fusion.options import Options
+from mindspeed_dsa.integration.shared_output import SharedOutput
 from mindspeed_dsa.ops.moe_permute import permute, sort_chunks, unpermute
 
 
 class _Offer:
     """Something to add to the sum of the rows, until it is taken."""
 
-    def __init__(self, addend: Tensor) -> None:
-        self._addend: Tensor | None = addend
+    def __init__(self, addend: Tensor | SharedOutput) -> None:
+        self._addend: Tensor | SharedOutput | None = addend
 
     def take(self, permuted: Tensor, shape: torch.Size) -> Tensor | None:
         """The addend as ``shape``, once, if it fits to rows like ``permuted``."""
-        addend = self._addend
+        addend = self._addend.tensor if isinstance(self._addend, SharedOutput) else self._addend
         if addend is None or addend.dtype != permuted.dtype or addend.numel() != shape.numel():
             return None
         self._addend = None
@@ -40,7 +41,7 @@ _offer: ContextVar[_Offer | None] = ContextVar("what the layer offers to its unp
 
 
 @contextmanager
-def _offered(addend: Tensor) -> Iterator[_Offer]:
+def _offered(addend: Tensor | SharedOutput) -> Iterator[_Offer]:
     offer = _Offer(addend)
     token = _offer.set(offer)
     try:
@@ -139,7 +140,7 @@ def add_while_unpermuting(original: Callable[..., Any], context: Context[Options
     if context.options.leaves_it_to_transformer_engine(context.megatron):
         return original
 
-    def combine(self: Any, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+    def combine(self: Any, output: Tensor, shared_expert_output: Tensor | SharedOutput | None) -> Tensor:
         # Behind a projection from the latent size the sum of the rows is not yet what is added to.
         latent = getattr(self.config, "moe_latent_size", None)
         if shared_expert_output is None or latent or not self.config.moe_permute_fusion:
