@@ -188,9 +188,10 @@ def add_hot_outputs(original: Call) -> Call:
         if layer is None or layer.forward is None:
             return output
         forward, layer.forward = layer.forward, None
-        # [tokens, hidden]; without rows, too: their node is what calls the gradients' transfer.
-        output.view(-1, output.size(-1)).index_add_(0, forward.indices, forward.rows.to(output.dtype))
-        return output
+        # [tokens, hidden]; without rows, too: their node is what calls the gradients' transfer. Not in place:
+        # the dispatcher's output may be a view of what another function made, on whose gradient others hook.
+        total = output.view(-1, output.size(-1)).index_add(0, forward.indices, forward.rows.to(output.dtype))
+        return total.view_as(output)
 
     return combine_postprocess
 
