@@ -6,12 +6,26 @@ import pytest
 
 from mindspeed_dsa.context import Megatron
 from mindspeed_dsa.schedule import beside
+from tests.support.memory_events import EVENTS, STARTED
 from tests.support.model import assert_same_gradients
 
 CASES = "tests.features.pipeline.fb_overlap.cases"
 NO_SHARED = {"moe_shared_expert_intermediate_size": None}
 PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 INTERLEAVED = {"pp": 2, "vpp": 2}
+SELECTIVE = {
+    "recompute_granularity": "selective",
+    "recompute_modules": ["core_attn", "mla_up_proj", "mlp", "shared_experts", "layernorm"],
+}
+VERIFIED = {"recompute_verify": True}
+RECOMPUTED = {"recompute_norm": True, "recompute_activation_function": True, **VERIFIED}
+SWAPPED = {
+    "swap_attention": True,
+    "swap_modules": "input_norm,self_attention,post_attention_norm",
+    "swap_attention_min_bytes": 0,
+}
+STATE = ("records", "weights", "masters", "moments")
+SWAPPING = EVENTS["swap-attention"]
 RUNS = {
     # name: ranks, layout, microbatches, overrides, other switches
     "first layer dense": (2, {}, 3, {"num_layers": 3}, {}),
@@ -24,9 +38,23 @@ RUNS = {
     "TP2+SP": (2, {"tp": 2}, 2, {"moe_shared_expert_gate": True}, {}),
     "multi-token prediction": (4, INTERLEAVED, 4, {"num_layers": 4, "mtp_num_layers": 1}, {}),
     "fused DSA": (2, {}, 2, {}, {"use_fused_dsa": True}),
+    "one stage, multi-token prediction": (2, {}, 3, {"mtp_num_layers": 1}, {}),
+    "recomputed modules": (2, {}, 3, {"num_layers": 3, **SELECTIVE}, VERIFIED),
+    "recomputed modules, gated": (2, {}, 2, {**SELECTIVE, "moe_shared_expert_gate": True}, VERIFIED),
+    "recomputed modules, none shared": (2, {}, 2, {**SELECTIVE, **NO_SHARED}, VERIFIED),
+    "recomputed norms and activations": (2, {}, 3, {"num_layers": 3}, RECOMPUTED),
+    "recomputed, PP2 x VPP2": (4, INTERLEAVED, 4, {"num_layers": 4, "mtp_num_layers": 1}, RECOMPUTED),
+    "swapped": (2, {}, 3, {"num_layers": 3}, SWAPPED),
+    "swapped, recomputed, PP2 x VPP2": (4, INTERLEAVED, 4, {"num_layers": 8}, {**SWAPPED, **RECOMPUTED}),
     "grouped experts": (2, {}, 2, {"moe_grouped_gemm": True}, {"moe_grouped_gemm": True}),
 }
-QUICK = list(RUNS)[:5]
+QUICK = [*list(RUNS)[:5], "one stage, multi-token prediction", "recomputed norms and activations", "swapped"]
+
+
+def memory_events_of(result):
+    """What memory features did; of what swaps only that it did: a piece's input is held by its node."""
+    counts = {name: count for name, count in result["counts"].items() if name in EVENTS.values()}
+    return {**counts, SWAPPING: counts.get(SWAPPING, 0) > 0}
 
 
 @pytest.mark.parametrize(
@@ -56,6 +84,7 @@ def test_losses_and_gradients(pool, tmp_path, name):
             [float(loss) for loss in before["losses"]], rel=1e-6
         )
         assert_same_gradients(after["gradients"], before["gradients"], rtol=1e-5)
+        assert memory_events_of(after) == memory_events_of(before)
     assert any("launch" in rank["events"] for rank in on)
     found = beside.compare(tmp_path, Megatron())
     assert found.other_order == []
@@ -73,3 +102,41 @@ def test_three_steps_of_overlapped_reduction(pool, distributed):
         assert_same_gradients(ours["gradients"], theirs["gradients"], rtol=1e-5)
         assert ours["golden"] == theirs["golden"]
         assert found["launched"] == 3 * 3 * 6  # steps, microbatches, transfers of the one MoE layer
+
+
+@pytest.mark.full
+def test_an_embedding_with_two_backwards_per_microbatch(pool):
+    """The layer of multi-token prediction and the first one, in one chunk, under overlapped reduction."""
+    for found in pool.run(f"{CASES}:three_steps", 2, distributed=True, mtp_num_layers=1):
+        ours, theirs = found["ours"], found["theirs"]
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
+        assert_same_gradients(ours["gradients"], theirs["gradients"], rtol=1e-5)
+
+
+OPTIMIZERS = {
+    "reuse-fp32-param": {"reuse_fp32_param": True},
+    "swap-optimizer": {"swap_optimizer": True},
+    "virtual-optimizer": {"virtual_optimizer": ["all"]},
+}
+
+
+@pytest.mark.full
+def test_features_of_the_optimizer_change_nothing(pool):
+    """Bit for bit, with overlapped reduction and gathering of weights."""
+
+    def run(**switches):
+        return pool.run(
+            f"{CASES}:optimized",
+            2,
+            switches={"moe_fb_overlap": True, **switches},
+            steps=3,
+            distributed=True,
+            overlap=True,
+        )
+
+    alone = run()
+    for name, switches in OPTIMIZERS.items():
+        for on, off in zip(run(**switches), alone, strict=True):
+            assert on["counts"][STARTED] == off["counts"][STARTED] > 0
+            assert on["counts"][EVENTS[name]] > 0
+            assert [on[what] for what in STATE] == [off[what] for what in STATE], name
