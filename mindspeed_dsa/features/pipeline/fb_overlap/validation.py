@@ -79,8 +79,8 @@ def _check_embedding(args: Any, options: Options, stages: int) -> Iterator[str]:
         user = "multi-token prediction uses" if depth else "the output layer shares"
         yield (
             f"{FLAG} without a pipeline: {user} the embedding's weight, which then has two backwards per "
-            "microbatch, and --overlap-grad-reduce of this megatron-core expects one; upgrade to 0.16 or omit "
-            "--overlap-grad-reduce"
+            "microbatch, and this megatron-core's --overlap-grad-reduce expects one; upgrade to 0.16 or "
+            "omit --overlap-grad-reduce"
         )
 
 
@@ -108,6 +108,6 @@ def _check_recompute(args: Any) -> Iterator[str]:
         for module in argument(args, "recompute_modules") or ():
             if module in _ACROSS_PIECES:
                 yield (
-                    f"{FLAG} takes MoE layers apart, which --recompute-modules {module} runs again as a whole; "
-                    f"drop {module} from the modules: {_ACROSS_PIECES[module]}"
+                    f"{FLAG} takes MoE layers apart, which --recompute-modules {module} runs again as a "
+                    f"whole; drop {module} from the modules: {_ACROSS_PIECES[module]}"
                 )
