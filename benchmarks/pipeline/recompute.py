@@ -44,9 +44,9 @@ class Sizes:
 
     layers: int = 4
     microbatches: int = 4
-    tokens: int = 512
+    tokens: int = 256
     hidden: int = 512
-    rounds: int = 6
+    rounds: int = 15
 
 
 QUICK = Sizes(microbatches=4, tokens=16, hidden=32, rounds=1)
