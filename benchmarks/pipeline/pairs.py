@@ -51,7 +51,7 @@ class Sizes:
     shared: int = 512
     experts: int = 8
     topk: int = 4
-    rounds: int = 4
+    rounds: int = 3
 
 
 QUICK = Sizes(layers=2, microbatches=2, tokens=32, hidden=64, ffn=32, shared=32, rounds=1)

@@ -67,7 +67,7 @@ def _happened(events: list[str], name: str, *_: Any) -> None:
     events.append(name)
 
 
-def buffers_alive(microbatches: int) -> dict[str, int]:
+def buffers_alive(microbatches: int, layers: int = 2, **layout: int) -> dict[str, int]:
     """How many of the buffers that rows arrived in were alive at once in a step, and are after it.
 
     With one expert per rank a forward's buffers are kept for backward, as long as its graph is.
@@ -78,11 +78,12 @@ def buffers_alive(microbatches: int) -> dict[str, int]:
         with _buffers() as (alive, counts):
             model.run(
                 SWITCH,
-                {"num_moe_experts": 2},
+                {"num_moe_experts": 2, "num_layers": layers},
                 num_microbatches=microbatches,
                 micro_batch_size=1,
                 ep=2,
                 etp=1,
+                **layout,
             )
             return {"most": max(counts), "left": len(alive)}
     finally:
@@ -124,6 +125,43 @@ def three_steps(distributed: bool, **overrides: Any) -> dict[str, Any]:
     with recorded() as events:
         ours = _steps(distributed, **overrides)
     return {"ours": ours, "theirs": theirs, "launched": events.count("launch")}
+
+
+def evaluated() -> dict[str, Any]:
+    """Losses of a forward-only pass of PP2 x VPP2, stock and ours."""
+    import mindspeed_dsa
+
+    model.start(pp=2, vpp=2, ep=2, etp=1)
+    theirs = _forwards()
+    mindspeed_dsa.disable()
+    mindspeed_dsa.enable(**model.DSA_ON, **SWITCH)
+    with recorded() as events:
+        ours = _forwards()
+    return {"ours": ours, "theirs": theirs, "launched": events.count("launch")}
+
+
+def _forwards() -> list[float]:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    cfg = model.config(
+        num_layers=4,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        expert_model_parallel_size=2,
+    )
+    chunks = [model.gpt_model(cfg, vp_stage=stage) for stage in range(2)]
+    batch = list(model.samples(4).view(4, 1, -1))
+    with torch.no_grad():
+        losses = get_forward_backward_func()(
+            forward_step_func=partial(model._forward_step_of, cfg),
+            data_iterator=[iter(batch) for _ in chunks],
+            model=chunks,
+            num_microbatches=4,
+            seq_length=model.SEQUENCE,
+            micro_batch_size=1,
+            forward_only=True,
+        )
+    return [float(each["lm loss"]) for each in losses]
 
 
 def _steps(distributed: bool, **overrides: Any) -> dict[str, Any]:

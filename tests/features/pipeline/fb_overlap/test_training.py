@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mindspeed_dsa.context import Megatron
 from mindspeed_dsa.schedule import beside
@@ -33,6 +35,9 @@ RUNS = {
     "one expert per rank": (2, {}, 2, {"num_moe_experts": 2, "moe_shared_expert_gate": True}, {}),
     "PP2 x VPP2": (4, INTERLEAVED, 4, {"num_layers": 4}, {}),
     "PP2 x VPP2, all in warm-up": (4, INTERLEAVED, 2, {"num_layers": 4}, {}),
+    "PP2 x VPP2, a rest": (4, INTERLEAVED, 5, {"num_layers": 4, "microbatch_group_size_per_vp_stage": 3}, {}),
+    "PP4 x VPP2": (8, {"pp": 4, "vpp": 2}, 8, {"num_layers": 8}, {}),
+    "PP4 x VPP2, all in warm-up": (8, {"pp": 4, "vpp": 2}, 4, {"num_layers": 8}, {}),
     "one microbatch": (2, {}, 1, {}, {}),
     "padded to capacity": (2, {}, 2, PADDED, {}),
     "TP2+SP": (2, {"tp": 2}, 2, {"moe_shared_expert_gate": True}, {}),
@@ -102,6 +107,66 @@ def test_three_steps_of_overlapped_reduction(pool, distributed):
         assert_same_gradients(ours["gradients"], theirs["gradients"], rtol=1e-5)
         assert ours["golden"] == theirs["golden"]
         assert found["launched"] == 3 * 3 * 6  # steps, microbatches, transfers of the one MoE layer
+
+
+@pytest.mark.full
+@settings(
+    max_examples=6,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(chunks=st.integers(2, 3), wider=st.integers(0, 1), groups=st.integers(1, 2), rest=st.integers(0, 3))
+def test_no_shape_deadlocks(pool, tmp_path_factory, chunks, wider, groups, rest):
+    """PP2 with whatever stock accepts: every rank gets through its list, in the order of the simulator."""
+    group = 2 + wider
+    rest %= group
+    folder = tmp_path_factory.mktemp("step")
+    pool.run(
+        f"{CASES}:trained",
+        4,
+        timeout_s=120,
+        switches={"moe_fb_overlap": True, "trace_schedule": str(folder), "trace_schedule_step": 1},
+        overrides={"num_layers": 2 * chunks, "microbatch_group_size_per_vp_stage": group},
+        num_microbatches=groups * group + (rest if rest >= 2 else 0),
+        micro_batch_size=1,
+        ep=2,
+        etp=1,
+        pp=2,
+        vpp=chunks,
+    )
+    assert beside.compare(folder, Megatron()).other_order == []
+
+
+@pytest.mark.full
+def test_what_stock_refuses_stays_refused(pool):
+    """A last group of fewer microbatches than pipeline ranks."""
+    stock, ours = (
+        pool.run(
+            "tests.support.model:error_of",
+            4,
+            case=f"{CASES}:trained",
+            switches=switches,
+            overrides={"num_layers": 4},
+            num_microbatches=3,
+            micro_batch_size=1,
+            ep=2,
+            etp=1,
+            **INTERLEAVED,
+        )
+        for switches in ({}, {"moe_fb_overlap": True})
+    )
+    assert stock == ours
+    assert all(error.startswith("RuntimeError") for error in stock)
+
+
+@pytest.mark.full
+def test_evaluation_in_a_pipeline(pool):
+    """Forwards only, by the model's plain forward: the same bits, and no transfer in two halves."""
+    for found in pool.run(f"{CASES}:evaluated", 4):
+        assert found["ours"] == found["theirs"]
+        assert found["launched"] == 0
+    assert found["theirs"] != []  # of the last stage
 
 
 @pytest.mark.full
