@@ -52,6 +52,13 @@ RUNS = {
     "swapped": (2, {}, 3, {"num_layers": 3}, SWAPPED),
     "swapped, recomputed, PP2 x VPP2": (4, INTERLEAVED, 4, {"num_layers": 8}, {**SWAPPED, **RECOMPUTED}),
     "grouped experts": (2, {}, 2, {"moe_grouped_gemm": True}, {"moe_grouped_gemm": True}),
+    "grouped experts, recomputed": (
+        2,
+        {},
+        2,
+        {"moe_grouped_gemm": True, "recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+        {"moe_grouped_gemm": True, **VERIFIED},
+    ),
 }
 QUICK = [*list(RUNS)[:5], "one stage, multi-token prediction", "recomputed norms and activations", "swapped"]
 
