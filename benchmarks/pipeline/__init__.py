@@ -1,4 +1,7 @@
-"""Pipeline schedules: simulated figures, and paired forwards and backwards on two ranks with a slow link."""
+"""Pipeline schedules: simulated figures, and on two ranks with a slow link what hides their transfers.
+
+That is another microbatch, in pairs of a forward and a backward, or the other half of the same microbatch.
+"""
 
 from __future__ import annotations
 
@@ -21,4 +24,5 @@ def run(device: str, quick: bool = False, link: str = RATE) -> Metrics:
         "link": link,
         "simulated": import_module("benchmarks.pipeline.simulated").entries(),
         **import_module("benchmarks.pipeline.pairs").run(link, quick),
+        **import_module("benchmarks.pipeline.halves").run(link, quick),
     }

@@ -73,7 +73,7 @@ def run(link: str, quick: bool) -> Metrics:
 def measure(sizes: Sizes) -> dict[str, Any]:
     """Times of a step's variants; the same on all ranks."""
     start(**SWITCH)
-    step = _step(sizes)
+    step = step_of(sizes)
 
     def variant(name: str) -> Callable[[], object]:
         return lambda: step(name)
@@ -84,11 +84,11 @@ def measure(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _step(sizes: Sizes) -> Callable[[str], dict[str, Tensor]]:
+def step_of(sizes: Sizes) -> Callable[[str], dict[str, Tensor]]:
     """A training step without the optimizer's, by its variant; returns losses and gradients.
 
-    ``stock`` is Megatron's schedule and layers, ``no transfers`` that with a copy in place of every
-    all-to-all, whose rows are then wrong.
+    ``pairs`` takes Megatron's schedule of pairs, ``no transfers`` a copy in place of every all-to-all, whose
+    rows are then wrong. All others are Megatron's step as it is patched.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
@@ -60,7 +61,7 @@ def _size(layer: Any) -> Hashable:
 def _measure(run: Run, group: Any) -> Mapping[Way, float]:
     """Seconds of the slowest rank, the same on all of them; medians of rounds in which the ways alternate."""
     ways: tuple[Way, ...] = get_args(Way)
-    rounds = [[timed(lambda way=way: run(way), group) for way in ways] for _ in range(1 + _ROUNDS)]
+    rounds = [[timed(partial(run, way), group) for way in ways] for _ in range(1 + _ROUNDS)]
     found = [statistics.median(seconds) for seconds in zip(*rounds[1:], strict=True)]
     times = torch.tensor(found, dtype=torch.float32, device=platforms.current().device)
     dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_dsa.log import Log
 from tests.features.moe.alltoall_overlap.cases import recorded, switch_on
 from tests.support import model, moe
 
@@ -25,37 +25,26 @@ SLOWER: Times = {"whole": 1.0, "in turn": 1.3, "interleaved": 1.2}
 @contextlib.contextmanager
 def times(seconds: Times) -> Iterator[list[str]]:
     """What a layer's forward seems to take on this rank, by the way it goes; the ways that were run."""
-    from mindspeed_dsa.features.moe.batch_overlap import choice, layer
+    from mindspeed_dsa.features.moe.batch_overlap import choice
 
     ways: list[str] = []
 
-    def timed(work: Callable[[], object], group: Any) -> float:
-        dist.barrier(group)
-        found: list[str] = []
-        chosen = layer._measured
-
-        class Watched:
-            def set(self, way: str) -> Any:
-                found.append(way)
-                return chosen.set(way)
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(chosen, name)
-
-        with mock.patch.object(layer, "_measured", Watched()):
-            work()
-        ways.extend(found)
-        return seconds[found[0]]
+    def timed(work: Any, group: Any) -> float:
+        work()
+        ways.extend(work.args)
+        return seconds[ways[-1]]
 
     with mock.patch.object(choice, "timed", timed):
         yield ways
 
 
-def measured(ours: bool) -> dict[str, Any]:
+def measured(switch: Mapping[str, Any]) -> dict[str, Any]:
     """Three layers, two of one size, with everything that a forward could leave behind.
 
+    Rank 0 finds halves faster and rank 1 slower for the first size, both faster for the other.
+
     Args:
-        ours: rank 0 finds halves faster and rank 1 slower for the first size, both faster for the other.
+        switch: what is switched on; nothing for stock.
     """
     model.start(ep=2, etp=1)
     overrides = {
@@ -66,12 +55,16 @@ def measured(ours: bool) -> dict[str, Any]:
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
     }
-    if ours:
-        switch_on(MEASURED)
+    if switch:
+        switch_on(switch)
     found: dict[str, Any] = {"runs": [], "launched": [], "ways": [], "lines": []}
     by_layer = [SLOWER if dist.get_rank() else FASTER] * 2 + [FASTER]
     torch.manual_seed(7)
-    with _logged(found["lines"]):
+
+    def info(_: Any, line: str, *args: Any, **kwargs: Any) -> None:
+        found["lines"].append(line % args)
+
+    with mock.patch.object(Log, "info", info):
         for number, seconds in enumerate(by_layer):
             width = {"moe_ffn_hidden_size": 16 if number < 2 else 24}
             built = moe.layer(moe.config(ep=2, **overrides, **width))
@@ -84,26 +77,6 @@ def measured(ours: bool) -> dict[str, Any]:
             found["launched"].append(events.count("launch"))
             found["ways"].append(len(ways))
     return found
-
-
-@contextlib.contextmanager
-def _logged(lines: list[str]) -> Iterator[None]:
-    class Lines(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    from mindspeed_dsa import log
-
-    handler = Lines()
-    logger = logging.getLogger("mindspeed_dsa")
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 def balancing(kind: str | list[str], coeff: Any) -> dict[str, Any]:

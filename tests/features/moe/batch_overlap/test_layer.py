@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.features.moe.batch_overlap.cases import ALWAYS
+from tests.features.moe.batch_overlap.cases import ALWAYS, MEASURED
 from tests.support import moe
 
 CASES = "tests.features.moe.batch_overlap.cases"
 OVERLAP = "tests.features.moe.alltoall_overlap.cases"
+OVERLAPPED = {"moe_alltoall_overlap_comm": True}
 RECOMPUTED = {"recompute_granularity": "selective"}
 RUNS = {
     "several microbatches, odd tokens": {"rows": (7, 5, 6)},
@@ -95,23 +96,26 @@ def test_load_balancing_is_of_the_whole_microbatch(pool, kind, coeff):
         moe.assert_same(ours, theirs)
 
 
-def test_measured_once_for_each_size_and_agreed_upon(pool):
+@pytest.mark.parametrize(
+    ("beside", "launched"),
+    [({}, 0), (OVERLAPPED, 2 * 6)],
+    ids=["stock", "overlap of the whole"],
+)
+def test_measured_once_for_each_size_and_agreed_upon(pool, beside, launched):
     """Ranks that measure different things do the same; a measurement leaves nothing behind."""
-    stock, ranks = (pool.run(f"{CASES}:measured", 2, ours=ours) for ours in (False, True))
+    switches = {}, {**MEASURED, **beside}
+    stock, ranks = (pool.run(f"{CASES}:measured", 2, switch=switch) for switch in switches)
     for before, after in zip(stock, ranks, strict=True):
         for ours, theirs in zip(after["runs"], before["runs"], strict=True):
             moe.assert_same(ours, theirs)
         first, same_size, other = after["launched"]
-        assert same_size == 0  # one of the ranks is slower in halves, so both take the whole
-        assert other > 2 * 2 * 6  # two microbatches, forward and backward, and the measurement
-        assert first == other - 2 * 2 * 6
+        # One of the ranks is slower in halves, so both take the whole, and do not measure again.
+        assert same_size == launched
         assert after["ways"][1] == 0 < after["ways"][0] == after["ways"][2]
-    lines = [line for line in ranks[0]["lines"] if "forward of a layer takes" in line]
-    assert [line.partition(": ")[2] for line in lines] == [
-        "tokens stay whole, because halves cost more than overlap takes back: time does not grow with the "
-        "number of tokens, or the host does not keep up",
-        "tokens are cut",
-    ]
+        assert other - first == 2 * 2 * 6 - launched  # two microbatches, forward and backward
+    whole, cut = (line for line in ranks[0]["lines"] if "forward of a layer takes" in line)
+    assert "tokens stay whole, because halves cost more than overlap takes back" in whole
+    assert "tokens are cut" in cut
 
 
 @pytest.mark.parametrize(
