@@ -98,22 +98,22 @@ def test_load_balancing_is_of_the_whole_microbatch(pool, kind, coeff):
 
 @pytest.mark.parametrize(
     ("beside", "launched"),
-    [({}, 0), (OVERLAPPED, 2 * 6)],
+    [({}, 0), pytest.param(OVERLAPPED, 2 * 6, marks=pytest.mark.full)],
     ids=["stock", "overlap of the whole"],
 )
 def test_measured_once_for_each_size_and_agreed_upon(pool, beside, launched):
     """Ranks that measure different things do the same; a measurement leaves nothing behind."""
-    switches = {}, {**MEASURED, **beside}
-    stock, ranks = (pool.run(f"{CASES}:measured", 2, switch=switch) for switch in switches)
-    for before, after in zip(stock, ranks, strict=True):
-        for ours, theirs in zip(after["runs"], before["runs"], strict=True):
-            moe.assert_same(ours, theirs)
-        first, same_size, other = after["launched"]
+    ranks = pool.run(f"{CASES}:measured", 2, switch={**MEASURED, **beside})
+    for rank in ranks:
+        ours, theirs = rank["ours"], rank["theirs"]
+        for mine, stock in zip(ours["runs"], theirs["runs"], strict=True):
+            moe.assert_same(mine, stock)
+        first, same_size, other = ours["launched"]
         # One of the ranks is slower in halves, so both take the whole, and do not measure again.
         assert same_size == launched
-        assert after["ways"][1] == 0 < after["ways"][0] == after["ways"][2]
+        assert ours["ways"][1] == 0 < ours["ways"][0] == ours["ways"][2]
         assert other - first == 2 * 2 * 6 - launched  # two microbatches, forward and backward
-    whole, cut = (line for line in ranks[0]["lines"] if "forward of a layer takes" in line)
+    whole, cut = (line for line in ranks[0]["ours"]["lines"] if "forward of a layer takes" in line)
     assert "tokens stay whole, because halves cost more than overlap takes back" in whole
     assert "tokens are cut" in cut
 
