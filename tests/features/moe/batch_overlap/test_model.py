@@ -6,7 +6,7 @@ import pytest
 
 from tests.features.moe.alltoall_overlap.test_layer import CASES
 from tests.features.moe.alltoall_overlap.test_model import MEMORY, OVERLAPPED, RECOMPUTED
-from tests.features.moe.batch_overlap.cases import ALWAYS
+from tests.features.moe.batch_overlap.cases import ALWAYS, MEASURED
 from tests.support.model import assert_same_gradients
 
 FUSED = {"moe_grouped_gemm": True, "moe_permute_fusion": True}
@@ -30,6 +30,19 @@ RUNS = {
     "PP2 x VPP2": (4, INTERLEAVED, {}),
 }
 QUICK = list(RUNS)[:1]
+
+
+@pytest.mark.full
+def test_what_is_measured_trains_the_same(pool):
+    """With the layers' own choice, whatever that is on this machine."""
+    off, on = (
+        pool.run(f"{CASES}:whole_model", 2, ep=2, etp=1, num_microbatches=2, switches=switch)
+        for switch in ({}, MEASURED)
+    )
+    for before, after in zip(off, on, strict=True):
+        assert [float(loss) for loss in after["losses"]] == [float(loss) for loss in before["losses"]]
+        assert_same_gradients(after["gradients"], before["gradients"], rtol=1e-5)
+        assert after["launched"] > 0  # at least where they were measured
 
 
 @pytest.mark.parametrize(
