@@ -14,6 +14,8 @@ from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.settings import Settings
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from mindspeed_dsa.context_parallel.strategy import ContextParallelStrategy
 
 COMM_TYPES = {
@@ -109,7 +111,7 @@ class Algorithms:
     block_rows: int = 0
 
     @classmethod
-    def of(cls, settings: Any) -> Algorithms:
+    def of(cls, settings: Any) -> Self:
         """From resolved settings, a job's argument namespace or one of Megatron's configurations.
 
         Megatron-LM's parser gives ``--cp-comm-type`` a default, ``p2p``, which therefore says nothing

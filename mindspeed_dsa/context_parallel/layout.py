@@ -56,7 +56,8 @@ class Zigzag:
         if length % unit:
             raise ValueError(
                 f"a sequence of {length} rows cannot be dealt to {self.ranks} context parallel ranks in two "
-                f"blocks{f' of {self.block_rows} rows' if self.block_rows else ''} each; use a multiple of {unit}"
+                f"blocks{f' of {self.block_rows} rows' if self.block_rows else ''} each; use a multiple of "
+                f"{unit}"
             )
         block = self.block_rows or length // unit
         blocks = torch.arange(length).view(-1, 2 * self.ranks, block)

@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_dsa.context_parallel.algorithms import ALGORITHM, COMM_TYPES, Algorithms
+from mindspeed_dsa.context_parallel.algorithms import ALGORITHM, COMM_TYPES
+from mindspeed_dsa.features.context_parallel.names.options import Options
 
 
 def wanted(settings: Any) -> bool:
     """Whether a flag of context parallelism was given."""
-    return Algorithms.of(settings) != Algorithms()
+    return Options.of(settings) != Options()
 
 
 def name_for_megatron(args: Any) -> Sequence[str]:
     """Write what ``--context-parallel-algo`` says to Megatron's own arguments; ``Feature.rewrite``."""
-    algorithms = Algorithms.of(args)
+    algorithms = Options.of(args)
     said = getattr(args, ALGORITHM.dest, None)
     if said is None or algorithms.ranks == 1 or algorithms.names[0] not in COMM_TYPES.values():
         return ()

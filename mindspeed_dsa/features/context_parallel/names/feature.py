@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.context_parallel.algorithms import FLAGS, Algorithms, problems
+from mindspeed_dsa.context_parallel.algorithms import FLAGS
 from mindspeed_dsa.declarations import Feature
 from mindspeed_dsa.features.context_parallel.names.arguments import name_for_megatron, wanted
+from mindspeed_dsa.features.context_parallel.names.options import Options
+from mindspeed_dsa.features.context_parallel.names.validation import check_context_parallel
 from mindspeed_dsa.integration.configuration import validate
 from mindspeed_dsa.patches.spec import Patch
 
@@ -14,9 +16,9 @@ FEATURE = Feature(
     "per layer.",
     flags=FLAGS,
     active=wanted,
-    options=Algorithms.of,
+    options=Options.of,
     rewrite=name_for_megatron,
-    validate=validate(problems, Algorithms.of),
+    validate=validate(check_context_parallel, Options.of),
     doc="context-parallel.md",
     patches=(
         Patch(
