@@ -31,7 +31,7 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, t
 
 
 def problem(dtype: torch.dtype, shape: Shape) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """Query, key and value, ``[batch, rows, heads, dim]`` as views of sequence-first ones; gradient of out."""
+    """Query, key and value, ``[batch, rows, heads, dim]``, views of sequence-first ones; gradient of out."""
     generator = torch.Generator().manual_seed(0)
 
     def states(heads: int, dim: int) -> Tensor:

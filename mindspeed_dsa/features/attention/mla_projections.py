@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from mindspeed_dsa.context import Megatron
 from mindspeed_dsa.features.attention.local_norms import norm_of_fused_layer
 from mindspeed_dsa.features.attention.sum_gradients import SumGradients
+from mindspeed_dsa.integration.gathered_weights import wait_for_weights
 
 Rotate = Callable[[Tensor], Tensor]
 
@@ -126,6 +127,16 @@ class Projections:
         plain, rotary = self.query_parts(latent_query)
         # [s, b, heads, qk_head_dim] x [heads, qk_head_dim, latent]
         query = torch.cat([torch.einsum("sbhd,hdc->sbhc", plain, up_key), rotate(rotary)], dim=-1)
+        return query, self.whole_latent_key(rotate, latent, rotary_key)
+
+    def whole_latent_key(self, rotate: Rotate, latent: Tensor, rotary_key: Tensor) -> Tensor:
+        """The one key of all heads and tensor parallel ranks, ``[s, b, 1, kv_lora_rank + rope]``.
+
+        Args:
+            rotate: from :meth:`rotation`.
+            latent: ``[s, b, kv_lora_rank]``, normed, unless its up-projection holds the norm.
+            rotary_key: ``[s, b, rope]``, of the whole sequence.
+        """
         if hasattr(self.layer.linear_kv_up_proj, "layer_norm_weight"):
             latent = norm_of_fused_layer(self.layer.linear_kv_up_proj, latent, self.layer.config)
         # Every head of every rank reads this one key: its gradients are summed over ranks.
@@ -135,7 +146,7 @@ class Projections:
                 latent = self._gathered(latent)
             else:
                 latent = SumGradients.apply(latent, group)
-        return query, torch.cat([latent.unsqueeze(2), rotate(rotary_key.unsqueeze(2))], dim=-1)
+        return torch.cat([latent.unsqueeze(2), rotate(rotary_key.unsqueeze(2))], dim=-1)
 
     def recomputed_if_asked(self, derive: Callable[..., Any], *parts: Tensor) -> Any:
         """Run now; with ``mla_up_proj`` among the modules to recompute, the layer frees the results."""
@@ -161,3 +172,32 @@ class Projections:
         """Megatron's mappings take a group where layers hold their groups; in 0.12 they do not."""
         group = self._group_of_its_own("tp")
         return {} if group is None else {"group": group}
+
+
+def plain_up_projection(attention: Any, who: str) -> Tensor:
+    """The weight of a layer's key-value up-projection, which is read without calling the layer.
+
+    Args:
+        attention: ``MLASelfAttention``.
+        who: reads it.
+
+    Returns:
+        ``[heads * (qk_head_dim + value_dim), kv_lora_rank]``, this rank's heads.
+
+    Raises:
+        ValueError: the layer has other parameters than its weight (an adapter, a bias), or stores it in fp8.
+    """
+    layer = attention.linear_kv_up_proj
+    wait_for_weights(layer)  # the layer itself is never called
+    parameters = {name for name, _ in layer.named_parameters()}
+    if parameters - {"weight", "layer_norm_weight", "layer_norm_bias"} or "weight" not in parameters:
+        raise ValueError(
+            f"{who}: linear_kv_up_proj holds {', '.join(sorted(parameters)) or 'no parameters'}, and a plain "
+            "weight is wanted; apply adapters such as LoRA to other layers"
+        )
+    if type(layer.weight) not in (torch.nn.Parameter, Tensor):
+        raise ValueError(
+            f"{who}: linear_kv_up_proj keeps its weight as {type(layer.weight).__name__}, and a plain tensor is "
+            "wanted; omit --fp8-param-gather"
+        )
+    return layer.weight  # type: ignore[no-any-return]

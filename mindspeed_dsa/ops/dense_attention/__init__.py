@@ -72,8 +72,8 @@ def dense_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the attention to these keys adds to the gradients of query, key and value.
 
-    ``out`` and ``lse`` are those of the attention to all keys that a row sees, merged from all parts: then the
-    probabilities of these keys are the final ones, and the gradients of all parts are added up.
+    ``out`` and ``lse`` are those of the attention to all keys that a row sees, merged from all parts. The
+    probabilities of these keys are then the final ones, and the gradients of all parts are added up.
 
     Args:
         grad_out: as ``out``.
