@@ -1,8 +1,8 @@
 """Heads for rows: neighbouring ranks exchange until each has some heads of all their rows.
 
 What ``u`` ranks hold together of a zigzag over ``c`` ranks is, in the order of a zigzag over ``u``, what one
-rank of ``c / u`` holds. So rows arrive in the order that a ring across such neighbours wants, whatever ``u`` is,
-and in that of the sequence if there is no ring.
+rank of ``c / u`` holds. So rows arrive in the order that a ring across such neighbours wants, for every
+``u``, and in that of the sequence if there is no ring.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def plain_up_projection(attention: Any, who: str) -> Tensor:
         )
     if type(layer.weight) not in (torch.nn.Parameter, Tensor):
         raise ValueError(
-            f"{who}: linear_kv_up_proj keeps its weight as {type(layer.weight).__name__}, and a plain tensor is "
-            "wanted; omit --fp8-param-gather"
+            f"{who}: linear_kv_up_proj keeps its weight as {type(layer.weight).__name__}, and a plain tensor "
+            "is wanted; omit --fp8-param-gather"
         )
     return layer.weight  # type: ignore[no-any-return]

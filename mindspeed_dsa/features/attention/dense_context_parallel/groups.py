@@ -69,8 +69,8 @@ def _neighbours_and_ring(
     degree = options.ulysses_degree or (levels[0].size() if levels else 0)
     if not degree or group.size() % degree:
         raise SettingsError(
-            f"dense-context-parallel: hybrid_cp_algo over {group.size()} ranks needs --ulysses-degree-in-cp, a "
-            "divisor of that"
+            f"dense-context-parallel: hybrid_cp_algo over {group.size()} ranks needs --ulysses-degree-in-cp, "
+            "a divisor of that"
         )
     sizes = [degree, group.size() // degree]
     if levels and [level.size() for level in levels] == sizes:

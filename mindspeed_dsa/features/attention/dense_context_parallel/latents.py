@@ -59,9 +59,9 @@ def query_and_latents(projections: Projections, hidden_states: Tensor) -> tuple[
         hidden_states: ``[s, b, hidden]``, a rank's part of the sequence under sequence parallelism.
 
     Returns:
-        query ``[s, b, heads, qk_head_dim + rope]``, latents with the rotated key ``[s, b, 1, latent + rope]``, the
-        up-projection's weight ``[heads * (qk_head_dim + value_dim), latent]``, the latent query and the latent
-        key-value (both parts of the sequence under sequence parallelism).
+        query ``[s, b, heads, qk_head_dim + rope]``, latents and rotated key ``[s, b, 1, latent + rope]``, the
+        up-projection's weight ``[heads * (qk_head_dim + value_dim), latent]``, the latent query and the
+        latent key-value (both parts of the sequence under sequence parallelism).
     """
     attention, config = projections.layer, projections.layer.config
     latent_query = hidden_states

@@ -20,14 +20,14 @@ def check_dense_attention(args: Any, options: Options) -> Iterator[str]:
     if argument(args, "transformer_impl") == "transformer_engine" and find_spec("transformer_engine"):
         if own:
             yield (
-                f"--context-parallel-algo {own[0]} is a strategy for Megatron's own attention, and Transformer "
-                "Engine has its own; add --transformer-impl local"
+                f"--context-parallel-algo {own[0]} is a strategy for Megatron's own attention, and "
+                "Transformer Engine has its own; add --transformer-impl local"
             )
         return
     if "allgather" in names:
         yield (
-            "kvallgather_cp_algo gathers the keys of sparse attention, and this model has dense attention; use "
-            "megatron_cp_algo, ulysses_cp_algo or hybrid_cp_algo"
+            "kvallgather_cp_algo gathers the keys of sparse attention, and this model has dense attention; "
+            "use megatron_cp_algo, ulysses_cp_algo or hybrid_cp_algo"
         )
     yield from _check_heads(args, options, names)
     yield from _check_attention(args)
@@ -55,8 +55,8 @@ def _check_heads(args: Any, options: Options, names: set[str]) -> Iterator[str]:
             nearest = f"hybrid_cp_algo with --ulysses-degree-in-cp {max(fitting)}"
         of_mindspeed = {theirs: ours for ours, theirs in COMM_TYPES.items()}
         yield (
-            f"{of_mindspeed[name]} deals {heads} heads and {kv_heads} key-value heads to {degree} ranks of each "
-            f"of {tensor_ranks} tensor parallel ranks, which does not come out even; use {nearest}"
+            f"{of_mindspeed[name]} deals {heads} heads and {kv_heads} key-value heads to {degree} ranks of "
+            f"each of {tensor_ranks} tensor parallel ranks, which does not come out even; use {nearest}"
         )
 
 
