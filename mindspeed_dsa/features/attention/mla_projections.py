@@ -83,16 +83,21 @@ class Projections:
             return rotary_key
         return SumGradients.apply(rotary_key, group)  # type: ignore[no-any-return]
 
-    def rotation(self, length: int) -> Rotate:
+    def rotation(self, length: int, own_part: Callable[[Tensor], Tensor] | None = None) -> Rotate:
         """Applies MLA's rotary embedding to states ``[length, b, heads, rope]``.
 
         These are a whole sequence, or a context parallel rank's rows of it: the embedding makes the angles of
         the whole sequence and returns those of its rank.
+
+        Args:
+            length: of a tensor parallel group's rows together.
+            own_part: which of them the states are; default: all.
         """
         whole = length * self.context_parallel_group().size()
         angles, mscale = self.layer.rotary_pos_emb(whole), 1.0
         if isinstance(angles, tuple):  # YaRN
             angles, mscale = angles
+        angles = angles if own_part is None else own_part(angles)
 
         def rotate(states: Tensor) -> Tensor:
             apply = self.megatron("core.models.common.embeddings").apply_rotary_pos_emb
@@ -115,19 +120,16 @@ class Projections:
 
         Args:
             rotate: from :meth:`rotation`.
-            latent_query: ``[s, b, q_lora_rank]``, normed, unless its up-projection holds the norm.
+            latent_query: as for :meth:`absorbed_query`.
             latent: ``[s, b, kv_lora_rank]``, normed, unless its up-projection holds the norm.
             rotary_key: ``[s, b, rope]``, of the whole sequence.
-            up_key: the key's up-projection, ``[heads, qk_head_dim, kv_lora_rank]``.
+            up_key: as for :meth:`absorbed_query`.
 
         Returns:
             ``[s, b, heads, kv_lora_rank + rope]`` and ``[s, b, 1, kv_lora_rank + rope]``.
         """
-        plain, rotary = self.query_parts(latent_query)
-        # [s, b, heads, qk_head_dim] x [heads, qk_head_dim, latent]
-        query = torch.cat([torch.einsum("sbhd,hdc->sbhc", plain, up_key), rotate(rotary)], dim=-1)
-        if hasattr(self.layer.linear_kv_up_proj, "layer_norm_weight"):
-            latent = norm_of_fused_layer(self.layer.linear_kv_up_proj, latent, self.layer.config)
+        query = self.absorbed_query(rotate, latent_query, up_key)
+        latent = self._normed_latent(latent)
         # Every head of every rank reads this one key: its gradients are summed over ranks.
         group = self.tensor_parallel_group()
         if group.size() > 1:
@@ -136,6 +138,46 @@ class Projections:
             else:
                 latent = SumGradients.apply(latent, group)
         return query, torch.cat([latent.unsqueeze(2), rotate(rotary_key.unsqueeze(2))], dim=-1)
+
+    def absorbed_query(self, rotate: Rotate, latent_query: Tensor, up_key: Tensor) -> Tensor:
+        """This rank's heads of the query in absorbed form, ``[s, b, heads, kv_lora_rank + rope]``.
+
+        Args:
+            rotate: from :meth:`rotation`.
+            latent_query: ``[s, b, q_lora_rank]``, normed, unless its up-projection holds the norm.
+            up_key: the key's up-projection, ``[heads, qk_head_dim, kv_lora_rank]``.
+        """
+        plain, rotary = self.query_parts(latent_query)
+        # [s, b, heads, qk_head_dim] x [heads, qk_head_dim, latent]
+        return torch.cat([torch.einsum("sbhd,hdc->sbhc", plain, up_key), rotate(rotary)], dim=-1)
+
+    def own_absorbed_key(
+        self, rotate: Rotate, latent: Tensor, rotary_key: Tensor, hidden_states: Tensor, is_summed: bool
+    ) -> Tensor:
+        """The absorbed key of the hidden states' own rows, ``[s, b, 1, kv_lora_rank + rope]``.
+
+        Args:
+            rotate: from :meth:`rotation`, for these rows.
+            latent: ``[s, b, kv_lora_rank]``, normed, unless its up-projection holds the norm.
+            rotary_key: ``[s, b, rope]``; of all tensor parallel ranks' rows where its projection is split.
+            hidden_states: ``[s, b, hidden]``, a part of ``s`` under sequence parallelism: whoever gathers the
+                keys from tensor parallel ranks as well then sums their gradients.
+            is_summed: as for :meth:`rotary_key_for_all_heads`.
+        """
+        latent = self._normed_latent(latent)
+        if self.layer.config.sequence_parallel:
+            rotary_key = self.own_part(rotary_key, hidden_states)
+        else:
+            rotary_key = self.rotary_key_for_all_heads(rotary_key, hidden_states, is_summed)
+            group = self.tensor_parallel_group()
+            latent = SumGradients.apply(latent, group) if group.size() > 1 else latent
+        return torch.cat([latent.unsqueeze(2), rotate(rotary_key.unsqueeze(2))], dim=-1)
+
+    def _normed_latent(self, latent: Tensor) -> Tensor:
+        """Normed also where the up-projection, which absorption never calls, holds the norm."""
+        if hasattr(self.layer.linear_kv_up_proj, "layer_norm_weight"):
+            return norm_of_fused_layer(self.layer.linear_kv_up_proj, latent, self.layer.config)
+        return latent
 
     def recomputed_if_asked(self, derive: Callable[..., Any], *parts: Tensor) -> Any:
         """Run now; with ``mla_up_proj`` among the modules to recompute, the layer frees the results."""
