@@ -63,17 +63,13 @@ def query_and_latents(projections: Projections, hidden_states: Tensor) -> tuple[
         up-projection's weight ``[heads * (qk_head_dim + value_dim), latent]``, the latent query and the
         latent key-value (both parts of the sequence under sequence parallelism).
     """
-    attention, config = projections.layer, projections.layer.config
-    latent_query = hidden_states
-    if config.q_lora_rank is not None:
-        (latent_query,) = projections.down(attention.linear_q_down_proj, hidden_states, [config.q_lora_rank])
-        latent_query = attention.q_layernorm(projections.own_part(latent_query, hidden_states))
-    sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
-    latent, rotary_key = projections.down(attention.linear_kv_down_proj, hidden_states, sizes)
-    latent = attention.kv_layernorm(projections.own_part(latent, hidden_states))
+    latent_query = projections.latent_query(hidden_states)
+    latent, rotary_key = projections.latent_key(hidden_states)
     rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states)
     rotate = projections.rotation(rotary_key.size(0))
-    weight = plain_up_projection(attention, "dense-context-parallel")
+    weight = plain_up_projection(
+        projections.layer, "dense-context-parallel", "use Transformer Engine's attention"
+    )
 
     def derive(latent_query: Tensor, latent: Tensor, rotary_key: Tensor) -> tuple[Tensor, Tensor]:
         plain, rotary = projections.query_parts(latent_query)

@@ -13,62 +13,73 @@ from tests.support import model as job
 
 SEQUENCE = 24  # two chunks for each of up to four ranks, and of three
 HEADS, GROUPS = 8, 2
-NO_EXPERTS = {
-    "num_moe_experts": None,
-    "moe_ffn_hidden_size": None,
-    "moe_shared_expert_intermediate_size": None,
-    "moe_layer_freq": 1,
+COMMON: dict[str, Any] = {
+    "num_layers": 2,
+    "ffn_hidden_size": 64,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "bias_dropout_fusion": False,
+    "bias_activation_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "params_dtype": torch.float32,
+    "pipeline_dtype": torch.float32,
 }
 
 
-def latent_config(build: Any, **overrides: Any) -> Any:
-    """The tests' latent attention without DSA and experts; a value head has twice the size of kv_channels."""
-    dense = {"experimental_attention_variant": None, "num_attention_heads": HEADS, **NO_EXPERTS}
-    return build(**{**dense, **overrides})
+def latent_config(**overrides: Any) -> Any:
+    """Latent attention, of which a value head has twice the size of kv_channels."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    values = {
+        "hidden_size": 32,
+        "num_attention_heads": HEADS,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 8,
+        "multi_latent_attention": True,
+        "rope_type": "rope",
+        # Releases take YaRN's magnitude from different fields, even without YaRN.
+        "rotary_scaling_factor": 1.0,
+        "qk_layernorm": True,
+    }
+    return MLATransformerConfig(**{**COMMON, **values, **overrides})
 
 
 def grouped_config(**overrides: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    values = {
-        "num_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": HEADS,
-        "num_query_groups": GROUPS,
-        "ffn_hidden_size": 64,
-        "normalization": "RMSNorm",
-        "add_bias_linear": False,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "bias_dropout_fusion": False,
-        "bias_activation_fusion": False,
-        "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
-        "params_dtype": torch.float32,
-        "pipeline_dtype": torch.float32,
-    }
-    return TransformerConfig(**{**values, **overrides})
+    values = {"hidden_size": 64, "num_attention_heads": HEADS, "num_query_groups": GROUPS}
+    return TransformerConfig(**{**COMMON, **values, **overrides})
 
 
 def gpt_model(cfg: Any, vp_stage: int | None = None) -> Any:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
+    # Older releases ask the global state for the stage, later ones are told.
+    stage = {} if vp_stage is None else {"vp_stage": vp_stage}
+    where = {"ignore_virtual": False, **stage} if stage else {}
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(
-        cfg, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+        cfg, use_transformer_engine=False, normalization="RMSNorm", **stage
     )
     model = GPTModel(
         config=cfg,
         transformer_layer_spec=spec,
         vocab_size=job.VOCABULARY,
         max_sequence_length=SEQUENCE,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
         position_embedding_type="rope",
-        vp_stage=vp_stage,
+        **stage,
     )
+    model.vp_stage = vp_stage
     job.fill_by_name(model)
     return model
 
@@ -76,13 +87,10 @@ def gpt_model(cfg: Any, vp_stage: int | None = None) -> Any:
 @contextlib.contextmanager
 def dense(attention: str, cp: int) -> Iterator[None]:
     """The tests' job trains a dense model."""
-    build = job.config
+    build = latent_config if attention == "latent" else grouped_config
 
     def config(**overrides: Any) -> Any:
-        overrides["context_parallel_size"] = cp
-        if attention == "latent":
-            return latent_config(build, **overrides)
-        return grouped_config(**{name: v for name, v in overrides.items() if name != "transformer_impl"})
+        return build(context_parallel_size=cp, **overrides)
 
     with (
         mock.patch.object(job, "SEQUENCE", SEQUENCE),
