@@ -111,7 +111,7 @@ def _require_causal(attention: Any, attention_type: str) -> None:
         problem = f"{kind} is not causal self attention, the only one that this feature has"
     elif attention.attention_dropout.p > 0:
         problem = "attention_dropout is not supported; set it to 0"
-    elif attention.scale_mask_softmax.window_size is not None:
+    elif getattr(attention.scale_mask_softmax, "window_size", None) is not None:
         problem = "window_size is not supported; every row sees all earlier keys"
     elif getattr(attention, "softmax_offset", None) is not None:
         problem = "softmax_type is not supported; use 'vanilla'"
