@@ -1,4 +1,4 @@
-"""What kernel backends return; Megatron's own path is trained in ``tests/matrix``, on a release that has it."""
+"""What kernel backends return; Megatron's own path is trained in ``tests/matrix``."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ _RELEASES = ">=0.19,<0.20"
 
 FEATURE = dsa_repair(
     "dsa-cp-loss-grads",
-    summary="Divides the indexer loss's gradient by the context parallel size, by which Megatron multiplies it.",
+    summary="Divides the indexer loss's gradient by the context parallel size that Megatron has put into it.",
     switch_help="Give the indexer the gradients of one context parallel rank.",
     patches=(
         Patch(
