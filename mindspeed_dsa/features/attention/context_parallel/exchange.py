@@ -103,7 +103,7 @@ class KeyExchange:
         A layer that is recomputed in backward keeps it: its own backward comes next.
         """
         in_backward = torch._C._current_graph_task_id() != -1
-        if self.keeps or in_backward or not out.requires_grad:
+        if self.keeps or in_backward or not out.requires_grad or not gathered:
             return out
         self._freed = gathered
         return freed_until_backward(out, gathered)
