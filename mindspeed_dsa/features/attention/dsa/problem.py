@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mindspeed_dsa.features.attention.context_parallel import visible_ends
-
 
 @dataclass(frozen=True)
 class Operands:
@@ -83,17 +81,6 @@ class Rows:
     starts: Tensor | None = None
     ends: Tensor | None = None
     counted: Tensor | None = None
-
-    @classmethod
-    def of_rank(cls, groups: Groups, rows: int, device: torch.device) -> Rows:
-        """Causal rows of whole sequences, of which context parallel ranks have two chunks each.
-
-        Args:
-            groups: its ``context`` group says which.
-            rows: queries on this rank.
-            device: of the ends.
-        """
-        return cls(ends=None if groups.context is None else visible_ends(groups.context, rows, device))
 
 
 @dataclass(frozen=True)
