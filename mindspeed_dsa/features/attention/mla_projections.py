@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from mindspeed_dsa.context import Megatron
 from mindspeed_dsa.features.attention.local_norms import norm_of_fused_layer
 from mindspeed_dsa.features.attention.sum_gradients import SumGradients
+from mindspeed_dsa.integration.packs import Pack
 
 Rotate = Callable[[Tensor], Tensor]
 
@@ -83,16 +84,17 @@ class Projections:
             return rotary_key
         return SumGradients.apply(rotary_key, group)  # type: ignore[no-any-return]
 
-    def rotation(self, length: int) -> Rotate:
+    def rotation(self, length: int, packed_seq_params: Any = None) -> Rotate:
         """Applies MLA's rotary embedding to states ``[length, b, heads, rope]``.
 
         These are a whole sequence, or a context parallel rank's rows of it: the embedding makes the angles of
-        the whole sequence and returns those of its rank.
+        the whole sequence and returns those of its rank. Documents of a pack begin at position 0 each.
         """
         whole = length * self.context_parallel_group().size()
-        angles, mscale = self.layer.rotary_pos_emb(whole), 1.0
-        if isinstance(angles, tuple):  # YaRN
-            angles, mscale = angles
+        if packed_seq_params is None:
+            angles, mscale = _angles_and_scale(self.layer.rotary_pos_emb(whole))
+        else:
+            angles, mscale = angles_of_pack(self.layer.rotary_pos_emb, Pack.of(packed_seq_params, whole))
 
         def rotate(states: Tensor) -> Tensor:
             apply = self.megatron("core.models.common.embeddings").apply_rotary_pos_emb
@@ -161,3 +163,22 @@ class Projections:
         """Megatron's mappings take a group where layers hold their groups; in 0.12 they do not."""
         group = self._group_of_its_own("tp")
         return {} if group is None else {"group": group}
+
+
+def angles_of_pack(embedding: Any, pack: Pack) -> tuple[Tensor, float]:
+    """Angles of a pack's rows, and YaRN's magnitude.
+
+    Args:
+        embedding: Megatron's rotary embedding, plain or YaRN.
+        pack: whose documents begin at position 0 each.
+
+    Returns:
+        ``[length, 1, 1, rope]``, and 1 for plain RoPE.
+    """
+    angles, mscale = _angles_and_scale(embedding(pack.length, packed_seq=True))
+    return angles.index_select(0, pack.positions.to(angles.device)), mscale
+
+
+def _angles_and_scale(made: Tensor | tuple[Tensor, float]) -> tuple[Tensor, float]:
+    """What plain RoPE and YaRN return, as YaRN does."""
+    return made if isinstance(made, tuple) else (made, 1.0)

@@ -24,8 +24,8 @@ from mindspeed_dsa.integration.gathered_weights import wait_for_weights
 def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``MLASelfAttention.get_query_key_value_tensors`` for training and evaluation of DSA models.
 
-    Generation with a cache and packed sequences keep Megatron's form. So does the warm-up stage, whose dense
-    attention costs a third of the work in that form.
+    Generation with a cache keeps Megatron's form. So does the warm-up stage, whose dense attention costs a
+    third of the work in that form.
     """
 
     def get_query_key_value_tensors(
@@ -39,7 +39,7 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
         **kwargs: Any,
     ) -> Any:
         plain = context.options.warmup or self.config.experimental_attention_variant != "dsa"
-        given = (packed_seq_params, inference_context, *args, *kwargs.values())
+        given = (inference_context, *args, *kwargs.values())
         if plain or any(one is not None for one in given):
             return original(
                 self,
@@ -51,17 +51,21 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
                 *args,
                 **kwargs,
             )
-        return absorbed_query_key_value(Projections(self, context.megatron), hidden_states)
+        projections = Projections(self, context.megatron)
+        return absorbed_query_key_value(projections, hidden_states, packed_seq_params)
 
     return get_query_key_value_tensors
 
 
-def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) -> tuple[Tensor, ...]:
-    """The result of ``get_query_key_value_tensors`` in absorbed form.
+def absorbed_query_key_value(
+    projections: Projections, hidden_states: Tensor, packed_seq_params: Any = None
+) -> tuple[Tensor, ...]:
+    """The result of ``get_query_key_value_tensors`` in absorbed form, packed documents with a batch of 1.
 
     Args:
         projections: of an ``MLASelfAttention``.
         hidden_states: ``[s, b, hidden]``, a rank's part of the sequence under sequence parallelism.
+        packed_seq_params: Megatron's description of documents, or None.
 
     Returns:
         query ``[s, b, heads, latent + rope]``, key ``[s, b, 1, latent + rope]``, the value's up-projection
@@ -78,7 +82,7 @@ def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) ->
     latent = attention.kv_layernorm(projections.own_part(latent, hidden_states))
     # dsa-rotary-key-tp-grads sums the gradient in either form.
     rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states, is_summed=True)
-    rotate = projections.rotation(rotary_key.size(0))
+    rotate = projections.rotation(rotary_key.size(0), packed_seq_params)
     up_key, up_value = up_projections(attention)
     query, key = projections.recomputed_if_asked(
         lambda *parts: projections.absorbed_query_and_key(rotate, *parts),

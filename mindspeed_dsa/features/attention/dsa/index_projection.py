@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_dsa.features.attention.dsa.problem import IndexInputs
+from mindspeed_dsa.features.attention.mla_projections import angles_of_pack
+from mindspeed_dsa.integration.packs import Pack
 
 
 class _NoScores:
@@ -46,7 +48,26 @@ def tap_index_scores(original: Callable[..., Tensor]) -> Callable[..., Any]:
     return _compute_index_scores
 
 
-def index_inputs(indexer: Any, x: Tensor, qr: Tensor, keys: int) -> IndexInputs:
+_angles: ContextVar[Tensor | None] = ContextVar("_angles", default=None)
+"""Angles of packed documents' rows, while their inputs are projected."""
+
+
+def rotate_by_documents(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorate ``DSAIndexer._apply_rope``: documents of a pack begin at position 0 each."""
+
+    def _apply_rope(self: Any, x: Tensor, rotary_pos_emb: Tensor, mscale: float) -> Tensor:
+        return original(self, x, angles_of_rows(rotary_pos_emb), mscale)
+
+    return _apply_rope
+
+
+def angles_of_rows(angles: Tensor) -> Tensor:
+    """``[s, 1, 1, rope]``: those of packed documents, if any are being projected, in place of ``angles``."""
+    of_documents = _angles.get()
+    return angles if of_documents is None else of_documents
+
+
+def index_inputs(indexer: Any, x: Tensor, qr: Tensor, keys: int, pack: Pack | None = None) -> IndexInputs:
     """Project hidden states and latent queries for the indexer.
 
     Args:
@@ -54,14 +75,19 @@ def index_inputs(indexer: Any, x: Tensor, qr: Tensor, keys: int) -> IndexInputs:
         x: ``[sequence, batch, hidden]``, a rank's part of the sequence under sequence parallelism.
         qr: ``[sequence, batch, q_lora_rank]``, likewise.
         keys: number of keys of the main attention; each must have an index key.
+        pack: documents that the rows belong to; None for whole sequences.
 
     Raises:
         ValueError: there are more or fewer index keys.
     """
-    if hasattr(indexer, "forward_before_topk"):
-        inputs = IndexInputs.from_megatron(*indexer.forward_before_topk(x, qr, None))
-    else:
-        inputs, _ = run_tapped(indexer, x, qr, None, compute=False)
+    token = _angles.set(None if pack is None else angles_of_pack(indexer.rotary_pos_emb, pack)[0])
+    try:
+        if hasattr(indexer, "forward_before_topk"):
+            inputs = IndexInputs.from_megatron(*indexer.forward_before_topk(x, qr, None))
+        else:
+            inputs, _ = run_tapped(indexer, x, qr, None, compute=False)
+    finally:
+        _angles.reset(token)
     if inputs.key.shape[1] != keys:
         raise ValueError(
             f"fused-dsa: the indexer has {inputs.key.shape[1]} keys to select from and the attention {keys}; "

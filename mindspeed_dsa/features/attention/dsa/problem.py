@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mindspeed_dsa.features.attention.context_parallel import visible_ends
+from mindspeed_dsa.integration.packs import Pack
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,15 @@ class Rows:
         starts: ``[s]`` int32; None: every row starts at the first key.
         ends: ``[s]`` int32; None: plain causal rows, each of which ends after its own key.
         counted: ``[b, s]`` bool, true for rows that count in the loss; None: all do.
+        count: rows that count on all context parallel ranks, where that is known.
+        longest: the most keys that a row sees, where the host knows it.
     """
 
     starts: Tensor | None = None
     ends: Tensor | None = None
     counted: Tensor | None = None
+    count: int | None = None
+    longest: int | None = None
 
     @classmethod
     def of_rank(cls, groups: Groups, rows: int, device: torch.device) -> Rows:
@@ -94,6 +99,33 @@ class Rows:
             device: of the ends.
         """
         return cls(ends=None if groups.context is None else visible_ends(groups.context, rows, device))
+
+    @classmethod
+    def of_pack(cls, pack: Pack, device: torch.device) -> Rows:
+        """Rows of documents in one row of tokens; padding sees no key and does not count."""
+        counted = pack.counted
+        return cls(
+            pack.starts.to(device),
+            pack.ends.to(device),
+            None if counted is None else counted[None].to(device),
+            pack.tokens,
+            pack.longest,
+        )
+
+    def divisor(self, operands: Operands) -> int:
+        """Rows of the whole batch over which the mean of the loss is taken, on all context parallel ranks.
+
+        Each of the whole sequence's rows has a key.
+        """
+        return operands.key.shape[0] * operands.key.shape[1] if self.count is None else self.count
+
+    def most_visible(self, keys: int) -> int:
+        """At most so many of ``keys`` keys does a row see, as far as is known without waiting for a device."""
+        if self.starts is None:
+            return keys
+        if self.longest is None and self.ends is not None and self.ends.device.type == "cpu":
+            return int((self.ends - self.starts).max()) if self.ends.numel() else 0
+        return keys if self.longest is None else self.longest
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def sparse_attention(
         return select_keys(_given(index), topk, rows, backend)
 
     if _every_key_is_chosen(operands, rows, topk, parts):
-        out = attend_densely(operands, rows.ends, backend).out
+        out = attend_densely(operands, rows, backend).out
         if loss is None:
             return Result(out, None)
         if parts.loss is not None:
@@ -148,11 +148,8 @@ def attend_to_chosen(
 
 
 def _every_key_is_chosen(operands: Operands, rows: Rows, topk: int, parts: Parts) -> bool:
-    """Whether no row sees more than ``topk`` keys, so that the attention is dense.
-
-    Rows that start late belong to packed sequences, whose attention has no dense kernel here.
-    """
-    return parts.attend is None and rows.starts is None and operands.key.shape[0] <= topk
+    """Whether no row sees more than ``topk`` keys, so that the attention is dense."""
+    return parts.attend is None and rows.most_visible(operands.key.shape[0]) <= topk
 
 
 def _loss_in_backward(

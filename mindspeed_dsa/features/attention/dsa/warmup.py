@@ -24,6 +24,7 @@ from mindspeed_dsa.features.attention.dsa.main_attention import attend_densely
 from mindspeed_dsa.features.attention.dsa.options import Options
 from mindspeed_dsa.features.attention.dsa.problem import Groups, LossOptions, Operands, Rows
 from mindspeed_dsa.features.attention.indexer_loss import coefficient, indexer_loss
+from mindspeed_dsa.integration.packs import Pack
 
 _losses: ContextVar[list[tuple[Tensor, int]] | None] = ContextVar("_losses", default=None)
 """The running layer's indexer loss and the number of rows it was divided by; None if there is no loss."""
@@ -100,6 +101,7 @@ def attend(
     qr: Tensor,
     backend: str,
     megatron: Megatron,
+    pack: Pack | None,
 ) -> Tensor:
     """Dense causal attention; the indexer loss is passed to the running layer.
 
@@ -112,13 +114,14 @@ def attend(
         qr: latent queries, likewise.
         backend: of the operators.
         megatron: the attention's Megatron.
+        pack: documents that the rows belong to; None for whole sequences.
     """
     losses = _losses.get()
     if losses is not None and coefficient(attention.config) > 0:
         wanted = LossOptions(coefficient(attention.config), on_chosen_keys=False)
         with torch.enable_grad():
-            inputs = index_inputs(attention.indexer, x, qr, operands.key.shape[0])
+            inputs = index_inputs(attention.indexer, x, qr, operands.key.shape[0], pack)
             loss = dense_loss(operands, inputs, rows, groups, wanted, backend)
         indexer_loss(megatron).log(loss, attention, groups.context)
-        losses.append((loss, operands.key.shape[0] * operands.key.shape[1]))
-    return attend_densely(operands, rows.ends, backend).out
+        losses.append((loss, rows.divisor(operands)))
+    return attend_densely(operands, rows, backend).out

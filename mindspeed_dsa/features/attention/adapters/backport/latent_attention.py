@@ -73,13 +73,13 @@ def derive_for_dsa(original: Callable[..., Any], context: Context[Options]) -> C
                 *args,
                 **kwargs,
             )
-        unknown = (packed_seq_params, inference_context, *args, *kwargs.values())
-        if any(given is not None for given in unknown):
+        if any(given is not None for given in (inference_context, *args, *kwargs.values())):
             raise ValueError(
-                "dsa-backport: DSA trains and evaluates whole, unpacked sequences on this Megatron; got "
-                "packed sequences or an inference context. Generate with Megatron-core 0.16 or later"
+                "dsa-backport: DSA trains and evaluates whole sequences on this Megatron; got an inference "
+                "context. Generate with Megatron-core 0.16 or later"
             )
-        return _derive(Projections(self, context.megatron), hidden_states, context.options)
+        projections = Projections(self, context.megatron)
+        return _derive(projections, hidden_states, context.options, packed_seq_params)
 
     return get_query_key_value_tensors
 
@@ -89,7 +89,7 @@ def _uses_dsa(config: Any) -> bool:
 
 
 def _derive(
-    projections: Projections, hidden_states: Tensor, options: Options
+    projections: Projections, hidden_states: Tensor, options: Options, packed_seq_params: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value by head or in absorbed form.
 
@@ -97,6 +97,7 @@ def _derive(
         projections: of an ``MLASelfAttention``.
         hidden_states: ``[s, b, hidden]``, a rank's part of the sequence under sequence parallelism.
         options: choose the form.
+        packed_seq_params: Megatron's description of documents, which have a batch of 1, or None.
 
     Returns:
         query ``[s, b, heads, dim]``, key ``[s, b, heads or 1, dim]`` and value ``[s, b, heads, value_dim]``;
@@ -113,7 +114,7 @@ def _derive(
     latent, rotary_key = projections.down(attention.linear_kv_down_proj, hidden_states, sizes)
     latent = projections.own_part(latent, hidden_states)
     rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states)
-    rotate = projections.rotation(rotary_key.size(0))
+    rotate = projections.rotation(rotary_key.size(0), packed_seq_params)
 
     def normed(latent_query: Tensor) -> Tensor:
         return latent_query if config.q_lora_rank is None else attention.q_layernorm(latent_query)
