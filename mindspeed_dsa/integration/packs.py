@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mindspeed_dsa.context import Megatron
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,11 @@ class Pack:
             ValueError: it describes no documents of this many rows.
         """
         kind = getattr(params, "qkv_format", None)
-        if kind != "thd":
+        if kind != "thd" or getattr(params, "local_cp_size", None) is not None:
             raise ValueError(
-                f"packed sequences: qkv_format is {kind!r}; packs are one row of tokens, qkv_format='thd'"
+                f"packed sequences: qkv_format is {kind!r} and local_cp_size "
+                f"{getattr(params, 'local_cp_size', None)}; packs are one row of tokens, qkv_format='thd', "
+                "without hybrid context parallelism"
             )
         ends = _prefix_sums(params, "cu_seqlens_q")
         if ends is None:
@@ -50,17 +55,62 @@ class Pack:
                 "packed sequences: cu_seqlens_q and cu_seqlens_kv differ; in self-attention queries and keys "
                 "are those of the same documents"
             )
-        begins = _prefix_sums(params, "cu_seqlens_q_padded") or ends
-        sizes = [after - before for before, after in zip(ends[:-1], ends[1:], strict=True)]
-        rooms = [after - before for before, after in zip(begins[:-1], begins[1:], strict=True)]
-        fits = len(rooms) == len(sizes) and all(0 <= size <= room for size, room in zip(sizes, rooms))
-        if ends[0] or begins[0] or not fits or begins[-1] > length:
+        return cls.of_prefix_sums(ends, _prefix_sums(params, "cu_seqlens_q_padded"), length)
+
+    @classmethod
+    def of_prefix_sums(cls, ends: list[int], begins: list[int] | None, length: int) -> Pack:
+        """Documents from prefix sums of their lengths.
+
+        Args:
+            ends: begins with 0.
+            begins: the same with padding after each document included; None: there is none between them.
+            length: number of rows.
+
+        Raises:
+            ValueError: there are not so many rows.
+        """
+        begins = begins or ends
+        sizes, rooms = ([after - before for before, after in pairwise(sums)] for sums in (ends, begins))
+        fits = len(rooms) == len(sizes) and all(
+            0 <= size <= room for size, room in zip(sizes, rooms, strict=True)
+        )
+        if not ends or ends[0] or begins[0] or not fits or begins[-1] > length:
             raise ValueError(
                 f"packed sequences: {length} rows cannot hold documents that end at {ends}"
                 + (f", in places that end at {begins}" if begins is not ends else "")
                 + "; prefix sums begin with 0, never fall, and end with at most the number of rows"
             )
-        return cls(tuple((at, at + size) for at, size in zip(begins, sizes) if size), length)
+        places = zip(begins, sizes, strict=False)  # begins ends with the end of the last
+        return cls(tuple((at, at + size) for at, size in places if size), length)
+
+    @classmethod
+    def of_tokens(cls, tokens: Tensor, end: int) -> Pack:
+        """Documents that end with a token of their own, the last one also with the row.
+
+        Args:
+            tokens: ``[length]`` or ``[1, length]``.
+            end: the token.
+        """
+        after = (tokens.flatten() == end).nonzero().flatten() + 1
+        length = tokens.numel()
+        return cls.of_prefix_sums([0, *after.tolist(), length], None, length)
+
+    def params(self, megatron: Megatron, device: torch.device) -> Any:
+        """Megatron's description, which its own code understands too: padding belongs to a place."""
+        places = list(self.documents)
+        if not places or places[0][0] > 0:
+            places.insert(0, (0, 0))
+        sums = torch.tensor([0, *(end - begin for begin, end in places)]).cumsum(0)
+        given = {"cu_seqlens": sums}
+        if self.tokens < self.length:
+            given["cu_seqlens_padded"] = torch.tensor([*(begin for begin, _ in places), self.length])
+        fields = {
+            name.replace("seqlens", f"seqlens_{kind}"): tensor.to(device=device, dtype=torch.int32)
+            for name, tensor in given.items()
+            for kind in ("q", "kv")
+        }
+        make = megatron("core.packed_seq_params").PackedSeqParams
+        return make(qkv_format="thd", max_seqlen_q=self.longest, max_seqlen_kv=self.longest, **fields)
 
     @property
     def longest(self) -> int:
@@ -79,7 +129,7 @@ class Pack:
 
     @cached_property
     def ends(self) -> Tensor:
-        """``[length]`` int32 on the host: one past each row, up to which it sees its document; 0 for padding."""
+        """``[length]`` int32 on the host: one past each row, where its view ends; 0 for padding."""
         return self._by_row[1]
 
     @property

@@ -150,8 +150,8 @@ def attend(
         qr = qr.unsqueeze(1) if qr.dim() == 2 else qr
         if not (options.all_ours or options.warmup):
             raise ValueError(
-                "fused-dsa: Megatron's own indexer, attention and indexer loss of this release do not support "
-                "packed sequences; omit --no-use-fused-..., or do not pack"
+                "fused-dsa: Megatron's own indexer, attention and indexer loss of this release do not "
+                "support packed sequences; omit --no-use-fused-..., or do not pack"
             )
     if options.warmup:
         return warmup.attend(attention, operands, rows, groups, x, qr, options.backend, megatron, pack)

@@ -120,7 +120,7 @@ class Rows:
         return operands.key.shape[0] * operands.key.shape[1] if self.count is None else self.count
 
     def most_visible(self, keys: int) -> int:
-        """At most so many of ``keys`` keys does a row see, as far as is known without waiting for a device."""
+        """A row sees at most so many of ``keys`` keys, as far as is known without waiting for a device."""
         if self.starts is None:
             return keys
         if self.longest is None and self.ends is not None and self.ends.device.type == "cpu":

@@ -249,8 +249,8 @@ class Attention(torch.nn.Module):
         kind = getattr(attn_mask_type, "name", "causal")
         if kind not in ("causal", "padding_causal") or attention_bias is not None:
             raise ValueError(
-                f"DSAttention: got attn_mask_type {kind}, attention_bias {attention_bias is not None}; it has "
-                "causal attention without a bias"
+                f"DSAttention: got attn_mask_type {kind}, attention_bias {attention_bias is not None}; "
+                "it has causal attention without a bias"
             )
 
         def attend(query: Tensor, key: Tensor, value: Tensor, x: Tensor, qr: Tensor) -> Tensor:
