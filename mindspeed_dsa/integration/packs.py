@@ -100,17 +100,20 @@ class Pack:
         places = list(self.documents)
         if not places or places[0][0] > 0:
             places.insert(0, (0, 0))
-        sums = torch.tensor([0, *(end - begin for begin, end in places)]).cumsum(0)
-        given = {"cu_seqlens": sums}
+        bounds = [*(begin for begin, _ in places), self.length]
+        given = {"cu_seqlens": torch.tensor([0, *(end - begin for begin, end in places)]).cumsum(0)}
+        longest = self.longest
         if self.tokens < self.length:
-            given["cu_seqlens_padded"] = torch.tensor([*(begin for begin, _ in places), self.length])
+            given["cu_seqlens_padded"] = torch.tensor(bounds)
+            # Megatron's own rotary embedding makes as many angles.
+            longest = max(after - before for before, after in pairwise(bounds))
         fields = {
             name.replace("seqlens", f"seqlens_{kind}"): tensor.to(device=device, dtype=torch.int32)
             for name, tensor in given.items()
             for kind in ("q", "kv")
         }
         make = megatron("core.packed_seq_params").PackedSeqParams
-        return make(qkv_format="thd", max_seqlen_q=self.longest, max_seqlen_kv=self.longest, **fields)
+        return make(qkv_format="thd", max_seqlen_q=longest, max_seqlen_kv=longest, **fields)
 
     @property
     def longest(self) -> int:

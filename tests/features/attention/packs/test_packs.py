@@ -1,0 +1,169 @@
+"""Documents in a pack train as the same documents one by one."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mindspeed_dsa
+from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.features.attention.packs.arguments import reset_at_documents
+from mindspeed_dsa.integration.packs import Pack
+from mindspeed_dsa.patches import SettingsError
+from tests.support.model import assert_same_gradients, put_together
+
+CASES = "tests.features.attention.packs.cases"
+FULL = pytest.mark.full
+BY_HEAD = {"switches": {"use_dsa_absorb": False}}
+FORMS = {
+    "absorbed": {},
+    "by head": BY_HEAD,
+    "one document": {"lengths": (80,), "padding": 0},
+    "no longer than topk": {"lengths": (5, 0, 6, 3, 0, 4), "padding": 3},
+    "no longer than topk, by head": {"lengths": (5, 0, 6, 3, 0, 4), "padding": 3, **BY_HEAD},
+    "loss in backward": {"switches": {"dsa_fuse_kl_in_backward": True}},
+    "dense loss": {"overrides": {"dsa_indexer_use_sparse_loss": False}},
+    "no loss": {"overrides": {"dsa_indexer_loss_coeff": 0.0}},
+    "YaRN": {"overrides": {"rope_type": "yarn"}},
+    "DeepSeek's order": {"switches": {"dsa_indexer_rope_first": True}},
+    "recomputed": {
+        "overrides": {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["core_attn", "mla_up_proj"],
+        }
+    },
+    "warm-up": {"switches": {"dsa_stage": "warmup"}},
+}
+QUICK = ("absorbed", "no longer than topk, by head")
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[] if form in QUICK else [FULL]) for form in FORMS]
+)
+def test_a_pack_trains_as_its_documents_one_by_one(pool, form):
+    (packed,), (alone,) = (
+        pool.run(f"{CASES}:one_pass", 1, packed=packed, **FORMS[form]) for packed in (True, False)
+    )
+    torch.testing.assert_close(packed["losses"], alone["losses"], rtol=1e-5, atol=1e-5)
+    assert packed["indexer loss"] == pytest.approx(alone["indexer loss"], rel=1e-5)
+    assert (packed["indexer loss"] > 0) == (form != "no loss")
+    compared = {name: gradient for name, gradient in alone["gradients"].items() if gradient.any()}
+    assert any("indexer" in name for name in compared) == (form != "no loss")
+    assert_same_gradients({name: packed["gradients"][name] for name in compared}, compared, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, {}),
+        (4, {"tp": 2, "pp": 2}),
+        pytest.param(2, {"pp": 2, "from_tokens": True}, marks=FULL),
+        pytest.param(4, {"pp": 4}, marks=FULL),
+        pytest.param(2, {"pp": 2, "vpp": 2}, marks=FULL),
+        pytest.param(2, {"tp": 2, **BY_HEAD}, marks=FULL),
+    ],
+    ids=str,
+)
+def test_a_script_that_knows_no_packs_trains_on_them_on_every_rank(pool, ranks, layout):
+    tokens = {"from_tokens": layout.get("from_tokens", False)}
+    (alone,) = pool.run(f"{CASES}:scripted_step", 1, alone=True, **tokens)
+    packed = pool.run(f"{CASES}:scripted_step", ranks, **layout)
+    assert_same_gradients(put_together(packed), alone["gradients"], 2e-5)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        pytest.param({"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True}, marks=FULL),
+    ],
+    ids=str,
+)
+def test_dense_attention_of_megatron_itself_takes_packs(pool, overrides):
+    arguments = {"builder": "tests.features.attention.packs.dense", "overrides": overrides}
+    switches = {"use_fused_dsa": False, "pack_documents": True}
+    (packed,), (alone,) = (
+        pool.run(f"{CASES}:one_pass", 1, packed=each, switches=switches, **arguments)
+        for each in (True, False)
+    )
+    torch.testing.assert_close(packed["losses"], alone["losses"], rtol=1e-5, atol=1e-5)
+    assert_same_gradients(packed["gradients"], alone["gradients"], 1e-5)
+
+
+def params(lengths, padded=None, **more):
+    sums = torch.tensor([0, *lengths]).cumsum(0)
+    places = None if padded is None else torch.tensor([0, *padded]).cumsum(0)
+    fields = {"cu_seqlens_q": sums, "cu_seqlens_q_padded": places}
+    return SimpleNamespace(**{"qkv_format": "thd", **fields, **more})
+
+
+def test_rows_know_their_document():
+    pack = Pack.of(params((2, 0, 3), (4, 1, 3), unknown="field"), 10)
+    assert pack.documents == ((0, 2), (5, 8))
+    assert pack.starts.tolist() == [0, 0, 0, 0, 0, 5, 5, 5, 0, 0]
+    assert pack.ends.tolist() == [1, 2, 0, 0, 0, 6, 7, 8, 0, 0]
+    assert pack.positions.tolist() == [0, 1, 0, 0, 0, 0, 1, 2, 0, 0]
+    assert pack.counted.tolist() == [True, True, False, False, False, True, True, True, False, False]
+    assert (pack.tokens, pack.longest) == (5, 3)
+
+
+@pytest.mark.parametrize("lengths", [(3,), (0, 3), (2, 0, 1, 0), (), (0,)], ids=str)
+@pytest.mark.parametrize("padding", [0, 2])
+def test_megatron_is_told_of_the_same_rows(lengths, padding):
+    pack = Pack.of(params(lengths), sum(lengths) + padding)
+    told = pack.params(Megatron(), torch.device("cpu"))
+    assert Pack.of(told, pack.length) == pack
+    # Megatron's own rotary embedding cuts the rows at these places.
+    places = told.cu_seqlens_q if told.cu_seqlens_q_padded is None else told.cu_seqlens_q_padded
+    assert int(places[-1]) == pack.length or not pack.documents
+    assert told.cu_seqlens_q.dtype == torch.int32
+
+
+def test_documents_end_with_their_token():
+    assert Pack.of_tokens(torch.tensor([[5, 3, 3, 4, 4]]), 3).documents == ((0, 2), (2, 3), (3, 5))
+    assert Pack.of_tokens(torch.tensor([4, 3]), 3).documents == ((0, 2),)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (params((2, 3), qkv_format="sbhd"), "qkv_format is 'sbhd'"),
+        (params((2, 3), local_cp_size=2), "without hybrid context parallelism"),
+        (SimpleNamespace(qkv_format="thd"), "no cu_seqlens_q"),
+        (params((2, 3), cu_seqlens_kv=torch.tensor([0, 5])), "cu_seqlens_q and cu_seqlens_kv differ"),
+        (params((2, 9)), "6 rows cannot hold documents that end at"),
+        (params((2, -1)), "never fall"),
+        (params((2, 1), (1, 2)), "in places that end at"),
+    ],
+    ids=str,
+)
+def test_what_describes_no_pack_is_refused(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Pack.of(given, 6)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"micro_batch_size": 2}, "--micro-batch-size is 2; use 1"),
+        ({"reset_attention_mask": True}, "--reset-attention-mask both say"),
+        ({"dataloader_inter_document_masking": True}, "--dataloader-inter-document-masking both say"),
+    ],
+    ids=str,
+)
+def test_jobs_that_cannot_pack_are_refused(args, message):
+    with mindspeed_dsa.enabled(pack_documents=True), pytest.raises(SettingsError, match=message):
+        mindspeed_dsa.validate(SimpleNamespace(**args))
+
+
+def test_the_data_loader_resets_at_documents():
+    args = SimpleNamespace(
+        reset_position_ids=False, eod_mask_loss=False, create_attention_mask_in_dataloader=True
+    )
+    assert len(reset_at_documents(args)) == 3
+    assert (args.reset_position_ids, args.eod_mask_loss) == (True, True)
+    assert args.create_attention_mask_in_dataloader is False
+    assert reset_at_documents(args) == []
