@@ -234,8 +234,10 @@ def selected_keys(topk_indices: Tensor, keys: int) -> Tensor:
 
     Future keys are left out: they pad the rows of queries that see fewer than ``topk`` keys.
     """
-    selected = torch.zeros(*topk_indices.shape[:2], keys, dtype=torch.bool)
-    return selected.scatter_(-1, topk_indices.long().clamp_min(0), True).tril()
+    # One more column takes the entries that name no key.
+    selected = torch.zeros(*topk_indices.shape[:2], keys + 1, dtype=torch.bool)
+    named = topk_indices.long().where(topk_indices >= 0, keys)
+    return selected.scatter_(-1, named, True)[..., :keys].tril()
 
 
 def _recomputing() -> bool:
