@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.integration.packs import Pack
 from tests.features.attention.cp_cases import logged_indexer_loss
 from tests.support import model as job
 
@@ -97,10 +99,22 @@ def logged_loss() -> float:
 
 
 def scale_indexer_loss(factor: float) -> None:
-    from mindspeed_dsa.context import Megatron
     from mindspeed_dsa.features.attention.indexer_loss import indexer_loss
 
     indexer_loss(Megatron()).scale.set_loss_scale(torch.tensor(factor))
+
+
+def told(all_lengths: Sequence[Sequence[int]], padding: int) -> list[tuple[Any, ...]]:
+    """Packs with and without padding; what is read back of what Megatron is told, and its last place."""
+    found = []
+    for lengths, more in itertools.product(all_lengths, (0, padding)):
+        pack = Pack.of(
+            SimpleNamespace(qkv_format="thd", cu_seqlens_q=prefix_sums(lengths)), sum(lengths) + more
+        )
+        params = pack.params(Megatron(), torch.device("cpu"))
+        places = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+        found.append((pack, Pack.of(params, pack.length), int(places[-1]), places.dtype))
+    return found
 
 
 END = 3

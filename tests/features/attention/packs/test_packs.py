@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import mindspeed_dsa
-from mindspeed_dsa.context import Megatron
 from mindspeed_dsa.features.attention.packs.arguments import reset_at_documents
 from mindspeed_dsa.integration.packs import Pack
 from mindspeed_dsa.patches import SettingsError
@@ -110,16 +109,14 @@ def test_rows_know_their_document():
     assert (pack.tokens, pack.longest) == (5, 3)
 
 
-@pytest.mark.parametrize("lengths", [(3,), (0, 3), (2, 0, 1, 0), (), (0,)], ids=str)
-@pytest.mark.parametrize("padding", [0, 2])
-def test_megatron_is_told_of_the_same_rows(lengths, padding):
-    pack = Pack.of(params(lengths), sum(lengths) + padding)
-    told = pack.params(Megatron(), torch.device("cpu"))
-    assert Pack.of(told, pack.length) == pack
-    # Megatron's own rotary embedding cuts the rows at these places.
-    places = told.cu_seqlens_q if told.cu_seqlens_q_padded is None else told.cu_seqlens_q_padded
-    assert int(places[-1]) == pack.length or not pack.documents
-    assert told.cu_seqlens_q.dtype == torch.int32
+def test_megatron_is_told_of_the_same_rows(pool):
+    """Its own rotary embedding cuts the rows at the places that it is told of."""
+    (told,) = pool.run(f"{CASES}:told", 1, all_lengths=[(3,), (0, 3), (2, 0, 1, 0), (), (0,)], padding=2)
+    assert len(told) == 10
+    for pack, again, place, dtype in told:
+        assert again == pack
+        assert place == pack.length
+        assert dtype == torch.int32
 
 
 def test_documents_end_with_their_token():
