@@ -57,8 +57,8 @@ def _dealt(layout: DealtBlocks) -> Tensor:
 
 @dataclass(frozen=True)
 class DocumentZigzag:
-    """Each document in two chunks for each rank, ``r`` and ``2c - 1 - r`` of ``2c``, as Transformer Engine cuts
-    packs.
+    """Each document in two chunks for each rank, ``r`` and ``2c - 1 - r`` of ``2c``, as Transformer Engine
+    cuts packs.
 
     Attributes:
         ranks: context parallel size ``c``.
@@ -75,9 +75,9 @@ class DocumentZigzag:
             chunk, rest = divmod(end - begin, 2 * self.ranks)
             if rest or end > length:
                 raise ValueError(
-                    f"packed sequences: a document that takes {end - begin} rows of {length} has no two equal "
-                    f"chunks for each of {self.ranks} context parallel ranks; pad documents to multiples of "
-                    f"{2 * self.ranks}, or let --pack-documents deal out the rows"
+                    f"packed sequences: a document that takes {end - begin} rows of {length} has no two "
+                    f"equal chunks for each of {self.ranks} context parallel ranks; pad documents to "
+                    f"multiples of {2 * self.ranks}, or let --pack-documents deal out the rows"
                 )
             front, back = begin + rank * chunk, end - (rank + 1) * chunk
             parts += [torch.arange(front, front + chunk), torch.arange(back, back + chunk)]

@@ -155,6 +155,7 @@ def scripted_step(
     overrides: Mapping[str, Any] | None = None,
     from_tokens: bool = False,
     alone: bool = False,
+    builder: str = "tests.support.model",
     **layout: Any,
 ) -> dict[str, Any]:
     """Gradients of two packs that a script trains on which passes no lengths on, as ``pretrain_gpt.py`` does.
@@ -168,7 +169,8 @@ def scripted_step(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     tp, pp, vpp = layout.get("tp", 1), layout.get("pp", 1), layout.get("vpp")
-    cfg = job.config(
+    build = import_module(builder)
+    cfg = build.config(
         **{"num_layers": 4, **(overrides or {})},
         tensor_model_parallel_size=tp,
         sequence_parallel=tp > 1,
@@ -185,7 +187,7 @@ def scripted_step(
     )
     rows = packs[0]["tokens"].size(1)
     with mock.patch.object(job, "SEQUENCE", rows), end_of_documents():
-        chunks = [job.gpt_model(cfg, vp_stage=stage if vpp else None) for stage in range(vpp or 1)]
+        chunks = [build.gpt_model(cfg, vp_stage=stage if vpp else None) for stage in range(vpp or 1)]
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         wrapped = [
             Wrapped(cfg, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)
