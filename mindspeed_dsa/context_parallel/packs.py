@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.integration.packs import Pack
-
-BLOCK_ROWS = 128
-"""Rows of a block, where nobody says."""
+from mindspeed_dsa.context_parallel.layout import Layout
+from mindspeed_dsa.integration.packs import Pack, places_of
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class DealtBlocks:
 
     ranks: int
     pack: Pack
-    block_rows: int = BLOCK_ROWS
+    block_rows: int = 128
 
     def rows_of_rank(self, rank: int, length: int) -> Tensor:
         """See :class:`mindspeed_dsa.context_parallel.layout.Layout`; padding costs nothing."""
@@ -47,7 +46,7 @@ class DealtBlocks:
 def _dealt(layout: DealtBlocks) -> Tensor:
     """``[ranks, length / ranks]`` int64; microbatches on their way have one each."""
     ranks, pack = layout.ranks, layout.pack
-    block = math.gcd(pack.length // ranks, layout.block_rows or BLOCK_ROWS)
+    block = math.gcd(pack.length // ranks, layout.block_rows)
     work = (pack.ends - pack.starts).view(-1, block).sum(1)
     heaviest = work.argsort(descending=True, stable=True).view(-1, ranks)
     heaviest[1::2] = heaviest[1::2].flip(1)
@@ -81,4 +80,22 @@ class DocumentZigzag:
                 )
             front, back = begin + rank * chunk, end - (rank + 1) * chunk
             parts += [torch.arange(front, front + chunk), torch.arange(back, back + chunk)]
-        return torch.cat(parts)
+        rows = torch.cat(parts)
+        if len(rows) != length // self.ranks:
+            raise ValueError(
+                f"packed sequences: documents take {len(rows) * self.ranks} of {length} rows, so that it is "
+                "not known which context parallel rank holds the rest; let --pack-documents deal them out"
+            )
+        return rows
+
+
+def layout_of(params: Any, pack: Pack, ranks: int) -> Layout:
+    """Which rows of a pack context parallel ranks hold: as they were dealt out here, or by Transformer Engine.
+
+    Args:
+        params: Megatron's description of the pack.
+        pack: the same.
+        ranks: context parallel size.
+    """
+    block_rows = getattr(params, "dealt_block_rows", 0)
+    return DealtBlocks(ranks, pack, block_rows) if block_rows else DocumentZigzag(ranks, places_of(params))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, make_dataclass
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -95,8 +95,15 @@ class Pack:
         length = tokens.numel()
         return cls.of_prefix_sums([0, *after.tolist(), length], None, length)
 
-    def params(self, megatron: Megatron, device: torch.device) -> Any:
-        """Megatron's description, which its own code understands too: padding belongs to a place."""
+    def params(self, megatron: Megatron, device: torch.device, block_rows: int = 0) -> Any:
+        """Megatron's description, which its own code understands too: padding belongs to a place.
+
+        Args:
+            megatron: whose ``PackedSeqParams`` it is.
+            device: of its tensors.
+            block_rows: of the blocks in which context parallel ranks were dealt the rows; says
+                ``dealt_block_rows`` of the result.
+        """
         places = list(self.documents)
         if not places or places[0][0] > 0:
             places.insert(0, (0, 0))
@@ -112,8 +119,14 @@ class Pack:
             for name, tensor in given.items()
             for kind in ("q", "kv")
         }
-        make = megatron("core.packed_seq_params").PackedSeqParams
-        return make(qkv_format="thd", max_seqlen_q=longest, max_seqlen_kv=longest, **fields)
+        make = _with_deal(megatron("core.packed_seq_params").PackedSeqParams)
+        return make(
+            qkv_format="thd",
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            dealt_block_rows=block_rows,
+            **fields,
+        )
 
     @property
     def longest(self) -> int:
@@ -154,6 +167,18 @@ class Pack:
         rows = torch.arange(self.tokens) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes) + begins
         starts[rows], ends[rows] = begins.int(), (rows + 1).int()
         return starts, ends
+
+
+@cache
+def _with_deal(params: type) -> Any:
+    """A ``PackedSeqParams`` that also says how context parallel ranks were dealt the rows."""
+    return make_dataclass(params.__name__, [("dealt_block_rows", int, 0)], bases=(params,))
+
+
+def places_of(params: Any) -> tuple[tuple[int, int], ...]:
+    """Rows that each document of Megatron's description takes, padding behind it included."""
+    sums = _prefix_sums(params, "cu_seqlens_q_padded") or _prefix_sums(params, "cu_seqlens_q") or [0]
+    return tuple(pairwise(sums))
 
 
 def _prefix_sums(params: Any, name: str) -> list[int] | None:

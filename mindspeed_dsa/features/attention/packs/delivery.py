@@ -13,23 +13,32 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mindspeed_dsa.context import Context, Megatron
+from mindspeed_dsa.context_parallel.layout import split
+from mindspeed_dsa.context_parallel.packs import layout_of
+from mindspeed_dsa.features.attention.packs.options import Options
 from mindspeed_dsa.integration.packs import Pack
 
 _LENGTHS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 """Entries of a batch that Megatron's own scripts would read, and some of them wrongly."""
-_params: ContextVar[Any] = ContextVar("_params", default=None)
-"""Description of the microbatch whose forward pass is running."""
+_running: ContextVar[_Running | None] = ContextVar("_running", default=None)
+"""The microbatch whose forward pass is running."""
 
 _Batch = Mapping[str, Any]
 
 
-def deliver_packs(original: Callable[..., Any], context: Context[Any]) -> Callable[..., Any]:
+class _Running(NamedTuple):
+    pack: Pack
+    params: Any
+
+
+def deliver_packs(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``get_forward_backward_func``, whose schedules are called with keywords."""
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
@@ -38,7 +47,7 @@ def deliver_packs(original: Callable[..., Any], context: Context[Any]) -> Callab
         def forward_backward(*inner: Any, **step: Any) -> Any:
             data, packs = packs_of_step(step["data_iterator"], step["num_microbatches"], context.megatron)
             step["data_iterator"] = data
-            step["forward_step_func"] = _with_its_pack(step["forward_step_func"], packs, context.megatron)
+            step["forward_step_func"] = _with_its_pack(step["forward_step_func"], packs, context)
             return schedule(*inner, **step)
 
         return forward_backward
@@ -50,11 +59,32 @@ def with_pack(original: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a ``GPTModel``'s forward pass: where it gets no description, it has the microbatch's."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _params.get() is not None and kwargs.get("packed_seq_params") is None:
-            kwargs["packed_seq_params"] = _params.get()
+        running = _running.get()
+        if running is not None and kwargs.get("packed_seq_params") is None:
+            kwargs["packed_seq_params"] = running.params
         return original(self, *args, **kwargs)
 
     return forward
+
+
+def deal_rows(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``get_batch_on_this_cp_rank``, which cuts packs as it cuts whole sequences."""
+
+    def get_batch_on_this_cp_rank(batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        running, group = _running.get(), context.megatron("core.parallel_state").get_context_parallel_group()
+        if running is None or group.size() == 1:
+            return original(batch, *args, **kwargs)
+        layout = layout_of(running.params, running.pack, group.size())
+        dealt = {
+            name: split(whole, layout, group.rank(), 1)
+            if isinstance(whole, Tensor) and whole.dim() == 2
+            else whole
+            for name, whole in batch.items()
+        }
+        batch.update(dealt)
+        return batch
+
+    return get_batch_on_this_cp_rank
 
 
 def packs_of_step(data: Any, microbatches: int, megatron: Megatron) -> tuple[Any, list[Pack]]:
@@ -128,18 +158,20 @@ def _end_of_document(megatron: Megatron) -> int:
 
 
 def _with_its_pack(
-    forward_step: Callable[..., Any], packs: list[Pack], megatron: Megatron
+    forward_step: Callable[..., Any], packs: list[Pack], context: Context[Options]
 ) -> Callable[..., Any]:
     """The script's step for a microbatch; every model chunk takes microbatches in order."""
     taken: Counter[int] = Counter()
+    device: Any = torch.cuda.current_device()
 
     def forward_one(data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         pack = packs[taken[id(model)]]
         taken[id(model)] += 1
-        token = _params.set(pack.params(megatron, torch.cuda.current_device()))
+        params = pack.params(context.megatron, device, context.options.block_rows)
+        token = _running.set(_Running(pack, params))
         try:
             return forward_step(data, model, *args, **kwargs)
         finally:
-            _params.reset(token)
+            _running.reset(token)
 
     return forward_one

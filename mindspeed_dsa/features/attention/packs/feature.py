@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from mindspeed_dsa.context_parallel.algorithms import BLOCK_ROWS, CONTEXT_PARALLEL_SIZE
 from mindspeed_dsa.declarations import Feature, Flag
 from mindspeed_dsa.features.attention.packs.arguments import reset_at_documents
+from mindspeed_dsa.features.attention.packs.options import Options
 from mindspeed_dsa.features.attention.packs.validation import check_packs
 from mindspeed_dsa.features.attention.repairs import megatron_flag
 from mindspeed_dsa.patches.spec import Patch
@@ -20,9 +22,12 @@ FEATURE = Feature(
             "Documents of a sample attend to themselves only. They lie where the batch's cu_seqlens say, or "
             "where its end-of-document tokens are. Resets positions and masks the loss of these tokens.",
         ),
+        BLOCK_ROWS,
+        CONTEXT_PARALLEL_SIZE,
         megatron_flag("--micro-batch-size", int),
         megatron_flag("--mtp-num-layers", int),
     ),
+    options=Options.of,
     rewrite=reset_at_documents,
     validate=check_packs,
     doc="pack-documents.md",
@@ -48,6 +53,13 @@ FEATURE = Feature(
             params=("packed_seq_params",),
             versions=">=0.14",
             required=False,
+        ),
+        Patch(
+            "megatron.core.utils:get_batch_on_this_cp_rank",
+            "wrap",
+            f"{_IMPL}:deal_rows",
+            "packs are cut into chunks as whole sequences are, which balances no work",
+            params=("batch",),
         ),
         Patch(
             "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",

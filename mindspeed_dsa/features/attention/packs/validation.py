@@ -27,6 +27,17 @@ def check_packs(args: Any) -> Sequence[str]:
             f"multi-token prediction of Megatron-core {release} looks into the next document of a pack; "
             "omit --mtp-num-layers or --pack-documents, or use Megatron-core 0.16 or later"
         )
+    if (getattr(args, "context_parallel_size", None) or 1) > 1:
+        if getattr(args, "mtp_num_layers", None):
+            problems.append(
+                "multi-token prediction shifts labels between neighbouring context parallel ranks, and rows "
+                "of packs are dealt to all of them; omit --mtp-num-layers or --pack-documents"
+            )
+        if getattr(args, "experimental_attention_variant", "dsa") != "dsa":
+            problems.append(
+                "rows of packs are dealt to context parallel ranks where DSA gathers keys; dense attention "
+                "has no such keys: omit --pack-documents, or use --context-parallel-size 1"
+            )
     if getattr(args, "sft", False) and release in _DELIVERS_SFT:
         problems.append(f"Megatron-LM {release} itself delivers the packs of --sft; omit --pack-documents")
     for name, flag in (

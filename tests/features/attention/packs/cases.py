@@ -162,7 +162,9 @@ def scripted_step(
 
     With ``alone`` each document is a microbatch of its own.
     """
-    job.start({"use_fused_dsa": True, "pack_documents": not alone, **(switches or {})}, **layout)
+    cp = layout.get("cp", 1)
+    parallel = {"context_parallel_size": cp} if cp > 1 else {}
+    job.start({"use_fused_dsa": True, "pack_documents": not alone, **parallel, **(switches or {})}, **layout)
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel as Wrapped
     from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
@@ -177,6 +179,7 @@ def scripted_step(
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
         calculate_per_token_loss=True,
+        **({**parallel, "cp_comm_type": "allgather"} if parallel else {}),
     )
     cfg.finalize_model_grads_func = finalize_model_grads
     packs = batches(from_tokens)
@@ -198,7 +201,7 @@ def scripted_step(
             data_iterator=iterators if vpp else iterators[0],
             model=wrapped if vpp else wrapped[0],
             num_microbatches=len(data),
-            seq_length=rows,
+            seq_length=rows // cp,
             micro_batch_size=1,
             forward_only=False,
         )
@@ -207,13 +210,14 @@ def scripted_step(
 
 def script_step(cfg: Any, data: Iterator[dict[str, Tensor]] | None, model: Any) -> Any:
     """Reads on tensor parallel rank 0 of the outer stages, hands on by broadcast; knows no packs."""
-    from megatron.core import parallel_state
+    from megatron.core import parallel_state, utils
 
     group = parallel_state.get_tensor_model_parallel_group()
     source = parallel_state.get_tensor_model_parallel_src_rank()
     told = [next(data) if data is not None else None]
     dist.broadcast_object_list(told, src=source, group=group)
     batch = told[0] or dict.fromkeys(("tokens", "labels", "loss_mask"))
+    batch = utils.get_batch_on_this_cp_rank(batch)
     assert not {"cu_seqlens", "max_seqlen"} & batch.keys(), "the script would read these wrongly"
     out = model(batch["tokens"], None, None, labels=batch["labels"])
     return out, partial(job.loss_of, cfg, batch["loss_mask"])

@@ -63,12 +63,17 @@ def test_a_pack_trains_as_its_documents_one_by_one(pool, form):
         pytest.param(4, {"pp": 4}, marks=FULL),
         pytest.param(2, {"pp": 2, "vpp": 2}, marks=FULL),
         pytest.param(2, {"tp": 2, **BY_HEAD}, marks=FULL),
+        (2, {"cp": 2}),
+        pytest.param(4, {"cp": 4}, marks=FULL),
+        pytest.param(4, {"cp": 2, "tp": 2, "from_tokens": True}, marks=FULL),
+        pytest.param(4, {"cp": 2, "pp": 2}, marks=FULL),
+        pytest.param(2, {"cp": 2, "overrides": {"dsa_indexer_topk": 40}}, marks=FULL),
     ],
     ids=str,
 )
 def test_a_script_that_knows_no_packs_trains_on_them_on_every_rank(pool, ranks, layout):
-    tokens = {"from_tokens": layout.get("from_tokens", False)}
-    (alone,) = pool.run(f"{CASES}:scripted_step", 1, alone=True, **tokens)
+    model = {name: layout[name] for name in ("from_tokens", "overrides") if name in layout}
+    (alone,) = pool.run(f"{CASES}:scripted_step", 1, alone=True, **model)
     packed = pool.run(f"{CASES}:scripted_step", ranks, **layout)
     assert_same_gradients(put_together(packed), alone["gradients"], 2e-5)
 
