@@ -90,7 +90,7 @@ class DocumentZigzag:
 
 
 def layout_of(params: Any, pack: Pack, ranks: int) -> Layout:
-    """Which rows of a pack context parallel ranks hold: as dealt out here, or as Transformer Engine cuts them.
+    """Which rows of a pack context parallel ranks hold: dealt out here, or cut by Transformer Engine.
 
     Args:
         params: Megatron's description of the pack.

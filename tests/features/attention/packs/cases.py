@@ -217,7 +217,8 @@ def script_step(cfg: Any, data: Iterator[dict[str, Tensor]] | None, model: Any) 
     told = [next(data) if data is not None else None]
     dist.broadcast_object_list(told, src=source, group=group)
     batch = told[0] or dict.fromkeys(("tokens", "labels", "loss_mask"))
-    batch = utils.get_batch_on_this_cp_rank(batch)
+    if parallel_state.get_context_parallel_world_size() > 1:
+        batch = utils.get_batch_on_this_cp_rank(batch)
     assert not {"cu_seqlens", "max_seqlen"} & batch.keys(), "the script would read these wrongly"
     out = model(batch["tokens"], None, None, labels=batch["labels"])
     return out, partial(job.loss_of, cfg, batch["loss_mask"])
