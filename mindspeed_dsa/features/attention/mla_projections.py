@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 
 from mindspeed_dsa.context import Megatron
 from mindspeed_dsa.features.attention.local_norms import norm_of_fused_layer
+from mindspeed_dsa.features.attention.pack_rows import PackRows
 from mindspeed_dsa.features.attention.sum_gradients import SumGradients
-from mindspeed_dsa.integration.packs import Pack
 
 Rotate = Callable[[Tensor], Tensor]
 
@@ -30,10 +30,26 @@ class Projections:
     Attributes:
         layer: Megatron's ``MLASelfAttention``.
         megatron: the layer's Megatron.
+        documents: that the layer's rows belong to; None for whole sequences.
     """
 
     layer: Any
     megatron: Megatron
+    documents: PackRows | None = None
+
+    def on(self, packed_seq_params: Any, hidden_states: Tensor) -> Projections:
+        """The same for packed documents, if Megatron describes any.
+
+        Args:
+            packed_seq_params: its description, or None.
+            hidden_states: ``[s, 1, hidden]``, a part of the context parallel rank's rows under sequence
+                parallelism.
+        """
+        if packed_seq_params is None:
+            return self
+        is_split = self.layer.config.sequence_parallel
+        rows = hidden_states.size(0) * (self.tensor_parallel_group().size() if is_split else 1)
+        return replace(self, documents=PackRows.of(packed_seq_params, rows, self.context_parallel_group()))
 
     def tensor_parallel_group(self) -> ProcessGroup:
         """That of an attention layer: ``pg_collection`` since 0.15, ``model_comm_pgs`` in 0.13 and 0.14."""
@@ -84,17 +100,24 @@ class Projections:
             return rotary_key
         return SumGradients.apply(rotary_key, group)  # type: ignore[no-any-return]
 
-    def rotation(self, length: int, packed_seq_params: Any = None) -> Rotate:
+    def rotation(self, length: int, own_part: Callable[[Tensor], Tensor] | None = None) -> Rotate:
         """Applies MLA's rotary embedding to states ``[length, b, heads, rope]``.
 
         These are a whole sequence, or a context parallel rank's rows of it: the embedding makes the angles of
-        the whole sequence and returns those of its rank. Documents of a pack begin at position 0 each.
+        the whole sequence and returns those of its rank.
+
+        Args:
+            length: of a tensor parallel group's rows together.
+            own_part: which of them the states are; default: all.
         """
-        whole = length * self.context_parallel_group().size()
-        if packed_seq_params is None:
-            angles, mscale = _angles_and_scale(self.layer.rotary_pos_emb(whole))
+        if self.documents is not None:
+            angles, mscale = self.documents.angles(self.layer.rotary_pos_emb)
         else:
-            angles, mscale = angles_of_pack(self.layer.rotary_pos_emb, Pack.of(packed_seq_params, whole))
+            whole = length * self.context_parallel_group().size()
+            angles, mscale = self.layer.rotary_pos_emb(whole), 1.0
+            if isinstance(angles, tuple):  # YaRN
+                angles, mscale = angles
+        angles = angles if own_part is None else own_part(angles)
 
         def rotate(states: Tensor) -> Tensor:
             apply = self.megatron("core.models.common.embeddings").apply_rotary_pos_emb
@@ -117,19 +140,16 @@ class Projections:
 
         Args:
             rotate: from :meth:`rotation`.
-            latent_query: ``[s, b, q_lora_rank]``, normed, unless its up-projection holds the norm.
+            latent_query: as for :meth:`absorbed_query`.
             latent: ``[s, b, kv_lora_rank]``, normed, unless its up-projection holds the norm.
             rotary_key: ``[s, b, rope]``, of the whole sequence.
-            up_key: the key's up-projection, ``[heads, qk_head_dim, kv_lora_rank]``.
+            up_key: as for :meth:`absorbed_query`.
 
         Returns:
             ``[s, b, heads, kv_lora_rank + rope]`` and ``[s, b, 1, kv_lora_rank + rope]``.
         """
-        plain, rotary = self.query_parts(latent_query)
-        # [s, b, heads, qk_head_dim] x [heads, qk_head_dim, latent]
-        query = torch.cat([torch.einsum("sbhd,hdc->sbhc", plain, up_key), rotate(rotary)], dim=-1)
-        if hasattr(self.layer.linear_kv_up_proj, "layer_norm_weight"):
-            latent = norm_of_fused_layer(self.layer.linear_kv_up_proj, latent, self.layer.config)
+        query = self.absorbed_query(rotate, latent_query, up_key)
+        latent = self._normed_latent(latent)
         # Every head of every rank reads this one key: its gradients are summed over ranks.
         group = self.tensor_parallel_group()
         if group.size() > 1:
@@ -138,6 +158,46 @@ class Projections:
             else:
                 latent = SumGradients.apply(latent, group)
         return query, torch.cat([latent.unsqueeze(2), rotate(rotary_key.unsqueeze(2))], dim=-1)
+
+    def absorbed_query(self, rotate: Rotate, latent_query: Tensor, up_key: Tensor) -> Tensor:
+        """This rank's heads of the query in absorbed form, ``[s, b, heads, kv_lora_rank + rope]``.
+
+        Args:
+            rotate: from :meth:`rotation`.
+            latent_query: ``[s, b, q_lora_rank]``, normed, unless its up-projection holds the norm.
+            up_key: the key's up-projection, ``[heads, qk_head_dim, kv_lora_rank]``.
+        """
+        plain, rotary = self.query_parts(latent_query)
+        # [s, b, heads, qk_head_dim] x [heads, qk_head_dim, latent]
+        return torch.cat([torch.einsum("sbhd,hdc->sbhc", plain, up_key), rotate(rotary)], dim=-1)
+
+    def own_absorbed_key(
+        self, rotate: Rotate, latent: Tensor, rotary_key: Tensor, hidden_states: Tensor, is_summed: bool
+    ) -> Tensor:
+        """The absorbed key of the hidden states' own rows, ``[s, b, 1, kv_lora_rank + rope]``.
+
+        Args:
+            rotate: from :meth:`rotation`, for these rows.
+            latent: ``[s, b, kv_lora_rank]``, normed, unless its up-projection holds the norm.
+            rotary_key: ``[s, b, rope]``; of all tensor parallel ranks' rows where its projection is split.
+            hidden_states: ``[s, b, hidden]``, a part of ``s`` under sequence parallelism: whoever gathers the
+                keys from tensor parallel ranks as well then sums their gradients.
+            is_summed: as for :meth:`rotary_key_for_all_heads`.
+        """
+        latent = self._normed_latent(latent)
+        if self.layer.config.sequence_parallel:
+            rotary_key = self.own_part(rotary_key, hidden_states)
+        else:
+            rotary_key = self.rotary_key_for_all_heads(rotary_key, hidden_states, is_summed)
+            group = self.tensor_parallel_group()
+            latent = SumGradients.apply(latent, group) if group.size() > 1 else latent
+        return torch.cat([latent.unsqueeze(2), rotate(rotary_key.unsqueeze(2))], dim=-1)
+
+    def _normed_latent(self, latent: Tensor) -> Tensor:
+        """Normed also where the up-projection, which absorption never calls, holds the norm."""
+        if hasattr(self.layer.linear_kv_up_proj, "layer_norm_weight"):
+            return norm_of_fused_layer(self.layer.linear_kv_up_proj, latent, self.layer.config)
+        return latent
 
     def recomputed_if_asked(self, derive: Callable[..., Any], *parts: Tensor) -> Any:
         """Run now; with ``mla_up_proj`` among the modules to recompute, the layer frees the results."""
@@ -163,22 +223,3 @@ class Projections:
         """Megatron's mappings take a group where layers hold their groups; in 0.12 they do not."""
         group = self._group_of_its_own("tp")
         return {} if group is None else {"group": group}
-
-
-def angles_of_pack(embedding: Any, pack: Pack) -> tuple[Tensor, float]:
-    """Angles of a pack's rows, and YaRN's magnitude.
-
-    Args:
-        embedding: Megatron's rotary embedding, plain or YaRN.
-        pack: whose documents begin at position 0 each.
-
-    Returns:
-        ``[length, 1, 1, rope]``, and 1 for plain RoPE.
-    """
-    angles, mscale = _angles_and_scale(embedding(pack.length, packed_seq=True))
-    return angles.index_select(0, pack.positions.to(angles.device)), mscale
-
-
-def _angles_and_scale(made: Tensor | tuple[Tensor, float]) -> tuple[Tensor, float]:
-    """What plain RoPE and YaRN return, as YaRN does."""
-    return made if isinstance(made, tuple) else (made, 1.0)

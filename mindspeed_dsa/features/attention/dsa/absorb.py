@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.context import Context
+from mindspeed_dsa.features.attention.context_parallel.exchange import KeyExchange, key_exchange
 from mindspeed_dsa.features.attention.dsa.options import Options
 from mindspeed_dsa.features.attention.mla_projections import Projections
 from mindspeed_dsa.integration.gathered_weights import wait_for_weights
@@ -25,7 +26,7 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
     """Decorate ``MLASelfAttention.get_query_key_value_tensors`` for training and evaluation of DSA models.
 
     Generation with a cache keeps Megatron's form. So does the warm-up stage, whose dense attention costs a
-    third of the work in that form.
+    third of the work in that form, unless context parallel ranks share keys.
     """
 
     def get_query_key_value_tensors(
@@ -38,9 +39,14 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        plain = context.options.warmup or self.config.experimental_attention_variant != "dsa"
+        options, exchange = context.options, None
         given = (inference_context, *args, *kwargs.values())
-        if plain or any(one is not None for one in given):
+        plain = self.config.experimental_attention_variant != "dsa" or any(one is not None for one in given)
+        projections = Projections(self, context.megatron)
+        if not plain:
+            projections = projections.on(packed_seq_params, hidden_states)
+            exchange = key_exchange(self.core_attention, options, context.megatron, projections.documents)
+        if plain or (options.warmup and exchange is None):
             return original(
                 self,
                 hidden_states,
@@ -51,38 +57,31 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
                 *args,
                 **kwargs,
             )
-        projections = Projections(self, context.megatron)
-        return absorbed_query_key_value(projections, hidden_states, packed_seq_params)
+        if exchange is not None:
+            return absorbed_query_and_shared_key(projections, hidden_states, exchange)
+        return absorbed_query_key_value(projections, hidden_states)
 
     return get_query_key_value_tensors
 
 
-def absorbed_query_key_value(
-    projections: Projections, hidden_states: Tensor, packed_seq_params: Any = None
-) -> tuple[Tensor, ...]:
-    """The result of ``get_query_key_value_tensors`` in absorbed form, packed documents with a batch of 1.
+def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) -> tuple[Tensor, ...]:
+    """The result of ``get_query_key_value_tensors`` in absorbed form; packed documents have a batch of 1.
 
     Args:
         projections: of an ``MLASelfAttention``.
         hidden_states: ``[s, b, hidden]``, a rank's part of the sequence under sequence parallelism.
-        packed_seq_params: Megatron's description of documents, or None.
 
     Returns:
         query ``[s, b, heads, latent + rope]``, key ``[s, b, 1, latent + rope]``, the value's up-projection
         ``[heads, value_dim, latent]``, the latent query ``[s, b, q_lora_rank]`` and the latent key-value
         ``[s, b, latent]`` (both parts of the sequence under sequence parallelism).
     """
-    attention, config = projections.layer, projections.layer.config
-    latent_query = hidden_states
-    if config.q_lora_rank is not None:
-        (latent_query,) = projections.down(attention.linear_q_down_proj, hidden_states, [config.q_lora_rank])
-        latent_query = attention.q_layernorm(projections.own_part(latent_query, hidden_states))
-    sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
-    latent, rotary_key = projections.down(attention.linear_kv_down_proj, hidden_states, sizes)
-    latent = attention.kv_layernorm(projections.own_part(latent, hidden_states))
+    attention = projections.layer
+    latent_query = _latent_query(projections, hidden_states)
+    latent, rotary_key = _latent_key(projections, hidden_states)
     # dsa-rotary-key-tp-grads sums the gradient in either form.
     rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states, is_summed=True)
-    rotate = projections.rotation(rotary_key.size(0), packed_seq_params)
+    rotate = projections.rotation(rotary_key.size(0))
     up_key, up_value = up_projections(attention)
     query, key = projections.recomputed_if_asked(
         lambda *parts: projections.absorbed_query_and_key(rotate, *parts),
@@ -92,6 +91,52 @@ def absorbed_query_key_value(
         up_key,
     )
     return query, key, up_value, latent_query, latent
+
+
+def absorbed_query_and_shared_key(
+    projections: Projections, hidden_states: Tensor, exchange: KeyExchange
+) -> tuple[Tensor, ...]:
+    """As :func:`absorbed_query_key_value`, on one of several context parallel ranks.
+
+    The latent key needs nothing but its own row: it is on its way to the other ranks while the query is
+    projected. In the key's place comes what the exchange takes for it.
+    """
+    attention = projections.layer
+    latent, rotary_key = _latent_key(projections, hidden_states)
+    rows = hidden_states.size(0) * exchange.parts
+    key = projections.own_absorbed_key(
+        # dsa-rotary-key-tp-grads sums the gradient.
+        projections.rotation(rows, exchange.own_part),
+        latent,
+        rotary_key,
+        hidden_states,
+        is_summed=True,
+    )
+    started = exchange.hand_over(exchange.gather(key))
+    latent_query = _latent_query(projections, hidden_states)
+    up_key, up_value = up_projections(attention)
+    rotate = projections.rotation(rows)
+    query = projections.recomputed_if_asked(
+        lambda *parts: projections.absorbed_query(rotate, *parts), latent_query, up_key
+    )
+    return query, started, up_value, latent_query, latent
+
+
+def _latent_query(projections: Projections, hidden_states: Tensor) -> Tensor:
+    """Normed, of the hidden states' own rows."""
+    attention, config = projections.layer, projections.layer.config
+    if config.q_lora_rank is None:
+        return hidden_states
+    (latent_query,) = projections.down(attention.linear_q_down_proj, hidden_states, [config.q_lora_rank])
+    return attention.q_layernorm(projections.own_part(latent_query, hidden_states))  # type: ignore[no-any-return]
+
+
+def _latent_key(projections: Projections, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """The latent, normed, of the hidden states' own rows, and the rotary key as it was projected."""
+    attention, config = projections.layer, projections.layer.config
+    sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+    latent, rotary_key = projections.down(attention.linear_kv_down_proj, hidden_states, sizes)
+    return attention.kv_layernorm(projections.own_part(latent, hidden_states)), rotary_key
 
 
 def up_projections(attention: Any) -> tuple[Tensor, Tensor]:

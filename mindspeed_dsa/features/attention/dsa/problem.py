@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mindspeed_dsa.features.attention.context_parallel import visible_ends
-from mindspeed_dsa.integration.packs import Pack
+from mindspeed_dsa.features.attention.pack_rows import PackRows
 
 
 @dataclass(frozen=True)
@@ -90,34 +89,16 @@ class Rows:
     longest: int | None = None
 
     @classmethod
-    def of_rank(cls, groups: Groups, rows: int, device: torch.device) -> Rows:
-        """Causal rows of whole sequences, of which context parallel ranks have two chunks each.
-
-        Args:
-            groups: its ``context`` group says which.
-            rows: queries on this rank.
-            device: of the ends.
-        """
-        return cls(ends=None if groups.context is None else visible_ends(groups.context, rows, device))
-
-    @classmethod
-    def of_pack(cls, pack: Pack, device: torch.device) -> Rows:
+    def of_pack(cls, rows: PackRows, device: torch.device) -> Rows:
         """Rows of documents in one row of tokens; padding sees no key and does not count."""
-        counted = pack.counted
+        counted = rows.counted
         return cls(
-            pack.starts.to(device),
-            pack.ends.to(device),
+            rows.starts.to(device),
+            rows.ends.to(device),
             None if counted is None else counted[None].to(device),
-            pack.tokens,
-            pack.longest,
+            rows.pack.tokens,
+            rows.pack.longest,
         )
-
-    def divisor(self, operands: Operands) -> int:
-        """Rows of the whole batch over which the mean of the loss is taken, on all context parallel ranks.
-
-        Each of the whole sequence's rows has a key.
-        """
-        return operands.key.shape[0] * operands.key.shape[1] if self.count is None else self.count
 
     def most_visible(self, keys: int) -> int:
         """A row sees at most so many of ``keys`` keys, as far as is known without waiting for a device."""

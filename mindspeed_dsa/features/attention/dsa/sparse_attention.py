@@ -41,11 +41,9 @@ class Result(NamedTuple):
     computed in the backward pass."""
 
 
-def needs_index(
-    operands: Operands, rows: Rows, topk: int, loss: LossOptions | None, parts: Parts = OURS
-) -> bool:
+def needs_index(keys: int, rows: Rows, topk: int, loss: LossOptions | None, parts: Parts = OURS) -> bool:
     """Whether :func:`sparse_attention` reads ``index``; if not, the indexer need not be run."""
-    if _every_key_is_chosen(operands, rows, topk, parts):
+    if _every_key_is_chosen(keys, rows, topk, parts):
         return loss is not None and (parts.loss is None or parts.choose is None)
     return parts.choose is None
 
@@ -78,7 +76,7 @@ def sparse_attention(
             return parts.choose()
         return select_keys(_given(index), topk, rows, backend)
 
-    if _every_key_is_chosen(operands, rows, topk, parts):
+    if _every_key_is_chosen(operands.key.shape[0], rows, topk, parts):
         out = attend_densely(operands, rows, backend).out
         if loss is None:
             return Result(out, None)
@@ -147,9 +145,9 @@ def attend_to_chosen(
     return attend_sparsely(operands, selection.topk_indices, backend, with_sum=with_target)
 
 
-def _every_key_is_chosen(operands: Operands, rows: Rows, topk: int, parts: Parts) -> bool:
+def _every_key_is_chosen(keys: int, rows: Rows, topk: int, parts: Parts) -> bool:
     """Whether no row sees more than ``topk`` keys, so that the attention is dense."""
-    return parts.attend is None and rows.most_visible(operands.key.shape[0]) <= topk
+    return parts.attend is None and rows.most_visible(keys) <= topk
 
 
 def _loss_in_backward(

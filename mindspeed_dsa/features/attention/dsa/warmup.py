@@ -18,13 +18,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.context import Context, Megatron
-from mindspeed_dsa.features.attention.dsa.index_projection import index_inputs
 from mindspeed_dsa.features.attention.dsa.loss import dense_loss
 from mindspeed_dsa.features.attention.dsa.main_attention import attend_densely
 from mindspeed_dsa.features.attention.dsa.options import Options
-from mindspeed_dsa.features.attention.dsa.problem import Groups, LossOptions, Operands, Rows
+from mindspeed_dsa.features.attention.dsa.problem import Groups, IndexInputs, LossOptions, Operands, Rows
 from mindspeed_dsa.features.attention.indexer_loss import coefficient, indexer_loss
-from mindspeed_dsa.integration.packs import Pack
 
 _losses: ContextVar[list[tuple[Tensor, int]] | None] = ContextVar("_losses", default=None)
 """The running layer's indexer loss and the number of rows it was divided by; None if there is no loss."""
@@ -97,11 +95,9 @@ def attend(
     operands: Operands,
     rows: Rows,
     groups: Groups,
-    x: Tensor,
-    qr: Tensor,
+    index: Callable[[], IndexInputs],
     backend: str,
     megatron: Megatron,
-    pack: Pack | None,
 ) -> Tensor:
     """Dense causal attention; the indexer loss is passed to the running layer.
 
@@ -110,18 +106,16 @@ def attend(
         operands: of the main attention.
         rows: which keys each row sees.
         groups: ranks with the other heads and the other rows.
-        x: hidden states, as for :func:`index_inputs`.
-        qr: latent queries, likewise.
+        index: projects for the indexer; called where there is a loss.
         backend: of the operators.
         megatron: the attention's Megatron.
-        pack: documents that the rows belong to; None for whole sequences.
     """
     losses = _losses.get()
     if losses is not None and coefficient(attention.config) > 0:
         wanted = LossOptions(coefficient(attention.config), on_chosen_keys=False)
         with torch.enable_grad():
-            inputs = index_inputs(attention.indexer, x, qr, operands.key.shape[0], pack)
-            loss = dense_loss(operands, inputs, rows, groups, wanted, backend)
+            loss = dense_loss(operands, index(), rows, groups, wanted, backend)
         indexer_loss(megatron).log(loss, attention, groups.context)
-        losses.append((loss, rows.divisor(operands)))
+        all_rows = operands.key.shape[0] * operands.key.shape[1]
+        losses.append((loss, all_rows if rows.count is None else rows.count))
     return attend_densely(operands, rows, backend).out

@@ -1,4 +1,4 @@
-"""Losses, positions and lengths of DSA on context parallel ranks that were given gathered keys."""
+"""Gradients and losses of DSA on context parallel ranks are those of one rank."""
 
 from __future__ import annotations
 
@@ -12,19 +12,25 @@ from tests.support.pool import WorkerPool
 CASES = "tests.features.attention.cp_cases"
 FUSED = {"use_fused_dsa": True}
 PER_TOKEN = {"overrides": {"calculate_per_token_loss": True}, "ddp": {"average_in_collective": False}}
+RECOMPUTE = {"recompute_granularity": "selective"}
 FORMS = {
     "sparse loss": {},
     "dense loss": {"overrides": {"dsa_indexer_use_sparse_loss": False}},
     "loss in backward": {"switches": {**FUSED, "dsa_fuse_kl_in_backward": True}},
-    "by head": {"switches": {**FUSED, "use_dsa_absorb": False}},
+    "no loss": {"overrides": {"dsa_indexer_loss_coeff": 0.0}},
+    "kept": {"switches": {**FUSED, "cp_keep_gathered": True}},
+    "recomputed": {"overrides": {**RECOMPUTE, "recompute_modules": ["core_attn", "mla_up_proj"]}},
+    "all recomputed": {
+        "overrides": {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    },
     # 12 rows on each of two ranks, 24 keys.
     "topk above the rows": {"overrides": {"dsa_indexer_topk": 16}},
     "all keys": {"overrides": {"dsa_indexer_topk": 24}},
-    "all keys by head": {
-        "switches": {**FUSED, "use_dsa_absorb": False},
-        "overrides": {"dsa_indexer_topk": 24},
-    },
-    "warm-up": {"switches": {"dsa_stage": "warmup"}, "only": "core_attention.indexer"},
+    "warm-up": {"switches": {**FUSED, "dsa_stage": "warmup"}, "only": "core_attention.indexer"},
 }
 
 
@@ -81,22 +87,14 @@ def test_rows_are_rotated_by_their_positions_in_the_whole_sequence(pool, case, r
     torch.testing.assert_close(in_order(ranks), whole["rows"], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("gathered", "switches", "message"),
-    [
-        ((), {}, "12 queries came with 12 keys on one of 2 context parallel ranks; gather the 24 keys"),
-        (("key",), {}, "the indexer has 12 keys to select from and the attention 24"),
-        (("key", "index key"), {"use_fused_lightning_indexer": False}, "omit --no-use-fused-..."),
-    ],
-    ids=["keys", "index keys", "Megatron's indexer"],
-)
-def test_what_would_be_silently_wrong_is_refused(pool, gathered, switches, message):
-    errors = pool.run(
-        "tests.support.model:error_of",
-        2,
-        case=f"{CASES}:step",
-        cp=2,
-        gathered=gathered,
-        switches={**FUSED, **switches},
-    )
-    assert all(message in error for error in errors), errors
+def test_what_would_be_silently_wrong_is_refused(pool):
+    for switches, message in (
+        (
+            {"use_dsa_absorb": False},
+            "12 queries came with 12 keys on one of 2 context parallel ranks, not 24",
+        ),
+        ({"use_fused_lightning_indexer": False}, "omit --no-use-fused-..."),
+    ):
+        case = {"case": f"{CASES}:step", "cp": 2, "switches": {**FUSED, **switches}}
+        errors = pool.run("tests.support.model:error_of", 2, **case)
+        assert all(message in error for error in errors), errors

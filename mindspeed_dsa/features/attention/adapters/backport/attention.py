@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,6 +20,9 @@ from torch.distributed import ProcessGroup
 from mindspeed_dsa.context import Megatron
 from mindspeed_dsa.features.attention.adapters.backport.groups import Groups
 from mindspeed_dsa.features.attention.adapters.backport.options import Options
+from mindspeed_dsa.features.attention.context_parallel.configuration import sum_gradients_of_own_rows
+from mindspeed_dsa.features.attention.context_parallel.core_attention import recomputes, with_whole_key
+from mindspeed_dsa.features.attention.context_parallel.exchange import key_exchange
 from mindspeed_dsa.features.attention.deepseek_layout import rotate_first_dimensions
 from mindspeed_dsa.features.attention.dsa import core_attention
 from mindspeed_dsa.features.attention.dsa.index_projection import angles_of_rows
@@ -74,6 +77,7 @@ class Indexer(torch.nn.Module):
     """
 
     megatron: ClassVar[Megatron]
+    rotate_activation = staticmethod(rotate_activation)
     config: Any
 
     def __init__(
@@ -123,9 +127,11 @@ class Indexer(torch.nn.Module):
         for parameter in self.parameters():
             parameter.sequence_parallel = False  # type: ignore[attr-defined]
             parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
+        if self.pg_collection.cp.size() > 1 and config.sequence_parallel and self.pg_collection.tp.size() > 1:
+            sum_gradients_of_own_rows(self)
 
     def forward_before_topk(
-        self, x: Tensor, qr: Tensor, packed_seq_params: None = None
+        self, x: Tensor, qr: Tensor, packed_seq_params: Any = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project for the indexer.
 
@@ -252,30 +258,28 @@ class Attention(torch.nn.Module):
                 f"DSAttention: got attn_mask_type {kind}, attention_bias {attention_bias is not None}; "
                 "it has causal attention without a bias"
             )
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, x: Tensor, qr: Tensor) -> Tensor:
-            return self._attend(query, key, value, x, qr, packed_seq_params)
-
-        if self.training and torch.is_grad_enabled() and self._recomputes():
+        if self.training and torch.is_grad_enabled() and recomputes(self.config):
             # The first pass runs without gradients and computes no indexer loss, so it is computed once.
             checkpoint = self.megatron("core.tensor_parallel").checkpoint
-            return checkpoint(attend, False, query, key, value, x, qr)  # type: ignore[no-any-return]
-        return attend(query, key, value, x, qr)
+            exchange = key_exchange(self, self.options.dsa, self.megatron)
+            again = partial(self._attend, packed_seq_params)
+
+            def attend(key: Tensor) -> Tensor:
+                return checkpoint(again, False, query, key, value, x, qr)  # type: ignore[no-any-return]
+
+            return attend(key) if exchange is None else with_whole_key(exchange, key, attend)
+        return self._attend(packed_seq_params, query, key, value, x, qr)
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, x: Tensor, qr: Tensor, packed_seq_params: Any
+        self, packed_seq_params: Any, query: Tensor, key: Tensor, value: Tensor, x: Tensor, qr: Tensor
     ) -> Tensor:
-        core_attention.check_keys(self, query, key)
+        core_attention.check_keys(query, key, value, key_exchange(self, self.options.dsa, self.megatron))
         out = core_attention.attend(
             self, query, key, value, x, qr, self.options.dsa, self.megatron, packed_seq_params
         )
         if self.training and torch.is_grad_enabled() and coefficient(self.config) == 0:
             return with_zero_gradients(out, self.indexer)
         return out
-
-    def _recomputes(self) -> bool:
-        modules = getattr(self.config, "recompute_modules", None) or ()
-        return self.config.recompute_granularity == "selective" and "core_attn" in modules
 
 
 class Classes(NamedTuple):

@@ -16,6 +16,7 @@ from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.attention.adapters.backport.attention import core_attention_spec
 from mindspeed_dsa.features.attention.adapters.backport.fields import problems_of
 from mindspeed_dsa.features.attention.adapters.backport.options import Options
+from mindspeed_dsa.features.attention.context_parallel.exchange import KeyExchange, key_exchange
 from mindspeed_dsa.features.attention.dsa.absorb import up_projections
 from mindspeed_dsa.features.attention.local_norms import norm_of_fused_layer
 from mindspeed_dsa.features.attention.mla_projections import Projections, Rotate
@@ -78,8 +79,8 @@ def derive_for_dsa(original: Callable[..., Any], context: Context[Options]) -> C
                 "dsa-backport: DSA trains and evaluates whole sequences on this Megatron; got an inference "
                 "context. Generate with Megatron-core 0.16 or later"
             )
-        projections = Projections(self, context.megatron)
-        return _derive(projections, hidden_states, context.options, packed_seq_params)
+        projections = Projections(self, context.megatron).on(packed_seq_params, hidden_states)
+        return _derive(projections, hidden_states, context.options)
 
     return get_query_key_value_tensors
 
@@ -89,7 +90,7 @@ def _uses_dsa(config: Any) -> bool:
 
 
 def _derive(
-    projections: Projections, hidden_states: Tensor, options: Options, packed_seq_params: Any
+    projections: Projections, hidden_states: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value by head or in absorbed form.
 
@@ -97,28 +98,46 @@ def _derive(
         projections: of an ``MLASelfAttention``.
         hidden_states: ``[s, b, hidden]``, a rank's part of the sequence under sequence parallelism.
         options: choose the form.
-        packed_seq_params: Megatron's description of documents, which have a batch of 1, or None.
 
     Returns:
         query ``[s, b, heads, dim]``, key ``[s, b, heads or 1, dim]`` and value ``[s, b, heads, value_dim]``;
         in absorbed form the value's up-projection ``[heads, value_dim, latent]``. Of the whole sequence.
     """
     attention, config = projections.layer, projections.layer.config
-    latent_query = hidden_states
-    if config.q_lora_rank is not None:
-        (latent_query,) = projections.down(attention.linear_q_down_proj, hidden_states, [config.q_lora_rank])
-        latent_query = projections.own_part(latent_query, hidden_states)
-    _hand_over(attention, hidden_states, latent_query, options.normalised_query)
+
+    def latent_query_of_own_rows() -> Tensor:
+        if config.q_lora_rank is None:
+            return hidden_states
+        (found,) = projections.down(attention.linear_q_down_proj, hidden_states, [config.q_lora_rank])
+        return projections.own_part(found, hidden_states)
 
     sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
     latent, rotary_key = projections.down(attention.linear_kv_down_proj, hidden_states, sizes)
     latent = projections.own_part(latent, hidden_states)
-    rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states)
-    rotate = projections.rotation(rotary_key.size(0), packed_seq_params)
+    exchange = key_exchange(
+        attention.core_attention, options.dsa, projections.megatron, projections.documents
+    )
+    started = None
+    if exchange is not None and options.dsa.absorb:
+        started = _share_key(projections, latent, rotary_key, hidden_states, exchange)
+    latent_query = latent_query_of_own_rows()
+    _hand_over(attention, hidden_states, latent_query, options.normalised_query)
 
     def normed(latent_query: Tensor) -> Tensor:
         return latent_query if config.q_lora_rank is None else attention.q_layernorm(latent_query)
 
+    if started is not None:
+        up_key, up_value = up_projections(attention)
+        rotate = projections.rotation(hidden_states.size(0) * exchange.parts)
+        query = projections.recomputed_if_asked(
+            lambda latent_query, up_key: projections.absorbed_query(rotate, normed(latent_query), up_key),
+            latent_query,
+            up_key,
+        )
+        return query, started, up_value
+
+    rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states)
+    rotate = projections.rotation(rotary_key.size(0))
     if options.dsa.absorb:
         up_key, up_value = up_projections(attention)
 
@@ -134,6 +153,16 @@ def _derive(
 
     query, key, value = projections.recomputed_if_asked(by_head, latent_query, latent, rotary_key)
     return query, key, value
+
+
+def _share_key(
+    projections: Projections, latent: Tensor, rotary_key: Tensor, hidden_states: Tensor, exchange: KeyExchange
+) -> Tensor:
+    """Start to gather the absorbed key from context parallel ranks; returns what takes its place."""
+    rotate = projections.rotation(hidden_states.size(0) * exchange.parts, exchange.own_part)
+    latent = projections.layer.kv_layernorm(latent)
+    key = projections.own_absorbed_key(rotate, latent, rotary_key, hidden_states, is_summed=False)
+    return exchange.hand_over(exchange.gather(key))
 
 
 def _by_head(
