@@ -58,6 +58,12 @@ class PackRows:
         counted = self.pack.counted
         return None if counted is None else self._own(counted)
 
+    @property
+    def end(self) -> int | None:
+        """The first row of the padding at the end, if this rank has all rows and there is such."""
+        last = self.pack.documents[-1][1] if self.pack.documents else 0
+        return last if self.layout is None and 0 < last < self.pack.length else None
+
     def angles(self, embedding: Any) -> tuple[Tensor, float]:
         """Rotary angles, from position 0 in each document, and YaRN's magnitude.
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.features.attention.dsa.loss import dense_loss, share_of_rank, sparse_loss
@@ -70,6 +71,12 @@ def sparse_attention(
         backend: of the operators.
         parts: code that replaces our operators.
     """
+    if rows.end is not None:
+        # Operators that know documents one behind the other, and nothing else, run as well.
+        padding = operands.query.shape[0] - rows.end
+        kept, of_kept = operands.first(rows.end), None if index is None else index.first(rows.end)
+        result = sparse_attention(kept, of_kept, topk, rows.first(rows.end), groups, loss, backend, parts)
+        return Result(F.pad(result.out, (0, 0, 0, 0, 0, padding)), result.loss)
 
     def choose() -> Selection:
         if parts.choose is not None:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 import mindspeed_dsa
+from mindspeed_dsa.features.attention.dsa import sparse_attention
+from mindspeed_dsa.features.attention.dsa.problem import Groups, IndexInputs, Operands, Rows
+from mindspeed_dsa.features.attention.pack_rows import PackRows
 from mindspeed_dsa.features.attention.packs.arguments import reset_at_documents
 from mindspeed_dsa.integration.packs import Pack
+from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
+from mindspeed_dsa.ops.npu_layout import layout_of_ranges
+from mindspeed_dsa.ops.row_ranges import visible_ranges
 from mindspeed_dsa.patches import SettingsError
 from tests.support.model import assert_same_gradients, put_together
 
@@ -147,12 +154,41 @@ def test_what_describes_no_pack_is_refused(given, message):
         Pack.of(given, 6)
 
 
+def test_padding_at_the_end_reaches_no_operator():
+    """Those of NPUs know documents one behind the other, and nothing else."""
+    pack = Pack.of(params((5, 17, 9)), 39)
+    rows = Rows.of_pack(PackRows(pack), torch.device("cpu"))
+    heads, size = 2, 4
+    operands = Operands(*(torch.randn(39, 1, n, size) for n in (heads, 1)), torch.randn(heads, 3, 2), 1.0)
+    index = IndexInputs(torch.randn(1, 39, 1, size), torch.randn(1, 39, size), torch.randn(1, 39, 1))
+    seen = []
+
+    def noting(query, key, *args, **kwargs):
+        seen.append((query.shape[1], key.shape[1]))
+        return lightning_indexer(query, key, *args, **kwargs)
+
+    with mock.patch.object(sparse_attention, "lightning_indexer", noting):
+        out = sparse_attention.sparse_attention(operands, index, 6, rows, Groups(), None, "auto").out
+    assert seen == [(31, 31)]
+    assert out.shape[0] == 39
+    assert out[:31].any(dim=-1).all()
+    assert not out[31:].any()
+    kept = rows.first(31)
+    layout = layout_of_ranges(visible_ranges("", 1, 31, 31, kept.starts, kept.ends, torch.device("cpu")), 31)
+    assert layout.sequences == (5, 17, 9)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         ({"micro_batch_size": 2}, "--micro-batch-size is 2; use 1"),
         ({"reset_attention_mask": True}, "--reset-attention-mask both say"),
         ({"dataloader_inter_document_masking": True}, "--dataloader-inter-document-masking both say"),
+        ({"context_parallel_size": 2, "mtp_num_layers": 1}, "multi-token prediction shifts labels"),
+        (
+            {"context_parallel_size": 2, "experimental_attention_variant": None},
+            "dense attention has no such keys",
+        ),
     ],
     ids=str,
 )
