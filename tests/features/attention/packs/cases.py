@@ -201,11 +201,15 @@ def scripted_step(
             data_iterator=iterators if vpp else iterators[0],
             model=wrapped if vpp else wrapped[0],
             num_microbatches=len(data),
-            seq_length=rows // cp,
+            seq_length=rows,
             micro_batch_size=1,
             forward_only=False,
         )
-    return {"gradients": job.gradients(chunks), "split": job.split_dimensions(chunks)}
+    return {
+        "gradients": job.gradients(chunks),
+        "split": job.split_dimensions(chunks),
+        "context": parallel_state.get_context_parallel_rank(),
+    }
 
 
 def script_step(cfg: Any, data: Iterator[dict[str, Tensor]] | None, model: Any) -> Any:
