@@ -18,6 +18,7 @@ ZERO = {"use_distributed_optimizer": True, "save": "here"}
         ({"fp8": "e4m3"}, "--fp8-format"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
         ({"optimizer": "dist_muon"}, "another optimizer"),
+        ({"optimizer": "soap"}, "another optimizer"),
         ({**ZERO, "dist_ckpt_optim_fully_reshardable": False}, "--dist-ckpt-optim-fully-reshardable"),
         ({**ZERO, "ckpt_fully_parallel_save": False}, "--ckpt-fully-parallel-save"),
         (
