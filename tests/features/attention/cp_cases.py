@@ -42,14 +42,21 @@ def positions_in_blocks(rows: int) -> Callable[..., Tensor]:
 
 
 def step(
-    cp: int, num_microbatches: int = 2, switches: Mapping[str, Any] | None = None, **arguments: Any
+    cp: int,
+    num_microbatches: int = 2,
+    switches: Mapping[str, Any] | None = None,
+    by_run: bool = False,
+    **arguments: Any,
 ) -> dict[str, Any]:
-    """As :func:`job.run`, with the indexer loss that is logged."""
+    """As :func:`job.run`, with the indexer loss that is logged; ``by_run`` as operators on Ascend want it."""
+    from mindspeed_dsa.features.attention.dsa import by_runs
+
     switches = {**(switches or {}), "context_parallel_size": cp}
     rows, own_positions = switches.get("cp_block_rows", 0), job.own_positions
     if rows:
         own_positions = positions_in_blocks(rows)
-    with context_parallel(job, cp), mock.patch.object(job, "own_positions", own_positions):
+    runs = mock.patch.object(by_runs, "in_runs", return_value=by_run)
+    with context_parallel(job, cp), mock.patch.object(job, "own_positions", own_positions), runs:
         result = job.run(switches, num_microbatches=num_microbatches, micro_batch_size=2, cp=cp, **arguments)
     if (arguments.get("overrides") or {}).get("dsa_indexer_loss_coeff", 1) == 0:
         return {**result, "indexer loss": 0.0}

@@ -20,6 +20,9 @@ FORMS = {
     "no loss": {"overrides": {"dsa_indexer_loss_coeff": 0.0}},
     "blocks": {"switches": {**FUSED, "cp_block_rows": 2}},
     "kept": {"switches": {**FUSED, "cp_keep_gathered": True}},
+    "by run": {"by_run": True},
+    "loss in backward by run": {"switches": {**FUSED, "dsa_fuse_kl_in_backward": True}, "by_run": True},
+    "all keys of a run": {"overrides": {"dsa_indexer_topk": 16}, "by_run": True},
     "recomputed": {"overrides": {**RECOMPUTE, "recompute_modules": ["core_attn", "mla_up_proj"]}},
     "all recomputed": {
         "overrides": {
