@@ -42,7 +42,6 @@ class _Running(NamedTuple):
 
 def deliver_packs(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``get_forward_backward_func``, whose schedules are called with keywords."""
-
     release = versions.of_megatron(context.megatron.root) or "0"
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:

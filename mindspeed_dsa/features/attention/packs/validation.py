@@ -56,7 +56,9 @@ def cut_by_megatron(release: str) -> list[str]:
     """Whether this Megatron-core's own attention expects the rows of packs on certain ranks."""
     if release not in _CUTS_DOCUMENTS:
         return []
-    return [
-        f"under context parallelism Megatron-core {release} expects two chunks of each document on each rank, "
-        "and --pack-documents deals out rows by work; omit it and use --dataloader-inter-document-masking"
-    ]
+    problem = (
+        f"under context parallelism Megatron-core {release} expects two chunks of each document on each "
+        "rank, and --pack-documents deals out rows by work; omit it and use "
+        "--dataloader-inter-document-masking"
+    )
+    return [problem]
