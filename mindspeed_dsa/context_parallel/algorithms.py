@@ -60,8 +60,8 @@ HIERARCHICAL_SIZES = Flag(
     nargs="+",
     megatron=True,
 )
-FLAGS = (ALGORITHM, ULYSSES_DEGREE, BLOCK_ROWS, CONTEXT_PARALLEL_SIZE, COMM_TYPE, HIERARCHICAL_SIZES)
-"""One declaration for every feature that reads them."""
+MEGATRON_FLAGS = (CONTEXT_PARALLEL_SIZE, COMM_TYPE, HIERARCHICAL_SIZES)
+"""What :meth:`Algorithms.of` reads besides; every feature that calls it lists them."""
 
 Make = Callable[..., "ContextParallelStrategy"]
 _registered: dict[str, Make] = {}

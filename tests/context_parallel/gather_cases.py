@@ -79,3 +79,16 @@ def order_of_backward() -> list[str]:
         for name, original in before.items():
             setattr(gather._Transfer, name, original)
     return events
+
+
+def rolled_rows(block_rows: int) -> bool:
+    """Whether every row got the next one of the sequence, as Megatron moves a whole one."""
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+    from mindspeed_dsa.context_parallel.layout import split
+    from mindspeed_dsa.context_parallel.roll import rolled
+
+    layout, rank = Zigzag(dist.get_world_size(), block_rows), dist.get_rank()
+    whole = torch.randint(1, 100, (BATCH, LENGTH), generator=torch.manual_seed(0))
+    ours = rolled(split(whole, layout, rank, dim=1), 1, dist.group.WORLD, layout)
+    return torch.equal(ours, split(roll_tensor(whole)[0], layout, rank, dim=1))

@@ -33,3 +33,8 @@ def test_equal_gradients_of_tensor_parallel_ranks_count_once(pool):
 def test_the_sum_is_under_way_while_backward_computes(pool):
     for events in pool.run(f"{CASES}:order_of_backward", 2):
         assert events == ["start_sum", "product", "summed"]
+
+
+@pytest.mark.parametrize(("ranks", "block_rows"), [(2, 0), (3, 2), (2, 1)])
+def test_every_row_gets_the_next_one(pool, ranks, block_rows):
+    assert pool.run(f"{CASES}:rolled_rows", ranks, block_rows=block_rows) == [True] * ranks

@@ -310,7 +310,7 @@ def test_a_script_that_knows_no_packs_trains_on_them(pool):
 
 
 @pytest.mark.parametrize("cp", [2, 4])
-def test_context_parallel_ranks_with_gathered_keys_have_the_gradients_of_one(pool, cp):
+def test_context_parallel_ranks_have_the_gradients_of_one(pool, cp):
     (expected,) = pool.run(f"{CASE}:context_parallel_step", 1, cp=1)
     for rank in pool.run(f"{CASE}:context_parallel_step", cp, cp=cp):
         assert_same_gradients(rank["gradients"], expected["gradients"])

@@ -84,9 +84,7 @@ def test_context_parallel(pool):
     result = pool.run(f"{CASE}:context_parallel_step", 2, switches=ON)
     for mine, megatrons in zip(result, expected, strict=True):
         assert mine["loss"] == pytest.approx(megatrons["loss"], rel=1e-5)
-        # Megatron's mean over a rank's rows meets a scale that holds the number of ranks.
-        halved = {n: g / 2 if ".indexer." in n else g for n, g in megatrons["gradients"].items()}
-        assert_same_gradients(mine["gradients"], halved)
+        assert_same_gradients(mine["gradients"], megatrons["gradients"])
 
 
 @pytest.mark.parametrize("cp", [2, 4])
@@ -110,6 +108,22 @@ def test_context_parallel_ranks_have_the_gradients_and_the_loss_of_one(pool, cp,
         assert any(rank["taken"].values())
         assert_same_gradients(rank["gradients"], expected["gradients"])
         assert rank["indexer loss"] == pytest.approx(expected["indexer loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("overrides", [{}, {"calculate_per_token_loss": True}], ids=["mean", "per token"])
+def test_megatrons_own_indexer_has_the_gradients_of_one_rank(pool, overrides):
+    """Without the repair those of two ranks are twice as large, unless per token."""
+    arguments = {"overrides": overrides, "ddp": {"average_in_collective": False}}
+    case = f"{CASE}:context_parallel_training"
+    (expected,) = pool.run(case, 1, cp=1, switches={}, **arguments)
+    for rank in pool.run(case, 2, cp=2, switches={}, **arguments):
+        assert not any(rank["taken"].values())
+        assert_same_gradients(rank["gradients"], expected["gradients"])
+    off = pool.run(case, 2, cp=2, switches={"dsa_cp_loss_grads": False}, **arguments)[0]["gradients"]
+    factor = 1 if overrides else 2
+    for name, gradient in expected["gradients"].items():
+        if ".indexer." in name:
+            torch.testing.assert_close(off[name], factor * gradient, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("counted", [8, 5], ids=["some padding", "one rank of padding"])

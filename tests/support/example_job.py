@@ -12,8 +12,9 @@ from unittest import mock
 
 import torch
 
+from mindspeed_dsa.context_parallel.layout import Zigzag
 from tests.support import dense, memory_events
-from tests.support.observe import Choices, Fault, Observer, Place
+from tests.support.observe import Choices, Fault, Observer, Place, rows_of
 
 EXAMPLES = str(Path(__file__).absolute().parents[2] / "examples")
 
@@ -24,6 +25,7 @@ class RankOutcome:
 
     records: list[dict[str, Any]]
     place: Place
+    layout: Zigzag
     choices: Choices
     memory: Counter[str]
 
@@ -87,7 +89,8 @@ def train(
     assert observer.place is not None
     wants_fused = bool((switches or {}).get("use_fused_dsa"))
     assert (observer.fused_selections > 0) == wants_fused, f"{observer.fused_selections} fused selections"
-    return RankOutcome([dict(record) for record in records], observer.place, observer.choices, memory)
+    layout = rows_of(args, observer.place.context_size)
+    return RankOutcome([dict(record) for record in records], observer.place, layout, observer.choices, memory)
 
 
 def read(checkpoints: Sequence[tuple[str, int]]) -> list[dict[str, torch.Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.context_parallel.layout import Zigzag
 from tests.support import model as job
 
 SEQUENCE = 24  # two chunks for each of up to four ranks
@@ -28,12 +29,34 @@ def context_parallel(builder: ModuleType, cp: int) -> Iterator[None]:
         yield
 
 
+def positions_in_blocks(rows: int) -> Callable[..., Tensor]:
+    """As :func:`job.own_positions`, where rows are dealt in blocks."""
+
+    def own_positions(length: int | None = None) -> Tensor:
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_context_parallel_group()
+        return Zigzag(group.size(), rows).rows_of_rank(group.rank(), length or job.SEQUENCE)
+
+    return own_positions
+
+
 def step(
-    cp: int, num_microbatches: int = 2, switches: Mapping[str, Any] | None = None, **arguments: Any
+    cp: int,
+    num_microbatches: int = 2,
+    switches: Mapping[str, Any] | None = None,
+    by_run: bool = False,
+    **arguments: Any,
 ) -> dict[str, Any]:
-    """As :func:`job.run`, with the indexer loss that is logged."""
+    """As :func:`job.run`, with the indexer loss that is logged; ``by_run`` as operators on Ascend want it."""
+    from mindspeed_dsa.features.attention.dsa import by_runs
+
     switches = {**(switches or {}), "context_parallel_size": cp}
-    with context_parallel(job, cp):
+    rows, own_positions = switches.get("cp_block_rows", 0), job.own_positions
+    if rows:
+        own_positions = positions_in_blocks(rows)
+    runs = mock.patch.object(by_runs, "in_runs", return_value=by_run)
+    with context_parallel(job, cp), mock.patch.object(job, "own_positions", own_positions), runs:
         result = job.run(switches, num_microbatches=num_microbatches, micro_batch_size=2, cp=cp, **arguments)
     if (arguments.get("overrides") or {}).get("dsa_indexer_loss_coeff", 1) == 0:
         return {**result, "indexer loss": 0.0}

@@ -9,6 +9,7 @@ Imports Megatron only when called: these functions are fetched while Megatron is
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -82,6 +83,13 @@ class KeyExchange:
             self._ends[rows, device] = (self.strategy.positions(rows) + 1).to(device, torch.int32)
         return self._ends[rows, device]
 
+    def runs(self, rows: int) -> list[tuple[int, int, int]]:
+        """This rank's rows in runs of neighbours: first row, end, and one past the last visible key."""
+        ends = self.strategy.positions(rows) + 1
+        breaks = (ends.diff() != 1).nonzero().flatten() + 1
+        bounds = [0, *breaks.tolist(), rows]
+        return [(first, end, int(ends[end - 1])) for first, end in pairwise(bounds)]
+
     def gather(self, local: Tensor, is_replicated: bool = False) -> GatheredRows:
         """Start to gather the whole sequence's rows.
 
@@ -116,7 +124,7 @@ class KeyExchange:
         A layer that is recomputed in backward keeps it: its own backward comes next.
         """
         in_backward = torch._C._current_graph_task_id() != -1
-        if self.keeps or in_backward or not out.requires_grad:
+        if self.keeps or in_backward or not out.requires_grad or not gathered:
             return out
         self._freed = gathered
         return freed_until_backward(out, gathered)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.context_parallel.algorithms import FLAGS
+from mindspeed_dsa.context_parallel.algorithms import MEGATRON_FLAGS
 from mindspeed_dsa.declarations import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
 from mindspeed_dsa.features.attention.context_parallel.arguments import gather_keys
 from mindspeed_dsa.features.attention.context_parallel.options import Options, wanted
@@ -23,7 +23,7 @@ KEEP_GATHERED = Flag(
 FEATURE = Feature(
     name="dsa-context-parallel",
     summary="DSA under context parallelism: queries stay, small keys are gathered behind the projections.",
-    flags=(KEEP_GATHERED, *FLAGS, EXPERIMENTAL_ATTENTION_VARIANT),
+    flags=(KEEP_GATHERED, *MEGATRON_FLAGS, EXPERIMENTAL_ATTENTION_VARIANT),
     active=wanted,
     options=Options.of,
     rewrite=gather_keys,

@@ -23,7 +23,8 @@ def check_dsa_context_parallel(args: Any, options: Options) -> Iterator[str]:
     others = options.all_of(GATHER) - {GATHER}
     if others:
         yield (
-            f"DSA's attention gathers keys, and {', '.join(sorted(others))} was named; use kvallgather_cp_algo"
+            f"DSA's attention gathers keys, and {', '.join(sorted(others))} was named; use "
+            "kvallgather_cp_algo"
         )
     release = versions.of_megatron(getattr(args, "megatron_root", "megatron"))
     if release is None or release not in _OWN_CODE:

@@ -14,7 +14,7 @@ from torch import Tensor
 from mindspeed_dsa.context import Context, Megatron
 from mindspeed_dsa.context_parallel.gather import GatheredRows
 from mindspeed_dsa.features.attention.context_parallel.exchange import KeyExchange, key_exchange
-from mindspeed_dsa.features.attention.dsa import warmup
+from mindspeed_dsa.features.attention.dsa import by_runs, warmup
 from mindspeed_dsa.features.attention.dsa.index_projection import (
     SharedIndexInputs,
     index_inputs,
@@ -230,7 +230,11 @@ def _attend_to_shared_keys(
     if shared is not None:
         with torch.set_grad_enabled(loss is not None):
             index = shared.wait()
-    result = sparse_attention(complete, index, topk, rows, groups, loss, options.backend, OURS)
+    if by_runs.in_runs(query.device):
+        runs = exchange.runs(query.shape[0])
+        result = by_runs.attend_by_runs(complete, index, topk, runs, groups, loss, options.backend)
+    else:
+        result = sparse_attention(complete, index, topk, rows, groups, loss, options.backend, OURS)
     return exchange.free(_with_loss(result, attention, groups, all_rows, megatron), gathered)
 
 

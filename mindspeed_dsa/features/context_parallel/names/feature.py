@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.context_parallel.algorithms import FLAGS
+from mindspeed_dsa.context_parallel.algorithms import ALGORITHM, MEGATRON_FLAGS, ULYSSES_DEGREE
 from mindspeed_dsa.declarations import Feature
 from mindspeed_dsa.features.context_parallel.names.arguments import name_for_megatron, wanted
 from mindspeed_dsa.features.context_parallel.names.options import Options
@@ -14,7 +14,7 @@ FEATURE = Feature(
     name="context-parallel",
     summary="Takes MindSpeed's names of context parallel algorithms beside Megatron's, for all layers or one "
     "per layer.",
-    flags=FLAGS,
+    flags=(ALGORITHM, ULYSSES_DEGREE, *MEGATRON_FLAGS),
     active=wanted,
     options=Options.of,
     rewrite=name_for_megatron,
