@@ -30,11 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from mindspeed_dsa.context_parallel.layout import rows_of_all
 from tests.support.example_job import RankOutcome
 from tests.support.figures import tell
-from tests.support.observe import Choices, Fault
+from tests.support.observe import Choices, Fault, Key
 from tests.support.pool import WorkerPool
 
 STEPS = 5
@@ -273,19 +275,30 @@ def merge(ranks: Sequence[RankOutcome]) -> Choices:
         holders = [rank for rank in ranks if key in rank.choices]
         for data in sorted({rank.place.data for rank in holders}):
             group = [rank for rank in holders if rank.place.data == data]
-            group.sort(key=lambda rank: rank.place.tensor)
-            parts = [rank.choices[key] for rank in group]
-            if key[0] == "router" and group[0].place.sequence_parallel:
-                by_data_rank.append(np.concatenate(parts, axis=2))
-            else:
-                assert all(np.array_equal(part, parts[0]) for part in parts), (
-                    f"{key}: tensor parallel ranks chose differently for the same tokens"
-                )
-                by_data_rank.append(parts[0])
+            size, layout = group[0].place.context_size, group[0].layout
+            of_context = [
+                _of_tensor_ranks(key, [rank for rank in group if rank.place.context == context])
+                for context in range(size)
+            ]
+            joined = np.concatenate(of_context, axis=2)
+            order = rows_of_all(layout, joined.shape[2]).flatten().argsort().numpy()
+            by_data_rank.append(joined[:, :, order])
         # [microbatch, data rank, ...]: a global batch goes to the ranks in turn
         whole = np.stack(by_data_rank, axis=1)
         merged[key] = whole.reshape(-1, *whole.shape[2:])
     return merged
+
+
+def _of_tensor_ranks(key: Key, group: list[RankOutcome]) -> npt.NDArray[np.bool_]:
+    """Choices for the rows of one context parallel rank."""
+    group.sort(key=lambda rank: rank.place.tensor)
+    parts = [rank.choices[key] for rank in group]
+    if key[0] == "router" and group[0].place.sequence_parallel:
+        return np.concatenate(parts, axis=2)
+    assert all(np.array_equal(part, parts[0]) for part in parts), (
+        f"{key}: tensor parallel ranks chose differently for the same tokens"
+    )
+    return parts[0]
 
 
 def compare(name: str, outcome: Outcome, reference: Outcome, initial: Tensors) -> Comparison:

@@ -33,6 +33,10 @@ if __name__ == "__main__":
 """
 
 
+# Documents of the mock data; their ends are known to the first pipeline stage alone.
+PACKED = "--use-fused-dsa --pack-documents --micro-batch-size 1"
+
+
 @pytest.fixture
 def checkout(tmp_path):
     """A folder as a checkout is: a script, a module beside it, and Megatron's packages."""
@@ -119,22 +123,26 @@ def pretrain(metrics, *more, nproc=1, paths=(), **environment):
 
 @with_checkout
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "data"),
     [
-        "",
-        "--tensor-model-parallel-size 2 --sequence-parallel",
-        "--tensor-model-parallel-size 2 --sequence-parallel --use-fused-dsa",
-        "--pipeline-model-parallel-size 2",
-        "--expert-model-parallel-size 2 --use-distributed-optimizer",
+        ("", ""),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", ""),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --use-fused-dsa", ""),
+        ("--pipeline-model-parallel-size 2", ""),
+        ("--expert-model-parallel-size 2 --use-distributed-optimizer", ""),
+        ("--pipeline-model-parallel-size 2", PACKED),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", PACKED),
     ],
-    ids=["1", "tp2", "tp2-fused", "pp2", "ep2"],
+    ids=["1", "tp2", "tp2-fused", "pp2", "ep2", "pp2-packed", "tp2-packed"],
 )
-def test_pretrain_gpt_agrees_with_one_process_and_resumes(tmp_path, flags):
+def test_pretrain_gpt_agrees_with_one_process_and_resumes(tmp_path, flags, data):
     """From one checkpoint of weights, every layout makes the same steps, and so does a resumed run."""
 
     def run(name, *more, nproc=1):
-        printed, steps = pretrain(tmp_path / f"{name}.jsonl", *more, nproc=nproc)
-        assert ("\nfused-dsa " in printed) == ("--use-fused-dsa" in more)
+        printed, steps = pretrain(tmp_path / f"{name}.jsonl", *data.split(), *more, nproc=nproc)
+        wanted = {*data.split(), *map(str, more)}
+        for feature in ("fused-dsa", "pack-documents"):
+            assert (f"\n{feature} " in printed) == bool(wanted & {f"--{feature}", f"--use-{feature}"})
         return steps
 
     weights = tmp_path / "weights"
@@ -146,7 +154,7 @@ def test_pretrain_gpt_agrees_with_one_process_and_resumes(tmp_path, flags):
     there = run("layout", *start, *kept, nproc=nproc)
     assert list(there) == list(one) == [3, 4, 5, 6]
     # Other sums decide some near ties of eight index heads otherwise.
-    loose = 10 if "fused" in flags else 1
+    loose = 10 if "fused" in flags + data else 1
     for step, record in there.items():
         assert record["lm_loss"] == pytest.approx(one[step]["lm_loss"], rel=1e-5 * loose)
         assert record["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=5e-4 * loose)

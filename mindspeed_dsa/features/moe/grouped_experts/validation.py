@@ -49,10 +49,11 @@ def check_arguments(args: Any, options: Options) -> Iterator[str]:
                 f"{_FLAG}: {flag} cuts parameters into pieces whose place in a checkpoint it reads from the "
                 f"names of single experts, which a stack does not have; drop one of them"
             )
-    if "muon" in str(argument(args, "optimizer")):
+    optimizer = str(argument(args, "optimizer"))
+    if any(name in optimizer for name in ("muon", "soap")):
         yield (
-            f"{_FLAG}: Muon orthogonalises matrices, and would treat a stack of them as if it were none; "
-            f"drop {_FLAG} or use another optimizer"
+            f"{_FLAG}: --optimizer {optimizer} works on matrices, and would treat a stack of them as if it "
+            f"were none; drop {_FLAG} or use another optimizer"
         )
 
 

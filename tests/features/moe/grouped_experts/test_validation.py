@@ -19,6 +19,7 @@ BUFFERS = {**ZERO, "ckpt_format": "torch", "moe_ffn_hidden_size": 64}
         ({"fp8": "e4m3"}, "--fp8-format"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
         ({"optimizer": "dist_muon"}, "another optimizer"),
+        ({"optimizer": "soap"}, "another optimizer"),
         ({**ZERO, "dist_ckpt_optim_fully_reshardable": False}, "--dist-ckpt-optim-fully-reshardable"),
         ({**BUFFERS, "hidden_size": 32, "overlap_grad_reduce": True}, "--ckpt-format torch_dist"),
         (
