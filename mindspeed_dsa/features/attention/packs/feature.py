@@ -67,6 +67,7 @@ FEATURE = Feature(
             "mindspeed_dsa.integration.local_attention:attend_to_own_document",
             "Megatron's own dense attention refuses packs",
             params=("query", "key", "value", "attention_mask", "attn_mask_type", "packed_seq_params"),
+            priority=100,  # outside of what knows whole sequences only
         ),
     ),
 )
