@@ -171,11 +171,6 @@ def _check_model(args: argparse.Namespace, world: World) -> Iterator[str]:
                 f"--dsa-indexer-head-dim {dims} is smaller than --qk-pos-emb-head-dim "
                 f"{args.qk_pos_emb_head_dim}, which is part of the indexer's heads"
             )
-    elif args.transformer_impl == "local":
-        yield (
-            "Megatron's local modules have no dense attention for MLA; use --transformer-impl "
-            f"transformer_engine, or dsa with --dsa-indexer-topk {args.seq_length}, which selects every key"
-        )
     pattern = args.moe_layer_freq
     if isinstance(pattern, list) and (len(pattern) != args.num_layers or set(pattern) - {0, 1}):
         yield f"--moe-layer-freq {pattern} must be {args.num_layers} zeros and ones, one per layer"

@@ -66,7 +66,12 @@ def train(
         )  # what importing the one-liner does, for the first time as for later ones
     else:
         check(args, World.from_environment())
-        mindspeed_dsa.enable(experimental_attention_variant="dsa", **(switches or {}))
+        mindspeed_dsa.enable(
+            experimental_attention_variant=args.experimental_attention_variant or "none",
+            multi_latent_attention=True,
+            transformer_impl=args.transformer_impl,
+            **(switches or {}),
+        )
         mindspeed_dsa.validate(args)
 
     from dsa_job import training

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.context_parallel.algorithms import FLAGS
+from mindspeed_dsa.context_parallel.algorithms import ALGORITHM, MEGATRON_FLAGS, ULYSSES_DEGREE
 from mindspeed_dsa.declarations import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
 from mindspeed_dsa.features.attention.dense_context_parallel.options import Options, wanted
 from mindspeed_dsa.features.attention.dense_context_parallel.validation import (
@@ -21,7 +21,9 @@ FEATURE = Feature(
     name="dense-context-parallel",
     summary="Ring, exchanged heads, or both for dense and latent attention, without Transformer Engine.",
     flags=(
-        *FLAGS,
+        ALGORITHM,
+        ULYSSES_DEGREE,
+        *MEGATRON_FLAGS,
         EXPERIMENTAL_ATTENTION_VARIANT,
         Flag("--multi-latent-attention", "Megatron's own flag.", megatron=True),
         megatron_flag("--transformer-impl"),
@@ -52,6 +54,15 @@ FEATURE = Feature(
             f"{_IMPL}.latents:carry_latents",
             "latents are a hundredth of the keys and values that Megatron makes of them for all heads",
             params=("hidden_states", "packed_seq_params"),
+            versions=">=0.16",
+        ),
+        Patch(
+            f"{MLA}:MLASelfAttention.get_query_key_value_tensors",
+            "wrap",
+            f"{_IMPL}.latents:carry_latents_in_three",
+            "latents are a hundredth of the keys and values that Megatron makes of them for all heads",
+            params=("hidden_states", "packed_seq_params"),
+            versions="<0.16",
         ),
         Patch(
             f"{MLA}:HAVE_TE",

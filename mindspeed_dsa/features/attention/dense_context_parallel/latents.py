@@ -22,6 +22,15 @@ def carry_latents(original: Callable[..., Any], context: Context[Options]) -> Ca
 
     Generation and packed sequences keep Megatron's form, and so do strategies that know keys and values only.
     """
+    return _carry(original, context, 5)
+
+
+def carry_latents_in_three(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """The same before 0.16, which returns no latents beside query, key and value."""
+    return _carry(original, context, 3)
+
+
+def _carry(original: Callable[..., Any], context: Context[Options], results: int) -> Callable[..., Any]:
 
     def get_query_key_value_tensors(
         self: Any,
@@ -46,7 +55,7 @@ def carry_latents(original: Callable[..., Any], context: Context[Options]) -> Ca
                 *args,
                 **kwargs,
             )
-        return query_and_latents(Projections(self, context.megatron), hidden_states)
+        return query_and_latents(Projections(self, context.megatron), hidden_states)[:results]
 
     return get_query_key_value_tensors
 

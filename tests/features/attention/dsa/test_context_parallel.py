@@ -84,6 +84,31 @@ def test_blocks_of_rows_beside_overlapped_reduction_of_three_ranks(pool):
     same(step(pool, 3, "no loss", **blocks), step(pool, 1, "no loss"))
 
 
+LATENT, INDEX = 24, 16
+"""Widths of the keys."""
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_projections_hide_what_is_gathered_in_both_directions(pool, keeps):
+    for events in pool.run(f"{CASES}:order_of_a_layer", 2, cp_keep_gathered=keeps):
+        assert events[:7] == [
+            f"key {LATENT} starts",
+            "linear_q_up_proj",
+            f"key {INDEX} starts",
+            "linear_wq_b",
+            f"key {LATENT} is needed",
+            f"key {INDEX} is needed",
+            "linear_proj",
+        ]
+        again = [f"key {width} starts again" for width in (LATENT, INDEX)]
+        assert [event for event in events[7:] if "again" in event] == ([] if keeps else again)
+        if not keeps:
+            assert events.index(again[-1]) < events.index("linear_proj backward")
+        for width, projection in ((INDEX, "linear_wq_b"), (LATENT, "linear_q_up_proj")):
+            started, needed = (events.index(f"gradient {width} {what}") for what in ("starts", "is needed"))
+            assert started < events.index(f"{projection} backward") < needed
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean", "per token"])
 @pytest.mark.parametrize("form", FORMS)
