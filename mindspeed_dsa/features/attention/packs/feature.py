@@ -60,6 +60,7 @@ FEATURE = Feature(
             f"{_IMPL}:deal_rows",
             "packs are cut into chunks as whole sequences are, which balances no work",
             params=("batch",),
+            priority=100,
         ),
         Patch(
             "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
