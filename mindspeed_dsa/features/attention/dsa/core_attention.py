@@ -230,7 +230,7 @@ def _attend_to_shared_keys(
     if shared is not None:
         with torch.set_grad_enabled(loss is not None):
             index = shared.wait()
-    if by_runs.in_runs(query.device):
+    if documents is None and by_runs.in_runs(query.device):
         runs = exchange.runs(query.shape[0])
         result = by_runs.attend_by_runs(complete, index, topk, runs, groups, loss, options.backend)
     else:
