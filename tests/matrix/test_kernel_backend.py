@@ -144,6 +144,21 @@ def test_packed_sequences_do_not_see_each_other(pool, sparse_loss):
         torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5, msg=name)
 
 
+def test_a_model_trains_on_a_pack_as_on_its_documents_one_by_one(pool):
+    """This release's own code describes the rows; a script hands on no lengths."""
+    packs = "tests.features.attention.packs.cases"
+    (packed,), (alone,) = (
+        pool.run(f"{packs}:one_pass", 1, packed=each, padding=0, overrides={"dsa_indexer_n_heads": 16})
+        for each in (True, False)
+    )
+    torch.testing.assert_close(packed["losses"], alone["losses"], rtol=1e-5, atol=1e-5)
+    assert packed["indexer loss"] == pytest.approx(alone["indexer loss"], rel=1e-5)
+    assert_same_gradients(packed["gradients"], alone["gradients"], 1e-5)
+    (alone,) = pool.run(f"{packs}:scripted_step", 1, alone=True, from_tokens=True)
+    ranks = pool.run(f"{packs}:scripted_step", 4, tp=2, pp=2, from_tokens=True)
+    assert_same_gradients(put_together(ranks), alone["gradients"], 2e-5)
+
+
 def test_padding_rows_do_not_count(pool):
     ((padded, alone),) = pool.run(f"{CASE}:valid_rows", 1)
     assert padded == pytest.approx(alone, rel=1e-5)

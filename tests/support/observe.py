@@ -258,9 +258,10 @@ def selected_keys(topk_indices: Tensor, keys: int, positions: Tensor) -> Tensor:
         keys: how many there are.
         positions: ``[query]``, of the queries among the keys.
     """
-    selected = torch.zeros(*topk_indices.shape[:2], keys, dtype=torch.bool)
-    selected.scatter_(-1, topk_indices.long().clamp_min(0), True)
-    return selected & (torch.arange(keys) <= positions[:, None])
+    # One more column takes the entries that name no key.
+    selected = torch.zeros(*topk_indices.shape[:2], keys + 1, dtype=torch.bool)
+    selected.scatter_(-1, topk_indices.long().where(topk_indices >= 0, keys), True)
+    return selected[..., :keys] & (torch.arange(keys) <= positions[:, None])
 
 
 def _recomputing() -> bool:

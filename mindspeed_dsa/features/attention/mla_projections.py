@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from mindspeed_dsa.context import Megatron
 from mindspeed_dsa.features.attention.local_norms import norm_of_fused_layer
+from mindspeed_dsa.features.attention.pack_rows import PackRows
 from mindspeed_dsa.features.attention.sum_gradients import SumGradients
 from mindspeed_dsa.integration.gathered_weights import wait_for_weights
 
@@ -30,10 +31,26 @@ class Projections:
     Attributes:
         layer: Megatron's ``MLASelfAttention``.
         megatron: the layer's Megatron.
+        documents: that the layer's rows belong to; None for whole sequences.
     """
 
     layer: Any
     megatron: Megatron
+    documents: PackRows | None = None
+
+    def on(self, packed_seq_params: Any, hidden_states: Tensor) -> Projections:
+        """The same for packed documents, if Megatron describes any.
+
+        Args:
+            packed_seq_params: its description, or None.
+            hidden_states: ``[s, 1, hidden]``, a part of the context parallel rank's rows under sequence
+                parallelism.
+        """
+        if packed_seq_params is None:
+            return self
+        is_split = self.layer.config.sequence_parallel
+        rows = hidden_states.size(0) * (self.tensor_parallel_group().size() if is_split else 1)
+        return replace(self, documents=PackRows.of(packed_seq_params, rows, self.context_parallel_group()))
 
     def tensor_parallel_group(self) -> ProcessGroup:
         """That of an attention layer: ``pg_collection`` since 0.15, ``model_comm_pgs`` in 0.13 and 0.14."""
@@ -112,10 +129,13 @@ class Projections:
             length: of a tensor parallel group's rows together.
             own_part: which of them the states are; default: all.
         """
-        whole = length * self.context_parallel_group().size()
-        angles, mscale = self.layer.rotary_pos_emb(whole), 1.0
-        if isinstance(angles, tuple):  # YaRN
-            angles, mscale = angles
+        if self.documents is not None:
+            angles, mscale = self.documents.angles(self.layer.rotary_pos_emb)
+        else:
+            whole = length * self.context_parallel_group().size()
+            angles, mscale = self.layer.rotary_pos_emb(whole), 1.0
+            if isinstance(angles, tuple):  # YaRN
+                angles, mscale = angles
         angles = angles if own_part is None else own_part(angles)
 
         apply = self.megatron("core.models.common.embeddings").apply_rotary_pos_emb

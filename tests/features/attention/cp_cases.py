@@ -42,14 +42,21 @@ def positions_in_blocks(rows: int) -> Callable[..., Tensor]:
 
 
 def step(
-    cp: int, num_microbatches: int = 2, switches: Mapping[str, Any] | None = None, **arguments: Any
+    cp: int,
+    num_microbatches: int = 2,
+    switches: Mapping[str, Any] | None = None,
+    by_run: bool = False,
+    **arguments: Any,
 ) -> dict[str, Any]:
-    """As :func:`job.run`, with the indexer loss that is logged."""
+    """As :func:`job.run`, with the indexer loss that is logged; ``by_run`` as operators on Ascend want it."""
+    from mindspeed_dsa.features.attention.dsa import by_runs
+
     switches = {**(switches or {}), "context_parallel_size": cp}
     rows, own_positions = switches.get("cp_block_rows", 0), job.own_positions
     if rows:
         own_positions = positions_in_blocks(rows)
-    with context_parallel(job, cp), mock.patch.object(job, "own_positions", own_positions):
+    runs = mock.patch.object(by_runs, "in_runs", return_value=by_run)
+    with context_parallel(job, cp), mock.patch.object(job, "own_positions", own_positions), runs:
         result = job.run(switches, num_microbatches=num_microbatches, micro_batch_size=2, cp=cp, **arguments)
     if (arguments.get("overrides") or {}).get("dsa_indexer_loss_coeff", 1) == 0:
         return {**result, "indexer loss": 0.0}
@@ -114,3 +121,51 @@ def in_order(ranks: list[Mapping[str, Tensor]]) -> Tensor:
     """The whole sequence from all ranks' rows."""
     rows = torch.cat([rank["rows"] for rank in ranks])
     return rows[torch.cat([rank["positions"] for rank in ranks]).argsort()]
+
+
+def order_of_a_layer(**switches: Any) -> list[str]:
+    """What happens to the keys of a layer on two ranks, and the projections around that."""
+    from mindspeed_dsa.context_parallel.gather import _Transfer
+
+    events: list[str] = []
+    steps = {
+        "start": "key {} starts",
+        "hand_out": "key {} is needed",
+        "start_again": "key {} starts again",
+        "start_sum": "gradient {} starts",
+        "summed": "gradient {} is needed",
+    }
+    widths: dict[int, int] = {}
+
+    def telling(name: str) -> Callable[..., Any]:
+        original = getattr(_Transfer, name)
+
+        def tell(self: Any, *args: Any) -> Any:
+            if name == "start":
+                widths[id(self)] = args[0].size(-1)
+            event = steps[name].format(widths[id(self)])
+            if event not in events:  # what was started early is asked for again
+                events.append(event)
+            return original(self, *args)
+
+        return tell
+
+    build = job.gpt_model
+
+    def gpt_model(*args: Any, **kwargs: Any) -> Any:
+        model = build(*args, **kwargs)
+        for name, module in model.named_modules():
+            last = name.rpartition(".")[2]
+            if last in ("linear_q_up_proj", "linear_wq_b", "linear_proj"):
+                module.register_forward_hook(lambda m, i, o, n=last: events.append(n))
+                module.weight.register_hook(lambda g, n=last: events.append(f"{n} backward"))
+        return model
+
+    with contextlib.ExitStack() as patches:
+        for name in steps:
+            patches.enter_context(mock.patch.object(_Transfer, name, telling(name)))
+        patches.enter_context(mock.patch.object(job, "gpt_model", gpt_model))
+        one_layer = {"num_layers": 1, "num_moe_experts": None, "moe_layer_freq": 1}
+        one_layer["moe_shared_expert_intermediate_size"] = None
+        step(2, 1, {"use_fused_dsa": True, **switches}, overrides=one_layer)
+    return events

@@ -8,6 +8,8 @@ Imports Megatron only when called: these functions are fetched while Megatron is
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from torch.distributed import ProcessGroup
 from mindspeed_dsa.context import Megatron
 from mindspeed_dsa.context_parallel.gather import GatheredRows, freed_until_backward
 from mindspeed_dsa.context_parallel.key_gather import KeyGather
-from mindspeed_dsa.context_parallel.layout import Zigzag
+from mindspeed_dsa.context_parallel.layout import Layout, Zigzag
 from mindspeed_dsa.features.attention.dsa.options import Options
+from mindspeed_dsa.features.attention.pack_rows import PackRows
 
 ATTRIBUTE = "_key_exchange"
 """Of a core attention that shares keys."""
@@ -28,7 +31,8 @@ class KeyExchange:
     """Gathers the keys of one DSA layer.
 
     Args:
-        strategy: of the context parallel ranks.
+        context: context parallel ranks.
+        block_rows: as ``--cp-block-rows``, of whole sequences.
         tensor: tensor parallel ranks.
         everyone: context times tensor parallel ranks where sequence parallelism splits a context parallel
             rank's rows; None: every tensor parallel rank has them all.
@@ -36,9 +40,15 @@ class KeyExchange:
     """
 
     def __init__(
-        self, strategy: KeyGather, tensor: ProcessGroup, everyone: ProcessGroup | None, keeps: bool
+        self,
+        context: ProcessGroup,
+        block_rows: int,
+        tensor: ProcessGroup,
+        everyone: ProcessGroup | None,
+        keeps: bool,
     ) -> None:
-        self.strategy, self.keeps = strategy, keeps
+        self._whole = KeyGather(context, Zigzag(context.size(), block_rows))
+        self.strategy, self.keeps = self._whole, keeps
         self._tensor, self._everyone = tensor, everyone
         self._pending: GatheredRows | None = None
         self._freed: list[GatheredRows] = []
@@ -54,6 +64,10 @@ class KeyExchange:
         """Whether a key was handed over that nobody has taken yet."""
         return self._pending is not None
 
+    def share(self, layout: Layout | None) -> None:
+        """Take this layout of rows from now on; None: that of whole sequences."""
+        self.strategy = self._whole if layout is None else _gather_in(self._whole.group, layout)
+
     @property
     def parts(self) -> int:
         """Tensor parallel ranks that each have a part of this context parallel rank's rows, or 1."""
@@ -68,6 +82,13 @@ class KeyExchange:
         if (rows, device) not in self._ends:
             self._ends[rows, device] = (self.strategy.positions(rows) + 1).to(device, torch.int32)
         return self._ends[rows, device]
+
+    def runs(self, rows: int) -> list[tuple[int, int, int]]:
+        """This rank's rows in runs of neighbours: first row, end, and one past the last visible key."""
+        ends = self.strategy.positions(rows) + 1
+        breaks = (ends.diff() != 1).nonzero().flatten() + 1
+        bounds = [0, *breaks.tolist(), rows]
+        return [(first, end, int(ends[end - 1])) for first, end in pairwise(bounds)]
 
     def gather(self, local: Tensor, is_replicated: bool = False) -> GatheredRows:
         """Start to gather the whole sequence's rows.
@@ -123,13 +144,16 @@ class KeyExchange:
         output.register_hook(start)
 
 
-def key_exchange(attention: Any, options: Options, megatron: Megatron) -> KeyExchange | None:
+def key_exchange(
+    attention: Any, options: Options, megatron: Megatron, documents: PackRows | None = None
+) -> KeyExchange | None:
     """That of a layer, which has one as long as it lives; None on a single context parallel rank.
 
     Args:
         attention: a ``DSAttention``, Megatron's or ours.
         options: say which rows ranks have, and whether gathered keys stay.
         megatron: the attention's Megatron.
+        documents: that this microbatch's rows belong to; None for whole sequences.
     """
     groups = attention.indexer.pg_collection
     if groups.cp.size() == 1:
@@ -141,7 +165,13 @@ def key_exchange(attention: Any, options: Options, megatron: Megatron) -> KeyExc
             everyone = getattr(groups, "tp_cp", None)
             if everyone is None:
                 everyone = megatron("core.parallel_state").get_tensor_and_context_parallel_group()
-        strategy = KeyGather(groups.cp, Zigzag(groups.cp.size(), options.cp_block_rows))
-        found = KeyExchange(strategy, groups.tp, everyone, options.keep_gathered)
+        found = KeyExchange(groups.cp, options.cp_block_rows, groups.tp, everyone, options.keep_gathered)
         vars(attention)[ATTRIBUTE] = found
+    found.share(None if documents is None else documents.layout)
     return found
+
+
+@lru_cache(maxsize=64)
+def _gather_in(group: ProcessGroup, layout: Layout) -> KeyGather:
+    """All layers gather a pack alike; microbatches that are on their way have one each."""
+    return KeyGather(group, layout)

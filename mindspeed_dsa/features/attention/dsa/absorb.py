@@ -23,8 +23,8 @@ from mindspeed_dsa.features.attention.mla_projections import Projections, plain_
 def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``MLASelfAttention.get_query_key_value_tensors`` for training and evaluation of DSA models.
 
-    Generation with a cache and packed sequences keep Megatron's form. So does the warm-up stage, whose dense
-    attention costs a third of the work in that form, unless context parallel ranks share keys.
+    Generation with a cache keeps Megatron's form. So does the warm-up stage, whose dense attention costs a
+    third of the work in that form, unless context parallel ranks share keys.
     """
 
     def get_query_key_value_tensors(
@@ -38,10 +38,12 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
         **kwargs: Any,
     ) -> Any:
         options, exchange = context.options, None
-        given = (packed_seq_params, inference_context, *args, *kwargs.values())
+        given = (inference_context, *args, *kwargs.values())
         plain = self.config.experimental_attention_variant != "dsa" or any(one is not None for one in given)
+        projections = Projections(self, context.megatron)
         if not plain:
-            exchange = key_exchange(self.core_attention, options, context.megatron)
+            projections = projections.on(packed_seq_params, hidden_states)
+            exchange = key_exchange(self.core_attention, options, context.megatron, projections.documents)
         if plain or (options.warmup and exchange is None):
             return original(
                 self,
@@ -53,7 +55,6 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
                 *args,
                 **kwargs,
             )
-        projections = Projections(self, context.megatron)
         if exchange is not None:
             return absorbed_query_and_shared_key(projections, hidden_states, exchange)
         return absorbed_query_key_value(projections, hidden_states)
@@ -62,7 +63,7 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
 
 
 def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) -> tuple[Tensor, ...]:
-    """The result of ``get_query_key_value_tensors`` in absorbed form.
+    """The result of ``get_query_key_value_tensors`` in absorbed form; packed documents have a batch of 1.
 
     Args:
         projections: of an ``MLASelfAttention``.

@@ -14,7 +14,7 @@ from torch import Tensor
 from mindspeed_dsa.context import Context, Megatron
 from mindspeed_dsa.context_parallel.gather import GatheredRows
 from mindspeed_dsa.features.attention.context_parallel.exchange import KeyExchange, key_exchange
-from mindspeed_dsa.features.attention.dsa import warmup
+from mindspeed_dsa.features.attention.dsa import by_runs, warmup
 from mindspeed_dsa.features.attention.dsa.index_projection import (
     SharedIndexInputs,
     index_inputs,
@@ -25,13 +25,14 @@ from mindspeed_dsa.features.attention.dsa.options import Options
 from mindspeed_dsa.features.attention.dsa.problem import Groups, LossOptions, Operands, Rows
 from mindspeed_dsa.features.attention.dsa.sparse_attention import OURS, Result, needs_index, sparse_attention
 from mindspeed_dsa.features.attention.indexer_loss import coefficient, indexer_loss
+from mindspeed_dsa.features.attention.pack_rows import PackRows
 
 
 def fuse_core_attention(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
     """Decorate ``DSAttention.forward``.
 
-    Handles causal self-attention over whole sequences, in plain or absorbed form. With a mask that Megatron's
-    own code takes as a tensor the original runs.
+    Handles causal self-attention over whole sequences and packed documents, in plain or absorbed form. With a
+    mask that Megatron's own code takes as a tensor the original runs.
     """
 
     def forward(
@@ -47,6 +48,8 @@ def fuse_core_attention(original: Callable[..., Tensor], context: Context[Option
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Tensor:
+        if packed_seq_params is not None and query.dim() == 3:  # by head, as Megatron derives it
+            query, key, value = (states.unsqueeze(1) for states in (query, key, value))
         check_keys(query, key, value, key_exchange(self, context.options, context.megatron))
         if value.dim() != 3 and attn_mask_type is None:
             return original(
@@ -62,27 +65,24 @@ def fuse_core_attention(original: Callable[..., Tensor], context: Context[Option
                 packed_seq_params=packed_seq_params,
                 **kwargs,
             )
-        _refuse_unknown(attn_mask_type, attention_bias, packed_seq_params, kwargs)
-        return attend(self, query, key, value, x, qr, context.options, context.megatron)
+        _refuse_unknown(attn_mask_type, attention_bias, kwargs)
+        return attend(self, query, key, value, x, qr, context.options, context.megatron, packed_seq_params)
 
     return forward
 
 
-def _refuse_unknown(
-    attn_mask_type: Any, attention_bias: Tensor | None, packed_seq_params: Any, others: dict[str, Any]
-) -> None:
+def _refuse_unknown(attn_mask_type: Any, attention_bias: Tensor | None, others: dict[str, Any]) -> None:
     found = []
-    if getattr(attn_mask_type, "name", "") != "causal":
+    # Padding has ranges of its own, for which Megatron has another name.
+    if getattr(attn_mask_type, "name", "") not in ("causal", "padding_causal"):
         found.append(f"attn_mask_type {attn_mask_type}")
     if attention_bias is not None:
         found.append("attention_bias")
-    if packed_seq_params is not None:
-        found.append("packed_seq_params")
     found += [name for name, given in others.items() if given is not None]
     if found:
         raise ValueError(
-            f"fused-dsa: DSAttention got {', '.join(found)}; fused DSA supports causal attention over "
-            "unpacked sequences only. Omit --use-fused-dsa and --use-dsa-absorb for this job"
+            f"fused-dsa: DSAttention got {', '.join(found)}; fused DSA supports causal attention only. Omit "
+            "--use-fused-dsa and --use-dsa-absorb for this job"
         )
 
 
@@ -121,6 +121,7 @@ def attend(
     qr: Tensor,
     options: Options,
     megatron: Megatron,
+    packed_seq_params: Any = None,
 ) -> Tensor:
     """Sparse attention of a layer, whose output carries the indexer loss if there is one.
 
@@ -132,46 +133,54 @@ def attend(
         value: likewise.
         x: ``[sequence, batch, hidden]``, as many rows as queries; a rank's part of them under sequence
             parallelism.
-        qr: ``[sequence, batch, q_lora_rank]``, likewise.
+        qr: ``[sequence, batch, q_lora_rank]``, likewise; packed by Megatron without the batch.
         options: the parts that run on our operators.
         megatron: the attention's Megatron.
+        packed_seq_params: Megatron's description of documents, for a batch of 1; None for whole sequences.
 
     Returns:
         ``[sequence, batch, heads * value_dim]``.
 
     Raises:
-        ValueError: under context parallelism a part runs Megatron's own code.
+        ValueError: under context parallelism, or for packed documents, a part runs Megatron's own code.
     """
-    groups, exchange = Groups.of(attention.indexer.pg_collection), key_exchange(attention, options, megatron)
+    indexer, groups, documents = attention.indexer, Groups.of(attention.indexer.pg_collection), None
     x, qr = x.detach(), qr.detach()
+    if packed_seq_params is not None:
+        documents = PackRows.of(packed_seq_params, query.shape[0], indexer.pg_collection.cp)
+        qr = qr.unsqueeze(1) if qr.dim() == 2 else qr
+    exchange = key_exchange(attention, options, megatron, documents)
+    if (exchange or documents) is not None and not (options.all_ours or options.warmup):
+        raise ValueError(
+            "fused-dsa: Megatron's own indexer, attention and indexer loss of this release support neither "
+            "context parallelism nor packed sequences; omit --no-use-fused-..., or train with "
+            "--context-parallel-size 1 and without packs"
+        )
     if exchange is not None:
-        if not (options.all_ours or options.warmup):
-            raise ValueError(
-                "fused-dsa: Megatron's own indexer, attention and indexer loss of this release do not "
-                "support context parallelism; omit --no-use-fused-... or train with --context-parallel-size 1"
-            )
         return _attend_to_shared_keys(
-            attention, query, key, value, x, qr, options, megatron, groups, exchange
+            attention, query, key, value, x, qr, options, megatron, groups, exchange, documents
         )
     operands = Operands(query, key, value, attention.softmax_scale)
+    rows = Rows() if documents is None else Rows.of_pack(documents, query.device)
+    all_rows = key.shape[0] * key.shape[1] if rows.count is None else rows.count
     if options.warmup:
         return warmup.attend(
             attention,
             operands,
-            Rows(),
+            rows,
             groups,
-            lambda: index_inputs(attention.indexer, x, qr),
+            lambda: index_inputs(indexer, x, qr, documents),
             options.backend,
             megatron,
         )
-    loss = _loss_options(attention, options, groups, key.shape[0] * key.shape[1], megatron)
+    loss = _loss_options(attention, options, groups, all_rows, megatron)
     parts = parts_left_to_megatron(attention, operands, x, qr, options, megatron)
-    topk, index = attention.indexer.index_topk, None
-    if needs_index(key.shape[0], Rows(), topk, loss, parts):
+    topk, index = indexer.index_topk, None
+    if needs_index(key.shape[0], rows, topk, loss, parts):
         with torch.set_grad_enabled(loss is not None):
-            index = index_inputs(attention.indexer, x, qr)
-    result = sparse_attention(operands, index, topk, Rows(), groups, loss, options.backend, parts)
-    return _with_loss(result, attention, groups, key.shape[0] * key.shape[1], megatron)
+            index = index_inputs(indexer, x, qr, documents)
+    result = sparse_attention(operands, index, topk, rows, groups, loss, options.backend, parts)
+    return _with_loss(result, attention, groups, all_rows, megatron)
 
 
 def _attend_to_shared_keys(
@@ -185,6 +194,7 @@ def _attend_to_shared_keys(
     megatron: Megatron,
     groups: Groups,
     exchange: KeyExchange,
+    documents: PackRows | None,
 ) -> Tensor:
     """:func:`attend` on one of several context parallel ranks.
 
@@ -193,11 +203,14 @@ def _attend_to_shared_keys(
     """
     on_its_way = exchange.take()
     gathered: list[GatheredRows] = [] if on_its_way is None else [on_its_way]
-    length, rows = query.shape[0] * exchange.ranks, Rows(ends=exchange.ends(query.shape[0], query.device))
-    all_rows = length * query.shape[1]
+    length = query.shape[0] * exchange.ranks
+    if documents is None:
+        rows, all_rows = Rows(ends=exchange.ends(query.shape[0], query.device)), length * query.shape[1]
+    else:
+        rows, all_rows = Rows.of_pack(documents, query.device), documents.pack.tokens
 
     def project() -> SharedIndexInputs:
-        return shared_index_inputs(attention.indexer, x, qr, exchange, megatron)
+        return shared_index_inputs(attention.indexer, x, qr, exchange, megatron, documents)
 
     def operands() -> Operands:
         whole = key if on_its_way is None else on_its_way.wait(key)
@@ -217,7 +230,11 @@ def _attend_to_shared_keys(
     if shared is not None:
         with torch.set_grad_enabled(loss is not None):
             index = shared.wait()
-    result = sparse_attention(complete, index, topk, rows, groups, loss, options.backend, OURS)
+    if documents is None and by_runs.in_runs(query.device):
+        runs = exchange.runs(query.shape[0])
+        result = by_runs.attend_by_runs(complete, index, topk, runs, groups, loss, options.backend)
+    else:
+        result = sparse_attention(complete, index, topk, rows, groups, loss, options.backend, OURS)
     return exchange.free(_with_loss(result, attention, groups, all_rows, megatron), gathered)
 
 

@@ -13,6 +13,7 @@ from mindspeed_dsa.context import Megatron
 from mindspeed_dsa.context_parallel.gather import GatheredRows
 from mindspeed_dsa.features.attention.context_parallel.exchange import KeyExchange
 from mindspeed_dsa.features.attention.dsa.problem import IndexInputs
+from mindspeed_dsa.features.attention.pack_rows import PackRows
 
 
 class _NoScores:
@@ -49,17 +50,41 @@ def tap_index_scores(original: Callable[..., Tensor]) -> Callable[..., Any]:
     return _compute_index_scores
 
 
-def index_inputs(indexer: Any, x: Tensor, qr: Tensor) -> IndexInputs:
+_angles: ContextVar[Tensor | None] = ContextVar("_angles", default=None)
+"""Angles of packed documents' rows, while their inputs are projected."""
+
+
+def rotate_by_documents(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorate ``DSAIndexer._apply_rope``: documents of a pack begin at position 0 each."""
+
+    def _apply_rope(self: Any, x: Tensor, rotary_pos_emb: Tensor, mscale: float) -> Tensor:
+        return original(self, x, angles_of_rows(rotary_pos_emb), mscale)
+
+    return _apply_rope
+
+
+def angles_of_rows(angles: Tensor) -> Tensor:
+    """``[s, 1, 1, rope]``: those of packed documents, if any are being projected, in place of ``angles``."""
+    of_documents = _angles.get()
+    return angles if of_documents is None else of_documents
+
+
+def index_inputs(indexer: Any, x: Tensor, qr: Tensor, documents: PackRows | None = None) -> IndexInputs:
     """Project hidden states and latent queries for the indexer.
 
     Args:
         indexer: a ``DSAIndexer``, Megatron's or ours.
         x: ``[sequence, batch, hidden]``, a rank's part of the sequence under sequence parallelism.
         qr: ``[sequence, batch, q_lora_rank]``, likewise.
+        documents: that the rows belong to; None for whole sequences.
     """
-    if hasattr(indexer, "forward_before_topk"):
-        return IndexInputs.from_megatron(*indexer.forward_before_topk(x, qr, None))
-    return run_tapped(indexer, x, qr, None, compute=False)[0]
+    token = _angles.set(None if documents is None else documents.angles(indexer.rotary_pos_emb)[0])
+    try:
+        if hasattr(indexer, "forward_before_topk"):
+            return IndexInputs.from_megatron(*indexer.forward_before_topk(x, qr, None))
+        return run_tapped(indexer, x, qr, None, compute=False)[0]
+    finally:
+        _angles.reset(token)
 
 
 @dataclass(frozen=True)
@@ -82,7 +107,12 @@ class SharedIndexInputs:
 
 
 def shared_index_inputs(
-    indexer: Any, x: Tensor, qr: Tensor, exchange: KeyExchange, megatron: Megatron
+    indexer: Any,
+    x: Tensor,
+    qr: Tensor,
+    exchange: KeyExchange,
+    megatron: Megatron,
+    documents: PackRows | None = None,
 ) -> SharedIndexInputs:
     """As :func:`index_inputs`, on one of several context parallel ranks.
 
@@ -96,14 +126,18 @@ def shared_index_inputs(
         qr: ``[rows, batch, q_lora_rank]``, likewise.
         exchange: of the layer.
         megatron: the indexer's Megatron.
+        documents: that the rows belong to; None for whole sequences.
     """
     hadamard = getattr(indexer, "rotate_activation", None)
     if hadamard is None:
         hadamard = megatron("core.transformer.experimental_attention_variant.dsa").rotate_activation
-    # The embedding makes the angles of the whole sequence and returns those of its context parallel rank.
-    angles, mscale = indexer.rotary_pos_emb(x.size(0) * exchange.parts * exchange.ranks), 1.0
-    if isinstance(angles, tuple):  # YaRN
-        angles, mscale = angles
+    if documents is not None:
+        angles, mscale = documents.angles(indexer.rotary_pos_emb)
+    else:
+        # The embedding makes the angles of the whole sequence and returns those of its context parallel rank.
+        angles, mscale = indexer.rotary_pos_emb(x.size(0) * exchange.parts * exchange.ranks), 1.0
+        if isinstance(angles, tuple):  # YaRN
+            angles, mscale = angles
     key = indexer.k_norm(indexer.linear_wk(x)[0]).unsqueeze(2)
     key = hadamard(indexer._apply_rope(key, exchange.own_part(angles), mscale)).squeeze(2)
     gathered = exchange.gather(key, is_replicated=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.features.attention.dsa.loss import dense_loss, share_of_rank, sparse_loss
@@ -70,6 +71,12 @@ def sparse_attention(
         backend: of the operators.
         parts: code that replaces our operators.
     """
+    if rows.end is not None:
+        # Operators that know documents one behind the other, and nothing else, run as well.
+        padding = operands.query.shape[0] - rows.end
+        kept, of_kept = operands.first(rows.end), None if index is None else index.first(rows.end)
+        result = sparse_attention(kept, of_kept, topk, rows.first(rows.end), groups, loss, backend, parts)
+        return Result(F.pad(result.out, (0, 0, 0, 0, 0, padding)), result.loss)
 
     def choose() -> Selection:
         if parts.choose is not None:
@@ -77,7 +84,7 @@ def sparse_attention(
         return select_keys(_given(index), topk, rows, backend)
 
     if _every_key_is_chosen(operands.key.shape[0], rows, topk, parts):
-        out = attend_densely(operands, rows.ends, backend).out
+        out = attend_densely(operands, rows, backend).out
         if loss is None:
             return Result(out, None)
         if parts.loss is not None:
@@ -146,11 +153,8 @@ def attend_to_chosen(
 
 
 def _every_key_is_chosen(keys: int, rows: Rows, topk: int, parts: Parts) -> bool:
-    """Whether no row sees more than ``topk`` keys, so that the attention is dense.
-
-    Rows that start late belong to packed sequences, whose attention has no dense kernel here.
-    """
-    return parts.attend is None and rows.starts is None and keys <= topk
+    """Whether no row sees more than ``topk`` keys, so that the attention is dense."""
+    return parts.attend is None and rows.most_visible(keys) <= topk
 
 
 def _loss_in_backward(

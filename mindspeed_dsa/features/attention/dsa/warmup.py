@@ -116,5 +116,6 @@ def attend(
         with torch.enable_grad():
             loss = dense_loss(operands, index(), rows, groups, wanted, backend)
         indexer_loss(megatron).log(loss, attention, groups.context)
-        losses.append((loss, operands.key.shape[0] * operands.key.shape[1]))
-    return attend_densely(operands, rows.ends, backend).out
+        all_rows = operands.key.shape[0] * operands.key.shape[1]
+        losses.append((loss, all_rows if rows.count is None else rows.count))
+    return attend_densely(operands, rows, backend).out

@@ -63,11 +63,21 @@ class LayerPass:
     @contextlib.contextmanager
     def whole_layer(self) -> Iterator[None]:
         """The layer's forward. At its end the device's memory goes."""
+        with self.piece():
+            yield
+        self.leave()
+
+    @contextlib.contextmanager
+    def piece(self) -> Iterator[None]:
+        """A part of the layer's forward."""
         token = _running.set(self)
         try:
             yield
         finally:
             _running.reset(token)
+
+    def leave(self) -> None:
+        """The layer's forward is done; the device's memory goes."""
         if self._leaving:
             self.largest_too_small = 0
         for swapped in self._leaving:

@@ -7,6 +7,9 @@ from typing import Any
 
 from mindspeed_dsa.integration.configuration import argument
 
+_WITHOUT_OUTPUT = {"layernorm", "mla_up_proj", "moe_act"}
+"""Modules that Megatron recomputes in the backward of what follows them, not in one of their own."""
+
 
 def recompute_ahead_wanted(settings: Any) -> bool:
     """Whether one of the two switches is on."""
@@ -30,6 +33,13 @@ def _problems(args: Any) -> Iterator[str]:
         )
     if argument(args, "recompute_granularity") is None:
         yield f"{flag} has nothing to recompute; add --recompute-granularity or omit it"
+    modules = argument(args, "recompute_modules")
+    selective = argument(args, "recompute_granularity") == "selective" and modules is not None
+    if selective and not set(modules) - _WITHOUT_OUTPUT:
+        yield (
+            f"{flag} leaves --recompute-modules {' '.join(modules)} where it is; add core_attn, mlp, moe or "
+            "shared_experts, or omit it"
+        )
     if argument(args, "distribute_saved_activations"):
         yield f"{flag} recomputes from whole inputs; omit --distribute-saved-activations"
     if argument(args, "fp8"):

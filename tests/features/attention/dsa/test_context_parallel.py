@@ -20,6 +20,9 @@ FORMS = {
     "no loss": {"overrides": {"dsa_indexer_loss_coeff": 0.0}},
     "blocks": {"switches": {**FUSED, "cp_block_rows": 2}},
     "kept": {"switches": {**FUSED, "cp_keep_gathered": True}},
+    "by run": {"by_run": True},
+    "loss in backward by run": {"switches": {**FUSED, "dsa_fuse_kl_in_backward": True}, "by_run": True},
+    "all keys of a run": {"overrides": {"dsa_indexer_topk": 16}, "by_run": True},
     "recomputed": {"overrides": {**RECOMPUTE, "recompute_modules": ["core_attn", "mla_up_proj"]}},
     "all recomputed": {
         "overrides": {
@@ -79,6 +82,31 @@ def test_blocks_of_rows_beside_overlapped_reduction_of_three_ranks(pool):
     """The reduction ends only if every parameter has a gradient."""
     blocks = {"switches": {**FUSED, "cp_block_rows": 2}, "ddp": {"overlap_grad_reduce": True}}
     same(step(pool, 3, "no loss", **blocks), step(pool, 1, "no loss"))
+
+
+LATENT, INDEX = 24, 16
+"""Widths of the keys."""
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_projections_hide_what_is_gathered_in_both_directions(pool, keeps):
+    for events in pool.run(f"{CASES}:order_of_a_layer", 2, cp_keep_gathered=keeps):
+        assert events[:7] == [
+            f"key {LATENT} starts",
+            "linear_q_up_proj",
+            f"key {INDEX} starts",
+            "linear_wq_b",
+            f"key {LATENT} is needed",
+            f"key {INDEX} is needed",
+            "linear_proj",
+        ]
+        again = [f"key {width} starts again" for width in (LATENT, INDEX)]
+        assert [event for event in events[7:] if "again" in event] == ([] if keeps else again)
+        if not keeps:
+            assert events.index(again[-1]) < events.index("linear_proj backward")
+        for width, projection in ((INDEX, "linear_wq_b"), (LATENT, "linear_q_up_proj")):
+            started, needed = (events.index(f"gradient {width} {what}") for what in ("starts", "is needed"))
+            assert started < events.index(f"{projection} backward") < needed
 
 
 @pytest.mark.full

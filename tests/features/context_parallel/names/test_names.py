@@ -8,6 +8,8 @@ import pytest
 
 import mindspeed_dsa
 
+CASES = "tests.features.context_parallel.names.cases"
+
 
 @pytest.mark.parametrize(
     ("given", "comm_type", "sizes"),
@@ -35,3 +37,12 @@ def test_everything_wrong_is_one_error():
         mindspeed_dsa.validate(args)
     assert "multiple of 8" in str(refusal.value)
     assert "belongs to hybrid_cp_algo" in str(refusal.value)
+
+
+def test_every_layer_gets_its_own_name(pool):
+    names = ["p2p", "a2a", "allgather"]
+    arguments = {"names": names, "experimental_attention_variant": "none"}
+    (told,) = pool.run(f"{CASES}:names_of_layers", 1, context_parallel_size=2, **arguments)
+    assert told == names
+    error = pool.run("tests.support.model:error_of", 1, case=f"{CASES}:names_of_layers", **arguments)[0]
+    assert "IndexError" in error, "Megatron's own reading"

@@ -74,13 +74,13 @@ def derive_for_dsa(original: Callable[..., Any], context: Context[Options]) -> C
                 *args,
                 **kwargs,
             )
-        unknown = (packed_seq_params, inference_context, *args, *kwargs.values())
-        if any(given is not None for given in unknown):
+        if any(given is not None for given in (inference_context, *args, *kwargs.values())):
             raise ValueError(
-                "dsa-backport: DSA trains and evaluates whole, unpacked sequences on this Megatron; got "
-                "packed sequences or an inference context. Generate with Megatron-core 0.16 or later"
+                "dsa-backport: DSA trains and evaluates whole sequences on this Megatron; got an inference "
+                "context. Generate with Megatron-core 0.16 or later"
             )
-        return _derive(Projections(self, context.megatron), hidden_states, context.options)
+        projections = Projections(self, context.megatron).on(packed_seq_params, hidden_states)
+        return _derive(projections, hidden_states, context.options)
 
     return get_query_key_value_tensors
 
@@ -114,7 +114,9 @@ def _derive(
     sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
     latent, rotary_key = projections.down(attention.linear_kv_down_proj, hidden_states, sizes)
     latent = projections.own_part(latent, hidden_states)
-    exchange = key_exchange(attention.core_attention, options.dsa, projections.megatron)
+    exchange = key_exchange(
+        attention.core_attention, options.dsa, projections.megatron, projections.documents
+    )
     started = None
     if exchange is not None and options.dsa.absorb:
         started = _share_key(projections, latent, rotary_key, hidden_states, exchange)
