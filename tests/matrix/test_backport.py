@@ -305,6 +305,8 @@ def test_a_script_that_knows_no_packs_trains_on_them(pool):
     (alone,) = pool.run(f"{PACKS}:scripted_step", 1, alone=True, **arguments)
     packed = pool.run(f"{PACKS}:scripted_step", 4, tp=2, pp=2, **arguments)
     assert_same_gradients(put_together(packed), alone["gradients"], 2e-5)
+    for rank in pool.run(f"{PACKS}:scripted_step", 2, cp=2, **arguments):
+        assert_same_gradients(rank["gradients"], alone["gradients"], 2e-5)
 
 
 @pytest.mark.parametrize("cp", [2, 4])

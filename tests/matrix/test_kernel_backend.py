@@ -157,6 +157,8 @@ def test_a_model_trains_on_a_pack_as_on_its_documents_one_by_one(pool):
     (alone,) = pool.run(f"{packs}:scripted_step", 1, alone=True, from_tokens=True)
     ranks = pool.run(f"{packs}:scripted_step", 4, tp=2, pp=2, from_tokens=True)
     assert_same_gradients(put_together(ranks), alone["gradients"], 2e-5)
+    errors = pool.run("tests.support.model:error_of", 2, case=f"{packs}:scripted_step", cp=2)
+    assert all("expects two chunks of each document on each rank" in error for error in errors), errors
 
 
 def test_padding_rows_do_not_count(pool):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -63,6 +64,15 @@ class PackRows:
         """The first row of the padding at the end, if this rank has all rows and there is such."""
         last = self.pack.documents[-1][1] if self.pack.documents else 0
         return last if self.layout is None and 0 < last < self.pack.length else None
+
+    def runs(self) -> list[tuple[int, int, int, int]]:
+        """Neighbours in one document, or in padding: first row, end, and the keys that the last row sees."""
+        starts, ends = self.starts, self.ends
+        sees = ends > 0
+        leaps = (ends.diff() != 1) | (starts.diff() != 0)
+        breaks = ((sees[1:] != sees[:-1]) | (sees[1:] & leaps)).nonzero().flatten() + 1
+        bounds = [0, *breaks.tolist(), len(ends)]
+        return [(first, end, int(starts[first]), int(ends[end - 1])) for first, end in pairwise(bounds)]
 
     def angles(self, embedding: Any) -> tuple[Tensor, float]:
         """Rotary angles, from position 0 in each document, and YaRN's magnitude.

@@ -83,12 +83,12 @@ class KeyExchange:
             self._ends[rows, device] = (self.strategy.positions(rows) + 1).to(device, torch.int32)
         return self._ends[rows, device]
 
-    def runs(self, rows: int) -> list[tuple[int, int, int]]:
-        """This rank's rows in runs of neighbours: first row, end, and one past the last visible key."""
+    def runs(self, rows: int) -> list[tuple[int, int, int, int]]:
+        """This rank's rows in runs of neighbours: first row, end, first and one past the last visible key."""
         ends = self.strategy.positions(rows) + 1
         breaks = (ends.diff() != 1).nonzero().flatten() + 1
         bounds = [0, *breaks.tolist(), rows]
-        return [(first, end, int(ends[end - 1])) for first, end in pairwise(bounds)]
+        return [(first, end, 0, int(ends[end - 1])) for first, end in pairwise(bounds)]
 
     def gather(self, local: Tensor, is_replicated: bool = False) -> GatheredRows:
         """Start to gather the whole sequence's rows.

@@ -230,9 +230,9 @@ def _attend_to_shared_keys(
     if shared is not None:
         with torch.set_grad_enabled(loss is not None):
             index = shared.wait()
-    if documents is None and by_runs.in_runs(query.device):
-        runs = exchange.runs(query.shape[0])
-        result = by_runs.attend_by_runs(complete, index, topk, runs, groups, loss, options.backend)
+    if by_runs.in_runs(query.device):
+        runs = exchange.runs(query.shape[0]) if documents is None else documents.runs()
+        result = by_runs.attend_by_runs(complete, index, topk, runs, all_rows, groups, loss, options.backend)
     else:
         result = sparse_attention(complete, index, topk, rows, groups, loss, options.backend, OURS)
     return exchange.free(_with_loss(result, attention, groups, all_rows, megatron), gathered)

@@ -19,10 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_dsa import versions
 from mindspeed_dsa.context import Context, Megatron
 from mindspeed_dsa.context_parallel.layout import split
 from mindspeed_dsa.context_parallel.packs import layout_of
 from mindspeed_dsa.features.attention.packs.options import Options
+from mindspeed_dsa.features.attention.packs.validation import cut_by_megatron
 from mindspeed_dsa.integration.packs import Pack
 
 _LENGTHS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
@@ -40,11 +42,15 @@ class _Running(NamedTuple):
 
 def deliver_packs(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``get_forward_backward_func``, whose schedules are called with keywords."""
+    release = versions.of_megatron(context.megatron.root) or "0"
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         schedule = original(*args, **kwargs)
 
         def forward_backward(*inner: Any, **step: Any) -> Any:
+            ranks = context.megatron("core.parallel_state").get_context_parallel_world_size()
+            for problem in cut_by_megatron(release) if ranks > 1 else ():
+                raise ValueError(f"pack-documents: {problem}")
             data, packs = packs_of_step(step["data_iterator"], step["num_microbatches"], context.megatron)
             step["data_iterator"] = data
             step["forward_step_func"] = _with_its_pack(step["forward_step_func"], packs, context)

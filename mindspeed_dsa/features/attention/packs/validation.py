@@ -11,6 +11,7 @@ from mindspeed_dsa import versions
 
 _WITHOUT_PACKED_ROLL = SpecifierSet("<0.16", prereleases=True)
 _DELIVERS_SFT = SpecifierSet(">=0.17", prereleases=True)
+_CUTS_DOCUMENTS = SpecifierSet(">=0.19", prereleases=True)
 
 
 def check_packs(args: Any) -> Sequence[str]:
@@ -28,6 +29,7 @@ def check_packs(args: Any) -> Sequence[str]:
             "omit --mtp-num-layers or --pack-documents, or use Megatron-core 0.16 or later"
         )
     if (getattr(args, "context_parallel_size", None) or 1) > 1:
+        problems += cut_by_megatron(release)
         if getattr(args, "mtp_num_layers", None):
             problems.append(
                 "multi-token prediction shifts labels between neighbouring context parallel ranks, and rows "
@@ -48,3 +50,15 @@ def check_packs(args: Any) -> Sequence[str]:
         if getattr(args, name, False):
             problems.append(f"--pack-documents and {flag} both say which tokens see each other; omit one")
     return problems
+
+
+def cut_by_megatron(release: str) -> list[str]:
+    """Whether this Megatron-core's own attention expects the rows of packs on certain ranks."""
+    if release not in _CUTS_DOCUMENTS:
+        return []
+    problem = (
+        f"under context parallelism Megatron-core {release} expects two chunks of each document on each "
+        "rank, and --pack-documents deals out rows by work; omit it and use "
+        "--dataloader-inter-document-masking"
+    )
+    return [problem]

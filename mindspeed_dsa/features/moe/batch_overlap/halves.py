@@ -13,8 +13,8 @@ those of half 0 under dispatch 1, and the weights' gradients of both under dispa
 expert is under combine 1 there: that transfer gives way to fc1, too, unless the experts' weights take no
 part.
 
-One transfer is on its way at a time: on a link that several share each of them would arrive later, the one
-that is waited for first, too.
+No transfer is started before the work that hides the one before it: on a link that two share, the one that is
+waited for first arrives later, too.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ class Half:
     """
 
     def __init__(
-        self, dispatcher: Any, rows: Tensor, routing_map: Tensor, probs: Tensor, waits: bool
+        self, dispatcher: Any, rows: Tensor, routing_map: Tensor, probs: Tensor, *, waits: bool
     ) -> None:
         self._dispatcher, self._waits = copy.copy(dispatcher), waits
         self.dispatched: list[InFlight] = []
         self.combined: list[InFlight] = []
+        self._arrived: list[Tensor] = []
         # By expert from here on. Counts are exchanged now: under a transfer they would be waited for longer.
         self._permuted = self._dispatcher.dispatch_preprocess(rows, routing_map, probs)
 
@@ -68,11 +69,12 @@ class Half:
 
     def arrive(self) -> None:
         """Wait for them."""
-        self._rows, self._probs = (flight.wait() for flight in self.dispatched)
+        self._arrived = [flight.wait() for flight in self.dispatched]
 
     def compute(self, experts: Experts) -> Tensor:
         """Outputs of this rank's experts, ``[rows, hidden]``."""
-        return experts(self._dispatcher, self._rows, self._probs)
+        (rows, probs), self._arrived = self._arrived, []
+        return experts(self._dispatcher, rows, probs)
 
     def combine(self, output: Tensor, after: Tensor | None = None) -> None:
         """Send outputs back to their tokens; in backward, before the transfer that ``after`` marks."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.features.attention.dsa import by_runs
 from mindspeed_dsa.integration.packs import Pack
 from tests.features.attention.cp_cases import logged_indexer_loss
 from tests.support import model as job
@@ -156,11 +157,13 @@ def scripted_step(
     from_tokens: bool = False,
     alone: bool = False,
     builder: str = "tests.support.model",
+    by_run: bool = False,
     **layout: Any,
 ) -> dict[str, Any]:
     """Gradients of two packs that a script trains on which passes no lengths on, as ``pretrain_gpt.py`` does.
 
-    With ``alone`` each document is a microbatch of its own.
+    With ``alone`` each document is a microbatch of its own; with ``by_run`` the operators get rows as those
+    of NPUs do.
     """
     cp = layout.get("cp", 1)
     parallel = {"context_parallel_size": cp} if cp > 1 else {}
@@ -189,7 +192,8 @@ def scripted_step(
         or parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     )
     rows = packs[0]["tokens"].size(1)
-    with mock.patch.object(job, "SEQUENCE", rows), end_of_documents():
+    runs = mock.patch.object(by_runs, "in_runs", return_value=by_run)
+    with mock.patch.object(job, "SEQUENCE", rows), end_of_documents(), runs:
         chunks = [build.gpt_model(cfg, vp_stage=stage if vpp else None) for stage in range(vpp or 1)]
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         wrapped = [

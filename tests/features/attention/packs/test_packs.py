@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import mindspeed_dsa
+from mindspeed_dsa.context_parallel.packs import DealtBlocks
 from mindspeed_dsa.features.attention.dsa import sparse_attention
 from mindspeed_dsa.features.attention.dsa.problem import Groups, IndexInputs, Operands, Rows
 from mindspeed_dsa.features.attention.pack_rows import PackRows
@@ -74,6 +75,7 @@ def test_a_pack_trains_as_its_documents_one_by_one(pool, form):
         pytest.param(4, {"cp": 4}, marks=FULL),
         pytest.param(4, {"cp": 2, "tp": 2, "from_tokens": True}, marks=FULL),
         pytest.param(4, {"cp": 2, "pp": 2}, marks=FULL),
+        pytest.param(2, {"cp": 2, "by_run": True}, marks=FULL),
         pytest.param(2, {"cp": 2, "overrides": {"dsa_indexer_topk": 40}}, marks=FULL),
     ],
     ids=str,
@@ -178,6 +180,22 @@ def test_padding_at_the_end_reaches_no_operator():
     kept = rows.first(31)
     layout = layout_of_ranges(visible_ranges("", 1, 31, 31, kept.starts, kept.ends, torch.device("cpu")), 31)
     assert layout.sequences == (5, 17, 9)
+
+
+def test_runs_are_neighbours_in_one_document():
+    """Blocks of four rows; what Ascend's operators are given one by one."""
+    pack = Pack.of(params((5, 1, 7)), 16)
+    rows = [PackRows(pack, DealtBlocks(2, pack, 4), rank) for rank in (0, 1)]
+    for each in rows:
+        covered = 0
+        for first, end, low, high in each.runs():
+            assert first == covered
+            covered = end
+            own = slice(first, end)
+            seen = range(high - (end - first) + 1, high + 1) if high > low else [0] * (end - first)
+            assert each.ends[own].tolist() == list(seen)
+            assert set(each.starts[own].tolist()) == {low}
+        assert covered == 8
 
 
 @pytest.mark.parametrize(
