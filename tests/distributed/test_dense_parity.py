@@ -10,7 +10,8 @@ DENSE = "--experimental-attention-variant none --num-layers 4 --num-attention-he
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 CORE_RECOMPUTE = "--recompute-granularity selective --recompute-modules core_attn"
 RING, HEADS, HYBRID = "megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo"
-MTP = "--mtp-num-layers 1 --calculate-per-token-loss"
+# With per-token loss Megatron weighs a rank's share of the balancing loss by its own tokens only.
+MTP = "--mtp-num-layers 1 --calculate-per-token-loss --moe-router-load-balancing-type none"
 
 
 def layout(

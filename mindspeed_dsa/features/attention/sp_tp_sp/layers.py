@@ -52,7 +52,7 @@ class OutputProjection(WholeLinear):
 
 
 @cache
-def _of_megatron(kind: type[WholeLinear], megatron: Megatron) -> type[WholeLinear]:
+def _of_megatron(kind: Any, megatron: Megatron) -> Any:
     """The class with that Megatron's random number generators."""
     return type(kind.__name__, (kind,), {"megatron": megatron, "__module__": __name__})
 
