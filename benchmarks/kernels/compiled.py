@@ -119,6 +119,9 @@ def _described(target: int, kernel: Any, log: str) -> Kernel:
     kept = Path(knobs.cache.dir) / "described" / f"{kernel.hash}.json"
     if kept.exists():
         return Kernel(**json.loads(kept.read_text()))
+    assert "ptxas" in log, (
+        f"{kernel.metadata.name} was compiled before without a look: clear {knobs.cache.dir}"
+    )
     found = Kernel(
         target=target,
         name=kernel.metadata.name,

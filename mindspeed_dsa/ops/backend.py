@@ -162,7 +162,8 @@ def plan(
     if requested != "auto":
         raise BackendUnavailable(
             f"{operator}: backend {name!r} cannot run this call: {found}. "
-            "Ask for 'auto' to fall back, or for the slow and exact 'reference'"
+            "Ask for 'auto' to fall back, or for the slow and exact 'reference' "
+            "(in training with --dsa-backend)"
         )
     fallback = dict(_PREFERENCE.values()).get(name, "reference")
     warn_once(f"{operator}: backend {name!r} is skipped for {fallback!r}: {found}")

@@ -256,6 +256,14 @@ def key_ids(topk_indices: Tensor, key_length: int, first: int, count: int) -> Te
     return torch.where(names_key(indices, key_length), numbers, batch * key_length)
 
 
+def tile_bytes(total: Tensor) -> int:
+    """Bytes of tiles to gather before :func:`add_rows_by_key` adds them to ``total``, fp32.
+
+    Each time it sorts, and reads and writes the whole of ``total``: beside this much that is an eighth.
+    """
+    return max(WORKSPACE_BYTES, 8 * 4 * total.numel())
+
+
 def add_rows_by_key(total: Tensor, tiles: Tensor, ids: Tensor) -> None:
     """Add gathered rows to the keys they belong to, in row order: deterministic, without atomics.
 

@@ -1,4 +1,4 @@
-"""Every kernel, compiled for GPUs that are not there by the assembler that comes with Triton, within budgets."""
+"""Every kernel, compiled for GPUs that are not there, stays within its budgets."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ BUDGET = {"spilled": 36, "waits": 0.1}
 
 @pytest.fixture
 def compile_cases(request, tmp_path):
-    """What the check says of kernels, compiled in a process of its own; kept for the next run if pytest keeps."""
+    """What the check says of kernels, compiled in another process and kept where pytest keeps things."""
     keeper = getattr(request.config, "cache", None)
     folder = keeper.mkdir("kernels") if keeper is not None else tmp_path
 

@@ -21,7 +21,6 @@ from mindspeed_dsa.ops.lightning_indexer.triton_kernels import (
 )
 from mindspeed_dsa.ops.precision import gradient_dtype, raising_factor
 from mindspeed_dsa.ops.triton_common import (
-    WORKSPACE_BYTES,
     add_rows_by_key,
     block,
     dense_rows,
@@ -29,6 +28,7 @@ from mindspeed_dsa.ops.triton_common import (
     key_ids,
     packed_indices,
     row_lengths,
+    tile_bytes,
     unsupported_here,
     widen,
 )
@@ -228,7 +228,7 @@ def score_gradients(
         lengths = row_lengths(topk_indices, key_length)
         chunk = batch * rows
         if deterministic:
-            chunk = max(1, min(chunk, WORKSPACE_BYTES // (4 * topk * dim)))
+            chunk = max(1, min(chunk, tile_bytes(grad_key) // (4 * topk * dim)))
         tiles = torch.empty(chunk, topk, dim, device=query.device) if deterministic else None
         for first in range(0, batch * rows, chunk):
             count = min(chunk, batch * rows - first)
@@ -308,7 +308,8 @@ def _gradient_tiles(dtype: torch.dtype, heads: int, dim: int) -> dict[str, Any]:
     if dtype == torch.float32:
         return {"BLOCK_N": 16, "num_warps": 8, "num_stages": 1 if _large(heads, dim) else 2}
     if _large(heads, dim):
-        return {"BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
+        # A second stage would leave no registers for products that overlap.
+        return {"BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
     return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
 
 

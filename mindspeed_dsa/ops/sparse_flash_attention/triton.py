@@ -35,6 +35,7 @@ from mindspeed_dsa.ops.triton_common import (
     key_ids,
     packed_indices,
     row_lengths,
+    tile_bytes,
     unsupported_dims,
     unsupported_here,
     widen,
@@ -211,7 +212,8 @@ def backward(
         constants = dim_blocks(value_dim, dim) | {"WIDEN": widen(query)}
         key_tiles, query_tiles = _backward_keys_tiles(query, heads), _forward_tiles(query, heads)
         row_bytes = topk * (heads * query.element_size() + (4 * dim if deterministic else 0))
-        chunk = max(1, min(batch * rows, WORKSPACE_BYTES // row_bytes))
+        workspace = tile_bytes(grad_key_value) if deterministic else WORKSPACE_BYTES
+        chunk = max(1, min(batch * rows, workspace // row_bytes))
         grad_scores = torch.empty(chunk, topk, heads, dtype=query.dtype, device=device)
         gathered = torch.empty(chunk, topk, dim, device=device) if deterministic else None
         for first in range(0, batch * rows, chunk):
@@ -296,9 +298,7 @@ def _forward_tiles(query: Tensor, heads: int) -> dict[str, Any]:
         return _tiles(16, 32, 4, 3)
     if heads <= 32 or memory == SMALL:
         return _tiles(32, 32, 8, 3) if memory < LARGE else _tiles(32, 32, 4, 3)
-    if memory < LARGE:
-        return _tiles(64, 32, 8, 3)
-    return _tiles(64, 64, 8, 3)
+    return _tiles(64, 32 if memory < LARGE or on_blackwell(query.device) else 64, 8, 3)
 
 
 def _sum_tiles(query: Tensor, heads: int) -> dict[str, Any]:
