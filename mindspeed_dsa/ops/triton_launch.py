@@ -83,7 +83,10 @@ def on_grid(kernel: Any, *grid: int) -> Callable[..., Any]:
         except Exception as error:
             # Errors of the compiler, the assembler, the linker and the driver have no type in common.
             version = f"{rehearsed.capability // 10}.{rehearsed.capability % 10}"
-            reason = " ".join(str(error).split())[:300]
+            reason = " ".join(str(error).split())
+            if len(reason) > 300:
+                # The compiler quotes the source before it says what is wrong with it.
+                reason = f"{reason[:100]} ... {reason[-200:]}"
             raise DoesNotCompile(
                 f"its {kernel.__name__} does not compile for compute capability {version} ({reason})"
             ) from error

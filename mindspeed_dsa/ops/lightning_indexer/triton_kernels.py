@@ -110,6 +110,43 @@ def ordered_bits(scores):
 
 
 @triton.jit
+def next_digit(
+    scores_of_row,
+    start,
+    end,
+    key_length,
+    prefix,
+    wanted,
+    SHIFT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The next ``WIDTH`` bits of the last score to be taken, ``SHIFT`` from the lowest: one pass over a row.
+
+    Takes and returns the bits known before, and how many scores that begin with them are still to be taken.
+    """
+    lane = tl.arange(0, BLOCK)
+    digit = tl.arange(0, 1 << WIDTH)
+    counts = tl.zeros([1 << WIDTH], tl.int32)
+    for first in range(start // BLOCK * BLOCK, end, BLOCK):
+        position = first + lane
+        scores = tl.load(scores_of_row + position, mask=position < key_length, other=0.0)
+        counted = (position >= start) & (position < end)
+        bits = ordered_bits(scores)
+        if SHIFT + WIDTH < 32:
+            counted = counted & ((bits >> (SHIFT + WIDTH)) == prefix)
+        digits = ((bits >> SHIFT) & ((1 << WIDTH) - 1)).to(tl.int32)
+        counts += tl.histogram(tl.where(counted, digits, 0), 1 << WIDTH)
+        # What is not counted was put to digit 0.
+        counts -= tl.where(digit == 0, BLOCK - tl.sum(counted.to(tl.int32), axis=0), 0)
+    # Scores with at least this digit, for each digit: falls from all to few.
+    at_least = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
+    chosen = tl.sum((at_least >= wanted).to(tl.int32), axis=0) - 1
+    wanted -= tl.sum(tl.where(digit > chosen, counts, 0), axis=0)
+    return (prefix << WIDTH) | chosen.to(tl.uint32), wanted
+
+
+@triton.jit
 def select_kernel(
     slab,
     starts,
@@ -131,33 +168,15 @@ def select_kernel(
     end = tl.load(ends + row)
     scores_of_row = slab + row * key_length
     lane = tl.arange(0, BLOCK)
-    digit = tl.arange(0, 2048)
     # Blocks begin at their multiples and are read up to the last key, seen or not: four scores at a time.
     begin = start // BLOCK * BLOCK
     # Bits known so far, and how many scores that begin with them are still to be taken.
     prefix = tl.zeros([], tl.uint32)
     wanted = tl.zeros([], tl.int32) + topk
     if end - start > topk:
-        for level in tl.static_range(3):
-            shift: tl.constexpr = 21 - 11 * level if level < 2 else 0
-            width: tl.constexpr = 11 if level < 2 else 10
-            counts = tl.zeros([2048], tl.int32)
-            for first in range(begin, end, BLOCK):
-                position = first + lane
-                scores = tl.load(scores_of_row + position, mask=position < key_length, other=0.0)
-                counted = (position >= start) & (position < end)
-                bits = ordered_bits(scores)
-                if level > 0:
-                    counted = counted & ((bits >> (shift + width)) == prefix)
-                digits = ((bits >> shift) & ((1 << width) - 1)).to(tl.int32)
-                counts += tl.histogram(tl.where(counted, digits, 0), 2048)
-                # What is not counted was put to digit 0.
-                counts -= tl.where(digit == 0, BLOCK - tl.sum(counted.to(tl.int32), axis=0), 0)
-            # Scores with at least this digit, for each digit: falls from all to few.
-            at_least = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
-            chosen = tl.sum((at_least >= wanted).to(tl.int32), axis=0) - 1
-            wanted -= tl.sum(tl.where(digit > chosen, counts, 0), axis=0)
-            prefix = (prefix << width) | chosen.to(tl.uint32)
+        prefix, wanted = next_digit(scores_of_row, start, end, key_length, prefix, wanted, 21, 11, BLOCK)
+        prefix, wanted = next_digit(scores_of_row, start, end, key_length, prefix, wanted, 10, 11, BLOCK)
+        prefix, wanted = next_digit(scores_of_row, start, end, key_length, prefix, wanted, 0, 10, BLOCK)
     taken = tl.zeros([], tl.int32)
     ties = tl.zeros([], tl.int32)
     for first in range(begin, end, BLOCK):
