@@ -67,13 +67,18 @@ def unsupported(shape: ShapeClass) -> str | None:
     )
 
 
-def rehearse(shape: ShapeClass, rows: int = REHEARSED_ROWS, keys: int = REHEARSED_KEYS) -> None:
+def rehearse(
+    shape: ShapeClass,
+    rows: int = REHEARSED_ROWS,
+    keys: int = REHEARSED_KEYS,
+    sums: tuple[bool, ...] = (True, False),
+) -> None:
     """Both directions, with and without what callers may ask of them, on tensors without memory."""
     heads, dim, value_dim = shape["heads"], shape["dim"], shape["value_dim"]
     query, key = meta(1, rows, heads, dim, dtype=shape.dtype), meta(1, keys, dim, dtype=shape.dtype)
     indices = meta(1, rows, shape["topk"], dtype=torch.int32)
     out, lse, _ = forward(query, key, indices, 1.0, value_dim, True)
-    for with_sum in (True, False):
+    for with_sum in sums:
         backward(out, query, key, indices, out, lse, 1.0, with_sum)
 
 
