@@ -53,6 +53,13 @@ CASES: dict[str, Case] = {
             has_quick=True,
         ),
         Case(
+            "kernels-static",
+            "Triton kernels compiled ahead of time for four targets: resources, traffic, and a model's bound",
+            "benchmarks.kernels",
+            on_device=False,
+            has_quick=True,
+        ),
+        Case(
             "tp-overlap",
             "tensor parallel communication overlapped with matmul, two ranks with a slow link (needs root)",
             "benchmarks.tp_overlap",
@@ -77,11 +84,14 @@ CASES: dict[str, Case] = {
         ),
         Case(
             "pipeline",
-            "pairs of forwards and backwards: simulated, and two ranks with a slow link (needs root)",
+            "pipeline schedules: simulated; pairs over a slow link (needs root); recompute in real bubbles",
             "benchmarks.pipeline",
             on_device=False,
             has_quick=True,
-            options={"link": "rate of the link, as tc reads it (default: 2gbit)"},
+            options={
+                "link": "rate of the link, as tc reads it (default: 2gbit)",
+                "only": "names of cells with commas between",
+            },
         ),
         Case(
             "memory",
