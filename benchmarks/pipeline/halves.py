@@ -14,8 +14,8 @@ from benchmarks.pipeline.pairs import QUICK, Sizes, step_of
 from benchmarks.registry import Metrics
 
 SWITCHES = {"moe_batch_overlap": True, "moe_alltoall_overlap_comm": True}
-SIZES = Sizes(microbatches=1, rounds=4)
-"""Nothing here depends on the number of microbatches."""
+SIZES = Sizes(layers=2, microbatches=1, tokens=1024, rounds=5)
+"""Nothing here depends on the number of layers or of microbatches."""
 VARIANTS = ("stock", "whole, overlapped", "halves", "no transfers")
 
 
