@@ -62,7 +62,8 @@ class Merged:
         """Output in ``dtype`` and log-sum-exp."""
         assert self._out is not None
         assert self._lse is not None
-        return self._out.to(dtype), self._lse
+        # Kernels pad heads: what is kept for backward is the output alone.
+        return self._out.to(dtype).contiguous(), self._lse
 
 
 @dataclass(frozen=True)
@@ -121,10 +122,12 @@ class DenseAttention:
             Gradients of these keys and values.
         """
         found = dense_attention_backward(
-            *(one[part.rows].transpose(0, 1) for one in (saved.grad_out, saved.query)),
+            saved.grad_out[part.rows].transpose(0, 1),
+            saved.query[part.rows].transpose(0, 1),
             key.transpose(0, 1),
             value.transpose(0, 1),
-            *(one[:, part.rows] for one in (saved.out, saved.lse)),
+            saved.out[:, part.rows],
+            saved.lse[:, part.rows],
             self.softmax_scale,
             causal=part.causal,
             backend=self.backend,

@@ -57,15 +57,16 @@ class HeadExchange(CarryingStrategy):
 
     def _send(self, states: Tensor) -> InFlight:
         """Start to exchange ``[rows, b, heads, dim]``."""
-        by_rank = states.unflatten(2, (self._heads.size(), -1)).movedim(2, 0)
-        return start(by_rank.flatten(0, 1), None, None, self._heads)
+        parts = states.unflatten(2, (self._heads.size(), -1)).movedim(2, 0)
+        return start(parts.flatten(0, 1), None, None, self._heads)
 
     def _rows_again(self, out: Tensor) -> Tensor:
         """``[ranks * rows, b, heads / ranks, dim]`` to ``[rows, b, heads, dim]``."""
         ranks = self._heads.size()
         arrived = start(by_rank(out, ranks), None, None, self._heads).wait()
         # [ranks, rows, b, heads / ranks, dim]
-        return arrived.unflatten(0, (ranks, -1)).movedim(0, 2).flatten(2, 3)
+        rows: Tensor = arrived.unflatten(0, (ranks, -1)).movedim(0, 2).flatten(2, 3)
+        return rows
 
     def _gathered(self, carried: Carried, expansion: FromLatents) -> Carried:
         rows, ranks = carried.rows.size(0) * self._heads.size(), self._heads.size()

@@ -49,6 +49,18 @@ class ShapeClass:
     dtype: torch.dtype
     sizes: tuple[tuple[str, int], ...]
     """Named sizes, such as ``("heads", 16)``."""
+    index: int | None = None
+    """Which device of that type: GPUs of a machine may differ. None is the current one."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, *sizes: tuple[str, int]) -> ShapeClass:
+        """That of a call whose main argument is ``tensor``."""
+        return cls(tensor.device.type, tensor.dtype, sizes, tensor.device.index)
+
+    @property
+    def place(self) -> torch.device:
+        """The device."""
+        return torch.device(self.device) if self.index is None else torch.device(self.device, self.index)
 
     def __getitem__(self, name: str) -> int:
         return dict(self.sizes)[name]
@@ -94,7 +106,8 @@ def choose(operator: str, requested: str, shape: ShapeClass) -> Any:
         if module is None:
             raise BackendUnavailable(
                 f"{operator}: backend {requested!r} cannot run {shape}: {reason}. "
-                "Ask for 'auto' to take the best backend that can, or for the slow and exact 'reference'"
+                "Ask for 'auto' to take the best backend that can, or for the slow and exact 'reference' "
+                "(in training with --dsa-backend)"
             )
         _report(operator, requested)
         return module
@@ -156,7 +169,8 @@ def plan(
     if requested != "auto":
         raise BackendUnavailable(
             f"{operator}: backend {name!r} cannot run this call: {found}. "
-            "Ask for 'auto' to fall back, or for the slow and exact 'reference'"
+            "Ask for 'auto' to fall back, or for the slow and exact 'reference' "
+            "(in training with --dsa-backend)"
         )
     fallback = dict(_PREFERENCE.values()).get(name, "reference")
     warn_once(f"{operator}: backend {name!r} is skipped for {fallback!r}: {found}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.moe.problem import Timing
-from benchmarks.pipeline import CELLS, run
+from benchmarks.pipeline import CELLS, recompute, run
 from benchmarks.pipeline.pairs import metrics
 from benchmarks.pipeline.simulated import run as simulated
 
@@ -48,6 +48,18 @@ def test_ratios_of_measured_steps():
     assert found["fb_over_moe_overlap"] == pytest.approx(900 / 800)
     assert found["a2a_hidden_fraction"] == pytest.approx(0.8)
     assert found["edge_a2a_hidden"] == pytest.approx(0.6)
+
+
+def test_what_bubbles_remove():
+    """Of three ranks, one of which waits for no gradient and recomputes nothing ahead."""
+    times = {"plain": Timing(1.0, 0.5, 1.1), "bubble": Timing(0.9, 0.5, 0.95)}
+    ranks = [{"times": times, "again": again, "deviation": 0.0} for again in (0.1, 0.1, None)]
+    found = recompute.metrics(ranks)
+    assert found["recompute_in_bubble_removed"] == pytest.approx(0.15 / (2 * 0.1))
+    assert found["recompute_in_bubble_removed_least"] == pytest.approx(0.1 / (2 * 0.1))
+    assert found["step_ratio"] == pytest.approx(0.95 / 1.1)
+    assert "caution" not in found
+    assert recompute.metrics(ranks, "shared")["caution"] == "shared"
 
 
 def test_cells_are_named():

@@ -60,6 +60,7 @@ FEATURE = Feature(
             f"{_IMPL}:deal_rows",
             "packs are cut into chunks as whole sequences are, which balances no work",
             params=("batch",),
+            priority=100,
         ),
         Patch(
             "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
@@ -67,6 +68,7 @@ FEATURE = Feature(
             "mindspeed_dsa.integration.local_attention:attend_to_own_document",
             "Megatron's own dense attention refuses packs",
             params=("query", "key", "value", "attention_mask", "attn_mask_type", "packed_seq_params"),
+            priority=100,  # outside of what knows whole sequences only
         ),
     ),
 )

@@ -52,7 +52,7 @@ class OutputProjection(WholeLinear):
 
 
 @cache
-def _of_megatron(kind: type[WholeLinear], megatron: Megatron) -> type[WholeLinear]:
+def _of_megatron(kind: Any, megatron: Megatron) -> Any:
     """The class with that Megatron's random number generators."""
     return type(kind.__name__, (kind,), {"megatron": megatron, "__module__": __name__})
 
@@ -84,7 +84,7 @@ def project_own_rows(original: Callable[..., None], context: Context[None]) -> C
     return __init__
 
 
-def _whole(kind: type[WholeLinear], layer: Any, config: Any, init: Any, context: Context[None]) -> Any:
+def _whole(kind: Any, layer: Any, config: Any, init: Any, context: Context[None]) -> Any:
     """A whole layer in place of a split one."""
     return _of_megatron(kind, context.megatron)(
         layer.input_size,

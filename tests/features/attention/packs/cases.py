@@ -65,13 +65,14 @@ def one_pass(
     switches: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     builder: str = "tests.support.model",
+    config: str = "config",
     mtp: bool = False,
 ) -> dict[str, Any]:
     """Loss, gradients and logged indexer loss of documents, in one pack or one by one."""
     job.start({"use_fused_dsa": True, **(switches or {})})
     build, rows, count = import_module(builder), sum(lengths) + padding, sum(lengths)
     tokens, labels = tokens_of(lengths, padding)
-    cfg = build.config(**(overrides or {}))
+    cfg = getattr(build, config)(**(overrides or {}))
     with mock.patch.object(job, "SEQUENCE", rows):
         model = build.gpt_model(cfg, **({"mtp": True} if mtp else {}))
     logged, losses = 0.0, []

@@ -89,20 +89,26 @@ def test_a_script_that_knows_no_packs_trains_on_them_on_every_rank(pool, ranks, 
         assert_same_gradients(put_together(copies), alone["gradients"], 2e-5)
 
 
+SCALED = {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True}
+
+
 @pytest.mark.parametrize(
-    "overrides",
-    [
-        {},
-        pytest.param({"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True}, marks=FULL),
-    ],
+    ("attention", "overrides"),
+    [("latent", {}), pytest.param("grouped", {}, marks=FULL), pytest.param("grouped", SCALED, marks=FULL)],
     ids=str,
 )
-def test_dense_attention_of_megatron_itself_takes_packs(pool, overrides):
-    arguments = {"builder": "tests.features.attention.packs.dense", "overrides": overrides}
-    switches = {"use_fused_dsa": False, "pack_documents": True}
+def test_dense_attention_without_transformer_engine_takes_packs(pool, attention, overrides):
+    switches = {
+        "use_fused_dsa": False,
+        "pack_documents": True,
+        "experimental_attention_variant": None,
+        "transformer_impl": "local",
+        "multi_latent_attention": attention == "latent",
+    }
+    builder = "tests.features.attention.dense_context_parallel.cases"
+    model = {"builder": builder, "config": f"{attention}_config", "overrides": overrides}
     (packed,), (alone,) = (
-        pool.run(f"{CASES}:one_pass", 1, packed=each, switches=switches, **arguments)
-        for each in (True, False)
+        pool.run(f"{CASES}:one_pass", 1, packed=each, switches=switches, **model) for each in (True, False)
     )
     torch.testing.assert_close(packed["losses"], alone["losses"], rtol=1e-5, atol=1e-5)
     assert_same_gradients(packed["gradients"], alone["gradients"], 1e-5)
