@@ -53,6 +53,13 @@ CASES: dict[str, Case] = {
             has_quick=True,
         ),
         Case(
+            "kernels-static",
+            "Triton kernels compiled ahead of time for four targets: resources, traffic, and a model's bound",
+            "benchmarks.kernels",
+            on_device=False,
+            has_quick=True,
+        ),
+        Case(
             "tp-overlap",
             "tensor parallel communication overlapped with matmul, two ranks with a slow link (needs root)",
             "benchmarks.tp_overlap",

@@ -15,6 +15,7 @@ RATE = "2gbit"
 CELLS = {
     "simulated": "benchmarks.pipeline.simulated",
     "pairs": "benchmarks.pipeline.pairs",
+    "halves": "benchmarks.pipeline.halves",
     "recompute": "benchmarks.pipeline.recompute",
 }
 """By the name that ``--only`` takes: a module."""

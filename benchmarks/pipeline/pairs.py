@@ -100,7 +100,7 @@ def _alone(name: str) -> str:
 def measure(sizes: Sizes) -> dict[str, Any]:
     """Times of a step's variants; the same on all ranks."""
     start(**SWITCH)
-    step = _step(sizes)
+    step = step_of(sizes)
     expected = step("stock", 2)
     worst = deviation(step("pairs", 2), expected)
     _arm("overlap in one microbatch")
@@ -122,11 +122,11 @@ def _arm(name: str) -> None:
     mindspeed_dsa.enable(**(OTHER if name == "overlap in one microbatch" else SWITCH))
 
 
-def _step(sizes: Sizes) -> Callable[..., dict[str, Tensor]]:
+def step_of(sizes: Sizes) -> Callable[..., dict[str, Tensor]]:
     """A training step without the optimizer's, by variant and microbatches; returns losses and gradients.
 
-    ``stock`` is Megatron's schedule and layers, as is what ``_arm`` switches on for one microbatch, ``no
-    transfers`` stock with a copy in place of every all-to-all, whose rows are then wrong.
+    ``pairs`` takes Megatron's schedule of pairs, ``no transfers`` a copy in place of every all-to-all, whose
+    rows are then wrong. All others are Megatron's step as it is patched.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel

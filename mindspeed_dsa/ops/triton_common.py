@@ -7,6 +7,7 @@ different tiles, hence other orders of summation, and then select different keys
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,14 +19,14 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.indices import names_key
+from mindspeed_dsa.ops.triton_launch import DoesNotCompile, capability_of, load, on_grid, rehearsal
 
 LOG2E: float = math.log2(math.e)
 # What the kernels are written in came with 3.3. Compilers before 3.7 fail at a loop with a branch between
 # products of warp groups, and without it let both groups of a program compute the same.
 _OLDEST, _OLDEST_ON_GPU = Version("3.3"), Version("3.7")
-# Major compute capabilities whose 227 KiB of shared memory the tiles were cut for. Of the other one a backend
-# may have to decline sizes: see :func:`on_blackwell`.
-_HOPPER, _BLACKWELL = 9, 10
+# The least compute capability, times ten, with bf16 products and asynchronous copies.
+_LEAST_CAPABILITY = 80
 # Blocks of a product have at least this many rows, columns and inner numbers.
 MIN_BLOCK = 16
 # Padded sizes of the two parts of a main key, together: a tile of keys and one of queries share the
@@ -120,13 +121,8 @@ def interpreted() -> bool:
     return isinstance(row_lengths_kernel, InterpretedFunction)
 
 
-def unsupported_here(shape: ShapeClass, large_tiles: bool = True) -> str | None:
-    """Why no kernel can run on the device or with the dtype of this shape class, or None.
-
-    Args:
-        shape: of the call.
-        large_tiles: whether tiles are cut for the shared memory of Hopper.
-    """
+def unsupported_here(shape: ShapeClass) -> str | None:
+    """Why no kernel can run on the device or with the dtype of this shape class, or None."""
     reason = unsupported_dtype(shape.dtype)
     if reason is not None:
         return reason
@@ -140,12 +136,11 @@ def unsupported_here(shape: ShapeClass, large_tiles: bool = True) -> str | None:
                 f"on GPUs its kernels need triton {_OLDEST_ON_GPU} or later, and {triton.__version__} is "
                 "installed, which compiles them to code that does its work twice or fails to compile them"
             )
-        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (_HOPPER, 0)
-        # Others have 99 to 163 KiB of shared memory: the kernels would fail at launch.
-        if large_tiles and capability[0] not in (_HOPPER, _BLACKWELL):
+        capability = capability_of(shape.place)
+        if capability < _LEAST_CAPABILITY:
             return (
-                "its tiles need the 227 KiB of shared memory of compute capability 9.0 (Hopper), and this "
-                f"GPU is of {capability[0]}.{capability[1]}"
+                f"its kernels need compute capability {_LEAST_CAPABILITY / 10}, and this GPU is of "
+                f"{capability // 10}.{capability % 10}"
             )
         return None
     if shape.device == "cpu" and interpreted():
@@ -156,13 +151,24 @@ def unsupported_here(shape: ShapeClass, large_tiles: bool = True) -> str | None:
     )
 
 
-def on_blackwell(shape: ShapeClass) -> bool:
-    """Whether kernels would run on compute capability 10.x, where the same tiles take more shared memory."""
-    return (
-        shape.device == "cuda"
-        and torch.cuda.is_available()
-        and torch.cuda.get_device_capability()[0] == _BLACKWELL
-    )
+def fails_to_compile(shape: ShapeClass, rehearse: Callable[[ShapeClass], object]) -> str | None:
+    """Why calls of this shape class cannot run on the device of their tensors, or None.
+
+    Compiles what they will launch and loads it, so that neither a limit of the device nor an error of the
+    compiler shows for the first time in the middle of a step.
+
+    Args:
+        shape: of the call; only on a GPU is there something to compile for.
+        rehearse: makes such calls on tensors that need no memory.
+    """
+    if shape.device != "cuda" or not torch.cuda.is_available() or interpreted():
+        return None
+    try:
+        with torch.cuda.device(shape.place), rehearsal(capability_of(shape.place), load):
+            rehearse(shape)
+    except DoesNotCompile as error:
+        return str(error)
+    return None
 
 
 def unsupported_dtype(dtype: torch.dtype) -> str | None:
@@ -232,7 +238,9 @@ def row_lengths(topk_indices: Tensor, key_length: int) -> Tensor:
     batch, rows, topk = topk_indices.shape
     lengths = torch.empty(batch * rows, dtype=torch.int32, device=topk_indices.device)
     if lengths.numel():
-        row_lengths_kernel[(batch * rows,)](topk_indices, lengths, key_length, topk, BLOCK=1024, num_warps=4)
+        on_grid(row_lengths_kernel, batch * rows)(
+            topk_indices, lengths, key_length, topk, BLOCK=1024, num_warps=4
+        )
     return lengths
 
 
@@ -246,6 +254,14 @@ def key_ids(topk_indices: Tensor, key_length: int, first: int, count: int) -> Te
     row = torch.arange(first, first + count, device=indices.device)
     numbers = indices + (row // rows * key_length)[:, None]
     return torch.where(names_key(indices, key_length), numbers, batch * key_length)
+
+
+def tile_bytes(total: Tensor) -> int:
+    """Bytes of tiles to gather before :func:`add_rows_by_key` adds them to ``total``, fp32.
+
+    Each time it sorts, and reads and writes the whole of ``total``: beside this much that is an eighth.
+    """
+    return max(WORKSPACE_BYTES, 8 * 4 * total.numel())
 
 
 def add_rows_by_key(total: Tensor, tiles: Tensor, ids: Tensor) -> None:
@@ -262,6 +278,6 @@ def add_rows_by_key(total: Tensor, tiles: Tensor, ids: Tensor) -> None:
     # Stable, so that each key's entries stay in row order.
     by_key, order = ids.flatten().sort(stable=True)
     bounds = torch.searchsorted(by_key, torch.arange(keys + 1, device=total.device))
-    add_rows_by_key_kernel[(keys,)](
+    on_grid(add_rows_by_key_kernel, keys)(
         total, tiles, order, bounds, DIM=dim, BLOCK=triton.next_power_of_2(dim), num_warps=4
     )

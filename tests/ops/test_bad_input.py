@@ -120,7 +120,8 @@ def test_the_cpu_backend_names_the_device_it_cannot_take(name):
     indices = random_indices(1, ROWS, ROWS, 3).to("meta")
     expected = (
         rf"^{operator}: backend 'cpu' cannot run float32 on meta, .*heads \d+.*: it runs on CPU tensors only"
-        r"\. Ask for 'auto' to take the best backend that can, or for the slow and exact 'reference'$"
+        r"\. Ask for 'auto' to take the best backend that can, or for the slow and exact 'reference' "
+        r"\(in training with --dsa-backend\)$"
     )
     with pytest.raises(BackendUnavailable, match=expected):
         CALLS[name](indices, "cpu", device="meta")

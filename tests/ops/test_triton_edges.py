@@ -146,7 +146,7 @@ def test_nothing_is_launched_for_nothing_and_all_is_written(batch, rows, keys, l
     gradients += indexer.score_gradients(torch.zeros_like(scores), *index, indices, True)
     target = kl_loss.attention_sum(query, key_value, indices, None, 0.3)
     loss, gradient = kl_loss.divergence_and_gradient(scores, target, indices >= 0, weights, True)
-    arguments = (query, key_value, 0.3, bound, bound, weights, None, True, True)
+    arguments = (query, key_value, 0.3, bound, bound, weights, None, True)
     dense, of_dense = kl_loss.dense_loss_and_gradients(*index, *arguments)
 
     assert (scores == -torch.inf).all()

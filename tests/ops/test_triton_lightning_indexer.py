@@ -123,7 +123,7 @@ def test_takes_every_visible_key_when_topk_is_large():
 def test_scores_and_their_gradients(heads, dim, dtype, deterministic, monkeypatch):
     torch.use_deterministic_algorithms(deterministic)
     # Chunks of three rows, so that the sum over chunks is crossed.
-    monkeypatch.setattr(indexer, "WORKSPACE_BYTES", 3 * 4 * 70 * dim)
+    monkeypatch.setattr(indexer, "tile_bytes", lambda total: 3 * 4 * 70 * dim)
     use_relu = heads != 1
     inputs = [x.requires_grad_() for x in indexer_inputs(2, 4, 90, heads=heads, dim=dim, dtype=dtype)]
     starts = torch.tensor([[0, 5, 3, 0], [0, 0, 9, 0]], dtype=torch.int32)

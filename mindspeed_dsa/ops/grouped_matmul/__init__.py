@@ -112,7 +112,7 @@ def grouped_matmul(
     groups = tokens_per_expert if isinstance(tokens_per_expert, Groups) else Groups(tokens_per_expert)
     groups.check(OPERATOR, len(weight), len(rows))
     sizes = (("groups", len(weight)), ("in", width), ("out", weight.shape[2 if layout == "kn" else 1]))
-    chosen: GroupedMatmul = choose(OPERATOR, backend, ShapeClass(rows.device.type, rows.dtype, sizes))
+    chosen: GroupedMatmul = choose(OPERATOR, backend, ShapeClass.of(rows, *sizes))
     implementation = unless_empty(OPERATOR, chosen, rows)
     if edge is not None:
         weight = weight.detach()

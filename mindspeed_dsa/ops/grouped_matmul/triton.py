@@ -16,6 +16,7 @@ from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.grouped_matmul.groups import Groups
 from mindspeed_dsa.ops.grouped_matmul.triton_kernels import multiply_kernel, weight_gradient_kernel
 from mindspeed_dsa.ops.triton_common import aligned, block, dense_rows, unsupported_here, widen
+from mindspeed_dsa.ops.triton_launch import on_grid
 
 # Every program holds the ends of all groups.
 _MOST_GROUPS = 1024
@@ -40,7 +41,7 @@ def multiply(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
     tiles = _tiles(rows.dtype, width_in, width_out)
     # A group's last tile may be short: at most one tile more for each group.
     most = triton.cdiv(count, tiles["BLOCK_M"]) + len(groups)
-    multiply_kernel[(most, triton.cdiv(width_out, tiles["BLOCK_N"]))](
+    on_grid(multiply_kernel, most, triton.cdiv(width_out, tiles["BLOCK_N"]))(
         rows,
         weight,
         out,
@@ -67,7 +68,7 @@ def weight_gradient(
     # BLOCK_K is a width of the result here and BLOCK_M is summed over.
     tiles["BLOCK_K"], tiles["BLOCK_M"] = min(tiles["BLOCK_M"], block(width_in)), tiles["BLOCK_K"]
     grid = (len(groups), triton.cdiv(width_in, tiles["BLOCK_K"]), triton.cdiv(width_out, tiles["BLOCK_N"]))
-    weight_gradient_kernel[grid](
+    on_grid(weight_gradient_kernel, *grid)(
         rows,
         grad_output,
         into,

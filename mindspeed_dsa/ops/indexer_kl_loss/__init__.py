@@ -5,7 +5,8 @@ The mathematics is in README.md beside this file.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from mindspeed_dsa.ops.indexer_kl_loss.arguments import (
     over_ranks,
     row_weights_of,
     shape_class,
+    shape_of_entries,
 )
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient
 from mindspeed_dsa.ops.indexer_kl_loss.protocol import FusedLoss, GradientLoss, Loss
@@ -178,14 +180,15 @@ def divergence_and_score_gradient(
         row_mask: ``[batch, query_length]`` bool, True for rows that count (all by default).
         reduction: ``"mean"`` over the rows that count, or their ``"sum"``.
         tp_group: tensor-parallel process group whose ranks hold the other heads. All of them must call.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`; all but the reference share one closed
-            form, which runs on any device.
+        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`; all but the reference and triton share
+            one closed form, which runs on any device.
 
     Returns:
         The loss, a scalar in the dtype of the scores, and its gradient, ``[batch, query_length, topk]``.
 
     Raises:
         ValueError: a shape or option does not fit.
+        BackendUnavailable: triton was asked for and cannot run.
     """
     check_shape(OPERATOR, "topk_scores", topk_scores, (None,) * 3, "[batch, query_length, topk]")
     batch, query_length, topk = topk_scores.shape
@@ -199,7 +202,8 @@ def divergence_and_score_gradient(
         # An index outside of the keys has no attention and the score -inf: 0 log 0, which adds nothing.
         valid = (topk_indices >= 0) & ((topk_scores != -torch.inf) | (attention_sum != 0))
         if backend != "reference":
-            loss, gradient = divergence_and_gradient(topk_scores, attention_sum, valid, row_weights, True)
+            form = _closed_form(topk_scores, backend)
+            loss, gradient = form(topk_scores, attention_sum, valid, row_weights, True)
             assert gradient is not None
             return loss, gradient
     from mindspeed_dsa.ops.indexer_kl_loss import reference
@@ -209,6 +213,17 @@ def divergence_and_score_gradient(
         loss = reference.divergence(scores, attention_sum, valid, row_weights)
         (gradient,) = torch.autograd.grad(loss, scores)
     return loss.detach(), gradient
+
+
+def _closed_form(
+    topk_scores: Tensor, backend: str
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]:
+    """PyTorch's in blocks, or that of a GPU's kernels, which launches one instead of some 20 a block."""
+    if backend == "triton" or (backend == "auto" and topk_scores.is_cuda):
+        # Only entries are left: no head and no dimension could exceed a limit.
+        chosen: GradientLoss = choose(OPERATOR, backend, shape_of_entries(topk_scores))
+        return chosen.divergence_and_gradient
+    return divergence_and_gradient
 
 
 @outside_autocast
@@ -272,7 +287,7 @@ def dense_indexer_kl_loss(
     row_weights = row_weights_of(rows, row_mask, reduction, index_query.new_empty(0, dtype=dtype))
     arguments = (query.detach(), key.detach(), softmax_scale, *ranges[:2], row_weights, tp_group, use_relu)
     if implementation.KIND == "gradients":
-        return _Dense.apply(implementation, index_query, index_key, index_weights, arguments)
+        return _Dense.apply(implementation, index_query, index_key, index_weights, (*arguments, *found))
     return implementation.dense_loss(index_query, index_key, index_weights, *arguments, *found)
 
 
@@ -301,12 +316,6 @@ class _Divergence(torch.autograd.Function):
         return None, gradient * grad_loss, None, None, None
 
 
-_DenseArguments: TypeAlias = (
-    "tuple[Tensor, Tensor, float, Tensor, Tensor, Tensor, dist.ProcessGroup | None, bool]"
-)
-"""Query, key, softmax_scale, starts, ends, row_weights, tp_group and use_relu."""
-
-
 class _Dense(torch.autograd.Function):
     """Dense form: the gradients of the indexer's inputs are kept."""
 
@@ -317,7 +326,7 @@ class _Dense(torch.autograd.Function):
         index_query: Tensor,
         index_key: Tensor,
         index_weights: Tensor,
-        arguments: _DenseArguments,
+        arguments: tuple[Any, ...],
     ) -> Tensor:
         loss, gradients = implementation.dense_loss_and_gradients(
             index_query, index_key, index_weights, *arguments, with_gradients=any(ctx.needs_input_grad)

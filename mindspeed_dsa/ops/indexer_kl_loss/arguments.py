@@ -111,7 +111,13 @@ def shape_class(index_query: Tensor, query: Tensor, topk: int, key_heads: int = 
         ("index_dim", index_query.shape[3]),
         ("topk", topk),
     )
-    return ShapeClass(query.device.type, query.dtype, sizes)
+    return ShapeClass.of(query, *sizes)
+
+
+def shape_of_entries(topk_scores: Tensor) -> ShapeClass:
+    """What a backend is chosen by for a call that has nothing but entries: all other sizes are 1."""
+    names = ("heads", "dim", "key_heads", "index_heads", "index_dim")
+    return ShapeClass.of(topk_scores, *((name, 1) for name in names), ("topk", topk_scores.shape[2]))
 
 
 def over_ranks(attention_sum: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:

@@ -95,9 +95,13 @@ class GradientLoss(_Loss, _SparseGradient, Protocol):
         tp_group: dist.ProcessGroup | None,
         use_relu: bool,
         /,
-        with_gradients: bool,
+        *found: Any,
+        **options: Any,
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-        """The dense form's loss and its gradients with respect to the indexer's three inputs."""
+        """The dense form's loss and its gradients with respect to the indexer's three inputs.
+
+        ``with_gradients`` says by name whether the gradients are wanted.
+        """
 
 
 class FusedLoss(_Loss, _AutogradDense, _SparseGradient, Protocol):

@@ -20,6 +20,7 @@ from mindspeed_dsa.ops.indexer_kl_loss.triton_kernels import (
     dense_sum_kernel,
     divergence_kernel,
 )
+from mindspeed_dsa.ops.indices import names_key
 from mindspeed_dsa.ops.lightning_indexer.triton import (
     gradient_constants,
     score_slab,
@@ -28,17 +29,27 @@ from mindspeed_dsa.ops.lightning_indexer.triton import (
 )
 from mindspeed_dsa.ops.lightning_indexer.triton_kernels import score_gradients_kernel
 from mindspeed_dsa.ops.precision import gradient_dtype, raising_factor
+from mindspeed_dsa.ops.row_ranges import Ranges
 from mindspeed_dsa.ops.sparse_flash_attention import triton as attention
 from mindspeed_dsa.ops.triton_common import (
     LOG2E,
     block,
     dense_rows,
     dim_blocks,
+    fails_to_compile,
     split_dim,
     unsupported_dims,
     unsupported_dtype,
     unsupported_here,
     widen,
+)
+from mindspeed_dsa.ops.triton_launch import (
+    LARGE,
+    REHEARSED_KEYS,
+    REHEARSED_ROWS,
+    meta,
+    on_grid,
+    shared_memory,
 )
 
 # Programs that keep a GPU busy: two for each multiprocessor of a large one. The gradient of few keys is
@@ -54,13 +65,34 @@ def unsupported(shape: ShapeClass) -> str | None:
     return (
         unsupported_here(shape)
         or unsupported_dims(*split_dim(shape["dim"]))
-        or unsupported_index_sizes(shape["index_heads"], shape["index_dim"])
+        or unsupported_index_sizes(shape, shape["index_heads"], shape["index_dim"])
+        or fails_to_compile(shape, rehearse)
     )
 
 
-def plan_dense(index_query: Tensor, *facts: Any) -> str | None:
-    """Why the dense form cannot take this indexer beside a main attention that fits, or None."""
-    return unsupported_dtype(index_query.dtype)
+def rehearse(shape: ShapeClass, rows: int = REHEARSED_ROWS, keys: int = REHEARSED_KEYS) -> None:
+    """The form of the loss that the shape is of, on tensors without memory."""
+    heads, dim, topk, dtype = shape["heads"], shape["dim"], shape["topk"], shape.dtype
+    shared = shape["key_heads"] == 1
+    query = meta(1, rows, heads, dim, dtype=dtype)
+    key = meta(1, keys, *(() if shared else (heads,)), dim, dtype=dtype)
+    weights = meta(1, rows, dtype=torch.float32)
+    if topk > 0:
+        indices, summed = meta(1, rows, topk, dtype=torch.int32), meta(1, rows, topk, dtype=torch.float32)
+        if dim > 1:
+            attention_sum(query, key, indices, None, 1.0)
+        divergence_and_gradient(summed, summed, names_key(indices, keys), weights, True)
+        return
+    index_query = meta(1, rows, shape["index_heads"], shape["index_dim"], dtype=dtype)
+    index_key = meta(1, keys, shape["index_dim"], dtype=dtype)
+    bound = meta(1, rows, dtype=torch.int32)
+    index = (index_query, index_key, index_query[..., 0].contiguous())
+    dense_loss_and_gradients(*index, query, key, 1.0, bound, bound, weights, None, True)
+
+
+def plan_dense(index_query: Tensor, query: Tensor, ranges: Ranges, *facts: Any) -> str | bool:
+    """Whether rows are known to see no key behind them; or why the dense form cannot take this indexer."""
+    return unsupported_dtype(index_query.dtype) or ranges.plain_causal
 
 
 def attention_sum(
@@ -86,7 +118,7 @@ def divergence_and_gradient(
     gradient = torch.empty_like(topk_scores) if with_gradient else None
     losses = torch.empty(rows, dtype=torch.float32, device=topk_scores.device)
     if rows > 0:
-        divergence_kernel[(rows,)](
+        on_grid(divergence_kernel, rows)(
             topk_scores,
             attention_sum,
             valid,
@@ -116,11 +148,14 @@ def dense_loss_and_gradients(
     row_weights: Tensor,
     tp_group: dist.ProcessGroup | None,
     use_relu: bool,
-    with_gradients: bool,
+    causal: bool = False,
+    *,
+    with_gradients: bool = True,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
     """The loss over all visible keys, and its gradients with respect to the indexer's three inputs.
 
-    Those of fp16 inputs are in fp32.
+    Those of fp16 inputs are in fp32. With ``causal`` no row sees a key behind it: those are left alone, and
+    other ranks are sent none of them.
     """
     index_query, index_key, query, key = map(dense_rows, (index_query, index_key, query, key))
     (batch, query_length), (key_length, index_dim) = query.shape[:2], index_key.shape[1:]
@@ -140,20 +175,21 @@ def dense_loss_and_gradients(
         row_weights = row_weights * factor
     # With tensor parallelism every rank cuts its rows at the same places: the lengths alone say where.
     rows = slab_rows(query_length, key_length)
-    target = torch.empty(rows, key_length, dtype=torch.float32, device=device)
-    scores = torch.empty(rows, key_length, dtype=torch.float32, device=device)
+    slabs = torch.empty(2, rows * key_length, dtype=torch.float32, device=device)
     splits = max(1, min(_MAX_SPLITS, _BUSY_PROGRAMS // max(1, triton.cdiv(key_length, 128))))
     for b in range(batch):
         shares = torch.zeros(splits, key_length, index_dim, dtype=torch.float32, device=device)
         for first in range(0, query_length if key_length else 0, rows):
-            at = (b, slice(first, min(first + rows, query_length)))
-            _target(query[at], key[b], softmax_scale, starts[at], ends[at], target)
+            last = min(first + rows, query_length)
+            at, width = (b, slice(first, last)), last if causal else key_length
+            target, scores = (slab[: (last - first) * width].view(last - first, width) for slab in slabs)
+            everywhere = tp_group is not None
+            _target(query[at], key[b, :width], softmax_scale, starts[at], ends[at], target, everywhere)
             if tp_group is not None:
-                dist.all_reduce(target[: starts[at].numel()], group=tp_group)
-            score_slab(
-                index_query[at], index_key[b], index_weights[at], starts[at], ends[at], scores, use_relu
-            )
-            divergence_kernel[(starts[at].numel(),)](
+                dist.all_reduce(target, group=tp_group)
+            inputs = index_query[at], index_key[b, :width], index_weights[at]
+            score_slab(*inputs, starts[at], ends[at], scores, use_relu)
+            on_grid(divergence_kernel, starts[at].numel())(
                 scores,
                 target,
                 target,
@@ -162,16 +198,16 @@ def dense_loss_and_gradients(
                 row_weights[at],
                 losses[at],
                 target,
-                key_length,
+                width,
                 RANGES=True,
                 WITH_GRADIENT=with_gradients,
                 BLOCK=1024,
                 num_warps=4,
             )
             if with_gradients:
-                inputs = index_query[at], index_key[b], index_weights[at]
+                seen = shares[:, :width]
                 _gradients(
-                    target, inputs, starts[at], ends[at], grad_query[at], shares, grad_weights[at], use_relu
+                    target, inputs, starts[at], ends[at], grad_query[at], seen, grad_weights[at], use_relu
                 )
         grad_key[b] = shares.sum(0)
     if factor is not None:
@@ -183,7 +219,13 @@ def dense_loss_and_gradients(
 
 
 def _target(
-    query: Tensor, key: Tensor, softmax_scale: float, starts: Tensor, ends: Tensor, slab: Tensor
+    query: Tensor,
+    key: Tensor,
+    softmax_scale: float,
+    starts: Tensor,
+    ends: Tensor,
+    slab: Tensor,
+    everywhere: bool,
 ) -> None:
     """Probabilities over the visible keys, summed over heads, into ``slab``.
 
@@ -193,19 +235,30 @@ def _target(
         softmax_scale: factor of the scores.
         starts: ``[rows]`` int32.
         ends: ``[rows]`` int32.
-        slab: at least ``[rows, key_length]``; undefined afterwards where a row does not see a key.
+        slab: ``[rows, key_length]``.
+        everywhere: whether to write zeros where a row does not see a key, instead of nothing.
     """
     (rows, heads, dim), key_length = query.shape, key.shape[0]
     shared = key.dim() == 2
     lse = torch.empty(rows, heads, dtype=torch.float32, device=query.device)
     sizes = (rows, heads, key_length, *query.stride()[:2], key.stride(0), 0 if shared else key.stride(1))
-    tiles = _dense_tiles(query.dtype, dim, shared)
+    tiles = _dense_tiles(query, shared)
     constants = dim_blocks(split_dim(dim)[0], dim) | {"WIDEN": widen(query)} | tiles
     blocks = triton.cdiv(rows, tiles["BLOCK_M"])
     scale_log2 = softmax_scale * LOG2E
-    dense_lse_kernel[(blocks * heads,)](query, key, starts, ends, lse, *sizes, scale_log2, **constants)
-    dense_sum_kernel[(blocks * triton.cdiv(key_length, tiles["BLOCK_N"]),)](
-        query, key, starts, ends, lse, slab, *sizes, scale_log2, SHARED_KEY=shared, **constants
+    on_grid(dense_lse_kernel, blocks * heads)(query, key, starts, ends, lse, *sizes, scale_log2, **constants)
+    on_grid(dense_sum_kernel, blocks * triton.cdiv(key_length, tiles["BLOCK_N"]))(
+        query,
+        key,
+        starts,
+        ends,
+        lse,
+        slab,
+        *sizes,
+        scale_log2,
+        SHARED_KEY=shared,
+        EVERYWHERE=everywhere,
+        **constants,
     )
 
 
@@ -228,14 +281,14 @@ def _gradients(
         starts: ``[rows]`` int32.
         ends: ``[rows]`` int32.
         grad_query: as the query, written.
-        grad_key_shares: ``[splits, key_length, dim]`` fp32, whose sum is the gradient.
+        grad_key_shares: ``[splits, key_length, dim]`` fp32, part of a larger one; their sum is the gradient.
         grad_weights: as the weights, written.
         use_relu: whether the product of each head is clamped at zero.
     """
     query, key, weights = inputs
     rows, key_length, splits = query.shape[0], key.shape[0], grad_key_shares.shape[0]
     constants = gradient_constants(query, use_relu)
-    score_gradients_kernel[(rows,)](
+    on_grid(score_gradients_kernel, rows)(
         grad_scores,
         query,
         key,
@@ -261,7 +314,7 @@ def _gradients(
         **constants,
     )
     tiles = _key_gradient_tiles(query.dtype, query.shape[1], query.shape[2])
-    dense_key_gradient_kernel[(triton.cdiv(key_length, tiles["BLOCK_N"]) * splits,)](
+    on_grid(dense_key_gradient_kernel, triton.cdiv(key_length, tiles["BLOCK_N"]) * splits)(
         grad_scores,
         query,
         key,
@@ -271,6 +324,7 @@ def _gradients(
         grad_key_shares,
         rows,
         key_length,
+        grad_key_shares.stride(0),
         *query.stride()[:2],
         key.stride(0),
         *weights.stride(),
@@ -280,9 +334,14 @@ def _gradients(
     )
 
 
-def _dense_tiles(dtype: torch.dtype, dim: int, shared: bool) -> dict[str, Any]:
-    if dtype == torch.float32:
+def _dense_tiles(query: Tensor, shared: bool) -> dict[str, Any]:
+    dim = query.shape[-1]
+    if query.dtype == torch.float32:
         return {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 1}
+    if shared_memory(query.device) < LARGE:
+        if dim <= 256:
+            return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
+        return {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
     if dim <= 256:
         return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
     if shared:

@@ -158,11 +158,13 @@ def dense_sum_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SHARED_KEY: tl.constexpr,
+    EVERYWHERE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """One program per block of rows and tile of keys: probabilities summed over heads, in head order.
 
-    ``slab`` is ``[rows, key_length]``; tiles that no row of the block sees are skipped, not written.
+    ``slab`` is ``[rows, key_length]``; tiles that no row of the block sees are skipped, and written, as
+    zeros, with ``EVERYWHERE`` only.
     """
     tiles = tl.cdiv(key_length, BLOCK_N)
     first_key = (tl.program_id(0) % tiles) * BLOCK_N
@@ -204,6 +206,13 @@ def dense_sum_kernel(
             summed,
             mask=is_row[:, None] & inside[None, :],
         )
+    elif EVERYWHERE:
+        position = first_key + tl.arange(0, BLOCK_N)
+        tl.store(
+            slab + row.to(tl.int64)[:, None] * key_length + position[None, :],
+            tl.zeros([BLOCK_M, BLOCK_N], tl.float32),
+            mask=is_row[:, None] & (position < key_length)[None, :],
+        )
 
 
 @triton.jit
@@ -217,6 +226,7 @@ def dense_key_gradient_kernel(
     grad_key,
     rows,
     key_length,
+    grad_split,
     query_row,
     query_head,
     key_row,
@@ -234,7 +244,8 @@ def dense_key_gradient_kernel(
 ):
     """One program per tile of keys and share of the rows; no other program adds to its part of ``grad_key``.
 
-    ``grad_key`` is ``[SPLITS, key_length, dim]`` fp32, ``grad_scores`` is ``[rows, key_length]``.
+    ``grad_key`` is ``[SPLITS, keys, dim]`` fp32, ``grad_split`` numbers for each of the first;
+    ``grad_scores`` is ``[rows, key_length]``.
     """
     split = tl.program_id(0) % SPLITS
     first_key = (tl.program_id(0) // SPLITS) * BLOCK_N
@@ -257,7 +268,7 @@ def dense_key_gradient_kernel(
         head = tl.arange(0, BLOCK_J)
         is_head = head < HEADS
         q_offsets = head.to(tl.int64) * query_head
-        out_offsets = (split * key_length + position).to(tl.int64) * DIM
+        out_offsets = split.to(tl.int64) * grad_split + position.to(tl.int64) * DIM
         acc = load_rows(grad_key, out_offsets, inside, 0, DIM, BLOCK_D)
         for index in range(begin, end):
             at = tl.cast(index, tl.int64)

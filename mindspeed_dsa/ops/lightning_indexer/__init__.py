@@ -152,9 +152,7 @@ def _check_operands(query: Tensor, key: Tensor, weights: Tensor) -> None:
 
 def _shape_class(query: Tensor, topk: int) -> ShapeClass:
     heads, head_dim = query.shape[2:]
-    return ShapeClass(
-        query.device.type, query.dtype, (("heads", heads), ("head_dim", head_dim), ("topk", topk))
-    )
+    return ShapeClass.of(query, ("heads", heads), ("head_dim", head_dim), ("topk", topk))
 
 
 class _Select(torch.autograd.Function):

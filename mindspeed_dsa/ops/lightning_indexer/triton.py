@@ -21,15 +21,24 @@ from mindspeed_dsa.ops.lightning_indexer.triton_kernels import (
 )
 from mindspeed_dsa.ops.precision import gradient_dtype, raising_factor
 from mindspeed_dsa.ops.triton_common import (
-    WORKSPACE_BYTES,
     add_rows_by_key,
     block,
     dense_rows,
+    fails_to_compile,
     key_ids,
     packed_indices,
     row_lengths,
+    tile_bytes,
     unsupported_here,
     widen,
+)
+from mindspeed_dsa.ops.triton_launch import (
+    REHEARSED_KEYS,
+    REHEARSED_ROWS,
+    SMALL,
+    meta,
+    on_grid,
+    shared_memory,
 )
 
 # Rows of scores held at a time: as many as fit into the bytes, but at most so many.
@@ -44,11 +53,36 @@ plan_call = takes_every_call
 
 def unsupported(shape: ShapeClass) -> str | None:
     """Why this backend cannot take calls of this shape, or None."""
-    return unsupported_here(shape) or unsupported_index_sizes(shape["heads"], shape["head_dim"])
+    return (
+        unsupported_here(shape)
+        or unsupported_index_sizes(shape, shape["heads"], shape["head_dim"])
+        or fails_to_compile(shape, rehearse)
+    )
 
 
-def unsupported_index_sizes(heads: int, head_dim: int) -> str | None:
+def rehearse(
+    shape: ShapeClass, rows: int = REHEARSED_ROWS, keys: int = REHEARSED_KEYS, use_relu: bool = True
+) -> None:
+    """Selection, scores at given entries and the gradients of both, on tensors without memory."""
+    heads, dim, dtype = shape["heads"], shape["head_dim"], shape.dtype
+    inputs = (
+        meta(1, rows, heads, dim, dtype=dtype),
+        meta(1, keys, dim, dtype=dtype),
+        meta(1, rows, heads, dtype=dtype),
+    )
+    bound = meta(1, rows, dtype=torch.int32)
+    indices, scores = select(*inputs, min(shape["topk"], keys), bound, bound, use_relu)
+    scores_at(*inputs, indices, use_relu)
+    score_gradients(scores, *inputs, indices, use_relu)
+
+
+def unsupported_index_sizes(shape: ShapeClass, heads: int, head_dim: int) -> str | None:
     """Why an indexer of this size does not fit, or None."""
+    if shape.device == "cuda" and shared_memory(shape.place) == SMALL and _large(heads, head_dim):
+        return (
+            "its backward holds all indexer heads of a row, on a GPU with 99 KiB of shared memory at most 64 "
+            f"of 128 numbers, and these are {heads} of {head_dim}"
+        )
     if heads <= MAX_HEADS and head_dim <= MAX_HEAD_DIM:
         return None
     return (
@@ -74,7 +108,7 @@ def select(
         for first in range(0, query_length, rows):
             at = (b, slice(first, min(first + rows, query_length)))
             score_slab(query[at], key[b], weights[at], starts[at], ends[at], slab, use_relu)
-            select_kernel[(starts[at].numel(),)](
+            on_grid(select_kernel, starts[at].numel())(
                 slab,
                 starts[at],
                 ends[at],
@@ -117,7 +151,7 @@ def score_slab(
     (rows, heads, dim), key_length = query.shape, key.shape[0]
     tiles = _slab_tiles(query.dtype, heads, dim)
     blocks = triton.cdiv(rows, tiles["BLOCK_Q"]) * triton.cdiv(key_length, tiles["BLOCK_N"])
-    score_slab_kernel[(blocks,)](
+    on_grid(score_slab_kernel, blocks)(
         query,
         key,
         weights,
@@ -146,7 +180,7 @@ def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor,
     if scores.numel() == 0:
         return scores
     tiles = _entry_tiles(query.dtype, heads, dim)
-    scores_at_kernel[(batch * rows * triton.cdiv(topk, tiles["BLOCK_N"]),)](
+    on_grid(scores_at_kernel, batch * rows * triton.cdiv(topk, tiles["BLOCK_N"]))(
         query,
         key,
         weights,
@@ -194,11 +228,11 @@ def score_gradients(
         lengths = row_lengths(topk_indices, key_length)
         chunk = batch * rows
         if deterministic:
-            chunk = max(1, min(chunk, WORKSPACE_BYTES // (4 * topk * dim)))
+            chunk = max(1, min(chunk, tile_bytes(grad_key) // (4 * topk * dim)))
         tiles = torch.empty(chunk, topk, dim, device=query.device) if deterministic else None
         for first in range(0, batch * rows, chunk):
             count = min(chunk, batch * rows - first)
-            score_gradients_kernel[(count,)](
+            on_grid(score_gradients_kernel, count)(
                 grad_scores[first:],
                 query,
                 key,
@@ -272,8 +306,13 @@ def _entry_tiles(dtype: torch.dtype, heads: int, dim: int) -> dict[str, Any]:
 
 def _gradient_tiles(dtype: torch.dtype, heads: int, dim: int) -> dict[str, Any]:
     if dtype == torch.float32:
-        large = block(heads) * block(dim) > 64 * 128
-        return {"BLOCK_N": 16, "num_warps": 8, "num_stages": 1 if large else 2}
-    if block(heads) * block(dim) > 64 * 128:
-        return {"BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
+        return {"BLOCK_N": 16, "num_warps": 8, "num_stages": 1 if _large(heads, dim) else 2}
+    if _large(heads, dim):
+        # A second stage would leave no registers for products that overlap.
+        return {"BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
     return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
+
+
+def _large(heads: int, dim: int) -> bool:
+    """Whether an indexer exceeds DeepSeek-V3.2's, whose 64 heads of 128 numbers fit everywhere."""
+    return block(heads) * block(dim) > 64 * 128

@@ -110,6 +110,43 @@ def ordered_bits(scores):
 
 
 @triton.jit
+def next_digit(
+    scores_of_row,
+    start,
+    end,
+    key_length,
+    prefix,
+    wanted,
+    SHIFT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The next ``WIDTH`` bits of the last score to be taken, ``SHIFT`` from the lowest: one pass over a row.
+
+    Takes and returns the bits known before, and how many scores that begin with them are still to be taken.
+    """
+    lane = tl.arange(0, BLOCK)
+    digit = tl.arange(0, 1 << WIDTH)
+    counts = tl.zeros([1 << WIDTH], tl.int32)
+    for first in range(start // BLOCK * BLOCK, end, BLOCK):
+        position = first + lane
+        scores = tl.load(scores_of_row + position, mask=position < key_length, other=0.0)
+        counted = (position >= start) & (position < end)
+        bits = ordered_bits(scores)
+        if SHIFT + WIDTH < 32:
+            counted = counted & ((bits >> (SHIFT + WIDTH)) == prefix)
+        digits = ((bits >> SHIFT) & ((1 << WIDTH) - 1)).to(tl.int32)
+        counts += tl.histogram(tl.where(counted, digits, 0), 1 << WIDTH)
+        # What is not counted was put to digit 0.
+        counts -= tl.where(digit == 0, BLOCK - tl.sum(counted.to(tl.int32), axis=0), 0)
+    # Scores with at least this digit, for each digit: falls from all to few.
+    at_least = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
+    chosen = tl.sum((at_least >= wanted).to(tl.int32), axis=0) - 1
+    wanted -= tl.sum(tl.where(digit > chosen, counts, 0), axis=0)
+    return (prefix << WIDTH) | chosen.to(tl.uint32), wanted
+
+
+@triton.jit
 def select_kernel(
     slab,
     starts,
@@ -122,8 +159,8 @@ def select_kernel(
 ):
     """One program per row: the topk highest scores of its range, ascending positions, -1 at the tail.
 
-    Four passes over the row find the bits of the topk-th highest score, eight at a time, by counting; a
-    fifth copies what is above it and the first of those equal to it. Counts do not depend on the order in
+    Three passes over the row find the bits of the topk-th highest score, eleven, eleven and ten, by counting;
+    a fourth copies what is above it and the first of those equal to it. Counts do not depend on the order in
     which threads count, so the result depends on the scores alone.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -131,35 +168,21 @@ def select_kernel(
     end = tl.load(ends + row)
     scores_of_row = slab + row * key_length
     lane = tl.arange(0, BLOCK)
-    digit = tl.arange(0, 256)
+    # Blocks begin at their multiples and are read up to the last key, seen or not: four scores at a time.
+    begin = start // BLOCK * BLOCK
     # Bits known so far, and how many scores that begin with them are still to be taken.
     prefix = tl.zeros([], tl.uint32)
     wanted = tl.zeros([], tl.int32) + topk
     if end - start > topk:
-        for level in tl.static_range(4):
-            counts = tl.zeros([256], tl.int32)
-            for first in range(start, end, BLOCK):
-                position = first + lane
-                counted = position < end
-                scores = tl.load(scores_of_row + position, mask=counted, other=0.0)
-                bits = ordered_bits(scores)
-                if level > 0:
-                    counted = counted & ((bits >> (32 - 8 * level)) == prefix)
-                digits = tl.where(counted, (bits >> (24 - 8 * level)) & 255, 0).to(tl.int32)
-                counts += tl.histogram(digits, 256)
-                # What is not counted was put to digit 0.
-                counts -= tl.where(digit == 0, BLOCK - tl.sum(counted.to(tl.int32), axis=0), 0)
-            # Scores with at least this digit, for each digit: falls from all to few.
-            at_least = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
-            chosen = tl.sum((at_least >= wanted).to(tl.int32), axis=0) - 1
-            wanted -= tl.sum(tl.where(digit > chosen, counts, 0), axis=0)
-            prefix = (prefix << 8) | chosen.to(tl.uint32)
+        prefix, wanted = next_digit(scores_of_row, start, end, key_length, prefix, wanted, 21, 11, BLOCK)
+        prefix, wanted = next_digit(scores_of_row, start, end, key_length, prefix, wanted, 10, 11, BLOCK)
+        prefix, wanted = next_digit(scores_of_row, start, end, key_length, prefix, wanted, 0, 10, BLOCK)
     taken = tl.zeros([], tl.int32)
     ties = tl.zeros([], tl.int32)
-    for first in range(start, end, BLOCK):
+    for first in range(begin, end, BLOCK):
         position = first + lane
-        inside = position < end
-        scores = tl.load(scores_of_row + position, mask=inside, other=0.0)
+        scores = tl.load(scores_of_row + position, mask=position < key_length, other=0.0)
+        inside = (position >= start) & (position < end)
         bits = ordered_bits(scores)
         above = inside & (bits > prefix)
         equal = inside & (bits == prefix)

@@ -193,7 +193,7 @@ def _check_probs(probs: Tensor, tokens: Tensor, shape: tuple[int | None, ...]) -
 
 
 def _shape_class(tokens: Tensor) -> ShapeClass:
-    return ShapeClass(tokens.device.type, tokens.dtype, (("hidden", tokens.shape[1]),))
+    return ShapeClass.of(tokens, ("hidden", tokens.shape[1]))
 
 
 class _Permute(torch.autograd.Function):

@@ -19,6 +19,7 @@ from mindspeed_dsa.ops.moe_permute.triton_kernels import (
     weighted_gather_kernel,
 )
 from mindspeed_dsa.ops.triton_common import unsupported_here
+from mindspeed_dsa.ops.triton_launch import on_grid
 
 KIND: Literal["gradients"] = "gradients"
 # Columns that a program works on at a time.
@@ -27,7 +28,7 @@ _MAX_BLOCK = 2048
 
 def unsupported(shape: ShapeClass) -> str | None:
     """Why this backend cannot take calls of this shape, or None."""
-    return unsupported_here(shape, large_tiles=False)
+    return unsupported_here(shape)
 
 
 def plan_permute(tokens: Tensor, probs: Tensor | None, topk: int | None) -> Any:
@@ -64,7 +65,7 @@ def permute_gradients(
         return grad_tokens, None
     dense, rows = grad_probs.new_zeros(tokens, experts), len(grad_probs)
     if rows:
-        scatter_probs_kernel[(triton.cdiv(rows, 1024),)](
+        on_grid(scatter_probs_kernel, triton.cdiv(rows, 1024))(
             grad_probs.contiguous(), found.tokens, found.experts, dense, rows, experts, BLOCK=1024
         )
     return grad_tokens, dense
@@ -88,7 +89,7 @@ def unpermute_gradients(
         _gather(grad, found, out, None, None)
         return out, None
     grad_probs = torch.zeros_like(probs, memory_format=torch.contiguous_format)
-    weighted_gather_kernel[(rows,)](
+    on_grid(weighted_gather_kernel, rows)(
         grad.contiguous(),
         permuted.contiguous(),
         found.tokens,
@@ -132,7 +133,7 @@ def _list_rows(routing_map: Tensor, rows: int) -> RowMap:
     torch.cumsum(routing_map.sum(1, dtype=torch.int32), 0, dtype=torch.int32, out=offsets[1:])
     # No token has the rows that the map does not fill, and no list reaches beyond the rows.
     parts = torch.full((3, rows), -1, dtype=torch.int32, device=device)
-    list_rows_kernel[(tokens,)](
+    on_grid(list_rows_kernel, tokens)(
         routing_map.contiguous().view(torch.int8),
         rank,
         offsets,
@@ -152,7 +153,7 @@ def _gather(
     rows, hidden = out.shape
     if rows == 0:
         return
-    gather_kernel[(rows,)](
+    on_grid(gather_kernel, rows)(
         source.contiguous(),
         found.tokens,
         found.experts,
@@ -173,7 +174,7 @@ def _add_up(
     hidden = source.shape[1]
     total = source.new_empty(tokens, hidden)
     block = _block(hidden)
-    add_up_kernel[(tokens, triton.cdiv(hidden, block))](
+    on_grid(add_up_kernel, tokens, triton.cdiv(hidden, block))(
         source.contiguous(),
         found.starts(tokens),
         found.rows,

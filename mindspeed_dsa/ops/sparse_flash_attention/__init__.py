@@ -103,11 +103,8 @@ def sparse_flash_attention(
         check_shape(
             OPERATOR, "topk_scores", topk_scores, tuple(topk_indices.shape), "as large as topk_indices"
         )
-    shape = ShapeClass(
-        query.device.type,
-        query.dtype,
-        (("heads", heads), ("dim", dim), ("value_dim", value_dim), ("topk", topk_indices.shape[-1])),
-    )
+    sizes = (("heads", heads), ("dim", dim), ("value_dim", value_dim), ("topk", topk_indices.shape[-1]))
+    shape = ShapeClass.of(query, *sizes)
     chosen: Attention = choose(OPERATOR, backend, shape)
     chosen = unless_empty(OPERATOR, chosen, query, key_value)
     implementation, found = plan(

@@ -31,13 +31,24 @@ from mindspeed_dsa.ops.triton_common import (
     block,
     dense_rows,
     dim_blocks,
+    fails_to_compile,
     key_ids,
-    on_blackwell,
     packed_indices,
     row_lengths,
+    tile_bytes,
     unsupported_dims,
     unsupported_here,
     widen,
+)
+from mindspeed_dsa.ops.triton_launch import (
+    LARGE,
+    REHEARSED_KEYS,
+    REHEARSED_ROWS,
+    SMALL,
+    meta,
+    on_blackwell,
+    on_grid,
+    shared_memory,
 )
 
 __all__ = ["KIND", "attention_sum", "backward", "forward", "log_sum_exp", "plan_call", "unsupported"]
@@ -52,18 +63,23 @@ def unsupported(shape: ShapeClass) -> str | None:
     return (
         unsupported_here(shape)
         or unsupported_dims(value_dim, shape["dim"] - value_dim)
-        or _unsupported_on_blackwell(shape)
+        or fails_to_compile(shape, rehearse)
     )
 
 
-def _unsupported_on_blackwell(shape: ShapeClass) -> str | None:
-    """Why tiles that fit Hopper do not fit there, or None; fp32 has smaller ones."""
-    if shape["heads"] <= 16 or shape.dtype == torch.float32 or not on_blackwell(shape):
-        return None
-    return (
-        "on compute capability 10.x its tiles of more than 16 heads take up to 293 KiB of shared memory, and "
-        f"there are 227; these are {shape['heads']} heads, which tensor parallelism would cut"
-    )
+def rehearse(
+    shape: ShapeClass,
+    rows: int = REHEARSED_ROWS,
+    keys: int = REHEARSED_KEYS,
+    sums: tuple[bool, ...] = (True, False),
+) -> None:
+    """Both directions, with and without what callers may ask of them, on tensors without memory."""
+    heads, dim, value_dim = shape["heads"], shape["dim"], shape["value_dim"]
+    query, key = meta(1, rows, heads, dim, dtype=shape.dtype), meta(1, keys, dim, dtype=shape.dtype)
+    indices = meta(1, rows, shape["topk"], dtype=torch.int32)
+    out, lse, _ = forward(query, key, indices, 1.0, value_dim, True)
+    for with_sum in sums:
+        backward(out, query, key, indices, out, lse, 1.0, with_sum)
 
 
 def forward(
@@ -104,8 +120,8 @@ def _forward(
     lse = torch.empty(batch, rows, heads, dtype=torch.float32, device=query.device)
     if lse.numel() == 0:
         return lse
-    tiles = _forward_tiles(query.dtype, heads)
-    forward_kernel[(batch * rows * triton.cdiv(heads, tiles["BLOCK_H"]),)](
+    tiles = _forward_tiles(query, heads)
+    on_grid(forward_kernel, batch * rows * triton.cdiv(heads, tiles["BLOCK_H"]))(
         query,
         key_value,
         topk_indices,
@@ -141,9 +157,9 @@ def attention_sum(
     summed = torch.empty(topk_indices.shape, dtype=torch.float32, device=query.device)
     if summed.numel() == 0:
         return summed
-    tiles = _sum_tiles(query.dtype, heads)
+    tiles = _sum_tiles(query, heads)
     topk = topk_indices.shape[2]
-    attention_sum_kernel[(batch * rows * triton.cdiv(topk, tiles["BLOCK_N"]),)](
+    on_grid(attention_sum_kernel, batch * rows * triton.cdiv(topk, tiles["BLOCK_N"]))(
         query,
         key_value,
         topk_indices,
@@ -199,14 +215,15 @@ def backward(
         lengths = row_lengths(topk_indices, key_length)
         delta = _delta(grad_out, out)
         constants = dim_blocks(value_dim, dim) | {"WIDEN": widen(query)}
-        key_tiles, query_tiles = _backward_keys_tiles(query.dtype, heads), _forward_tiles(query.dtype, heads)
+        key_tiles, query_tiles = _backward_keys_tiles(query, heads), _forward_tiles(query, heads)
         row_bytes = topk * (heads * query.element_size() + (4 * dim if deterministic else 0))
-        chunk = max(1, min(batch * rows, WORKSPACE_BYTES // row_bytes))
+        workspace = tile_bytes(grad_key_value) if deterministic else WORKSPACE_BYTES
+        chunk = max(1, min(batch * rows, workspace // row_bytes))
         grad_scores = torch.empty(chunk, topk, heads, dtype=query.dtype, device=device)
         gathered = torch.empty(chunk, topk, dim, device=device) if deterministic else None
         for first in range(0, batch * rows, chunk):
             count = min(chunk, batch * rows - first)
-            backward_keys_kernel[(count * triton.cdiv(topk, key_tiles["BLOCK_N"]),)](
+            on_grid(backward_keys_kernel, count * triton.cdiv(topk, key_tiles["BLOCK_N"]))(
                 query,
                 key_value,
                 topk_indices,
@@ -233,7 +250,7 @@ def backward(
                 **constants,
                 **key_tiles,
             )
-            backward_query_kernel[(count * triton.cdiv(heads, query_tiles["BLOCK_H"]),)](
+            on_grid(backward_query_kernel, count * triton.cdiv(heads, query_tiles["BLOCK_H"]))(
                 key_value,
                 topk_indices,
                 lengths,
@@ -262,7 +279,7 @@ def _delta(grad_out: Tensor, out: Tensor) -> Tensor:
     """``[batch, rows, heads]`` fp32: output times its gradient, summed over the value dimension."""
     batch, rows, heads, value_dim = out.shape
     delta = torch.empty(batch, rows, heads, dtype=torch.float32, device=out.device)
-    delta_kernel[(batch * rows * triton.cdiv(heads, 16),)](
+    on_grid(delta_kernel, batch * rows * triton.cdiv(heads, 16))(
         grad_out,
         out,
         delta,
@@ -277,23 +294,37 @@ def _delta(grad_out: Tensor, out: Tensor) -> Tensor:
     return delta
 
 
-def _forward_tiles(dtype: torch.dtype, heads: int) -> dict[str, Any]:
+def _forward_tiles(query: Tensor, heads: int) -> dict[str, Any]:
     """Programs hold an output of BLOCK_H x 512 in registers: 64 heads fill 8 warps."""
-    if dtype == torch.float32:
-        return {"BLOCK_H": 16, "BLOCK_N": 16, "num_warps": 8, "num_stages": 2}
-    if heads > 32:
-        return {"BLOCK_H": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
-    return {"BLOCK_H": block(heads), "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
+    memory = shared_memory(query.device)
+    if query.dtype == torch.float32:
+        return _tiles(16, 16, 8, 2 if memory > SMALL else 1)
+    if heads <= 16:
+        return _tiles(16, 32, 4, 3)
+    if heads <= 32 or memory == SMALL:
+        return _tiles(32, 32, 8, 3) if memory < LARGE else _tiles(32, 32, 4, 3)
+    return _tiles(64, 32 if memory < LARGE or on_blackwell(query.device) else 64, 8, 3)
 
 
-def _sum_tiles(dtype: torch.dtype, heads: int) -> dict[str, Any]:
-    if dtype == torch.float32:
-        return {"BLOCK_H": 16, "BLOCK_N": 16, "num_warps": 8, "num_stages": 2}
-    return {"BLOCK_H": min(block(heads), 32), "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
+def _sum_tiles(query: Tensor, heads: int) -> dict[str, Any]:
+    memory = shared_memory(query.device)
+    if query.dtype == torch.float32:
+        return _tiles(16, 16, 8, 2 if memory > SMALL else 1)
+    if memory < LARGE:
+        # Half of the shared memory or less: another program hides what this one waits for.
+        return _tiles(16, 32, 4, 2)
+    return _tiles(min(block(heads), 32), 64, 4, 3)
 
 
-def _backward_keys_tiles(dtype: torch.dtype, heads: int) -> dict[str, Any]:
+def _backward_keys_tiles(query: Tensor, heads: int) -> dict[str, Any]:
     """Programs hold a gradient of BLOCK_N x 576 in registers and stream query and output gradient."""
-    if dtype == torch.float32:
-        return {"BLOCK_H": 16, "BLOCK_N": 16, "num_warps": 8, "num_stages": 1}
-    return {"BLOCK_H": min(block(heads), 32), "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
+    if query.dtype == torch.float32:
+        return _tiles(16, 16, 8, 1)
+    if shared_memory(query.device) < LARGE:
+        # Products of single warps keep more in registers: with 64 keys a thread spills 5 KB.
+        return _tiles(16, 32, 8, 2)
+    return _tiles(16 if on_blackwell(query.device) else min(block(heads), 32), 64, 8, 2)
+
+
+def _tiles(heads: int, keys: int, warps: int, stages: int) -> dict[str, Any]:
+    return {"BLOCK_H": heads, "BLOCK_N": keys, "num_warps": warps, "num_stages": stages}

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.features.memory import discarded
 from mindspeed_dsa.features.memory.swap_attention.swapped_storage import SwappedStorage
-from mindspeed_dsa.parallel import own_weights
+from mindspeed_dsa.parallel import discarded, own_weights
 
 _running: ContextVar[LayerPass | None] = ContextVar("running", default=None)
 

@@ -69,6 +69,13 @@ FEATURE = Feature(
             params=("hidden_states",),
             versions=">=0.16,<0.20",
         ),
+        Patch(
+            "megatron.core.pipeline_parallel.utils:ScheduleNode.default_backward_func",
+            "wrap",
+            f"{_HERE}.frozen:run_what_learns",
+            "it refuses pieces in which nothing learns, as a frozen embedding",
+            params=("outputs", "output_grad"),
+        ),
         transfers.ROW,
         ports.ROW,
     ),

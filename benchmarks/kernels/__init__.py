@@ -1,0 +1,142 @@
+"""Triton kernels compiled ahead of time: registers, spills, traffic, and what they could reach by a model.
+
+Nothing runs on a GPU, and none is needed. ``model_fraction_of_peak`` is a bound that comes from the counts,
+see :mod:`benchmarks.kernels.model`; it is no measurement.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.registry import Metrics
+
+HEADS = (128, 64, 32, 16)
+TARGETS = (90, 80, 100, 120)
+INDEXER = (64, 128)
+DENSE = ((128, 576, True), (16, 192, False))
+# What tells apart kernels of one call, and what is counted of each.
+_FLAGS = ("WITH_OUT", "WITH_SUM", "USE_RELU", "GATHERED", "RANGES")
+_COUNTED = (
+    *("registers", "spilled", "shared", "warps", "wgmma", "tcgen05", "mma", "waits"),
+    *("async_copies", "vector_atomics"),
+)
+
+
+def run(device: str, quick: bool = False) -> Metrics:
+    """Counts of every kernel in bf16 for DeepSeek-V3.2's sizes, and the model.
+
+    Args:
+        device: not used: compilation needs none.
+        quick: the attention's kernels with 16 heads for one target only.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise SystemExit("kernels-static compiles the kernels: unset TRITON_INTERPRET")
+    targets, heads = (TARGETS[:1], HEADS[-1:]) if quick else (TARGETS, HEADS)
+    tables = {f"sm_{target}": _counts(target, heads, quick) for target in targets}
+    kernels = [kernel for table in tables.values() for kernel in table.values()]
+    spilled: dict[str, int] = {}
+    for kernel in kernels:
+        spilled[kernel["kernel"]] = max(spilled.get(kernel["kernel"], 0), kernel["spilled"])
+    return {
+        "serialised": sum(kernel["serialised"] for kernel in kernels),
+        "over_limit": sum(kernel["over_limit"] for kernel in kernels),
+        "spill_bytes": spilled,
+        "model_fraction_of_peak": _model(tables),
+        "kernels": tables,
+    }
+
+
+def _counts(target: int, heads: tuple[int, ...], quick: bool) -> dict[str, dict[str, Any]]:
+    """Figures of each kernel, by its name, the words of the call and the flags of its source."""
+    from benchmarks.kernels.compiled import SHARED_MEMORY, compiled
+
+    found: dict[str, dict[str, Any]] = {}
+    for words, kernel in compiled(target, _calls(heads, quick), each=True):
+        flags = [f"{name}={kernel.constants[name]}" for name in _FLAGS if name in kernel.constants]
+        name = ", ".join([kernel.name, words, *flags])
+        print(f"sm_{target}: {name}", file=sys.stderr, flush=True)
+        found[name] = {
+            "kernel": kernel.name,
+            **{name: getattr(kernel, name) for name in _COUNTED},
+            "serialised": int(any(number.startswith("C75") for number in kernel.advisories)),
+            "over_limit": int(kernel.shared > SHARED_MEMORY[target]),
+            **_rates(target, words, kernel),
+        }
+    return found
+
+
+def _calls(heads: tuple[int, ...], quick: bool) -> Iterator[tuple[str, Any]]:
+    from benchmarks.kernels import cases
+
+    for count in heads:
+        yield f"{count} heads", partial(cases.run_attention, torch.bfloat16, count)
+    if quick:
+        return
+    yield "indexer", partial(cases.run_indexer, torch.bfloat16, *INDEXER)
+    for count, dim, shared in DENSE:
+        words = f"dense, {count} heads of {dim}"
+        yield words, partial(cases.run_loss, torch.bfloat16, count, dim, shared)
+
+
+def _rates(target: int, words: str, kernel: Any) -> dict[str, Any]:
+    """FLOP per byte, and for each GPU of this target the fraction of its peak that the model allows."""
+    from benchmarks.kernels import model
+
+    work = _work(words, kernel)
+    if work is None:
+        return {}
+    found: dict[str, Any] = {
+        "flop_per_l2_byte": round(work.useful / work.l2, 1),
+        "flop_per_memory_byte": round(work.useful / work.memory, 1)
+        if work.memory
+        else "reads the cache only",
+        "programs_of_a_row": work.programs,
+        "useful_flop": work.useful,
+    }
+    for name, gpu in model.GPUS.items():
+        if gpu.target == target:
+            found[name] = round(work.useful / model.seconds(kernel, work, gpu) / gpu.flops, 3)
+    return found
+
+
+def _work(words: str, kernel: Any) -> Any:
+    """What one row of the kernel does, or None for kernels that multiply nothing."""
+    from benchmarks.kernels import cases, model
+
+    if kernel.name in model.ATTENTION:
+        heads = words.split()[0]
+        return model.attention(kernel, int(heads), cases.TOPK) if heads.isdecimal() else None
+    if kernel.name in model.INDEXER and words == "indexer":
+        return model.indexer(kernel, cases.TOPK)
+    if kernel.name in model.DENSE:
+        return model.dense(kernel, int(words.split()[1]))
+    return None
+
+
+def _model(tables: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """By GPU: each kernel in each call, and the two kernels of the attention's backward together."""
+    from benchmarks.kernels import model
+
+    found: dict[str, dict[str, float]] = {}
+    for name, gpu in model.GPUS.items():
+        table = tables.get(f"sm_{gpu.target}", {})
+        fractions = {words: row[name] for words, row in table.items() if name in row}
+        for heads in HEADS:
+            flops = taken = 0.0
+            for words, row in table.items():
+                if f"_keys_kernel, {heads} heads, WITH_SUM=False" in words or (
+                    f"backward_query_kernel, {heads} heads" in words
+                ):
+                    flops += row["useful_flop"]
+                    taken += row["useful_flop"] / row[name]
+            if flops:
+                fractions[f"backward, {heads} heads"] = round(flops / taken, 3)
+        if fractions:
+            found[name] = fractions
+    return found

@@ -1,0 +1,129 @@
+"""Calls that reach every kernel, and every configuration that the code which launches them can pick."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.grouped_matmul import Groups
+from mindspeed_dsa.ops.grouped_matmul import triton as grouped
+from mindspeed_dsa.ops.indexer_kl_loss import triton as kl_loss
+from mindspeed_dsa.ops.lightning_indexer import triton as indexer
+from mindspeed_dsa.ops.moe_permute import triton as permutation
+from mindspeed_dsa.ops.sparse_flash_attention import triton as attention
+from mindspeed_dsa.ops.triton_launch import meta
+
+Call = tuple[str, Callable[[], object]]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TOPK = 2048
+# Blocks of heads are of 16, 32 or 64; one head, and counts that are no multiples of 16, compile apart.
+HEADS = (16, 32, 64)
+ODD_HEADS = (1, 8, 24, 40)
+# Past 2^31 numbers a stride is passed in 64 bits.
+SHORT, LONG = 8192, 131072
+INDEXERS = ((64, 128), (32, 128), (8, 64), (128, 256))
+
+
+def all_cases(dtype: torch.dtype, odd: bool = False) -> Iterator[Call]:
+    """Every choice of tiles, in both modes of determinism.
+
+    Args:
+        dtype: of the operators' inputs.
+        odd: also sizes that take the same tiles and compile to other code.
+    """
+    for deterministic in (False, True):
+        mode = ", deterministic" if deterministic else ""
+        for heads in (*HEADS, *(ODD_HEADS if odd else ())):
+            yield f"{heads} heads{mode}", _in_mode(deterministic, partial(run_attention, dtype, heads))
+        for heads, dim in INDEXERS:
+            for use_relu in (True, False) if odd else (True,):
+                words = f"indexer {heads} x {dim}{'' if use_relu else ' without relu'}{mode}"
+                yield words, _in_mode(deterministic, partial(run_indexer, dtype, heads, dim, use_relu))
+    if odd:
+        yield "128 heads, 128k", partial(run_attention, dtype, 128, length=LONG)
+        yield "16 heads, no rope", partial(run_attention, dtype, 16, 128, 128)
+    for heads, dim, shared in ((128, 576, True), (16, 192, False), (16, 576, False)):
+        kind = "shared" if shared else "per head"
+        yield f"loss, {heads} heads of {dim} {kind}", partial(run_loss, dtype, heads, dim, shared)
+    yield "loss of entries", partial(run_loss, dtype, 128, 576, True, TOPK)
+    yield "64 experts", partial(run_permutation, dtype)
+    yield "64 experts, grouped", partial(run_grouped, dtype)
+
+
+def quick_cases(dtype: torch.dtype) -> Iterator[Call]:
+    """Every kernel that is launched where determinism is not asked for, in one small configuration."""
+    yield "16 heads", partial(run_attention, dtype, 16, sums=(False,))
+    yield "indexer 8 x 64", partial(run_indexer, dtype, 8, 64)
+    yield "loss, 16 heads of 192 per head", partial(run_loss, dtype, 16, 192, False)
+    yield "64 experts", partial(run_permutation, dtype)
+    yield "64 experts, grouped", partial(run_grouped, dtype)
+
+
+def _in_mode(deterministic: bool, call: Callable[[], object]) -> Callable[[], object]:
+    def run() -> None:
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            call()
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+    return run
+
+
+def _shape(dtype: torch.dtype, **sizes: int) -> ShapeClass:
+    return ShapeClass("meta", dtype, tuple(sizes.items()))
+
+
+def run_attention(
+    dtype: torch.dtype,
+    heads: int,
+    dim: int = 576,
+    value_dim: int = 512,
+    length: int = SHORT,
+    sums: tuple[bool, ...] = (True, False),
+) -> None:
+    """Forward, sum over heads, and backward with and without it."""
+    shape = _shape(dtype, heads=heads, dim=dim, value_dim=value_dim, topk=TOPK)
+    attention.rehearse(shape, length, length, sums)
+
+
+def run_indexer(dtype: torch.dtype, heads: int, dim: int, use_relu: bool = True) -> None:
+    """Selection, scores at entries and gradients."""
+    indexer.rehearse(_shape(dtype, heads=heads, head_dim=dim, topk=TOPK), SHORT, SHORT, use_relu)
+
+
+def run_loss(dtype: torch.dtype, heads: int, dim: int, shared: bool, topk: int = 0) -> None:
+    """The dense form, or with ``topk`` the sparse one, for DeepSeek-V3.2's indexer."""
+    index = {"key_heads": 1 if shared else heads, "index_heads": 64, "index_dim": 128, "topk": topk}
+    kl_loss.rehearse(_shape(dtype, heads=heads, dim=dim, **index), SHORT, SHORT)
+
+
+def run_permutation(dtype: torch.dtype, hidden: int = 7168, experts: int = 64, topk: int = 8) -> None:
+    """Every kernel of the permutation of tokens by expert, with probabilities in fp32."""
+    count = 64
+    tokens, routing_map = meta(count, hidden, dtype=dtype), meta(count, experts, dtype=torch.bool)
+    probs, rows = meta(count, experts, dtype=torch.float32), count * topk
+    moved, moved_probs, row_map = permutation.permute(tokens, routing_map, probs, rows, topk)
+    permutation.permute_gradients(moved, moved_probs, row_map, routing_map)
+    permutation.unpermute(moved, row_map, count, None, tokens)
+    permutation.unpermute_gradients(tokens, row_map, rows, None, None)
+    permutation.unpermute(moved, row_map, count, probs, None)
+    permutation.unpermute_gradients(tokens, row_map, rows, moved, probs)
+    chunks = meta(experts, dtype=torch.int64)
+    permutation.sort_chunks([moved, moved_probs], chunks, chunks)
+
+
+def run_grouped(dtype: torch.dtype, width_in: int = 2048, width_out: int = 1024, groups: int = 64) -> None:
+    """The products of grouped experts in both layouts of their weights, and the weights' gradients."""
+    rows, grad = meta(64, width_in, dtype=dtype), meta(64, width_out, dtype=dtype)
+    weight = meta(groups, width_in, width_out, dtype=dtype)
+    by_group = Groups(meta(groups, dtype=torch.int64))
+    grouped.multiply(rows, weight, by_group)
+    grouped.multiply(grad, weight.mT, by_group)
+    for target in (torch.float32, dtype):
+        into = meta(groups, width_in, width_out, dtype=target)
+        grouped.weight_gradient(rows, grad, by_group, into, accumulate=target == torch.float32)

@@ -1,0 +1,58 @@
+"""``python -m benchmarks.kernels.page``: the tables of ``docs/gpu.md`` from the committed result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULT = ROOT / "benchmarks/results/kernels-static.json"
+PAGE = ROOT / "docs/gpu.md"
+BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
+_GPUS = {"sm_80": ("A100",), "sm_90": ("H100", "H200"), "sm_100": ("B200",), "sm_120": ()}
+
+
+def tables(metrics: Mapping[str, Any]) -> str:
+    """A table for each target, in bf16.
+
+    Args:
+        metrics: of the case ``kernels-static``.
+    """
+    return "\n".join("\n".join(_table(target, metrics)) + "\n" for target in metrics["kernels"])
+
+
+def page(text: str, metrics: Mapping[str, Any]) -> str:
+    """The page with its tables replaced."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{tables(metrics)}\n{END}{after}"
+
+
+def _table(target: str, metrics: Mapping[str, Any]) -> Iterator[str]:
+    gpus = _GPUS[target]
+    yield f"### {target}"
+    yield ""
+    names = ("kernel", "registers", "spilled B", "shared B", "products", "waits", "FLOP per L2 B", *gpus)
+    yield f"| {' | '.join(names)} |"
+    yield f"| {' | '.join(['---'] + ['---:'] * (len(names) - 1))} |"
+    for name, row in metrics["kernels"][target].items():
+        kinds = {"wgmma": "wgmma", "tcgen05": "tcgen05", "mma": "mma.sync"}
+        products = ", ".join(f"{row[key]} {kind}" for key, kind in kinds.items() if row[key])
+        cells = [name, row["registers"], row["spilled"], f"{row['shared']:,}", products or "-", row["waits"]]
+        cells += [row.get("flop_per_l2_byte", "-")]
+        cells += [f"{row[gpu]:.0%}" if gpu in row else "-" for gpu in gpus]
+        yield f"| {' | '.join(map(str, cells))} |"
+    for heads in (128, 64, 32, 16):
+        bounds = [
+            metrics["model_fraction_of_peak"].get(gpu, {}).get(f"backward, {heads} heads") for gpu in gpus
+        ]
+        if any(bounds):
+            cells = [f"backward, {heads} heads", *["-"] * 6, *(f"{bound:.0%}" for bound in bounds)]
+            yield f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    found = json.loads(RESULT.read_text())["metrics"]
+    PAGE.write_text(page(PAGE.read_text(), found))

@@ -1,0 +1,96 @@
+"""The static case of the kernels: its model, its committed result and the page made of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed; it comes with the extra 'test' on Linux")
+
+from benchmarks.kernels import model, page
+from tests.ops.test_triton_compile import GOOD
+
+H200 = model.GPUS["H200"]
+FORWARD = replace(GOOD, constants={"BLOCK_H": 64, "BLOCK_N": 64, "WITH_OUT": True})
+BACKWARD = replace(GOOD, name="backward_keys_kernel", constants={"BLOCK_H": 32, "BLOCK_N": 64})
+
+
+def fraction(kernel, work, gpu=H200):
+    return work.useful / model.seconds(kernel, work, gpu) / gpu.flops
+
+
+def test_products_are_fed_from_shared_memory():
+    """A product of 64 x 32 x 16 takes 16 cycles and reads 3 KiB, for which shared memory takes 24."""
+    assert model.operand_rate({"n32k16 from memory": 4}) == pytest.approx(2 / 3)
+    assert model.operand_rate({"n64k16 from memory": 1}) == 1
+    assert model.operand_rate({"n32k16 from registers": 1}) == 1
+    mixed = model.operand_rate({"n32k16 from memory": 8, "n256k16 from registers": 1})
+    assert mixed == pytest.approx((8 * 16 + 128) / (8 * 24 + 128))
+
+
+def test_traffic_of_the_attention():
+    """Bytes by hand: 2048 keys of 576 numbers for 64 heads, and for each tile of keys all heads' rows."""
+    work = model.attention(FORWARD, 128, 2048)
+    keys, outer = 2048 * 576 * 2, 128 * (576 + 512) * 2
+    assert (work.programs, work.l2, work.memory) == (2, 2 * keys + outer, outer)
+    assert work.flops == work.useful == 2 * 128 * 2048 * 1088
+    work = model.attention(BACKWARD, 128, 2048)
+    assert work.l2 == 32 * outer + 3 * keys + 128 * 2048 * 2
+    assert work.useful == 4 * 128 * 2048 * 1088
+    assert 60 < work.useful / work.l2 < 75
+    padded = model.attention(FORWARD, 16, 2048)
+    assert padded.flops == 4 * padded.useful
+
+
+def test_the_bound_falls_with_whatever_is_short():
+    work = model.attention(FORWARD, 128, 2048)
+    bound = fraction(FORWARD, work)
+    assert 0.3 < bound < 1
+    for worse in ({"l2": 1e12}, {"memory": 1e10}, {"flops": 1e14}):
+        assert model.seconds(FORWARD, work, replace(H200, **worse)) > model.seconds(FORWARD, work, H200)
+    on_warps = replace(FORWARD, wgmma=0, mma=272)
+    assert fraction(on_warps, work) < bound
+    # Two programs on a multiprocessor hide each other's softmax.
+    assert fraction(replace(FORWARD, shared=60000, registers=96), work) >= bound
+
+
+def test_the_committed_result_and_the_page_made_of_it():
+    metrics = json.loads(page.RESULT.read_text())["metrics"]
+    assert metrics["serialised"] == 0
+    assert metrics["over_limit"] == 0
+    assert set(metrics["model_fraction_of_peak"]) == set(model.GPUS)
+    for kernel in ("forward_kernel", "backward_keys_kernel", "score_slab_kernel", "dense_sum_kernel"):
+        assert any(name.startswith(kernel) for name in metrics["model_fraction_of_peak"]["H200"]), kernel
+    for bounds in metrics["model_fraction_of_peak"].values():
+        assert all(0 < bound <= 1 for bound in bounds.values())
+    text = page.PAGE.read_text()
+    assert page.page(text, metrics) == text, "run python -m benchmarks.kernels.page"
+
+
+def test_the_interpreter_is_refused():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "kernels-static", "--quick"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "unset TRITON_INTERPRET" in done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_a_quick_run(tmp_path):
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "benchmarks", "kernels-static", "--quick"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    metrics = json.loads(done.stdout)["metrics"]
+    assert metrics["serialised"] == metrics["over_limit"] == 0
+    assert set(metrics["spill_bytes"]) >= set(model.ATTENTION)
+    assert set(metrics["model_fraction_of_peak"]) == {"H100", "H200"}
+    assert 0 < metrics["model_fraction_of_peak"]["H200"]["backward, 16 heads"] < 1
