@@ -46,7 +46,7 @@ class Sizes:
     microbatches: int = 4
     tokens: int = 256
     hidden: int = 512
-    rounds: int = 10
+    rounds: int = 15
 
 
 QUICK = Sizes(microbatches=4, tokens=16, hidden=32, rounds=1)

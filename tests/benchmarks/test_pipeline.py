@@ -10,8 +10,14 @@ from benchmarks.pipeline.pairs import metrics
 from benchmarks.pipeline.simulated import run as simulated
 
 
-def test_simulated_pairs():
-    found = simulated()["simulated"]
+@pytest.fixture(scope="module")
+def cell():
+    """All that is simulated."""
+    return simulated()
+
+
+def test_simulated_pairs(cell):
+    found = cell["simulated"]
     sixteen = found["PP16 x VPP2, 64 microbatches"]
     assert sixteen["step_time"] == {
         "without all-to-all": 429,
@@ -27,8 +33,8 @@ def test_simulated_pairs():
     assert (one["extra_chunks_in_flight"], one["extra_microbatches_in_flight"]) == (1, 1)
 
 
-def test_simulated_recompute():
-    found = simulated()["simulated_recompute"]
+def test_simulated_recompute(cell):
+    found = cell["simulated_recompute"]
     assert {each["recompute_in_bubble_removed"] for each in found.values()} == {1.0}
     assert found["PP4, 8 microbatches"]["step_time"] == {"recompute": 44, "recompute in bubbles": 41}
 
