@@ -48,7 +48,9 @@ def attend_to_own_document(original: Callable[..., Tensor], context: Context[Any
 
         def attend(dropout: float) -> Tensor:
             return attend_by_documents(
-                *(states.unsqueeze(1) for states in (query, key, value)),
+                query.unsqueeze(1),
+                key.unsqueeze(1),
+                value.unsqueeze(1),
                 pack.starts,
                 pack.ends,
                 # What --apply-query-key-layer-scaling divides by, the softmax multiplies by.
