@@ -62,7 +62,8 @@ class Merged:
         """Output in ``dtype`` and log-sum-exp."""
         assert self._out is not None
         assert self._lse is not None
-        return self._out.to(dtype), self._lse
+        # Kernels pad heads: what is kept for backward is the output alone.
+        return self._out.to(dtype).contiguous(), self._lse
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class Members:
             by_run = self.rows.view(members, runs, -1)
             begins = by_run[:, :, :1]
             if torch.equal(by_run, begins + torch.arange(count // runs)):
-                return begins.squeeze(-1).t().tolist()  # type: ignore[no-any-return]
+                return begins.squeeze(-1).t().tolist()
         return []
 
 

@@ -10,7 +10,9 @@ from torch import Tensor
 
 
 class Layout(Protocol):
-    """Gives every row of a sequence to one of the ranks, the same number to each."""
+    """Gives every row of a sequence to one of the ranks, the same number to each; equal ones hash equally."""
+
+    def __hash__(self) -> int: ...
 
     @property
     def ranks(self) -> int:

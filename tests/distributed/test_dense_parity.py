@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.parity import EP2, PP2, TP2, ZERO, Lab, Layout
+from tests.distributed.parity import EP2, PP2, TP2, VPP2, ZERO, Lab, Layout
 
 DENSE = "--experimental-attention-variant none --num-layers 4 --num-attention-heads 8"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 CORE_RECOMPUTE = "--recompute-granularity selective --recompute-modules core_attn"
 RING, HEADS, HYBRID = "megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo"
 # With per-token loss Megatron weighs a rank's share of the balancing loss by its own tokens only.
+INTERLEAVED = f"{PP2} {VPP2} --microbatch-group-size-per-virtual-pipeline-stage 2"
 MTP = "--mtp-num-layers 1 --calculate-per-token-loss --moe-router-load-balancing-type none"
 
 
@@ -33,6 +34,7 @@ LAYOUTS = (
     layout("ring of 3", 3, 3, RING, model="--seq-length 48 --max-position-embeddings 48"),
     layout("ring of 2 x TP2+SP", 4, 2, RING, TP2),
     layout("ring of 2 x PP2", 4, 2, RING, PP2),
+    layout("ring of 2 x PP2 x VPP2", 4, 2, RING, INTERLEAVED),
     layout("ring of 2 x EP2, distributed optimizer, overlap", 2, 2, RING, f"{EP2} {ZERO} {OVERLAP}"),
     layout("ring of 2, core attention recomputed", 2, 2, RING, CORE_RECOMPUTE),
     layout("ring of 2, MTP", 2, 2, RING, model=MTP),

@@ -16,6 +16,7 @@ def run(
     recompute: dict[str, Any],
     frozen: str = "",
     trace: str = "",
+    norms: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
     """The step's result, and what was recomputed ahead of its gradient and in place.
@@ -26,6 +27,7 @@ def run(
         recompute: Megatron's own settings.
         frozen: module of each chunk that does not learn.
         trace: folder for a record of the step, which is followed twice then.
+        norms: outputs of norms are recomputed, too.
         **arguments: of :func:`model.run`.
     """
     from mindspeed_dsa.features.pipeline.recompute_ahead import ahead
@@ -33,6 +35,8 @@ def run(
     overrides = {**recompute, **arguments.pop("overrides", {})}
     with mock.patch.object(model, "gpt_model", partial(_frozen, model.gpt_model, frozen)):
         switches: dict[str, Any] = {flag: True} if flag else {}
+        if norms:
+            switches["recompute_norm"] = True
         if trace:
             switches |= {"trace_schedule": trace, "trace_schedule_step": 1}
         result = model.run(switches, overrides=overrides, **arguments, **layout)

@@ -134,7 +134,8 @@ def attend_with_other_ranks(original: Callable[..., Tensor], context: Context[Op
         **kwargs: Any,
     ) -> Any:
         plan = plan_of(self)
-        if plan is None:
+        # On one rank packs are another feature's affair.
+        if plan is None or (plan.strategy is None and packed_seq_params is not None):
             return original(
                 self,
                 query,

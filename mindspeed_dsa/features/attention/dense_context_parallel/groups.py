@@ -44,29 +44,34 @@ def make_strategy(
     if name == "a2a":
         return HeadExchange(group)
     if name == "a2a+p2p":
-        return HeadExchange(group, *_neighbours_and_ring(group, context.options, context.megatron))
+        return HeadExchange(group, *_neighbours_and_ring(attention, group, context))
     raise SettingsError(
         f"{context.feature}: layer {layer_number} has dense attention, for which there is no {name}; use "
         "p2p, a2a or a2a+p2p"
     )
 
 
+def _groups_of_layer(attention: Any) -> Any:
+    """``pg_collection`` since 0.15, ``model_comm_pgs`` in 0.13 and 0.14."""
+    return getattr(attention, "pg_collection", None) or getattr(attention, "model_comm_pgs", None)
+
+
 def _context_parallel_group(attention: Any, megatron: Megatron) -> ProcessGroup:
-    """That of the layer: ``pg_collection`` since 0.15, ``model_comm_pgs`` in 0.13 and 0.14."""
-    groups = getattr(attention, "pg_collection", None) or getattr(attention, "model_comm_pgs", None)
-    group = getattr(groups, "cp", None)
+    group = getattr(_groups_of_layer(attention), "cp", None)
     if group is None:
         group = megatron("core.parallel_state").get_context_parallel_group()
     return group  # type: ignore[no-any-return]
 
 
 def _neighbours_and_ring(
-    group: ProcessGroup, options: Options, megatron: Megatron
+    attention: Any, group: ProcessGroup, context: Context[Options]
 ) -> tuple[ProcessGroup, ProcessGroup]:
     """Megatron's hierarchical groups where it has made them of these sizes, or our own."""
-    find = getattr(megatron("core.parallel_state"), "get_hierarchical_context_parallel_groups", None)
-    levels = find(check_initialized=False) if find is not None else None
-    degree = options.ulysses_degree or (levels[0].size() if levels else 0)
+    levels = getattr(_groups_of_layer(attention), "hcp", None)
+    find = getattr(context.megatron("core.parallel_state"), "get_hierarchical_context_parallel_groups", None)
+    if levels is None and find is not None:
+        levels = find(check_initialized=False)
+    degree = context.options.ulysses_degree or (levels[0].size() if levels else 0)
     if not degree or group.size() % degree:
         raise SettingsError(
             f"dense-context-parallel: hybrid_cp_algo over {group.size()} ranks needs --ulysses-degree-in-cp, "

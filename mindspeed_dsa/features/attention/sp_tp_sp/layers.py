@@ -84,7 +84,7 @@ def project_own_rows(original: Callable[..., None], context: Context[None]) -> C
     return __init__
 
 
-def _whole(kind: type[WholeLinear], layer: Any, config: Any, init: Any, context: Context[None]) -> Any:
+def _whole(kind: Any, layer: Any, config: Any, init: Any, context: Context[None]) -> Any:
     """A whole layer in place of a split one."""
     return _of_megatron(kind, context.megatron)(
         layer.input_size,

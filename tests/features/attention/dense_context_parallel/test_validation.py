@@ -11,7 +11,7 @@ import torch
 from mindspeed_dsa.context_parallel.carried import Carried
 from mindspeed_dsa.context_parallel.dense import DenseAttention
 from mindspeed_dsa.context_parallel.head_exchange import check_heads
-from mindspeed_dsa.context_parallel.ring import ring_attention
+from mindspeed_dsa.context_parallel.ring import Ring, ring_attention
 from mindspeed_dsa.features.attention.dense_context_parallel.core_attention import (
     Plan,
     attend_with_other_ranks,
@@ -85,10 +85,13 @@ def test_what_comes_with_a_batch():
     attention = SimpleNamespace(dense_context_parallel_plan=Plan(DenseAttention(0.3), None))
     assert forward(attention, states, states, states, None).shape == (4, 1, 16)
     assert forward(SimpleNamespace(), states, states, states, states) == "Megatron's own"
+    packed = {"attention_mask": None, "packed_seq_params": object()}
+    assert forward(attention, states, states, states, **packed) == "Megatron's own"
+    attention.dense_context_parallel_plan = Plan(DenseAttention(0.3), Ring(SimpleNamespace(size=lambda: 2)))
     for given, message in (
         ({"attention_mask": states}, "an attention mask came with a batch"),
         ({"attention_mask": None, "attention_bias": states}, "an attention bias"),
-        ({"attention_mask": None, "packed_seq_params": object()}, "packed sequences"),
+        (packed, "packed sequences"),
     ):
         with pytest.raises(ValueError, match=f"dense-context-parallel: {message}"):
             forward(attention, states, states, states, **given)

@@ -126,7 +126,7 @@ def _derive(
     def normed(latent_query: Tensor) -> Tensor:
         return latent_query if config.q_lora_rank is None else attention.q_layernorm(latent_query)
 
-    if started is not None:
+    if exchange is not None and started is not None:
         up_key, up_value = up_projections(attention)
         rotate = projections.rotation(hidden_states.size(0) * exchange.parts)
         query = projections.recomputed_if_asked(
