@@ -18,9 +18,6 @@ class Layout(Protocol):
     def ranks(self) -> int:
         """Context parallel size."""
 
-    def __hash__(self) -> int:
-        """Equal layouts are one."""
-
     def rows_of_rank(self, rank: int, length: int) -> Tensor:
         """Positions in the sequence of a rank's rows, in the order in which it holds them.
 
