@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +121,8 @@ def packs_of_step(data: Any, microbatches: int, megatron: Megatron) -> tuple[Any
 
 
 def _read(data: Iterator[_Batch] | None, microbatches: int) -> list[_Batch] | None:
-    return None if data is None else list(islice(data, microbatches))
+    # Megatron-LM's own iterator has nothing but __next__.
+    return None if data is None else [next(data) for _ in range(microbatches)]
 
 
 def _without_lengths(batches: list[_Batch]) -> Iterator[_Batch]:

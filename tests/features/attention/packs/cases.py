@@ -200,7 +200,7 @@ def scripted_step(
         wrapped = [
             Wrapped(cfg, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)
         ]
-        iterators = [iter(data) if reads else None for _ in chunks]
+        iterators = [OnlyNext(iter(data)) if reads else None for _ in chunks]
         get_forward_backward_func()(
             forward_step_func=partial(script_step, cfg),
             data_iterator=iterators if vpp else iterators[0],
@@ -215,6 +215,16 @@ def scripted_step(
         "split": job.split_dimensions(chunks),
         "context": parallel_state.get_context_parallel_rank(),
     }
+
+
+class OnlyNext:
+    """As Megatron-LM's ``RerunDataIterator``, which is no iterable."""
+
+    def __init__(self, data: Iterator[dict[str, Tensor]]) -> None:
+        self._data = data
+
+    def __next__(self) -> dict[str, Tensor]:
+        return next(self._data)
 
 
 def script_step(cfg: Any, data: Iterator[dict[str, Tensor]] | None, model: Any) -> Any:
