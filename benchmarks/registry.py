@@ -84,11 +84,14 @@ CASES: dict[str, Case] = {
         ),
         Case(
             "pipeline",
-            "pairs of forwards and backwards: simulated, and two ranks with a slow link (needs root)",
+            "pipeline schedules: simulated; pairs over a slow link (needs root); recompute in real bubbles",
             "benchmarks.pipeline",
             on_device=False,
             has_quick=True,
-            options={"link": "rate of the link, as tc reads it (default: 2gbit)"},
+            options={
+                "link": "rate of the link, as tc reads it (default: 2gbit)",
+                "only": "names of cells with commas between",
+            },
         ),
         Case(
             "memory",

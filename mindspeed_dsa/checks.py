@@ -1,15 +1,16 @@
-"""Requirements and conflicts of the features that are on, all reported at once."""
+"""What is wrong with the features that are on, or with a job's arguments, all reported at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from mindspeed_dsa import versions
+from mindspeed_dsa import features, versions
 from mindspeed_dsa.declarations import Feature
-from mindspeed_dsa.settings import Settings
+from mindspeed_dsa.settings import GENERAL_FLAGS, Settings
 
 
 def problems(active: Sequence[Feature], settings: Settings) -> list[str]:
@@ -56,3 +57,31 @@ def _who(feature: Feature, settings: Settings) -> str:
     chosen = settings.chosen()
     setters = [chosen[flag.dest].who for flag in feature.flags if flag.dest in chosen]
     return ", ".join(setters) if setters else "default"
+
+
+def unheard(args: Any, armed: Settings) -> Iterator[str]:
+    """Switches that a job's parser has read but the session has not: they would silently have no effect."""
+    for flag in features.all_flags():
+        wanted = getattr(args, flag.dest, flag.unset)
+        if flag.megatron or wanted == flag.unset or wanted == getattr(armed, flag.dest):
+            continue
+        yield (
+            f"the job's arguments have {flag.dest}={wanted!r}, and mindspeed_dsa was set up with "
+            f"{getattr(armed, flag.dest)!r} ({armed.setting(flag.dest).who}). API and environment override "
+            "the command line, which is the process's own; where the arguments come from elsewhere, call "
+            f"mindspeed_dsa.enable({flag.dest}={wanted!r})"
+        )
+
+
+def with_own_switches(args: Any, armed: Settings) -> Any:
+    """A view of a job's arguments in which our switches have the values of the settings."""
+    own = [*GENERAL_FLAGS, *(flag for flag in features.all_flags() if not flag.megatron)]
+    return _Overruled(args, {flag.dest: getattr(armed, flag.dest) for flag in own})
+
+
+class _Overruled:
+    def __init__(self, args: Any, own: Mapping[str, Any]) -> None:
+        self._args, self._own = args, own
+
+    def __getattr__(self, name: str) -> Any:
+        return self._own[name] if name in self._own else getattr(self._args, name)

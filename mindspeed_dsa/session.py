@@ -185,7 +185,7 @@ class Session:
         """Let every active feature change and check a job's arguments; see the module's :func:`validate`."""
         self.rewrite(args)
         self.log_folder = getattr(args, "tensorboard_dir", None) or getattr(args, "save", None)
-        problems = [*_unheard(args, self.settings), *self.problems(args)]
+        problems = [*checks.unheard(args, self.settings), *self.problems(args)]
         if problems:
             raise SettingsError(
                 "mindspeed_dsa: " + "\n  - ".join(["these arguments cannot be used:", *problems])
@@ -197,19 +197,8 @@ class Session:
         A job's own namespace may lack our switches, or values from the environment: in the view that features
         get, our switches have the values of the settings.
         """
-        own = [*settings.GENERAL_FLAGS, *(flag for flag in features.all_flags() if not flag.megatron)]
-        seen = _Arguments(args, {flag.dest: getattr(self.settings, flag.dest) for flag in own})
+        seen = checks.with_own_switches(args, self.settings)
         return [f"{f.label}: {text}" for f in self.features for text in _ask(f, f.validate, seen)]
-
-
-class _Arguments:
-    """A job's arguments, with some of them overruled."""
-
-    def __init__(self, args: Any, own: Mapping[str, Any]) -> None:
-        self._args, self._own = args, own
-
-    def __getattr__(self, name: str) -> Any:
-        return self._own[name] if name in self._own else getattr(self._args, name)
 
 
 _lock = threading.RLock()
@@ -404,20 +393,6 @@ def validate(args: Any) -> None:
     """
     if _current is not None:
         _current.validate(args)
-
-
-def _unheard(args: Any, armed: Settings) -> Iterator[str]:
-    """Switches that a job's parser has read but the session has not: they would silently have no effect."""
-    for flag in features.all_flags():
-        wanted = getattr(args, flag.dest, flag.unset)
-        if flag.megatron or wanted == flag.unset or wanted == getattr(armed, flag.dest):
-            continue
-        yield (
-            f"the job's arguments have {flag.dest}={wanted!r}, and mindspeed_dsa was set up with "
-            f"{getattr(armed, flag.dest)!r} ({armed.setting(flag.dest).who}). API and environment override "
-            "the command line, which is the process's own; where the arguments come from elsewhere, call "
-            f"mindspeed_dsa.enable({flag.dest}={wanted!r})"
-        )
 
 
 def _listed(headline: str, problems: Sequence[str]) -> str:

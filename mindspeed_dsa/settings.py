@@ -188,7 +188,8 @@ def near_misses(tokens: Iterable[str], flags: Iterable[Flag], megatron: bool = F
         name = token.partition("=")[0]
         if name.startswith("--") and name not in names:
             close = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
-            if close:
+            # One whose every word is right is another flag, as Megatron's --recompute-num-layers is.
+            if close and set(name.split("-")) - set(close[0].split("-")):
                 found[name] = close[0]
     return found
 

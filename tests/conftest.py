@@ -24,6 +24,10 @@ def _import_triton() -> None:
     try:
         import triton
         import triton.experimental.gluon  # noqa: F401  what the first launch imports
+
+        from tests.support.interpreter import search_once_per_launch
+
+        search_once_per_launch()
     except ModuleNotFoundError:
         pass
     finally:

@@ -29,6 +29,7 @@ ORDER = (
     {"ops"},
     {"parallel", "runs", "schedule"},
     {"integration"},
+    {"context_parallel"},
     {"features"},
     {"catalogue"},
     {"compat"},

@@ -8,6 +8,7 @@ import pytest
 
 from mindspeed_dsa import settings
 from mindspeed_dsa.declarations import Flag
+from mindspeed_dsa.features import all_flags
 from mindspeed_dsa.patches import SettingsError
 
 SWITCH = Flag("--use-thing", "a switch")
@@ -125,3 +126,12 @@ def test_flags_in_somebody_elses_parser():
     assert (args.use_thing, args.thing_repair, args.thing_count) == (True, False, "the job's own")
     assert not hasattr(args, "host_flag")
     assert "a switch" in parser.format_help()
+
+
+def test_a_flag_that_lacks_one_of_our_words_is_another_flag():
+    """Megatron's own, which needs no warning."""
+    flags = all_flags()
+    assert settings.near_misses(["--recompute-num-layers", "1"], flags) == {}
+    assert settings.near_misses(["--recompute-nrom-num-layers"], flags) == {
+        "--recompute-nrom-num-layers": "--recompute-norm-num-layers"
+    }

@@ -139,16 +139,25 @@ def timed(work: Callable[[], object]) -> Timing:
     return Timing(slowest(wall), processor)
 
 
-def minima(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
+def minima(
+    works: Mapping[str, Callable[[], object]], rounds: int, prepare: Callable[[str], object] | None = None
+) -> dict[str, Timing]:
     """Least times and medians of several alternating variants; the first round is discarded.
 
     Each round begins with a different one: the previous variant affects caches and connections.
+
+    Args:
+        works: by name.
+        rounds: each calls every variant once.
+        prepare: gets a variant's name before it is called; not timed.
     """
     found: dict[str, list[Timing]] = {name: [] for name in works}
     names = list(works)
     for number in range(rounds + 1):
         first = number % len(names)
         for name in names[first:] + names[:first]:
+            if prepare is not None:
+                prepare(name)
             timing = timed(works[name])
             if number:
                 found[name].append(timing)

@@ -1,10 +1,13 @@
-"""Steps of paired forwards and backwards, EP2 without a pipeline: what of their transfers is hidden."""
+"""Steps of paired forwards and backwards, EP2 without a pipeline: what of their transfers is hidden.
+
+A step of one microbatch has no pair: it is the warm-up and the cool-down of a longer one, alone.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -20,6 +23,7 @@ from benchmarks.moe.problem import deviation, minima, start
 from benchmarks.registry import Metrics
 
 SWITCH = {"moe_fb_overlap": True}
+OTHER = {"moe_alltoall_overlap_comm": True}
 VOCABULARY = 256
 
 
@@ -41,7 +45,7 @@ class Sizes:
 
     layers: int = 4
     microbatches: int = 4
-    tokens: int = 1024
+    tokens: int = 512
     hidden: int = 1024
     ffn: int = 256
     shared: int = 512
@@ -53,42 +57,76 @@ class Sizes:
 QUICK = Sizes(layers=2, microbatches=2, tokens=32, hidden=64, ffn=32, shared=32, rounds=1)
 
 
+VARIANTS = ("stock", "pairs", "overlap in one microbatch", "no transfers")
+ENDS = ("stock", "pairs", "no transfers")
+"""Of these a step with one microbatch is measured, too."""
+
+
 def run(link: str, quick: bool) -> Metrics:
-    """The measured entries."""
+    """The cell's entries."""
     with LinkBed(2, link) as bed:
         found = bed.run("benchmarks.pipeline.pairs:measure", sizes=QUICK if quick else Sizes())[0]
     print(f"pairs: {found}", file=sys.stderr, flush=True)
+    return metrics(found)
+
+
+def metrics(found: Mapping[str, Any]) -> Metrics:
+    """Convert least times of steps to ratios.
+
+    Args:
+        found: of :func:`measure`.
+    """
     wall = {name: 1e3 * timing.wall for name, timing in found["times"].items()}
     exposed = wall["stock"] - wall["no transfers"]
+    edges = {name: wall[_alone(name)] for name in ENDS}
     return {
         "fb_overlap_speedup": wall["stock"] / wall["pairs"],
+        "moe_overlap_speedup": wall["stock"] / wall["overlap in one microbatch"],
+        "fb_over_moe_overlap": wall["overlap in one microbatch"] / wall["pairs"],
         "a2a_hidden_fraction": (wall["stock"] - wall["pairs"]) / exposed,
+        "edge_a2a_hidden": (edges["stock"] - edges["pairs"]) / (edges["stock"] - edges["no transfers"]),
         "exposed_over_step": exposed / wall["stock"],
         "milliseconds": wall,
+        "milliseconds_median": {name: 1e3 * each.median for name, each in found["times"].items()},
         "processor_milliseconds": {name: 1e3 * each.processor for name, each in found["times"].items()},
         "deviation": found["deviation"],
     }
 
 
+def _alone(name: str) -> str:
+    return f"{name}, one microbatch"
+
+
 def measure(sizes: Sizes) -> dict[str, Any]:
     """Times of a step's variants; the same on all ranks."""
     start(**SWITCH)
-    step = _step(sizes)
+    step = step_of(sizes)
+    expected = step("stock", 2)
+    worst = deviation(step("pairs", 2), expected)
+    _arm("overlap in one microbatch")
+    worst = max(worst, deviation(step("overlap in one microbatch", 2), expected))
 
-    def variant(name: str) -> Callable[[], object]:
-        return lambda: step(name)
+    def variant(name: str, microbatches: int) -> Callable[[], object]:
+        return lambda: step(name, microbatches)
 
-    return {
-        "deviation": deviation(step("pairs"), step("stock")),
-        "times": minima({name: variant(name) for name in ("stock", "pairs", "no transfers")}, sizes.rounds),
-    }
+    works = {name: variant(name, sizes.microbatches) for name in VARIANTS}
+    works |= {_alone(name): variant(name, 1) for name in ENDS}
+    return {"deviation": worst, "times": minima(works, sizes.rounds, _arm)}
 
 
-def _step(sizes: Sizes) -> Callable[[str], dict[str, Tensor]]:
-    """A training step without the optimizer's, by its variant; returns losses and gradients.
+def _arm(name: str) -> None:
+    """Switch on the feature of a variant; the two exclude each other."""
+    import mindspeed_dsa
 
-    ``stock`` is Megatron's schedule and layers, ``no transfers`` that with a copy in place of every
-    all-to-all, whose rows are then wrong.
+    mindspeed_dsa.disable()
+    mindspeed_dsa.enable(**(OTHER if name == "overlap in one microbatch" else SWITCH))
+
+
+def step_of(sizes: Sizes) -> Callable[..., dict[str, Tensor]]:
+    """A training step without the optimizer's, by variant and microbatches; returns losses and gradients.
+
+    ``pairs`` takes Megatron's schedule of pairs, ``no transfers`` a copy in place of every all-to-all, whose
+    rows are then wrong. All others are Megatron's step as it is patched.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
@@ -109,15 +147,15 @@ def _step(sizes: Sizes) -> Callable[[str], dict[str, Tensor]]:
     shape = (sizes.microbatches, 1, sizes.tokens + 1)
     batch = torch.randint(0, VOCABULARY, shape, generator=noise)
 
-    def step(name: str) -> dict[str, Tensor]:
+    def step(name: str, microbatches: int = sizes.microbatches) -> dict[str, Tensor]:
         cfg.overlap_moe_expert_parallel_comm = name == "pairs"
         model.zero_grad_buffer()
         with _copies() if name == "no transfers" else contextlib.nullcontext():
             losses = get_forward_backward_func()(
                 forward_step_func=_forward_step,
-                data_iterator=iter(batch),
+                data_iterator=iter(batch[:microbatches]),
                 model=model,
-                num_microbatches=sizes.microbatches,
+                num_microbatches=microbatches,
                 seq_length=sizes.tokens,
                 micro_batch_size=1,
                 forward_only=False,

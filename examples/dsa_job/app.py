@@ -58,7 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def enable_features(args: argparse.Namespace) -> None:
     """Switch on what these arguments ask for; fused DSA is on unless arguments or environment say no."""
-    mindspeed_dsa.enable(experimental_attention_variant=args.experimental_attention_variant or "none")
+    mindspeed_dsa.enable(
+        experimental_attention_variant=args.experimental_attention_variant or "none",
+        multi_latent_attention=True,
+        transformer_impl=args.transformer_impl,
+    )
     running = session.current()
     assert running is not None
     if args.use_fused_dsa and running.settings.setting("use_fused_dsa").source == "default":

@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,9 +54,9 @@ def build_datasets(
         split=args.split,
         tokenizer=tokenizer,
         path_to_cache=str(indices),
-        reset_position_ids=False,
+        reset_position_ids=args.pack_documents,
         reset_attention_mask=False,
-        eod_mask_loss=False,
+        eod_mask_loss=args.pack_documents,
         create_attention_mask=False,
     )
     logging.getLogger("megatron.core.datasets").setLevel(logging.ERROR)
@@ -101,13 +102,30 @@ def batches(
 ) -> list[Iterator[Batch]]:
     """One iterator of microbatches per model chunk of this rank, all over the same samples.
 
-    Tensors are ``[micro_batch_size, seq_length]``: int64, and ``loss_mask`` in float32.
+    Tensors are ``[micro_batch_size, seq_length]``: int64, and ``loss_mask`` in float32. With
+    ``--pack-documents`` there is one sample in a microbatch, and ``cu_seqlens`` says where its documents end.
     """
     place = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     orders = [MicrobatchOrder(len(dataset), consumed, args.micro_batch_size, *place) for _ in range(chunks)]
     # Without a generator of its own the loader would draw a seed from the one that dropout uses, and a
     # resumed run would differ from an unbroken one.
-    return [
-        iter(torch.utils.data.DataLoader(dataset, batch_sampler=order, generator=torch.Generator()))
+    loaders = [
+        torch.utils.data.DataLoader(dataset, batch_sampler=order, generator=torch.Generator())
         for order in orders
     ]
+    end = dataset.config.tokenizer.eod
+    return [
+        map(partial(with_lengths, end=end), each) if args.pack_documents else iter(each) for each in loaders
+    ]
+
+
+def with_lengths(batch: Batch, end: int) -> Batch:
+    """The batch, with the prefix sums ``[1, documents + 1]`` of its documents' lengths.
+
+    Args:
+        batch: of one sample.
+        end: the token that ends a document.
+    """
+    tokens = batch["tokens"].flatten()
+    sums = [0, *((tokens == end).nonzero().flatten() + 1).tolist(), len(tokens)]
+    return {**batch, "cu_seqlens": torch.tensor([sums], dtype=torch.int32)}

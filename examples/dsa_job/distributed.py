@@ -48,6 +48,11 @@ def model_parallel(args: argparse.Namespace) -> Iterator[None]:
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        # Megatron's own modules have their groups from the library.
+        hierarchical_context_parallel_sizes=(
+            None if args.transformer_impl == "local" else args.hierarchical_context_parallel_sizes
+        ),
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         distributed_timeout_minutes=max(1, int(args.distributed_timeout_minutes)),

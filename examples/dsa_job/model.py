@@ -33,9 +33,11 @@ def model_config(args: argparse.Namespace) -> MLATransformerConfig:
     if not args.num_moe_experts:
         moe = {"moe_layer_freq": 1, "moe_ffn_hidden_size": None, "moe_router_enable_expert_bias": False}
         moe["moe_shared_expert_intermediate_size"] = None
+    given = args.cp_comm_type or []
     return from_args(
         MLATransformerConfig,
         args,
+        cp_comm_type=given[0] if len(given) == 1 else given or None,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         gated_linear_unit=True,

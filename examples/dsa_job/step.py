@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
+from megatron.core.utils import get_batch_on_this_cp_rank
 
 from dsa_job.data import Batch
 from dsa_job.distributed import any_rank, max_over_ranks
@@ -40,6 +41,7 @@ def forward_step(
 ) -> tuple[Any, Callable[[torch.Tensor], LossAndCount]]:
     """Forward pass of one microbatch, or its plan, in the form that Megatron's schedules call."""
     batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(data).items()}
+    batch = get_batch_on_this_cp_rank(batch)
     forward = model.build_schedule_plan if return_schedule_plan else model
     output = forward(
         batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"]

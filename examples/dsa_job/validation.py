@@ -41,7 +41,13 @@ class World:
 
 def data_parallel_size(args: argparse.Namespace, world_size: int) -> int:
     """Ranks that hold the same part of the model's dense layers."""
-    return world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
+    return world_size // _ranks_of_a_replica(args)
+
+
+def _ranks_of_a_replica(args: argparse.Namespace) -> int:
+    """Ranks that hold different parts of the model, or of the same sequences."""
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    return int(model * args.context_parallel_size)
 
 
 def padded_vocab_size(args: argparse.Namespace, vocab_size: int) -> int:
@@ -66,11 +72,13 @@ def check(args: argparse.Namespace, world: World) -> None:
 
 def _check_layout(args: argparse.Namespace, world: World) -> Iterator[str]:
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    cp, replica = args.context_parallel_size, _ranks_of_a_replica(args)
     ep, etp = args.expert_model_parallel_size, args.expert_tensor_parallel_size or tp
-    if world.size % (tp * pp):
+    if world.size % replica:
+        context = f" x context parallel {cp}" if cp > 1 else ""
         yield (
-            f"{world.size} processes cannot be split into tensor parallel {tp} x pipeline parallel {pp}; "
-            f"start a multiple of {tp * pp}, as in: torchrun --nproc-per-node {tp * pp} ..."
+            f"{world.size} processes cannot be split into tensor parallel {tp} x pipeline parallel {pp}"
+            f"{context}; start a multiple of {replica}, as in: torchrun --nproc-per-node {replica} ..."
         )
         return
     divided = {
@@ -80,7 +88,12 @@ def _check_layout(args: argparse.Namespace, world: World) -> Iterator[str]:
         "make_vocab_size_divisible_by": ("--tensor-model-parallel-size", tp),
     }
     if args.sequence_parallel:
-        divided["seq_length"] = ("--tensor-model-parallel-size", tp)
+        divided["seq_length"] = ("--tensor-model-parallel-size x --context-parallel-size", tp * cp)
+    if cp > 1 and args.seq_length % (2 * cp):
+        yield (
+            f"--seq-length {args.seq_length} cannot be cut into two chunks for each of "
+            f"--context-parallel-size {cp}; use a multiple of {2 * cp}"
+        )
     if args.num_moe_experts:
         divided["num_moe_experts"] = ("--expert-model-parallel-size", ep)
         divided["moe_ffn_hidden_size"] = ("--expert-tensor-parallel-size", etp)
@@ -158,11 +171,6 @@ def _check_model(args: argparse.Namespace, world: World) -> Iterator[str]:
                 f"--dsa-indexer-head-dim {dims} is smaller than --qk-pos-emb-head-dim "
                 f"{args.qk_pos_emb_head_dim}, which is part of the indexer's heads"
             )
-    elif args.transformer_impl == "local":
-        yield (
-            "Megatron's local modules have no dense attention for MLA; use --transformer-impl "
-            f"transformer_engine, or dsa with --dsa-indexer-topk {args.seq_length}, which selects every key"
-        )
     pattern = args.moe_layer_freq
     if isinstance(pattern, list) and (len(pattern) != args.num_layers or set(pattern) - {0, 1}):
         yield f"--moe-layer-freq {pattern} must be {args.num_layers} zeros and ones, one per layer"

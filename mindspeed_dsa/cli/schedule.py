@@ -48,12 +48,13 @@ def run(argv: Sequence[str]) -> int:
         return _beside(options)
     costs = Costs(**{name: getattr(options, name) for name in _COSTS})
     timelines, rows = [], []
-    for each in _schedules(options):
+    found, left_out = _schedules(options)
+    for each in found:
         # A rank holds the same layers in every schedule, whatever the number of chunks they are cut into.
         own = costs.scaled(options.chunks / each.chunks)
         timelines.append(simulate(each, own))
         rows.append(figures(timelines[-1], own))
-    print("\n".join(aligned(table(rows))))
+    print("\n".join([*aligned(table(rows)), *left_out]))
     _write(options, timelines, rows)
     return 0
 
@@ -91,7 +92,8 @@ def _write(options: argparse.Namespace, timelines: Sequence[Timeline], rows: Seq
         Path(options.json).write_text(text + "\n", encoding="utf-8")
 
 
-def _schedules(options: argparse.Namespace) -> list[Schedule]:
+def _schedules(options: argparse.Namespace) -> tuple[list[Schedule], list[str]]:
+    """What was asked for; of what was not asked for by name, what there is, and why the rest is left out."""
     megatron = Megatron(options.megatron_root)
     ranks, chunks, microbatches = options.ranks, options.chunks, options.microbatches
 
@@ -100,15 +102,28 @@ def _schedules(options: argparse.Namespace) -> list[Schedule]:
             megatron, ranks, chunks, microbatches, options.group, forward_only=options.forward_only, **more
         )
 
+    def trained(listed: Callable[[int, int], Schedule]) -> Schedule:
+        if options.forward_only:
+            raise SettingsError("it is a schedule of training, and --forward-only asks for an evaluation")
+        return listed(ranks, microbatches)
+
     made: dict[str, Callable[[], Schedule]] = {
         "1f1b": lambda: ordered(),
         "paired": lambda: ordered(paired=True),
         "paired-extra": lambda: ordered(paired=True, extra_warmup=True),
         **{name: partial(ordered, recompute=where) for name, where in _RECOMPUTED.items()},
-        "zero-bubble": lambda: lists.zero_bubble(ranks, microbatches),
-        "dualpipev": lambda: lists.dual_pipe_v(ranks, microbatches),
+        "zero-bubble": lambda: trained(lists.zero_bubble),
+        "dualpipev": lambda: trained(lists.dual_pipe_v),
     }
-    return [made[name]() for name in options.schedules]
+    found, left_out = [], []
+    for name in options.schedules:
+        try:
+            found.append(made[name]())
+        except SettingsError as error:
+            if options.by_name or not found:
+                raise
+            left_out.append(f"left out: {name}: {error}")
+    return found, left_out
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -131,9 +146,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     layout.add_argument("--forward-only", action="store_true", help="evaluation")
     layout.add_argument(
         "--schedules",
-        default=",".join(_PLAIN),
         metavar="NAME,...",
-        help=f"of {', '.join(NAMES)}; default: {','.join(_PLAIN)}",
+        help=f"of {', '.join(NAMES)}; all: of these, what the layout has; default: the first three, likewise",
     )
     costs = parser.add_argument_group("costs of a chunk and microbatch")
     for name, help in _COSTS.items():
@@ -152,6 +166,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--megatron-root", default=settings.MEGATRON_ROOT.default, help="top-level package of a fork"
     )
     options = parser.parse_args(list(argv))
+    options.by_name = options.schedules not in (None, "all")
     options.schedules = _names(options.schedules)
     return options
 
@@ -172,8 +187,10 @@ _COSTS = {
 }
 
 
-def _names(text: str) -> list[str]:
-    names = list(NAMES) if text == "all" else text.split(",")
+def _names(text: str | None) -> Sequence[str]:
+    if text is None:
+        return _PLAIN
+    names = NAMES if text == "all" else text.split(",")
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         raise SettingsError(f"--schedules: no schedule {unknown[0]!r}; choose of {', '.join(NAMES)}, or all")

@@ -19,7 +19,16 @@ from mindspeed_dsa.settings import GENERAL_FLAGS
 ENTRY_POINTS = "mindspeed_dsa.features"
 """Group in which plug-ins declare their features."""
 
-KINDS = ("platform", "attention", "memory", "tensor_parallel", "moe", "pipeline", "diagnostics")
+KINDS = (
+    "platform",
+    "attention",
+    "context_parallel",
+    "memory",
+    "tensor_parallel",
+    "moe",
+    "pipeline",
+    "diagnostics",
+)
 """Folders of features. Wrappers of one target nest in this order, and within a kind by folder name; where
 another nesting is meant, the rows say it with ``priority``."""
 

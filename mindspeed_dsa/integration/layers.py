@@ -6,7 +6,7 @@ Imports neither torch nor Megatron.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from mindspeed_dsa.context import Context
@@ -24,10 +24,26 @@ class LayerOptions:
     Attributes:
         switched_on: the feature's own switch is on.
         num_layers: of each pipeline stage; ``None`` for all of them.
+        follows_pieces: layers may run in pieces, which ``integration/layer_pieces.py`` is asked about.
     """
 
     switched_on: bool
     num_layers: int | None
+    follows_pieces: bool = field(default=False, kw_only=True)
+
+
+def follows_pieces(settings: Any) -> bool:
+    """Whether it is our own schedule that runs layers in pieces, from settings or from arguments."""
+    return bool(getattr(settings, "moe_fb_overlap", False))
+
+
+def check_pieces(args: Any, options: LayerOptions, flag: str) -> Iterator[str]:
+    """Layers that Megatron runs in pieces without asking ``integration/layer_pieces.py``."""
+    if argument(args, "overlap_moe_expert_parallel_comm") and not options.follows_pieces:
+        yield (
+            f"{flag} works in the layer's forward, which --overlap-moe-expert-parallel-comm takes apart; use "
+            "--moe-fb-overlap in place of that, or omit one of them"
+        )
 
 
 _Options = TypeVar("_Options", bound=LayerOptions)

@@ -47,11 +47,18 @@ def _inside(half: _Half) -> Iterator[None]:
         _half.reset(token)
 
 
-def launching(flights: list[InFlight]) -> contextlib.AbstractContextManager[None]:
-    """In the block an all-to-all is started, added to ``flights``, and returns the buffer of its rows."""
+def launching(
+    flights: list[InFlight], after: Tensor | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """In the block an all-to-all is started, added to ``flights``, and returns the buffer of its rows.
+
+    Args:
+        flights: gets it.
+        after: as for :func:`start`.
+    """
 
     def launch(group: Any, rows: Tensor, output_splits: Splits, input_splits: Splits) -> Tensor:
-        flight = start(rows, output_splits, input_splits, group)
+        flight = start(rows, output_splits, input_splits, group, after)
         flights.append(flight)
         assert flight.received is not None
         return flight.received

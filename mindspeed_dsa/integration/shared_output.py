@@ -1,8 +1,10 @@
-"""The shared expert's output where Megatron's steps hand it on before there is one."""
+"""The shared expert, run while other work is under way, where Megatron's steps hand on its output before."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -31,3 +33,20 @@ class SharedOutput:
     def __radd__(self, routed: Tensor) -> Tensor:
         """What Megatron does with it in the end: ``routed + shared``."""
         return routed + self.tensor
+
+
+def before_second_half(layer: Any, between: Callable[..., None]) -> contextlib.ExitStack:
+    """Call ``between`` when a layer's shared expert reaches fc2; until the result is closed.
+
+    One that is recomputed stays in one piece: its forward runs twice, and what is between must not.
+    """
+    stack = contextlib.ExitStack()
+    fc2 = getattr(layer.shared_experts, "linear_fc2", None)
+    if fc2 is not None and not is_recomputed(layer):
+        stack.callback(fc2.register_forward_pre_hook(between).remove)
+    return stack
+
+
+def is_recomputed(layer: Any) -> bool:
+    """Whether Megatron recomputes the shared expert of this ``MoELayer``."""
+    return bool(getattr(layer, "shared_experts_recompute", False))

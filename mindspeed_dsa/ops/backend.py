@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import torch
@@ -23,15 +24,17 @@ from mindspeed_dsa import log
 
 _log = log.get("ops")
 
-BackendName = Literal["auto", "reference", "chunked", "cpu", "triton", "npu"]
+BackendName = Literal["auto", "reference", "chunked", "cpu", "cuda", "triton", "npu"]
 
-# What `auto` tries on each type of device, best first. The second takes every shape; `chunked` does so in
-# bounded memory, where the reference would gather more than a GPU holds.
+# What `auto` tries on each type of device, best first, of what an operator has. The second takes every shape;
+# `chunked` does so in bounded memory, where the reference would gather more than a GPU holds.
 _PREFERENCE: dict[str, tuple[str, str]] = {
     "cpu": ("cpu", "reference"),
     "cuda": ("triton", "chunked"),
     "npu": ("npu", "reference"),
 }
+# PyTorch's own kernels, for operators that have no others for this device.
+_OF_TORCH = {"cuda": "cuda"}
 
 
 class BackendUnavailable(RuntimeError):
@@ -109,7 +112,11 @@ def choose(operator: str, requested: str, shape: ShapeClass) -> Any:
         _report(operator, requested)
         return module
 
-    for name in (*_PREFERENCE.get(shape.device, ()), "reference"):
+    if _exists(operator, _OF_TORCH.get(shape.device, "")):
+        tried: tuple[str, ...] = (_OF_TORCH[shape.device],)
+    else:
+        tried = _PREFERENCE.get(shape.device, ())
+    for name in (*tried, "reference"):
         module, reason = _load(operator, name, shape)
         if module is not None:
             _report(operator, name)
@@ -202,6 +209,10 @@ def _name(implementation: Backend) -> str:
 
 def _module(operator: str, name: str) -> Any:
     return import_module(f"{__package__}.{operator}.{name}")
+
+
+def _exists(operator: str, name: str) -> bool:
+    return bool(name) and find_spec(f"{__package__}.{operator}.{name}") is not None
 
 
 def _load(operator: str, name: str, shape: ShapeClass) -> tuple[Any, str | None]:

@@ -39,13 +39,17 @@ class InFlight:
         Raises:
             RuntimeError: it was waited for already.
         """
+        return self.wait_and_mark()[0]
+
+    def wait_and_mark(self) -> tuple[Tensor, Tensor]:
+        """As :meth:`wait`, and ``[0]`` for a later :func:`start`, which then comes first in backward, too."""
         if self.received is None:
             raise RuntimeError(
                 "this all-to-all was waited for already; use the rows which that wait returned"
             )
         received, self.received = self.received, None
-        result: Tensor = _Wait.apply(received, self)
-        return result
+        rows, mark = _Wait.apply(received, self)
+        return rows, mark
 
     def arrive(self, edge: Tensor) -> Tensor:
         """``[sum(output_splits), ...]``, arrived; their gradient starts on the way back where this stands.
@@ -77,7 +81,9 @@ class InFlight:
         return Pending(result, [work], [rows])
 
 
-def start(rows: Tensor, output_splits: Splits, input_splits: Splits, group: Any) -> InFlight:
+def start(
+    rows: Tensor, output_splits: Splits, input_splits: Splits, group: Any, after: Tensor | None = None
+) -> InFlight:
     """Launch an all-to-all; every rank of the group starts the same ones in the same order.
 
     Args:
@@ -85,9 +91,11 @@ def start(rows: Tensor, output_splits: Splits, input_splits: Splits, group: Any)
         output_splits: rows from each rank.
         input_splits: rows to each rank.
         group: process group.
+        after: mark of an earlier transfer. In backward its reverse is launched when that of this one has
+            arrived, wherever :meth:`InFlight.give_way` has put that.
     """
     flight = InFlight(output_splits, input_splits, group)
-    flight.received = _Start.apply(rows, flight)
+    flight.received = _Start.apply(rows, flight, after)
     if flight.received.grad_fn is not None:
         flight.place = flight.received.grad_fn._sequence_nr()
     return flight
@@ -134,30 +142,30 @@ class _Arrive(torch.autograd.Function):
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, flight: InFlight) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, flight: InFlight, after: Tensor | None) -> Tensor:
         ctx.flight = flight
         flight.forward = flight.send(rows)
         return flight.forward.result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None, Tensor | None]:
         pending, ctx.flight.backward = ctx.flight.backward, None
-        return pending.wait(), None
+        return pending.wait(), None, token.new_empty(0) if ctx.needs_input_grad[2] else None
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, received: Tensor, flight: InFlight) -> Tensor:
+    def forward(ctx: Any, received: Tensor, flight: InFlight) -> tuple[Tensor, Tensor]:
         ctx.flight = flight
         assert flight.forward is not None
         flight.forward.wait()
         flight.forward = None
-        return received.view_as(received)
+        return received.view_as(received), received.new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor, None]:
         ctx.flight.backward = ctx.flight.send(grad_output, reverse=True)
         # Autograd checks that a gradient has its tensor's shape, and the rows on their way back have another.
         # This one only reaches the start's node, which waits for them.

@@ -109,9 +109,11 @@ def compose(
         )
     current = original
     if replacement is not None:
-        current = clone(replacement, "the replacement")
+        current = _sign(clone(replacement, "the replacement"), original)
     for name, decorate in wrappers:
-        current = clone(decorate(current), f"the result of the decorator {name}")
+        # A decorator that binds arguments by the target's names finds them whatever is between it and the
+        # target.
+        current = _sign(clone(decorate(current), f"the result of the decorator {name}"), original)
     return _in_descriptor(raw, _dress(current, original, place))
 
 
@@ -160,6 +162,11 @@ def _dress(function: FunctionType, original: Any, place: tuple[str, str] | None)
             function.__dict__.setdefault(attribute, value)
     # torch.jit.script and inspect.unwrap follow __wrapped__ back to the unpatched code.
     function.__dict__.pop("__wrapped__", None)
+    return function
+
+
+def _sign(function: FunctionType, original: Any) -> FunctionType:
+    """Give ``function`` the signature of ``original``, which it takes the place of."""
     with contextlib.suppress(TypeError, ValueError):  # builtins without a text signature
         function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return function

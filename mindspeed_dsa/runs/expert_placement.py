@@ -103,7 +103,7 @@ def place(loads: Mapping[int, Sequence[int]], ranks: int) -> Placement:
     """
     counts = {len(experts) for experts in loads.values()}
     (experts,) = counts if len(counts) == 1 else (0,)
-    if not experts or experts % ranks:
+    if not experts or ranks < 1 or experts % ranks:
         raise RunError(
             f"{' or '.join(map(str, sorted(counts)))} experts cannot be spread evenly over "
             f"--expert-model-parallel-size {ranks}"

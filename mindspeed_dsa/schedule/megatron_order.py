@@ -63,6 +63,13 @@ def schedule(
     """
     group = group or ranks
     check(ranks, chunks, microbatches, group)
+    if (paired or extra_warmup) and chunks == 1 < ranks:
+        raise SettingsError(
+            f"on {ranks} pipeline ranks with one chunk each no forward is ready beside a backward, so "
+            "Megatron pairs them in interleaved pipelines alone: use at least 2 chunks"
+        )
+    if forward_only and (paired or extra_warmup or recompute):
+        raise SettingsError("an evaluation has no backwards to pair forwards with, and recomputes nothing")
     lists = []
     for rank in range(ranks):
         warmup = warmup_of(megatron, ranks, rank, chunks, microbatches, group, forward_only, extra_warmup)

@@ -1,19 +1,67 @@
-"""Figures of pairs that the benchmark reports without measuring."""
+"""Figures of pipeline schedules: those that the benchmark simulates, and how times become ratios."""
 
 from __future__ import annotations
 
-from benchmarks.pipeline.simulated import entries
+import pytest
+
+from benchmarks.moe.problem import Timing
+from benchmarks.pipeline import CELLS, recompute, run
+from benchmarks.pipeline.pairs import metrics
+from benchmarks.pipeline.simulated import run as simulated
 
 
-def test_simulated():
-    found = entries()["PP16 x VPP2, 64 microbatches"]
-    steps = {name.removeprefix("step_"): value for name, value in found.items() if name.startswith("step")}
-    assert steps == {
-        "without_all_to_all": 429,
+def test_simulated_pairs():
+    found = simulated()["simulated"]
+    sixteen = found["PP16 x VPP2, 64 microbatches"]
+    assert sixteen["step_time"] == {
+        "without all-to-all": 429,
         "stock": 643.5,
         "pairs": 571.5,
-        "pairs_extra_warmup": 477,
-        "pairs_extra_warmup_half_hidden_alone": 453,
+        "pairs, +1 warmup": 477,
+        "pairs, +1 warmup, half hidden alone": 453,
     }
-    assert found["steady_hidden_worst_rank_pairs_extra_warmup"] == 1
-    assert found["extra_chunks_in_flight"] == 1
+    worst = sixteen["steady_a2a_hidden_worst_rank"]
+    assert worst == {"pairs": pytest.approx(0.43, abs=0.005), "pairs, +1 warmup": 1}
+    one = found["PP1, 4 microbatches"]
+    assert (sixteen["extra_chunks_in_flight"], sixteen["extra_microbatches_in_flight"]) == (1, 0.5)
+    assert (one["extra_chunks_in_flight"], one["extra_microbatches_in_flight"]) == (1, 1)
+
+
+def test_simulated_recompute():
+    found = simulated()["simulated_recompute"]
+    assert {each["recompute_in_bubble_removed"] for each in found.values()} == {1.0}
+    assert found["PP4, 8 microbatches"]["step_time"] == {"recompute": 44, "recompute in bubbles": 41}
+
+
+def test_ratios_of_measured_steps():
+    """Warm-up and cool-down alone are a step with one microbatch."""
+    steps = {"stock": 1000, "pairs": 800, "overlap in one microbatch": 900, "no transfers": 750}
+    steps |= {
+        "stock, one microbatch": 250,
+        "pairs, one microbatch": 220,
+        "no transfers, one microbatch": 200,
+    }
+    times = {name: Timing(value / 1e3, 0.1, value / 1e3) for name, value in steps.items()}
+    found = metrics({"times": times, "deviation": 0.0})
+    assert found["fb_overlap_speedup"] == pytest.approx(1.25)
+    assert found["moe_overlap_speedup"] == pytest.approx(1000 / 900)
+    assert found["fb_over_moe_overlap"] == pytest.approx(900 / 800)
+    assert found["a2a_hidden_fraction"] == pytest.approx(0.8)
+    assert found["edge_a2a_hidden"] == pytest.approx(0.6)
+
+
+def test_what_bubbles_remove():
+    """Of three ranks, one of which waits for no gradient and recomputes nothing ahead."""
+    times = {"plain": Timing(1.0, 0.5, 1.1), "bubble": Timing(0.9, 0.5, 0.95)}
+    ranks = [{"times": times, "again": again, "deviation": 0.0} for again in (0.1, 0.1, None)]
+    found = recompute.metrics(ranks)
+    assert found["recompute_in_bubble_removed"] == pytest.approx(0.15 / (2 * 0.1))
+    assert found["recompute_in_bubble_removed_least"] == pytest.approx(0.1 / (2 * 0.1))
+    assert found["step_ratio"] == pytest.approx(0.95 / 1.1)
+    assert "caution" not in found
+    assert recompute.metrics(ranks, "shared")["caution"] == "shared"
+
+
+def test_cells_are_named():
+    with pytest.raises(ValueError, match=f"pipeline has no cell pair; use {', '.join(CELLS)}"):
+        run("cpu", only="pair")

@@ -69,7 +69,6 @@ def test_a_value_that_does_not_fit_is_refused(flags: str) -> None:
             "cannot run 2 microbatches in groups of 4",
         ),
         (1, "--dsa-indexer-head-dim 24", "must be a power of two"),
-        (1, "--experimental-attention-variant none", "no dense attention for MLA"),
         (1, "--moe-layer-freq [0,1]", "must be 4 zeros and ones"),
         (1, "--overlap-param-gather", "needs --use-distributed-optimizer and --overlap-grad-reduce"),
         (1, "--recompute-granularity full", "needs --recompute-method"),

@@ -6,11 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from mindspeed_dsa.runs import expert_load, expert_placement
+from mindspeed_dsa.runs.expert_placement import Placement
 from tests.support import training_loop as loop
+from tests.support.memory_events import COUNTED, GROUPED, MOVED, PERMUTED, PLACED, STARTED
 
 RECIPE = Path(__file__).parents[2] / "examples" / "megatron_lm"
 LAUNCHER = RECIPE / "run_megatron.py"
@@ -27,6 +31,10 @@ def main():
 if __name__ == "__main__":
     main()
 """
+
+
+# Documents of the mock data; their ends are known to the first pipeline stage alone.
+PACKED = "--use-fused-dsa --pack-documents --micro-batch-size 1"
 
 
 @pytest.fixture
@@ -79,40 +87,63 @@ def test_bad_command_lines_are_refused_in_one_line(checkout, tmp_path):
     assert "npu" in done.stderr
 
 
-@pytest.mark.full
-@pytest.mark.timeout(900)
-@pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="MEGATRON_LM names no checkout of Megatron-LM")
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "",
-        "--tensor-model-parallel-size 2 --sequence-parallel",
-        "--tensor-model-parallel-size 2 --sequence-parallel --use-fused-dsa",
-        "--pipeline-model-parallel-size 2",
-        "--expert-model-parallel-size 2 --use-distributed-optimizer",
-    ],
-    ids=["1", "tp2", "tp2-fused", "pp2", "ep2"],
+_MARKS = (
+    pytest.mark.full,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        "MEGATRON_LM" not in os.environ, reason="MEGATRON_LM names no checkout of Megatron-LM"
+    ),
 )
-def test_pretrain_gpt_agrees_with_one_process_and_resumes(tmp_path, flags):
+
+
+def with_checkout(test):
+    for mark in _MARKS:
+        test = mark(test)
+    return test
+
+
+def pretrain(metrics, *more, nproc=1, paths=(), **environment):
+    """Run the recipe; returns what was printed, and the metrics of each step."""
+    command = [
+        "bash",
+        str(RECIPE / "pretrain_gpt_dsa.sh"),
+        "--eval-interval",
+        "100",
+        "--lr-decay-iters",
+        "50",
+    ]
+    environment = {**os.environ, "NPROC": str(nproc), "PYTHON": sys.executable, **environment}
+    environment["PYTHONPATH"] = os.pathsep.join([*map(str, paths), str(RECIPE.parents[1]), *sys.path])
+    command += ["--step-metrics-file", str(metrics), *map(str, more)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = {record["step"]: record for record in map(json.loads, metrics.read_text().splitlines())}
+    return done.stdout + done.stderr, steps
+
+
+@with_checkout
+@pytest.mark.parametrize(
+    ("flags", "data"),
+    [
+        ("", ""),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", ""),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --use-fused-dsa", ""),
+        ("--pipeline-model-parallel-size 2", ""),
+        ("--expert-model-parallel-size 2 --use-distributed-optimizer", ""),
+        ("--pipeline-model-parallel-size 2", PACKED),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", PACKED),
+    ],
+    ids=["1", "tp2", "tp2-fused", "pp2", "ep2", "pp2-packed", "tp2-packed"],
+)
+def test_pretrain_gpt_agrees_with_one_process_and_resumes(tmp_path, flags, data):
     """From one checkpoint of weights, every layout makes the same steps, and so does a resumed run."""
 
     def run(name, *more, nproc=1):
-        metrics = tmp_path / f"{name}.jsonl"
-        command = [
-            "bash",
-            str(RECIPE / "pretrain_gpt_dsa.sh"),
-            "--eval-interval",
-            "100",
-            "--lr-decay-iters",
-            "50",
-        ]
-        environment = {**os.environ, "NPROC": str(nproc), "PYTHON": sys.executable}
-        environment["PYTHONPATH"] = os.pathsep.join([str(RECIPE.parents[1]), *sys.path])
-        command += ["--step-metrics-file", str(metrics), *map(str, more)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert ("\nfused-dsa " in done.stdout + done.stderr) == ("--use-fused-dsa" in more)
-        return {record["step"]: record for record in map(json.loads, metrics.read_text().splitlines())}
+        printed, steps = pretrain(tmp_path / f"{name}.jsonl", *data.split(), *more, nproc=nproc)
+        wanted = {*data.split(), *map(str, more)}
+        for feature in ("fused-dsa", "pack-documents"):
+            assert (f"\n{feature} " in printed) == bool(wanted & {f"--{feature}", f"--use-{feature}"})
+        return steps
 
     weights = tmp_path / "weights"
     run("initial", "--train-iters", "2", "--save", weights, "--save-interval", "2")
@@ -123,7 +154,7 @@ def test_pretrain_gpt_agrees_with_one_process_and_resumes(tmp_path, flags):
     there = run("layout", *start, *kept, nproc=nproc)
     assert list(there) == list(one) == [3, 4, 5, 6]
     # Other sums decide some near ties of eight index heads otherwise.
-    loose = 10 if "fused" in flags else 1
+    loose = 10 if "fused" in flags + data else 1
     for step, record in there.items():
         assert record["lm_loss"] == pytest.approx(one[step]["lm_loss"], rel=1e-5 * loose)
         assert record["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=5e-4 * loose)
@@ -132,3 +163,81 @@ def test_pretrain_gpt_agrees_with_one_process_and_resumes(tmp_path, flags):
     resume = [*flags.split(), "--load", tmp_path / "kept", "--ckpt-step", "4", "--train-iters", "6"]
     resumed = run("resumed", *resume, nproc=nproc)
     assert [resumed[step]["lm_loss"] for step in (5, 6)] == [there[step]["lm_loss"] for step in (5, 6)]
+
+
+# Counts what the features do in the script itself, whose process is not ours.
+COUNTING = """
+import json, os, runpy
+
+run_path = runpy.run_path
+
+def counted_run(script, **arguments):
+    from tests.support.memory_events import counted
+    with counted() as counts:
+        run_path(script, **arguments)
+    with open(os.path.join(os.environ["COUNTS"], os.environ["RANK"]), "w") as file:
+        json.dump(counts, file)
+
+runpy.run_path = counted_run
+"""
+BALANCED = "--balanced-moe-experts --balanced-moe-matmul-rate 1e-6 --balanced-moe-link-rate 1e6"
+MOE = {
+    "--moe-alltoall-overlap-comm": STARTED,
+    BALANCED: MOVED,
+    "--moe-expert-placement {folder}/placement.json": PLACED,
+    "--moe-grouped-gemm": GROUPED,
+    "--moe-permute-fusion": PERMUTED,
+    "--moe-router-load-report {folder}/load": COUNTED,
+}
+EP2 = "--expert-model-parallel-size 2"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+
+
+@with_checkout
+@pytest.mark.parametrize(
+    ("layout", "extended"),
+    [(EP2, None), (f"{TP2} {EP2} --expert-tensor-parallel-size 1", TP2)],
+    ids=["ep2", "tp2"],
+)
+def test_pretrain_gpt_has_the_same_losses_with_each_moe_feature(tmp_path, layout, extended):
+    """Off and on from Megatron's own initial weights; tensor parallel ranks get whole experts by our flag."""
+    expert_placement.write(
+        tmp_path / "placement.json", Placement(4, 2, {2: [0, 2, 1, 3], 3: [3, 0, 1, 2], 4: [2, 3, 0, 1]})
+    )
+    (tmp_path / "sitecustomize.py").write_text(COUNTING)
+    jobs = {flag: (layout, flag, {event}) for flag, event in MOE.items()}
+    every = " ".join(MOE)
+    if extended:
+        jobs = {
+            "--moe-tp-extend-ep": (extended, "--moe-tp-extend-ep", set()),
+            "all": (extended, f"--moe-tp-extend-ep {every}", set(MOE.values())),
+        }
+    else:
+        jobs["all"] = (layout, every, set(MOE.values()))
+
+    def run(number, flags):
+        counts, folder = tmp_path / f"counts-{number}", tmp_path / f"folder-{number}"
+        counts.mkdir()
+        folder.mkdir()
+        (folder / "placement.json").write_text((tmp_path / "placement.json").read_text())
+        more = f"--train-iters 4 --use-distributed-optimizer {flags}".format(folder=folder).split()
+        metrics = tmp_path / f"{number}.jsonl"
+        printed, steps = pretrain(metrics, *more, nproc=2, paths=[tmp_path], COUNTS=str(counts))
+        events = Counter()
+        for file in counts.iterdir():
+            events.update(json.loads(file.read_text()))
+        assert len(list(counts.iterdir())) == 2
+        if (folder / "load").exists():
+            assert [record["step"] for record in expert_load.read(folder / "load")] == [1, 2, 3, 4]
+        return printed, steps, {event for event in MOE.values() if events[event]}
+
+    _, stock, events = run(0, layout)
+    assert not events
+    for number, (name, (where, flags, expected)) in enumerate(jobs.items(), start=1):
+        printed, steps, events = run(number, f"{where} {flags}")
+        assert events == expected, name
+        assert ("experts: tensor parallel 2 x expert parallel 1" in printed) == bool(extended)
+        assert list(steps) == list(stock) == [1, 2, 3, 4]
+        for step, record in steps.items():
+            assert record["lm_loss"] == pytest.approx(stock[step]["lm_loss"], rel=1e-5), name
+            assert record["grad_norm"] == pytest.approx(stock[step]["grad_norm"], rel=5e-4), name

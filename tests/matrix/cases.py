@@ -378,9 +378,10 @@ def flags() -> dict[str, Any]:
 
 
 def context_parallel_step(cp: int) -> dict[str, Any]:
-    """As :func:`tiny.one_step`, on context parallel ranks whose keys are gathered."""
-    with cp_cases.context_parallel(tiny, cp, in_config=False):
-        return tiny.one_step({"use_fused_dsa": True}, num_microbatches=2, micro_batch_size=2, cp=cp)
+    """As :func:`tiny.one_step`, on context parallel ranks."""
+    switches = {"use_fused_dsa": True, "context_parallel_size": cp}
+    with cp_cases.context_parallel(tiny, cp):
+        return tiny.one_step(switches, num_microbatches=2, micro_batch_size=2, cp=cp)
 
 
 def context_parallel_indexer(cp: int, rope_type: str) -> dict[str, Tensor]:

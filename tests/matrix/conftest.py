@@ -12,6 +12,7 @@ WITHOUT_DSA = ">=0.12.1,<0.16"
 RELEASES = {
     "test_kernel_backend.py": ">=0.19,<0.20",
     "test_alltoall_overlap.py": ">=0.13,!=0.16.*,<0.20",
+    "test_batch_overlap.py": ">=0.14,!=0.16.*,<0.20",
     "test_fb_overlap.py": ">=0.14,!=0.16.*,<0.20",
     "test_permute_fusion.py": ">=0.12.1,!=0.16.*,<0.20",
     "test_grouped_experts.py": ">=0.12.1,!=0.16.*,<0.20",

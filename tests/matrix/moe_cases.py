@@ -18,14 +18,15 @@ from tests.matrix.model import EXPERTS, one_step
 from tests.support import model, moe
 
 
-def overlapped(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def overlapped(runs: Mapping[str, Mapping[str, Any]], switch: Mapping[str, Any] = SWITCH) -> dict[str, Any]:
     """Results of two microbatches with overlapped all-to-alls, and how many transfers were started.
 
     Args:
         runs: overrides of the configuration, by name.
+        switch: what is switched on.
     """
     found: dict[str, Any] = {}
-    for name, pair in _beside_stock(SWITCH, runs, recorded).items():
+    for name, pair in _beside_stock(switch, runs, recorded).items():
         found[name] = {**pair, "launched": pair["watched"].count("launch")}
     return found
 

@@ -13,6 +13,7 @@ from tests.support.model import assert_same_gradients, put_together
 
 STEP = "tests.matrix.model:one_step"
 CASE = "tests.matrix.cases"
+PACKS = "tests.features.attention.packs.cases"
 
 
 @pytest.fixture(scope="module")
@@ -288,8 +289,28 @@ def test_flags_are_added_where_the_parser_lacks_them(pool):
     assert result["twice"] is True
 
 
+@pytest.mark.parametrize("absorb", [True, False])
+def test_a_pack_trains_as_its_documents_one_by_one(pool, absorb):
+    arguments = {"builder": "tests.matrix.model", "switches": {"use_dsa_absorb": absorb}}
+    (packed,), (alone,) = (
+        pool.run(f"{PACKS}:one_pass", 1, packed=each, **arguments) for each in (True, False)
+    )
+    torch.testing.assert_close(packed["losses"], alone["losses"], rtol=1e-5, atol=1e-5)
+    assert packed["indexer loss"] == pytest.approx(alone["indexer loss"], rel=1e-5)
+    assert_same_gradients(packed["gradients"], alone["gradients"], 1e-5)
+
+
+def test_a_script_that_knows_no_packs_trains_on_them(pool):
+    arguments = {"builder": "tests.matrix.model"}
+    (alone,) = pool.run(f"{PACKS}:scripted_step", 1, alone=True, **arguments)
+    packed = pool.run(f"{PACKS}:scripted_step", 4, tp=2, pp=2, **arguments)
+    assert_same_gradients(put_together(packed), alone["gradients"], 2e-5)
+    for rank in pool.run(f"{PACKS}:scripted_step", 2, cp=2, **arguments):
+        assert_same_gradients(rank["gradients"], alone["gradients"], 2e-5)
+
+
 @pytest.mark.parametrize("cp", [2, 4])
-def test_context_parallel_ranks_with_gathered_keys_have_the_gradients_of_one(pool, cp):
+def test_context_parallel_ranks_have_the_gradients_of_one(pool, cp):
     (expected,) = pool.run(f"{CASE}:context_parallel_step", 1, cp=1)
     for rank in pool.run(f"{CASE}:context_parallel_step", cp, cp=cp):
         assert_same_gradients(rank["gradients"], expected["gradients"])

@@ -6,9 +6,11 @@ import pytest
 
 from tests.support.model import assert_same_gradients
 
+AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "shared_experts"]}
 RUNS = {
     # name: ranks, layout, microbatches, overrides
     "PP1": (2, {}, 3, {"num_moe_experts": 2, "num_layers": 3, "moe_layer_freq": [0, 1, 0]}),
+    "PP1, recomputed modules": (2, {}, 2, {"moe_layer_freq": [0, 1], **AGAIN}),
     "PP2 x VPP2": (4, {"pp": 2, "vpp": 2}, 4, {"num_layers": 4, "moe_layer_freq": [0, 1, 1, 1]}),
 }
 

@@ -84,9 +84,7 @@ def test_context_parallel(pool):
     result = pool.run(f"{CASE}:context_parallel_step", 2, switches=ON)
     for mine, megatrons in zip(result, expected, strict=True):
         assert mine["loss"] == pytest.approx(megatrons["loss"], rel=1e-5)
-        # Megatron's mean over a rank's rows meets a scale that holds the number of ranks.
-        halved = {n: g / 2 if ".indexer." in n else g for n, g in megatrons["gradients"].items()}
-        assert_same_gradients(mine["gradients"], halved)
+        assert_same_gradients(mine["gradients"], megatrons["gradients"])
 
 
 @pytest.mark.parametrize("cp", [2, 4])
@@ -112,6 +110,22 @@ def test_context_parallel_ranks_have_the_gradients_and_the_loss_of_one(pool, cp,
         assert rank["indexer loss"] == pytest.approx(expected["indexer loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("overrides", [{}, {"calculate_per_token_loss": True}], ids=["mean", "per token"])
+def test_megatrons_own_indexer_has_the_gradients_of_one_rank(pool, overrides):
+    """Without the repair those of two ranks are twice as large, unless per token."""
+    arguments = {"overrides": overrides, "ddp": {"average_in_collective": False}}
+    case = f"{CASE}:context_parallel_training"
+    (expected,) = pool.run(case, 1, cp=1, switches={}, **arguments)
+    for rank in pool.run(case, 2, cp=2, switches={}, **arguments):
+        assert not any(rank["taken"].values())
+        assert_same_gradients(rank["gradients"], expected["gradients"])
+    off = pool.run(case, 2, cp=2, switches={"dsa_cp_loss_grads": False}, **arguments)[0]["gradients"]
+    factor = 1 if overrides else 2
+    for name, gradient in expected["gradients"].items():
+        if ".indexer." in name:
+            torch.testing.assert_close(off[name], factor * gradient, rtol=1e-3, atol=1e-6)
+
+
 @pytest.mark.parametrize("counted", [8, 5], ids=["some padding", "one rank of padding"])
 def test_padding_rows_do_not_count_on_any_context_parallel_rank(pool, counted):
     ranks = pool.run(f"{CASE}:valid_rows_on_two_ranks", 2, counted=counted)
@@ -128,6 +142,23 @@ def test_packed_sequences_do_not_see_each_other(pool, sparse_loss):
     assert result["loss"][0] == pytest.approx(result["loss"][1], rel=1e-5)
     for name, (packed, alone) in result["gradients"].items():
         torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_model_trains_on_a_pack_as_on_its_documents_one_by_one(pool):
+    """This release's own code describes the rows; a script hands on no lengths."""
+    packs = "tests.features.attention.packs.cases"
+    (packed,), (alone,) = (
+        pool.run(f"{packs}:one_pass", 1, packed=each, padding=0, overrides={"dsa_indexer_n_heads": 16})
+        for each in (True, False)
+    )
+    torch.testing.assert_close(packed["losses"], alone["losses"], rtol=1e-5, atol=1e-5)
+    assert packed["indexer loss"] == pytest.approx(alone["indexer loss"], rel=1e-5)
+    assert_same_gradients(packed["gradients"], alone["gradients"], 1e-5)
+    (alone,) = pool.run(f"{packs}:scripted_step", 1, alone=True, from_tokens=True)
+    ranks = pool.run(f"{packs}:scripted_step", 4, tp=2, pp=2, from_tokens=True)
+    assert_same_gradients(put_together(ranks), alone["gradients"], 2e-5)
+    errors = pool.run("tests.support.model:error_of", 2, case=f"{packs}:scripted_step", cp=2)
+    assert all("expects two chunks of each document on each rank" in error for error in errors), errors
 
 
 def test_padding_rows_do_not_count(pool):

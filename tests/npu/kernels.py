@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.npu import (
     attention_kernels,
     collective_kernels,
+    dense_kernels,
     grouped_kernels,
     loss_kernels,
     permutation_kernels,
@@ -40,6 +41,8 @@ def register() -> None:
         loss_kernels.npu_sparse_lightning_indexer_grad_kl_loss,
         loss_kernels.npu_dense_lightning_indexer_softmax_lse,
         loss_kernels.npu_dense_lightning_indexer_grad_kl_loss,
+        dense_kernels.npu_fusion_attention,
+        dense_kernels.npu_fusion_attention_grad,
         collective_kernels.npu_all_gather_base_mm,
         collective_kernels.npu_mm_reduce_scatter_base,
         grouped_kernels.npu_grouped_matmul,
@@ -58,7 +61,7 @@ def _held_against_meta(kernel: Callable[..., Any]) -> Callable[..., Any]:
         to_meta = torch.utils._pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
         expected = operator(*to_meta[0], **to_meta[1])
         each = [(one,) if isinstance(one, Tensor) else one for one in (results, expected)]
-        facts = [[None if x is None else (tuple(x.shape), x.dtype) for x in one] for one in each]
+        facts = [[(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in one] for one in each]
         assert facts[0] == facts[1], f"{kernel.__name__}: {facts[0]}, by torch_npu's meta kernel {facts[1]}"
         return results
 

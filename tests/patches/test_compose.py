@@ -40,6 +40,21 @@ def test_identity_of_the_original():
     assert patched(2, scale=3.0) == 6.0
 
 
+def test_every_decorator_sees_the_targets_signature():
+    seen = []
+
+    def looking(function):
+        seen.append(inspect.signature(function))
+        return passing(function)
+
+    def stand_in(*args, **kwargs):
+        return original(*args, **kwargs)
+
+    for replacement in (None, stand_in):
+        compose(original, replacement, [("looking", looking), ("looking", looking)])
+    assert seen == [inspect.signature(original)] * 4
+
+
 def test_a_missing_docstring_stays_missing():
     assert compose(lambda x: x, None, [("passing", passing)]).__doc__ is None
 

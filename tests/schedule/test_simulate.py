@@ -130,9 +130,10 @@ def test_no_shape_deadlocks(ranks, chunks, groups, wider, rest, paired, extra):
     group = ranks + wider
     rest %= group
     microbatches = groups * group + (rest if rest >= ranks else 0)
-    extra = extra and (ranks == 1 or chunks > 1)
-    if ranks == 1 and chunks > 1:
+    if ranks == 1:
         chunks = 1
+    elif chunks == 1:
+        paired = extra = False
     made = schedule(MEGATRON, ranks, chunks, microbatches, group, paired=paired, extra_warmup=extra)
     work = microbatches * chunks * 3
     assert step_of(made) >= work
@@ -173,8 +174,33 @@ def test_the_command(tmp_path, capsys):
         (["--virtual", "2", "--num-microbatches", "6"], "4 or 8 microbatches"),
         (["--beside", "nowhere"], "--trace-schedule nowhere"),
         (["--forward", "-1"], "give a number >= 0"),
+        (["--schedules", "1f1b,paired"], "use at least 2 chunks"),
+        (["--schedules", "zero-bubble", "--forward-only"], "a schedule of training"),
     ],
 )
 def test_the_command_refuses(argv, words, capsys):
     assert main(["schedule", *argv]) == 2
     assert words in capsys.readouterr().err
+
+
+PLACES = ("place", "bubbles", "advance")
+
+
+@pytest.mark.parametrize(
+    ("argv", "shown", "left_out"),
+    [
+        ([], ["1F1B"], ["paired", "paired-extra"]),
+        (["--virtual", "2", "--forward-only"], ["interleaved 1F1B"], ["paired", "paired-extra"]),
+        (
+            ["--num-microbatches", "4", "--schedules", "all"],
+            ["1F1B", *(f"1F1B, recompute in {where}" for where in PLACES), "zero bubble (ZB-H1)"],
+            ["paired", "paired-extra", "dualpipev"],
+        ),
+    ],
+)
+def test_schedules_that_a_layout_does_not_have_are_left_out(argv, shown, left_out, capsys):
+    """Unless they are named."""
+    assert main(["schedule", *argv]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[1:] if not line.startswith("left out")] == shown
+    assert [line.split(":")[1].strip() for line in lines if line.startswith("left out")] == left_out

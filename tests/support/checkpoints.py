@@ -14,14 +14,16 @@ TORCH = "torch"  # the old format: state dicts and, for the distributed optimize
 
 def save_to(job: Job, way: str, folder: str) -> None:
     """``way`` is ``torch`` or the distributed optimizer's sharding type in a torch_dist checkpoint."""
+    from megatron.core import parallel_state
+
     gather(job)
     if way == TORCH:
-        rank = torch.distributed.get_rank()
-        if rank == 0:
-            state = {"model": job.model.state_dict_for_save_checkpoint()}
-            torch.save({**state, "optimizer": job.optimizer.state_dict()}, Path(folder, "state.pt"))
+        state, parameters = _files(folder)
+        if parallel_state.get_expert_data_parallel_rank() == 0:
+            content = {"model": job.model.state_dict_for_save_checkpoint()}
+            torch.save({**content, "optimizer": job.optimizer.state_dict()}, state)
         if job.ddp.use_distributed_optimizer:
-            job.optimizer.save_parameter_state(str(Path(folder, "parameters.pt")))
+            job.optimizer.save_parameter_state(parameters)
         torch.distributed.barrier()
         return
     from megatron.core import dist_checkpointing
@@ -35,7 +37,7 @@ def save_to(job: Job, way: str, folder: str) -> None:
 def load_from(job: Job, way: str, folder: str) -> None:
     """The counterpart; model first, then optimizer, like Megatron."""
     if way == TORCH:
-        state = torch.load(Path(folder, "state.pt"), weights_only=False)
+        state = torch.load(_files(folder)[0], weights_only=False)
     else:
         from megatron.core import dist_checkpointing
 
@@ -43,7 +45,15 @@ def load_from(job: Job, way: str, folder: str) -> None:
     job.model.load_state_dict(state["model"])
     job.optimizer.load_state_dict(state["optimizer"])
     if way == TORCH and job.ddp.use_distributed_optimizer:
-        job.optimizer.load_parameter_state(str(Path(folder, "parameters.pt")))
+        job.optimizer.load_parameter_state(_files(folder)[1])
+
+
+def _files(folder: str) -> tuple[str, str]:
+    """Of this expert parallel rank; like Megatron's, they are written once for all of its replicas."""
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_expert_model_parallel_rank()
+    return str(Path(folder, f"state-{rank}.pt")), str(Path(folder, f"parameters-{rank}.pt"))
 
 
 def _sharded(job: Job, way: str, is_loading: bool) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from unittest import mock
 
 import torch
 
+from mindspeed_dsa.context_parallel.layout import Zigzag
 from tests.support import dense, memory_events
-from tests.support.observe import Choices, Fault, Observer, Place
+from tests.support.observe import Choices, Fault, Observer, Place, rows_of
 
 EXAMPLES = str(Path(__file__).absolute().parents[2] / "examples")
 
@@ -24,6 +25,7 @@ class RankOutcome:
 
     records: list[dict[str, Any]]
     place: Place
+    layout: Zigzag
     choices: Choices
     memory: Counter[str]
 
@@ -64,7 +66,12 @@ def train(
         )  # what importing the one-liner does, for the first time as for later ones
     else:
         check(args, World.from_environment())
-        mindspeed_dsa.enable(experimental_attention_variant="dsa", **(switches or {}))
+        mindspeed_dsa.enable(
+            experimental_attention_variant=args.experimental_attention_variant or "none",
+            multi_latent_attention=True,
+            transformer_impl=args.transformer_impl,
+            **(switches or {}),
+        )
         mindspeed_dsa.validate(args)
 
     from dsa_job import training
@@ -87,7 +94,8 @@ def train(
     assert observer.place is not None
     wants_fused = bool((switches or {}).get("use_fused_dsa"))
     assert (observer.fused_selections > 0) == wants_fused, f"{observer.fused_selections} fused selections"
-    return RankOutcome([dict(record) for record in records], observer.place, observer.choices, memory)
+    layout = rows_of(args, observer.place.context_size)
+    return RankOutcome([dict(record) for record in records], observer.place, layout, observer.choices, memory)
 
 
 def read(checkpoints: Sequence[tuple[str, int]]) -> list[dict[str, torch.Tensor]]:

@@ -32,17 +32,27 @@ GROUPED = "grouped matmuls"
 """The same for experts whose weights are stacked."""
 PERMUTED = "fused permutations"
 """And for tokens that are permuted by our operator."""
+PLACED = "routing maps in the order of slots"
+"""And for experts that are not in their own slots."""
+COUNTED = "routing maps counted"
+"""And for the report of their load."""
+HELD = "experts held"
+"""In all layers of all ranks, whatever is on: an expert that is sliced over two ranks counts for both."""
 
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
     """Count :data:`EVENTS` and the names above."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
     from mindspeed_dsa.features.memory.checkpoint import _Output
     from mindspeed_dsa.features.memory.host_moments import Moments
     from mindspeed_dsa.features.memory.reuse_fp32_param.masters import Masters
     from mindspeed_dsa.features.memory.swap_attention.swapped_storage import SwappedStorage
     from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Pipeline
     from mindspeed_dsa.features.moe.balanced_experts import layer as balanced
+    from mindspeed_dsa.features.moe.expert_placement.routing import _Columns
+    from mindspeed_dsa.features.moe.load_report.counting import Counts
     from mindspeed_dsa.features.tensor_parallel.overlap import tuning
     from mindspeed_dsa.ops.grouped_matmul import cpu as grouped
     from mindspeed_dsa.ops.moe_permute import cpu as permutation
@@ -62,6 +72,12 @@ def counted() -> Iterator[Counter[str]]:
 
     gather, reduce, measure = chunked.Gather.__init__, chunked.matmul_reduce, tuning._measure
     choose = balanced.choose
+
+    build = MoELayer.__init__
+
+    def built(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        counts[HELD] += self.num_local_experts
 
     def counting_calls(module: Any, name: str, event: str) -> Any:
         original = getattr(module, name)
@@ -103,6 +119,9 @@ def counted() -> Iterator[Counter[str]]:
         stack.enter_context(mock.patch.object(balanced, "choose", chosen))
         stack.enter_context(counting_calls(grouped, "multiply", GROUPED))
         stack.enter_context(counting_calls(permutation, "permute", PERMUTED))
+        stack.enter_context(counting_calls(_Columns, "forward", PLACED))
+        stack.enter_context(counting(Counts, "add", lambda *_: COUNTED))
+        stack.enter_context(mock.patch.object(MoELayer, "__init__", built))
         stack.enter_context(counting(_Output, "refill", refilled))
         stack.enter_context(counting(InFlight, "send", lambda *_: STARTED))
         for holder, name, feature in (

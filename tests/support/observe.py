@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_dsa.context_parallel.layout import Zigzag
+
 Key = tuple[str, int]
 """``("topk", layer)`` or ``("router", layer)``; layers count from 1, as Megatron's do."""
 
@@ -37,12 +39,15 @@ class Place:
     Attributes:
         data, data_size: rank and size of the data parallel group.
         tensor: rank in the tensor parallel group.
+        context, context_size: rank and size of the context parallel group.
         sequence_parallel: whether tensor parallel ranks hold different tokens outside attention.
     """
 
     data: int
     data_size: int
     tensor: int
+    context: int
+    context_size: int
     sequence_parallel: bool
 
 
@@ -89,6 +94,8 @@ class Observer:
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
             parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_context_parallel_rank(),
+            parallel_state.get_context_parallel_world_size(),
             self._args.sequence_parallel,
         )
         for module in (module for chunk in stepper.model for module in chunk.modules()):
@@ -114,7 +121,7 @@ class Observer:
                 # filled up with future ones, which the caller masks, as it does with the model's own
                 chosen = torch.from_numpy(self._next_forced(key))
                 indices = chosen.float().topk(indices.shape[-1], dim=-1).indices
-            self._note(key, selected_keys(indices, scores.shape[-1]))
+            self._note(key, selected_keys(indices, scores.shape[-1], self._own_rows(scores.shape[-1])))
             return scores, indices
 
         indexer.forward_with_scores = forward_with_scores
@@ -140,7 +147,8 @@ class Observer:
                 self.fused_selections += fused
                 if self._forced is not None:
                     selection = _chosen_instead(selection, torch.from_numpy(self._next_forced(key)))
-                self._note(key, selected_keys(selection.topk_indices, selection.inputs.key.shape[1]))
+                keys = selection.inputs.key.shape[1]
+                self._note(key, selected_keys(selection.topk_indices, keys, self._own_rows(keys)))
                 return selection
 
             return choose_keys
@@ -168,6 +176,11 @@ class Observer:
 
         router.routing = routing
 
+    def _own_rows(self, length: int) -> Tensor:
+        """Positions of this context parallel rank's rows."""
+        assert self.place is not None
+        return rows_of(self._args, self.place.context_size).rows_of_rank(self.place.context, length)
+
     def _note(self, key: Key, chosen: Tensor) -> None:
         if not _recomputing():
             self._noted[key].append(chosen.numpy().copy())
@@ -182,6 +195,7 @@ class Observer:
         use = key, _recomputing()
         call, self._uses[use] = self._uses[use], self._uses[use] + 1
         chosen = self._forced[key][call * self.place.data_size + self.place.data]
+        chosen = chosen[:, self._own_rows(chosen.shape[1]).numpy()]
         if key[0] == "router" and self.place.sequence_parallel:
             length = chosen.shape[1] // self._args.tensor_model_parallel_size
             chosen = chosen[:, self.place.tensor * length :][:, :length]
@@ -229,13 +243,25 @@ def _chosen_instead(selection: Any, chosen: Tensor) -> Any:
     return dataclasses.replace(selection, topk_indices=indices, topk_scores=scores)
 
 
-def selected_keys(topk_indices: Tensor, keys: int) -> Tensor:
+def rows_of(args: argparse.Namespace, ranks: int) -> Zigzag:
+    """Who has which rows in a job with these arguments."""
+    return Zigzag(ranks, args.cp_block_rows or 0)
+
+
+def selected_keys(topk_indices: Tensor, keys: int, positions: Tensor) -> Tensor:
     """``[batch, query, topk]`` to booleans ``[batch, query, key]``.
 
     Future keys are left out: they pad the rows of queries that see fewer than ``topk`` keys.
+
+    Args:
+        topk_indices: of this rank's queries.
+        keys: how many there are.
+        positions: ``[query]``, of the queries among the keys.
     """
-    selected = torch.zeros(*topk_indices.shape[:2], keys, dtype=torch.bool)
-    return selected.scatter_(-1, topk_indices.long().clamp_min(0), True).tril()
+    # One more column takes the entries that name no key.
+    selected = torch.zeros(*topk_indices.shape[:2], keys + 1, dtype=torch.bool)
+    selected.scatter_(-1, topk_indices.long().where(topk_indices >= 0, keys), True)
+    return selected[..., :keys] & (torch.arange(keys) <= positions[:, None])
 
 
 def _recomputing() -> bool:

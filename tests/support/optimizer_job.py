@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.memory.measure import live_bytes, storage_bytes
-from tests.support.model import config, forward_step, gpt_model, samples, start
+from tests.support.model import _forward_step_of, config, gpt_model, samples, start
 
 MICROBATCHES = 2
 RANKS_OF_DATA = 4  # the global batch is the same for 1, 2 and 4 ranks
@@ -117,7 +117,7 @@ def forward_backward(job: Job, number: int) -> list[float]:
     batch = samples(MICROBATCHES * RANKS_OF_DATA, seed=number)
     mine = batch.view(MICROBATCHES, ranks, RANKS_OF_DATA // ranks, -1)[:, rank]
     losses = get_forward_backward_func()(
-        forward_step_func=lambda iterator, model, *unused: forward_step(job.cfg, iterator, model),
+        forward_step_func=partial(_forward_step_of, job.cfg),
         data_iterator=iter(list(mine)),
         model=job.model,
         num_microbatches=MICROBATCHES,

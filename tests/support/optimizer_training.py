@@ -39,7 +39,7 @@ def assert_same_training(
     pool: Any, ranks: int, switches: Mapping[str, Any], base: Mapping[str, Any] = OFF, **options: Any
 ) -> list[dict[str, Any]]:
     """Ten steps with ``base`` and with ``switches``, bit for bit; returns the runs with ``switches``."""
-    off = pool.run(f"{JOB}:train", ranks, switches=base, **options)
+    off = pool.baseline(f"{JOB}:train", ranks, switches=base, **options)
     on = pool.run(f"{JOB}:train", ranks, switches=switches, **options)
     for without, having in zip(off, on, strict=True):
         for what in COMPARED:
@@ -66,7 +66,7 @@ LARGER = {
 
 def saved_at_rest(pool: Any, ranks: int, switches: Mapping[str, Any], **options: Any) -> tuple[float, float]:
     """Bytes per parameter that the device has less at rest, and that the host has more, over all ranks."""
-    off = pool.run(f"{JOB}:bytes_at_rest", ranks, switches=OFF, **options, **LARGER)
+    off = pool.baseline(f"{JOB}:bytes_at_rest", ranks, switches=OFF, **options, **LARGER)
     on = pool.run(f"{JOB}:bytes_at_rest", ranks, switches=switches, **options, **LARGER)
     count = sum(each["parameters"] for each in on)
     without, having = (sum(each["bytes"] for each in runs) / count for runs in (off, on))

@@ -89,6 +89,7 @@ class WorkerPool:
         self._workers: list[_Worker] = []
         self._folder = Path(tempfile.mkdtemp(prefix="worker-pool-"))
         self._count = itertools.count()
+        self._baselines: dict[bytes, list[Any]] = {}
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -126,6 +127,13 @@ class WorkerPool:
         report = _report(function, workers, answers, silent, timeout_s)
         self._stop()
         raise CaseError(report)
+
+    def baseline(self, function: str, world_size: int, **arguments: Any) -> list[Any]:
+        """:meth:`run` once for all tests that compare with the same run; nobody changes the results."""
+        key = pickle.dumps((function, world_size, sorted(arguments.items())))
+        if key not in self._baselines:
+            self._baselines[key] = self.run(function, world_size, **arguments)
+        return self._baselines[key]
 
     def close(self) -> None:
         """End all workers and remove their files."""

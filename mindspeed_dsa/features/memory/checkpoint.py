@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.context import Megatron
-from mindspeed_dsa.features.memory import discarded
-from mindspeed_dsa.features.memory.discarded import bytes_of
+from mindspeed_dsa.parallel import discarded
+from mindspeed_dsa.parallel.discarded import bytes_of
 
 _where: ContextVar[str] = ContextVar("where", default="a layer")
 

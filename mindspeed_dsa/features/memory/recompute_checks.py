@@ -21,11 +21,6 @@ def check_recompute(args: Any, flag: str) -> Iterator[str]:
             f"{flag} frees the memory of tensors that --cpu-offloading-num-layers moves to the host, which "
             "gains nothing; drop one of them"
         )
-    if argument(args, "overlap_moe_expert_parallel_comm"):
-        yield (
-            f"{flag} has its hooks in the layer's forward, which --overlap-moe-expert-parallel-comm takes "
-            "apart; drop one of them"
-        )
 
 
 def check_precision_and_graphs(args: Any, flag: str) -> Iterator[str]:

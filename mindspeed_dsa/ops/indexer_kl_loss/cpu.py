@@ -98,7 +98,9 @@ def dense_loss_and_gradients(
         main_key, keys = key[b].to(dtype), index_key[b].to(dtype).contiguous()
         for first in range(0, query_length, rows):
             at = (b, slice(first, min(first + rows, query_length)))
-            low, high = int(starts[at].min()), max(int(ends[at].max()), 0)
+            high = max(int(ends[at].max()), 0)
+            # Rows that see nothing do not reach back.
+            low = int(starts[at].where(starts[at] < ends[at], high).min())
             low = min(low, max(high - 1, 0))
             high = max(high, low + 1)
             position = torch.arange(low, high, dtype=torch.int32)

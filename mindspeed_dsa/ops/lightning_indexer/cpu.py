@@ -74,17 +74,21 @@ def select(
     def work(share: Sequence[_Slab]) -> None:
         for slab in share:
             low, high, fewest = slab.bounds
-            # Never wider than the keys, never narrower than the selection.
-            high = min(key.shape[1], max(low + -(-(high - low) // _SLAB_STEP) * _SLAB_STEP, low + topk))
-            low = max(0, min(low, high - topk))
+            high = min(key.shape[1], low + -(-(high - low) // _SLAB_STEP) * _SLAB_STEP)
+            # Rows that see fewer than topk keys, such as those of short documents, pay for these alone.
+            kept = min(topk, high - low)
+            slab.topk_indices[..., kept:] = -1
+            slab.topk_scores[..., kept:] = -torch.inf
+            if kept == 0:
+                continue
             # -0.0 equals 0.0 as a score but not as bits.
             scores = _scores(
                 slab.query.to(dtype), slab.keys[:, low:high], slab.weights.to(dtype), use_relu
             ).add_(0.0)
             position = torch.arange(low, high, dtype=torch.int32)
-            chosen = _choose(scores, slab.starts, slab.ends, position, topk)
+            chosen = _choose(scores, slab.starts, slab.ends, position, kept)
             hidden = None
-            if fewest < topk:
+            if fewest < kept:
                 hidden = (chosen < slab.starts) | (chosen >= slab.ends)
                 chosen.masked_fill_(hidden, _LAST)
             chosen.numpy().sort(axis=-1)
@@ -93,10 +97,10 @@ def select(
                 hidden = chosen == _LAST
                 columns.masked_fill_(hidden, 0)
                 chosen.masked_fill_(hidden, -1)
-            slab.topk_indices.copy_(chosen)
-            slab.topk_scores.copy_(scores.gather(-1, columns))
+            slab.topk_indices[..., :kept] = chosen
+            slab.topk_scores[..., :kept] = scores.gather(-1, columns)
             if hidden is not None:
-                slab.topk_scores.masked_fill_(hidden, -torch.inf)
+                slab.topk_scores[..., :kept].masked_fill_(hidden, -torch.inf)
 
     share_out(slabs, work, worker_count(batch * query_length * products_per_row))
     return topk_indices, topk_scores

@@ -1,7 +1,4 @@
-"""What runs inside the pool's workers: DSA on context parallel ranks, its keys gathered by the test.
-
-Nobody gathers keys for DSA yet; what computes with gathered ones is watched here.
-"""
+"""What runs inside the pool's workers: DSA on context parallel ranks."""
 
 from __future__ import annotations
 
@@ -12,88 +9,57 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_dsa.context_parallel.layout import Zigzag
 from tests.support import model as job
 
 SEQUENCE = 24  # two chunks for each of up to four ranks
 
 
-class WholeSequence(torch.autograd.Function):
-    """All ranks' rows, in the order of the sequence; gradients of all ranks' copies are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, dim: int) -> Tensor:
-        from megatron.core import parallel_state
-
-        group = parallel_state.get_context_parallel_group()
-        parts = [torch.empty_like(rows.contiguous()) for _ in range(group.size())]
-        dist.all_gather(parts, rows.contiguous(), group=group)
-        positions = [torch.empty_like(job.own_positions(rows.size(dim) * group.size())) for _ in parts]
-        dist.all_gather(positions, job.own_positions(rows.size(dim) * group.size()), group=group)
-        ctx.group, ctx.dim, ctx.own = group, dim, positions[group.rank()]
-        return torch.cat(parts, dim).index_select(dim, torch.cat(positions).argsort())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient.index_select(ctx.dim, ctx.own), None
-
-
 @contextlib.contextmanager
-def context_parallel(
-    builder: ModuleType, cp: int, gathered: tuple[str, ...] = ("key", "index key"), in_config: bool = True
-) -> Iterator[None]:
-    """Models of ``builder`` train on ``cp`` ranks, which Megatron and the library refuse before 0.19.
-
-    Megatron's own indexer finds the number in the configuration, where that of the backport refuses it.
-    """
-    from mindspeed_dsa.features.attention.dsa.problem import IndexInputs
-
-    build_config, build_model, from_megatron = builder.config, builder.gpt_model, IndexInputs.from_megatron
+def context_parallel(builder: ModuleType, cp: int) -> Iterator[None]:
+    """Models of ``builder`` train on ``cp`` ranks, on sequences that can be cut for each of them."""
+    build_config = builder.config
 
     def config(**overrides: Any) -> Any:
-        cfg = build_config(**overrides)
-        cfg.context_parallel_size = cp if in_config else 1
-        return cfg
+        return build_config(**{**overrides, "context_parallel_size": cp})
 
-    def gpt_model(*args: Any, **kwargs: Any) -> Any:
-        model = build_model(*args, **kwargs)
-        for module in model.modules():
-            if type(module).__name__ == "DSAttention" and "key" in gathered:
-                module.forward = with_whole_keys(module.forward)
-        return model
-
-    def whole_index_key(query: Tensor, key: Tensor, weights: Tensor) -> Any:
-        return from_megatron(query, WholeSequence.apply(key, 0) if "index key" in gathered else key, weights)
-
-    with (
-        mock.patch.object(job, "SEQUENCE", SEQUENCE),
-        mock.patch.object(builder, "config", config),
-        mock.patch.object(builder, "gpt_model", gpt_model),
-        mock.patch.object(IndexInputs, "from_megatron", whole_index_key),
-    ):
+    with mock.patch.object(job, "SEQUENCE", SEQUENCE), mock.patch.object(builder, "config", config):
         yield
 
 
-def with_whole_keys(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def gathering(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        key = WholeSequence.apply(key, 0)
-        if value.dim() == 4:  # not the up-projection of the absorbed form
-            value = WholeSequence.apply(value, 0)
-        return forward(query, key, value, *args, **kwargs)
+def positions_in_blocks(rows: int) -> Callable[..., Tensor]:
+    """As :func:`job.own_positions`, where rows are dealt in blocks."""
 
-    return gathering
+    def own_positions(length: int | None = None) -> Tensor:
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_context_parallel_group()
+        return Zigzag(group.size(), rows).rows_of_rank(group.rank(), length or job.SEQUENCE)
+
+    return own_positions
 
 
 def step(
-    cp: int, gathered: tuple[str, ...] = ("key", "index key"), num_microbatches: int = 2, **arguments: Any
+    cp: int,
+    num_microbatches: int = 2,
+    switches: Mapping[str, Any] | None = None,
+    by_run: bool = False,
+    **arguments: Any,
 ) -> dict[str, Any]:
-    """As :func:`job.run`, with the indexer loss that is logged."""
-    with context_parallel(job, cp, gathered):
-        result = job.run(num_microbatches=num_microbatches, micro_batch_size=2, cp=cp, **arguments)
+    """As :func:`job.run`, with the indexer loss that is logged; ``by_run`` as operators on Ascend want it."""
+    from mindspeed_dsa.features.attention.dsa import by_runs
+
+    switches = {**(switches or {}), "context_parallel_size": cp}
+    rows, own_positions = switches.get("cp_block_rows", 0), job.own_positions
+    if rows:
+        own_positions = positions_in_blocks(rows)
+    runs = mock.patch.object(by_runs, "in_runs", return_value=by_run)
+    with context_parallel(job, cp), mock.patch.object(job, "own_positions", own_positions), runs:
+        result = job.run(switches, num_microbatches=num_microbatches, micro_batch_size=2, cp=cp, **arguments)
+    if (arguments.get("overrides") or {}).get("dsa_indexer_loss_coeff", 1) == 0:
+        return {**result, "indexer loss": 0.0}
     return {**result, "indexer loss": logged_indexer_loss(num_microbatches)}
 
 
@@ -155,3 +121,51 @@ def in_order(ranks: list[Mapping[str, Tensor]]) -> Tensor:
     """The whole sequence from all ranks' rows."""
     rows = torch.cat([rank["rows"] for rank in ranks])
     return rows[torch.cat([rank["positions"] for rank in ranks]).argsort()]
+
+
+def order_of_a_layer(**switches: Any) -> list[str]:
+    """What happens to the keys of a layer on two ranks, and the projections around that."""
+    from mindspeed_dsa.context_parallel.gather import _Transfer
+
+    events: list[str] = []
+    steps = {
+        "start": "key {} starts",
+        "hand_out": "key {} is needed",
+        "start_again": "key {} starts again",
+        "start_sum": "gradient {} starts",
+        "summed": "gradient {} is needed",
+    }
+    widths: dict[int, int] = {}
+
+    def telling(name: str) -> Callable[..., Any]:
+        original = getattr(_Transfer, name)
+
+        def tell(self: Any, *args: Any) -> Any:
+            if name == "start":
+                widths[id(self)] = args[0].size(-1)
+            event = steps[name].format(widths[id(self)])
+            if event not in events:  # what was started early is asked for again
+                events.append(event)
+            return original(self, *args)
+
+        return tell
+
+    build = job.gpt_model
+
+    def gpt_model(*args: Any, **kwargs: Any) -> Any:
+        model = build(*args, **kwargs)
+        for name, module in model.named_modules():
+            last = name.rpartition(".")[2]
+            if last in ("linear_q_up_proj", "linear_wq_b", "linear_proj"):
+                module.register_forward_hook(lambda m, i, o, n=last: events.append(n))
+                module.weight.register_hook(lambda g, n=last: events.append(f"{n} backward"))
+        return model
+
+    with contextlib.ExitStack() as patches:
+        for name in steps:
+            patches.enter_context(mock.patch.object(_Transfer, name, telling(name)))
+        patches.enter_context(mock.patch.object(job, "gpt_model", gpt_model))
+        one_layer = {"num_layers": 1, "num_moe_experts": None, "moe_layer_freq": 1}
+        one_layer["moe_shared_expert_intermediate_size"] = None
+        step(2, 1, {"use_fused_dsa": True, **switches}, overrides=one_layer)
+    return events

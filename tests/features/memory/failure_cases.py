@@ -201,10 +201,10 @@ def state_dicts(loaded: Mapping[str, Any] | None = None, **options: Any) -> dict
     leaves: dict[str, Any] = {}
 
     def tell(moment: str) -> None:
-        leaves[moment] = list(_leaves(part.state_dict()))
+        leaves[moment] = list(leaves_of(part.state_dict()))
         if job.ddp.use_distributed_optimizer and moment != "fresh":
-            leaves[f"{moment}, parameters"] = list(_leaves(part.get_parameter_state_dp_zero()))
-            leaves[f"{moment}, inner"] = list(_leaves(part.optimizer.state_dict(), sort=loaded is not None))
+            leaves[f"{moment}, parameters"] = list(leaves_of(part.get_parameter_state_dp_zero()))
+            leaves[f"{moment}, inner"] = list(leaves_of(part.optimizer.state_dict(), sort=loaded is not None))
 
     tell("fresh")
     first = 0
@@ -220,16 +220,16 @@ def state_dicts(loaded: Mapping[str, Any] | None = None, **options: Any) -> dict
     return {"leaves": leaves, "records": records, "saved": kept, **state(job)}
 
 
-def _leaves(value: Any, path: str = "", sort: bool = False) -> Iterator[tuple[Any, ...]]:
+def leaves_of(value: Any, path: str = "", sort: bool = False) -> Iterator[tuple[Any, ...]]:
     """Every leaf with its path, type and, for tensors, all that can be told of them."""
     if isinstance(value, dict):
         yield path, "keys", sorted(map(repr, value)) if sort else list(map(repr, value))
         for key in sorted(value, key=repr) if sort else value:
-            yield from _leaves(value[key], f"{path}/{key!r}", sort)
+            yield from leaves_of(value[key], f"{path}/{key!r}", sort)
     elif isinstance(value, (list, tuple)):
         yield path, type(value).__name__, len(value)
         for place, item in enumerate(value):
-            yield from _leaves(item, f"{path}/{place}", sort)
+            yield from leaves_of(item, f"{path}/{place}", sort)
     elif isinstance(value, Tensor):
         form = (str(value.dtype), str(value.device), tuple(value.shape), value.stride(), value.requires_grad)
         yield path, type(value).__name__, form, jobs.digest(value)

@@ -38,7 +38,7 @@ def resumed(pool, ranks, folder, way, switches, options):
 @pytest.mark.parametrize(("on", "way", "options"), list(cases(WAYS + OLDER)))
 def test_saved_and_loaded_with_the_feature_on_or_off(pool, tmp_path, on, way, options):
     ranks = 2
-    reference = run(pool, ranks, steps=5, **options)
+    reference = pool.baseline(f"{JOB}:train", ranks, steps=5, **options)
     placed = {}
     for name, saved_with, loaded_with in (("on", on, (OFF, on)), ("off", OFF, (on,))):
         folder = tmp_path / name

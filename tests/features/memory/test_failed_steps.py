@@ -15,14 +15,6 @@ FLOAT32 = {"precision": "fp32"}
 ALL = tuple(POINTS)
 UPDATES = ALL[: ALL.index("before the copy back")]  # with float32 weights nothing is copied back
 NOTHING_WRITTEN = {"before anything"}
-_stock = {}
-
-
-def stock(pool, points, options):
-    key = (points, tuple(options.items()))
-    if key not in _stock:
-        (_stock[key],) = pool.run(f"{CASES}:after_failures", 1, points=points, **options)
-    return _stock[key]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +31,7 @@ def stock(pool, points, options):
     ],
 )
 def test_after_a_failure_training_is_stocks_or_refused(pool, who, switches, points, options, goes_on):
-    off = stock(pool, points, options)
+    (off,) = pool.baseline(f"{CASES}:after_failures", 1, points=points, **options)
     (on,) = pool.run(f"{CASES}:after_failures", 1, switches=switches, points=points, **options)
     assert on["none"] == off["none"]
     for point in points:

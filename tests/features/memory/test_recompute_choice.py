@@ -71,6 +71,7 @@ def test_what_goes_together_is_not_refused():
         {"cuda_graph_impl": "none", "fp8": None, "recompute_modules": ["core_attn"]},
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj", "mlp"]},
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+        {"overlap_moe_expert_parallel_comm": True, "moe_fb_overlap": True},
     ):
         args = SimpleNamespace(**arguments)
         assert check_activation(args) == check_norm(args) == []

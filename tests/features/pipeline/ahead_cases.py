@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 from tests.support import model
 
 
-def run(flag: str, layout: dict[str, int], recompute: dict[str, Any], **arguments: Any) -> dict[str, Any]:
-    """The step's result, and what was recomputed ahead of its gradient and in place."""
+def run(
+    flag: str,
+    layout: dict[str, int],
+    recompute: dict[str, Any],
+    frozen: str = "",
+    trace: str = "",
+    **arguments: Any,
+) -> dict[str, Any]:
+    """The step's result, and what was recomputed ahead of its gradient and in place.
+
+    Args:
+        flag: switch that is on, if any.
+        layout: of the ranks.
+        recompute: Megatron's own settings.
+        frozen: module of each chunk that does not learn.
+        trace: folder for a record of the step, which is followed twice then.
+        **arguments: of :func:`model.run`.
+    """
     from mindspeed_dsa.features.pipeline.recompute_ahead import ahead
 
     overrides = {**recompute, **arguments.pop("overrides", {})}
-    result = model.run({flag: True} if flag else {}, overrides=overrides, **arguments, **layout)
+    with mock.patch.object(model, "gpt_model", partial(_frozen, model.gpt_model, frozen)):
+        switches: dict[str, Any] = {flag: True} if flag else {}
+        if trace:
+            switches |= {"trace_schedule": trace, "trace_schedule_step": 1}
+        result = model.run(switches, overrides=overrides, **arguments, **layout)
     counts = [each.recomputed for each in ahead._followers.values()]
     return {**result, "recomputed": counts[0] if counts else None}
+
+
+def _frozen(build: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    built = build(*args, **kwargs)
+    module = getattr(built, name, None) if name else None
+    if module is not None:
+        module.requires_grad_(False)
+        for parameter in module.parameters():
+            parameter.main_grad = parameter.detach()  # data parallelism gives it none
+    return built

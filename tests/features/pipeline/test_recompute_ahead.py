@@ -11,6 +11,7 @@ from mindspeed_dsa.features.pipeline.recompute_ahead.validation import check_rec
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+NORMS = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe", "core_attn"]}
 DROPOUT = {"hidden_dropout": 0.1}
 
 CASES = {
@@ -22,6 +23,10 @@ CASES = {
     "PP2 x VPP2": (2, {"pp": 2, "vpp": 2}, 4, 4, FULL, [(5, 2), (8, 4)]),
     "PP2 x TP2+SP": (4, {"pp": 2, "tp": 2}, 4, 3, FULL, [(4, 4, 0, 0), (6, 6, 0, 0)]),
     "PP2 x EP2, selective": (4, {"pp": 2, "ep": 2}, 4, 3, SELECTIVE, [(2, 2, 0, 0), (3, 3, 0, 0)]),
+    # What reads a norm's output stays where it is, if that is recomputed too.
+    "PP2, norms": (2, {"pp": 2}, 4, 4, NORMS, [(0, 0), (0, 0)]),
+    # The first rank's layers get nothing that needs a gradient from it.
+    "PP2, frozen": (2, {"pp": 2}, 4, 4, FULL, [(0, 0), (0, 0)]),
     "PP2 x VPP2, block": (2, {"pp": 2, "vpp": 2}, 8, 4, BLOCK, [(5, 2), (8, 4)]),
 }
 MARKED = [
@@ -31,7 +36,7 @@ MARKED = [
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_the_same_bits_at_other_times(pool, name):
+def test_the_same_bits_at_other_times(pool, name, tmp_path):
     ranks, layout, layers, microbatches, recompute, expected = CASES[name]
 
     def run(flag):
@@ -41,6 +46,8 @@ def test_the_same_bits_at_other_times(pool, name):
             flag=flag,
             layout=layout,
             recompute=recompute,
+            frozen="embedding" if "frozen" in name else "",
+            trace=str(tmp_path / flag) if flag else "",
             overrides={"num_layers": layers},
             num_microbatches=microbatches,
             micro_batch_size=1,
@@ -49,6 +56,7 @@ def test_the_same_bits_at_other_times(pool, name):
     stock = run("")
     for flag, ahead in zip(("recompute_in_bubble", "recompute_in_advance"), expected, strict=True):
         ours = run(flag)
+        assert len(list((tmp_path / flag).iterdir())) == ranks
         assert tuple(rank["recomputed"]["ahead"] for rank in ours) == ahead, flag
         for mine, theirs in zip(ours, stock, strict=True):
             assert [float(loss) for loss in mine["losses"]] == [float(loss) for loss in theirs["losses"]]
@@ -68,6 +76,13 @@ def test_the_same_bits_at_other_times(pool, name):
         ({"recompute_in_advance": True}, ("exclude each other",)),
         ({"pipeline_model_parallel_size": 1}, ("there is none",)),
         ({"recompute_granularity": None}, ("nothing to recompute",)),
+        ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, ("modules layernorm",)),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe"]},
+            ("layernorm moe",),
+        ),
+        ({"recompute_granularity": "selective", "recompute_modules": ["layernorm", "core_attn"]}, ()),
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe_act", "moe"]}, ()),
         ({"distribute_saved_activations": True}, ("--distribute-saved-activations",)),
         ({"overlap_moe_expert_parallel_comm": True}, ("takes apart",)),
         ({"fp8": "hybrid"}, ("--fp8-format",)),

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+import mindspeed_dsa
 from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.context import Megatron
 from mindspeed_dsa.features.pipeline.schedule_trace.validation import check_trace
@@ -119,7 +120,12 @@ def test_what_is_refused_before_training(tmp_path):
         values = {"trace_schedule": tmp_path, "trace_schedule_step": 3, "train_iters": 10, **given}
         return list(check_trace(argparse.Namespace(**values)))
 
-    assert problems() == []
+    assert problems() == problems(trace_schedule_step=None) == []
     assert "counted from 1" in problems(trace_schedule_step=0)[0]
     assert "never reached" in problems(train_iters=2)[0]
     assert "is a file" in problems(trace_schedule=file)[0]
+
+
+def test_a_step_alone_is_refused():
+    with pytest.raises(SettingsError, match="--trace-schedule-step 5 records nothing without"):
+        mindspeed_dsa.enable(trace_schedule_step=5)

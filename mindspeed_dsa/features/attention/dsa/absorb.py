@@ -12,20 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mindspeed_dsa.context import Context
+from mindspeed_dsa.features.attention.context_parallel.exchange import KeyExchange, key_exchange
 from mindspeed_dsa.features.attention.dsa.options import Options
-from mindspeed_dsa.features.attention.mla_projections import Projections
-from mindspeed_dsa.integration.gathered_weights import wait_for_weights
+from mindspeed_dsa.features.attention.mla_projections import Projections, plain_up_projection
 
 
 def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``MLASelfAttention.get_query_key_value_tensors`` for training and evaluation of DSA models.
 
-    Generation with a cache and packed sequences keep Megatron's form. So does the warm-up stage, whose dense
-    attention costs a third of the work in that form.
+    Generation with a cache keeps Megatron's form. So does the warm-up stage, whose dense attention costs a
+    third of the work in that form, unless context parallel ranks share keys.
     """
 
     def get_query_key_value_tensors(
@@ -38,9 +37,14 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        plain = context.options.warmup or self.config.experimental_attention_variant != "dsa"
-        given = (packed_seq_params, inference_context, *args, *kwargs.values())
-        if plain or any(one is not None for one in given):
+        options, exchange = context.options, None
+        given = (inference_context, *args, *kwargs.values())
+        plain = self.config.experimental_attention_variant != "dsa" or any(one is not None for one in given)
+        projections = Projections(self, context.megatron)
+        if not plain:
+            projections = projections.on(packed_seq_params, hidden_states)
+            exchange = key_exchange(self.core_attention, options, context.megatron, projections.documents)
+        if plain or (options.warmup and exchange is None):
             return original(
                 self,
                 hidden_states,
@@ -51,13 +55,15 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
                 *args,
                 **kwargs,
             )
-        return absorbed_query_key_value(Projections(self, context.megatron), hidden_states)
+        if exchange is not None:
+            return absorbed_query_and_shared_key(projections, hidden_states, exchange)
+        return absorbed_query_key_value(projections, hidden_states)
 
     return get_query_key_value_tensors
 
 
 def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) -> tuple[Tensor, ...]:
-    """The result of ``get_query_key_value_tensors`` in absorbed form.
+    """The result of ``get_query_key_value_tensors`` in absorbed form; packed documents have a batch of 1.
 
     Args:
         projections: of an ``MLASelfAttention``.
@@ -68,14 +74,9 @@ def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) ->
         ``[heads, value_dim, latent]``, the latent query ``[s, b, q_lora_rank]`` and the latent key-value
         ``[s, b, latent]`` (both parts of the sequence under sequence parallelism).
     """
-    attention, config = projections.layer, projections.layer.config
-    latent_query = hidden_states
-    if config.q_lora_rank is not None:
-        (latent_query,) = projections.down(attention.linear_q_down_proj, hidden_states, [config.q_lora_rank])
-        latent_query = attention.q_layernorm(projections.own_part(latent_query, hidden_states))
-    sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
-    latent, rotary_key = projections.down(attention.linear_kv_down_proj, hidden_states, sizes)
-    latent = attention.kv_layernorm(projections.own_part(latent, hidden_states))
+    attention = projections.layer
+    latent_query = projections.latent_query(hidden_states)
+    latent, rotary_key = projections.latent_key(hidden_states)
     # dsa-rotary-key-tp-grads sums the gradient in either form.
     rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states, is_summed=True)
     rotate = projections.rotation(rotary_key.size(0))
@@ -90,6 +91,35 @@ def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) ->
     return query, key, up_value, latent_query, latent
 
 
+def absorbed_query_and_shared_key(
+    projections: Projections, hidden_states: Tensor, exchange: KeyExchange
+) -> tuple[Tensor, ...]:
+    """As :func:`absorbed_query_key_value`, on one of several context parallel ranks.
+
+    The latent key needs nothing but its own row: it is on its way to the other ranks while the query is
+    projected. In the key's place comes what the exchange takes for it.
+    """
+    attention = projections.layer
+    latent, rotary_key = projections.latent_key(hidden_states)
+    rows = hidden_states.size(0) * exchange.parts
+    key = projections.own_absorbed_key(
+        # dsa-rotary-key-tp-grads sums the gradient.
+        projections.rotation(rows, exchange.own_part),
+        latent,
+        rotary_key,
+        hidden_states,
+        is_summed=True,
+    )
+    started = exchange.hand_over(exchange.gather(key))
+    latent_query = projections.latent_query(hidden_states)
+    up_key, up_value = up_projections(attention)
+    rotate = projections.rotation(rows)
+    query = projections.recomputed_if_asked(
+        lambda *parts: projections.absorbed_query(rotate, *parts), latent_query, up_key
+    )
+    return query, started, up_value, latent_query, latent
+
+
 def up_projections(attention: Any) -> tuple[Tensor, Tensor]:
     """The two halves of the key-value up-projection's weight, by head.
 
@@ -99,19 +129,8 @@ def up_projections(attention: Any) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: the layer has other parameters than its weight (an adapter, a bias), or stores it in fp8.
     """
-    layer, config = attention.linear_kv_up_proj, attention.config
-    wait_for_weights(layer)  # the layer itself is never called
-    parameters = {name for name, _ in layer.named_parameters()}
-    if parameters - {"weight", "layer_norm_weight", "layer_norm_bias"} or "weight" not in parameters:
-        raise ValueError(
-            f"dsa-absorb: linear_kv_up_proj holds {', '.join(sorted(parameters)) or 'no parameters'}, and "
-            "absorption supports a plain weight only; add --no-use-dsa-absorb (LoRA on this layer needs that)"
-        )
-    if type(layer.weight) not in (torch.nn.Parameter, Tensor):
-        raise ValueError(
-            f"dsa-absorb: linear_kv_up_proj keeps its weight as {type(layer.weight).__name__}, and "
-            "absorption supports plain tensors only; add --no-use-dsa-absorb, or omit --fp8-param-gather"
-        )
-    by_head = layer.weight.unflatten(0, (attention.num_attention_heads_per_partition, -1))
+    config = attention.config
+    weight = plain_up_projection(attention, "dsa-absorb", "add --no-use-dsa-absorb")
+    by_head = weight.unflatten(0, (attention.num_attention_heads_per_partition, -1))
     up_key, up_value = by_head.split([config.qk_head_dim, config.v_head_dim], dim=1)
     return up_key, up_value

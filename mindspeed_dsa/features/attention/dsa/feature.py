@@ -103,6 +103,14 @@ FUSED = Feature(
             params=("q", "weights", "k"),
             versions=">=0.16,<0.17",
         ),
+        Patch(
+            f"{DSA}:DSAIndexer._apply_rope",
+            "wrap",
+            f"{_IMPL}.index_projection:rotate_by_documents",
+            "the indexer of these releases knows no packed documents",
+            params=("x", "rotary_pos_emb", "mscale"),
+            versions=_RELEASES,
+        ),
     ),
 )
 ABSORBED = Feature(

@@ -9,7 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.context_parallel.gather import GatheredRows
+from mindspeed_dsa.features.attention.context_parallel.exchange import KeyExchange
 from mindspeed_dsa.features.attention.dsa.problem import IndexInputs
+from mindspeed_dsa.features.attention.pack_rows import PackRows
 
 
 class _NoScores:
@@ -46,28 +50,107 @@ def tap_index_scores(original: Callable[..., Tensor]) -> Callable[..., Any]:
     return _compute_index_scores
 
 
-def index_inputs(indexer: Any, x: Tensor, qr: Tensor, keys: int) -> IndexInputs:
+_angles: ContextVar[Tensor | None] = ContextVar("_angles", default=None)
+"""Angles of packed documents' rows, while their inputs are projected."""
+
+
+def rotate_by_documents(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorate ``DSAIndexer._apply_rope``: documents of a pack begin at position 0 each."""
+
+    def _apply_rope(self: Any, x: Tensor, rotary_pos_emb: Tensor, mscale: float) -> Tensor:
+        return original(self, x, angles_of_rows(rotary_pos_emb), mscale)
+
+    return _apply_rope
+
+
+def angles_of_rows(angles: Tensor) -> Tensor:
+    """``[s, 1, 1, rope]``: those of packed documents, if any are being projected, in place of ``angles``."""
+    of_documents = _angles.get()
+    return angles if of_documents is None else of_documents
+
+
+def index_inputs(indexer: Any, x: Tensor, qr: Tensor, documents: PackRows | None = None) -> IndexInputs:
     """Project hidden states and latent queries for the indexer.
 
     Args:
         indexer: a ``DSAIndexer``, Megatron's or ours.
         x: ``[sequence, batch, hidden]``, a rank's part of the sequence under sequence parallelism.
         qr: ``[sequence, batch, q_lora_rank]``, likewise.
-        keys: number of keys of the main attention; each must have an index key.
-
-    Raises:
-        ValueError: there are more or fewer index keys.
+        documents: that the rows belong to; None for whole sequences.
     """
-    if hasattr(indexer, "forward_before_topk"):
-        inputs = IndexInputs.from_megatron(*indexer.forward_before_topk(x, qr, None))
+    token = _angles.set(None if documents is None else documents.angles(indexer.rotary_pos_emb)[0])
+    try:
+        if hasattr(indexer, "forward_before_topk"):
+            return IndexInputs.from_megatron(*indexer.forward_before_topk(x, qr, None))
+        return run_tapped(indexer, x, qr, None, compute=False)[0]
+    finally:
+        _angles.reset(token)
+
+
+@dataclass(frozen=True)
+class SharedIndexInputs:
+    """The indexer's inputs on a context parallel rank, whose keys are still on their way.
+
+    Attributes:
+        query: ``[rows, batch, index_heads, index_dim]``, this rank's.
+        weights: ``[rows, batch, index_heads]``, every scale included.
+        key: what is gathered.
+    """
+
+    query: Tensor
+    weights: Tensor
+    key: GatheredRows
+
+    def wait(self) -> IndexInputs:
+        """Complete, with the keys of the whole sequence."""
+        return IndexInputs.from_megatron(self.query, self.key.wait(), self.weights)
+
+
+def shared_index_inputs(
+    indexer: Any,
+    x: Tensor,
+    qr: Tensor,
+    exchange: KeyExchange,
+    megatron: Megatron,
+    documents: PackRows | None = None,
+) -> SharedIndexInputs:
+    """As :func:`index_inputs`, on one of several context parallel ranks.
+
+    Megatron projects the query before the key. Here the key comes first, and is on its way while the query is
+    projected. Key and weights need nothing but their own row, so that under sequence parallelism they are
+    gathered instead of the hidden states.
+
+    Args:
+        indexer: a ``DSAIndexer``, Megatron's or ours; its modules, ``_apply_rope`` and sizes are used.
+        x: ``[rows, batch, hidden]``, a part of this rank's rows under sequence parallelism.
+        qr: ``[rows, batch, q_lora_rank]``, likewise.
+        exchange: of the layer.
+        megatron: the indexer's Megatron.
+        documents: that the rows belong to; None for whole sequences.
+    """
+    hadamard = getattr(indexer, "rotate_activation", None)
+    if hadamard is None:
+        hadamard = megatron("core.transformer.experimental_attention_variant.dsa").rotate_activation
+    if documents is not None:
+        angles, mscale = documents.angles(indexer.rotary_pos_emb)
     else:
-        inputs, _ = run_tapped(indexer, x, qr, None, compute=False)
-    if inputs.key.shape[1] != keys:
-        raise ValueError(
-            f"fused-dsa: the indexer has {inputs.key.shape[1]} keys to select from and the attention {keys}; "
-            "under context parallelism gather the index keys of the whole sequence as well"
-        )
-    return inputs
+        # The embedding makes the angles of the whole sequence and returns those of its context parallel rank.
+        angles, mscale = indexer.rotary_pos_emb(x.size(0) * exchange.parts * exchange.ranks), 1.0
+        if isinstance(angles, tuple):  # YaRN
+            angles, mscale = angles
+    key = indexer.k_norm(indexer.linear_wk(x)[0]).unsqueeze(2)
+    key = hadamard(indexer._apply_rope(key, exchange.own_part(angles), mscale)).squeeze(2)
+    gathered = exchange.gather(key, is_replicated=True)
+    weights = indexer.linear_weights_proj(x)[0] * (indexer.index_n_heads**-0.5 * indexer.softmax_scale)
+    if exchange.parts > 1:
+        gather = megatron("core.tensor_parallel").gather_from_sequence_parallel_region
+        group = indexer.pg_collection.tp
+        qr = gather(qr, group=group)
+        # Each rank computes the gradient of all rows.
+        weights = gather(weights, tensor_parallel_output_grad=False, group=group)
+    query = indexer.linear_wq_b(qr)[0].unflatten(-1, (indexer.index_n_heads, indexer.index_head_dim))
+    query = hadamard(indexer._apply_rope(query, angles, mscale))
+    return SharedIndexInputs(query, weights, gathered)
 
 
 def run_tapped(

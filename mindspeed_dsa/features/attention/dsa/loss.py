@@ -24,10 +24,12 @@ def share_of_rank(loss: LossOptions, rows: Rows, groups: Groups) -> tuple[str, f
 
     The product is the sum over this rank's rows divided by the rows of all context parallel ranks that count,
     so that losses, and their gradients, add up over ranks to those of the whole sequence. A collective of the
-    context parallel ranks where not every row counts.
+    context parallel ranks where not every row counts, and how many do is not known.
     """
     if loss.per_token:
         return "sum", loss.coefficient
+    if rows.count is not None:
+        return "sum", loss.coefficient / max(rows.count, 1)
     if groups.context is None or rows.counted is None:
         # Context parallel ranks hold the same number of rows.
         return "mean", loss.coefficient / groups.context_ranks

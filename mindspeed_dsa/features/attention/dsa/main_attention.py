@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_dsa.features.attention.dsa.problem import Attended, Operands
+from mindspeed_dsa.features.attention.dsa.problem import Attended, Operands, Rows
+from mindspeed_dsa.ops.documents import attend_by_documents
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 
 
@@ -72,25 +73,29 @@ def expanded_key(operands: Operands) -> Tensor:
     return operands.key.expand(-1, -1, operands.query.shape[2], -1)
 
 
-def attend_densely(operands: Operands, ends: Tensor | None, backend: str) -> Attended:
-    """Causal attention over all keys that a row sees; ``ends`` as in :class:`Rows`.
+def attend_densely(operands: Operands, rows: Rows, backend: str) -> Attended:
+    """Attention over all keys that a row sees.
 
-    Uses PyTorch's attention wherever it has a kernel without an ``[s, s]`` buffer. Absorbed heads are too
-    wide for that on accelerators; there the sparse operator gets every visible key.
+    Uses PyTorch's attention wherever it has a kernel without an ``[s, s]`` buffer, for packed documents one
+    after the other. Absorbed heads are too wide for that on accelerators; there the sparse operator gets
+    every visible key.
     """
     query, key, value = operands.query, operands.key, operands.value
     if operands.absorbed and query.device.type != "cpu":
         return attend_sparsely(
-            operands, all_visible(query.shape[1], key.shape[0], query.device, ends), backend, False
+            operands, all_visible(query.shape[1], key.shape[0], query.device, rows), backend, False
         )
     if operands.absorbed:
         key = expanded_key(operands)
         value = key[..., : operands.latent]
+    if rows.starts is not None and rows.ends is not None:
+        out = attend_by_documents(query, key, value, rows.starts, rows.ends, operands.softmax_scale)
+        return Attended(operands.up_projected(out.transpose(0, 1)) if operands.absorbed else out.flatten(2))
     # The kernels require values as wide as keys.
     padded = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
     mask = None
-    if ends is not None:  # [s, keys]
-        mask = torch.arange(key.shape[0], device=key.device) < ends[:, None]
+    if rows.ends is not None:  # [s, keys]
+        mask = torch.arange(key.shape[0], device=key.device) < rows.ends[:, None]
     # [s, b, heads, dim] -> [b, heads, s, dim]
     out = F.scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),
@@ -105,8 +110,10 @@ def attend_densely(operands: Operands, ends: Tensor | None, backend: str) -> Att
     return Attended(out.permute(2, 0, 1, 3).flatten(2))
 
 
-def all_visible(batch: int, keys: int, device: torch.device, ends: Tensor | None = None) -> Tensor:
-    """``[batch, rows, keys]`` int32: all keys that each row sees, -1 at the tail; see :class:`Rows`."""
-    position = torch.arange(keys, dtype=torch.int32, device=device)
-    ends = position + 1 if ends is None else ends
+def all_visible(batch: int, keys: int, device: torch.device, rows: Rows) -> Tensor:
+    """``[batch, rows, width]`` int32: all keys that each row sees, ascending, -1 at the tail."""
+    position = torch.arange(rows.most_visible(keys), dtype=torch.int32, device=device)
+    ends = position + 1 if rows.ends is None else rows.ends
+    if rows.starts is not None:
+        position = position + rows.starts[:, None]
     return position.where(position < ends[:, None], -1).expand(batch, -1, -1)

@@ -28,6 +28,8 @@ class Options:
     backend: str
     warmup: bool
     fuse_kl_in_backward: bool
+    cp_block_rows: int
+    keep_gathered: bool
 
     @property
     def any(self) -> bool:
@@ -53,6 +55,8 @@ class Options:
             backend=getattr(settings, "dsa_backend", None) or "auto",
             warmup=getattr(settings, "dsa_stage", None) == "warmup",
             fuse_kl_in_backward=bool(getattr(settings, "dsa_fuse_kl_in_backward", False)),
+            cp_block_rows=getattr(settings, "cp_block_rows", None) or 0,
+            keep_gathered=bool(getattr(settings, "cp_keep_gathered", False)),
         )
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mindspeed_dsa.features.attention.context_parallel import visible_ends
+from mindspeed_dsa.features.attention.pack_rows import PackRows
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,11 @@ class Operands:
     key: Tensor
     value: Tensor
     softmax_scale: float
+
+    def first(self, rows: int) -> Operands:
+        """Without the rows from this one on."""
+        value = self.value if self.absorbed else self.value[:rows]
+        return replace(self, query=self.query[:rows], key=self.key[:rows], value=value)
 
     @property
     def absorbed(self) -> bool:
@@ -61,6 +66,11 @@ class IndexInputs:
     use_relu: bool = True
     """Whether products are clamped at zero."""
 
+    def first(self, rows: int) -> IndexInputs:
+        """Without the rows from this one on."""
+        query, key, weights = (x[:, :rows] for x in (self.query, self.key, self.weights))
+        return replace(self, query=query, key=key, weights=weights)
+
     @classmethod
     def from_megatron(cls, query: Tensor, key: Tensor, weights: Tensor, use_relu: bool = True) -> IndexInputs:
         """Convert from Megatron's layout, sequence first."""
@@ -78,22 +88,44 @@ class Rows:
         starts: ``[s]`` int32; None: every row starts at the first key.
         ends: ``[s]`` int32; None: plain causal rows, each of which ends after its own key.
         counted: ``[b, s]`` bool, true for rows that count in the loss; None: all do.
+        count: rows that count on all context parallel ranks, where that is known.
+        longest: the most keys that a row sees, where the host knows it.
+        end: the rows from this one on are padding, and so are their keys; None: none are, or only others.
     """
 
     starts: Tensor | None = None
     ends: Tensor | None = None
     counted: Tensor | None = None
+    count: int | None = None
+    longest: int | None = None
+    end: int | None = None
 
     @classmethod
-    def of_rank(cls, groups: Groups, rows: int, device: torch.device) -> Rows:
-        """Causal rows of whole sequences, of which context parallel ranks have two chunks each.
+    def of_pack(cls, rows: PackRows, device: torch.device) -> Rows:
+        """Rows of documents in one row of tokens; padding sees no key and does not count."""
+        counted = rows.counted
+        return cls(
+            rows.starts.to(device),
+            rows.ends.to(device),
+            None if counted is None else counted[None].to(device),
+            rows.pack.tokens,
+            rows.pack.longest,
+            rows.end,
+        )
 
-        Args:
-            groups: its ``context`` group says which.
-            rows: queries on this rank.
-            device: of the ends.
-        """
-        return cls(ends=None if groups.context is None else visible_ends(groups.context, rows, device))
+    def first(self, rows: int) -> Rows:
+        """Without the rows from this one on, none of which counts."""
+        starts, ends = (None if x is None else x[:rows] for x in (self.starts, self.ends))
+        counted = None if self.count == rows or self.counted is None else self.counted[:, :rows]
+        return replace(self, starts=starts, ends=ends, counted=counted, end=None)
+
+    def most_visible(self, keys: int) -> int:
+        """A row sees at most so many of ``keys`` keys, as far as is known without waiting for a device."""
+        if self.starts is None:
+            return keys
+        if self.longest is None and self.ends is not None and self.ends.device.type == "cpu":
+            return int((self.ends - self.starts).max()) if self.ends.numel() else 0
+        return keys if self.longest is None else self.longest
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.features.attention.dsa.loss import dense_loss, share_of_rank, sparse_loss
@@ -41,11 +42,9 @@ class Result(NamedTuple):
     computed in the backward pass."""
 
 
-def needs_index(
-    operands: Operands, rows: Rows, topk: int, loss: LossOptions | None, parts: Parts = OURS
-) -> bool:
+def needs_index(keys: int, rows: Rows, topk: int, loss: LossOptions | None, parts: Parts = OURS) -> bool:
     """Whether :func:`sparse_attention` reads ``index``; if not, the indexer need not be run."""
-    if _every_key_is_chosen(operands, rows, topk, parts):
+    if _every_key_is_chosen(keys, rows, topk, parts):
         return loss is not None and (parts.loss is None or parts.choose is None)
     return parts.choose is None
 
@@ -72,14 +71,20 @@ def sparse_attention(
         backend: of the operators.
         parts: code that replaces our operators.
     """
+    if rows.end is not None:
+        # Operators that know documents one behind the other, and nothing else, run as well.
+        padding = operands.query.shape[0] - rows.end
+        kept, of_kept = operands.first(rows.end), None if index is None else index.first(rows.end)
+        result = sparse_attention(kept, of_kept, topk, rows.first(rows.end), groups, loss, backend, parts)
+        return Result(F.pad(result.out, (0, 0, 0, 0, 0, padding)), result.loss)
 
     def choose() -> Selection:
         if parts.choose is not None:
             return parts.choose()
         return select_keys(_given(index), topk, rows, backend)
 
-    if _every_key_is_chosen(operands, rows, topk, parts):
-        out = attend_densely(operands, rows.ends, backend).out
+    if _every_key_is_chosen(operands.key.shape[0], rows, topk, parts):
+        out = attend_densely(operands, rows, backend).out
         if loss is None:
             return Result(out, None)
         if parts.loss is not None:
@@ -147,12 +152,9 @@ def attend_to_chosen(
     return attend_sparsely(operands, selection.topk_indices, backend, with_sum=with_target)
 
 
-def _every_key_is_chosen(operands: Operands, rows: Rows, topk: int, parts: Parts) -> bool:
-    """Whether no row sees more than ``topk`` keys, so that the attention is dense.
-
-    Rows that start late belong to packed sequences, whose attention has no dense kernel here.
-    """
-    return parts.attend is None and rows.starts is None and operands.key.shape[0] <= topk
+def _every_key_is_chosen(keys: int, rows: Rows, topk: int, parts: Parts) -> bool:
+    """Whether no row sees more than ``topk`` keys, so that the attention is dense."""
+    return parts.attend is None and rows.most_visible(keys) <= topk
 
 
 def _loss_in_backward(

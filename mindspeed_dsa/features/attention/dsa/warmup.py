@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.context import Context, Megatron
-from mindspeed_dsa.features.attention.dsa.index_projection import index_inputs
 from mindspeed_dsa.features.attention.dsa.loss import dense_loss
 from mindspeed_dsa.features.attention.dsa.main_attention import attend_densely
 from mindspeed_dsa.features.attention.dsa.options import Options
-from mindspeed_dsa.features.attention.dsa.problem import Groups, LossOptions, Operands, Rows
+from mindspeed_dsa.features.attention.dsa.problem import Groups, IndexInputs, LossOptions, Operands, Rows
 from mindspeed_dsa.features.attention.indexer_loss import coefficient, indexer_loss
 
 _losses: ContextVar[list[tuple[Tensor, int]] | None] = ContextVar("_losses", default=None)
@@ -96,8 +95,7 @@ def attend(
     operands: Operands,
     rows: Rows,
     groups: Groups,
-    x: Tensor,
-    qr: Tensor,
+    index: Callable[[], IndexInputs],
     backend: str,
     megatron: Megatron,
 ) -> Tensor:
@@ -108,8 +106,7 @@ def attend(
         operands: of the main attention.
         rows: which keys each row sees.
         groups: ranks with the other heads and the other rows.
-        x: hidden states, as for :func:`index_inputs`.
-        qr: latent queries, likewise.
+        index: projects for the indexer; called where there is a loss.
         backend: of the operators.
         megatron: the attention's Megatron.
     """
@@ -117,8 +114,8 @@ def attend(
     if losses is not None and coefficient(attention.config) > 0:
         wanted = LossOptions(coefficient(attention.config), on_chosen_keys=False)
         with torch.enable_grad():
-            inputs = index_inputs(attention.indexer, x, qr, operands.key.shape[0])
-            loss = dense_loss(operands, inputs, rows, groups, wanted, backend)
+            loss = dense_loss(operands, index(), rows, groups, wanted, backend)
         indexer_loss(megatron).log(loss, attention, groups.context)
-        losses.append((loss, operands.key.shape[0] * operands.key.shape[1]))
-    return attend_densely(operands, rows.ends, backend).out
+        all_rows = operands.key.shape[0] * operands.key.shape[1]
+        losses.append((loss, all_rows if rows.count is None else rows.count))
+    return attend_densely(operands, rows, backend).out

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_dsa.integration.layers import LayerOptions
+from mindspeed_dsa.integration.layers import LayerOptions, follows_pieces
 
 
 @dataclass(frozen=True)
@@ -24,5 +24,6 @@ class Options(LayerOptions):
         return cls(
             switched_on=bool(getattr(settings, "recompute_activation_function", False)),
             num_layers=getattr(settings, "recompute_activation_function_num_layers", None),
+            follows_pieces=follows_pieces(settings),
             verify=bool(getattr(settings, "recompute_verify", False)),
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -12,7 +14,7 @@ from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.memory.checkpoint import attributes, within
 from mindspeed_dsa.features.memory.recompute_norm.options import Options
 from mindspeed_dsa.features.memory.recompute_norm.validation import check_norm
-from mindspeed_dsa.integration import layers
+from mindspeed_dsa.integration import layer_pieces, layers
 
 _layers: WeakSet[Any] = WeakSet()
 """Layers that recompute."""
@@ -28,23 +30,47 @@ def recompute_norms(original: Callable[..., Any], context: Context[Options]) -> 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self not in _layers or not torch.is_grad_enabled():
             return original(self, *args, **kwargs)
-        identity = context.megatron("core.transformer.identity_op").IdentityOp
-        flags = {
-            # Where a norm is part of the linear layer that follows, there is an identity in its place.
-            "recompute_input_layernorm": not isinstance(self.input_layernorm, identity),
-            "recompute_pre_mlp_layernorm": not isinstance(self.pre_mlp_layernorm, identity),
-        }
-        with attributes(self, **flags), within(f"norm of layer {self.layer_number}"):
+        with _recomputing(self, context):
             return original(self, *args, **kwargs)
 
     return forward
 
 
+@contextlib.contextmanager
+def _recomputing(layer: Any, context: Context[Options]) -> Iterator[None]:
+    identity = context.megatron("core.transformer.identity_op").IdentityOp
+    flags = {
+        # Where a norm is part of the linear layer that follows, there is an identity in its place.
+        "recompute_input_layernorm": not isinstance(layer.input_layernorm, identity),
+        "recompute_pre_mlp_layernorm": not isinstance(layer.pre_mlp_layernorm, identity),
+    }
+    with attributes(layer, **flags), within(f"norm of layer {layer.layer_number}"):
+        yield
+
+
+class _InPieces(layer_pieces.Pass):
+    """A forward whose pieces read the attributes, each on its own."""
+
+    def __init__(self, context: Context[Options], layer: Any, *_: Any) -> None:
+        self._context, self._layer = context, layer
+
+    def piece(self) -> contextlib.AbstractContextManager[None]:
+        return _recomputing(self._layer, self._context)
+
+
+def _choose_with(context: Context[Options]) -> Callable[[Any], None]:
+    def choose(layer: Any) -> None:
+        _layers.add(layer)
+        layer_pieces.follow(layer, partial(_InPieces, context))
+
+    return choose
+
+
 def choose_in_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
     """Decorate ``TransformerBlock.__init__``."""
-    return layers.choose_in_block(original, context, _layers.add, check_norm)
+    return layers.choose_in_block(original, context, _choose_with(context), check_norm)
 
 
 def choose_in_mtp(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
     """Decorate ``MultiTokenPredictionBlock.__init__``."""
-    return layers.choose_in_mtp(original, context, _layers.add)
+    return layers.choose_in_mtp(original, context, _choose_with(context))

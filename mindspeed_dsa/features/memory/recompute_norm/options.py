@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_dsa.integration.layers import LayerOptions
+from mindspeed_dsa.integration.layers import LayerOptions, follows_pieces
 
 
 @dataclass(frozen=True)
@@ -18,4 +18,5 @@ class Options(LayerOptions):
         return cls(
             switched_on=bool(getattr(settings, "recompute_norm", False)),
             num_layers=getattr(settings, "recompute_norm_num_layers", None),
+            follows_pieces=follows_pieces(settings),
         )

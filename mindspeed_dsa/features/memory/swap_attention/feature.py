@@ -81,7 +81,7 @@ OUTPUTS = Feature(
         Patch(
             f"{_PARALLEL}.random:CheckpointWithoutOutput.checkpoint",
             "wrap",
-            "mindspeed_dsa.features.memory.discarded:mark_outputs",
+            "mindspeed_dsa.parallel.discarded:mark_outputs",
             "outputs that are recomputed in place must not be moved",
             ("run_function",),
             _RANGE,

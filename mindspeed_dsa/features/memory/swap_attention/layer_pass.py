@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.features.memory import discarded
 from mindspeed_dsa.features.memory.swap_attention.swapped_storage import SwappedStorage
-from mindspeed_dsa.parallel import own_weights
+from mindspeed_dsa.parallel import discarded, own_weights
 
 _running: ContextVar[LayerPass | None] = ContextVar("running", default=None)
 
@@ -64,11 +63,21 @@ class LayerPass:
     @contextlib.contextmanager
     def whole_layer(self) -> Iterator[None]:
         """The layer's forward. At its end the device's memory goes."""
+        with self.piece():
+            yield
+        self.leave()
+
+    @contextlib.contextmanager
+    def piece(self) -> Iterator[None]:
+        """A part of the layer's forward."""
         token = _running.set(self)
         try:
             yield
         finally:
             _running.reset(token)
+
+    def leave(self) -> None:
+        """The layer's forward is done; the device's memory goes."""
         if self._leaving:
             self.largest_too_small = 0
         for swapped in self._leaving:

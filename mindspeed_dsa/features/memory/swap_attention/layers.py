@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,7 @@ from mindspeed_dsa.context import Context, Megatron
 from mindspeed_dsa.features.memory.swap_attention.layer_pass import LayerPass, running
 from mindspeed_dsa.features.memory.swap_attention.options import Options
 from mindspeed_dsa.features.memory.swap_attention.validation import check_swapped_attention
-from mindspeed_dsa.integration import layers
+from mindspeed_dsa.integration import layer_pieces, layers
 
 _chosen: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
 """Layers that swap, with the attributes of the modules that do."""
@@ -28,38 +29,61 @@ def swap_in_layer(original: Callable[..., Any], context: Context[Options]) -> Ca
     """Decorate ``TransformerLayer.forward``."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        modules = _chosen.get(self)
-        if modules is None or not torch.is_grad_enabled():
+        if self not in _chosen or not torch.is_grad_enabled():
             return original(self, *args, **kwargs)
         hidden_states = args[0] if args else kwargs["hidden_states"]
         others = [*args[1:], *(value for name, value in kwargs.items() if name != "hidden_states")]
-        layer_pass = LayerPass(
-            f"layer {self.layer_number}",
+        swapping = _Swapping(context, self, hidden_states, others)
+        with swapping.piece():
+            result = original(self, *args, **kwargs)
+        swapping.ends(result[0])
+        return result
+
+    return forward
+
+
+class _Swapping(layer_pieces.Pass):
+    """A forward of a layer that swaps.
+
+    Args:
+        context: the feature's.
+        layer: which one.
+        hidden_states: its input.
+        others: what else it is given.
+    """
+
+    def __init__(
+        self, context: Context[Options], layer: Any, hidden_states: Tensor, others: Sequence[Any]
+    ) -> None:
+        self._context = context
+        self._pass = LayerPass(
+            f"layer {layer.layer_number}",
             context.options.smallest,
-            _of_others([getattr(self, name) for name in modules], others),
+            _of_others([getattr(layer, name) for name in _chosen[layer]], list(others)),
             _pass_of_output.get(hidden_states),
             # Transformer Engine computes every other part of the sequence on a stream of its own.
-            of_any_stream=self.config.context_parallel_size > 1,
+            of_any_stream=layer.config.context_parallel_size > 1,
         )
-        with layer_pass.whole_layer():
-            result = original(self, *args, **kwargs)
+
+    def piece(self) -> contextlib.AbstractContextManager[None]:
+        return self._pass.piece()
+
+    def ends(self, output: Tensor) -> None:
+        layer_pass = self._pass
+        layer_pass.leave()
         if layer_pass.largest_too_small:
-            context.log.info(
+            self._context.log.info(
                 "swap-attention: %s swaps nothing: the largest storage that could leave has %d bytes, fewer "
                 "than --swap-attention-min-bytes %d",
                 layer_pass.name,
                 layer_pass.largest_too_small,
-                context.options.smallest,
+                self._context.options.smallest,
                 once=layer_pass.name,
                 ranks="stage",
             )
-        output = result[0]
         if output.requires_grad:
             output.register_hook(layer_pass.backward_begins)
             _pass_of_output[output] = layer_pass
-        return result
-
-    return forward
 
 
 def _of_others(modules: list[Any], arguments: list[Any]) -> Iterator[Tensor]:
@@ -107,6 +131,7 @@ def _choose_with(context: Context[Options]) -> Callable[[Any], None]:
             module = getattr(layer, name)
             module.register_forward_pre_hook(enter)
             module.register_forward_hook(_leave, always_call=True)
+        layer_pieces.follow(layer, partial(_Swapping, context))
 
     return choose
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_dsa.integration.layers import LayerOptions
+from mindspeed_dsa.integration.layers import LayerOptions, follows_pieces
 
 MODULES = {
     "input_norm": "input_layernorm",
@@ -35,6 +35,7 @@ class Options(LayerOptions):
         return cls(
             switched_on=bool(getattr(settings, "swap_attention", False)),
             num_layers=getattr(settings, "swap_attention_num_layers", None),
+            follows_pieces=follows_pieces(settings),
             modules=getattr(settings, "swap_modules", None),
             min_bytes=getattr(settings, "swap_attention_min_bytes", None),
         )

@@ -9,7 +9,7 @@ from typing import Any
 from mindspeed_dsa.features.memory.swap_attention.options import MODULES, Options
 from mindspeed_dsa.features.memory.switches import check_has_effect
 from mindspeed_dsa.integration.configuration import argument
-from mindspeed_dsa.integration.layers import check_num_layers
+from mindspeed_dsa.integration.layers import check_num_layers, check_pieces
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.platforms.host_pool import local_processes, require_host_memory
 
@@ -27,6 +27,7 @@ def check_swapped_attention(args: Any, options: Options) -> Iterator[str]:
     )
     yield from check_values(options)
     yield from check_other_movers(args)
+    yield from check_pieces(args, options, _FLAG)
     yield from check_host_memory(args, options)
 
 
@@ -65,11 +66,6 @@ def check_other_movers(args: Any) -> Iterator[str]:
         yield (
             "--swap-attention cannot be used with CUDA graphs: what a graph saves for backward lies in the "
             "graph's own memory and passes no hook; drop --cuda-graph-impl or this"
-        )
-    if argument(args, "overlap_moe_expert_parallel_comm"):
-        yield (
-            "--swap-attention follows the layer's forward, which --overlap-moe-expert-parallel-comm takes "
-            "apart; drop one of them"
         )
     for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
         if argument(args, name):

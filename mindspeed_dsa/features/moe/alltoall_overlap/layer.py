@@ -12,7 +12,6 @@ gives way to fc1 too; unless the experts' weights take no part, as those of Tran
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from torch import Tensor
 from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.moe.alltoall_overlap.validation import check_overlap
 from mindspeed_dsa.integration.parted_transfers import launching
-from mindspeed_dsa.integration.shared_output import SharedOutput
+from mindspeed_dsa.integration.shared_output import SharedOutput, before_second_half, is_recomputed
 from mindspeed_dsa.parallel.all_to_all import InFlight
 from mindspeed_dsa.parallel.port import opened
 
@@ -122,7 +121,7 @@ def overlap_all_experts(original: Callable[..., Any], context: Context[None]) ->
             return original(self, hidden_states, probs, residual)
         if self.use_shared_expert:
             compute = partial(self.shared_experts, residual)
-            if _is_recomputed(self):
+            if is_recomputed(self):
                 checkpoint = context.megatron("core.tensor_parallel").checkpoint
                 compute = partial(checkpoint, self.shared_experts, False, residual)
             call.shared = SharedOutput(compute)
@@ -161,30 +160,13 @@ def _around(layer: Any, call: Call, routed: Routed) -> tuple[Any, ...]:
 
     with opened(layer.experts.parameters()) as ports:
         if call.shared is not None:
-            hook = _before_second_half(layer, between)
+            hook = before_second_half(layer, between)
             try:
                 call.shared.compute()
             finally:
                 hook.close()
         between()
     return done[0]
-
-
-def _before_second_half(layer: Any, between: Callable[..., None]) -> contextlib.ExitStack:
-    """Call ``between`` when the shared expert reaches fc2.
-
-    One that is recomputed stays in one piece, under the dispatch: its forward runs twice, and the routed
-    experts must not.
-    """
-    stack = contextlib.ExitStack()
-    fc2 = getattr(layer.shared_experts, "linear_fc2", None)
-    if fc2 is not None and not _is_recomputed(layer):
-        stack.callback(fc2.register_forward_pre_hook(between).remove)
-    return stack
-
-
-def _is_recomputed(layer: Any) -> bool:
-    return bool(getattr(layer, "shared_experts_recompute", False))
 
 
 def wait_for_combine(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -97,6 +97,7 @@ class _Problem:
             [-arriving, away, -away, -arriving, np.where(at_home, borrowers.sum(axis=0), 0), borrowers]
         )[:, moved].T.astype(np.float64)  # [candidates, 6 * ranks]
         self.limit = min(limit, len(moved))
+        self.fewest_borrowers = min((int(borrowers[:, expert].sum()) for expert in moved), default=0)
 
     def seconds(self, chosen: npt.NDArray[np.bool_]) -> tuple[Floats, Floats]:
         """Predicted time of each subset, and the rows of all ranks.
@@ -136,8 +137,11 @@ def choose(counts: Any, costs: Costs, limit: int) -> Plan:
     seconds, rows = problem.seconds(none)
     before = float(seconds[0])
     best = (before, none[0], rows[0])
-    mean = float(rows.sum()) / problem.ranks
-    if mean * costs.row * (1 + _BACKWARD) < _GAIN * before:  # even the best balance would not do otherwise
+    # The best balance, and the weights and gradients of the expert with the fewest borrowers: neither takes
+    # long to find out, and a search over many ranks does.
+    balanced = float(rows.sum()) / problem.ranks * costs.row * (1 + _BACKWARD)
+    sent = problem.fewest_borrowers * (costs.weights + costs.gradients)
+    if max(balanced, sent) < _GAIN * before:
         best = _search(problem, best)
     if not best[0] < _GAIN * before:
         best = (before, none[0], rows[0])

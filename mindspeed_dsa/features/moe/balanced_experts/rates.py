@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +15,7 @@ from mindspeed_dsa.features.moe.balanced_experts.options import Options
 from mindspeed_dsa.features.moe.balanced_experts.planning import Costs
 from mindspeed_dsa.integration.experts import SingleExperts
 from mindspeed_dsa.log import Log
+from mindspeed_dsa.parallel.timing import timed
 
 _ROWS = 512
 _BYTES = 4 << 20
@@ -109,15 +109,7 @@ def _measure(experts: SingleExperts, hidden: int, group: Any) -> Rates:
 
 def _slowest(work: Callable[[], object], group: Any) -> float:
     """Seconds of the slowest rank's fastest round, the same on all ranks."""
-    platform = platforms.current()
-    fastest = float("inf")
-    for _ in range(_ROUNDS):
-        dist.all_reduce(torch.zeros(1, device=platform.device), group=group)  # all ranks start together
-        platform.synchronize()
-        start = time.perf_counter()
-        work()
-        platform.synchronize()
-        fastest = min(fastest, time.perf_counter() - start)
-    found = torch.tensor([fastest], dtype=torch.float64, device=platform.device)
+    fastest = min(timed(work, group) for _ in range(_ROUNDS))
+    found = torch.tensor([fastest], dtype=torch.float64, device=platforms.current().device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return float(found.item())

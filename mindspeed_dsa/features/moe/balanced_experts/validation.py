@@ -75,7 +75,7 @@ def _check_options(args: Any, options: Options) -> Iterator[str]:
         yield (
             f"{_FLAG}: with measured rates two runs may move different experts and differ in the last bits, "
             "which --deterministic-mode rules out; give --balanced-moe-matmul-rate and "
-            "--balanced-moe-link-rate"
+            "--balanced-moe-link-rate, or train without --deterministic-mode"
         )
 
 

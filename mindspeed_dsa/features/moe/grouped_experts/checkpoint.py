@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.context import Megatron
-from mindspeed_dsa.features.moe.grouped_experts.validation import WHAT_FITS
-
-STACKED = "stacks_experts"
-"""Attribute of parameters in which several experts' weights are stacked."""
+from mindspeed_dsa.features.moe.grouped_experts.stacks import stack_of
+from mindspeed_dsa.features.moe.grouped_experts.validation import SLICES
 
 
 def expert_keys(experts: Any, prefix: str, name: str) -> list[str]:
@@ -130,13 +128,13 @@ def _flat_pieces(flat: Tensor, place: slice, size: int) -> Iterator[tuple[int, T
 
 
 def refuse_slices_of_buffers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate methods of ``DistributedOptimizer`` that save or load slices of its buffers as they are."""
+    """Decorate methods of ``DistributedOptimizer`` that save or load each rank's slices of its buffers."""
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = (parameter for buffer in self.buffers for parameter in buffer.param_index_map)
-        if any(getattr(parameter, STACKED, False) for parameter in parameters):
-            raise RuntimeError(f"moe-grouped-gemm: {WHAT_FITS}")
+        if any(stack_of(parameter) for parameter in parameters):
+            raise RuntimeError(f"moe-grouped-gemm: {SLICES}")
         return original(self, *args, **kwargs)
 
     return method

@@ -15,6 +15,7 @@ from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.moe.grouped_experts import checkpoint
 from mindspeed_dsa.features.moe.grouped_experts.linear import GroupedLinear
 from mindspeed_dsa.features.moe.grouped_experts.options import Options
+from mindspeed_dsa.features.moe.grouped_experts.stacks import Stack
 from mindspeed_dsa.features.moe.grouped_experts.validation import check_model, recomputes_activation
 from mindspeed_dsa.integration.configuration import require
 from mindspeed_dsa.integration.gathered_weights import wait_for_weights
@@ -51,9 +52,10 @@ def grouped_experts(context: Context[Options]) -> type:
             # One of the experts as it was, to ask how Megatron saves an expert. It has no weights, and as no
             # module's child it is in no state dict.
             self.__dict__["_plain_expert"] = _shallow(self.mlp)
+            stack = Stack(context.options.layout, experts=object())
             for name in LINEARS:
                 linears = [getattr(expert, name) for expert in experts]
-                setattr(self.mlp, name, GroupedLinear(linears, context.options.layout, context.megatron))
+                setattr(self.mlp, name, GroupedLinear(linears, stack, context.megatron))
             checkpoint.translate_names(self)
             self._recomputes = recomputes_activation(self.config)
 

@@ -10,6 +10,9 @@ from mindspeed_dsa.patches.spec import Patch
 
 _IMPL = "mindspeed_dsa.features.moe.grouped_experts.provider"
 _CHECKPOINT = "mindspeed_dsa.features.moe.grouped_experts.checkpoint"
+_STATE = "mindspeed_dsa.features.moe.grouped_experts.optimizer_state"
+_SAVE_BUFFERS = "save_buffers_of_single_experts"
+_OPTIMIZERS = "megatron.core.optimizer"
 _RANGE = ">=0.12.1,<0.20"
 
 FEATURE = Feature(
@@ -58,16 +61,47 @@ FEATURE = Feature(
         ),
         *(
             Patch(
-                f"megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.{method}",
+                f"{_OPTIMIZERS}.optimizer:ChainedOptimizer.{method}",
+                "wrap",
+                f"{_STATE}:{impl}",
+                "the format torch knows parameters by their number, and single experts are more of them",
+                params=params,
+                versions=_RANGE,
+            )
+            for method, impl, params in (
+                ("state_dict", "save_single_experts", ()),
+                ("load_state_dict", "load_single_experts", ("state_dict",)),
+            )
+        ),
+        *(
+            Patch(
+                f"{_OPTIMIZERS}.{target}",
+                "wrap",
+                f"{_STATE}:{impl}",
+                "whole buffers have the weights of single experts in another order",
+                params=params,
+                versions=_RANGE,
+            )
+            for target, impl, params in (
+                ("optimizer:ChainedOptimizer.save_parameter_state", _SAVE_BUFFERS, ()),
+                ("distrib_optimizer:DistributedOptimizer.save_parameter_state", _SAVE_BUFFERS, ()),
+                ("distrib_optimizer:DistributedOptimizer.sharded_param_state_dp_zero", _SAVE_BUFFERS, ()),
+                (
+                    "distrib_optimizer:DistributedOptimizer.load_parameter_state_from_dp_zero",
+                    "load_buffers_of_single_experts",
+                    ("state_dict",),
+                ),
+            )
+        ),
+        *(
+            Patch(
+                f"{_OPTIMIZERS}.distrib_optimizer:DistributedOptimizer.{method}",
                 "wrap",
                 f"{_CHECKPOINT}:refuse_slices_of_buffers",
                 "slices of buffers have another order with stacked experts, which nothing else would notice",
                 versions=versions,
             )
             for method, versions in (
-                ("save_parameter_state", _RANGE),
-                ("load_parameter_state", _RANGE),
-                ("sharded_param_state_dp_zero", _RANGE),
                 ("sharded_param_state_fs_bucket_space", ">=0.12.1,<0.15"),
                 ("sharded_param_state_dp_reshardable", ">=0.15,<0.20"),
             )

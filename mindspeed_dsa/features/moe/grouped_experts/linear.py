@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mindspeed_dsa.context import Megatron
-from mindspeed_dsa.features.moe.grouped_experts.checkpoint import STACKED
 from mindspeed_dsa.features.moe.grouped_experts.main_grad import gradient_receiver
-from mindspeed_dsa.ops.grouped_matmul import Groups, Layout, WeightGradient, grouped_matmul
+from mindspeed_dsa.features.moe.grouped_experts.stacks import Stack
+from mindspeed_dsa.ops.grouped_matmul import Groups, WeightGradient, grouped_matmul
 from mindspeed_dsa.parallel.port import Gradient, Port, port_of
 
 
@@ -25,37 +25,30 @@ class GroupedLinear(torch.nn.Module):
 
     Args:
         linears: Megatron's layers, by local expert, without bias; they are left without weight.
-        layout: of each matrix of the parameter ``weight``, ``[experts, in, out]`` or ``[experts, out, in]``.
+        stack: says how the parameter ``weight`` lies, ``[experts, in, out]`` or ``[experts, out, in]``.
         megatron: whose conventions for gradients hold.
 
     Attributes:
         groups: rows of each expert in the calls to come; set by the experts around each.
     """
 
-    def __init__(self, linears: Sequence[Any], layout: Layout, megatron: Megatron) -> None:
+    def __init__(self, linears: Sequence[Any], stack: Stack, megatron: Megatron) -> None:
         super().__init__()
-        self.layout, self._megatron = layout, megatron
+        self.layout, self._megatron = stack.layout, megatron
+        self.by_expert, self.stack = stack.by_expert, stack.stack
         self.groups: Groups | None = None
         first = linears[0].weight
-        shape = first.shape if layout == "nk" else first.shape[::-1]
+        shape = first.shape if self.layout == "nk" else first.shape[::-1]
         self.weight = Parameter(first.new_empty(len(linears), *shape), first.requires_grad)
         for name, value in vars(first).items():
             setattr(self.weight, name, value)
         if getattr(first, "partition_dim", -1) >= 0:
-            of_matrix = first.partition_dim if layout == "nk" else 1 - first.partition_dim
+            of_matrix = first.partition_dim if self.layout == "nk" else 1 - first.partition_dim
             self.weight.partition_dim = 1 + of_matrix  # type: ignore[attr-defined]
-        setattr(self.weight, STACKED, True)
+        stack.mark(self.weight)
         for matrix, linear in zip(self.by_expert(self.weight.detach()), linears, strict=True):
             matrix.copy_(linear.weight.detach())
             linear.weight = None
-
-    def by_expert(self, stack: Tensor) -> list[Tensor]:
-        """Views ``[out, in]`` of a tensor as large as the parameter, as the experts' own layers have them."""
-        return list((stack if self.layout == "nk" else stack.transpose(1, 2)).unbind())
-
-    def stack(self, matrices: Sequence[Tensor]) -> Tensor:
-        """The reverse of :meth:`by_expert`, in memory of its own."""
-        return torch.stack([matrix if self.layout == "nk" else matrix.T for matrix in matrices])
 
     def forward(self, rows: Tensor) -> tuple[Tensor, None]:
         """``[rows, in]``, sorted by expert, to ``[rows, out]``, and no bias."""

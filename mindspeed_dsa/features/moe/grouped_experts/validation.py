@@ -9,11 +9,24 @@ from mindspeed_dsa.features.moe.grouped_experts.options import Options
 from mindspeed_dsa.integration.configuration import argument
 
 _FLAG = "--moe-grouped-gemm"
-WHAT_FITS = (
-    "this format of the distributed optimizer's state has slices of buffers, in which stacked experts lie in "
-    "another order than single ones; use the format fully_reshardable (--ckpt-format torch_dist "
-    "--dist-ckpt-optim-fully-reshardable; before 0.15 --ckpt-format torch_dist with "
-    "--ckpt-fully-parallel-save), or --no-save-optim and --no-load-optim"
+ALIGNMENT = 64
+"""Entries: where Megatron begins parameters in the distributed optimizer's buffers."""
+_WHAT_FITS = (
+    "use the format fully_reshardable (--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable; before "
+    "0.15 --ckpt-format torch_dist with --ckpt-fully-parallel-save), or --no-save-optim and --no-load-optim"
+)
+SLICES = (
+    "in this format of the distributed optimizer's state, dp_reshardable or fully_sharded_bucket_space, each "
+    "rank has slices of buffers, in which stacked experts lie in another order than single ones; "
+    f"{_WHAT_FITS}"
+)
+GAPS = (
+    "--ckpt-format torch saves whole buffers of the distributed optimizer, with gaps behind parameters whose "
+    f"number of entries is no multiple of {ALIGNMENT}, and single experts have them elsewhere; {_WHAT_FITS}"
+)
+LEGACY = (
+    "a checkpoint in the format before February 2024 holds buckets, which end elsewhere with single experts; "
+    "convert it without --moe-grouped-gemm first"
 )
 
 
@@ -36,10 +49,11 @@ def check_arguments(args: Any, options: Options) -> Iterator[str]:
                 f"{_FLAG}: {flag} cuts parameters into pieces whose place in a checkpoint it reads from the "
                 f"names of single experts, which a stack does not have; drop one of them"
             )
-    if "muon" in str(argument(args, "optimizer")):
+    optimizer = str(argument(args, "optimizer"))
+    if any(name in optimizer for name in ("muon", "soap")):
         yield (
-            f"{_FLAG}: Muon orthogonalises matrices, and would treat a stack of them as if it were none; "
-            f"drop {_FLAG} or use another optimizer"
+            f"{_FLAG}: --optimizer {optimizer} works on matrices, and would treat a stack of them as if it "
+            f"were none; drop {_FLAG} or use another optimizer"
         )
 
 
@@ -48,11 +62,19 @@ def _check_optimizer_format(args: Any) -> Iterator[str]:
     saves = argument(args, "save") and not argument(args, "no_save_optim")
     if not saves or not argument(args, "use_distributed_optimizer"):
         return
-    resharded = argument(args, "dist_ckpt_optim_fully_reshardable")
-    if resharded is None:
-        resharded = argument(args, "ckpt_fully_parallel_save")
-    if argument(args, "ckpt_format") == "torch" or resharded is False:
-        yield f"{_FLAG}: {WHAT_FITS}"
+    if argument(args, "ckpt_format") == "torch":
+        hidden = argument(args, "hidden_size") or 0
+        width = argument(args, "moe_ffn_hidden_size") or argument(args, "ffn_hidden_size") or 0
+        sizes = [hidden * (width // (argument(args, "expert_tensor_parallel_size") or 1))]
+        if argument(args, "overlap_grad_reduce") and argument(args, "expert_model_parallel_size") in (
+            None,
+            1,
+        ):
+            sizes.append(hidden)  # of norms, in one buffer with the experts
+        if any(size % ALIGNMENT for size in sizes):
+            yield f"{_FLAG}: {GAPS}"
+    elif argument(args, "dist_ckpt_optim_fully_reshardable") is False:
+        yield f"{_FLAG}: {SLICES}"
 
 
 def recomputes_activation(args: Any) -> bool:

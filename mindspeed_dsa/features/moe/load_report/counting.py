@@ -41,10 +41,15 @@ class Counts:
         self.own_loop = False
 
     def built(self, config: Any, layers: Sequence[Numbered]) -> None:
-        """A chunk of the model has been built."""
-        if config is not self._config:  # another model takes the place of the last one
-            self._config = config
-            self._places.clear()
+        """A chunk of the model has been built, with a configuration that may be its own.
+
+        Its layers take the places of those that have their numbers: of a model built before.
+        """
+        self._config = config
+        numbers = {number for number, _ in layers}
+        for router, place in list(self._places.items()):
+            if place.layer in numbers or place.layer > self._layers:
+                del self._places[router]
         stage = self._megatron("core.parallel_state").get_pipeline_model_parallel_rank()
         for number, layer in layers:
             self._places[layer.router] = _Place(number, stage)
@@ -85,12 +90,19 @@ class Counts:
             if stage  # a dense layer has none
         ]
 
+    @property
+    def _layers(self) -> int:
+        """Of the whole model."""
+        layers: int = self._config.num_layers + (self._config.mtp_num_layers or 0)
+        return layers
+
     def _sums(self) -> _Sums:
         state = self._megatron("core.parallel_state")
         ranks = state.get_expert_model_parallel_world_size()
         replica = state.get_expert_data_parallel_rank()
-        layers = self._config.num_layers + (self._config.mtp_num_layers or 0)
-        sums = _Sums(layers, self._config.num_moe_experts, state.get_expert_data_parallel_world_size(), ranks)
+        sums = _Sums(
+            self._layers, self._config.num_moe_experts, state.get_expert_data_parallel_world_size(), ranks
+        )
         alone = state.get_tensor_model_parallel_rank() == 0 and (
             state.get_data_parallel_rank(with_context_parallel=True) == 0
         )

@@ -71,7 +71,9 @@ def permute_fused(original: Callable[..., Any], context: Context[Options]) -> Ca
             return original(tokens, routing_map, probs, num_out_tokens, fused, *args, **kwargs)
         padded = args[0] if args else kwargs.get("drop_and_pad", False)
         counted = counts(tokens, num_out_tokens)
-        if padded:
+        # From 0.17 on the allgather dispatcher, which has no probabilities permuted here, gives a plain
+        # number for its part of a routing map: tokens go to unequally many of a rank's experts.
+        if padded or (names_counts and probs is None):
             counted["topk"] = None
         moved = permute(tokens, routing_map.bool(), probs, **counted, backend=backend)
         if not names_counts:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mindspeed_dsa.context import Context
+from mindspeed_dsa.features.pipeline.fb_overlap.options import Options
 from mindspeed_dsa.features.pipeline.fb_overlap.validation import check_overlap
 from mindspeed_dsa.integration import configuration
 
@@ -20,7 +21,9 @@ def switch_on_paired_schedule(original: Callable[..., Any]) -> Callable[..., Any
     return validate_args
 
 
-def configure_paired_schedule(original: Callable[..., None], context: Context[None]) -> Callable[..., None]:
+def configure_paired_schedule(
+    original: Callable[..., None], context: Context[Options]
+) -> Callable[..., None]:
     """Decorate ``TransformerConfig.__post_init__``: of a model with experts.
 
     Its own checks of the schedule, one of which is against fp32, are passed over; ours take their place.

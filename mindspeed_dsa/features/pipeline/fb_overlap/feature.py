@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mindspeed_dsa.declarations import Conflict, Feature, Flag, Requires
+from mindspeed_dsa.features.pipeline.fb_overlap.options import Options
 from mindspeed_dsa.features.pipeline.fb_overlap.validation import check_overlap
 from mindspeed_dsa.integration import configuration, ports, transfers
 from mindspeed_dsa.patches.spec import Patch
@@ -68,6 +69,13 @@ FEATURE = Feature(
             params=("hidden_states",),
             versions=">=0.16,<0.20",
         ),
+        Patch(
+            "megatron.core.pipeline_parallel.utils:ScheduleNode.default_backward_func",
+            "wrap",
+            f"{_HERE}.frozen:run_what_learns",
+            "it refuses pieces in which nothing learns, as a frozen embedding",
+            params=("outputs", "output_grad"),
+        ),
         transfers.ROW,
         ports.ROW,
     ),
@@ -82,13 +90,11 @@ FEATURE = Feature(
             "the weights that it moves need one backward for the whole layer, which this takes apart; omit "
             "one of them",
         ),
-        Conflict("recompute-norm", _WHOLE_LAYERS),
-        Conflict("recompute-activation-function", _WHOLE_LAYERS),
-        Conflict("swap-attention", _WHOLE_LAYERS),
         Conflict("recompute-ahead", _WHOLE_LAYERS),
         Conflict("dsa-stage", _WHOLE_LAYERS),
     ),
-    validate=configuration.validate(check_overlap),
+    options=Options.of,
+    validate=configuration.validate(check_overlap, Options.of),
     doc="moe-fb-overlap.md",
 )
 FEATURES = (FEATURE,)

@@ -22,13 +22,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from mindspeed_dsa.context import Context
+from mindspeed_dsa.features.pipeline.fb_overlap.options import Options
+from mindspeed_dsa.features.pipeline.fb_overlap.pieces import Crossing, Pieces, Shared, until_dispatch
 from mindspeed_dsa.integration.parted_transfers import arriving, departing
-from mindspeed_dsa.parallel.all_to_all import InFlight
 from mindspeed_dsa.parallel.port import opened
 
 _Step = Callable[..., Any]
@@ -36,125 +37,19 @@ _Step = Callable[..., Any]
 _postponing: ContextVar[bool] = ContextVar("shared expert postponed", default=False)
 
 
-@dataclass
-class _Crossing:
-    """Rows of one forward that are between two pieces. Refers to no graph."""
-
-    dispatch: list[InFlight] = field(default_factory=list)
-    combine: list[InFlight] = field(default_factory=list)
-
-
-class _Pieces:
-    """A layer's nodes.
-
-    Args:
-        plan: Megatron's, with its nodes.
-        shared: of the shared expert, if the layer has one.
-    """
-
-    def __init__(self, plan: Any, shared: _Shared | None) -> None:
-        self._before, self._experts, self._after = _until_dispatch(plan), plan.mlp, plan.moe_combine
-        self._prediction, self._shared = plan.mtp_post_process, shared
-
-    def forward_before(self, hidden: Tensor) -> Tensor:
-        """Attention, router and permutation; the dispatch is on its way."""
-        for node in self._before:
-            hidden = node.forward(hidden)
-        return hidden
-
-    def forward_experts(self, edge: Tensor) -> Any:
-        """The experts between the shared expert's two halves; the combine is on its way."""
-        if self._shared is None:
-            return self._experts.forward(edge)
-        return self._shared.forward(lambda: self._experts.forward(edge))
-
-    def forward_after(self, edges: Any) -> Tensor:
-        """The layer's output, ``[sequence, batch, hidden]``."""
-        output: Tensor = self._prediction.forward(self._after.forward(edges))
-        return output
-
-    def backward_after(self, gradient: Tensor) -> Any:
-        """Up to the combine; its reverse is on its way."""
-        return self._after.backward(self._prediction.backward(gradient))
-
-    def backward_experts(self, edges: Any) -> Tensor:
-        """Shared expert and experts; the dispatch's reverse was on its way under the weights' gradients."""
-        if self._shared is not None:
-            edges = self._shared.backward(edges)
-        received: Tensor = self._experts.backward(edges)
-        return received
-
-    def backward_before(self, gradient: Tensor) -> Tensor:
-        """Gradient of the layer's input."""
-        for node in reversed(self._before):
-            gradient = node.backward(gradient)
-        return gradient
-
-
-class _Shared:
-    """The shared expert's node, between the router's and the one after the combine.
-
-    Megatron-core 0.14 and 0.15 hand its output on beside the experts'; later releases have it in the layer's
-    state, where its input takes its place until then.
-
-    Args:
-        node: runs it.
-        second_half: the module that begins its second half.
-        state: of the layer.
-    """
-
-    def __init__(self, node: Any, second_half: Any, state: Any) -> None:
-        self._node, self._second_half, self._state = node, second_half, state
-        self._in: Any = None
-        self._out: Any = None
-
-    def forward(self, experts: Callable[[], Tensor]) -> Any:
-        """Run it, with ``experts`` in its middle; what it returns is for the node after the combine."""
-        done: list[Tensor] = []
-
-        def between(*_: Any) -> None:
-            if not done:
-                done.append(experts())
-
-        beside = not hasattr(self._state, "shared_expert_output")
-        self._in = self._state.pre_mlp_layernorm_output if beside else self._state.shared_expert_output
-        hook = self._second_half.register_forward_pre_hook(between)
-        try:
-            output = self._node.forward(self._in)
-        finally:
-            hook.remove()
-        between()
-        self._out = output.detach().requires_grad_(output.requires_grad)
-        if beside:
-            return done[0], self._out
-        self._state.shared_expert_output = self._out
-        return done[0]
-
-    def backward(self, edges: Any) -> Tensor:
-        """Run its backward; the gradient of its input is for the router's node.
-
-        Args:
-            edges: from the node after the combine, the gradient of the output perhaps beside the other.
-        """
-        edge, gradient = edges if isinstance(edges, tuple) else (edges, self._out.grad)
-        self._in.grad = self._node.backward(gradient)
-        self._in = self._out = None
-        result: Tensor = edge
-        return result
-
-
-def cut_at_transfers(original: Callable[..., None]) -> Callable[..., None]:
+def cut_at_transfers(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
     """Decorate ``TransformerLayerSchedulePlan._build_callable_nodes``: everything is queued in one place."""
 
     def _build_callable_nodes(
         self: Any, event: Any, comp_stream: Any, comm_stream: Any, extra_args: dict[str, Any]
     ) -> None:
         original(self, event, comp_stream, comp_stream, extra_args)
-        moe, shared = _transformer_layer(self.layer).mlp, None
+        layer = _transformer_layer(self.layer)
+        moe, shared = layer.mlp, None
         if hasattr(moe, "token_dispatcher"):
-            crossing, router = _Crossing(), _until_dispatch(self)[-1]
-            router.submodule = _before_experts(router.submodule, self.moe_dispatch.submodule, crossing)
-            self.mlp.submodule = _experts(self.mlp.submodule, moe, crossing)
+            crossing, router = Crossing(), until_dispatch(self)[-1]
+            router.submodule = _before_experts(router.submodule, self.moe_dispatch.submodule, layer, crossing)
+            self.mlp.submodule = _experts(self.mlp.submodule, layer, crossing)
             self.moe_combine.submodule = _after_experts(self.moe_combine.submodule, crossing)
             self.mlp.free_input = self.moe_combine.free_input = False
             self.moe_dispatch = None
@@ -164,22 +59,18 @@ def cut_at_transfers(original: Callable[..., None]) -> Callable[..., None]:
                     event,
                     self.layer_state,
                     self.chunk_state,
-                    _shared_expert(moe),
+                    _shared_expert(moe, context),
                     name="shared_expert",
                     extra_args=extra_args,
                 )
-                shared = _Shared(node, moe.shared_experts.linear_fc2, self.layer_state)
+                # One that is recomputed runs twice, and the experts in its middle must not.
+                second_half = None if _is_recomputed(moe) else moe.shared_experts.linear_fc2
+                shared = Shared(node, second_half, self.layer_state, crossing)
         elif not hasattr(self, "post_attn"):
             self.mlp.submodule = _normalised_at_end(self.mlp.submodule)
-        self.pieces = _Pieces(self, shared)
+        self.pieces = Pieces(self, layer, shared)
 
     return _build_callable_nodes
-
-
-def _until_dispatch(plan: Any) -> list[Any]:
-    """The nodes before the dispatch: two in megatron-core 0.14 and 0.15, another name from 0.19."""
-    names = ("attn", "pre_dispatch_computation", "post_attn")
-    return [getattr(plan, name) for name in names if hasattr(plan, name)]
 
 
 def _transformer_layer(layer: Any) -> Any:
@@ -190,10 +81,12 @@ def _transformer_layer(layer: Any) -> Any:
     return layer
 
 
-def _before_experts(router: _Step, dispatch: _Step, crossing: _Crossing) -> _Step:
+def _before_experts(router: _Step, dispatch: _Step, layer: Any, crossing: Crossing) -> _Step:
     def step(node: Any, hidden: Tensor) -> Tensor:
         with _postponed():
             tokens, probs = router(node, hidden)
+        if layer.recompute_pre_mlp_layernorm:
+            crossing.norm = layer.pre_mlp_norm_checkpoint
         with departing(crossing.dispatch):
             edge: Tensor = dispatch(node, tokens, probs)
         return edge
@@ -201,18 +94,22 @@ def _before_experts(router: _Step, dispatch: _Step, crossing: _Crossing) -> _Ste
     return step
 
 
-def _experts(experts: _Step, moe: Any, crossing: _Crossing) -> _Step:
+def _experts(experts: _Step, layer: Any, crossing: Crossing) -> _Step:
+    moe = layer.mlp
+
     def step(node: Any, edge: Tensor) -> Tensor:
-        state, has_shared = node.layer_state, moe.use_shared_expert
-        moe.use_shared_expert = False  # megatron-core 0.14 and 0.15 would run it here
-        try:
-            with opened(moe.experts.parameters()):  # before the arrivals: their gradients under the way back
-                tokens, probs = crossing.dispatch
-                crossing.dispatch.clear()
-                state.dispatched_probs = probs.arrive(state.dispatched_probs)
-                output = experts(node, tokens.arrive(edge))
-        finally:
-            moe.use_shared_expert = has_shared
+        state = node.layer_state
+        # The shared expert is a node of its own, and reads the norm's output when the experts have run:
+        # neither may Megatron's step run the one nor free the other.
+        with opened(moe.experts.parameters()):  # before the arrivals: their gradients under the way back
+            tokens, probs = crossing.dispatch
+            crossing.dispatch.clear()
+            state.dispatched_probs = probs.arrive(state.dispatched_probs)
+            arrived = tokens.arrive(edge)
+            with _off(moe, "use_shared_expert"), _off(layer, "recompute_pre_mlp_layernorm"):
+                output = experts(node, arrived)
+        if not moe.use_shared_expert:
+            crossing.discard_norm(output)
         state.dispatched_probs = None
         with departing(crossing.combine):
             sent: Tensor = moe.token_dispatcher.token_combine(output)
@@ -221,7 +118,17 @@ def _experts(experts: _Step, moe: Any, crossing: _Crossing) -> _Step:
     return step
 
 
-def _after_experts(combine: _Step, crossing: _Crossing) -> _Step:
+@contextlib.contextmanager
+def _off(module: Any, name: str) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, False)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def _after_experts(combine: _Step, crossing: Crossing) -> _Step:
     def step(node: Any, edge: Tensor, *shared: Tensor) -> Tensor:
         with arriving(crossing.combine):
             output: Tensor = combine(node, edge, *shared)
@@ -230,12 +137,20 @@ def _after_experts(combine: _Step, crossing: _Crossing) -> _Step:
     return step
 
 
-def _shared_expert(moe: Any) -> _Step:
+def _shared_expert(moe: Any, context: Context[Options]) -> _Step:
     def step(node: Any, hidden: Tensor) -> Tensor:
-        output: Tensor = moe.shared_experts(hidden)
+        output: Tensor
+        if _is_recomputed(moe):
+            output = context.megatron("core.tensor_parallel").checkpoint(moe.shared_experts, False, hidden)
+        else:
+            output = moe.shared_experts(hidden)
         return output
 
     return step
+
+
+def _is_recomputed(moe: Any) -> bool:
+    return bool(getattr(moe, "shared_experts_recompute", False))
 
 
 def _normalised_at_end(mlp: _Step) -> _Step:

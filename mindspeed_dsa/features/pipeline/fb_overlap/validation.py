@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from mindspeed_dsa.features.pipeline.fb_overlap.options import Options
 from mindspeed_dsa.integration.configuration import argument
 
 FLAG = "--moe-fb-overlap"
-_IN_ONE_PIECE = {"core_attn", "mla_up_proj"}
-"""Modules whose recomputation lies inside of one piece of a layer."""
+_ACROSS_PIECES = {"moe": "shared_experts, moe_act and layernorm recompute parts of it"}
+"""Modules whose recomputation would send tokens again, and what to do instead."""
 _REFUSED = {
     "moe_shared_expert_overlap": "runs the shared expert inside of the dispatcher, which is taken apart",
     "delay_wgrad_compute": "computes weight gradients at other places than this does",
@@ -26,12 +27,12 @@ _REFUSED = {
 """Arguments of Megatron that are refused when they are set, and why."""
 
 
-def check_overlap(args: Any, options: Any = None) -> Iterator[str]:
+def check_overlap(args: Any, options: Options) -> Iterator[str]:
     """What in arguments, or in a model's configuration, rules out pairs or leaves nothing to hide."""
     if argument(args, "num_moe_experts") is None and not argument(args, "num_experts"):
         yield f"{FLAG}: the model has no experts; add --num-experts or omit {FLAG}"
         return
-    yield from _check_parallelism(args)
+    yield from _check_parallelism(args, options)
     yield from _check_microbatches(args)
     yield from _check_recompute(args)
     for name, why in _REFUSED.items():
@@ -44,7 +45,7 @@ def check_overlap(args: Any, options: Any = None) -> Iterator[str]:
         )
 
 
-def _check_parallelism(args: Any) -> Iterator[str]:
+def _check_parallelism(args: Any, options: Options) -> Iterator[str]:
     if argument(args, "expert_model_parallel_size") == 1:
         yield (
             f"{FLAG}: with --expert-model-parallel-size 1 no token leaves its rank; use at least 2 or omit "
@@ -63,13 +64,23 @@ def _check_parallelism(args: Any) -> Iterator[str]:
             "ready at the same time; add --num-virtual-stages-per-pipeline-rank or "
             "--num-layers-per-virtual-pipeline-stage"
         )
+    yield from _check_embedding(args, options, stages)
+
+
+def _check_embedding(args: Any, options: Options, stages: int) -> Iterator[str]:
     depth = argument(args, "mtp_num_layers") or 0
     if depth > 1:
-        yield f"{FLAG}: Megatron's schedule of pairs has one layer of multi-token prediction, not {depth}"
-    elif depth and stages == 1:
         yield (
-            f"{FLAG}: Megatron's schedule of pairs has multi-token prediction in pipelines only; set "
-            "--pipeline-model-parallel-size or omit one of them"
+            f"{FLAG}: Megatron's schedule of pairs has one layer of multi-token prediction, not {depth}; set "
+            "--mtp-num-layers 1 or omit one of them"
+        )
+    tied = argument(args, "untie_embeddings_and_output_weights") is False
+    if stages == 1 and (depth or tied) and argument(args, "overlap_grad_reduce") and not options.counts_uses:
+        user = "multi-token prediction uses" if depth else "the output layer shares"
+        yield (
+            f"{FLAG} without a pipeline: {user} the embedding's weight, which then has two backwards per "
+            "microbatch, and this megatron-core's --overlap-grad-reduce expects one; upgrade to 0.16 or "
+            "omit --overlap-grad-reduce"
         )
 
 
@@ -90,13 +101,13 @@ def _check_recompute(args: Any) -> Iterator[str]:
     granularity = argument(args, "recompute_granularity")
     if granularity == "full":
         yield (
-            f"{FLAG} takes layers apart, which --recompute-granularity full runs again as a whole; omit one "
-            "of them"
+            f"{FLAG} takes layers apart, which --recompute-granularity full runs again as a whole; use "
+            "--recompute-granularity selective, or omit one of them"
         )
     elif granularity == "selective":
-        other = [m for m in argument(args, "recompute_modules") or () if m not in _IN_ONE_PIECE]
-        if other:
-            yield (
-                f"{FLAG} takes MoE layers apart where --recompute-modules {' '.join(other)} would run again; "
-                f"keep {' and '.join(sorted(_IN_ONE_PIECE))} at most, or omit {FLAG}"
-            )
+        for module in argument(args, "recompute_modules") or ():
+            if module in _ACROSS_PIECES:
+                yield (
+                    f"{FLAG} takes MoE layers apart, which --recompute-modules {module} runs again as a "
+                    f"whole; drop {module} from the modules: {_ACROSS_PIECES[module]}"
+                )

@@ -84,7 +84,7 @@ class Ahead(pipeline_steps.Follower):
         index, unit = self._done, self._order[self._done]
         if self.everywhere or megatron_order.in_bubble(index, len(self._order), self._warmup):
             for segment in reversed(self.segments.get(unit, [])):
-                if segment.outputs is None:
+                if segment.outputs is None and _has_inputs(segment):
                     _recompute(segment, self._on_chunk(unit[0]))
 
     def _on_chunk(self, chunk: int) -> _Function:
@@ -134,8 +134,10 @@ def checkpoint_ahead(original: _Function, context: Context[Options]) -> _Functio
     ahead = follower(context)
 
     def checkpoint(function: _Function, distribute_saved_activations: bool, *args: Any) -> Any:
-        # Inside a segment there is no graph, and while one is recomputed there is no forward.
-        if ahead.unit is None or distribute_saved_activations or not torch.is_grad_enabled():
+        # Inside a segment there is no graph, and while one is recomputed there is no forward. What needs no
+        # gradient of its inputs, as behind a frozen embedding, has no backward.
+        has_backward = torch.is_grad_enabled() and any(each.requires_grad for each in _tensors(args))
+        if ahead.unit is None or distribute_saved_activations or not has_backward:
             return original(function, distribute_saved_activations, *args)
         random = context.megatron("core.tensor_parallel.random")
         return _Segment.apply(ahead.segments[ahead.unit], random, function, *args)
@@ -167,6 +169,18 @@ class _Segment(torch.autograd.Function):
         torch.autograd.backward([output for output, _ in kept], [grad for _, grad in kept])
         own = (each.grad if torch.is_tensor(each) else None for each in inputs)
         return (None, None, None, *own)
+
+
+def _has_inputs(ctx: Any) -> bool:
+    """False where an input is itself recomputed, as a norm's output, once a gradient says so.
+
+    The same on all ranks, as nothing of it depends on time.
+    """
+    return all(each.numel() == 0 or each.untyped_storage().nbytes() for each in _tensors(ctx.saved_tensors))
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    return [each for each in values if torch.is_tensor(each)]
 
 
 def _recompute(ctx: Any, run_there: _Function) -> None:

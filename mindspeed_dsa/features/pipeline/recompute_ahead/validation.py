@@ -7,6 +7,11 @@ from typing import Any
 
 from mindspeed_dsa.integration.configuration import argument
 
+_WITHOUT_OUTPUT = {"layernorm", "mla_up_proj", "moe_act"}
+"""Modules that Megatron recomputes in the backward of what follows them, not in one of their own."""
+_READERS = {"layernorm": {"mlp", "moe", "shared_experts"}, "mla_up_proj": {"core_attn"}}
+"""Modules that read the output of such a one, which is not there before that."""
+
 
 def recompute_ahead_wanted(settings: Any) -> bool:
     """Whether one of the two switches is on."""
@@ -30,6 +35,14 @@ def _problems(args: Any) -> Iterator[str]:
         )
     if argument(args, "recompute_granularity") is None:
         yield f"{flag} has nothing to recompute; add --recompute-granularity or omit it"
+    modules = argument(args, "recompute_modules")
+    selective = argument(args, "recompute_granularity") == "selective" and modules is not None
+    if selective and not _ahead(args, set(modules)):
+        yield (
+            f"{flag}: nothing of --recompute-modules {' '.join(modules)} can be recomputed before its "
+            "gradient is there; use core_attn, mlp, moe or shared_experts without layernorm and mla_up_proj, "
+            "or omit it"
+        )
     if argument(args, "distribute_saved_activations"):
         yield f"{flag} recomputes from whole inputs; omit --distribute-saved-activations"
     if argument(args, "fp8"):
@@ -39,3 +52,13 @@ def _problems(args: Any) -> Iterator[str]:
             f"{flag} recomputes whole forwards, which --overlap-moe-expert-parallel-comm takes apart; omit "
             "one of them"
         )
+
+
+def _ahead(args: Any, modules: set[str]) -> set[str]:
+    """Those of the modules whose input is there when their gradient is not."""
+    found = modules - _WITHOUT_OUTPUT
+    for name in _WITHOUT_OUTPUT & modules:
+        found -= _READERS.get(name, set())
+    # The indexer reads the norm's output beside queries and keys.
+    reads_norm = argument(args, "experimental_attention_variant") == "dsa" and "layernorm" in modules
+    return found - {"core_attn"} if reads_norm else found

@@ -26,7 +26,6 @@ FEATURE = Feature(
             "The step that is recorded, counted from 1 in this run; default: 3.",
             kind="value",
             type=int,
-            default=3,
             metavar="N",
         ),
     ),

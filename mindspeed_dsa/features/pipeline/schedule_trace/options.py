@@ -6,6 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed_dsa.patches.errors import SettingsError
+
+STEP = 3
+"""Recorded by default: the first ones allocate memory, and measure what features measure once."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -21,5 +26,15 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """From resolved settings."""
-        return cls(folder=Path(settings.trace_schedule), step=settings.trace_schedule_step)
+        """From resolved settings.
+
+        Raises:
+            SettingsError: a step without a folder.
+        """
+        folder, step = settings.trace_schedule, settings.trace_schedule_step
+        if folder is None:
+            raise SettingsError(
+                f"--trace-schedule-step {step} records nothing without --trace-schedule; name a folder with "
+                "that, or omit it"
+            )
+        return cls(folder=Path(folder), step=STEP if step is None else step)

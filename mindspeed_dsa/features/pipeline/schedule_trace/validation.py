@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mindspeed_dsa.features.pipeline.schedule_trace.options import Options
+
 
 def trace_wanted(settings: Any) -> bool:
-    """Whether a folder is named."""
-    return settings.trace_schedule is not None
+    """Whether a folder is named, or a step, which is refused without one."""
+    return settings.trace_schedule is not None or settings.trace_schedule_step is not None
 
 
 def check_trace(args: Any) -> list[str]:
@@ -18,7 +20,7 @@ def check_trace(args: Any) -> list[str]:
 
 
 def _problems(args: Any) -> Iterator[str]:
-    step, last = args.trace_schedule_step, getattr(args, "train_iters", None)
+    step, last = Options.of(args).step, getattr(args, "train_iters", None)
     if step < 1:
         yield f"--trace-schedule-step is {step}; steps of a run are counted from 1"
     elif last is not None and step > last:

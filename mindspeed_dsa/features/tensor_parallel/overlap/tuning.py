@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.log import Log
+from mindspeed_dsa.parallel.timing import timed
 
 Kind = Literal["column forward", "column backward", "row forward", "row backward"]
 CANDIDATES = (1, 2, 4, 8)
@@ -107,23 +108,13 @@ def chunks_for(problem: Problem, group: Any, prepare: Callable[[], Run], log: Lo
 
 def _measure(group: Any, run: Run) -> dict[int, float]:
     """Seconds by number of chunks: medians over rounds in which the candidates alternate."""
-    first = _slowest({chunks: _seconds(chunks, group, run) for chunks in CANDIDATES}, group)
+    first = _slowest({chunks: timed(partial(run, chunks), group) for chunks in CANDIDATES}, group)
     rounds = max(1, min(_ROUNDS, int(_BUDGET_S / max(sum(first.values()), 1e-9))))
     found: dict[int, list[float]] = {chunks: [] for chunks in CANDIDATES}
     for _ in range(rounds):
         for chunks in CANDIDATES:
-            found[chunks].append(_seconds(chunks, group, run))
+            found[chunks].append(timed(partial(run, chunks), group))
     return _slowest({chunks: statistics.median(seconds) for chunks, seconds in found.items()}, group)
-
-
-def _seconds(chunks: int, group: Any, run: Run) -> float:
-    platform = platforms.current()
-    dist.all_reduce(torch.zeros(1, device=platform.device), group=group)  # all ranks start together
-    platform.synchronize()
-    start = time.perf_counter()
-    run(chunks)
-    platform.synchronize()
-    return time.perf_counter() - start
 
 
 def _slowest(seconds: Mapping[int, float], group: Any) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""Losses, positions and lengths of DSA on context parallel ranks that were given gathered keys."""
+"""Gradients and losses of DSA on context parallel ranks are those of one rank."""
 
 from __future__ import annotations
 
@@ -12,20 +12,34 @@ from tests.support.pool import WorkerPool
 CASES = "tests.features.attention.cp_cases"
 FUSED = {"use_fused_dsa": True}
 PER_TOKEN = {"overrides": {"calculate_per_token_loss": True}, "ddp": {"average_in_collective": False}}
+RECOMPUTE = {"recompute_granularity": "selective"}
 FORMS = {
     "sparse loss": {},
     "dense loss": {"overrides": {"dsa_indexer_use_sparse_loss": False}},
     "loss in backward": {"switches": {**FUSED, "dsa_fuse_kl_in_backward": True}},
-    "by head": {"switches": {**FUSED, "use_dsa_absorb": False}},
+    "no loss": {"overrides": {"dsa_indexer_loss_coeff": 0.0}},
+    "blocks": {"switches": {**FUSED, "cp_block_rows": 2}},
+    "kept": {"switches": {**FUSED, "cp_keep_gathered": True}},
+    "by run": {"by_run": True},
+    "loss in backward by run": {"switches": {**FUSED, "dsa_fuse_kl_in_backward": True}, "by_run": True},
+    "all keys of a run": {"overrides": {"dsa_indexer_topk": 16}, "by_run": True},
+    "recomputed": {"overrides": {**RECOMPUTE, "recompute_modules": ["core_attn", "mla_up_proj"]}},
+    "all recomputed": {
+        "overrides": {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    },
     # 12 rows on each of two ranks, 24 keys.
     "topk above the rows": {"overrides": {"dsa_indexer_topk": 16}},
     "all keys": {"overrides": {"dsa_indexer_topk": 24}},
-    "all keys by head": {
-        "switches": {**FUSED, "use_dsa_absorb": False},
-        "overrides": {"dsa_indexer_topk": 24},
-    },
-    "warm-up": {"switches": {"dsa_stage": "warmup"}, "only": "core_attention.indexer"},
+    "warm-up": {"switches": {**FUSED, "dsa_stage": "warmup"}, "only": "core_attention.indexer"},
 }
+
+
+DENSE = {"num_moe_experts": None, "moe_layer_freq": 1, "moe_shared_expert_intermediate_size": None}
+"""Experts beside tensor parallel ranks need sequence parallelism."""
 
 
 def step(pool: WorkerPool, cp: int, form: str = "sparse loss", per_token: bool = False, **more):
@@ -35,30 +49,82 @@ def step(pool: WorkerPool, cp: int, form: str = "sparse loss", per_token: bool =
         overrides = {**arguments.get("overrides", {}), **PER_TOKEN["overrides"]}
         arguments |= {**PER_TOKEN, "overrides": overrides}
     ranks = pool.run(f"{CASES}:step", arguments.pop("ranks", cp), cp=cp, **arguments)
-    if "tp" not in more:
-        ranks = [{**rank, "split": dict.fromkeys(rank["split"])} for rank in ranks]
-    return put_together(ranks), [rank["indexer loss"] for rank in ranks]
+    losses, tp = [rank["indexer loss"] for rank in ranks], more.get("tp", 1)
+    # Tensor parallel ranks are neighbours; other copies are equal.
+    whole, *copies = [put_together(ranks[first : first + tp]) for first in range(0, len(ranks), tp)]
+    for copy in copies:
+        assert all(copy[name].equal(gradient) for name, gradient in whole.items())
+    return whole, losses
 
 
 def same(result, expected) -> None:
+    """Zero gradients, of an indexer that does not learn, are the same zeros."""
     (gradients, losses), (whole, (loss,)) = result, expected
-    assert any("indexer" in name and gradient.any() for name, gradient in whole.items())
-    assert_same_gradients(gradients, whole)
+    learned = {name: gradient for name, gradient in whole.items() if gradient.any()}
+    assert any("indexer" in name for name in learned) == (loss > 0)
+    assert not any(gradients[name].any() for name in whole.keys() - learned.keys())
+    assert_same_gradients({name: gradients[name] for name in learned}, learned, rtol=2e-5)
     assert losses == pytest.approx([loss] * len(losses), rel=1e-5)
 
 
+@pytest.mark.parametrize("form", ["sparse loss", "recomputed"])
+def test_two_ranks_have_the_gradients_and_the_loss_of_one(pool, form):
+    same(step(pool, 2, form), step(pool, 1, form))
+
+
+def test_beside_tensor_and_sequence_parallel_ranks(pool):
+    """Key and weights of the indexer come from a rank's own rows, its query from all of them."""
+    arguments = {"form": "topk above the rows", "per_token": True}
+    same(step(pool, 2, ranks=4, tp=2, **arguments), step(pool, 1, **arguments))
+
+
+def test_blocks_of_rows_beside_overlapped_reduction_of_three_ranks(pool):
+    """The reduction ends only if every parameter has a gradient."""
+    blocks = {"switches": {**FUSED, "cp_block_rows": 2}, "ddp": {"overlap_grad_reduce": True}}
+    same(step(pool, 3, "no loss", **blocks), step(pool, 1, "no loss"))
+
+
+LATENT, INDEX = 24, 16
+"""Widths of the keys."""
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_projections_hide_what_is_gathered_in_both_directions(pool, keeps):
+    for events in pool.run(f"{CASES}:order_of_a_layer", 2, cp_keep_gathered=keeps):
+        assert events[:7] == [
+            f"key {LATENT} starts",
+            "linear_q_up_proj",
+            f"key {INDEX} starts",
+            "linear_wq_b",
+            f"key {LATENT} is needed",
+            f"key {INDEX} is needed",
+            "linear_proj",
+        ]
+        again = [f"key {width} starts again" for width in (LATENT, INDEX)]
+        assert [event for event in events[7:] if "again" in event] == ([] if keeps else again)
+        if not keeps:
+            assert events.index(again[-1]) < events.index("linear_proj backward")
+        for width, projection in ((INDEX, "linear_wq_b"), (LATENT, "linear_q_up_proj")):
+            started, needed = (events.index(f"gradient {width} {what}") for what in ("starts", "is needed"))
+            assert started < events.index(f"{projection} backward") < needed
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean", "per token"])
 @pytest.mark.parametrize("form", FORMS)
-def test_two_ranks_have_the_gradients_and_the_loss_of_one(pool, form, per_token):
+def test_two_ranks_in_every_form(pool, form, per_token):
     same(step(pool, 2, form, per_token), step(pool, 1, form, per_token))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean", "per token"])
-@pytest.mark.parametrize("form", ["sparse loss", "warm-up"])
-def test_four_ranks_have_the_gradients_and_the_loss_of_one(pool, form, per_token):
-    same(step(pool, 4, form, per_token), step(pool, 1, form, per_token))
+@pytest.mark.parametrize("form", ["sparse loss", "warm-up", "blocks"])
+@pytest.mark.parametrize("cp", [3, 4])
+def test_more_ranks_have_the_gradients_and_the_loss_of_one(pool, cp, form, per_token):
+    same(step(pool, cp, form, per_token), step(pool, 1, form, per_token))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean", "per token"])
 def test_beside_data_parallel_ranks(pool, per_token):
     result = step(pool, 2, per_token=per_token, ranks=4)
@@ -66,9 +132,18 @@ def test_beside_data_parallel_ranks(pool, per_token):
     same(result, (expected, losses[:1]))
 
 
-@pytest.mark.parametrize("form", ["sparse loss", "loss in backward", "warm-up"])
-def test_per_token_loss_beside_sequence_parallel_ranks(pool, form):
-    same(step(pool, 1, form, True, ranks=2, tp=2), step(pool, 1, form, True))
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["sparse loss", "loss in backward", "warm-up", "no loss", "recomputed"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_every_form_beside_tensor_parallel_ranks(pool, form, sequence_parallel, cp):
+    if not sequence_parallel:
+        overrides = {**FORMS[form].get("overrides", {}), **DENSE}
+        arguments = {"overrides": overrides}
+    else:
+        arguments = {}
+    result = step(pool, cp, form, True, ranks=2 * cp, tp=2, sequence_parallel=sequence_parallel, **arguments)
+    same(result, step(pool, 1, form, True, **arguments))
 
 
 @pytest.mark.parametrize("rope_type", ["rope", "yarn"])
@@ -81,22 +156,14 @@ def test_rows_are_rotated_by_their_positions_in_the_whole_sequence(pool, case, r
     torch.testing.assert_close(in_order(ranks), whole["rows"], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("gathered", "switches", "message"),
-    [
-        ((), {}, "12 queries came with 12 keys on one of 2 context parallel ranks; gather the 24 keys"),
-        (("key",), {}, "the indexer has 12 keys to select from and the attention 24"),
-        (("key", "index key"), {"use_fused_lightning_indexer": False}, "omit --no-use-fused-..."),
-    ],
-    ids=["keys", "index keys", "Megatron's indexer"],
-)
-def test_what_would_be_silently_wrong_is_refused(pool, gathered, switches, message):
-    errors = pool.run(
-        "tests.support.model:error_of",
-        2,
-        case=f"{CASES}:step",
-        cp=2,
-        gathered=gathered,
-        switches={**FUSED, **switches},
-    )
-    assert all(message in error for error in errors), errors
+def test_what_would_be_silently_wrong_is_refused(pool):
+    for switches, message in (
+        (
+            {"use_dsa_absorb": False},
+            "12 queries came with 12 keys on one of 2 context parallel ranks, not 24",
+        ),
+        ({"use_fused_lightning_indexer": False}, "omit --no-use-fused-..."),
+    ):
+        case = {"case": f"{CASES}:step", "cp": 2, "switches": {**FUSED, **switches}}
+        errors = pool.run("tests.support.model:error_of", 2, **case)
+        assert all(message in error for error in errors), errors

@@ -196,7 +196,7 @@ def test_waiting_for_gathered_parameters_is_not_left_out(pool):
     ("case", "message"),
     [
         ("with_an_adapter", "dsa-absorb: linear_kv_up_proj holds adapter.*add --no-use-dsa-absorb"),
-        ("packed", "fused-dsa: DSAttention got packed_seq_params"),
+        ("packed", "packed sequences: no cu_seqlens_q says where documents end"),
         ("with_quantised_weights", "dsa-absorb: linear_kv_up_proj keeps its weight as Quantised"),
         ("decoding", "fused-dsa: 1 queries came with 5 keys.*cannot decode with DSA"),
     ],

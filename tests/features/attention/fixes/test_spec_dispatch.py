@@ -48,7 +48,6 @@ def arguments(**changes):
         "dsa_indexer_head_dim": 128,
         "dsa_indexer_topk": 2048,
         "qk_pos_emb_head_dim": 64,
-        "context_parallel_size": 1,
         "apply_rope_fusion": False,
     }
     return SimpleNamespace(**{**values, **changes})
@@ -61,7 +60,6 @@ def arguments(**changes):
         ({"dsa_indexer_topk": None}, "--dsa-indexer-topk"),
         ({"multi_latent_attention": False}, "--multi-latent-attention"),
         ({"dsa_indexer_head_dim": 32}, "--dsa-indexer-head-dim 32"),
-        ({"context_parallel_size": 2}, "--context-parallel-size 1"),
         ({"apply_rope_fusion": True}, "--no-rope-fusion"),
     ],
 )

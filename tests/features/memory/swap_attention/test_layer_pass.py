@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.features.memory import discarded
 from mindspeed_dsa.features.memory.swap_attention.layer_pass import LayerPass
 from mindspeed_dsa.features.memory.swap_attention.layers import _of_others
-from mindspeed_dsa.parallel import own_weights
+from mindspeed_dsa.parallel import discarded, own_weights
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.platforms import host_pool
 from mindspeed_dsa.platforms.cpu import CpuEvent, CpuPlatform, CpuStream

@@ -71,6 +71,7 @@ def test_what_is_refused(arguments, says):
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp"]},
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
         {"recompute_activation_function": True, "recompute_norm": True, **LARGE},
+        {"overlap_moe_expert_parallel_comm": True, "moe_fb_overlap": True},
     ],
 )
 def test_what_goes_together(arguments):

@@ -19,7 +19,11 @@ SWITCH = {"moe_alltoall_overlap_comm": True}
 
 
 def beside_stock(
-    runs: Mapping[str, Mapping[str, Any]], tp: int = 1, ep: int = 2, etp: int = 1
+    runs: Mapping[str, Mapping[str, Any]],
+    tp: int = 1,
+    ep: int = 2,
+    etp: int = 1,
+    switch: Mapping[str, Any] = SWITCH,
 ) -> dict[str, Any]:
     """Stock's and our results of each run, and how many transfers were started.
 
@@ -28,11 +32,12 @@ def beside_stock(
         tp: tensor parallel ranks.
         ep: expert parallel ranks.
         etp: tensor parallel ranks of an expert.
+        switch: what is switched on.
     """
     model.start(tp=tp, ep=ep, etp=etp)
     layout = {"tp": tp, "ep": ep, "expert_tensor_parallel_size": etp}
     theirs = {name: run(**layout, **each) for name, each in runs.items()}
-    switch_on()
+    switch_on(switch)
     found: dict[str, Any] = {}
     for name, each in runs.items():
         with recorded() as events:
@@ -41,12 +46,12 @@ def beside_stock(
     return found
 
 
-def switch_on(**more: Any) -> None:
+def switch_on(switch: Mapping[str, Any] = SWITCH) -> None:
     """The feature, in process groups that exist."""
     import mindspeed_dsa
 
     mindspeed_dsa.disable()
-    mindspeed_dsa.enable(**model.DSA_ON, **SWITCH, **more)
+    mindspeed_dsa.enable(**{**model.DSA_ON, **switch})
 
 
 def run(
@@ -184,14 +189,15 @@ def recorded() -> Iterator[list[str]]:
         yield events
 
 
-def order(frozen: bool = False, **overrides: Any) -> dict[str, list[str]]:
+def order(frozen: bool = False, switch: Mapping[str, Any] = SWITCH, **overrides: Any) -> dict[str, list[str]]:
     """Events of one forward and backward: transfers, the experts' modules, their weights' gradients.
 
     Args:
         frozen: routed experts do not learn.
+        switch: what is switched on.
         **overrides: of the configuration.
     """
-    model.start(SWITCH, ep=2, etp=1)
+    model.start(switch, ep=2, etp=1)
     built = moe.layer(moe.config(ep=2, **overrides))
     built.experts.requires_grad_(not frozen)
     with recorded() as events:
@@ -213,11 +219,11 @@ def _happened(events: list[str], name: str, *_: Any) -> None:
     events.append(name)
 
 
-def overlapped_reduction(ep: int, distributed: bool) -> dict[str, Any]:
+def overlapped_reduction(ep: int, distributed: bool, switch: Mapping[str, Any] = SWITCH) -> dict[str, Any]:
     """Three steps of two microbatches under DDP with overlapped reduction, stock and ours."""
     model.start(ep=ep, etp=1)
     theirs = _steps(ep, distributed)
-    switch_on()
+    switch_on(switch)
     return {"ours": _steps(ep, distributed), "theirs": theirs}
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindspeed_dsa.features.moe.balanced_experts import planning
 from mindspeed_dsa.features.moe.balanced_experts.planning import Costs, choose
 
 FREE = Costs(row=1.0, token=0.0, weights=0.0, gradients=0.0)
@@ -158,3 +159,18 @@ def test_many_experts_are_planned_in_bounded_work(ranks):
     assert len(plan.experts) <= 8
     assert plan.imbalance < imbalance(counts)
     assert choose(counts.copy(), FREE, 8) == plan
+
+
+def test_nothing_is_searched_where_no_transfer_can_pay(monkeypatch):
+    """With many ranks that would take longer than the layer; the expert with the fewest borrowers says so."""
+    counts = routed(64, 6, 16, 1.0, tokens=64)
+    searched = []
+    monkeypatch.setattr(planning, "_search", lambda problem, best: searched.append(problem) or best)
+    loads = counts.sum(axis=0).reshape(16, -1).sum(axis=1)
+    for share, times in ((1.0, 0), (0.9, 1)):
+        # 15 borrowers: weights and gradients take this share of the busiest rank's time.
+        costs = Costs(
+            row=1.0, token=0.0, weights=share * loads.max() / 15, gradients=2 * share * loads.max() / 15
+        )
+        assert choose(counts, costs, 3).experts == ()
+        assert len(searched) == times

@@ -83,5 +83,7 @@ def test_the_command_makes_a_placement_of_a_report(tmp_path, capsys):
     placement = expert_placement.read(file)
     assert (placement.experts, placement.ranks) == (4, 2)
     assert placement.orders == {2: [0, 2, 1, 3], 3: [0, 1, 2, 3]}
-    assert main(["experts", str(tmp_path), *flags, "3"]) == 2
-    assert "4 experts cannot be spread evenly over --expert-model-parallel-size 3" in capsys.readouterr().err
+    for size in ("3", "0", "-2"):
+        assert main(["experts", str(tmp_path), *flags, size]) == 2
+        said = capsys.readouterr().err
+        assert f"4 experts cannot be spread evenly over --expert-model-parallel-size {size}" in said

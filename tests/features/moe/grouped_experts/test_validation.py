@@ -9,6 +9,7 @@ from mindspeed_dsa.features.moe.grouped_experts.provider import validate_on_ever
 
 GROUPED = {"moe_grouped_gemm": True, "transformer_impl": "local"}
 ZERO = {"use_distributed_optimizer": True, "save": "here"}
+BUFFERS = {**ZERO, "ckpt_format": "torch", "moe_ffn_hidden_size": 64}
 
 
 @pytest.mark.parametrize(
@@ -18,10 +19,11 @@ ZERO = {"use_distributed_optimizer": True, "save": "here"}
         ({"fp8": "e4m3"}, "--fp8-format"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
         ({"optimizer": "dist_muon"}, "another optimizer"),
+        ({"optimizer": "soap"}, "another optimizer"),
         ({**ZERO, "dist_ckpt_optim_fully_reshardable": False}, "--dist-ckpt-optim-fully-reshardable"),
-        ({**ZERO, "ckpt_fully_parallel_save": False}, "--ckpt-fully-parallel-save"),
+        ({**BUFFERS, "hidden_size": 32, "overlap_grad_reduce": True}, "--ckpt-format torch_dist"),
         (
-            {**ZERO, "ckpt_format": "torch", "dist_ckpt_optim_fully_reshardable": True},
+            {**BUFFERS, "hidden_size": 32, "moe_ffn_hidden_size": 33},
             "--ckpt-format torch_dist",
         ),
     ],
@@ -42,6 +44,15 @@ def test_refusals_name_the_way_out(arguments, remedy):
         {**ZERO, "dist_ckpt_optim_fully_reshardable": True, "ckpt_format": "torch_dist"},
         {**ZERO, "dist_ckpt_optim_fully_reshardable": False, "no_save_optim": True},
         {"save": "here", "ckpt_format": "torch"},
+        {**BUFFERS, "hidden_size": 32, "moe_ffn_hidden_size": 34},
+        {
+            **BUFFERS,
+            "hidden_size": 32,
+            "moe_ffn_hidden_size": 34,
+            "overlap_grad_reduce": True,
+            "expert_model_parallel_size": 2,
+        },
+        {**ZERO, "ckpt_fully_parallel_save": False},
     ],
 )
 def test_what_is_served(arguments):

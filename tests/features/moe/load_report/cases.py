@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from typing import Any
 
@@ -49,7 +50,11 @@ def train(
         mtp_num_layers=1 if mtp else None,
         **(overrides or {}),
     )
-    chunks = [model.gpt_model(cfg, stage if vpp else None, mtp) for stage in range(vpp or 1)]
+    # As Megatron-LM has it: every chunk is built with a configuration of its own.
+    chunks = [
+        model.gpt_model(copy.copy(cfg) if stage else cfg, stage if vpp else None, mtp)
+        for stage in range(vpp or 1)
+    ]
     seen: dict[int, list[int]] = {}
     for chunk in chunks:
         watch(chunk, seen)

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.features.moe.permute_fusion import options
+from mindspeed_dsa.features.moe.permute_fusion import options, permutation
 from mindspeed_dsa.features.moe.permute_fusion.feature import FEATURE
 from mindspeed_dsa.features.moe.permute_fusion.kernels import counts
 from tests.support import model, moe
+from tests.support.contexts import context
 
 CASES = "tests.features.moe.permute_fusion.cases"
 CAPACITY = {"moe_expert_capacity_factor": 0.75}
@@ -120,3 +121,18 @@ def test_what_a_count_of_rows_says():
     assert counts(tokens, 12) == {"rows": 12, "topk": 2}
     assert counts(tokens, 13) == {"rows": 13, "topk": None}
     assert counts(tokens, torch.tensor(12)) == {"rows": 12, "topk": None}
+
+
+def test_a_part_of_a_map_has_no_topk(monkeypatch):
+    """From 0.17 on the allgather dispatcher has a plain number for it, which may be a multiple by chance."""
+
+    def stock(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad=False, tokens_per_expert=None):
+        raise AssertionError("not fused")
+
+    said = []
+    monkeypatch.setattr(permutation, "permute", lambda *_, **more: said.append(more["topk"]) or ())
+    ours = permutation.permute_fused(stock, context("moe-permute-fusion", options.Options("cpu")))
+    tokens, part = torch.empty(2, 8), torch.tensor([[True, True], [False, False]])
+    ours(tokens, part, num_out_tokens=2, fused=True)
+    ours(tokens, part, part.float(), num_out_tokens=2, fused=True)
+    assert said == [None, 1]

@@ -14,16 +14,20 @@ import torch
 
 from mindspeed_dsa.parallel.all_to_all import InFlight
 from tests.features.moe.alltoall_overlap.cases import recorded
-from tests.support import model
+from tests.support import memory_events, model, optimizer_job
 
 SWITCH = {"moe_fb_overlap": True}
 
 
 def trained(**arguments: Any) -> dict[str, Any]:
-    """A training step of the tiny model, with the launches and waits of its parted transfers."""
-    with recorded() as events, mock.patch.object(model, "gpt_model", _with_prediction(model.gpt_model)):
+    """A training step of the tiny model, with its parted transfers and what memory features did."""
+    with (
+        recorded() as events,
+        memory_events.counted() as counts,
+        mock.patch.object(model, "gpt_model", _with_prediction(model.gpt_model)),
+    ):
         result = model.run(**arguments)
-    return {**result, "events": list(events)}
+    return {**result, "events": list(events), "counts": dict(counts)}
 
 
 def _with_prediction(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,7 +67,7 @@ def _happened(events: list[str], name: str, *_: Any) -> None:
     events.append(name)
 
 
-def buffers_alive(microbatches: int) -> dict[str, int]:
+def buffers_alive(microbatches: int, layers: int = 2, **layout: int) -> dict[str, int]:
     """How many of the buffers that rows arrived in were alive at once in a step, and are after it.
 
     With one expert per rank a forward's buffers are kept for backward, as long as its graph is.
@@ -74,11 +78,12 @@ def buffers_alive(microbatches: int) -> dict[str, int]:
         with _buffers() as (alive, counts):
             model.run(
                 SWITCH,
-                {"num_moe_experts": 2},
+                {"num_moe_experts": 2, "num_layers": layers},
                 num_microbatches=microbatches,
                 micro_batch_size=1,
                 ep=2,
                 etp=1,
+                **layout,
             )
             return {"most": max(counts), "left": len(alive)}
     finally:
@@ -102,20 +107,64 @@ def _buffers() -> Iterator[tuple[dict[int, Any], list[int]]]:
         yield alive, counts
 
 
-def three_steps(distributed: bool) -> dict[str, Any]:
+def optimized(**arguments: Any) -> dict[str, Any]:
+    """A few steps with an optimizer, and what memory features did."""
+    with memory_events.counted() as counts:
+        result = optimizer_job.train(ep=2, **arguments)
+    return {**result, "counts": dict(counts)}
+
+
+def three_steps(distributed: bool, **overrides: Any) -> dict[str, Any]:
     """Overlapped reduction, stock and ours, and an evaluation at the end."""
     import mindspeed_dsa
 
     model.start(ep=2, etp=1)
-    theirs = _steps(distributed)
+    theirs = _steps(distributed, **overrides)
     mindspeed_dsa.disable()
     mindspeed_dsa.enable(**model.DSA_ON, **SWITCH)
     with recorded() as events:
-        ours = _steps(distributed)
+        ours = _steps(distributed, **overrides)
     return {"ours": ours, "theirs": theirs, "launched": events.count("launch")}
 
 
-def _steps(distributed: bool) -> dict[str, Any]:
+def evaluated() -> dict[str, Any]:
+    """Losses of a forward-only pass of PP2 x VPP2, stock and ours."""
+    import mindspeed_dsa
+
+    model.start(pp=2, vpp=2, ep=2, etp=1)
+    theirs = _forwards()
+    mindspeed_dsa.disable()
+    mindspeed_dsa.enable(**model.DSA_ON, **SWITCH)
+    with recorded() as events:
+        ours = _forwards()
+    return {"ours": ours, "theirs": theirs, "launched": events.count("launch")}
+
+
+def _forwards() -> list[float]:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    cfg = model.config(
+        num_layers=4,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        expert_model_parallel_size=2,
+    )
+    chunks = [model.gpt_model(cfg, vp_stage=stage) for stage in range(2)]
+    batch = list(model.samples(4).view(4, 1, -1))
+    with torch.no_grad():
+        losses = get_forward_backward_func()(
+            forward_step_func=partial(model._forward_step_of, cfg),
+            data_iterator=[iter(batch) for _ in chunks],
+            model=chunks,
+            num_microbatches=4,
+            seq_length=model.SEQUENCE,
+            micro_batch_size=1,
+            forward_only=True,
+        )
+    return [float(each["lm loss"]) for each in losses]
+
+
+def _steps(distributed: bool, **overrides: Any) -> dict[str, Any]:
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -123,14 +172,14 @@ def _steps(distributed: bool) -> dict[str, Any]:
     )
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    cfg = model.config(num_layers=2, expert_model_parallel_size=2)
+    cfg = model.config(num_layers=2, expert_model_parallel_size=2, **overrides)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=True,
         use_distributed_optimizer=distributed,
         bucket_size=4000,
     )
-    chunk = model.gpt_model(cfg)
+    chunk = model.gpt_model(cfg, mtp=bool(cfg.mtp_num_layers))
     wrapped = DistributedDataParallel(cfg, ddp, chunk)
     cfg.finalize_model_grads_func, cfg.no_sync_func = finalize_model_grads, wrapped.no_sync
     gradients, losses = {}, []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 CASES = "tests.features.pipeline.fb_overlap.cases"
 FIRST_FORWARD = [
     *("attention", "launch", "launch", "shared fc1", "wait", "wait"),  # dispatch of tokens and probabilities
@@ -46,3 +48,9 @@ def test_graphs_die_with_their_backward(pool):
     few, many = (pool.run(f"{CASES}:buffers_alive", 2, microbatches=count) for count in (3, 6))
     assert few == many
     assert all(rank["left"] == 0 and rank["most"] >= 4 for rank in few)
+
+
+@pytest.mark.full
+def test_graphs_die_in_a_pipeline(pool):
+    ranks = pool.run(f"{CASES}:buffers_alive", 4, microbatches=4, layers=4, pp=2, vpp=2)
+    assert all(rank["left"] == 0 and rank["most"] >= 4 for rank in ranks)

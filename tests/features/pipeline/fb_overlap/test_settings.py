@@ -9,6 +9,8 @@ import pytest
 from mindspeed_dsa import checks
 from mindspeed_dsa.features import all_features
 from mindspeed_dsa.features.pipeline.fb_overlap.feature import FEATURE
+from mindspeed_dsa.features.pipeline.fb_overlap.options import Options
+from mindspeed_dsa.features.pipeline.fb_overlap.validation import check_overlap
 
 SERVED = {
     "num_experts": 8,
@@ -18,7 +20,9 @@ SERVED = {
     "moe_token_dispatcher_type": "alltoall",
     "mtp_num_layers": 1,
     "recompute_granularity": "selective",
-    "recompute_modules": ["core_attn"],
+    "recompute_modules": [
+        *("core_attn", "mla_up_proj", "layernorm", "mlp", "shared_experts", "moe_act"),
+    ],
     "global_batch_size": 8,
     "micro_batch_size": 1,
     "data_parallel_size": 4,
@@ -34,15 +38,14 @@ SERVED = {
         ({"moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type allgather"),
         ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex"),
         ({"virtual_pipeline_model_parallel_size": None}, "--num-virtual-stages-per-pipeline-rank"),
-        ({"pipeline_model_parallel_size": 1}, "in pipelines only"),
-        ({"mtp_num_layers": 2}, "multi-token prediction, not 2"),
+        ({"mtp_num_layers": 2}, "set --mtp-num-layers 1"),
         ({"global_batch_size": 4}, "--global-batch-size 8"),
         (
             {"pipeline_model_parallel_size": 1, "mtp_num_layers": None, "global_batch_size": 4},
             "1 microbatch,",
         ),
-        ({"recompute_granularity": "full"}, "--recompute-granularity full"),
-        ({"recompute_modules": ["core_attn", "moe", "layernorm"]}, "--recompute-modules moe layernorm"),
+        ({"recompute_granularity": "full"}, "use --recompute-granularity selective"),
+        ({"recompute_modules": ["core_attn", "moe", "layernorm"]}, "drop moe from the modules"),
         ({"moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap"),
         ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
@@ -57,16 +60,31 @@ def test_refused_in_one_sentence(arguments, words):
     assert list(FEATURE.validate(Namespace(**SERVED))) == []
 
 
-def test_features_that_need_whole_layers_are_named():
-    """Every one that decorates a layer's forward, and those with transfers of their own."""
+@pytest.mark.parametrize("shared", [{"mtp_num_layers": 1}, {"untie_embeddings_and_output_weights": False}])
+def test_two_backwards_of_the_embedding_need_a_release_that_counts_them(shared):
+    arguments = {**SERVED, "mtp_num_layers": None, "pipeline_model_parallel_size": 1, **shared}
+    args, old = Namespace(**arguments, overlap_grad_reduce=True), Options(counts_uses=False)
+    (problem,) = check_overlap(args, old)
+    assert "upgrade to 0.16 or omit --overlap-grad-reduce" in problem
+    assert list(check_overlap(args, Options(counts_uses=True))) == []
+    assert list(check_overlap(Namespace(**arguments, overlap_grad_reduce=False), old)) == []
+    args.pipeline_model_parallel_size = 2  # each has an embedding of its own
+    assert list(check_overlap(args, old)) == []
+
+
+def test_features_that_work_in_a_layers_forward_are_served_or_named():
+    """Every one that decorates it, and those with transfers of their own."""
+    served = {"recompute-norm", "swap-attention"}  # by what integration/layer_pieces.py has them say
     whole = {
         feature.name
         for feature in all_features()
         if any(patch.target.endswith("TransformerLayer.forward") for patch in feature.patches)
     }
     refused = {conflict.feature for conflict in FEATURE.conflicts}
-    assert whole | {"moe-alltoall-overlap-comm", "balanced-moe-experts", "recompute-ahead"} <= refused
-    assert refused <= {feature.name for feature in all_features()}
+    assert served <= whole
+    assert whole - served <= refused
+    assert {"moe-alltoall-overlap-comm", "balanced-moe-experts", "recompute-ahead"} <= refused
+    assert refused <= {feature.name for feature in all_features()} - served
 
 
 @pytest.mark.parametrize("release", ["0.12.1", "0.13.1"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,8 +20,12 @@ from torch.distributed import ProcessGroup
 from mindspeed_dsa.context import Megatron
 from mindspeed_dsa.features.attention.adapters.backport.groups import Groups
 from mindspeed_dsa.features.attention.adapters.backport.options import Options
+from mindspeed_dsa.features.attention.context_parallel.configuration import sum_gradients_of_own_rows
+from mindspeed_dsa.features.attention.context_parallel.core_attention import recomputes, with_whole_key
+from mindspeed_dsa.features.attention.context_parallel.exchange import key_exchange
 from mindspeed_dsa.features.attention.deepseek_layout import rotate_first_dimensions
 from mindspeed_dsa.features.attention.dsa import core_attention
+from mindspeed_dsa.features.attention.dsa.index_projection import angles_of_rows
 from mindspeed_dsa.features.attention.hadamard import hadamard_rotation
 from mindspeed_dsa.features.attention.indexer_loss import coefficient
 from mindspeed_dsa.features.attention.local_modules import duplicated_linear
@@ -73,6 +77,7 @@ class Indexer(torch.nn.Module):
     """
 
     megatron: ClassVar[Megatron]
+    rotate_activation = staticmethod(rotate_activation)
     config: Any
 
     def __init__(
@@ -122,9 +127,11 @@ class Indexer(torch.nn.Module):
         for parameter in self.parameters():
             parameter.sequence_parallel = False  # type: ignore[attr-defined]
             parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
+        if self.pg_collection.cp.size() > 1 and config.sequence_parallel and self.pg_collection.tp.size() > 1:
+            sum_gradients_of_own_rows(self)
 
     def forward_before_topk(
-        self, x: Tensor, qr: Tensor, packed_seq_params: None = None
+        self, x: Tensor, qr: Tensor, packed_seq_params: Any = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project for the indexer.
 
@@ -132,14 +139,12 @@ class Indexer(torch.nn.Module):
             x: hidden states ``[s, b, hidden]``; a rank's part of ``s`` under sequence parallelism, which is a
                 rank's rows of the sequence under context parallelism.
             qr: latent query ``[s, b, q_lora_rank]``, likewise.
-            packed_seq_params: must be None.
+            packed_seq_params: ignored; who calls for packed documents supplies their angles.
 
         Returns:
             query ``[s, b, heads, head_dim]``, key ``[s, b, head_dim]`` and weights ``[s, b, heads]``, every
             scale included.
         """
-        if packed_seq_params is not None:
-            raise ValueError("DSAIndexer: packed sequences are not supported; unpack them")
         if self.config.sequence_parallel and self.pg_collection.tp.size() > 1:
             gather = self.megatron("core.tensor_parallel").gather_from_sequence_parallel_region
             x, qr = gather(x), gather(qr)
@@ -147,6 +152,7 @@ class Indexer(torch.nn.Module):
         angles, mscale = self.rotary_pos_emb(x.size(0) * self.pg_collection.cp.size()), 1.0
         if isinstance(angles, tuple):  # YaRN
             angles, mscale = angles
+        angles = angles_of_rows(angles)
         query = self.linear_wq_b(qr)[0].unflatten(-1, (self.index_n_heads, self.index_head_dim))
         key = self.k_norm(self.linear_wk(x)[0]).unsqueeze(2)
         query = rotate_activation(self._apply_rope(query, angles, mscale))
@@ -231,7 +237,7 @@ class Attention(torch.nn.Module):
             qr: latent query ``[s, b, q_lora_rank]``, likewise.
             attn_mask_type: must be causal where given.
             attention_bias: must be None.
-            packed_seq_params: must be None.
+            packed_seq_params: Megatron's description of documents, for a batch of 1, or None.
 
         Returns:
             ``[s, b, heads * value_dim]``.
@@ -247,28 +253,33 @@ class Attention(torch.nn.Module):
         # The indexer loss must not train the model.
         x, qr = x.detach(), qr.detach()
         kind = getattr(attn_mask_type, "name", "causal")
-        if kind != "causal" or attention_bias is not None or packed_seq_params is not None:
+        if kind not in ("causal", "padding_causal") or attention_bias is not None:
             raise ValueError(
-                f"DSAttention: got attn_mask_type {kind}, attention_bias {attention_bias is not None}, "
-                f"packed_seq_params {packed_seq_params is not None}; it has causal attention over unpacked "
-                "sequences, without a bias"
+                f"DSAttention: got attn_mask_type {kind}, attention_bias {attention_bias is not None}; "
+                "it has causal attention without a bias"
             )
-        if self.training and torch.is_grad_enabled() and self._recomputes():
+        if self.training and torch.is_grad_enabled() and recomputes(self.config):
             # The first pass runs without gradients and computes no indexer loss, so it is computed once.
             checkpoint = self.megatron("core.tensor_parallel").checkpoint
-            return checkpoint(self._attend, False, query, key, value, x, qr)  # type: ignore[no-any-return]
-        return self._attend(query, key, value, x, qr)
+            exchange = key_exchange(self, self.options.dsa, self.megatron)
+            again = partial(self._attend, packed_seq_params)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, x: Tensor, qr: Tensor) -> Tensor:
-        core_attention.check_keys(self, query, key)
-        out = core_attention.attend(self, query, key, value, x, qr, self.options.dsa, self.megatron)
+            def attend(key: Tensor) -> Tensor:
+                return checkpoint(again, False, query, key, value, x, qr)  # type: ignore[no-any-return]
+
+            return attend(key) if exchange is None else with_whole_key(exchange, key, attend)
+        return self._attend(packed_seq_params, query, key, value, x, qr)
+
+    def _attend(
+        self, packed_seq_params: Any, query: Tensor, key: Tensor, value: Tensor, x: Tensor, qr: Tensor
+    ) -> Tensor:
+        core_attention.check_keys(query, key, value, key_exchange(self, self.options.dsa, self.megatron))
+        out = core_attention.attend(
+            self, query, key, value, x, qr, self.options.dsa, self.megatron, packed_seq_params
+        )
         if self.training and torch.is_grad_enabled() and coefficient(self.config) == 0:
             return with_zero_gradients(out, self.indexer)
         return out
-
-    def _recomputes(self) -> bool:
-        modules = getattr(self.config, "recompute_modules", None) or ()
-        return self.config.recompute_granularity == "selective" and "core_attn" in modules
 
 
 class Classes(NamedTuple):

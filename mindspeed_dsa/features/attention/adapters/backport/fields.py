@@ -61,8 +61,6 @@ def problems_of(config: Any) -> list[str]:
             f"dsa_indexer_head_dim={config.dsa_indexer_head_dim} has no room for the "
             f"qk_pos_emb_head_dim={config.qk_pos_emb_head_dim} in it; make it larger"
         )
-    if config.context_parallel_size != 1:
-        problems.append("DSA has no context parallelism here; use context_parallel_size=1")
     if config.apply_rope_fusion:
         problems.append("DSA has no fused RoPE here; use apply_rope_fusion=False")
     return problems

@@ -16,6 +16,7 @@ from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.attention.adapters.backport.attention import core_attention_spec
 from mindspeed_dsa.features.attention.adapters.backport.fields import problems_of
 from mindspeed_dsa.features.attention.adapters.backport.options import Options
+from mindspeed_dsa.features.attention.context_parallel.exchange import KeyExchange, key_exchange
 from mindspeed_dsa.features.attention.dsa.absorb import up_projections
 from mindspeed_dsa.features.attention.local_norms import norm_of_fused_layer
 from mindspeed_dsa.features.attention.mla_projections import Projections, Rotate
@@ -73,13 +74,13 @@ def derive_for_dsa(original: Callable[..., Any], context: Context[Options]) -> C
                 *args,
                 **kwargs,
             )
-        unknown = (packed_seq_params, inference_context, *args, *kwargs.values())
-        if any(given is not None for given in unknown):
+        if any(given is not None for given in (inference_context, *args, *kwargs.values())):
             raise ValueError(
-                "dsa-backport: DSA trains and evaluates whole, unpacked sequences on this Megatron; got "
-                "packed sequences or an inference context. Generate with Megatron-core 0.16 or later"
+                "dsa-backport: DSA trains and evaluates whole sequences on this Megatron; got an inference "
+                "context. Generate with Megatron-core 0.16 or later"
             )
-        return _derive(Projections(self, context.megatron), hidden_states, context.options)
+        projections = Projections(self, context.megatron).on(packed_seq_params, hidden_states)
+        return _derive(projections, hidden_states, context.options)
 
     return get_query_key_value_tensors
 
@@ -103,21 +104,40 @@ def _derive(
         in absorbed form the value's up-projection ``[heads, value_dim, latent]``. Of the whole sequence.
     """
     attention, config = projections.layer, projections.layer.config
-    latent_query = hidden_states
-    if config.q_lora_rank is not None:
-        (latent_query,) = projections.down(attention.linear_q_down_proj, hidden_states, [config.q_lora_rank])
-        latent_query = projections.own_part(latent_query, hidden_states)
-    _hand_over(attention, hidden_states, latent_query, options.normalised_query)
+
+    def latent_query_of_own_rows() -> Tensor:
+        if config.q_lora_rank is None:
+            return hidden_states
+        (found,) = projections.down(attention.linear_q_down_proj, hidden_states, [config.q_lora_rank])
+        return projections.own_part(found, hidden_states)
 
     sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
     latent, rotary_key = projections.down(attention.linear_kv_down_proj, hidden_states, sizes)
     latent = projections.own_part(latent, hidden_states)
-    rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states)
-    rotate = projections.rotation(rotary_key.size(0))
+    exchange = key_exchange(
+        attention.core_attention, options.dsa, projections.megatron, projections.documents
+    )
+    started = None
+    if exchange is not None and options.dsa.absorb:
+        started = _share_key(projections, latent, rotary_key, hidden_states, exchange)
+    latent_query = latent_query_of_own_rows()
+    _hand_over(attention, hidden_states, latent_query, options.normalised_query)
 
     def normed(latent_query: Tensor) -> Tensor:
         return latent_query if config.q_lora_rank is None else attention.q_layernorm(latent_query)
 
+    if started is not None:
+        up_key, up_value = up_projections(attention)
+        rotate = projections.rotation(hidden_states.size(0) * exchange.parts)
+        query = projections.recomputed_if_asked(
+            lambda latent_query, up_key: projections.absorbed_query(rotate, normed(latent_query), up_key),
+            latent_query,
+            up_key,
+        )
+        return query, started, up_value
+
+    rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states)
+    rotate = projections.rotation(rotary_key.size(0))
     if options.dsa.absorb:
         up_key, up_value = up_projections(attention)
 
@@ -133,6 +153,16 @@ def _derive(
 
     query, key, value = projections.recomputed_if_asked(by_head, latent_query, latent, rotary_key)
     return query, key, value
+
+
+def _share_key(
+    projections: Projections, latent: Tensor, rotary_key: Tensor, hidden_states: Tensor, exchange: KeyExchange
+) -> Tensor:
+    """Start to gather the absorbed key from context parallel ranks; returns what takes its place."""
+    rotate = projections.rotation(hidden_states.size(0) * exchange.parts, exchange.own_part)
+    latent = projections.layer.kv_layernorm(latent)
+    key = projections.own_absorbed_key(rotate, latent, rotary_key, hidden_states, is_summed=False)
+    return exchange.hand_over(exchange.gather(key))
 
 
 def _by_head(

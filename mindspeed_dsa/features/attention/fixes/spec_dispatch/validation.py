@@ -28,16 +28,9 @@ def check_dsa_model(args: Any) -> Sequence[str]:
             f"--dsa-indexer-head-dim {head} has no room for the --qk-pos-emb-head-dim {rotary} in it"
         )
     release = versions.of_megatron(getattr(args, "megatron_root", "megatron"))
-    if release is not None and release in SpecifierSet("<0.19", prereleases=True):
-        if given.get("context_parallel_size", 1) != 1:
-            problems.append(
-                f"Megatron-core {release} does not support context parallelism with DSA; "
-                "use --context-parallel-size 1"
-            )
-        if given.get("apply_rope_fusion"):
-            problems.append(
-                f"Megatron-core {release} does not support fused RoPE with DSA; add --no-rope-fusion"
-            )
+    lacks_fused_rope = release is not None and release in SpecifierSet("<0.19", prereleases=True)
+    if lacks_fused_rope and given.get("apply_rope_fusion"):
+        problems.append(f"Megatron-core {release} does not support fused RoPE with DSA; add --no-rope-fusion")
     return problems
 
 
@@ -47,6 +40,5 @@ _READ = (
     "experimental_attention_variant",
     "multi_latent_attention",
     "qk_pos_emb_head_dim",
-    "context_parallel_size",
     "apply_rope_fusion",
 )

@@ -1,0 +1,259 @@
+"""The names of context parallel algorithms: MindSpeed's, Megatron's, and those of a user's own strategies.
+
+Imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_dsa.declarations import Flag
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.settings import Settings
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from mindspeed_dsa.context_parallel.strategy import ContextParallelStrategy
+
+COMM_TYPES = {
+    "megatron_cp_algo": "p2p",
+    "ulysses_cp_algo": "a2a",
+    "kvallgather_cp_algo": "allgather",
+    "hybrid_cp_algo": "a2a+p2p",
+}
+"""MindSpeed's names, and what Megatron calls the same as the communication of an attention layer."""
+ALGORITHM = Flag(
+    "--context-parallel-algo",
+    "How context parallel ranks share attention: megatron_cp_algo (ring), ulysses_cp_algo (all-to-all by "
+    "head), hybrid_cp_algo (all-to-all inside --ulysses-degree-in-cp ranks, ring across), "
+    "kvallgather_cp_algo (keys gathered), or the name of a registered strategy. Megatron's --cp-comm-type "
+    "p2p, a2a, a2a+p2p, allgather say the same.",
+    kind="value",
+)
+ULYSSES_DEGREE = Flag(
+    "--ulysses-degree-in-cp",
+    "Neighbouring context parallel ranks that share heads with hybrid_cp_algo; the ring has the context "
+    "parallel size divided by it.",
+    kind="value",
+    type=int,
+)
+BLOCK_ROWS = Flag(
+    "--cp-block-rows",
+    "Repeat the zigzag of rows over context parallel ranks in blocks of so many rows, which balances the "
+    "selected keys of sparse attention; 0: one zigzag over the sequence, as Megatron's.",
+    kind="value",
+    type=int,
+    default=0,
+)
+CONTEXT_PARALLEL_SIZE = Flag(
+    "--context-parallel-size", "Megatron's own flag.", kind="value", type=int, megatron=True
+)
+COMM_TYPE = Flag("--cp-comm-type", "Megatron's own flag.", kind="value", nargs="+", megatron=True)
+HIERARCHICAL_SIZES = Flag(
+    "--hierarchical-context-parallel-sizes",
+    "Megatron's own flag.",
+    kind="value",
+    type=int,
+    nargs="+",
+    megatron=True,
+)
+MEGATRON_FLAGS = (CONTEXT_PARALLEL_SIZE, COMM_TYPE, HIERARCHICAL_SIZES)
+"""What :meth:`Algorithms.of` reads besides; every feature that calls it lists them."""
+
+Make = Callable[..., "ContextParallelStrategy"]
+_registered: dict[str, Make] = {}
+
+
+def register(name: str, make: Make) -> None:
+    """Give ``--context-parallel-algo`` one more name; before features are switched on.
+
+    Args:
+        name: of the algorithm.
+        make: called with the process group and the layout of rows for each attention layer; a subclass of
+            ``ContextParallelStrategy``, for example.
+
+    Raises:
+        SettingsError: the name is taken.
+    """
+    if name in COMM_TYPES or name in COMM_TYPES.values() or name in _registered:
+        raise SettingsError(f"a context parallel algorithm named {name!r} exists already; use another name")
+    _registered[name] = make
+
+
+def unregister(name: str) -> None:
+    """Remove a registered algorithm."""
+    _registered.pop(name, None)
+
+
+def registered(name: str) -> Make | None:
+    """What :func:`register` got under this name."""
+    return _registered.get(name)
+
+
+@dataclass(frozen=True)
+class Algorithms:
+    """What a job's flags say about context parallelism.
+
+    Attributes:
+        ranks: context parallel size, 1 without context parallelism.
+        names: Megatron's name of the algorithm, or that of a registered one, for all layers or one per layer;
+            empty: nobody said, so that each attention takes its own default.
+        ulysses_degree: ranks of the inner all-to-all of ``a2a+p2p``; None where nobody said.
+        block_rows: rows of a block of the repeated zigzag; 0 for one zigzag over the sequence.
+    """
+
+    ranks: int = 1
+    names: tuple[str, ...] = ()
+    ulysses_degree: int | None = None
+    block_rows: int = 0
+
+    @classmethod
+    def of(cls, settings: Any) -> Self:
+        """From resolved settings, a job's argument namespace or one of Megatron's configurations.
+
+        Megatron-LM's parser gives ``--cp-comm-type`` a default, ``p2p``, which therefore says nothing
+        beside another name.
+
+        Raises:
+            SettingsError: two flags name different algorithms, or one names none that there is.
+        """
+        ranks = getattr(settings, CONTEXT_PARALLEL_SIZE.dest, None) or 1
+        algorithm = getattr(settings, ALGORITHM.dest, None)
+        names = _canonical(getattr(settings, COMM_TYPE.dest, None))
+        if algorithm is not None:
+            named = _named(algorithm)
+            # Resolved settings know what nobody gave, arguments do not.
+            default = () if isinstance(settings, Settings) else ("p2p",)
+            if names not in ((), (named,), default):
+                raise SettingsError(
+                    f"mindspeed_dsa: --context-parallel-algo {algorithm} and --cp-comm-type "
+                    f"{' '.join(names)} name different algorithms; omit one of them"
+                )
+            names = (named,)
+        unknown = [name for name in names if name not in COMM_TYPES.values() and name not in _registered]
+        if unknown:
+            raise SettingsError(
+                f"mindspeed_dsa: --cp-comm-type {unknown[0]} is unknown; use {', '.join(COMM_TYPES.values())}"
+            )
+        return cls(ranks, names, _degree(settings), getattr(settings, BLOCK_ROWS.dest, None) or 0)
+
+    def of_layer(self, number: int, default: str) -> str:
+        """Megatron's name of a layer's algorithm, or that of a registered one.
+
+        Args:
+            number: of the layer, from 1; those after the last one of the list, of multi-token prediction,
+                have the last one's.
+            default: of the attention, where nobody said.
+        """
+        if not self.names:
+            return default
+        return self.names[0] if len(self.names) == 1 else self.names[min(number, len(self.names)) - 1]
+
+    def all_of(self, default: str) -> set[str]:
+        """The names that occur in any layer."""
+        return set(self.names) or {default}
+
+    def degree(self, name: str) -> int:
+        """Ranks of the all-to-all in an algorithm: all, some, or only the rank itself."""
+        if name == "a2a":
+            return self.ranks
+        return (self.ulysses_degree or 1) if name == "a2a+p2p" else 1
+
+
+def _named(algorithm: str) -> str:
+    """Megatron's name of what ``--context-parallel-algo`` names.
+
+    Raises:
+        SettingsError: there is no such algorithm.
+    """
+    if algorithm in _registered:
+        return algorithm
+    if algorithm not in COMM_TYPES:
+        raise SettingsError(
+            f"mindspeed_dsa: --context-parallel-algo {algorithm} is unknown; use one of "
+            f"{', '.join([*COMM_TYPES, *_registered])}"
+        )
+    return COMM_TYPES[algorithm]
+
+
+def _canonical(comm_type: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Megatron's ``cp_comm_type``, which may have underscores; one entry if all agree."""
+    names = [comm_type] if isinstance(comm_type, str) else list(comm_type or ())
+    names = [name if name in _registered else name.replace("_", "").lower() for name in names]
+    return tuple(names[:1] if len(set(names)) == 1 else names)
+
+
+def _degree(settings: Any) -> int | None:
+    """From either flag.
+
+    Raises:
+        SettingsError: they differ.
+    """
+    degree: int | None = getattr(settings, ULYSSES_DEGREE.dest, None)
+    sizes = getattr(settings, HIERARCHICAL_SIZES.dest, None)
+    if not sizes:
+        return degree
+    if degree not in (None, sizes[0]):
+        raise SettingsError(
+            f"mindspeed_dsa: --ulysses-degree-in-cp {degree} and --hierarchical-context-parallel-sizes "
+            f"{' '.join(map(str, sizes))} differ, whose first number is the same; omit one of them"
+        )
+    return int(sizes[0])
+
+
+def problems(args: Any, algorithms: Algorithms) -> Iterator[str]:
+    """What no attention can be trained with; each message says what to do."""
+    ranks, names = algorithms.ranks, algorithms.names
+    if ranks == 1:
+        return
+    layers = getattr(args, "num_layers", None)
+    if len(names) > 1 and layers is not None and len(names) != layers:
+        yield f"--cp-comm-type has {len(names)} names for {layers} layers; give one, or one for each layer"
+    length = getattr(args, "seq_length", None)
+    if length is not None and length % (2 * ranks):
+        yield (
+            f"--seq-length {length} is not divisible by two chunks for each of --context-parallel-size "
+            f"{ranks}; use a multiple of {2 * ranks}"
+        )
+    yield from _problems_of_degree(algorithms)
+    yield from _problems_of_blocks(algorithms, length)
+
+
+def _problems_of_degree(algorithms: Algorithms) -> Iterator[str]:
+    ranks, degree = algorithms.ranks, algorithms.ulysses_degree
+    if "a2a+p2p" not in algorithms.names:
+        if degree is not None:
+            yield f"--ulysses-degree-in-cp {degree} belongs to hybrid_cp_algo; name that or omit it"
+        return
+    fitting = [size for size in range(2, ranks) if ranks % size == 0]
+    if not fitting:
+        yield (
+            f"hybrid_cp_algo needs a context parallel size that is a product, and {ranks} is not; use "
+            "ulysses_cp_algo or megatron_cp_algo"
+        )
+    elif degree not in fitting:
+        yield (
+            f"hybrid_cp_algo needs --ulysses-degree-in-cp to be one of {', '.join(map(str, fitting))} with "
+            f"--context-parallel-size {ranks}, and it is {degree}"
+        )
+
+
+def _problems_of_blocks(algorithms: Algorithms, length: int | None) -> Iterator[str]:
+    ranks, rows, run = algorithms.ranks, algorithms.block_rows, 2 * algorithms.ranks * algorithms.block_rows
+    if rows < 0:
+        yield f"--cp-block-rows {rows}: use 0 or more rows"
+        return
+    if rows and length is not None and length % run:
+        yield (
+            f"--cp-block-rows {rows} needs a sequence length divisible by two blocks for each of {ranks} "
+            f"ranks, and {length} is not divisible by {run}"
+        )
+    others = algorithms.all_of("allgather") & {"p2p", "a2a", "a2a+p2p"}
+    if rows and others:
+        yield (
+            f"--cp-block-rows works where keys are gathered, and {', '.join(sorted(others))} needs "
+            "Megatron's own rows; omit it or use kvallgather_cp_algo"
+        )

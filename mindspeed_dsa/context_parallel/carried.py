@@ -1,0 +1,113 @@
+"""What a rank sends of its keys and values, and how keys and values are made of it where it arrives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mindspeed_dsa.ops.chunks import wide
+
+
+class Expansion(Protocol):
+    """Makes keys and values of carried rows, and their gradients of those of keys and values."""
+
+    def keys_and_values(self, rows: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """``[keys, b, kv_heads, dim]`` and ``[keys, b, kv_heads, value_dim]``."""
+
+    def gradients(
+        self, rows: Tensor, weights: tuple[Tensor, ...], grad_key: Tensor, grad_value: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Of the rows and of each weight."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Rows of a sequence that stand for their keys and values.
+
+    Attributes:
+        rows: ``[keys, b, ...]``.
+        expansion: what keys and values are made with.
+        weights: parameters that it reads, the same on every rank of a ring.
+    """
+
+    rows: Tensor
+    expansion: Expansion
+    weights: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, key: Tensor, value: Tensor) -> Carried:
+        """Keys ``[keys, b, kv_heads, dim]`` and values ``[keys, b, kv_heads, value_dim]`` as they are."""
+        return cls(torch.cat([key, value], dim=-1), Together(key.size(-1)))
+
+    def with_rows(self, rows: Tensor, *weights: Tensor) -> Carried:
+        """The same of other rows, and of other weights if there are any."""
+        return replace(self, rows=rows, weights=weights or self.weights)
+
+
+@dataclass(frozen=True)
+class Together:
+    """Keys and values side by side, ``[keys, b, kv_heads, dim + value_dim]``.
+
+    Attributes:
+        dim: of keys.
+    """
+
+    dim: int
+
+    def keys_and_values(self, rows: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """See :class:`Expansion`."""
+        return rows[..., : self.dim], rows[..., self.dim :]
+
+    def gradients(
+        self, rows: Tensor, weights: tuple[Tensor, ...], grad_key: Tensor, grad_value: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See :class:`Expansion`."""
+        return torch.cat([grad_key, grad_value], dim=-1), ()
+
+
+@dataclass(frozen=True)
+class FromLatents:
+    """Latent attention's keys and values: ``[keys, b, 1, latent + rope]``, and the up-projection's weight.
+
+    The weight is ``[heads * (plain + value_dim), latent]``, by head, a key's part first. The rotary part of
+    the key is one for all heads, rotated already.
+
+    Attributes:
+        heads: that the weight holds.
+        latent: width of the latent part.
+        plain: key dimensions without position.
+    """
+
+    heads: int
+    latent: int
+    plain: int
+
+    def keys_and_values(self, rows: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """See :class:`Expansion`."""
+        (weight,) = weights
+        latent, rotary = rows[..., : self.latent], rows[..., self.latent :]
+        # [keys, b, heads, plain + value_dim]
+        up = F.linear(latent.squeeze(2), weight).unflatten(-1, (self.heads, -1))
+        key = torch.cat([up[..., : self.plain], rotary.expand(-1, -1, self.heads, -1)], dim=-1)
+        return key, up[..., self.plain :]
+
+    def gradients(
+        self, rows: Tensor, weights: tuple[Tensor, ...], grad_key: Tensor, grad_value: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See :class:`Expansion`."""
+        (weight,) = weights
+        of_up = torch.cat([grad_key[..., : self.plain], grad_value], dim=-1)
+        flat = of_up.to(weight.dtype).flatten(0, 1).flatten(1)  # [keys * b, heads * (plain + value_dim)]
+        latent = rows[..., : self.latent].flatten(0, 2)
+        of_latent = torch.mm(flat, weight).view(*rows.shape[:3], self.latent)
+        of_rotary = grad_key[..., self.plain :].sum(dim=2, keepdim=True, dtype=wide(rows.dtype))
+        return torch.cat([of_latent.to(of_rotary.dtype), of_rotary], dim=-1), (torch.mm(flat.t(), latent),)
+
+    def of_heads(self, weight: Tensor, part: int, parts: int) -> tuple[FromLatents, Tensor]:
+        """The same for one of equal parts of the heads, and the weight's part."""
+        weights = weight.unflatten(0, (parts, -1))
+        return replace(self, heads=self.heads // parts), weights[part]

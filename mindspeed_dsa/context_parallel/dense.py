@@ -1,0 +1,193 @@
+"""Dense causal attention on one rank, put together from parts of its rows and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mindspeed_dsa.context_parallel.strategy import Exchanged
+from mindspeed_dsa.ops.chunks import wide
+from mindspeed_dsa.ops.dense_attention import dense_attention, dense_attention_backward
+
+
+class Part(NamedTuple):
+    """Rows that attend to keys: all of them to all, or, if causal, each to those up to its own."""
+
+    rows: slice
+    keys: slice
+    causal: bool
+
+
+ALL = slice(None)
+WHOLE = Part(ALL, ALL, causal=True)
+
+
+class Merged:
+    """Output and log-sum-exp of the parts added so far; sums are in fp32 or wider, batch first."""
+
+    def __init__(self) -> None:
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def add(self, rows: slice, out: Tensor, lse: Tensor, total: int) -> None:
+        """Add a part.
+
+        Args:
+            rows: of the ``total`` rows.
+            out: ``[b, rows, heads, value_dim]``, attention to the part's keys alone.
+            lse: ``[b, rows, heads]``, likewise.
+            total: number of rows of the whole.
+        """
+        if self._out is None or self._lse is None:
+            if lse.size(1) == total:
+                self._out, self._lse = out, lse
+                return
+            self._out = out.new_zeros((out.size(0), total, *out.shape[2:]), dtype=lse.dtype)
+            self._lse = lse.new_full((lse.size(0), total, lse.size(2)), -torch.inf)
+        elif self._out.dtype != lse.dtype:
+            self._out = self._out.to(lse.dtype)
+        before = self._lse[:, rows]
+        both = torch.logaddexp(before, lse)
+        merged = self._out[:, rows]
+        merged.mul_((before - both).exp_()[..., None]).addcmul_((lse - both).exp_()[..., None], out)
+        before.copy_(both)
+
+    def finish(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Output in ``dtype`` and log-sum-exp."""
+        assert self._out is not None
+        assert self._lse is not None
+        return self._out.to(dtype), self._lse
+
+
+@dataclass(frozen=True)
+class DenseAttention:
+    """Dense attention on one rank; what strategies get as their inner attention.
+
+    Attributes:
+        softmax_scale: factor of the scores.
+        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+    """
+
+    softmax_scale: float
+    backend: str = "auto"
+
+    def __call__(self, exchanged: Exchanged) -> Tensor:
+        """``[rows, b, heads, value_dim]``, differentiable."""
+        parts = [WHOLE]
+        if exchanged.positions is not None:
+            parts = list(parts_of_positions(exchanged.positions))
+        return _Parts.apply(exchanged.query, exchanged.key, exchanged.value, self, parts)  # type: ignore[no-any-return]
+
+    def forward(self, merged: Merged, query: Tensor, key: Tensor, value: Tensor, part: Part) -> None:
+        """Add the attention of a part's rows to these keys.
+
+        Args:
+            merged: to what.
+            query: ``[rows, b, heads, dim]``, all rows.
+            key: ``[keys, b, kv_heads, dim]``, the part's keys only.
+            value: ``[keys, b, kv_heads, value_dim]``, likewise.
+            part: which rows; whether it is causal.
+        """
+        rows = query[part.rows].transpose(0, 1)
+        out, lse = dense_attention(
+            rows,
+            key.transpose(0, 1),
+            value.transpose(0, 1),
+            self.softmax_scale,
+            causal=part.causal,
+            backend=self.backend,
+        )
+        merged.add(part.rows, out, lse, query.size(0))
+
+    def backward(
+        self, saved: Saved, key: Tensor, value: Tensor, part: Part, grad_query: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Add to the gradient of the query what a part gives.
+
+        Args:
+            saved: of the whole.
+            key: ``[keys, b, kv_heads, dim]``, the part's keys only.
+            value: ``[keys, b, kv_heads, value_dim]``, likewise.
+            part: which rows; whether it is causal.
+            grad_query: ``[rows, b, heads, dim]``, all rows.
+
+        Returns:
+            Gradients of these keys and values.
+        """
+        found = dense_attention_backward(
+            saved.grad_out[part.rows].transpose(0, 1),
+            saved.query[part.rows].transpose(0, 1),
+            key.transpose(0, 1),
+            value.transpose(0, 1),
+            saved.out[:, part.rows],
+            saved.lse[:, part.rows],
+            self.softmax_scale,
+            causal=part.causal,
+            backend=self.backend,
+        )
+        of_query, of_key, of_value = (one.transpose(0, 1) for one in found)
+        grad_query[part.rows].add_(of_query)
+        return of_key, of_value
+
+
+class Saved(NamedTuple):
+    """What backward knows of all rows; output and log-sum-exp are final and batch first."""
+
+    grad_out: Tensor
+    query: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def parts_of_positions(positions: Tensor) -> Iterator[Part]:
+    """Parts of rows that see the keys of a sequence, in its order, up to their own positions.
+
+    Args:
+        positions: ``[rows]`` int64.
+    """
+    known = positions.cpu()
+    steps = (known[1:] != known[:-1] + 1).nonzero().flatten() + 1
+    bounds = [0, *steps.tolist(), known.numel()]
+    for first, end in pairwise(bounds):
+        begin, rows = int(known[first]), slice(first, end)
+        if begin:
+            yield Part(rows, slice(0, begin), causal=False)
+        yield Part(rows, slice(begin, begin + end - first), causal=True)
+
+
+def zeros_for_sums(states: Tensor) -> Tensor:
+    """As large as ``states``, contiguous, fp32 or wider."""
+    return torch.zeros(states.shape, dtype=wide(states.dtype), device=states.device)
+
+
+class _Parts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, attention: DenseAttention, parts: Sequence[Part]
+    ) -> Tensor:
+        merged = Merged()
+        for part in parts:
+            attention.forward(merged, query, key[part.keys], value[part.keys], part)
+        out, lse = merged.finish(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.attention, ctx.parts = attention, parts
+        return out.transpose(0, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        saved = Saved(grad_out, query, out, lse)
+        gradients = tuple(zeros_for_sums(one) for one in (query, key, value))
+        grad_query, grad_key, grad_value = gradients
+        for part in ctx.parts:
+            found = ctx.attention.backward(saved, key[part.keys], value[part.keys], part, grad_query)
+            grad_key[part.keys].add_(found[0])
+            grad_value[part.keys].add_(found[1])
+        return *(one.to(query.dtype) for one in gradients), None, None

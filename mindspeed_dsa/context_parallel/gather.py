@@ -1,0 +1,259 @@
+"""Rows of all ranks, gathered in the order of the sequence behind other work, in forward and in backward.
+
+A gather is two nodes of the graph. The first starts the collective in forward, the second waits for it. In
+backward the second comes first and starts the reduce-scatter of the gradient, and the first waits for it:
+autograd runs nodes in the reverse order of their creation, so that what forward does between the two hides
+the transfer in both directions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from mindspeed_dsa.context_parallel.layout import Layout, rows_of_all
+from mindspeed_dsa.parallel import discarded
+from mindspeed_dsa.parallel.collectives import reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Members:
+    """The ranks of a group, and which rows of the sequence each of them has.
+
+    Attributes:
+        group: process group.
+        rows: ``[members, rows]`` int64 on the CPU, positions in the order in which each member holds them.
+    """
+
+    group: ProcessGroup
+    rows: Tensor
+
+    @classmethod
+    def of(cls, group: ProcessGroup, layout: Layout, length: int) -> Members:
+        """Context parallel ranks, or these times tensor parallel ranks that have equal parts of their rows.
+
+        Args:
+            group: with more members than the layout has ranks, tensor parallel ones run fastest.
+            layout: of context parallel ranks.
+            length: rows of the whole sequence.
+        """
+        return cls(group, rows_of_all(layout, length).view(group.size(), -1))
+
+    def part(self, group: ProcessGroup, index: int) -> Members:
+        """The members of a smaller group of this rank's: one of each neighbours, all at the same place.
+
+        Args:
+            group: context parallel ranks, of members that are these times tensor parallel ones.
+            index: tensor parallel rank.
+        """
+        return Members(group, self.rows[index :: self.group.size() // group.size()])
+
+    def rows_on(self, device: torch.device) -> Tensor:
+        """:attr:`rows` of all members in a row, on a device, where they stay."""
+        if device not in self._on_device:
+            self._on_device[device] = self.rows.flatten().to(device)
+        return self._on_device[device]
+
+    @cached_property
+    def _on_device(self) -> dict[torch.device, Tensor]:
+        return {}
+
+    @cached_property
+    def runs(self) -> list[list[int]]:
+        """Where equal runs of the members' rows begin in the sequence: ``[run][member]``; empty if a member
+        has more than two, or runs of another length.
+        """
+        members, count = self.rows.shape
+        for runs in (1, 2):
+            if count % runs:
+                break
+            by_run = self.rows.view(members, runs, -1)
+            begins = by_run[:, :, :1]
+            if torch.equal(by_run, begins + torch.arange(count // runs)):
+                return begins.squeeze(-1).t().tolist()  # type: ignore[no-any-return]
+        return []
+
+
+class _Transfer:
+    """One gather: what is on its way, and where to."""
+
+    def __init__(self, members: Members, sums: Members) -> None:
+        self.members, self.sums = members, sums
+        self.local: Tensor | None = None
+        self._whole: Tensor | None = None
+        self._by_member: Tensor | None = None
+        self._works: list[Any] = []
+        self._sum: tuple[Tensor, Any, torch.dtype] | None = None
+        self._is_here = False
+
+    def start(self, local: Tensor) -> None:
+        """Start to gather ``[rows, ...]``."""
+        self.local = local.detach().contiguous()
+        self._whole = local.new_empty((self.members.rows.numel(), *local.shape[1:]))
+        self._launch()
+
+    def _launch(self) -> None:
+        local, whole, group = self.local, self._whole, self.members.group
+        assert local is not None
+        assert whole is not None
+        self._is_here = False
+        if not self.members.runs:
+            self._by_member = torch.empty_like(whole)
+            self._works = [dist.all_gather_into_tensor(self._by_member, local, group=group, async_op=True)]
+            return
+        size = local.size(0) // len(self.members.runs)
+        self._works = []
+        for run, begins in enumerate(self.members.runs):
+            views = [whole[begin : begin + size] for begin in begins]
+            part = local[run * size : (run + 1) * size]
+            self._works.append(dist.all_gather(views, part, group=group, async_op=True))
+
+    def wait(self) -> Tensor:
+        """``[members * rows, ...]`` in the order of the sequence."""
+        assert self._whole is not None
+        if not self._is_here:
+            for work in self._works:
+                work.wait()
+            if self._by_member is not None:
+                self._whole.index_copy_(0, self.members.rows_on(self._whole.device), self._by_member)
+            self._works, self._by_member, self._is_here = [], None, True
+        return self._whole
+
+    def hand_out(self) -> Tensor:
+        """:meth:`wait`; another tensor on the same memory stays here, without a graph and a version."""
+        whole = self.wait()
+        self._whole = whole.data
+        return whole
+
+    def start_sum(self, gradient: Tensor) -> None:
+        """Start to add up the gradient over ranks, ``[members * rows, ...]`` of any floating point type."""
+        self._whole = self.local = None
+        parts = gradient.index_select(0, self.sums.rows_on(gradient.device))
+        if parts.element_size() < 4:  # sums of several ranks' rounded parts are not rounded once more
+            parts = parts.float()
+        output = parts.new_empty((self.sums.rows.size(1), *parts.shape[1:]))
+        work = reduce_scatter_tensor(output, parts, group=self.sums.group, async_op=True)
+        self._sum = output, (work, parts), gradient.dtype
+
+    def summed(self) -> Tensor:
+        """This rank's rows of the sum."""
+        assert self._sum is not None
+        output, (work, _), dtype = self._sum
+        work.wait()
+        self._sum = None
+        return output.to(dtype)
+
+    def free(self) -> None:
+        """Give back the memory of what was gathered until :meth:`start_again`."""
+        assert self._whole is not None
+        storage = self._whole.untyped_storage()
+        discarded.mark(self._whole)
+        storage.resize_(0)
+
+    def start_again(self) -> None:
+        """Gather to the same memory again; nothing happens where that is done or under way."""
+        if self._whole is None or self._whole.untyped_storage().size():
+            return
+        self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.element_size())
+        self._launch()
+
+
+class _Start(torch.autograd.Function):
+    """Its output is a view of the input: autograd checks that gradients fit, and a buffer would not."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        transfer.start(local)
+        return local.view_as(local)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, nothing: Tensor) -> tuple[Tensor, None]:
+        return ctx.transfer.summed(), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, started: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer, ctx.shape = transfer, started.shape
+        return transfer.hand_out()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.transfer.start_sum(gradient)
+        return gradient.new_zeros(()).expand(ctx.shape), None
+
+
+class _Again(torch.autograd.Function):
+    """Identity on the output of what read the gathered rows; in backward these are gathered again."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, transfers: list[_Transfer]) -> Tensor:
+        ctx.transfers = transfers
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        for transfer in ctx.transfers:
+            transfer.start_again()
+        for transfer in ctx.transfers:
+            transfer.wait()
+        return gradient, None
+
+
+class GatheredRows:
+    """Rows of all members on their way here.
+
+    Args:
+        local: ``[rows, ...]``, this rank's.
+        members: who has which rows.
+        sums: over whom gradients are added up, each of whom gets its own rows of the sum; default: the
+            members.
+
+    Attributes:
+        started: ``local``, of which nothing but :meth:`wait` may depend.
+    """
+
+    def __init__(self, local: Tensor, members: Members, sums: Members | None = None) -> None:
+        self._transfer = _Transfer(members, members if sums is None else sums)
+        self.started: Tensor = _Start.apply(local, self._transfer)
+
+    def wait(self, started: Tensor | None = None) -> Tensor:
+        """``[members * rows, ...]`` in the order of the sequence; once.
+
+        Args:
+            started: :attr:`started`, where it came by another way.
+        """
+        started = self.started if started is None else started
+        del self.started
+        return _Wait.apply(started, self._transfer)  # type: ignore[no-any-return]
+
+    def start_again(self) -> None:
+        """Start to gather what :func:`freed_until_backward` has freed."""
+        self._transfer.start_again()
+
+
+def freed_until_backward(out: Tensor, gathered: list[GatheredRows]) -> Tensor:
+    """Free gathered rows that backward reads, and gather them again when the gradient of ``out`` arrives.
+
+    Args:
+        out: output of everything that reads them.
+        gathered: on which :meth:`GatheredRows.wait` has been called.
+
+    Returns:
+        ``out``, to be used in its place.
+    """
+    transfers = [one._transfer for one in gathered]
+    for transfer in transfers:
+        transfer.free()
+    return _Again.apply(out, transfers)  # type: ignore[no-any-return]

@@ -1,0 +1,116 @@
+"""Heads for rows: neighbouring ranks exchange until each has some heads of all their rows.
+
+What ``u`` ranks hold together of a zigzag over ``c`` ranks is, in the order of a zigzag over ``u``, what one
+rank of ``c / u`` holds. So rows arrive in the order that a ring across such neighbours wants, for every
+``u``, and in that of the sequence if there is no ring.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mindspeed_dsa.context_parallel.carried import Carried, FromLatents
+from mindspeed_dsa.context_parallel.dense import DenseAttention
+from mindspeed_dsa.context_parallel.gather import GatheredRows, Members
+from mindspeed_dsa.context_parallel.layout import Zigzag
+from mindspeed_dsa.context_parallel.ring import CarryingStrategy, ring_attention
+from mindspeed_dsa.parallel.all_to_all import InFlight, start
+
+
+class HeadExchange(CarryingStrategy):
+    """``ulysses_cp_algo``, and with a ring across ``hybrid_cp_algo``.
+
+    Latent attention exchanges the queries' heads and gathers the latents, which are smaller than the keys and
+    values of all heads; each rank makes those of its own heads.
+
+    Args:
+        group: context parallel ranks.
+        heads: neighbours that exchange; default: all.
+        across: ranks of a ring, one of each neighbours; default: none.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, heads: ProcessGroup | None = None, across: ProcessGroup | None = None
+    ) -> None:
+        super().__init__(group)
+        self._heads = group if heads is None else heads
+        self._across = across
+        self._members: dict[int, Members] = {}
+
+    def attend_carried(self, inner: DenseAttention, query: Tensor, carried: Carried) -> Tensor:
+        """See :meth:`CarryingStrategy.attend_carried`.
+
+        Raises:
+            ValueError: heads cannot be dealt out evenly.
+        """
+        check_heads(query.size(2), carried, self._heads.size())
+        flight = self._send(query)
+        if isinstance(carried.expansion, FromLatents):
+            carried = self._gathered(carried, carried.expansion)
+        else:
+            rows = self._send(_enough_heads(carried.rows, self._heads.size()))
+            carried = carried.with_rows(in_zigzag_order(rows.wait(), self._heads.size()))
+        query = in_zigzag_order(flight.wait(), self._heads.size())
+        return self._rows_again(ring_attention(inner, query, carried, self._across))
+
+    def _send(self, states: Tensor) -> InFlight:
+        """Start to exchange ``[rows, b, heads, dim]``."""
+        parts = states.unflatten(2, (self._heads.size(), -1)).movedim(2, 0)
+        return start(parts.flatten(0, 1), None, None, self._heads)
+
+    def _rows_again(self, out: Tensor) -> Tensor:
+        """``[ranks * rows, b, heads / ranks, dim]`` to ``[rows, b, heads, dim]``."""
+        ranks = self._heads.size()
+        arrived = start(by_rank(out, ranks), None, None, self._heads).wait()
+        # [ranks, rows, b, heads / ranks, dim]
+        rows: Tensor = arrived.unflatten(0, (ranks, -1)).movedim(0, 2).flatten(2, 3)
+        return rows
+
+    def _gathered(self, carried: Carried, expansion: FromLatents) -> Carried:
+        rows, ranks = carried.rows.size(0) * self._heads.size(), self._heads.size()
+        if rows not in self._members:
+            self._members[rows] = Members.of(self._heads, Zigzag(ranks), rows)
+        (weight,) = carried.weights
+        own, part = expansion.of_heads(weight, self._heads.rank(), ranks)
+        latents = GatheredRows(carried.rows, self._members[rows]).wait()
+        return Carried(latents, own, (part,))
+
+
+def check_heads(heads: int, carried: Carried, ranks: int) -> None:
+    """Raise ``ValueError`` unless ``ranks`` can share ``heads`` query heads and their keys' heads evenly."""
+    latent = isinstance(carried.expansion, FromLatents)
+    kv_heads = heads if latent else carried.rows.size(2)
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        raise ValueError(
+            f"{heads} heads with {kv_heads} key-value heads on a tensor parallel rank cannot be shared by "
+            f"{ranks} ranks that exchange heads; use --context-parallel-algo megatron_cp_algo, or "
+            "hybrid_cp_algo with a --ulysses-degree-in-cp that divides them"
+        )
+
+
+def _enough_heads(rows: Tensor, ranks: int) -> Tensor:
+    """Key-value heads repeated until each rank gets one; autograd adds up the gradients of the copies."""
+    return rows if rows.size(2) >= ranks else rows.repeat_interleave(ranks // rows.size(2), dim=2)
+
+
+def in_zigzag_order(arrived: Tensor, ranks: int) -> Tensor:
+    """Rows of ranks one after another, first halves ascending and then second halves descending.
+
+    Args:
+        arrived: ``[ranks * rows, ...]``, rank after rank.
+        ranks: how many.
+    """
+    if ranks == 1:
+        return arrived
+    halves = arrived.unflatten(0, (ranks, 2, -1))
+    return torch.cat([halves[:, 0].flatten(0, 1), halves[:, 1].flip(0).flatten(0, 1)])
+
+
+def by_rank(rows: Tensor, ranks: int) -> Tensor:
+    """The inverse of :func:`in_zigzag_order`."""
+    if ranks == 1:
+        return rows
+    first, second = (half.unflatten(0, (ranks, -1)) for half in rows.chunk(2))
+    return torch.stack([first, second.flip(0)], dim=1).flatten(0, 2)

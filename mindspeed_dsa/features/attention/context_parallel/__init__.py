@@ -1,0 +1,1 @@
+"""DSA under context parallelism."""

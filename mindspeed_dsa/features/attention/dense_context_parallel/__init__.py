@@ -1,0 +1,1 @@
+"""Context parallelism of dense attention without Transformer Engine."""

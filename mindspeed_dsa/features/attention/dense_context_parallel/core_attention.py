@@ -1,0 +1,170 @@
+"""Megatron's dense attention, whose keys lie on several ranks.
+
+Imports nothing of Megatron: these functions are fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.context import Context
+from mindspeed_dsa.context_parallel.carried import Carried, FromLatents
+from mindspeed_dsa.context_parallel.dense import DenseAttention
+from mindspeed_dsa.context_parallel.ring import CarryingStrategy, ring_attention
+from mindspeed_dsa.context_parallel.strategy import ContextParallelStrategy, Exchanged
+from mindspeed_dsa.features.attention.dense_context_parallel.groups import make_strategy
+from mindspeed_dsa.features.attention.dense_context_parallel.options import Options
+from mindspeed_dsa.patches.errors import SettingsError
+
+_WHO = "dense-context-parallel"
+_SIZES_OF_LATENT_ATTENTION = ("k_channels", "v_channels")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one layer attends.
+
+    Attributes:
+        inner: attention on this rank.
+        strategy: of the layer; ``None`` on a single rank.
+    """
+
+    inner: DenseAttention
+    strategy: ContextParallelStrategy | None
+
+    @property
+    def carries(self) -> bool:
+        """Whether keys and values may be made where they are needed."""
+        return self.strategy is None or isinstance(self.strategy, CarryingStrategy)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention; arguments as Megatron's, sequence first."""
+        if self.strategy is not None:
+            return self.strategy.attend(self.inner, query, key, value)
+        positions = None
+        if key.size(0) != query.size(0):  # keys of a cache come first
+            positions = torch.arange(key.size(0) - query.size(0), key.size(0))
+        return self.inner(Exchanged(query, key, value, positions))
+
+    def attend_to_latents(self, query: Tensor, carried: Carried) -> Tensor:
+        """The same where latents stand for keys and values."""
+        if self.strategy is None:
+            return ring_attention(self.inner, query, carried, None)
+        assert isinstance(self.strategy, CarryingStrategy)
+        return self.strategy.attend_carried(self.inner, query, carried)
+
+
+def plan_of(core_attention: Any) -> Plan | None:
+    """What :func:`build_for_context_parallel` has decided for a layer; ``None``: Megatron's own attention."""
+    return getattr(core_attention, "dense_context_parallel_plan", None)
+
+
+def build_for_context_parallel(
+    original: Callable[..., None], context: Context[Options]
+) -> Callable[..., None]:
+    """Decorate ``DotProductAttention.__init__``."""
+    accepted = inspect.signature(original).parameters
+
+    def __init__(
+        self: Any,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        extra = [name for name in _SIZES_OF_LATENT_ATTENTION if name in kwargs and name not in accepted]
+        for name in extra:
+            del kwargs[name]
+        ranks = config.context_parallel_size
+        config.context_parallel_size = 1
+        try:
+            original(self, config, layer_number, attn_mask_type, attention_type, *args, **kwargs)
+        finally:
+            config.context_parallel_size = ranks
+        if ranks == 1 and not extra:
+            return
+        _require_causal(self, attention_type)
+        # The factor that scaled scores by layer is taken back in Megatron's softmax.
+        scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
+        strategy = None
+        if ranks > 1:
+            given = kwargs.get("cp_comm_type")
+            strategy = make_strategy(self, layer_number, given, context)
+        self.dense_context_parallel_plan = Plan(DenseAttention(scale), strategy)
+
+    return __init__
+
+
+def _require_causal(attention: Any, attention_type: str) -> None:
+    """Refuse what a configuration asks of attention that is not in an argument namespace."""
+    problem = None
+    if attention_type != "self" or attention.attn_mask_type.name != "causal":
+        kind = f"{attention_type} attention with the mask type {attention.attn_mask_type.name}"
+        problem = f"{kind} is not causal self attention, the only one that this feature has"
+    elif attention.attention_dropout.p > 0:
+        problem = "attention_dropout is not supported; set it to 0"
+    elif getattr(attention.scale_mask_softmax, "window_size", None) is not None:
+        problem = "window_size is not supported; every row sees all earlier keys"
+    elif getattr(attention, "softmax_offset", None) is not None:
+        problem = "softmax_type is not supported; use 'vanilla'"
+    if problem is not None:
+        raise SettingsError(f"{_WHO}: {problem}")
+
+
+def attend_with_other_ranks(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``DotProductAttention.forward``."""
+
+    def forward(
+        self: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        plan = plan_of(self)
+        if plan is None:
+            return original(
+                self,
+                query,
+                key,
+                value,
+                attention_mask,
+                attn_mask_type,
+                attention_bias,
+                packed_seq_params,
+                **kwargs,
+            )
+        _require_plain(attention_mask, attention_bias, packed_seq_params)
+        # Latent attention hands over the weight of its up-projection for values: see latents.py.
+        if value.dim() == 2:
+            config = self.config
+            expansion = FromLatents(query.size(2), config.kv_lora_rank, config.qk_head_dim)
+            out = plan.attend_to_latents(query, Carried(key, expansion, (value,)))
+        else:
+            out = plan.attend(query, key, value)
+        return out.flatten(2)
+
+    return forward
+
+
+def _require_plain(mask: Tensor | None, bias: Tensor | None, packed: Any) -> None:
+    found = {
+        "an attention mask": (mask, "pass None, or add --no-create-attention-mask-in-dataloader"),
+        "an attention bias": (bias, "pass None"),
+        "packed sequences": (packed, "train on whole sequences"),
+    }
+    for what, (given, instead) in found.items():
+        if given is not None:
+            raise ValueError(f"{_WHO}: {what} came with a batch, and attention here is causal; {instead}")

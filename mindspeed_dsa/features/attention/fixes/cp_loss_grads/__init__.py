@@ -1,0 +1,1 @@
+"""The indexer loss's gradient under Megatron's own context parallelism."""

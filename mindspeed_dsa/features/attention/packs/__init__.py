@@ -1,0 +1,1 @@
+"""Documents of a pack attend to themselves only."""

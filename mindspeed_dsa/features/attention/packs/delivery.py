@@ -1,0 +1,183 @@
+"""The lengths of every microbatch's documents, on every pipeline stage and tensor parallel rank.
+
+Before a step begins, the first stage reads its microbatches ahead and tells the others where documents end:
+once a step, because a message for each microbatch would tie the stages together. Then each model chunk gets
+its microbatch's description, whatever the script passes on.
+
+Imports Megatron only when called: these functions are fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_dsa import versions
+from mindspeed_dsa.context import Context, Megatron
+from mindspeed_dsa.context_parallel.layout import split
+from mindspeed_dsa.context_parallel.packs import layout_of
+from mindspeed_dsa.features.attention.packs.options import Options
+from mindspeed_dsa.features.attention.packs.validation import cut_by_megatron
+from mindspeed_dsa.integration.packs import Pack
+
+_LENGTHS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+"""Entries of a batch that Megatron's own scripts would read, and some of them wrongly."""
+_running: ContextVar[_Running | None] = ContextVar("_running", default=None)
+"""The microbatch whose forward pass is running."""
+
+_Batch = Mapping[str, Any]
+
+
+class _Running(NamedTuple):
+    pack: Pack
+    params: Any
+
+
+def deliver_packs(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``get_forward_backward_func``, whose schedules are called with keywords."""
+    release = versions.of_megatron(context.megatron.root) or "0"
+
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+        schedule = original(*args, **kwargs)
+
+        def forward_backward(*inner: Any, **step: Any) -> Any:
+            ranks = context.megatron("core.parallel_state").get_context_parallel_world_size()
+            for problem in cut_by_megatron(release) if ranks > 1 else ():
+                raise ValueError(f"pack-documents: {problem}")
+            data, packs = packs_of_step(step["data_iterator"], step["num_microbatches"], context.megatron)
+            step["data_iterator"] = data
+            step["forward_step_func"] = _with_its_pack(step["forward_step_func"], packs, context)
+            return schedule(*inner, **step)
+
+        return forward_backward
+
+    return get_forward_backward_func
+
+
+def with_pack(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a ``GPTModel``'s forward pass: where it gets no description, it has the microbatch's."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        running = _running.get()
+        if running is not None and kwargs.get("packed_seq_params") is None:
+            kwargs["packed_seq_params"] = running.params
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def deal_rows(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``get_batch_on_this_cp_rank``, which cuts packs as it cuts whole sequences."""
+
+    def get_batch_on_this_cp_rank(batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        running, group = _running.get(), context.megatron("core.parallel_state").get_context_parallel_group()
+        if running is None or group.size() == 1:
+            return original(batch, *args, **kwargs)
+        layout = layout_of(running.params, running.pack, group.size())
+        dealt = {
+            name: split(whole, layout, group.rank(), 1)
+            if isinstance(whole, Tensor) and whole.dim() == 2
+            else whole
+            for name, whole in batch.items()
+        }
+        batch.update(dealt)
+        return batch
+
+    return get_batch_on_this_cp_rank
+
+
+def packs_of_step(data: Any, microbatches: int, megatron: Megatron) -> tuple[Any, list[Pack]]:
+    """Read a step's microbatches ahead, and tell all ranks of the model where their documents lie.
+
+    A collective of the tensor and pipeline parallel ranks of one model.
+
+    Args:
+        data: what a schedule gets: an iterator, one for each model chunk, or None on ranks that read no data.
+        microbatches: of the step.
+        megatron: whose groups they are.
+
+    Returns:
+        The same microbatches without the entries about lengths, in the form of ``data``, and their packs.
+    """
+    state = megatron("core.parallel_state")
+    group, first = state.get_model_parallel_group(), state.get_model_parallel_src_rank()
+    ahead = [_read(each, microbatches) for each in (data if isinstance(data, list) else [data])]
+    told: list[Any] = [None]
+    if dist.get_rank() == first:
+        batches = next(batches for batches in ahead if batches is not None)
+        told = [_packs(batches, megatron)]
+    if group.size() > 1:
+        dist.broadcast_object_list(told, src=first, group=group)
+    if isinstance(told[0], str):
+        raise ValueError(told[0])
+    iterators = [None if batches is None else _without_lengths(batches) for batches in ahead]
+    return iterators if isinstance(data, list) else iterators[0], told[0]
+
+
+def _read(data: Iterator[_Batch] | None, microbatches: int) -> list[_Batch] | None:
+    return None if data is None else list(islice(data, microbatches))
+
+
+def _without_lengths(batches: list[_Batch]) -> Iterator[_Batch]:
+    return iter([{key: value for key, value in batch.items() if key not in _LENGTHS} for batch in batches])
+
+
+def _packs(batches: list[_Batch], megatron: Megatron) -> list[Pack] | str:
+    """The packs of all microbatches, or what is wrong with one of them, which every rank has to know."""
+    try:
+        return [_pack(batch, megatron) for batch in batches]
+    except ValueError as problem:
+        return str(problem)
+
+
+def _pack(batch: _Batch, megatron: Megatron) -> Pack:
+    tokens = batch["tokens"]
+    if tokens.dim() == 2 and tokens.size(0) != 1:
+        raise ValueError(
+            f"pack-documents: a microbatch holds {tokens.size(0)} rows of tokens and a pack is one; use "
+            "--micro-batch-size 1 and a longer --seq-length"
+        )
+    sums, padded = (
+        [] if batch.get(name) is None else batch[name].flatten().tolist() for name in _LENGTHS[:2]
+    )
+    if sums:
+        return Pack.of_prefix_sums(sums, padded or None, tokens.numel())
+    return Pack.of_tokens(tokens, _end_of_document(megatron))
+
+
+def _end_of_document(megatron: Megatron) -> int:
+    tokenizer = megatron("training.global_vars").get_tokenizer()
+    end = getattr(tokenizer, "eod", None)
+    if end is None:
+        raise ValueError(
+            "pack-documents: the batch has no cu_seqlens, and the tokenizer no end-of-document token (eod); "
+            "put one of them in"
+        )
+    return int(end)
+
+
+def _with_its_pack(
+    forward_step: Callable[..., Any], packs: list[Pack], context: Context[Options]
+) -> Callable[..., Any]:
+    """The script's step for a microbatch; every model chunk takes microbatches in order."""
+    taken: Counter[int] = Counter()
+    device: Any = torch.cuda.current_device()
+
+    def forward_one(data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        pack = packs[taken[id(model)]]
+        taken[id(model)] += 1
+        params = pack.params(context.megatron, device, context.options.block_rows)
+        token = _running.set(_Running(pack, params))
+        try:
+            return forward_step(data, model, *args, **kwargs)
+        finally:
+            _running.reset(token)
+
+    return forward_one

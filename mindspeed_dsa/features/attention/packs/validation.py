@@ -1,0 +1,64 @@
+"""Combinations that documents cannot be packed in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from mindspeed_dsa import versions
+
+_WITHOUT_PACKED_ROLL = SpecifierSet("<0.16", prereleases=True)
+_DELIVERS_SFT = SpecifierSet(">=0.17", prereleases=True)
+_CUTS_DOCUMENTS = SpecifierSet(">=0.19", prereleases=True)
+
+
+def check_packs(args: Any) -> Sequence[str]:
+    """Report them; absent arguments are not checked."""
+    problems = []
+    if (getattr(args, "micro_batch_size", None) or 1) != 1:
+        problems.append(
+            f"--pack-documents makes one row of tokens a microbatch, and --micro-batch-size is "
+            f"{args.micro_batch_size}; use 1 and a --seq-length that is as many times longer"
+        )
+    release = versions.of_megatron(getattr(args, "megatron_root", "megatron")) or "0"
+    if getattr(args, "mtp_num_layers", None) and release in _WITHOUT_PACKED_ROLL:
+        problems.append(
+            f"multi-token prediction of Megatron-core {release} looks into the next document of a pack; "
+            "omit --mtp-num-layers or --pack-documents, or use Megatron-core 0.16 or later"
+        )
+    if (getattr(args, "context_parallel_size", None) or 1) > 1:
+        problems += cut_by_megatron(release)
+        if getattr(args, "mtp_num_layers", None):
+            problems.append(
+                "multi-token prediction shifts labels between neighbouring context parallel ranks, and rows "
+                "of packs are dealt to all of them; omit --mtp-num-layers or --pack-documents"
+            )
+        if getattr(args, "experimental_attention_variant", "dsa") != "dsa":
+            problems.append(
+                "rows of packs are dealt to context parallel ranks where DSA gathers keys; dense attention "
+                "has no such keys: omit --pack-documents, or use --context-parallel-size 1"
+            )
+    if getattr(args, "sft", False) and release in _DELIVERS_SFT:
+        problems.append(f"Megatron-LM {release} itself delivers the packs of --sft; omit --pack-documents")
+    for name, flag in (
+        ("dataloader_inter_document_masking", "--dataloader-inter-document-masking"),
+        ("reset_attention_mask", "--reset-attention-mask"),
+        ("hybrid_context_parallel", "--hybrid-context-parallel"),
+    ):
+        if getattr(args, name, False):
+            problems.append(f"--pack-documents and {flag} both say which tokens see each other; omit one")
+    return problems
+
+
+def cut_by_megatron(release: str) -> list[str]:
+    """Whether this Megatron-core's own attention expects the rows of packs on certain ranks."""
+    if release not in _CUTS_DOCUMENTS:
+        return []
+    problem = (
+        f"under context parallelism Megatron-core {release} expects two chunks of each document on each "
+        "rank, and --pack-documents deals out rows by work; omit it and use "
+        "--dataloader-inter-document-masking"
+    )
+    return [problem]

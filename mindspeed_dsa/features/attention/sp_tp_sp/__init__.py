@@ -1,0 +1,1 @@
+"""Latent attention by head between projections by row."""

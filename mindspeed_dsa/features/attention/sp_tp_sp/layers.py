@@ -1,0 +1,96 @@
+"""Projections of a latent attention layer that see their own rows only.
+
+Imports nothing of Megatron: these functions are fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mindspeed_dsa.context import Context, Megatron
+from mindspeed_dsa.features.attention.local_modules import DuplicatedLinear
+from mindspeed_dsa.features.attention.mla_projections import Projections
+from mindspeed_dsa.parallel.all_to_all import start
+from mindspeed_dsa.patches.errors import SettingsError
+
+_DOWN = ("linear_q_down_proj", "linear_kv_down_proj")
+
+
+class WholeLinear(DuplicatedLinear):
+    """A projection that is split over tensor parallel ranks elsewhere; its checkpoints are the same there.
+
+    In a distributed checkpoint the parts of a split weight are one tensor, which this is as well.
+    """
+
+    def get_extra_state(self) -> None:
+        """Nothing; Megatron's split layers save it too."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Ignored, as there."""
+
+
+class OutputProjection(WholeLinear):
+    """Exchanges heads for rows, and projects these with the whole weight.
+
+    Attributes:
+        group: tensor parallel ranks; set once the layer is built.
+    """
+
+    group: ProcessGroup
+
+    def forward(self, heads: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``[s, b, heads / t * dim]``, of all rows, to ``[s / t, b, hidden]``, and the bias, if any."""
+        ranks = self.group.size()
+        # Rows lie by the rank that gets them; what arrives, [t, s / t, b, heads / t * dim], by heads.
+        arrived = start(heads, None, None, self.group).wait().unflatten(0, (ranks, -1))
+        return super().forward(arrived.movedim(0, 2).flatten(2))
+
+
+@cache
+def _of_megatron(kind: Any, megatron: Megatron) -> Any:
+    """The class with that Megatron's random number generators."""
+    return type(kind.__name__, (kind,), {"megatron": megatron, "__module__": __name__})
+
+
+def project_own_rows(original: Callable[..., None], context: Context[None]) -> Callable[..., None]:
+    """Decorate ``MLASelfAttention.__init__``: replace three projections of the layer that it has built.
+
+    The up-projections stay split by head and gather the latents of all rows.
+    """
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        config, group = self.config, Projections(self, context.megatron).tensor_parallel_group()
+        if group.size() == 1 or not config.sequence_parallel:
+            raise SettingsError(
+                f"{context.feature}: a layer was built for {group.size()} tensor parallel ranks "
+                f"{'with' if config.sequence_parallel else 'without'} sequence parallelism; it "
+                "takes at least two ranks, and sequence_parallel=True"
+            )
+        split = context.megatron("core.tensor_parallel.layers").ColumnParallelLinear
+        for name in _DOWN:
+            layer = getattr(self, name, None)
+            if isinstance(layer, split):
+                setattr(self, name, _whole(WholeLinear, layer, config, config.init_method, context))
+        init = config.output_layer_init_method
+        self.linear_proj = _whole(OutputProjection, self.linear_proj, config, init, context)
+        self.linear_proj.group = group
+
+    return __init__
+
+
+def _whole(kind: type[WholeLinear], layer: Any, config: Any, init: Any, context: Context[None]) -> Any:
+    """A whole layer in place of a split one."""
+    return _of_megatron(kind, context.megatron)(
+        layer.input_size,
+        layer.output_size,
+        config=config,
+        init_method=init,
+        bias=layer.bias is not None,
+        skip_bias_add=layer.skip_bias_add,
+    )

@@ -1,0 +1,1 @@
+"""Context parallelism: names of algorithms, rows of ranks, attention without DSA."""

@@ -1,0 +1,1 @@
+"""The zigzag of rows repeated in blocks."""

@@ -1,0 +1,1 @@
+"""One name for each context parallel algorithm, whoever gave it."""

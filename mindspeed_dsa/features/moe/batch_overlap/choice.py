@@ -1,0 +1,88 @@
+"""Whether a layer's tokens are cut: measured once for layers of one size, in the first step.
+
+Two halves cost more than the whole where time does not grow with the number of tokens: small matmuls, a
+host that launches kernels more slowly than the device runs them. What overlap takes back depends on the
+link. So forward runs whole and in halves, with the step's own tokens, and the ranks compare the slowest
+one's times. Backward follows: it has the same transfers, more computation above them, and the same calls.
+
+The choice does not depend on the number of tokens, which may differ between ranks that have to agree.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
+from typing import Any, get_args
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_dsa import platforms
+from mindspeed_dsa.features.moe.batch_overlap.halves import Way
+from mindspeed_dsa.log import Log
+from mindspeed_dsa.parallel.timing import timed
+
+_GAIN = 0.97
+"""Halves are taken only if they take less than this fraction of the whole's time."""
+_ROUNDS = 5
+Run = Callable[[Way], object]
+"""A layer's forward, without side effects."""
+
+_chosen: WeakKeyDictionary[Any, dict[Hashable, Way]] = WeakKeyDictionary()
+"""By process group and size of layer."""
+
+
+def choose(layer: Any, run: Run, log: Log) -> Way:
+    """How layers of this size work; a collective call of all of its expert parallel ranks.
+
+    Args:
+        layer: Megatron's ``MoELayer``.
+        run: its forward.
+        log: gets a line for each size.
+    """
+    group = layer.token_dispatcher.ep_group
+    known = _chosen.setdefault(group, {})
+    size = _size(layer)
+    if size not in known:
+        times = _measure(run, group)
+        known[size] = "interleaved" if times["interleaved"] < _GAIN * times["whole"] else "whole"
+        _report(times, log)
+    return known[size]
+
+
+def _size(layer: Any) -> Hashable:
+    """What the time of a token depends on; the same on all ranks."""
+    weights = tuple((name, weight.shape, weight.dtype) for name, weight in layer.named_parameters())
+    return layer.config.moe_router_topk, weights
+
+
+def _measure(run: Run, group: Any) -> Mapping[Way, float]:
+    """Seconds of the slowest rank, the same on all of them; medians of rounds in which the ways alternate."""
+    ways: tuple[Way, ...] = get_args(Way)
+    rounds = [[timed(partial(run, way), group) for way in ways] for _ in range(1 + _ROUNDS)]
+    found = [statistics.median(seconds) for seconds in zip(*rounds[1:], strict=True)]
+    times = torch.tensor(found, dtype=torch.float32, device=platforms.current().device)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
+    return dict(zip(ways, times.tolist(), strict=True))
+
+
+def _report(times: Mapping[Way, float], log: Log) -> None:
+    whole, in_turn, interleaved = times["whole"], times["in turn"], times["interleaved"]
+    if interleaved < _GAIN * whole:
+        choice = "tokens are cut"
+    elif in_turn - whole > in_turn - interleaved:
+        choice = (
+            "tokens stay whole, because halves cost more than overlap takes back: time does not grow with "
+            "the number of tokens, or the host does not keep up"
+        )
+    else:
+        choice = "tokens stay whole, because the transfers leave too little to hide"
+    log.info(
+        "forward of a layer takes %.2f ms whole, %.2f ms in two halves one after the other and %.2f ms with "
+        "the halves interleaved: %s",
+        *(1e3 * seconds for seconds in (whole, in_turn, interleaved)),
+        choice,
+        ranks="stage",
+    )

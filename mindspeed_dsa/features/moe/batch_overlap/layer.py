@@ -1,0 +1,208 @@
+"""The steps of Megatron's MoE layer where its tokens are cut in halves.
+
+The router sees the whole microbatch, so that what depends on all tokens is as ever: losses that balance
+the load, their logs, dropped tokens. From the dispatcher on every token is computed by itself. The halves run
+in the step of the routed experts; the dispatcher's other steps only pass on what they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.context import Context
+from mindspeed_dsa.features.moe.batch_overlap.choice import choose
+from mindspeed_dsa.features.moe.batch_overlap.halves import Half, Way, run
+from mindspeed_dsa.features.moe.batch_overlap.options import Options
+from mindspeed_dsa.features.moe.batch_overlap.validation import check_halves
+from mindspeed_dsa.integration.shared_output import SharedOutput, is_recomputed
+from mindspeed_dsa.integration.stand_in import StandIn
+
+
+@dataclass
+class _Call:
+    """One forward of one layer: what reaches the dispatcher."""
+
+    hidden_states: Tensor
+    routing_map: Tensor
+    probs: Tensor
+
+    def halves(self, dispatcher: Any, waits: bool) -> tuple[Half, Half]:
+        rows = self.hidden_states.reshape(-1, self.hidden_states.size(-1))
+        cut = [each.tensor_split(2) for each in (rows, self.routing_map, self.probs)]
+        first, second = (Half(dispatcher, *parts, waits=waits) for parts in zip(*cut, strict=True))
+        return first, second
+
+
+_ways: WeakKeyDictionary[Any, Way] = WeakKeyDictionary()
+_shared: WeakKeyDictionary[Any, SharedOutput] = WeakKeyDictionary()
+_calls: WeakKeyDictionary[Any, _Call] = WeakKeyDictionary()
+"""All three by dispatcher, which Megatron gives one forward at a time too."""
+_measured: ContextVar[Way | None] = ContextVar("way that is measured", default=None)
+
+
+def _way(dispatcher: Any) -> Way:
+    """How a layer works; a copy of its dispatcher is one half's own."""
+    if dispatcher not in _ways:
+        return "whole"
+    return _measured.get() or _ways[dispatcher]
+
+
+def choose_way(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``MoELayer.forward``: the first one in training decides."""
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        dispatcher = self.token_dispatcher
+        if self.training and dispatcher not in _ways and _is_served(self, context):
+            _ways[dispatcher] = "interleaved"
+            if not context.options.always:
+                random = context.megatron("core.tensor_parallel.random")
+                step = partial(original, self, hidden_states, *args, **kwargs)
+                _ways[dispatcher] = choose(self, partial(_run_measured, random, step), context.log)
+        return original(self, hidden_states, *args, **kwargs)
+
+    return forward
+
+
+def _run_measured(random: Any, forward: Callable[[], object], way: Way) -> None:
+    """A forward that leaves nothing behind: no graph, no counts of tokens, no change of random states."""
+    token = _measured.set(way)
+    try:
+        with torch.no_grad(), random._fork_rng():
+            forward()
+    finally:
+        _measured.reset(token)
+
+
+def _is_served(layer: Any, context: Context[Options]) -> bool:
+    dispatcher = layer.token_dispatcher
+    ours = context.megatron("core.transformer.moe.token_dispatcher").MoEAlltoAllTokenDispatcher
+    if isinstance(dispatcher, ours) and dispatcher.ep_size > 1:
+        problems = list(check_halves(layer.config, context.options))
+        if not problems:
+            return True
+        for problem in problems:
+            context.log.warning("tokens stay whole: %s", problem, once=True)
+    return False
+
+
+def postpone_shared_expert(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``MoELayer.shared_experts_compute``, the first step."""
+
+    def shared_experts_compute(self: Any, hidden_states: Tensor) -> Any:
+        if _way(self.token_dispatcher) == "whole":
+            return original(self, hidden_states)
+        shared = _shared_output(self, hidden_states, context)
+        if shared is not None:
+            _shared[self.token_dispatcher] = shared
+        return shared
+
+    return shared_experts_compute
+
+
+def _shared_output(layer: Any, hidden_states: Tensor, context: Context[Options]) -> SharedOutput | None:
+    if not layer.use_shared_expert:
+        return None
+    compute = partial(layer.shared_experts, hidden_states)
+    if is_recomputed(layer):
+        checkpoint = context.megatron("core.tensor_parallel").checkpoint
+        compute = partial(checkpoint, layer.shared_experts, False, hidden_states)
+    return SharedOutput(compute)
+
+
+def take_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``MoEAlltoAllTokenDispatcher.dispatch_preprocess``."""
+
+    def dispatch_preprocess(
+        self: Any, hidden_states: Tensor, routing_map: Tensor, probs: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if _way(self) == "whole":
+            return original(self, hidden_states, routing_map, probs, *args, **kwargs)
+        _calls[self] = _Call(hidden_states, routing_map, probs)
+        return hidden_states, probs
+
+    return dispatch_preprocess
+
+
+def skip_dispatch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``MoEAlltoAllTokenDispatcher.token_dispatch``."""
+
+    def token_dispatch(self: Any, hidden_states: Tensor, probs: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self in _calls:
+            return hidden_states, probs
+        return original(self, hidden_states, probs, *args, **kwargs)
+
+    return token_dispatch
+
+
+def run_halves(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``MoELayer.routed_experts_compute``."""
+
+    def routed_experts_compute(self: Any, hidden_states: Tensor, probs: Tensor, *rest: Any) -> Any:
+        dispatcher = self.token_dispatcher
+        if dispatcher not in _calls:
+            return original(self, hidden_states, probs, *rest)
+
+        def experts(half: Any, rows: Tensor, probs: Tensor) -> Tensor:
+            output: Tensor = original(StandIn(self, token_dispatcher=half), rows, probs, *rest)[0]
+            return output
+
+        return _in_halves(self, experts, _shared.pop(dispatcher, None)), None
+
+    return routed_experts_compute
+
+
+def run_halves_and_shared_expert(
+    original: Callable[..., Any], context: Context[Options]
+) -> Callable[..., Any]:
+    """Decorate ``MoELayer.experts_compute``."""
+
+    def experts_compute(self: Any, hidden_states: Tensor, probs: Tensor, residual: Tensor) -> Any:
+        if self.token_dispatcher not in _calls:
+            return original(self, hidden_states, probs, residual)
+
+        def experts(half: Any, rows: Tensor, probs: Tensor) -> Tensor:
+            routed_alone = StandIn(self, token_dispatcher=half, use_shared_expert=False)
+            output: Tensor = original(routed_alone, rows, probs, residual)[0]
+            return output
+
+        shared = _shared_output(self, residual, context)
+        return _in_halves(self, experts, shared), shared, None
+
+    return experts_compute
+
+
+def _in_halves(
+    layer: Any, experts: Callable[[Any, Tensor, Tensor], Tensor], shared: SharedOutput | None
+) -> Tensor:
+    dispatcher = layer.token_dispatcher
+    halves = _calls[dispatcher].halves(dispatcher, waits=_way(dispatcher) == "in turn")
+    return run(layer, halves, experts, shared)
+
+
+def skip_combine(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorate ``MoEAlltoAllTokenDispatcher.token_combine``."""
+
+    def token_combine(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states if self in _calls else original(self, hidden_states, *args, **kwargs)
+
+    return token_combine
+
+
+def give_back_tokens(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorate ``MoEAlltoAllTokenDispatcher.combine_postprocess``, the last step."""
+
+    def combine_postprocess(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        call = _calls.pop(self, None)
+        if call is None:
+            return original(self, hidden_states, *args, **kwargs)
+        return hidden_states.view(call.hidden_states.shape)
+
+    return combine_postprocess

@@ -1,0 +1,55 @@
+"""Forwards of transformer layers that run in several pieces, for features that work in a layer's forward.
+
+Such a feature decorates ``TransformerLayer.forward``, which a schedule that takes layers apart does not call.
+For each layer that it works in it says here what it does around a forward, and the schedule does it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+
+class Pass:
+    """One forward of a layer."""
+
+    def piece(self) -> contextlib.AbstractContextManager[None]:
+        """Surrounds each piece."""
+        return contextlib.nullcontext()
+
+    def ends(self, output: Tensor) -> None:
+        """The layer's output is there, ``[sequence, batch, hidden]``; its backward begins from it."""
+
+
+Begin = Callable[[Any, Tensor, Sequence[Any]], Pass]
+"""Gets a layer, its input and whatever else it is given: masks, rotary angles."""
+_begins: WeakKeyDictionary[Any, list[Begin]] = WeakKeyDictionary()
+
+
+def follow(layer: Any, begin: Begin) -> None:
+    """Have ``begin`` called for each forward of this layer in pieces; it must not refer to the layer."""
+    _begins.setdefault(layer, []).append(begin)
+
+
+class Passes(Pass):
+    """All features' passes of one forward."""
+
+    def __init__(self, layer: Any, hidden: Tensor, others: Sequence[Any]) -> None:
+        self._passes = [begin(layer, hidden, others) for begin in _begins.get(layer, ())]
+
+    @contextlib.contextmanager
+    def piece(self) -> Iterator[None]:
+        """Surrounds each piece."""
+        with contextlib.ExitStack() as stack:
+            for each in self._passes:
+                stack.enter_context(each.piece())
+            yield
+
+    def ends(self, output: Tensor) -> None:
+        """The layer's output is there."""
+        for each in self._passes:
+            each.ends(output)

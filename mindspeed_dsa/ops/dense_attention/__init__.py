@@ -1,0 +1,125 @@
+"""Dense attention in parts: softmax attention to some of the keys, to be merged with that to others.
+
+The mathematics is in README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.ops.backend import ShapeClass, choose, count_call, unless_empty
+from mindspeed_dsa.ops.checks import check_float, check_heads, check_shape, require
+from mindspeed_dsa.ops.dense_attention.protocol import DenseAttention
+from mindspeed_dsa.ops.precision import outside_autocast
+
+OPERATOR = "dense_attention"
+
+
+@outside_autocast
+@torch.no_grad()
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    softmax_scale: float,
+    *,
+    causal: bool,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Attention to these keys alone, and what is needed to merge it with attention to others.
+
+    ``out[t, h] = sum_s p[t, h, s] * value[s, g]`` with ``p = softmax over s`` of
+    ``softmax_scale * query[t, h] . key[s, g]``, where ``g`` is the key-value head of query head ``h``. Not
+    differentiable: a caller that merges parts differentiates the whole, see :func:`dense_attention_backward`.
+
+    Args:
+        query: ``[batch, query_length, heads, dim]``, any strides with contiguous last axis.
+        key: ``[batch, key_length, kv_heads, dim]``, likewise; ``kv_heads`` divides ``heads``, and heads
+            ``h * heads / kv_heads`` and following read key-value head ``h``.
+        value: ``[batch, key_length, kv_heads, value_dim]``, likewise.
+        softmax_scale: factor of the scores.
+        causal: row ``t`` sees keys ``0 .. t``; as many rows as keys. Otherwise each row sees every key.
+        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+
+    Returns:
+        ``out`` ``[batch, query_length, heads, value_dim]`` in the dtype of the query, and ``lse`` ``[batch,
+        query_length, heads]`` fp32 (fp64 for fp64), natural log of the sum of exp(scores). Without keys zero
+        and -inf.
+
+    Raises:
+        ValueError: a shape or dtype does not fit.
+        BackendUnavailable: the backend asked for cannot take the call.
+    """
+    implementation = _implementation(query, key, value, causal, backend)
+    count_call(OPERATOR, implementation)
+    return implementation.forward(query, key, value, softmax_scale, causal)
+
+
+@outside_autocast
+@torch.no_grad()
+def dense_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    *,
+    causal: bool,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the attention to these keys adds to the gradients of query, key and value.
+
+    ``out`` and ``lse`` are those of the attention to all keys that a row sees, merged from all parts. The
+    probabilities of these keys are then the final ones, and the gradients of all parts are added up.
+
+    Args:
+        grad_out: as ``out``.
+        query: as for :func:`dense_attention`, and so are the next two.
+        key: these keys.
+        value: these values.
+        out: ``[batch, query_length, heads, value_dim]`` in the dtype of the query, after the last part.
+        lse: ``[batch, query_length, heads]``, after the last part.
+        softmax_scale: as in forward, and so is the next one.
+        causal: of this part.
+        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+
+    Returns:
+        Gradients of query, key and value in their shapes and in the dtype that the backend computes them in,
+        that of the query or a wider one. A key-value head's are summed over the heads that read it.
+
+    Raises:
+        ValueError: a shape or dtype does not fit.
+        BackendUnavailable: the backend asked for cannot take the call.
+    """
+    implementation = _implementation(query, key, value, causal, backend)
+    expected = (*query.shape[:3], value.shape[3])
+    for name, tensor in (("grad_out", grad_out), ("out", out)):
+        check_shape(OPERATOR, name, tensor, expected, f"{list(expected)}")
+    check_shape(OPERATOR, "lse", lse, tuple(query.shape[:3]), f"{list(query.shape[:3])}")
+    check_float(OPERATOR, query=query, out=out, grad_out=grad_out)
+    return implementation.backward(grad_out, query, key, value, out, lse, softmax_scale, causal)
+
+
+def _implementation(query: Tensor, key: Tensor, value: Tensor, causal: bool, backend: str) -> DenseAttention:
+    check_shape(OPERATOR, "query", query, (None,) * 4, "[batch, query_length, heads, dim]")
+    check_heads(OPERATOR, "query", query)
+    batch, rows, heads, dim = query.shape
+    check_shape(OPERATOR, "key", key, (batch, None, None, dim), f"[{batch}, key_length, kv_heads, {dim}]")
+    keys, kv_heads = key.shape[1:3]
+    check_shape(
+        OPERATOR, "value", value, (batch, keys, kv_heads, None), f"[{batch}, {keys}, {kv_heads}, value_dim]"
+    )
+    check_heads(OPERATOR, "value", value)
+    check_float(OPERATOR, query=query, key=key, value=value)
+    require(heads % kv_heads == 0, OPERATOR, f"{heads} heads cannot share {kv_heads} key-value heads evenly")
+    require(
+        not causal or rows == keys,
+        OPERATOR,
+        f"causal rows come with as many keys, got {rows} rows and {keys} keys; cut them into parts",
+    )
+    sizes = (("heads", heads), ("kv_heads", kv_heads), ("dim", dim), ("value_dim", value.shape[3]))
+    chosen: DenseAttention = choose(OPERATOR, backend, ShapeClass(query.device.type, query.dtype, sizes))
+    return unless_empty(OPERATOR, chosen, query, key, value)

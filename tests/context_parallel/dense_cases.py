@@ -1,0 +1,140 @@
+"""Cases for process groups: ring, exchanged heads and both against attention in one piece."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_dsa.context_parallel.carried import Carried, FromLatents
+from mindspeed_dsa.context_parallel.dense import DenseAttention
+from mindspeed_dsa.context_parallel.head_exchange import HeadExchange
+from mindspeed_dsa.context_parallel.layout import Zigzag, split
+from mindspeed_dsa.context_parallel.ring import CarryingStrategy, Ring
+from tests.ops import dense_cases
+
+BATCH, HEADS, LATENT, PLAIN, ROPE, VALUE = 2, 8, 10, 6, 4, 5
+SCALE = 0.4
+
+
+def strategy(algorithm: str) -> CarryingStrategy:
+    """``p2p``, ``a2a`` or ``a2a+p2p`` over all ranks, of which two neighbours exchange heads in the last."""
+    world = dist.group.WORLD
+    if algorithm == "p2p":
+        return Ring(world)
+    if algorithm == "a2a":
+        return HeadExchange(world)
+    ranks = range(dist.get_world_size())
+    pairs = [dist.new_group(list(ranks[first : first + 2])) for first in ranks[::2]]
+    across = [dist.new_group(list(ranks[first::2])) for first in (0, 1)]
+    rank = dist.get_rank()
+    return HeadExchange(world, pairs[rank // 2], across[rank % 2])
+
+
+def drawn(length: int, dtype: str, latent: bool, kv_heads: int) -> list[Tensor]:
+    """Query, gradient of the output, and keys and values, or latents and the up-projection's weight."""
+    generator, kind = torch.Generator().manual_seed(0), getattr(torch, dtype)
+
+    def states(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(kind)
+
+    found = [states(length, BATCH, HEADS, PLAIN + ROPE), states(length, BATCH, HEADS, VALUE)]
+    if latent:
+        weight = states(HEADS * (PLAIN + VALUE), LATENT)
+        return [*found, states(length, BATCH, 1, LATENT + ROPE), weight]
+    return [*found, states(length, BATCH, kv_heads, PLAIN + ROPE), states(length, BATCH, kv_heads, VALUE)]
+
+
+def compared(
+    algorithm: str, length: int, dtype: str = "float64", latent: bool = False, kv_heads: int = HEADS
+) -> dict[str, float]:
+    """Errors of a rank's output and gradients, as shares of the largest entry of the whole."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    query, grad, *others = drawn(length, dtype, latent, kv_heads)
+    leaves = [one.double().requires_grad_() for one in (query, *others)]
+    wide = attended_to_in_one_piece(leaves, latent)
+    wanted = [wide, *torch.autograd.grad(wide, leaves, grad.double())]
+
+    layout = Zigzag(ranks)
+    mine = [split(one, layout, rank, 0).requires_grad_() for one in (query, *others[: 1 if latent else 2])]
+    weights = [others[1].requires_grad_()] if latent else []
+    inner, chosen = DenseAttention(SCALE), strategy(algorithm)
+    with no_memory_of_others():
+        if latent:
+            carried = Carried(mine[1], FromLatents(HEADS, LATENT, PLAIN), (weights[0],))
+            out = chosen.attend_carried(inner, mine[0], carried)
+        else:
+            out = chosen.attend(inner, *mine)
+        found = [out, *torch.autograd.grad(out, [*mine, *weights], split(grad, layout, rank, 0))]
+    for gradient in found[len(mine) + 1 :]:
+        dist.all_reduce(gradient)  # as data parallelism does for a weight
+    right = [split(one, layout, rank, 0) for one in wanted[: len(mine) + 1]] + wanted[len(mine) + 1 :]
+    names = ("out", "query", *(("latents", "weight") if latent else ("key", "value")))
+    return {
+        name: float((one.double() - other).abs().max() / other.abs().max())
+        for name, one, other in zip(names, found, right, strict=True)
+    }
+
+
+def attended_to_in_one_piece(leaves: list[Tensor], latent: bool) -> Tensor:
+    query, key, value = leaves
+    if latent:
+        up = torch.einsum("sbc,oc->sbo", key[..., 0, :LATENT], value).unflatten(-1, (HEADS, -1))
+        rotary = key[..., LATENT:].expand(-1, -1, HEADS, -1)
+        key, value = torch.cat([up[..., :PLAIN], rotary], -1), up[..., PLAIN:]
+    batch_first = (one.transpose(0, 1) for one in (query, key, value))
+    return dense_cases.whole(*batch_first, scale=SCALE).transpose(0, 1)
+
+
+@contextlib.contextmanager
+def no_memory_of_others() -> Iterator[None]:
+    """Fresh memory holds NaN, so that what has not arrived yet shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def events_of_ring() -> dict[str, list[str]]:
+    """What a ring does in which order, in forward and in backward."""
+    from mindspeed_dsa.context_parallel import dense, ring
+
+    events: list[str] = []
+    originals = ring.pass_on, dense.dense_attention, dense.dense_attention_backward
+
+    class Told:
+        def __init__(self, pending: Any, tag: int) -> None:
+            self._pending, self._tag = pending, tag
+
+        def wait(self) -> Tensor:
+            events.append(f"wait {self._tag}")
+            return self._pending.wait()
+
+    def pass_on(tensor: Tensor, group: Any, tag: int) -> Any:
+        events.append(f"send {tag}")
+        return Told(originals[0](tensor, group, tag), tag)
+
+    def told(function: Any) -> Any:
+        def tell(*args: Any, **kwargs: Any) -> Any:
+            events.append("attend")
+            return function(*args, **kwargs)
+
+        return tell
+
+    query, grad, key, value = drawn(24, "float32", latent=False, kv_heads=2)
+    layout, rank = Zigzag(dist.get_world_size()), dist.get_rank()
+    mine = [split(one, layout, rank, 0).requires_grad_() for one in (query, key, value)]
+    ring.pass_on = pass_on
+    dense.dense_attention, dense.dense_attention_backward = told(originals[1]), told(originals[2])
+    try:
+        out = Ring(dist.group.WORLD).attend(DenseAttention(SCALE), *mine)
+        forward, events[:] = list(events), []
+        out.backward(split(grad, layout, rank, 0))
+    finally:
+        ring.pass_on, dense.dense_attention, dense.dense_attention_backward = originals
+    return {"forward": forward, "backward": events}

@@ -1,0 +1,94 @@
+"""Cases for process groups: gathered rows, their gradients, and what is in memory meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_dsa.context_parallel.gather import GatheredRows, Members, freed_until_backward
+from mindspeed_dsa.context_parallel.key_gather import KeyGather
+from mindspeed_dsa.context_parallel.layout import Zigzag, rows_of_all
+
+LENGTH, BATCH, WIDTH = 48, 2, 3
+
+
+def gathered(tensor_ranks: int = 1, block_rows: int = 0, dtype: str = "float64", freed: bool = False) -> Any:
+    """Facts about one gather whose gradient is another one on each rank.
+
+    Returns:
+        What each comparison says, and the number of runs of each member.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    layout = Zigzag(world // tensor_ranks, block_rows)
+    members = Members.of(dist.group.WORLD, layout, LENGTH)
+    whole = torch.randn(LENGTH, BATCH, WIDTH, generator=torch.manual_seed(0)).to(getattr(torch, dtype))
+    rows = rows_of_all(layout, LENGTH).view(world, -1)[rank]
+    local = whole[rows].clone().requires_grad_()
+    ours = GatheredRows(local, members)
+    result = ours.wait()
+    facts = {"forward": bool(torch.equal(result, whole)), "runs": len(members.runs)}
+    weights = torch.randn(world, LENGTH, BATCH, WIDTH, generator=torch.manual_seed(1)).to(whole.dtype)
+    out = (result.transpose(0, 1) * weights[rank].transpose(0, 1)).square()
+    if freed:
+        out = freed_until_backward(out, [ours])
+        facts["freed"] = result.untyped_storage().size() == 0
+    out.sum().backward()
+    theirs = (2 * whole.double() * weights.double().square()).sum(dim=0)[rows]
+    facts["backward"] = float((local.grad.double() - theirs).abs().max() / theirs.abs().max())
+    return facts
+
+
+def summed_over_context_ranks() -> list[bool]:
+    """Two tensor parallel ranks that compute the same from what four have gathered."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    context = [dist.new_group([tensor, tensor + 2]) for tensor in (0, 1)][rank % 2]
+    members = Members.of(dist.group.WORLD, Zigzag(2), LENGTH)
+    local = torch.ones(LENGTH // world, requires_grad=True)
+    whole = GatheredRows(local, members, members.part(context, rank % 2)).wait()
+    (whole * torch.arange(LENGTH) * (1 + rank // 2)).sum().backward()
+    return [torch.equal(local.grad, 3.0 * members.rows[rank])]
+
+
+def order_of_backward() -> list[str]:
+    """What happens in backward, where forward has a product between start and wait."""
+    from mindspeed_dsa.context_parallel import gather
+
+    events: list[str] = []
+
+    def told(name: str) -> None:
+        original = getattr(gather._Transfer, name)
+
+        def tell(self: Any, *args: Any) -> Any:
+            events.append(name)
+            return original(self, *args)
+
+        setattr(gather._Transfer, name, tell)
+
+    before = {name: getattr(gather._Transfer, name) for name in ("start_sum", "summed")}
+    try:
+        for name in before:
+            told(name)
+        local = torch.randn(LENGTH // dist.get_world_size(), requires_grad=True)
+        keys = GatheredRows(local * 2, KeyGather(dist.group.WORLD).members(LENGTH))
+        product = local * 3
+        product.register_hook(lambda gradient: events.append("product"))
+        (keys.wait().sum() + product.sum()).backward()
+    finally:
+        for name, original in before.items():
+            setattr(gather._Transfer, name, original)
+    return events
+
+
+def rolled_rows(block_rows: int) -> bool:
+    """Whether every row got the next one of the sequence, as Megatron moves a whole one."""
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+    from mindspeed_dsa.context_parallel.layout import split
+    from mindspeed_dsa.context_parallel.roll import rolled
+
+    layout, rank = Zigzag(dist.get_world_size(), block_rows), dist.get_rank()
+    whole = torch.randint(1, 100, (BATCH, LENGTH), generator=torch.manual_seed(0))
+    ours = rolled(split(whole, layout, rank, dim=1), 1, dist.group.WORLD, layout)
+    return torch.equal(ours, split(roll_tensor(whole)[0], layout, rank, dim=1))

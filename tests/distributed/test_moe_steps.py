@@ -1,0 +1,183 @@
+"""Ten steps of the main job with each MoE feature: alone, with all others, beside features of other kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_dsa.runs import expert_load, expert_placement
+from mindspeed_dsa.runs.expert_placement import Placement
+from tests.distributed.parity import EP2, HEADING, TP2, ZERO, Lab, Layout, Outcome
+from tests.distributed.test_memory_parity import assert_same_bits
+from tests.distributed.test_overlap_parity import BESIDE_STOCK
+from tests.features.moe.balanced_experts.cases import ALWAYS
+from tests.support.figures import tell
+from tests.support.memory_events import (
+    CHUNKED,
+    COUNTED,
+    EVENTS,
+    GROUPED,
+    HELD,
+    MOVED,
+    PERMUTED,
+    PLACED,
+    STARTED,
+)
+
+SMALL = "--num-layers 3"
+"""Two layers with experts."""
+ORDERS = {2: [0, 2, 1, 3], 3: [3, 0, 1, 2]}
+EXPERTS = 2 * 4
+WHOLE = f"{EP2} --expert-tensor-parallel-size 1"
+
+
+@dataclass(frozen=True)
+class Features:
+    """MoE features and what shows that they have been at work.
+
+    Attributes:
+        switches: for ``mindspeed_dsa.enable``.
+        flags: of Megatron's own.
+        events: what is counted with these features, and not without them.
+        extends: whether the expert parallel ranks are the tensor parallel ones.
+    """
+
+    switches: Mapping[str, Any] = field(default_factory=dict)
+    flags: str = ""
+    events: tuple[str, ...] = ()
+    extends: bool = False
+
+
+ON = {
+    "moe-alltoall-overlap-comm": Features({"moe_alltoall_overlap_comm": True}, events=(STARTED,)),
+    "balanced-moe-experts": Features(ALWAYS, events=(MOVED,)),
+    "moe-expert-placement": Features({"moe_expert_placement": "FILE"}, events=(PLACED,)),
+    "moe-grouped-gemm": Features({"moe_grouped_gemm": True}, "--moe-grouped-gemm", (GROUPED,)),
+    "moe-permute-fusion": Features({"moe_permute_fusion": True}, "--moe-permute-fusion", (PERMUTED,)),
+    "moe-tp-extend-ep": Features({"moe_tp_extend_ep": True}, extends=True),
+    "moe-router-load-report": Features({"moe_router_load_report": "FOLDER"}, events=(COUNTED,)),
+}
+ALL = {
+    extends: Features(
+        {name: value for each in ON.values() if not each.extends for name, value in each.switches.items()}
+        | ({"moe_tp_extend_ep": True} if extends else {}),
+        " ".join(each.flags for each in ON.values()),
+        tuple(event for each in ON.values() for event in each.events),
+        extends,
+    )
+    for extends in (False, True)
+}
+CASES = {**ON, "all": ALL[False]}
+EVENTS_OF_EXPERTS = ALL[False].events
+MEMORY = {
+    "reuse-fp32-param": {"reuse_fp32_param": True},
+    "swap-optimizer": {"swap_optimizer": True, "swap_optimizer_times": 4},
+    "virtual-optimizer": {"virtual_optimizer": ["all"]},
+    "recompute-activation-function": {"recompute_activation_function": True},
+    "recompute-norm": {"recompute_norm": True},
+    "swap-attention": {"swap_attention": True, "swap_attention_min_bytes": 0},
+}
+CHUNKS = {"coc_parallel_num": 2}
+Train = Callable[..., Outcome]
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Callable[..., Layout]:
+    """A layout with these features, and with files of their own."""
+    file = tmp_path / "placement.json"
+    expert_placement.write(file, Placement(4, 2, ORDERS))
+
+    def with_features(name: str, features: Features, flags: str, model: str = "", **more: Any) -> Layout:
+        paths = {"FILE": str(file), "FOLDER": str(tmp_path / f"load of {name}")}
+        own = {key: paths.get(value, value) for key, value in features.switches.items()}
+        return Layout(name, 2, f"{flags} {features.flags}", f"{SMALL} {model}", switches={**own, **more})
+
+    return with_features
+
+
+def assert_at_work(outcome: Outcome, features: Features, layout: Layout) -> None:
+    """These features did what they are for, and no other did."""
+    for event in EVENTS_OF_EXPERTS:
+        assert (outcome.memory[event] > 0) == (event in features.events), event
+    assert outcome.memory[HELD] == EXPERTS
+    folder = layout.switches.get("moe_router_load_report")
+    if folder is not None:
+        steps = [record["step"] for record in expert_load.read(Path(folder))]
+        assert steps == list(range(1, len(outcome.records) + 1))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name, features in CASES.items() if not features.extends])
+def test_alone_and_all_together(ten_steps: Lab, layout: Callable[..., Layout], name: str) -> None:
+    """The training of one process without any of them."""
+    tried = layout(f"ten steps, {name}", CASES[name], f"{EP2} {ZERO}")
+    assert_at_work(ten_steps.check(tried), CASES[name], tried)
+
+
+@pytest.mark.full
+def test_over_tensor_parallel_ranks(ten_steps: Lab, layout: Callable[..., Layout]) -> None:
+    """Beside Megatron's own layout without expert tensor parallelism.
+
+    One process would differ by more: rounding decides the sign of a score in the indexer, with and without
+    features of ours.
+    """
+    own = Layout("TP2+SP, EP2, ETP1", 2, f"{TP2} {WHOLE} {ZERO}", SMALL)
+    stock = ten_steps.run(own)
+    for name, features in (("moe-tp-extend-ep", ON["moe-tp-extend-ep"]), ("all", ALL[True])):
+        tried = layout(f"ten steps, {name}, TP2+SP", features, f"{TP2} {ZERO}")
+        outcome = ten_steps.run(tried)
+        assert_at_work(outcome, features, tried)
+        comparison = ten_steps.compare(tried, outcome, stock)
+        tell(HEADING, f"{comparison} (beside the same layout without)")
+        assert not comparison.violations(BESIDE_STOCK)
+        if name != "all":
+            assert_same_bits(outcome, stock)
+    sliced = ten_steps.run(Layout("TP2+SP", 2, f"{TP2} {ZERO}", SMALL))
+    assert sliced.memory[HELD] == 2 * EXPERTS
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Outcome]:
+    """Runs with MoE features only, which several pairs are compared with."""
+    return {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("name", CASES)
+def test_beside_memory_features(
+    ten_steps: Lab, layout: Callable[..., Layout], alone: dict[str, Outcome], name: str, memory: str
+) -> None:
+    """In bfloat16, bit for bit the training with the MoE feature alone."""
+    features = CASES[name]
+    flags = f"{TP2 if features.extends else EP2} {ZERO}"
+    if name not in alone:
+        alone[name] = ten_steps.run(layout(f"{name}, bf16", features, flags, "--bf16"))
+    tried = layout(f"{name}, {memory}", features, flags, "--bf16", **MEMORY[memory])
+    on = ten_steps.run(tried)
+    assert_same_bits(on, alone[name])
+    assert_at_work(on, features, tried)
+    for other, event in EVENTS.items():
+        assert alone[name].memory[event] == 0
+        assert (on.memory[event] > 0) == (other == memory), other
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*ON, "all"])
+def test_beside_chunks(ten_steps: Lab, layout: Callable[..., Layout], name: str) -> None:
+    """TP2 with sequence parallelism and whole experts: the training with the MoE feature alone."""
+    features = {**CASES, "all": ALL[True]}[name]
+    flags = TP2 if features.extends else f"{TP2} {WHOLE}"
+    without = ten_steps.run(layout(f"{name}, TP2+SP", features, flags))
+    tried = layout(f"{name}, TP2+SP in chunks", features, flags, **CHUNKS)
+    outcome = ten_steps.run(tried)
+    assert without.memory[CHUNKED] == 0
+    assert outcome.memory[CHUNKED] > 0
+    assert_at_work(outcome, features, tried)
+    comparison = ten_steps.compare(tried, outcome, without)
+    tell(HEADING, f"{comparison} (beside the same without chunks)")
+    assert not comparison.violations(BESIDE_STOCK)

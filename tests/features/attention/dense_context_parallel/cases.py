@@ -1,0 +1,189 @@
+"""What runs inside the pool's workers: a dense model, of grouped heads or latent attention, in any layout."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.support import model as job
+
+SEQUENCE = 24  # two chunks for each of up to four ranks, and of three
+HEADS, GROUPS = 8, 2
+COMMON: dict[str, Any] = {
+    "num_layers": 2,
+    "ffn_hidden_size": 64,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "bias_dropout_fusion": False,
+    "bias_activation_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "params_dtype": torch.float32,
+    "pipeline_dtype": torch.float32,
+}
+
+
+def latent_config(**overrides: Any) -> Any:
+    """Latent attention, of which a value head has twice the size of kv_channels."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    values = {
+        "hidden_size": 32,
+        "num_attention_heads": HEADS,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 8,
+        "multi_latent_attention": True,
+        "rope_type": "rope",
+        # Releases take YaRN's magnitude from different fields, even without YaRN.
+        "rotary_scaling_factor": 1.0,
+        "qk_layernorm": True,
+    }
+    return MLATransformerConfig(**{**COMMON, **values, **overrides})
+
+
+def grouped_config(**overrides: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    values = {"hidden_size": 64, "num_attention_heads": HEADS, "num_query_groups": GROUPS}
+    return TransformerConfig(**{**COMMON, **values, **overrides})
+
+
+def gpt_model(cfg: Any, vp_stage: int | None = None) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+
+    # Older releases ask the global state for the stage, later ones are told.
+    stage = {} if vp_stage is None else {"vp_stage": vp_stage}
+    where = {"ignore_virtual": False, **stage} if stage else {}
+    spec = gpt_layer_specs.get_gpt_decoder_block_spec(
+        cfg, use_transformer_engine=False, normalization="RMSNorm", **stage
+    )
+    model = GPTModel(
+        config=cfg,
+        transformer_layer_spec=spec,
+        vocab_size=job.VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
+        position_embedding_type="rope",
+        **stage,
+    )
+    model.vp_stage = vp_stage
+    job.fill_by_name(model)
+    return model
+
+
+@contextlib.contextmanager
+def dense(attention: str, cp: int) -> Iterator[None]:
+    """The tests' job trains a dense model."""
+    build = latent_config if attention == "latent" else grouped_config
+
+    def config(**overrides: Any) -> Any:
+        return build(context_parallel_size=cp, **overrides)
+
+    with (
+        mock.patch.object(job, "SEQUENCE", SEQUENCE),
+        mock.patch.object(job, "config", config),
+        mock.patch.object(job, "gpt_model", gpt_model),
+    ):
+        yield
+
+
+def switches(attention: str, cp: int, algorithm: str | None, degree: int | None) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "experimental_attention_variant": None,
+        "transformer_impl": "local",
+        "multi_latent_attention": attention == "latent",
+        "context_parallel_size": cp,
+    }
+    if algorithm is not None:
+        found["context_parallel_algo"] = algorithm
+    if degree is not None:
+        found["ulysses_degree_in_cp"] = degree
+    return found
+
+
+def step(
+    attention: str,
+    cp: int = 1,
+    algorithm: str | None = None,
+    degree: int | None = None,
+    num_microbatches: int = 2,
+    more: Mapping[str, Any] | None = None,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """As :func:`job.run`, on one microbatch after another of two sequences."""
+    from mindspeed_dsa.ops.backend import calls
+
+    before = calls().total()
+    with dense(attention, cp), whole_keys_of_megatron(attention == "latent" and cp == 1):
+        result = job.run(
+            {**switches(attention, cp, algorithm, degree), **(more or {})},
+            num_microbatches=num_microbatches,
+            micro_batch_size=2,
+            cp=cp,
+            **arguments,
+        )
+    return {**result, "calls": calls().total() - before}
+
+
+@contextlib.contextmanager
+def whole_keys_of_megatron(active: bool) -> Iterator[None]:
+    """Latent attention expands keys and values for all heads, as Megatron does."""
+    from mindspeed_dsa.features.attention.dense_context_parallel.core_attention import Plan
+
+    with mock.patch.object(Plan, "carries", False) if active else contextlib.nullcontext():
+        yield
+
+
+def in_one_group(ranks: list[dict[str, Any]], cp: int, tp: int) -> dict[str, Any]:
+    """Loss over all context parallel ranks, and gradients of one of each, which all have the same."""
+    ours = [rank for number, rank in enumerate(ranks) if number // tp % cp == 0]
+    for number, rank in enumerate(ranks):
+        twin = ranks[number - number // tp % cp * tp]
+        for name, gradient in rank["gradients"].items():
+            assert torch.equal(gradient, twin["gradients"][name]), name
+    losses = [rank["losses"] for number, rank in enumerate(ranks) if number % tp == 0 and rank["losses"]]
+    return {
+        "losses": [sum(parts) for parts in zip(*losses, strict=True)],
+        "gradients": job.put_together(ours),
+    }
+
+
+def hybrid_groups(given_to_megatron: bool) -> list[list[int]]:
+    """Global ranks of the neighbours that exchange heads and of the ring, and whether Megatron made them."""
+    import torch.distributed as dist
+
+    import mindspeed_dsa
+
+    mindspeed_dsa.enable(**switches("grouped", 4, "hybrid_cp_algo", 2))
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(context_parallel_size=4)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    if given_to_megatron:  # which wants another package to make them
+        groups = [
+            [dist.new_group([a, b]) for a, b in pairs] for pairs in (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+        ]
+        rank = dist.get_rank()
+        parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = [groups[0][rank // 2], groups[1][rank % 2]]
+    with dense("grouped", 4):
+        layers = gpt_model(job.config()).decoder.layers
+    strategies = [
+        layer.self_attention.core_attention.dense_context_parallel_plan.strategy for layer in layers
+    ]
+    assert strategies[0]._heads is strategies[1]._heads, "one group for all layers"
+    theirs = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False) or []
+    assert any(strategies[0]._heads is group for group in theirs) == given_to_megatron
+    return [dist.get_process_group_ranks(group) for group in (strategies[0]._heads, strategies[0]._across)]

@@ -1,0 +1,94 @@
+"""Dense models on context parallel ranks take the same step as on one rank."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.features.attention.dense_context_parallel import cases
+from tests.support import model as job
+
+CASES = "tests.features.attention.dense_context_parallel.cases"
+RING, HEADS, HYBRID = "megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo"
+OVERLAPPED = {"ddp": {"overlap_grad_reduce": True, "bucket_size": 2000}}
+
+QUICK = (
+    ("grouped", 2, {"algorithm": RING, **OVERLAPPED}),
+    ("latent", 4, {"algorithm": HYBRID, "degree": 2}),
+)
+FULL = (
+    ("grouped", 2, {"algorithm": HEADS}),
+    ("grouped", 3, {"algorithm": RING}),
+    ("grouped", 4, {"algorithm": HEADS}),  # fewer key heads than ranks
+    ("grouped", 4, {"algorithm": HYBRID, "degree": 2, **OVERLAPPED}),
+    ("grouped", 2, {"tp": 2}),
+    ("grouped", 2, {"tp": 2, "algorithm": HEADS}),
+    ("grouped", 2, {"tp": 2, "algorithm": RING, "sequence_parallel": False}),
+    ("grouped", 2, {"pp": 2, "algorithm": RING}),
+    ("grouped", 2, {"algorithm": RING, "recompute": True}),
+    ("latent", 1, {}),
+    ("latent", 2, {"algorithm": RING, **OVERLAPPED}),
+    ("latent", 3, {"algorithm": RING}),
+    ("latent", 4, {"algorithm": RING}),
+    ("latent", 2, {"algorithm": HEADS}),
+    ("latent", 2, {"tp": 2, "algorithm": RING}),
+    ("latent", 2, {"tp": 2, "algorithm": HEADS}),
+    ("latent", 2, {"tp": 2, "algorithm": RING, "sequence_parallel": False}),
+    ("latent", 2, {"pp": 2, "algorithm": RING}),
+    ("latent", 2, {"algorithm": RING, "recompute": True}),
+)
+LAYERS, MICROBATCHES = 2, 2
+
+
+@pytest.fixture(scope="module")
+def one_rank(pool):
+    """One step on one rank; of grouped heads with nothing of ours on it."""
+
+    @cache
+    def step(attention: str) -> dict[str, Any]:
+        (result,) = pool.run(f"{CASES}:step", 1, attention=attention)
+        assert (result["calls"] == 0) == (attention == "grouped")
+        return result
+
+    return step
+
+
+def check(pool, one_rank, attention, cp, given):
+    arguments = dict(given)
+    recompute = arguments.pop("recompute", False)
+    if recompute:
+        arguments["overrides"] = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        if attention == "latent":
+            arguments["overrides"]["recompute_modules"].append("mla_up_proj")
+    tp, pp = arguments.get("tp", 1), arguments.get("pp", 1)
+    ranks = pool.run(f"{CASES}:step", cp * tp * pp, attention=attention, cp=cp, **arguments)
+    assert all(rank["calls"] > 0 for rank in ranks), "the operator ran on every rank"
+    found, expected = cases.in_one_group(ranks, cp, tp), one_rank(attention)
+    if attention == "latent" and not arguments.get("sequence_parallel", True):
+        # Megatron adds up this norm's gradient over tensor parallel ranks, each of which has all of it.
+        for name in found["gradients"]:
+            if "q_layernorm" in name:
+                found["gradients"][name] /= tp
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-5, atol=0)
+    job.assert_same_gradients(found["gradients"], expected["gradients"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("attention", "cp", "given"), QUICK, ids=str)
+def test_same_step_as_on_one_rank(pool, one_rank, attention, cp, given):
+    check(pool, one_rank, attention, cp, given)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("attention", "cp", "given"), FULL, ids=str)
+def test_same_step_as_on_one_rank_in_other_layouts(pool, one_rank, attention, cp, given):
+    check(pool, one_rank, attention, cp, given)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("given_to_megatron", [False, True])
+def test_groups_of_the_hybrid(pool, given_to_megatron):
+    found = pool.run(f"{CASES}:hybrid_groups", 4, given_to_megatron=given_to_megatron)
+    assert found == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]

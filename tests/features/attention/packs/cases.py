@@ -1,0 +1,243 @@
+"""What runs inside the pool's workers: packed documents, and the same documents one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.features.attention.dsa import by_runs
+from mindspeed_dsa.integration.packs import Pack
+from tests.features.attention.cp_cases import logged_indexer_loss
+from tests.support import model as job
+
+LENGTHS = (5, 17, 1, 40, 9)
+PADDING = 8
+
+
+def tokens_of(lengths: Sequence[int], padding: int = 0, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens and labels, ``[1, rows]``."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randint(0, job.VOCABULARY, (1, sum(lengths) + padding), generator=generator) for _ in range(2)
+    )
+
+
+def prefix_sums(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def described(lengths: Sequence[int], rows: int) -> Any:
+    """Megatron's description with the given lengths, empty documents included."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    sums = prefix_sums(lengths)
+    places, longest = None, max(lengths)
+    if rows > sums[-1]:
+        places = torch.cat([sums[:-1], torch.tensor([rows])]).int()
+        longest = int(places.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=sums,
+        cu_seqlens_kv=sums,
+        cu_seqlens_q_padded=places,
+        cu_seqlens_kv_padded=places,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def one_pass(
+    packed: bool,
+    lengths: Sequence[int] = LENGTHS,
+    padding: int = PADDING,
+    switches: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    builder: str = "tests.support.model",
+    config: str = "config",
+    mtp: bool = False,
+) -> dict[str, Any]:
+    """Loss, gradients and logged indexer loss of documents, in one pack or one by one."""
+    job.start({"use_fused_dsa": True, **(switches or {})})
+    build, rows, count = import_module(builder), sum(lengths) + padding, sum(lengths)
+    tokens, labels = tokens_of(lengths, padding)
+    cfg = getattr(build, config)(**(overrides or {}))
+    with mock.patch.object(job, "SEQUENCE", rows):
+        model = build.gpt_model(cfg, **({"mtp": True} if mtp else {}))
+    logged, losses = 0.0, []
+    parts = [(slice(0, rows), count)] if packed else []
+    if not packed:
+        ends = prefix_sums(lengths).tolist()
+        parts = [(slice(a, b), b - a) for a, b in itertools.pairwise(ends) if b > a]
+    for part, counted in parts:
+        own = torch.arange(part.stop - part.start)[None]
+        scale_indexer_loss(counted / count)
+        inputs = tokens[:, part], own, None
+        given = {"packed_seq_params": described(lengths, rows)} if packed else {}
+        out = model(*inputs, labels=labels[:, part], **given)[0, :counted]
+        losses.append(out.detach())
+        (out.sum() / count).backward()
+        logged += logged_loss() * counted / count
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"losses": torch.cat(losses), "gradients": gradients, "indexer loss": logged}
+
+
+def logged_loss() -> float:
+    try:
+        return logged_indexer_loss(1)
+    except KeyError:  # nothing was logged
+        return 0.0
+
+
+def scale_indexer_loss(factor: float) -> None:
+    from mindspeed_dsa.features.attention.indexer_loss import indexer_loss
+
+    indexer_loss(Megatron()).scale.set_loss_scale(torch.tensor(factor))
+
+
+def told(all_lengths: Sequence[Sequence[int]], padding: int) -> list[tuple[Any, ...]]:
+    """Packs with and without padding; what is read back of what Megatron is told, and its last place."""
+    found = []
+    for lengths, more in itertools.product(all_lengths, (0, padding)):
+        pack = Pack.of(
+            SimpleNamespace(qkv_format="thd", cu_seqlens_q=prefix_sums(lengths)), sum(lengths) + more
+        )
+        params = pack.params(Megatron(), torch.device("cpu"))
+        places = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+        found.append((pack, Pack.of(params, pack.length), int(places[-1]), places.dtype))
+    return found
+
+
+END = 3
+"""The token that ends a document."""
+
+
+def batches(from_tokens: bool, packs: int = 2) -> list[dict[str, Tensor]]:
+    """Packs as a data loader collates them: their documents' lengths beside the tokens, or in them."""
+    found = []
+    for seed in range(packs):
+        lengths = LENGTHS[seed:] + LENGTHS[:seed]
+        tokens, labels = tokens_of(lengths, 0 if from_tokens else PADDING, seed)
+        mask = torch.ones(tokens.shape)
+        mask[:, sum(lengths) :] = 0
+        batch = {"tokens": tokens, "labels": labels, "loss_mask": mask}
+        if from_tokens:
+            tokens[tokens == END] = END + 1
+            tokens[:, prefix_sums(lengths)[1:] - 1] = END
+        else:
+            batch |= {"cu_seqlens": prefix_sums(lengths)[None], "max_seqlen": torch.tensor([max(lengths)])}
+        found.append(batch)
+    return found
+
+
+def one_by_one(packs: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Each document as a microbatch of its own."""
+    found = []
+    for seed, batch in enumerate(packs):
+        ends = prefix_sums(LENGTHS[seed:] + LENGTHS[:seed]).tolist()
+        for begin, end in itertools.pairwise(ends):
+            part = {key: batch[key][:, begin:end] for key in ("tokens", "labels", "loss_mask")}
+            found.append(part)
+    return found
+
+
+def scripted_step(
+    switches: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    from_tokens: bool = False,
+    alone: bool = False,
+    builder: str = "tests.support.model",
+    by_run: bool = False,
+    **layout: Any,
+) -> dict[str, Any]:
+    """Gradients of two packs that a script trains on which passes no lengths on, as ``pretrain_gpt.py`` does.
+
+    With ``alone`` each document is a microbatch of its own; with ``by_run`` the operators get rows as those
+    of NPUs do.
+    """
+    cp = layout.get("cp", 1)
+    parallel = {"context_parallel_size": cp} if cp > 1 else {}
+    job.start({"use_fused_dsa": True, "pack_documents": not alone, **parallel, **(switches or {})}, **layout)
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel as Wrapped
+    from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    tp, pp, vpp = layout.get("tp", 1), layout.get("pp", 1), layout.get("vpp")
+    build = import_module(builder)
+    cfg = build.config(
+        **{"num_layers": 4, **(overrides or {})},
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        calculate_per_token_loss=True,
+        **({**parallel, "cp_comm_type": "allgather"} if parallel else {}),
+    )
+    cfg.finalize_model_grads_func = finalize_model_grads
+    packs = batches(from_tokens)
+    data = one_by_one(packs) if alone else packs
+    reads = parallel_state.get_tensor_model_parallel_rank() == 0 and (
+        parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        or parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    )
+    rows = packs[0]["tokens"].size(1)
+    runs = mock.patch.object(by_runs, "in_runs", return_value=by_run)
+    with mock.patch.object(job, "SEQUENCE", rows), end_of_documents(), runs:
+        chunks = [build.gpt_model(cfg, vp_stage=stage if vpp else None) for stage in range(vpp or 1)]
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        wrapped = [
+            Wrapped(cfg, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)
+        ]
+        iterators = [iter(data) if reads else None for _ in chunks]
+        get_forward_backward_func()(
+            forward_step_func=partial(script_step, cfg),
+            data_iterator=iterators if vpp else iterators[0],
+            model=wrapped if vpp else wrapped[0],
+            num_microbatches=len(data),
+            seq_length=rows,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+    return {
+        "gradients": job.gradients(chunks),
+        "split": job.split_dimensions(chunks),
+        "context": parallel_state.get_context_parallel_rank(),
+    }
+
+
+def script_step(cfg: Any, data: Iterator[dict[str, Tensor]] | None, model: Any) -> Any:
+    """Reads on tensor parallel rank 0 of the outer stages, hands on by broadcast; knows no packs."""
+    from megatron.core import parallel_state, utils
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    source = parallel_state.get_tensor_model_parallel_src_rank()
+    told = [next(data) if data is not None else None]
+    dist.broadcast_object_list(told, src=source, group=group)
+    batch = told[0] or dict.fromkeys(("tokens", "labels", "loss_mask"))
+    if parallel_state.get_context_parallel_world_size() > 1:
+        batch = utils.get_batch_on_this_cp_rank(batch)
+    assert not {"cu_seqlens", "max_seqlen"} & batch.keys(), "the script would read these wrongly"
+    out = model(batch["tokens"], None, None, labels=batch["labels"])
+    return out, partial(job.loss_of, cfg, batch["loss_mask"])
+
+
+@contextlib.contextmanager
+def end_of_documents() -> Iterator[None]:
+    """Megatron-LM's global tokenizer, which the installed wheel lacks."""
+    tokenizer = ModuleType("megatron.training.global_vars")
+    tokenizer.get_tokenizer = lambda: SimpleNamespace(eod=END)  # type: ignore[attr-defined]
+    packages = {"megatron.training": ModuleType("megatron.training"), tokenizer.__name__: tokenizer}
+    with mock.patch.dict(sys.modules, packages):
+        yield

@@ -1,0 +1,233 @@
+"""Documents in a pack train as the same documents one by one."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+import mindspeed_dsa
+from mindspeed_dsa.context_parallel.packs import DealtBlocks
+from mindspeed_dsa.features.attention.dsa import sparse_attention
+from mindspeed_dsa.features.attention.dsa.problem import Groups, IndexInputs, Operands, Rows
+from mindspeed_dsa.features.attention.pack_rows import PackRows
+from mindspeed_dsa.features.attention.packs.arguments import reset_at_documents
+from mindspeed_dsa.integration.packs import Pack
+from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
+from mindspeed_dsa.ops.npu_layout import layout_of_ranges
+from mindspeed_dsa.ops.row_ranges import visible_ranges
+from mindspeed_dsa.patches import SettingsError
+from tests.support.model import assert_same_gradients, put_together
+
+CASES = "tests.features.attention.packs.cases"
+FULL = pytest.mark.full
+BY_HEAD = {"switches": {"use_dsa_absorb": False}}
+FORMS = {
+    "absorbed": {},
+    "by head": BY_HEAD,
+    "one document": {"lengths": (80,), "padding": 0},
+    "no longer than topk": {"lengths": (5, 0, 6, 3, 0, 4), "padding": 3},
+    "no longer than topk, by head": {"lengths": (5, 0, 6, 3, 0, 4), "padding": 3, **BY_HEAD},
+    "loss in backward": {"switches": {"dsa_fuse_kl_in_backward": True}},
+    "dense loss": {"overrides": {"dsa_indexer_use_sparse_loss": False}},
+    "no loss": {"overrides": {"dsa_indexer_loss_coeff": 0.0}},
+    "YaRN": {"overrides": {"rope_type": "yarn"}},
+    "DeepSeek's order": {"switches": {"dsa_indexer_rope_first": True}},
+    "recomputed": {
+        "overrides": {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["core_attn", "mla_up_proj"],
+        }
+    },
+    "warm-up": {"switches": {"dsa_stage": "warmup"}},
+}
+QUICK = ("absorbed", "no longer than topk, by head")
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[] if form in QUICK else [FULL]) for form in FORMS]
+)
+def test_a_pack_trains_as_its_documents_one_by_one(pool, form):
+    (packed,), (alone,) = (
+        pool.run(f"{CASES}:one_pass", 1, packed=packed, **FORMS[form]) for packed in (True, False)
+    )
+    torch.testing.assert_close(packed["losses"], alone["losses"], rtol=1e-5, atol=1e-5)
+    assert packed["indexer loss"] == pytest.approx(alone["indexer loss"], rel=1e-5)
+    assert (packed["indexer loss"] > 0) == (form != "no loss")
+    compared = {name: gradient for name, gradient in alone["gradients"].items() if gradient.any()}
+    assert any("indexer" in name for name in compared) == (form != "no loss")
+    assert_same_gradients({name: packed["gradients"][name] for name in compared}, compared, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, {}),
+        (4, {"tp": 2, "pp": 2}),
+        pytest.param(2, {"pp": 2, "from_tokens": True}, marks=FULL),
+        pytest.param(4, {"pp": 4}, marks=FULL),
+        pytest.param(2, {"pp": 2, "vpp": 2}, marks=FULL),
+        pytest.param(2, {"tp": 2, **BY_HEAD}, marks=FULL),
+        (2, {"cp": 2}),
+        pytest.param(4, {"cp": 4}, marks=FULL),
+        pytest.param(4, {"cp": 2, "tp": 2, "from_tokens": True}, marks=FULL),
+        pytest.param(4, {"cp": 2, "pp": 2}, marks=FULL),
+        pytest.param(2, {"cp": 2, "by_run": True}, marks=FULL),
+        pytest.param(2, {"cp": 2, "overrides": {"dsa_indexer_topk": 40}}, marks=FULL),
+    ],
+    ids=str,
+)
+def test_a_script_that_knows_no_packs_trains_on_them_on_every_rank(pool, ranks, layout):
+    model = {name: layout[name] for name in ("from_tokens", "overrides") if name in layout}
+    (alone,) = pool.run(f"{CASES}:scripted_step", 1, alone=True, **model)
+    packed = pool.run(f"{CASES}:scripted_step", ranks, **layout)
+    for context in range(layout.get("cp", 1)):  # gradients are reduced over them
+        copies = [rank for rank in packed if rank["context"] == context]
+        assert_same_gradients(put_together(copies), alone["gradients"], 2e-5)
+
+
+SCALED = {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True}
+
+
+@pytest.mark.parametrize(
+    ("attention", "overrides"),
+    [("latent", {}), pytest.param("grouped", {}, marks=FULL), pytest.param("grouped", SCALED, marks=FULL)],
+    ids=str,
+)
+def test_dense_attention_without_transformer_engine_takes_packs(pool, attention, overrides):
+    switches = {
+        "use_fused_dsa": False,
+        "pack_documents": True,
+        "experimental_attention_variant": None,
+        "transformer_impl": "local",
+        "multi_latent_attention": attention == "latent",
+    }
+    builder = "tests.features.attention.dense_context_parallel.cases"
+    model = {"builder": builder, "config": f"{attention}_config", "overrides": overrides}
+    (packed,), (alone,) = (
+        pool.run(f"{CASES}:one_pass", 1, packed=each, switches=switches, **model) for each in (True, False)
+    )
+    torch.testing.assert_close(packed["losses"], alone["losses"], rtol=1e-5, atol=1e-5)
+    assert_same_gradients(packed["gradients"], alone["gradients"], 1e-5)
+
+
+def params(lengths, padded=None, **more):
+    sums = torch.tensor([0, *lengths]).cumsum(0)
+    places = None if padded is None else torch.tensor([0, *padded]).cumsum(0)
+    fields = {"cu_seqlens_q": sums, "cu_seqlens_q_padded": places}
+    return SimpleNamespace(**{"qkv_format": "thd", **fields, **more})
+
+
+def test_rows_know_their_document():
+    pack = Pack.of(params((2, 0, 3), (4, 1, 3), unknown="field"), 10)
+    assert pack.documents == ((0, 2), (5, 8))
+    assert pack.starts.tolist() == [0, 0, 0, 0, 0, 5, 5, 5, 0, 0]
+    assert pack.ends.tolist() == [1, 2, 0, 0, 0, 6, 7, 8, 0, 0]
+    assert pack.positions.tolist() == [0, 1, 0, 0, 0, 0, 1, 2, 0, 0]
+    assert pack.counted.tolist() == [True, True, False, False, False, True, True, True, False, False]
+    assert (pack.tokens, pack.longest) == (5, 3)
+
+
+def test_megatron_is_told_of_the_same_rows(pool):
+    """Its own rotary embedding cuts the rows at the places that it is told of."""
+    (told,) = pool.run(f"{CASES}:told", 1, all_lengths=[(3,), (0, 3), (2, 0, 1, 0), (), (0,)], padding=2)
+    assert len(told) == 10
+    for pack, again, place, dtype in told:
+        assert again == pack
+        assert place == pack.length
+        assert dtype == torch.int32
+
+
+def test_documents_end_with_their_token():
+    assert Pack.of_tokens(torch.tensor([[5, 3, 3, 4, 4]]), 3).documents == ((0, 2), (2, 3), (3, 5))
+    assert Pack.of_tokens(torch.tensor([4, 3]), 3).documents == ((0, 2),)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (params((2, 3), qkv_format="sbhd"), "qkv_format is 'sbhd'"),
+        (params((2, 3), local_cp_size=2), "without hybrid context parallelism"),
+        (SimpleNamespace(qkv_format="thd"), "no cu_seqlens_q"),
+        (params((2, 3), cu_seqlens_kv=torch.tensor([0, 5])), "cu_seqlens_q and cu_seqlens_kv differ"),
+        (params((2, 9)), "6 rows cannot hold documents that end at"),
+        (params((2, -1)), "never fall"),
+        (params((2, 1), (1, 2)), "in places that end at"),
+    ],
+    ids=str,
+)
+def test_what_describes_no_pack_is_refused(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Pack.of(given, 6)
+
+
+def test_padding_at_the_end_reaches_no_operator():
+    """Those of NPUs know documents one behind the other, and nothing else."""
+    pack = Pack.of(params((5, 17, 9)), 39)
+    rows = Rows.of_pack(PackRows(pack), torch.device("cpu"))
+    heads, size = 2, 4
+    operands = Operands(*(torch.randn(39, 1, n, size) for n in (heads, 1)), torch.randn(heads, 3, 2), 1.0)
+    index = IndexInputs(torch.randn(1, 39, 1, size), torch.randn(1, 39, size), torch.randn(1, 39, 1))
+    seen = []
+
+    def noting(query, key, *args, **kwargs):
+        seen.append((query.shape[1], key.shape[1]))
+        return lightning_indexer(query, key, *args, **kwargs)
+
+    with mock.patch.object(sparse_attention, "lightning_indexer", noting):
+        out = sparse_attention.sparse_attention(operands, index, 6, rows, Groups(), None, "auto").out
+    assert seen == [(31, 31)]
+    assert out.shape[0] == 39
+    assert out[:31].any(dim=-1).all()
+    assert not out[31:].any()
+    kept = rows.first(31)
+    layout = layout_of_ranges(visible_ranges("", 1, 31, 31, kept.starts, kept.ends, torch.device("cpu")), 31)
+    assert layout.sequences == (5, 17, 9)
+
+
+def test_runs_are_neighbours_in_one_document():
+    """Blocks of four rows; what Ascend's operators are given one by one."""
+    pack = Pack.of(params((5, 1, 7)), 16)
+    rows = [PackRows(pack, DealtBlocks(2, pack, 4), rank) for rank in (0, 1)]
+    for each in rows:
+        covered = 0
+        for first, end, low, high in each.runs():
+            assert first == covered
+            covered = end
+            own = slice(first, end)
+            seen = range(high - (end - first) + 1, high + 1) if high > low else [0] * (end - first)
+            assert each.ends[own].tolist() == list(seen)
+            assert set(each.starts[own].tolist()) == {low}
+        assert covered == 8
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"micro_batch_size": 2}, "--micro-batch-size is 2; use 1"),
+        ({"reset_attention_mask": True}, "--reset-attention-mask both say"),
+        ({"dataloader_inter_document_masking": True}, "--dataloader-inter-document-masking both say"),
+        ({"context_parallel_size": 2, "mtp_num_layers": 1}, "multi-token prediction shifts labels"),
+        (
+            {"context_parallel_size": 2, "experimental_attention_variant": None},
+            "dense attention has no such keys",
+        ),
+    ],
+    ids=str,
+)
+def test_jobs_that_cannot_pack_are_refused(args, message):
+    with mindspeed_dsa.enabled(pack_documents=True), pytest.raises(SettingsError, match=message):
+        mindspeed_dsa.validate(SimpleNamespace(**args))
+
+
+def test_the_data_loader_resets_at_documents():
+    args = SimpleNamespace(
+        reset_position_ids=False, eod_mask_loss=False, create_attention_mask_in_dataloader=True
+    )
+    assert len(reset_at_documents(args)) == 3
+    assert (args.reset_position_ids, args.eod_mask_loss) == (True, True)
+    assert args.create_attention_mask_in_dataloader is False
+    assert reset_at_documents(args) == []

@@ -1,0 +1,110 @@
+"""A MoE layer in two halves beside the stock layer; runs in the pool's workers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_dsa.log import Log
+from tests.features.moe.alltoall_overlap.cases import recorded, switch_on
+from tests.support import model, moe
+
+ALWAYS = {"moe_batch_overlap": True, "moe_batch_overlap_always": True}
+MEASURED = {"moe_batch_overlap": True}
+Times = Mapping[str, float]
+FASTER: Times = {"whole": 1.0, "in turn": 1.1, "interleaved": 0.8}
+SLOWER: Times = {"whole": 1.0, "in turn": 1.3, "interleaved": 1.2}
+
+
+@contextlib.contextmanager
+def times(seconds: Times) -> Iterator[list[str]]:
+    """What a layer's forward seems to take on this rank, by the way it goes; the ways that were run."""
+    from mindspeed_dsa.features.moe.batch_overlap import choice
+
+    ways: list[str] = []
+
+    def timed(work: Any, group: Any) -> float:
+        work()
+        ways.extend(work.args)
+        return seconds[ways[-1]]
+
+    with mock.patch.object(choice, "timed", timed):
+        yield ways
+
+
+def measured(switch: Mapping[str, Any]) -> dict[str, Any]:
+    """Three layers, two of one size, with everything that a forward could leave behind, stock and ours.
+
+    Rank 0 finds halves faster and rank 1 slower for the first size, both faster for the other.
+
+    Args:
+        switch: what is switched on.
+    """
+    model.start(ep=2, etp=1)
+    theirs = _measured()
+    switch_on(switch)
+    return {"ours": _measured(), "theirs": theirs}
+
+
+def _measured() -> dict[str, Any]:
+    overrides = {
+        "moe_input_jitter_eps": 0.1,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.1,
+        "moe_z_loss_coeff": 0.1,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    }
+    found: dict[str, Any] = {"runs": [], "launched": [], "ways": [], "lines": []}
+    by_layer = [SLOWER if dist.get_rank() else FASTER] * 2 + [FASTER]
+    torch.manual_seed(7)
+
+    def info(_: Any, line: str, *args: Any, **kwargs: Any) -> None:
+        found["lines"].append(line % args)
+
+    with mock.patch.object(Log, "info", info):
+        for number, seconds in enumerate(by_layer):
+            width = {"moe_ffn_hidden_size": 16 if number < 2 else 24}
+            built = moe.layer(moe.config(ep=2, **overrides, **width))
+            inputs = [moe.tokens(5 + dist.get_rank(), seed=dist.get_rank()) for _ in range(2)]
+            with times(seconds) as ways, recorded() as events:
+                result = moe.train(built, inputs)
+            result["weights"]["counts"] = built.router.local_tokens_per_expert
+            result["weights"]["random state"] = torch.get_rng_state().float()
+            found["runs"].append(result)
+            found["launched"].append(events.count("launch"))
+            found["ways"].append(len(ways))
+    return found
+
+
+def balancing(kind: str | list[str], coeff: Any) -> dict[str, Any]:
+    """Losses that balance the load, as Megatron logs them, and the router's gradient, stock and ours."""
+    model.start(ep=2, etp=1)
+    overrides = {
+        "moe_router_load_balancing_type": kind,
+        "moe_aux_loss_coeff": coeff,
+        "moe_z_loss_coeff": 0.1,
+    }
+    found = {}
+    for name in ("theirs", "ours"):
+        if name == "ours":
+            switch_on(ALWAYS)
+        found[name] = _balanced(overrides)
+    return found
+
+
+def _balanced(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.clear_aux_losses_tracker()
+    built = moe.layer(moe.config(ep=2, **overrides))
+    result = moe.train(built, [moe.tokens(6, seed=dist.get_rank())])
+    tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+    losses: dict[str, Tensor] = {name: entry["values"].clone() for name, entry in tracker.items()}
+    return {**result, "losses": losses}

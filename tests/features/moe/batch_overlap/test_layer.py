@@ -1,0 +1,135 @@
+"""A MoE layer whose tokens are cut in halves computes what the stock layer computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.features.moe.batch_overlap.cases import ALWAYS, MEASURED
+from tests.support import moe
+
+CASES = "tests.features.moe.batch_overlap.cases"
+OVERLAP = "tests.features.moe.alltoall_overlap.cases"
+OVERLAPPED = {"moe_alltoall_overlap_comm": True}
+RECOMPUTED = {"recompute_granularity": "selective"}
+RUNS = {
+    "several microbatches, odd tokens": {"rows": (7, 5, 6)},
+    "one token": {"rows": (1,)},
+    "all tokens to one rank, two experts empty": {"to_one": True},
+    "no shared expert": {"moe_shared_expert_intermediate_size": None},
+    "gate": {"moe_shared_expert_gate": True},
+    "dropped tokens": {"moe_expert_capacity_factor": 0.5},
+    "one expert per rank": {"num_moe_experts": 2},
+    "layer recomputed": {**RECOMPUTED, "recompute_modules": ["moe"]},
+    "shared expert recomputed": {**RECOMPUTED, "recompute_modules": ["shared_experts"]},
+    "bf16": {"dtype": "bfloat16"},
+    "frozen experts": {"frozen": ["experts.1.linear_fc1", "linear_fc2", "shared"]},
+    "two experts share a weight": {"tied": True},
+    "adapter": {"adapter": True},
+    "main_grad": {"fusion": True},
+    "main_grad, shared weight": {"fusion": True, "tied": True},
+    "no gradients": {"graph": False},
+}
+OF_LAYOUTS = {name: RUNS[name] for name in ("several microbatches, odd tokens", "gate", "dropped tokens")}
+
+
+def check(found, runs):
+    for rank in found:
+        for name in runs:
+            ours, theirs = rank[name]["ours"], rank[name]["theirs"]
+            moe.assert_same(ours, theirs, rtol=2e-2 if "bf16" in name else 1e-5)
+            fused = [weight for weight in ours["weights"] if "experts." in weight and "True" in weight]
+            assert bool(fused) == ("main_grad" in name)
+            passes = 1 if "graph" in runs[name] else 3 if "layer recomputed" in name else 2
+            assert rank[name]["launched"] == 6 * passes * len(ours["outputs"]), name
+
+
+def test_two_ranks(pool):
+    check(pool.run(f"{OVERLAP}:beside_stock", 2, runs=RUNS, switch=ALWAYS), RUNS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [{"tp": 2, "ep": 2}, {"ep": 4}], ids=["TP2+SP, EP2", "EP4"])
+def test_layouts(pool, layout):
+    found = pool.run(f"{OVERLAP}:beside_stock", layout["ep"], runs=OF_LAYOUTS, switch=ALWAYS, **layout)
+    check(found, OF_LAYOUTS)
+
+
+def test_order_of_events(pool):
+    """Forward and backward: what runs under which transfer of which half."""
+    for found in pool.run(f"{OVERLAP}:order", 2, switch=ALWAYS):
+        assert found["forward"] == [
+            *("launch", "launch", "shared fc1", "wait", "wait"),  # dispatch 0
+            *("launch", "launch", "expert"),  # dispatch 1, experts 0
+            *("launch", "wait", "wait", "expert", "wait"),  # combine 0, experts 1
+            *("launch", "shared fc2", "wait"),  # combine 1
+        ]
+        assert found["backward"] == [
+            *("launch", "shared fc2 dW", "shared fc1 dW", "wait"),  # combine 1
+            *("launch", "launch", "launch", "wait"),  # combine 0 under experts 1, then dispatch 1
+            *("wait", "wait", "launch", "launch"),  # experts 0, dispatch 0
+            *[*["expert dW"] * 4, "wait", "wait"],
+        ]
+
+
+def test_order_where_experts_do_not_learn(pool):
+    """The shared expert's first half is then all that there is for the first dispatch."""
+    for found in pool.run(f"{OVERLAP}:order", 2, switch=ALWAYS, frozen=True):
+        assert found["backward"] == [
+            *("launch", "shared fc2 dW", "wait", "launch", "launch", "launch", "wait", "wait", "wait"),
+            *("launch", "launch", "shared fc1 dW", "wait", "wait"),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "coeff"),
+    [("aux_loss", 0.5), (["seq_aux_loss", "global_aux_loss"], [0.5, 0.25])],
+    ids=["aux_loss", "seq and global"],
+)
+def test_load_balancing_is_of_the_whole_microbatch(pool, kind, coeff):
+    for found in pool.run(f"{CASES}:balancing", 2, kind=kind, coeff=coeff):
+        ours, theirs = found["ours"], found["theirs"]
+        assert ours["losses"].keys() == theirs["losses"].keys() >= {"z_loss"}
+        for name, values in theirs["losses"].items():
+            assert values.any()
+            assert torch.equal(ours["losses"][name], values), name
+        moe.assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("beside", "launched"),
+    [({}, 0), pytest.param(OVERLAPPED, 2 * 6, marks=pytest.mark.full)],
+    ids=["stock", "overlap of the whole"],
+)
+def test_measured_once_for_each_size_and_agreed_upon(pool, beside, launched):
+    """Ranks that measure different things do the same; a measurement leaves nothing behind."""
+    ranks = pool.run(f"{CASES}:measured", 2, switch={**MEASURED, **beside})
+    for rank in ranks:
+        ours, theirs = rank["ours"], rank["theirs"]
+        for mine, stock in zip(ours["runs"], theirs["runs"], strict=True):
+            moe.assert_same(mine, stock)
+        first, same_size, other = ours["launched"]
+        # One of the ranks is slower in halves, so both take the whole, and do not measure again.
+        assert same_size == launched
+        assert ours["ways"][1] == 0 < ours["ways"][0] == ours["ways"][2]
+        assert other - first == 2 * 2 * 6 - launched  # two microbatches, forward and backward
+    whole, cut = (line for line in ranks[0]["ours"]["lines"] if "forward of a layer takes" in line)
+    assert "tokens stay whole, because halves cost more than overlap takes back" in whole
+    assert "tokens are cut" in cut
+
+
+@pytest.mark.parametrize(
+    ("ranks", "distributed"),
+    [(2, False), pytest.param(4, True, marks=pytest.mark.full)],
+    ids=["DP2", "DP4, distributed optimizer"],
+)
+def test_gradients_are_ready_once(pool, ranks, distributed):
+    """With overlapped reduction every parameter reports as often as in stock, in every step."""
+    arguments = {"ep": 2, "distributed": distributed, "switch": ALWAYS}
+    for found in pool.run(f"{OVERLAP}:overlapped_reduction", ranks, **arguments):
+        ours, theirs = found["ours"], found["theirs"]
+        assert ours["golden"] == theirs["golden"]
+        assert set(ours["golden"].values()) == {1}
+        for name, gradient in theirs["gradients"].items():
+            difference = (ours["gradients"][name] - gradient).abs().max()
+            assert difference <= 1e-5 * gradient.abs().max(), name

@@ -1,0 +1,131 @@
+"""What torch_npu's fused attention computes, on CPU tensors, from its manual; limits given there raise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+calls: list[tuple[str, int, int]] = []
+"""Operator, rows and keys."""
+
+
+def npu_fusion_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    head_num: int,
+    input_layout: str,
+    pse: None = None,
+    padding_mask: None = None,
+    atten_mask: Tensor | None = None,
+    scale: float = 1.0,
+    keep_prob: float = 1.0,
+    pre_tockens: int = 2147483647,
+    next_tockens: int = 2147483647,
+    inner_precise: int = 0,
+    prefix: None = None,
+    actual_seq_qlen: None = None,
+    actual_seq_kvlen: None = None,
+    sparse_mode: int = 0,
+    *unused: Any,
+    **more: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
+    assert keep_prob == 1.0
+    name = "npu_fusion_attention"
+    scores = _scores(name, query, key, value, head_num, input_layout, atten_mask, scale, sparse_mode)
+    maximum = scores.amax(dim=-1, keepdim=True)
+    weights = (scores - maximum).exp()
+    total = weights.sum(dim=-1, keepdim=True)
+    out = torch.einsum("bhts,bshd->bthd", weights / total, _repeated(value, head_num))
+    return (
+        out.to(query.dtype),
+        maximum.expand(-1, -1, -1, 8).contiguous(),
+        total.expand(-1, -1, -1, 8).contiguous(),
+        query.new_empty(0),
+        0,
+        0,
+        0,
+    )
+
+
+def npu_fusion_attention_grad(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dy: Tensor,
+    head_num: int,
+    input_layout: str,
+    *,
+    atten_mask: Tensor | None = None,
+    softmax_max: Tensor | None = None,
+    softmax_sum: Tensor | None = None,
+    attention_in: Tensor | None = None,
+    scale_value: float = 1.0,
+    sparse_mode: int = 0,
+    **more: Any,
+) -> tuple[Tensor, Tensor, Tensor, None, Tensor]:
+    assert not more, more
+    name = "npu_fusion_attention_grad"
+    scores = _scores(name, query, key, value, head_num, input_layout, atten_mask, scale_value, sparse_mode)
+    assert softmax_max is not None
+    assert softmax_sum is not None
+    assert attention_in is not None
+    for statistic in (softmax_max, softmax_sum):
+        assert (statistic.shape, statistic.dtype) == ((*scores.shape[:3], 8), torch.float32)
+        assert statistic.is_contiguous()
+    for states in (dy, attention_in):
+        assert states.is_contiguous()
+        assert (states.shape[:3], states.dtype) == (query.shape[:3], query.dtype)
+    probabilities = (scores - softmax_max[..., :1]).exp() / softmax_sum[..., :1]
+    keys, values, grad = _repeated(key, head_num), _repeated(value, head_num), dy.float()
+    delta = (grad * attention_in.float()).sum(-1).transpose(1, 2)[..., None]
+    grad_scores = probabilities * (torch.einsum("bthd,bshd->bhts", grad, values) - delta)
+    gradients = (
+        scale_value * torch.einsum("bhts,bshd->bthd", grad_scores, keys),
+        _summed(scale_value * torch.einsum("bhts,bthd->bshd", grad_scores, query.float()), key),
+        _summed(torch.einsum("bhts,bthd->bshd", probabilities, grad), value),
+    )
+    found = [one.to(query.dtype) for one in gradients]
+    return found[0], found[1], found[2], None, torch.empty(0)
+
+
+def _scores(
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    heads: int,
+    layout: str,
+    mask: Tensor | None,
+    scale: float,
+    sparse_mode: int,
+) -> Tensor:
+    """``[batch, heads, rows, keys]`` fp32, -inf where masked."""
+    assert layout == "BSND"
+    assert all(one.is_contiguous() and one.dtype == query.dtype for one in (query, key, value))
+    assert query.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    assert key.shape == value.shape, "one shape"
+    assert (query.shape[0], query.shape[3]) == (key.shape[0], key.shape[3])
+    assert query.shape[2] == heads <= 256
+    assert heads % key.shape[2] == 0
+    assert query.shape[3] <= 768
+    calls.append((name, query.shape[1], key.shape[1]))
+    scores = scale * torch.einsum("bthd,bshd->bhts", query.float(), _repeated(key, heads))
+    if mask is None:  # "sparse_mode has no effect then"
+        return scores
+    # leftUpCausal wants the compressed mask, and computes the lower triangle from the upper left.
+    assert sparse_mode == 2
+    assert (mask.shape, mask.dtype) == ((2048, 2048), torch.bool)
+    assert torch.equal(mask, torch.ones_like(mask).triu(1))
+    rows, keys = scores.shape[-2:]
+    return scores.masked_fill(torch.ones(rows, keys, dtype=torch.bool).triu(1), -torch.inf)
+
+
+def _repeated(states: Tensor, heads: int) -> Tensor:
+    return states.float().repeat_interleave(heads // states.shape[2], dim=2)
+
+
+def _summed(gradient: Tensor, like: Tensor) -> Tensor:
+    return gradient.unflatten(2, (like.shape[2], -1)).sum(dim=3)

@@ -1,0 +1,44 @@
+"""Dense attention in parts through torch_npu's own operators."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch_npu.op_plugin.meta import _meta_registrations
+
+from mindspeed_dsa.ops import npu_device
+from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.dense_attention import npu
+from tests.npu import dense_kernels
+from tests.ops.dense_cases import SHAPES, check
+
+
+@pytest.fixture(autouse=True)
+def operators(npu_kernels, monkeypatch):
+    # The shape function asks the device for its kind, once, to warn of torch.compile.
+    monkeypatch.setattr(_meta_registrations, "_npu_fusion_attention_warning_printed", True, raising=False)
+    dense_kernels.calls.clear()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_parts_make_the_whole(dtype, shape):
+    check("npu", dtype, shape)
+    half, rows = shape.rows // 2, shape.rows - shape.rows // 2
+    sizes = [(half, half), (rows, half), (rows, rows)]
+    assert dense_kernels.calls == [
+        (name, *size) for name in ("npu_fusion_attention", "npu_fusion_attention_grad") for size in sizes
+    ]
+
+
+def test_limits_have_names(monkeypatch):
+    def refused(dtype=torch.bfloat16, heads=8, dim=192):
+        sizes = (("heads", heads), ("kv_heads", 8), ("dim", dim), ("value_dim", 128))
+        return npu.unsupported(ShapeClass("cpu", dtype, sizes))
+
+    assert refused() is None
+    assert "bfloat16, float16 and float32 only" in refused(torch.float64)
+    assert "at most 256 heads" in refused(heads=264)
+    assert "at most 768 dimensions" in refused(dim=769)
+    monkeypatch.setattr(npu_device, "takes_device", lambda device: False)
+    assert refused() == "it runs on NPU tensors only"
