@@ -78,7 +78,7 @@ def rehearse(
 
 def unsupported_index_sizes(shape: ShapeClass, heads: int, head_dim: int) -> str | None:
     """Why an indexer of this size does not fit, or None."""
-    if shape.device == "cuda" and shared_memory(shape.place) == SMALL and _large(heads, head_dim):
+    if shared_memory(shape.place) == SMALL and _large(heads, head_dim):
         return (
             "its backward holds all indexer heads of a row, on a GPU with 99 KiB of shared memory at most 64 "
             f"of 128 numbers, and these are {heads} of {head_dim}"
