@@ -21,7 +21,7 @@ TARGETS = (90, 80, 100, 120)
 INDEXER = (64, 128)
 DENSE = ((128, 576, True), (16, 192, False))
 # What tells apart kernels of one call, and what is counted of each.
-_FLAGS = ("WITH_OUT", "WITH_SUM", "USE_RELU", "GATHERED", "RANGES")
+_FLAGS = ("WITH_OUT", "WITH_SUM", "GATHERED", "RANGES")
 _COUNTED = (
     *("registers", "spilled", "shared", "warps", "wgmma", "tcgen05", "mma", "waits"),
     *("async_copies", "vector_atomics"),

@@ -121,5 +121,5 @@ def _implementation(query: Tensor, key: Tensor, value: Tensor, causal: bool, bac
         f"causal rows come with as many keys, got {rows} rows and {keys} keys; cut them into parts",
     )
     sizes = (("heads", heads), ("kv_heads", kv_heads), ("dim", dim), ("value_dim", value.shape[3]))
-    chosen: DenseAttention = choose(OPERATOR, backend, ShapeClass(query.device.type, query.dtype, sizes))
+    chosen: DenseAttention = choose(OPERATOR, backend, ShapeClass.of(query, *sizes))
     return unless_empty(OPERATOR, chosen, query, key, value)

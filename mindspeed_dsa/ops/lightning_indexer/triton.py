@@ -33,6 +33,7 @@ from mindspeed_dsa.ops.triton_common import (
     widen,
 )
 from mindspeed_dsa.ops.triton_launch import (
+    LARGE,
     REHEARSED_KEYS,
     REHEARSED_ROWS,
     SMALL,
@@ -78,7 +79,7 @@ def rehearse(
 
 def unsupported_index_sizes(shape: ShapeClass, heads: int, head_dim: int) -> str | None:
     """Why an indexer of this size does not fit, or None."""
-    if shape.device == "cuda" and shared_memory(shape.place) == SMALL and _large(heads, head_dim):
+    if shared_memory(shape.place) == SMALL and _large(heads, head_dim):
         return (
             "its backward holds all indexer heads of a row, on a GPU with 99 KiB of shared memory at most 64 "
             f"of 128 numbers, and these are {heads} of {head_dim}"
@@ -279,7 +280,7 @@ def gradient_constants(query: Tensor, use_relu: bool) -> dict[str, Any]:
         "BLOCK_J": block(heads),
         "USE_RELU": use_relu,
         "WIDEN": widen(query),
-        **_gradient_tiles(query.dtype, heads, dim),
+        **_gradient_tiles(query, heads, dim),
     }
 
 
@@ -304,13 +305,15 @@ def _entry_tiles(dtype: torch.dtype, heads: int, dim: int) -> dict[str, Any]:
     return {"BLOCK_J": block(heads), "BLOCK_N": 64, "num_warps": 4, "num_stages": 1}
 
 
-def _gradient_tiles(dtype: torch.dtype, heads: int, dim: int) -> dict[str, Any]:
-    if dtype == torch.float32:
+def _gradient_tiles(query: Tensor, heads: int, dim: int) -> dict[str, Any]:
+    if query.dtype == torch.float32:
         return {"BLOCK_N": 16, "num_warps": 8, "num_stages": 1 if _large(heads, dim) else 2}
     if _large(heads, dim):
         # A second stage would leave no registers for products that overlap.
         return {"BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
-    return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
+    # Products of single warps keep more in registers: with four warps a thread spills up to 4 KB.
+    warps = 8 if shared_memory(query.device) < LARGE else 4
+    return {"BLOCK_N": 64, "num_warps": warps, "num_stages": 3}
 
 
 def _large(heads: int, dim: int) -> bool:

@@ -215,7 +215,7 @@ def backward(
         lengths = row_lengths(topk_indices, key_length)
         delta = _delta(grad_out, out)
         constants = dim_blocks(value_dim, dim) | {"WIDEN": widen(query)}
-        key_tiles, query_tiles = _backward_keys_tiles(query, heads), _forward_tiles(query, heads)
+        key_tiles, query_tiles = _backward_keys_tiles(query, heads), _backward_query_tiles(query, heads)
         row_bytes = topk * (heads * query.element_size() + (4 * dim if deterministic else 0))
         workspace = tile_bytes(grad_key_value) if deterministic else WORKSPACE_BYTES
         chunk = max(1, min(batch * rows, workspace // row_bytes))
@@ -324,6 +324,11 @@ def _backward_keys_tiles(query: Tensor, heads: int) -> dict[str, Any]:
         # Products of single warps keep more in registers: with 64 keys a thread spills 5 KB.
         return _tiles(16, 32, 8, 2)
     return _tiles(16 if on_blackwell(query.device) else min(block(heads), 32), 64, 8, 2)
+
+
+def _backward_query_tiles(query: Tensor, heads: int) -> dict[str, Any]:
+    """As forward, with no more than 32 heads where products of single warps would keep more in registers."""
+    return _forward_tiles(query, heads if shared_memory(query.device) == LARGE else min(heads, 32))
 
 
 def _tiles(heads: int, keys: int, warps: int, stages: int) -> dict[str, Any]:
