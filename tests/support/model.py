@@ -14,6 +14,12 @@ from torch import Tensor
 
 VOCABULARY = 64
 SEQUENCE = 20  # no other dimension of the model has this size
+WITHOUT_EXPERTS = {
+    "num_moe_experts": None,
+    "moe_layer_freq": 1,
+    "moe_ffn_hidden_size": None,
+    "moe_shared_expert_intermediate_size": None,
+}
 DSA_ON = {"experimental_attention_variant": "dsa"}
 
 

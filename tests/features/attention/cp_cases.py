@@ -165,7 +165,5 @@ def order_of_a_layer(**switches: Any) -> list[str]:
         for name in steps:
             patches.enter_context(mock.patch.object(_Transfer, name, telling(name)))
         patches.enter_context(mock.patch.object(job, "gpt_model", gpt_model))
-        one_layer = {"num_layers": 1, "num_moe_experts": None, "moe_layer_freq": 1}
-        one_layer["moe_shared_expert_intermediate_size"] = None
-        step(2, 1, {"use_fused_dsa": True, **switches}, overrides=one_layer)
+        step(2, 1, {"use_fused_dsa": True, **switches}, overrides={"num_layers": 1, **job.WITHOUT_EXPERTS})
     return events

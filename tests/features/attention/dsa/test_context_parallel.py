@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.features.attention.cp_cases import in_order
-from tests.support.model import assert_same_gradients, put_together
+from tests.support.model import WITHOUT_EXPERTS, assert_same_gradients, put_together
 from tests.support.pool import WorkerPool
 
 CASES = "tests.features.attention.cp_cases"
@@ -36,10 +36,6 @@ FORMS = {
     "all keys": {"overrides": {"dsa_indexer_topk": 24}},
     "warm-up": {"switches": {**FUSED, "dsa_stage": "warmup"}, "only": "core_attention.indexer"},
 }
-
-
-DENSE = {"num_moe_experts": None, "moe_layer_freq": 1, "moe_shared_expert_intermediate_size": None}
-"""Experts beside tensor parallel ranks need sequence parallelism."""
 
 
 def step(pool: WorkerPool, cp: int, form: str = "sparse loss", per_token: bool = False, **more):
@@ -138,7 +134,8 @@ def test_beside_data_parallel_ranks(pool, per_token):
 @pytest.mark.parametrize("cp", [1, 2])
 def test_every_form_beside_tensor_parallel_ranks(pool, form, sequence_parallel, cp):
     if not sequence_parallel:
-        overrides = {**FORMS[form].get("overrides", {}), **DENSE}
+        # Experts beside tensor parallel ranks need sequence parallelism.
+        overrides = {**FORMS[form].get("overrides", {}), **WITHOUT_EXPERTS}
         arguments = {"overrides": overrides}
     else:
         arguments = {}

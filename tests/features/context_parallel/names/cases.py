@@ -25,7 +25,7 @@ def names_of_layers(names: list[str], **switches: Any) -> list[str]:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-    cfg = job.config(num_layers=len(names), num_moe_experts=None, moe_layer_freq=1)
+    cfg = job.config(num_layers=len(names), **job.WITHOUT_EXPERTS)
     cfg.context_parallel_size, cfg.cp_comm_type = 2, names
     submodules = TransformerLayerSubmodules(self_attention=ModuleSpec(module=_Recorder))
     _Recorder.told.clear()

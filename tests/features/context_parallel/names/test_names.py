@@ -14,7 +14,7 @@ CASES = "tests.features.context_parallel.names.cases"
 @pytest.mark.parametrize(
     ("given", "comm_type", "sizes"),
     [
-        ({"context_parallel_algo": "kvallgather_cp_algo"}, ["allgather"], None),
+        ({"context_parallel_algo": "ulysses_cp_algo"}, ["a2a"], None),
         ({"context_parallel_algo": "hybrid_cp_algo", "ulysses_degree_in_cp": 2}, ["a2a+p2p"], [2, 2]),
     ],
 )
