@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -39,17 +40,19 @@ class Sizes:
     Attributes:
         rows: of a rank, which gathers keys.
         width: of a key.
-        ring_rows: of a rank in a ring, to begin with.
+        ring_rows: of a rank in a ring, to begin with: with many more, attention takes longer than transfers.
+        batch: sequences in a ring, so that both take long enough to be measured.
         rounds: each runs every variant once.
     """
 
     rows: int = 8192
     width: int = 704
-    ring_rows: int = 1024
+    ring_rows: int = 384
+    batch: int = 16
     rounds: int = 7
 
 
-QUICK = Sizes(rows=128, ring_rows=64, rounds=1)
+QUICK = Sizes(rows=128, ring_rows=64, batch=1, rounds=1)
 
 
 @dataclass(frozen=True)
@@ -84,16 +87,15 @@ def run(link: str, quick: bool) -> Metrics:
 
 def measure(sizes: Sizes) -> dict[str, Any]:
     """By algorithm and direction; the same on all ranks."""
-    first = sizes.ring_rows
-    problems: dict[str, tuple[Callable[[int], Problem], int]] = {
-        "key gather, forward": (lambda width: gathering(sizes, width, backward=False), 512),
-        "key gather, backward": (lambda width: gathering(sizes, width, backward=True), 256),
-        "ring of latents, forward": (lambda rows: going_around(latents(rows), backward=False), first),
-        "ring of latents, backward": (lambda rows: going_around(latents(rows), backward=True), first),
-        "ring of grouped keys, forward": (lambda rows: going_around(grouped(rows), backward=False), first),
-        "ring of grouped keys, backward": (lambda rows: going_around(grouped(rows), backward=True), first),
-    }
-    return {name: fitted(build, size, sizes.rounds) for name, (build, size) in problems.items()}
+    found = {}
+    for direction in ("forward", "backward"):
+        back = direction == "backward"
+        width = partial(gathering, sizes, backward=back)
+        found[f"key gather, {direction}"] = fitted(width, 256 if back else 512, sizes.rounds)
+        for name, of in (("latents", latents), ("grouped keys", grouped)):
+            rows = partial(going_around, of, sizes.batch, backward=back)
+            found[f"ring of {name}, {direction}"] = fitted(rows, sizes.ring_rows, sizes.rounds)
+    return found
 
 
 def fitted(build: Callable[[int], Problem], size: int, rounds: int) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def fitted(build: Callable[[int], Problem], size: int, rounds: int) -> dict[str,
         ratio = times["alone"] / times["cover"]
         if ALLOWED[0] * 1.05 <= ratio <= ALLOWED[1] * 0.95:
             break
-        size = max(64, round(size * min(4.0, max(0.25, ratio)) / 64) * 64)
+        size = max(64, round(size * min(4.0, max(0.25, ratio)) / 32) * 32)
     times = timed(build(size), rounds)
     ratio = times["alone"] / times["cover"]
     hidden: float | str = (times["alone"] + times["work"] - times["together"]) / min(
@@ -128,7 +130,7 @@ def timed(problem: Problem, rounds: int) -> dict[str, float]:
     return {**found, "cover": found["work"] * problem.cover}
 
 
-def gathering(sizes: Sizes, width: int, backward: bool) -> Problem:
+def gathering(sizes: Sizes, width: int, *, backward: bool) -> Problem:
     """Keys travel beside a projection of as many rows, to ``width``; in backward its gradients' sums do."""
     members = Members.of(dist.group.WORLD, Zigzag(2), 2 * sizes.rows)
     local = torch.randn(sizes.rows, 1, sizes.width, requires_grad=True)
@@ -169,33 +171,33 @@ Around = tuple[Tensor, Carried]
 """Queries and what goes around."""
 
 
-def latents(rows: int) -> Around:
+def latents(rows: int, batch: int) -> Around:
     """Latent attention with two heads in DeepSeek-V3.2's widths."""
     weight = torch.randn(2 * (128 + 128), 512).div_(16).requires_grad_()
-    carried = torch.randn(rows, 1, 1, 576, requires_grad=True)
-    query = torch.randn(rows, 1, 2, 192, requires_grad=True)
+    carried = torch.randn(rows, batch, 1, 576, requires_grad=True)
+    query = torch.randn(rows, batch, 2, 192, requires_grad=True)
     return query, Carried(carried, FromLatents(2, 512, 128), (weight,))
 
 
-def grouped(rows: int) -> Around:
-    """Eight heads that share two keys."""
-    key, value = (torch.randn(rows, 1, 2, 128, requires_grad=True) for _ in range(2))
-    return torch.randn(rows, 1, 8, 128, requires_grad=True), Carried.of(key, value)
+def grouped(rows: int, batch: int) -> Around:
+    """Four heads that share two keys."""
+    key, value = (torch.randn(rows, batch, 2, 128, requires_grad=True) for _ in range(2))
+    return torch.randn(rows, batch, 4, 128, requires_grad=True), Carried.of(key, value)
 
 
-def going_around(around: Around, backward: bool) -> Problem:
+def going_around(of: Callable[[int, int], Around], batch: int, rows: int, *, backward: bool) -> Problem:
     """A ring's attention. On two ranks the own block, half of the work, hides what is on its way."""
-    query, carried = around
-    rows = carried.rows.detach().contiguous()
-    gradient, made = torch.randn(query.size(0), 1, query.size(2), _value_dim(carried)), {}
+    query, carried = of(rows, batch)
+    block = carried.rows.detach().contiguous()
+    gradient, made = torch.randn(*query.shape[:3], _value_dim(carried)), {}
 
     def attend() -> None:
         made["out"] = ring.ring_attention(DenseAttention(0.1), query, carried, dist.group.WORLD)
 
     def transfer() -> None:
-        ring.pass_on(rows, dist.group.WORLD).wait()
+        ring.pass_on(block, dist.group.WORLD).wait()
         if backward:  # the gradient's sums follow
-            ring.pass_on(rows, dist.group.WORLD).wait()
+            ring.pass_on(block, dist.group.WORLD).wait()
 
     def back() -> None:
         made["out"].backward(gradient)

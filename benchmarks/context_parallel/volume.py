@@ -106,9 +106,8 @@ def cases(sizes: Sizes) -> dict[str, tuple[Callable[[], Tensor], tuple[float, fl
             query = random(rows, 1, sizes.heads, sizes.plain + sizes.rope)
             expansion = FromLatents(sizes.heads, sizes.latent, sizes.plain)
             weight = random(sizes.heads * 2 * sizes.plain, sizes.latent)
-            return strategy.attend_carried(
-                inner, query, Carried(random(rows, 1, 1, key), expansion, (weight,))
-            )
+            carried = Carried(random(rows, 1, 1, key), expansion, (weight,))
+            return strategy.attend_carried(inner, query, carried)
 
         return forward
 
