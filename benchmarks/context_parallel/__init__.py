@@ -1,0 +1,52 @@
+"""Context parallelism: who has how much work, what travels, what hides it, memory and time of a step.
+
+A cell is a module with ``run(link, quick) -> Metrics``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from benchmarks.registry import Metrics
+
+RATE = "2gbit"
+CELLS = {
+    "balance": "benchmarks.context_parallel.balance",
+    "volume": "benchmarks.context_parallel.volume",
+    "hiding": "benchmarks.context_parallel.hiding",
+    "step": "benchmarks.context_parallel.step",
+}
+"""By the name that ``--only`` takes: a module."""
+
+
+def run(
+    device: str, quick: bool = False, link: str = RATE, only: str | None = None, trace: str | None = None
+) -> Metrics:
+    """The entries of all cells; link beds connect processes on the host's processor, for any device.
+
+    Args:
+        device: not used.
+        quick: tiny problems.
+        link: rate of the link.
+        only: names of cells with commas between.
+        trace: file for the trace of a layer's step; an image is written next to it.
+
+    Raises:
+        ValueError: an unknown cell.
+    """
+    found: dict[str, Any] = {"link": link}
+    for name in _chosen(only):
+        found.update(import_module(CELLS[name]).run(link, quick))
+    if trace:
+        import_module("benchmarks.context_parallel.trace").write(link, quick, Path(trace))
+    return found
+
+
+def _chosen(only: str | None) -> Sequence[str]:
+    names = list(CELLS) if only is None else only.split(",")
+    if unknown := [name for name in names if name not in CELLS]:
+        raise ValueError(f"context-parallel has no cell {', '.join(unknown)}; use {', '.join(CELLS)}")
+    return names
