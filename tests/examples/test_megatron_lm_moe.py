@@ -74,7 +74,9 @@ def pretrain(folder: Path, flags: str) -> Run:
     events: Counter[str] = sum(
         (Counter(json.loads(file.read_text())) for file in counts.iterdir()), Counter()
     )
-    return Run(done.stdout + done.stderr, {record["step"]: record for record in metrics.read(written)}, events)
+    return Run(
+        done.stdout + done.stderr, {record["step"]: record for record in metrics.read(written)}, events
+    )
 
 
 @pytest.fixture(scope="module")
