@@ -94,6 +94,18 @@ CASES: dict[str, Case] = {
             },
         ),
         Case(
+            "context-parallel",
+            "context parallelism: shares of work, bytes against formulas, hidden transfers, memory and time",
+            "benchmarks.context_parallel",
+            on_device=False,
+            has_quick=True,
+            options={
+                "link": "rate of the link, as tc reads it (default: 2gbit)",
+                "trace": "file for a chrome trace of one step; an image is written next to it",
+                "only": "names of cells with commas between",
+            },
+        ),
+        Case(
             "memory",
             "memory features: device bytes per parameter, bytes of activations, step time",
             "benchmarks.memory",

@@ -83,7 +83,7 @@ def imbalance(work: Tensor, layout: Layout) -> float:
     return float(shares.max() / shares.mean())
 
 
-def draw(path: Path, ranks: int = 4, length: int = 2048, block: int = 64) -> None:
+def draw(path: Path, ranks: int = 4, length: int = 2048, block: int = 32) -> None:
     """Write an image of who computes what: rows by keys, each row in its rank's colour.
 
     Args:
@@ -108,7 +108,7 @@ def draw(path: Path, ranks: int = 4, length: int = 2048, block: int = 64) -> Non
         ("pack, rows dealt by work", DealtBlocks(ranks, pack, block), packed),
     )
     colours = ListedColormap(["white", *("#4878a8", "#e08a3c", "#58a070", "#c05050")[:ranks]])
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 4.4), sharey=True)
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 5), layout="constrained")
     for axis, (name, layout, (starts, ends)) in zip(axes, panels, strict=True):
         owner = torch.empty(length, dtype=torch.long)
         for rank, rows in enumerate(rows_of_all(layout, length)):
@@ -124,7 +124,7 @@ def draw(path: Path, ranks: int = 4, length: int = 2048, block: int = 64) -> Non
         axis.set_yticks([])
     axes[0].set_ylabel("row")
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=colours(rank + 1)) for rank in range(ranks)]
-    figure.legend(handles, [f"rank {rank}" for rank in range(ranks)], loc="lower center", ncol=ranks)
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    names = [f"rank {rank}" for rank in range(ranks)]
+    figure.legend(handles, names, loc="outside lower center", ncol=ranks)
     figure.savefig(path, dpi=80)
     pyplot.close(figure)
