@@ -112,12 +112,11 @@ def test_each_kernel_keeps_its_budget_on_hopper(compile_cases):
     ("target", "dtype"),
     [
         *((90, dtype) for dtype in ("bf16", "fp16", "fp32")),
-        *((target, dtype) for target in (80, 100, 120) for dtype in ("bf16", "fp32")),
+        *((target, "bf16") for target in (80, 100, 120)),
     ],
 )
 def test_all_kernels_keep_their_budgets(compile_cases, target, dtype):
-    options = ["--odd"] if (target, dtype) == (90, "bf16") else []
-    found = compile_cases("--target", str(target), "--dtype", dtype, *options, timeout=1780)
+    found = compile_cases("--target", str(target), "--dtype", dtype, timeout=1780)
     assert {kernel["name"] for kernel in found} == KERNELS
     if target != 90 or dtype == "fp32":
         return
