@@ -18,7 +18,7 @@ FORMS = {
     "dense loss": {"overrides": {"dsa_indexer_use_sparse_loss": False}},
     "loss in backward": {"switches": {**FUSED, "dsa_fuse_kl_in_backward": True}},
     "no loss": {"overrides": {"dsa_indexer_loss_coeff": 0.0}},
-    "blocks": {"switches": {**FUSED, "cp_block_rows": 2}},
+    "blocks": {"switches": {**FUSED, "cp_block_rows": 1}},
     "kept": {"switches": {**FUSED, "cp_keep_gathered": True}},
     "by run": {"by_run": True},
     "loss in backward by run": {"switches": {**FUSED, "dsa_fuse_kl_in_backward": True}, "by_run": True},
