@@ -8,8 +8,9 @@ from tests.distributed.parity import FP32, HEADING, PP2, PP4, TP2, VPP2, Lab, La
 from tests.support.figures import tell
 
 PACKED = {"use_fused_dsa": True, "pack_documents": True}
-MODEL = "--micro-batch-size 1 --seq-length 256"  # some samples hold the end of a document
-PACK = "--pack-documents"
+MODEL = "--seq-length 256"  # some samples hold the end of a document
+WHOLE = "--micro-batch-size 1"
+PACK = f"{WHOLE} --pack-documents"
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LAYOUTS = (
     ("packed: TP2+SP", 2, TP2),
@@ -37,6 +38,6 @@ def test_layout_trains_on_packs_as_one_process(lab: Lab, name: str, ranks: int, 
 def test_packs_are_other_training(lab: Lab) -> None:
     """Documents that see each other give another loss: the packs are packs."""
     packed = lab.run(Layout("packed", 1, PACK, MODEL, switches=PACKED))
-    whole = lab.run(Layout("whole", model=MODEL, switches={"use_fused_dsa": True}))
+    whole = lab.run(Layout("whole", 1, WHOLE, MODEL, switches={"use_fused_dsa": True}))
     losses = [[record["lm_loss"] for record in outcome.records] for outcome in (packed, whole)]
     assert losses[0] != losses[1]
