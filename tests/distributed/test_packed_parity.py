@@ -8,8 +8,9 @@ from tests.distributed.parity import FP32, HEADING, PP2, PP4, TP2, VPP2, Lab, La
 from tests.support.figures import tell
 
 PACKED = {"use_fused_dsa": True, "pack_documents": True}
-WHOLE = "--micro-batch-size 1 --seq-length 256"  # some samples hold the end of a document
-MODEL = f"{WHOLE} --pack-documents"
+MODEL = "--seq-length 256"  # some samples hold the end of a document
+WHOLE = "--micro-batch-size 1"
+PACK = f"{WHOLE} --pack-documents"
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LAYOUTS = (
     ("packed: TP2+SP", 2, TP2),
@@ -22,8 +23,8 @@ LAYOUTS = (
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "ranks", "flags"), LAYOUTS, ids=lambda given: str(given))
 def test_layout_trains_on_packs_as_one_process(lab: Lab, name: str, ranks: int, flags: str) -> None:
-    alone = Layout("packed", model=MODEL, switches=PACKED)
-    layout = Layout(name, ranks, flags, MODEL, switches=PACKED)
+    alone = Layout("packed", 1, PACK, MODEL, switches=PACKED)
+    layout = Layout(name, ranks, f"{flags} {PACK}", MODEL, switches=PACKED)
     reference = lab.run(alone)
     comparison = lab.compare(layout, lab.run(layout), reference)
     tell(HEADING, str(comparison))
@@ -36,7 +37,7 @@ def test_layout_trains_on_packs_as_one_process(lab: Lab, name: str, ranks: int, 
 @pytest.mark.full
 def test_packs_are_other_training(lab: Lab) -> None:
     """Documents that see each other give another loss: the packs are packs."""
-    packed = lab.run(Layout("packed", model=MODEL, switches=PACKED))
-    whole = lab.run(Layout("whole", model=WHOLE, switches={"use_fused_dsa": True}))
+    packed = lab.run(Layout("packed", 1, PACK, MODEL, switches=PACKED))
+    whole = lab.run(Layout("whole", 1, WHOLE, MODEL, switches={"use_fused_dsa": True}))
     losses = [[record["lm_loss"] for record in outcome.records] for outcome in (packed, whole)]
     assert losses[0] != losses[1]
