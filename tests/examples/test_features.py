@@ -75,6 +75,6 @@ def test_a_job_says_at_its_end_what_the_library_did(
     assert (f"calls of operators on rank 0: {operators}\n" in after) == (not flags)
     assert ("calls of operators" in after) == (not flags)
     (line,) = (line for line in after.splitlines() if line.startswith("mindspeed_dsa:") and "at work" in line)
-    assert ("fused-dsa (2 patched)" in line) == (not flags)
+    assert (" fused-dsa (" in line) == (not flags)
     assert "dsa-hadamard (1 patched)" in line
     assert len(records(tmp_path / "run")) == 2

@@ -9,12 +9,12 @@ CASES = "tests.features.attention.cases"
 OURS = [feature for feature in all_features() if feature.name.startswith("dsa-")]
 NAMES = [feature.name for feature in OURS]
 OPTIONS = {"dsa-rope-first", "dsa-normalised-query"}
-FUSED = {"dsa-absorb", "dsa-stage", "dsa-kernel-backend"}
+FUSED = {"dsa-absorb", "dsa-stage", "dsa-kernel-backend", "dsa-context-parallel"}
 
 
 def test_every_row_of_this_release_is_applied_and_undone(pool):
     switches = {"dsa_indexer_rope_first": True, "dsa_indexer_normalised_query": True}
-    switches |= {"use_fused_dsa": True, "dsa_stage": "warmup"}
+    switches |= {"use_fused_dsa": True, "dsa_stage": "warmup", "context_parallel_size": 2}
     (result,) = pool.run(f"{CASES}:arm_and_undo", 1, switches=switches)
     states = {(site["target"], site["state"]) for site in result["sites"]}
     for feature in OURS:
