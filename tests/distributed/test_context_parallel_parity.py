@@ -19,7 +19,7 @@ def layout(name: str, ranks: int, size: int, flags: str = "", model: str = "", *
     return Layout(name, ranks, f"{own} {flags}", model, switches=switches)
 
 
-OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 20000"
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 # With per-token loss Megatron weighs a rank's share of the balancing loss by its own tokens only.
 MTP = "--mtp-num-layers 1 --calculate-per-token-loss --moe-router-load-balancing-type none"
 SWAP = {"swap_attention": True, "swap_attention_min_bytes": 0, "swap_modules": "input_norm,self_attention"}

@@ -320,6 +320,14 @@ def test_context_parallel_ranks_have_the_gradients_of_one(pool, cp):
         assert rank["indexer loss"] == pytest.approx(expected["indexer loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("cp", [1, 2])
+def test_weights_are_read_after_the_hooks_that_wait_for_them(pool, cp):
+    case = "tests.features.attention.cp_cases:losses_of_late_weights"
+    switches = {"dsa_indexer_normalised_query": True}
+    for there, late in pool.run(case, cp, cp=cp, builder="tests.matrix.model", **switches):
+        assert late.equal(there)
+
+
 @pytest.mark.parametrize("rope_type", ["rope", "yarn"])
 def test_index_rows_are_rotated_by_their_positions_in_the_whole_sequence(pool, rope_type):
     (whole,) = pool.run(f"{CASE}:context_parallel_indexer", 1, cp=1, rope_type=rope_type)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from mindspeed_dsa.context_parallel.layout import Zigzag
 from tests.support import model as job
+from tests.support.late_weights import send_for
 
 SEQUENCE = 24  # two chunks for each of up to four ranks
 
@@ -61,6 +63,21 @@ def step(
     if (arguments.get("overrides") or {}).get("dsa_indexer_loss_coeff", 1) == 0:
         return {**result, "indexer loss": 0.0}
     return {**result, "indexer loss": logged_indexer_loss(num_microbatches)}
+
+
+def losses_of_late_weights(cp: int, builder: str, **switches: Any) -> list[Tensor]:
+    """Of a rank's rows and of its indexers, with weights that are there, and with late ones."""
+    made = import_module(builder)
+    with context_parallel(made, cp):
+        job.start({"use_fused_dsa": True, "context_parallel_size": cp, **switches}, cp=cp)
+        model = made.gpt_model(made.config())
+        found = []
+        for late in (False, True):
+            if late:
+                send_for(model)
+            tokens = job.per_token_loss(model, job.samples(2))
+            found.append(torch.stack([tokens.mean().detach(), torch.tensor(logged_indexer_loss(1))]))
+    return found
 
 
 def logged_indexer_loss(num_microbatches: int) -> float:

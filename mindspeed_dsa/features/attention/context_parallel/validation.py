@@ -40,11 +40,6 @@ def check_dsa_context_parallel(args: Any, options: Options) -> Iterator[str]:
             "context parallel ranks share the latent key of DSA's absorbed form; add --use-dsa-absorb or use "
             "--context-parallel-size 1"
         )
-    if argument(args, "overlap_param_gather"):
-        yield (
-            "with --overlap-param-gather and several buckets, indexers on context parallel ranks got wrong "
-            "gradients from the second step on; omit --overlap-param-gather"
-        )
     if release in _WHOLE_ROLL and argument(args, "mtp_num_layers"):
         yield (
             f"Megatron-core {release} shifts the labels of multi-token prediction within a rank's rows; use "

@@ -99,7 +99,8 @@ def absorbed_query_and_shared_key(
     The latent key needs nothing but its own row: it is on its way to the other ranks while the query is
     projected. In the key's place comes what the exchange takes for it.
     """
-    attention = projections.layer
+    # First, because it waits for the layer's weights, of which the key's norm may be one.
+    up_key, up_value = up_projections(projections.layer)
     latent, rotary_key = projections.latent_key(hidden_states)
     rows = hidden_states.size(0) * exchange.parts
     key = projections.own_absorbed_key(
@@ -112,7 +113,6 @@ def absorbed_query_and_shared_key(
     )
     started = exchange.hand_over(exchange.gather(key))
     latent_query = projections.latent_query(hidden_states)
-    up_key, up_value = up_projections(attention)
     rotate = projections.rotation(rows)
     query = projections.recomputed_if_asked(
         lambda *parts: projections.absorbed_query(rotate, *parts), latent_query, up_key

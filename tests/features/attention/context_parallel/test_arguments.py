@@ -51,7 +51,6 @@ def test_another_algorithm_is_refused(named):
         ({"use_fused_lightning_indexer": False}, {}, "omit --no-use-fused-"),
         ({}, {"seq_length": 30}, "use a multiple of 4"),
         ({"cp_block_rows": 5}, {}, "two blocks for each of 2 ranks"),
-        ({}, {"overlap_param_gather": True}, "omit --overlap-param-gather"),
     ],
 )
 def test_what_cannot_be_trained_is_one_message(switches, given, message):

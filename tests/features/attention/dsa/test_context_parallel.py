@@ -74,6 +74,13 @@ def test_beside_tensor_and_sequence_parallel_ranks(pool):
     same(step(pool, 2, ranks=4, tp=2, **arguments), step(pool, 1, **arguments))
 
 
+@pytest.mark.parametrize("cp", [1, 2])
+def test_weights_are_read_after_the_hooks_that_wait_for_them(pool, cp):
+    """A norm that its layer holds is one of them: read too early, it was that of the step before."""
+    for there, late in pool.run(f"{CASES}:losses_of_late_weights", cp, cp=cp, builder="tests.support.model"):
+        assert late.equal(there)
+
+
 def test_blocks_of_rows_beside_overlapped_reduction_of_three_ranks(pool):
     """The reduction ends only if every parameter has a gradient."""
     blocks = {"switches": {**FUSED, "cp_block_rows": 2}, "ddp": {"overlap_grad_reduce": True}}

@@ -20,6 +20,7 @@ from mindspeed_dsa.features.attention.context_parallel.exchange import KeyExchan
 from mindspeed_dsa.features.attention.dsa.absorb import up_projections
 from mindspeed_dsa.features.attention.local_norms import norm_of_fused_layer
 from mindspeed_dsa.features.attention.mla_projections import Projections, Rotate
+from mindspeed_dsa.integration.gathered_weights import wait_for_weights
 
 
 def build_with_dsa(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
@@ -117,8 +118,10 @@ def _derive(
     exchange = key_exchange(
         attention.core_attention, options.dsa, projections.megatron, projections.documents
     )
+    # First, because it waits for the layer's weights, of which the key's norm may be one.
+    up = up_projections(attention) if options.dsa.absorb else None
     started = None
-    if exchange is not None and options.dsa.absorb:
+    if exchange is not None and up is not None:
         started = _share_key(projections, latent, rotary_key, hidden_states, exchange)
     latent_query = latent_query_of_own_rows()
     _hand_over(attention, hidden_states, latent_query, options.normalised_query)
@@ -126,8 +129,8 @@ def _derive(
     def normed(latent_query: Tensor) -> Tensor:
         return latent_query if config.q_lora_rank is None else attention.q_layernorm(latent_query)
 
-    if exchange is not None and started is not None:
-        up_key, up_value = up_projections(attention)
+    if exchange is not None and up is not None and started is not None:
+        up_key, up_value = up
         rotate = projections.rotation(hidden_states.size(0) * exchange.parts)
         query = projections.recomputed_if_asked(
             lambda latent_query, up_key: projections.absorbed_query(rotate, normed(latent_query), up_key),
@@ -138,8 +141,8 @@ def _derive(
 
     rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states)
     rotate = projections.rotation(rotary_key.size(0))
-    if options.dsa.absorb:
-        up_key, up_value = up_projections(attention)
+    if up is not None:
+        up_key, up_value = up
 
         def absorbed(latent_query: Tensor, latent: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
             latent = attention.kv_layernorm(latent)
@@ -189,5 +192,6 @@ def _hand_over(attention: Any, hidden_states: Tensor, latent_query: Tensor, norm
         with torch.no_grad():
             latent_query = attention.q_layernorm(latent_query)
             if hasattr(attention.linear_q_up_proj, "layer_norm_weight"):
+                wait_for_weights(attention.linear_q_up_proj)  # it is called later
                 latent_query = norm_of_fused_layer(attention.linear_q_up_proj, latent_query, attention.config)
     attention.core_attention.hand_over(hidden_states, latent_query)
