@@ -5,11 +5,10 @@ A cell is a module with ``run(link, quick) -> Metrics``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
+from benchmarks.cells import run_cells
 from benchmarks.registry import Metrics
 
 RATE = "2gbit"
@@ -37,16 +36,7 @@ def run(
     Raises:
         ValueError: an unknown cell.
     """
-    found: dict[str, Any] = {"link": link}
-    for name in _chosen(only):
-        found.update(import_module(CELLS[name]).run(link, quick))
+    found = run_cells("context-parallel", CELLS, only, link, quick)
     if trace:
         import_module("benchmarks.context_parallel.trace").write(link, quick, Path(trace))
     return found
-
-
-def _chosen(only: str | None) -> Sequence[str]:
-    names = list(CELLS) if only is None else only.split(",")
-    if unknown := [name for name in names if name not in CELLS]:
-        raise ValueError(f"context-parallel has no cell {', '.join(unknown)}; use {', '.join(CELLS)}")
-    return names

@@ -5,10 +5,7 @@ A cell is a module with ``run(link, quick) -> Metrics``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from importlib import import_module
-from typing import Any
-
+from benchmarks.cells import run_cells
 from benchmarks.registry import Metrics
 
 RATE = "2gbit"
@@ -33,14 +30,4 @@ def run(device: str, quick: bool = False, link: str = RATE, only: str | None = N
     Raises:
         ValueError: an unknown cell.
     """
-    found: dict[str, Any] = {"link": link}
-    for name in _chosen(only):
-        found.update(import_module(CELLS[name]).run(link, quick))
-    return found
-
-
-def _chosen(only: str | None) -> Sequence[str]:
-    names = list(CELLS) if only is None else only.split(",")
-    if unknown := [name for name in names if name not in CELLS]:
-        raise ValueError(f"pipeline has no cell {', '.join(unknown)}; use {', '.join(CELLS)}")
-    return names
+    return run_cells("pipeline", CELLS, only, link, quick)
