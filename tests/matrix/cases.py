@@ -388,17 +388,3 @@ def context_parallel_indexer(cp: int, rope_type: str) -> dict[str, Tensor]:
     """A rank's rows of what the indexer projects, and where they lie in the sequence."""
     job.start(cp=cp)
     return cp_cases.index_rows(cp_cases.backport_spec().submodules.indexer, tiny.config(rope_type=rope_type))
-
-
-def permutations(overrides: Mapping[str, Any], **step: Any) -> dict[str, Any]:
-    """A training step, and how often Megatron's permutations called our operator."""
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-    from mindspeed_dsa.features.moe.permute_fusion import permutation
-
-    # Releases with a specification for DSA choose its modules by this field.
-    fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
-    local = {"transformer_impl": "local"} if "transformer_impl" in fields else {}
-    with counted(permutation, "permute", "unpermute", "sort_chunks") as calls:
-        result = tiny.one_step(overrides={**overrides, **local}, **step)
-    return {**result, "calls": dict(calls)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from importlib import metadata
@@ -16,6 +17,7 @@ from tests.features.moe.alltoall_overlap.cases import SWITCH, recorded
 from tests.features.moe.balanced_experts.cases import ALWAYS, watched
 from tests.matrix.model import EXPERTS, one_step
 from tests.support import model, moe
+from tests.support.counting import counted
 
 
 def overlapped(runs: Mapping[str, Mapping[str, Any]], switch: Mapping[str, Any] = SWITCH) -> dict[str, Any]:
@@ -104,3 +106,17 @@ def whole_step(overrides: Mapping[str, Any], **arguments: Any) -> dict[str, Any]
         else:
             result = model.run(overrides=overrides, **arguments)
     return {**result, "launched": events.count("launch")}
+
+
+def permutations(overrides: Mapping[str, Any], **step: Any) -> dict[str, Any]:
+    """A training step, and how often Megatron's permutations called our operator."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    from mindspeed_dsa.features.moe.permute_fusion import permutation
+
+    # Releases with a specification for DSA choose its modules by this field.
+    fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    local = {"transformer_impl": "local"} if "transformer_impl" in fields else {}
+    with counted(permutation, "permute", "unpermute", "sort_chunks") as calls:
+        result = one_step(overrides={**overrides, **local}, **step)
+    return {**result, "calls": dict(calls)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.matrix.model import EXPERTS
 from tests.support.model import assert_same_gradients
 
-CASE = "tests.matrix.cases:permutations"
+CASE = "tests.matrix.moe_cases:permutations"
 
 
 def test_a_step_with_experts(pool):
