@@ -15,6 +15,24 @@ from torch import Tensor
 from tests.support import model
 
 HIDDEN = 32
+_RECOMPUTED = {"recompute_granularity": "selective"}
+LAYERS: dict[str, dict[str, Any]] = {
+    "one token": {"rows": (1,)},
+    "all tokens to one rank, two experts empty": {"to_one": True},
+    "no shared expert": {"moe_shared_expert_intermediate_size": None},
+    "gate": {"moe_shared_expert_gate": True},
+    "one expert per rank": {"num_moe_experts": 2},
+    "layer recomputed": {**_RECOMPUTED, "recompute_modules": ["moe"]},
+    "shared expert recomputed": {**_RECOMPUTED, "recompute_modules": ["shared_experts"]},
+    "bf16": {"dtype": "bfloat16"},
+    "frozen experts": {"frozen": ["experts.1.linear_fc1", "linear_fc2", "shared"]},
+    "two experts share a weight": {"tied": True},
+    "adapter": {"adapter": True},
+    "main_grad": {"fusion": True},
+    "main_grad, shared weight": {"fusion": True, "tied": True},
+    "no gradients": {"graph": False},
+}
+"""What a feature of the dispatch serves as stock does: arguments of its case, and of :func:`config`."""
 
 
 def config(tp: int = 1, ep: int = 1, **overrides: Any) -> Any:

@@ -72,13 +72,13 @@ def _report(times: Mapping[Way, float], log: Log) -> None:
     whole, in_turn, interleaved = times["whole"], times["in turn"], times["interleaved"]
     if interleaved < _GAIN * whole:
         choice = "tokens are cut"
-    elif in_turn - whole > in_turn - interleaved:
+    elif in_turn - interleaved < (1 - _GAIN) * whole:
+        choice = "tokens stay whole, because the transfers leave too little to hide"
+    else:
         choice = (
             "tokens stay whole, because halves cost more than overlap takes back: time does not grow with "
             "the number of tokens, or the host does not keep up"
         )
-    else:
-        choice = "tokens stay whole, because the transfers leave too little to hide"
     log.info(
         "forward of a layer takes %.2f ms whole, %.2f ms in two halves one after the other and %.2f ms with "
         "the halves interleaved: %s",

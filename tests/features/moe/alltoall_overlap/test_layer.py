@@ -8,25 +8,11 @@ from tests.support import moe
 
 CASES = "tests.features.moe.alltoall_overlap.cases"
 CAPACITY = {"moe_expert_capacity_factor": 1.0}
-RECOMPUTED = {"recompute_granularity": "selective"}
 RUNS = {
     "several microbatches": {"rows": (6, 5, 7)},
-    "one token": {"rows": (1,)},
-    "all tokens to one rank, two experts empty": {"to_one": True},
-    "no shared expert": {"moe_shared_expert_intermediate_size": None},
-    "gate": {"moe_shared_expert_gate": True},
+    **moe.LAYERS,
     "capacity": CAPACITY,
     "padded to capacity": {**CAPACITY, "moe_pad_expert_input_to_capacity": True},
-    "one expert per rank": {"num_moe_experts": 2},
-    "layer recomputed": {**RECOMPUTED, "recompute_modules": ["moe"]},
-    "shared expert recomputed": {**RECOMPUTED, "recompute_modules": ["shared_experts"]},
-    "bf16": {"dtype": "bfloat16"},
-    "frozen experts": {"frozen": ["experts.1.linear_fc1", "linear_fc2", "shared"]},
-    "two experts share a weight": {"tied": True},
-    "adapter": {"adapter": True},
-    "main_grad": {"fusion": True},
-    "main_grad, shared weight": {"fusion": True, "tied": True},
-    "no gradients": {"graph": False},
 }
 OF_LAYOUTS = {name: RUNS[name] for name in ("several microbatches", "gate", "padded to capacity")}
 

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
+from mindspeed_dsa.features.moe.batch_overlap import choice
 from tests.features.moe.batch_overlap.cases import ALWAYS, MEASURED
 from tests.support import moe
 
 CASES = "tests.features.moe.batch_overlap.cases"
 OVERLAP = "tests.features.moe.alltoall_overlap.cases"
 OVERLAPPED = {"moe_alltoall_overlap_comm": True}
-RECOMPUTED = {"recompute_granularity": "selective"}
 RUNS = {
     "several microbatches, odd tokens": {"rows": (7, 5, 6)},
-    "one token": {"rows": (1,)},
-    "all tokens to one rank, two experts empty": {"to_one": True},
-    "no shared expert": {"moe_shared_expert_intermediate_size": None},
-    "gate": {"moe_shared_expert_gate": True},
+    **moe.LAYERS,
     "dropped tokens": {"moe_expert_capacity_factor": 0.5},
-    "one expert per rank": {"num_moe_experts": 2},
-    "layer recomputed": {**RECOMPUTED, "recompute_modules": ["moe"]},
-    "shared expert recomputed": {**RECOMPUTED, "recompute_modules": ["shared_experts"]},
-    "bf16": {"dtype": "bfloat16"},
-    "frozen experts": {"frozen": ["experts.1.linear_fc1", "linear_fc2", "shared"]},
-    "two experts share a weight": {"tied": True},
-    "adapter": {"adapter": True},
-    "main_grad": {"fusion": True},
-    "main_grad, shared weight": {"fusion": True, "tied": True},
-    "no gradients": {"graph": False},
 }
 OF_LAYOUTS = {name: RUNS[name] for name in ("several microbatches, odd tokens", "gate", "dropped tokens")}
 
@@ -116,6 +105,21 @@ def test_measured_once_for_each_size_and_agreed_upon(pool, beside, launched):
     whole, cut = (line for line in ranks[0]["ours"]["lines"] if "forward of a layer takes" in line)
     assert "tokens stay whole, because halves cost more than overlap takes back" in whole
     assert "tokens are cut" in cut
+
+
+@pytest.mark.parametrize(
+    ("in_turn", "interleaved", "reason"),
+    [
+        (1.1, 0.8, "tokens are cut"),
+        (1.0, 0.98, "leave too little to hide"),
+        (1.3, 1.29, "leave too little to hide"),
+        (1.3, 1.1, "halves cost more than overlap takes back"),
+    ],
+)
+def test_what_is_said_of_the_times(in_turn, interleaved, reason):
+    log = mock.Mock()
+    choice._report({"whole": 1.0, "in turn": in_turn, "interleaved": interleaved}, log)
+    assert reason in log.info.call_args.args[-1]
 
 
 @pytest.mark.parametrize(
