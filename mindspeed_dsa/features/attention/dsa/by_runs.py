@@ -46,10 +46,8 @@ def attend_by_runs(
     """
     results = []
     for first, end, low, high in runs:
-        part, keys = (
-            replace(operands, query=operands.query[first:end], key=operands.key[low:high]),
-            high - low,
-        )
+        keys = high - low
+        part = replace(operands, query=operands.query[first:end], key=operands.key[low:high])
         if keys == 0:
             results.append(_nothing(part, index if loss is not None else None))
             continue
