@@ -131,7 +131,7 @@ class _Rank:
             yield from self._row("attention", model.hidden)
             return
         yield from self._column("query", model.query_lora or model.hidden)
-        expanded_later = (features.absorb and model.sparse) or not self.job.training.kernels
+        expanded_later = self.job.absorbed if model.sparse else not self.job.training.kernels
         yield from self._column("latent key", model.kv_lora, again=not expanded_later)
         yield from self._column("rotary key", model.rope, again=False)
         if features.sp_tp_sp:

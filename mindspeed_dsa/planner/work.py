@@ -105,9 +105,8 @@ def layer(job: Job, experts: bool) -> list[Work]:
     copied = sum(w.numbers for w in weights if w.part == "attention" and w.cut == "whole")
     found = [linear("projections", cut, tokens), linear("projections", copied, rows)]
     share = training.micro / layout.cp
-    absorbed = model.sparse and features.absorb
     sparse = model.sparse and features.attention
-    core = attention_core(model, training.sequence, absorbed, sparse, training.number)
+    core = attention_core(model, training.sequence, job.absorbed, sparse, training.number)
     if model.sparse and not sparse:  # Megatron's own form multiplies the whole square
         core = core.times(2.0)
     found.append(core.times(share / tp))

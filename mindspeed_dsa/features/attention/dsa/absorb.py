@@ -23,8 +23,8 @@ from mindspeed_dsa.features.attention.mla_projections import Projections, plain_
 def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``MLASelfAttention.get_query_key_value_tensors`` for training and evaluation of DSA models.
 
-    Generation with a cache keeps Megatron's form. So does the warm-up stage, whose dense attention costs a
-    third of the work in that form, unless context parallel ranks share keys.
+    Generation with a cache keeps Megatron's form. So do the warm-up stage and short sequences, whose dense
+    attention costs a third of the work in that form, unless context parallel ranks share keys.
     """
 
     def get_query_key_value_tensors(
@@ -44,7 +44,8 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
         if not plain:
             projections = projections.on(packed_seq_params, hidden_states)
             exchange = key_exchange(self.core_attention, options, context.megatron, projections.documents)
-        if plain or (options.warmup and exchange is None):
+        is_short = projections.documents is None and attends_by_head(options, self.config, hidden_states)
+        if plain or (exchange is None and (options.warmup or is_short)):
             return original(
                 self,
                 hidden_states,
@@ -60,6 +61,20 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
         return absorbed_query_key_value(projections, hidden_states)
 
     return get_query_key_value_tensors
+
+
+def attends_by_head(options: Options, config: Any, hidden_states: Tensor) -> bool:
+    """Whether the form goes by length, and every key is selected: dense attention is less work by head.
+
+    Longer sequences are absorbed: by head, each would gather its selected keys for itself.
+
+    Args:
+        options: of the layer's attention.
+        config: Megatron's.
+        hidden_states: ``[s, b, hidden]``, a rank's part of the sequence under sequence parallelism.
+    """
+    ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return options.by_length and bool(hidden_states.size(0) * ranks <= config.dsa_indexer_topk)
 
 
 def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) -> tuple[Tensor, ...]:

@@ -19,7 +19,12 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Options:
-    """The parts of DSA's attention path that run on our operators."""
+    """The parts of DSA's attention path that run on our operators.
+
+    Attributes:
+        by_length: of the absorbed form: nobody asked for it by name, so sequences that are no longer than
+            ``topk`` attend by head.
+    """
 
     absorb: bool
     indexer: bool
@@ -30,6 +35,7 @@ class Options:
     fuse_kl_in_backward: bool
     cp_block_rows: int
     keep_gathered: bool
+    by_length: bool = False
 
     @property
     def any(self) -> bool:
@@ -57,6 +63,7 @@ class Options:
             fuse_kl_in_backward=bool(getattr(settings, "dsa_fuse_kl_in_backward", False)),
             cp_block_rows=getattr(settings, "cp_block_rows", None) or 0,
             keep_gathered=bool(getattr(settings, "cp_keep_gathered", False)),
+            by_length=absorb and attention and getattr(settings, PARTS[0], None) is None,
         )
 
 
