@@ -30,11 +30,6 @@ def check_packs(args: Any) -> Sequence[str]:
         )
     if (getattr(args, "context_parallel_size", None) or 1) > 1:
         problems += cut_by_megatron(release)
-        if getattr(args, "mtp_num_layers", None):
-            problems.append(
-                "multi-token prediction shifts labels between neighbouring context parallel ranks, and rows "
-                "of packs are dealt to all of them; omit --mtp-num-layers or --pack-documents"
-            )
         if getattr(args, "experimental_attention_variant", "dsa") != "dsa":
             problems.append(
                 "rows of packs are dealt to context parallel ranks where DSA gathers keys; dense attention "

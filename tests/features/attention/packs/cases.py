@@ -159,6 +159,7 @@ def scripted_step(
     alone: bool = False,
     builder: str = "tests.support.model",
     by_run: bool = False,
+    mtp: bool = False,
     **layout: Any,
 ) -> dict[str, Any]:
     """Gradients of two packs that a script trains on which passes no lengths on, as ``pretrain_gpt.py`` does.
@@ -195,7 +196,8 @@ def scripted_step(
     rows = packs[0]["tokens"].size(1)
     runs = mock.patch.object(by_runs, "in_runs", return_value=by_run)
     with mock.patch.object(job, "SEQUENCE", rows), end_of_documents(), runs:
-        chunks = [build.gpt_model(cfg, vp_stage=stage if vpp else None) for stage in range(vpp or 1)]
+        heads = {"mtp": True} if mtp else {}
+        chunks = [build.gpt_model(cfg, vp_stage=stage if vpp else None, **heads) for stage in range(vpp or 1)]
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         wrapped = [
             Wrapped(cfg, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)
@@ -239,7 +241,9 @@ def script_step(cfg: Any, data: Iterator[dict[str, Tensor]] | None, model: Any) 
     if parallel_state.get_context_parallel_world_size() > 1:
         batch = utils.get_batch_on_this_cp_rank(batch)
     assert not {"cu_seqlens", "max_seqlen"} & batch.keys(), "the script would read these wrongly"
-    out = model(batch["tokens"], None, None, labels=batch["labels"])
+    # Multi-token prediction moves positions as well, which nothing reads.
+    positions = None if batch["tokens"] is None else torch.zeros_like(batch["tokens"])
+    out = model(batch["tokens"], positions, None, labels=batch["labels"])
     return out, partial(job.loss_of, cfg, batch["loss_mask"])
 
 
@@ -249,5 +253,9 @@ def end_of_documents() -> Iterator[None]:
     tokenizer = ModuleType("megatron.training.global_vars")
     tokenizer.get_tokenizer = lambda: SimpleNamespace(eod=END)  # type: ignore[attr-defined]
     packages = {"megatron.training": ModuleType("megatron.training"), tokenizer.__name__: tokenizer}
-    with mock.patch.dict(sys.modules, packages):
-        yield
+    sys.modules.update(packages)
+    try:
+        yield  # what is imported meanwhile stays, and stays patched
+    finally:
+        for name in packages:
+            del sys.modules[name]

@@ -62,6 +62,9 @@ def test_a_pack_trains_as_its_documents_one_by_one(pool, form):
     assert_same_gradients({name: packed["gradients"][name] for name in compared}, compared, 1e-5)
 
 
+MTP = {"mtp": True, "overrides": {"mtp_num_layers": 1, "num_layers": 2}}
+
+
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
@@ -77,11 +80,14 @@ def test_a_pack_trains_as_its_documents_one_by_one(pool, form):
         pytest.param(4, {"cp": 2, "pp": 2}, marks=FULL),
         pytest.param(2, {"cp": 2, "by_run": True}, marks=FULL),
         pytest.param(2, {"cp": 2, "overrides": {"dsa_indexer_topk": 40}}, marks=FULL),
+        pytest.param(1, MTP, marks=FULL),
+        (2, {"cp": 2, **MTP}),
+        pytest.param(4, {"cp": 2, "tp": 2, "from_tokens": True, **MTP}, marks=FULL),
     ],
     ids=str,
 )
 def test_a_script_that_knows_no_packs_trains_on_them_on_every_rank(pool, ranks, layout):
-    model = {name: layout[name] for name in ("from_tokens", "overrides") if name in layout}
+    model = {name: layout[name] for name in ("from_tokens", "overrides", "mtp") if name in layout}
     (alone,) = pool.run(f"{CASES}:scripted_step", 1, alone=True, **model)
     packed = pool.run(f"{CASES}:scripted_step", ranks, **layout)
     for context in range(layout.get("cp", 1)):  # gradients are reduced over them
@@ -210,7 +216,6 @@ def test_runs_are_neighbours_in_one_document():
         ({"micro_batch_size": 2}, "--micro-batch-size is 2; use 1"),
         ({"reset_attention_mask": True}, "--reset-attention-mask both say"),
         ({"dataloader_inter_document_masking": True}, "--dataloader-inter-document-masking both say"),
-        ({"context_parallel_size": 2, "mtp_num_layers": 1}, "multi-token prediction shifts labels"),
         (
             {"context_parallel_size": 2, "experimental_attention_variant": None},
             "dense attention has no such keys",
