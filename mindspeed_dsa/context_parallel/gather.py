@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mindspeed_dsa.context_parallel.layout import Layout, rows_of_all
+from mindspeed_dsa.ops.chunks import wide
 from mindspeed_dsa.parallel import discarded
 from mindspeed_dsa.parallel.collectives import reduce_scatter_tensor
 
@@ -90,7 +91,7 @@ class _Transfer:
         self._whole: Tensor | None = None
         self._by_member: Tensor | None = None
         self._works: list[Any] = []
-        self._sum: tuple[Tensor, Any, torch.dtype] | None = None
+        self._sum: tuple[Tensor, Any] | None = None
         self._is_here = False
 
     def start(self, local: Tensor) -> None:
@@ -136,19 +137,18 @@ class _Transfer:
         """Start to add up the gradient over ranks, ``[members * rows, ...]`` of any floating point type."""
         self._whole = self.local = None
         parts = gradient.index_select(0, self.sums.rows_on(gradient.device))
-        if parts.element_size() < 4:  # sums of several ranks' rounded parts are not rounded once more
-            parts = parts.float()
+        parts = parts.to(wide(parts.dtype))  # sums of several ranks' parts are rounded once
         output = parts.new_empty((self.sums.rows.size(1), *parts.shape[1:]))
         work = reduce_scatter_tensor(output, parts, group=self.sums.group, async_op=True)
-        self._sum = output, (work, parts), gradient.dtype
+        self._sum = output, (work, parts)
 
     def summed(self) -> Tensor:
-        """This rank's rows of the sum."""
+        """This rank's rows of the sum, in fp32 or wider."""
         assert self._sum is not None
-        output, (work, _), dtype = self._sum
+        output, (work, _) = self._sum
         work.wait()
         self._sum = None
-        return output.to(dtype)
+        return output
 
     def free(self) -> None:
         """Give back the memory of what was gathered until :meth:`start_again`."""
@@ -170,27 +170,39 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, transfer: _Transfer) -> Tensor:
-        ctx.transfer = transfer
+        ctx.transfer, ctx.dtype = transfer, local.dtype
         transfer.start(local)
         return local.view_as(local)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, nothing: Tensor) -> tuple[Tensor, None]:
-        return ctx.transfer.summed(), None
+        return ctx.transfer.summed().to(ctx.dtype), None
 
 
 class _Wait(torch.autograd.Function):
+    """The rows, and, if they are narrow, what takes their gradient in fp32: that of a tensor is as narrow."""
+
     @staticmethod
-    def forward(ctx: Any, started: Tensor, transfer: _Transfer) -> Tensor:
-        ctx.transfer, ctx.shape = transfer, started.shape
-        return transfer.hand_out()
+    def forward(ctx: Any, started: Tensor, transfer: _Transfer) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        whole = transfer.hand_out()
+        ctx.transfer, ctx.nothing = transfer, started.new_zeros(()).expand(started.shape)
+        ctx.whole_shape = whole.shape
+        if wide(whole.dtype) == whole.dtype:
+            return whole, None
+        return whole, whole.new_zeros((), dtype=wide(whole.dtype)).expand(whole.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.transfer.start_sum(gradient)
-        return gradient.new_zeros(()).expand(ctx.shape), None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
+        given = [gradient for gradient in gradients if gradient is not None]
+        # Other ranks wait for this one's part of the sum, whether or not anything read the rows here.
+        total = given[-1] if given else ctx.nothing.new_zeros(()).expand(ctx.whole_shape)
+        for gradient in given[:-1]:
+            total = total + gradient
+        ctx.transfer.start_sum(total)
+        return ctx.nothing, None
 
 
 class _Again(torch.autograd.Function):
@@ -233,6 +245,14 @@ class GatheredRows:
 
         Args:
             started: :attr:`started`, where it came by another way.
+        """
+        return self.wait_with_receiver(started)[0]
+
+    def wait_with_receiver(self, started: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """As :meth:`wait`, with a tensor of the same shape that is never read.
+
+        Whoever computes the gradient of narrow rows in fp32 gives it to the second tensor instead of the
+        first: it is then not rounded before it is added up. None: the rows are fp32 or wider.
         """
         started = self.started if started is None else started
         del self.started
