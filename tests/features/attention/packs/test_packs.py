@@ -80,6 +80,8 @@ MTP = {"mtp": True, "overrides": {"mtp_num_layers": 1, "num_layers": 2}}
         pytest.param(4, {"cp": 2, "pp": 2}, marks=FULL),
         pytest.param(2, {"cp": 2, "by_run": True}, marks=FULL),
         pytest.param(2, {"cp": 2, "overrides": {"dsa_indexer_topk": 40}}, marks=FULL),
+        pytest.param(2, {"cp": 2, "cut": True}, marks=FULL),
+        pytest.param(4, {"cp": 4, "cut": True}, marks=FULL),
         pytest.param(1, MTP, marks=FULL),
         (2, {"cp": 2, **MTP}),
         pytest.param(4, {"cp": 2, "tp": 2, "from_tokens": True, **MTP}, marks=FULL),
