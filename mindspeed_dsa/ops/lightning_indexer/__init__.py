@@ -189,11 +189,12 @@ class _Select(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor | None, grad_scores: Tensor | None) -> tuple[Any, ...]:
         if grad_scores is None:
             return (None,) * 10
+        query, key, weights, topk_indices = ctx.saved_tensors
         with without_autocast(grad_scores.device.type):
             grad_query, grad_key, grad_weights = ctx.implementation.score_gradients(
-                grad_scores, *ctx.saved_tensors, ctx.use_relu, *ctx.found
+                grad_scores, query, key, weights, topk_indices, ctx.use_relu, *ctx.found
             )
-        of_key = None if ctx.receives else grad_key.to(ctx.saved_tensors[1].dtype)
+        of_key = None if ctx.receives else grad_key.to(key.dtype)
         of_receiver = grad_key if ctx.receives else None
         return None, grad_query, of_key, grad_weights, None, None, None, None, None, of_receiver
 
@@ -216,8 +217,9 @@ class _ScoresAt(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_scores: Tensor) -> tuple[Any, ...]:
+        query, key, weights, topk_indices = ctx.saved_tensors
         with without_autocast(grad_scores.device.type):
             grad_query, grad_key, grad_weights = ctx.implementation.score_gradients(
-                grad_scores, *ctx.saved_tensors, ctx.use_relu
+                grad_scores, query, key, weights, topk_indices, ctx.use_relu
             )
-        return None, grad_query, grad_key.to(ctx.saved_tensors[1].dtype), grad_weights, None, None
+        return None, grad_query, grad_key.to(key.dtype), grad_weights, None, None

@@ -240,7 +240,7 @@ def in_places(packs: list[dict[str, Tensor]], unit: int) -> list[dict[str, Tenso
 
 
 def cut_documents(batch: dict[str, Tensor]) -> Any:
-    """Two chunks of each document's place for this rank, as Transformer Engine cuts them; their description."""
+    """Two chunks of each document's place for this rank, as Transformer Engine cuts them; returns which."""
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 
