@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from mindspeed_dsa.context_parallel.layout import Layout, rows_of_all
 from mindspeed_dsa.ops.chunks import wide
-from mindspeed_dsa.parallel import discarded
+from mindspeed_dsa.parallel import discarded, kept, pairwise
 from mindspeed_dsa.parallel.collectives import reduce_scatter_tensor
 
 
@@ -54,7 +54,14 @@ class Members:
             group: context parallel ranks, of members that are these times tensor parallel ones.
             index: tensor parallel rank.
         """
-        return Members(group, self.rows[index :: self.group.size() // group.size()])
+        if (group, index) not in self._parts:
+            rows = self.rows[index :: self.group.size() // group.size()]
+            self._parts[group, index] = Members(group, rows)
+        return self._parts[group, index]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[ProcessGroup, int], Members]:
+        return {}
 
     def rows_on(self, device: torch.device) -> Tensor:
         """:attr:`rows` of all members in a row, on a device, where they stay."""
@@ -81,6 +88,11 @@ class Members:
                 return begins.squeeze(-1).t().tolist()
         return []
 
+    def parts_of(self, whole: Tensor) -> list[list[Tensor]]:
+        """Each member's runs of the sequence's rows, as views; the members must have runs."""
+        size = self.rows.size(1) // len(self.runs)
+        return [[whole[begin : begin + size] for begin in begins] for begins in zip(*self.runs, strict=True)]
+
 
 class _Transfer:
     """One gather: what is on its way, and where to."""
@@ -91,13 +103,14 @@ class _Transfer:
         self._whole: Tensor | None = None
         self._by_member: Tensor | None = None
         self._works: list[Any] = []
-        self._sum: tuple[Tensor, Any] | None = None
+        self._sum: tuple[Tensor, list[Any], list[Tensor], Tensor] | None = None
         self._is_here = False
 
     def start(self, local: Tensor) -> None:
         """Start to gather ``[rows, ...]``."""
         self.local = local.detach().contiguous()
-        self._whole = local.new_empty((self.members.rows.numel(), *local.shape[1:]))
+        whole = local.new_empty((self.members.rows.numel(), *local.shape[1:]))
+        self._whole = kept.on_huge_pages(whole)
         self._launch()
 
     def _launch(self) -> None:
@@ -106,15 +119,19 @@ class _Transfer:
         assert whole is not None
         self._is_here = False
         if not self.members.runs:
-            self._by_member = torch.empty_like(whole)
+            self._by_member = kept.take(whole)
             self._works = [dist.all_gather_into_tensor(self._by_member, local, group=group, async_op=True)]
             return
-        size = local.size(0) // len(self.members.runs)
-        self._works = []
-        for run, begins in enumerate(self.members.runs):
-            views = [whole[begin : begin + size] for begin in begins]
-            part = local[run * size : (run + 1) * size]
-            self._works.append(dist.all_gather(views, part, group=group, async_op=True))
+        parts, own = self.members.parts_of(whole), local.chunk(len(self.members.runs))
+        if whole.device.type == "cpu":
+            self._works = pairwise.start([own] * len(parts), parts, group)
+            for view, part in zip(parts[group.rank()], own, strict=True):
+                view.copy_(part)
+            return
+        self._works = [
+            dist.all_gather(list(views), part, group=group, async_op=True)
+            for views, part in zip(zip(*parts, strict=True), own, strict=True)
+        ]
 
     def wait(self) -> Tensor:
         """``[members * rows, ...]`` in the order of the sequence."""
@@ -124,6 +141,7 @@ class _Transfer:
                 work.wait()
             if self._by_member is not None:
                 self._whole.index_copy_(0, self.members.rows_on(self._whole.device), self._by_member)
+                kept.give_back(self._by_member)
             self._works, self._by_member, self._is_here = [], None, True
         return self._whole
 
@@ -136,19 +154,33 @@ class _Transfer:
     def start_sum(self, gradient: Tensor) -> None:
         """Start to add up the gradient over ranks, ``[members * rows, ...]`` of any floating point type."""
         self._whole = self.local = None
-        parts = gradient.index_select(0, self.sums.rows_on(gradient.device))
-        parts = parts.to(wide(parts.dtype))  # sums of several ranks' parts are rounded once
-        output = parts.new_empty((self.sums.rows.size(1), *parts.shape[1:]))
-        work = reduce_scatter_tensor(output, parts, group=self.sums.group, async_op=True)
-        self._sum = output, (work, parts)
+        sums, group = self.sums, self.sums.group
+        # Sums of several ranks' parts are rounded once.
+        gradient = gradient.to(wide(gradient.dtype))
+        if gradient.device.type == "cpu" and sums.runs:
+            parts = sums.parts_of(gradient.contiguous())
+            ours = torch.cat(parts[group.rank()])
+            others = [kept.take(ours) for _ in range(group.size() - 1)]
+            theirs = [other.chunk(len(sums.runs)) for other in others]
+            theirs.insert(group.rank(), ())
+            self._sum = ours, pairwise.start(parts, theirs, group), others, gradient
+            return
+        by_member = gradient.index_select(0, sums.rows_on(gradient.device))
+        ours = by_member.new_empty((sums.rows.size(1), *by_member.shape[1:]))
+        work = reduce_scatter_tensor(ours, by_member, group=group, async_op=True)
+        self._sum = ours, [work], [], by_member
 
     def summed(self) -> Tensor:
         """This rank's rows of the sum, in fp32 or wider."""
         assert self._sum is not None
-        output, (work, _) = self._sum
-        work.wait()
+        ours, works, others, _ = self._sum
+        for work in works:
+            work.wait()
+        for other in others:
+            ours.add_(other)
+        kept.give_back(*others)
         self._sum = None
-        return output
+        return ours
 
     def free(self) -> None:
         """Give back the memory of what was gathered until :meth:`start_again`."""
@@ -162,6 +194,7 @@ class _Transfer:
         if self._whole is None or self._whole.untyped_storage().size():
             return
         self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.element_size())
+        kept.on_huge_pages(self._whole)
         self._launch()
 
 
