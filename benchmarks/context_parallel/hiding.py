@@ -77,7 +77,7 @@ class Problem:
 
 def run(link: str, quick: bool) -> Metrics:
     """The cell's entries."""
-    with LinkBed(2, link) as bed:
+    with LinkBed(2, link, wide=True) as bed:
         found = bed.run("benchmarks.context_parallel.hiding:measure", sizes=QUICK if quick else Sizes())[0]
     print(f"hiding: {found}", file=sys.stderr, flush=True)
     return {
@@ -93,7 +93,8 @@ def measure(sizes: Sizes) -> dict[str, Any]:
         back = direction == "backward"
         width = partial(gathering, sizes, backward=back)
         found[f"key gather, {direction}"] = fitted(width, 256 if back else 512, sizes.rounds)
-        for name, of in (("latents", latents), ("grouped keys", grouped)):
+        # In backward latents are expanded twice: with one head that hides no more than what then travels.
+        for name, of in (("latents", partial(latents, 1 if back else 2)), ("grouped keys", grouped)):
             rows = partial(going_around, of, sizes.batch, backward=back)
             found[f"ring of {name}, {direction}"] = fitted(rows, sizes.ring_rows, sizes.rounds)
     return found
@@ -172,12 +173,12 @@ Around = tuple[Tensor, Carried]
 """Queries and what goes around."""
 
 
-def latents(rows: int, batch: int) -> Around:
-    """Latent attention with two heads in DeepSeek-V3.2's widths."""
-    weight = torch.randn(2 * (128 + 128), 512).div_(16).requires_grad_()
+def latents(heads: int, rows: int, batch: int) -> Around:
+    """Latent attention with a few heads in DeepSeek-V3.2's widths."""
+    weight = torch.randn(heads * (128 + 128), 512).div_(16).requires_grad_()
     carried = torch.randn(rows, batch, 1, 576, requires_grad=True)
-    query = torch.randn(rows, batch, 2, 192, requires_grad=True)
-    return query, Carried(carried, FromLatents(2, 512, 128), (weight,))
+    query = torch.randn(rows, batch, heads, 192, requires_grad=True)
+    return query, Carried(carried, FromLatents(heads, 512, 128), (weight,))
 
 
 def grouped(rows: int, batch: int) -> Around:

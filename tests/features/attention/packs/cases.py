@@ -161,6 +161,7 @@ def scripted_step(
     by_run: bool = False,
     mtp: bool = False,
     cut: bool = False,
+    config: str = "config",
     **layout: Any,
 ) -> dict[str, Any]:
     """Gradients of two packs that a script trains on which passes no lengths on, as ``pretrain_gpt.py`` does.
@@ -170,6 +171,7 @@ def scripted_step(
     """
     cp = layout.get("cp", 1)
     parallel = {"context_parallel_size": cp} if cp > 1 else {}
+    comm_type = "allgather" if config == "config" else "p2p"
     packing = {"pack_documents": not alone and not cut}
     job.start({"use_fused_dsa": True, **packing, **parallel, **(switches or {})}, **layout)
     from megatron.core import parallel_state
@@ -179,14 +181,14 @@ def scripted_step(
 
     tp, pp, vpp = layout.get("tp", 1), layout.get("pp", 1), layout.get("vpp")
     build = import_module(builder)
-    cfg = build.config(
+    cfg = getattr(build, config)(
         **{"num_layers": 4, **(overrides or {})},
         tensor_model_parallel_size=tp,
         sequence_parallel=tp > 1,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
         calculate_per_token_loss=True,
-        **({**parallel, "cp_comm_type": "allgather"} if parallel else {}),
+        **({**parallel, "cp_comm_type": comm_type} if parallel else {}),
     )
     cfg.finalize_model_grads_func = finalize_model_grads
     packs = in_places(batches(from_tokens), 2 * cp) if cut else batches(from_tokens)
