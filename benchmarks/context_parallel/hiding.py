@@ -32,6 +32,8 @@ from mindspeed_dsa.parallel import kept
 ALLOWED = 0.8, 1.25
 """Of a transfer over what hides it."""
 _FITS = 4
+_BEGIN = {"key gather": (1088, 512), "latents": (192, 64), "grouped keys": (128, 128)}
+"""Widths and rows, forward and backward, that fit on two cores with a link of 2 Gbit/s: the first to be tried."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Sizes:
     Attributes:
         rows: of a rank, which gathers keys.
         width: of a key.
-        ring_rows: of a rank in a ring, to begin with: with many more, attention takes longer than transfers.
+        ring_rows: of a rank in a ring, at most: with many more, attention takes longer than transfers.
         batch: sequences in a ring, so that both take long enough to be measured.
         rounds: each runs every variant once.
     """
@@ -92,11 +94,12 @@ def measure(sizes: Sizes) -> dict[str, Any]:
     for direction in ("forward", "backward"):
         back = direction == "backward"
         width = partial(gathering, sizes, backward=back)
-        found[f"key gather, {direction}"] = fitted(width, 256 if back else 512, sizes.rounds)
+        found[f"key gather, {direction}"] = fitted(width, _BEGIN["key gather"][back], sizes.rounds)
         # In backward latents are expanded twice: with one head that hides no more than what then travels.
         for name, of in (("latents", partial(latents, 1 if back else 2)), ("grouped keys", grouped)):
             rows = partial(going_around, of, sizes.batch, backward=back)
-            found[f"ring of {name}, {direction}"] = fitted(rows, sizes.ring_rows, sizes.rounds)
+            begin = min(sizes.ring_rows, _BEGIN[name][back])
+            found[f"ring of {name}, {direction}"] = fitted(rows, begin, sizes.rounds)
     return found
 
 
