@@ -33,7 +33,7 @@ ALLOWED = 0.8, 1.25
 """Of a transfer over what hides it."""
 _FITS = 4
 _BEGIN = {"key gather": (1088, 512), "latents": (192, 64), "grouped keys": (128, 128)}
-"""Widths and rows, forward and backward, that fit on two cores with a link of 2 Gbit/s: the first to be tried."""
+"""Widths and rows, forward and backward, to be tried first: they fit two cores and a link of 2 Gbit/s."""
 
 
 @dataclass(frozen=True)
