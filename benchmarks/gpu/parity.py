@@ -11,7 +11,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
-_FILES = ("tests/ops/test_triton_*.py", "tests/ops/test_fp16_gradients.py")
+_FILES = (
+    *("tests/ops/test_triton_*.py", "tests/ops/test_fp16_gradients.py"),
+    "tests/ops/test_dense_attention.py",
+)
 # Compile ahead of time, or pretend that there are GPUs: they need none.
 _WITHOUT = ("test_triton_compile.py", "test_triton_launch.py")
 _QUICK = ("test_triton_moe_permute.py",)

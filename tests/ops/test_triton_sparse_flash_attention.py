@@ -78,7 +78,7 @@ def test_order_and_padding_of_indices_do_not_matter():
         results.append((out.detach(), *torch.autograd.grad(out.square().sum(), (query, key_value))))
     for other in results[1:]:
         for value, expected in zip(other, results[0], strict=True):
-            assert oracle.relative_error(value, expected) < 2e-6
+            assert oracle.relative_error(value, expected) < 4e-6
 
 
 def test_keys_that_nobody_selected_are_not_touched():
