@@ -1,0 +1,53 @@
+"""One part in a process of its own: ``python -m benchmarks.gpu.part NAME FOLDER QUICK SECONDS``.
+
+Its last line of output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def operators(folder: Path, quick: bool, seconds: float) -> Any:
+    """The figures of ``dsa`` on the device."""
+    from benchmarks.dsa import cuda
+
+    return cuda.run((4096,), (16,), rounds=3) if quick else cuda.run()
+
+
+def parity(folder: Path, quick: bool, seconds: float) -> Any:
+    """Tests of the kernels, compiled and on the device."""
+    from benchmarks.gpu import parity as tests
+
+    return tests.run(folder, quick, seconds)
+
+
+def layer(folder: Path, quick: bool, seconds: float) -> Any:
+    """Training steps, fused and stock, and a trace."""
+    from benchmarks.gpu import layer as steps
+
+    return steps.run(folder, quick)
+
+
+def features(folder: Path, quick: bool, seconds: float) -> Any:
+    """Training steps without and with each feature, whose results need no compilation of Megatron's code."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # its sums in a fixed order
+    from benchmarks.gpu import features as steps
+
+    return steps.run(quick)
+
+
+if __name__ == "__main__":
+    name, folder, quick, seconds = sys.argv[1:]
+    # What Megatron prints goes to the log.
+    with contextlib.redirect_stdout(sys.stderr):
+        found = {f.__name__: f for f in (operators, parity, layer, features)}[name](
+            Path(folder), quick == "1", float(seconds)
+        )
+    print(json.dumps(found))

@@ -1,0 +1,148 @@
+"""The report in words: Markdown, what is slow first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def report(found: Mapping[str, Any], device: str) -> str:
+    """One page.
+
+    Args:
+        found: metrics of the case ``gpu``.
+        device: the GPU's name.
+    """
+    parts = (_summary, _model, _operators, _layer, _features, _trace)
+    lines = [f"# {device}", ""]
+    for part in parts:
+        lines += [*part(found), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(head: tuple[str, ...], rows: Iterator[tuple[Any, ...]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield f"| {' | '.join(['---'] + ['---:'] * (len(head) - 1))} |"
+    for row in rows:
+        yield f"| {' | '.join(f'{cell:,.3g}' if isinstance(cell, float) else str(cell) for cell in row)} |"
+
+
+def _cases(found: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """What a part found, without its own seconds and error."""
+    return {name: row for name, row in found.get(part, {}).items() if isinstance(row, dict)}
+
+
+def _summary(found: Mapping[str, Any]) -> Iterator[str]:
+    tests = found.get("parity", {})
+    if "passed" in tests:
+        failures = len(tests["failures"])
+        yield f"Tests of the kernels on the device: {tests['passed']} passed, {failures} failed."
+    for what, why in found["failed"].items():
+        yield f"* **{what}**: {why}"
+
+
+def _model(found: Mapping[str, Any]) -> Iterator[str]:
+    yield "## Slower than the model"
+    yield ""
+    slower = found["slower_than_model"]
+    if isinstance(slower, str):
+        yield slower
+        return
+    yield "Milliseconds, and the bound of `benchmarks/results/kernels-static.json` for the kernels' products."
+    yield ""
+    yield from _table(
+        ("", "ms", "model", "times"),
+        ((name, row["ms"], row["model_ms"], f"{row['times']:.2f}") for name, row in slower.items()),
+    )
+
+
+def _operators(found: Mapping[str, Any]) -> Iterator[str]:
+    operators = found.get("operators", {})
+    if "matmul_tflops" not in operators:
+        return
+    yield "## Operators"
+    yield ""
+    yield f"A bf16 matmul of 8192 reaches {operators['matmul_tflops']:.0f} TFLOP/s."
+    yield ""
+    notes = {}
+    rows = []
+    for problem, table in operators.items():
+        if isinstance(table, str):
+            notes[table] = problem
+        if not isinstance(table, dict):
+            continue
+        for operator, directions in table.items():
+            if isinstance(directions, str):
+                notes[f"{operator}: {directions}"] = problem
+                continue
+            rows += [(f"{problem} {operator} {each}", *_figures(row)) for each, row in directions.items()]
+    yield from _table(("", "ms", "TFLOP/s", "of the matmul", "extra peak MiB"), iter(rows))
+    yield ""
+    yield from (f"* {note} ({problem})" for note, problem in notes.items())
+
+
+def _figures(row: Mapping[str, float]) -> tuple[Any, ...]:
+    return (
+        row["ms"],
+        f"{row['tflops']:.0f}",
+        f"{row['fraction_of_matmul']:.0%}",
+        f"{row['extra_peak_mib']:,.0f}",
+    )
+
+
+def _layer(found: Mapping[str, Any]) -> Iterator[str]:
+    layer = _cases(found, "layer")
+    if not layer:
+        return
+    yield "## Training steps"
+    yield ""
+
+    def row(name: str, sides: Mapping[str, Any]) -> tuple[Any, ...]:
+        cells: list[Any] = [name]
+        for figure in ("tokens_per_s", "peak_mib"):
+            for side in ("stock", "fused"):
+                value = sides[side]
+                cells.append("-" if isinstance(value, str) else f"{value[figure]:,.0f}")
+        apart = sides.get("apart", {})
+        return (*cells, *(f"{apart[name]:.1e}" if apart else "-" for name in ("lm_loss", "indexer_loss")))
+
+    head = ("", "tokens/s stock", "fused", "peak MiB stock", "fused", "loss apart", "indexer loss apart")
+    yield from _table(head, (row(name, sides) for name, sides in layer.items()))
+    yield ""
+    for name, sides in layer.items():
+        for side in ("stock", "fused"):
+            if isinstance(sides[side], str):
+                yield f"* {name}, {side}: {sides[side]}"
+
+
+def _features(found: Mapping[str, Any]) -> Iterator[str]:
+    features = {name: row for name, row in _cases(found, "features").items() if "apart" in row}
+    if not features:
+        return
+    yield "## Features"
+    yield ""
+    yield "A few steps of a small model with each, beside the same without: 0 are the same bits."
+    yield ""
+
+    def row(name: str, figures: Mapping[str, Any]) -> tuple[Any, ...]:
+        memory = (figures.get(each, {"off": 0.0, "on": 0.0}) for each in ("peak_mib", "rest_mib"))
+        cells = [f"{each[side]:,.0f}" for each in memory for side in ("off", "on")]
+        return (name, *cells, f"{figures['step_ratio']:.2f}", f"{figures['apart']['lm_loss']:.1e}")
+
+    head = ("", "peak MiB off", "on", "at rest MiB off", "on", "time on / off", "loss apart")
+    yield from _table(head, (row(name, figures) for name, figures in features.items()))
+
+
+def _trace(found: Mapping[str, Any]) -> Iterator[str]:
+    for name, sides in _cases(found, "layer").items():
+        fused = sides["fused"]
+        if isinstance(fused, str) or "kernels" not in fused:
+            continue
+        yield f"## Kernels of a fused step: {name}"
+        yield ""
+        yield "`trace.json` is for [Perfetto](https://ui.perfetto.dev)."
+        yield ""
+        kernels = fused["kernels"].items()
+        yield from _table(
+            ("", "ms", "launches"), ((f"`{each}`", row["ms"], row["launches"]) for each, row in kernels)
+        )
