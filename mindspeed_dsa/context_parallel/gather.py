@@ -158,7 +158,8 @@ class _Transfer:
         # Sums of several ranks' parts are rounded once.
         gradient = gradient.to(wide(gradient.dtype))
         if gradient.device.type == "cpu" and sums.runs:
-            parts = sums.parts_of(gradient.contiguous())
+            gradient = gradient.contiguous()
+            parts = sums.parts_of(gradient)
             ours = torch.cat(parts[group.rank()])
             others = [kept.take(ours) for _ in range(group.size() - 1)]
             theirs = [other.chunk(len(sums.runs)) for other in others]

@@ -7,6 +7,8 @@ rank of ``c / u`` holds. So rows arrive in the order that a ring across such nei
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -14,7 +16,7 @@ from torch.distributed import ProcessGroup
 from mindspeed_dsa.context_parallel.carried import Carried, FromLatents
 from mindspeed_dsa.context_parallel.dense import DenseAttention
 from mindspeed_dsa.context_parallel.gather import GatheredRows, Members
-from mindspeed_dsa.context_parallel.layout import Zigzag, rows_of_all
+from mindspeed_dsa.context_parallel.layout import Layout, Zigzag, rows_of_all
 from mindspeed_dsa.context_parallel.ring import CarryingStrategy, PackedRows, ring_attention
 from mindspeed_dsa.context_parallel.turns import turns_of_pack
 from mindspeed_dsa.parallel.all_to_all import InFlight, start
@@ -52,8 +54,7 @@ class HeadExchange(CarryingStrategy):
         check_heads(query.size(2), carried, ranks)
         if packed is not None:
             turns = turns_of_pack(packed.pack, packed.layout, self.rank // ranks, ranks)
-            held = rows_of_all(packed.layout, packed.pack.length)
-            order = held.view(-1, ranks, held.size(1))[self.rank // ranks].flatten().argsort()
+            order = _order_of_pack(packed.layout, packed.pack.length, self.rank // ranks, ranks)
         flight = self._send(query)
         if isinstance(carried.expansion, FromLatents):
             carried = self._gathered(carried, carried.expansion, order)
@@ -79,7 +80,7 @@ class HeadExchange(CarryingStrategy):
     def _gathered(self, carried: Carried, expansion: FromLatents, order: Tensor | None) -> Carried:
         rows, ranks = carried.rows.size(0) * self._heads.size(), self._heads.size()
         if order is not None:
-            members = Members(self._heads, order.argsort().view(ranks, -1))
+            members = _members_of_order(self._heads, order)
         else:
             if rows not in self._members:
                 self._members[rows] = Members.of(self._heads, Zigzag(ranks), rows)
@@ -88,6 +89,18 @@ class HeadExchange(CarryingStrategy):
         own, part = expansion.of_heads(weight, self._heads.rank(), ranks)
         latents = GatheredRows(carried.rows, members).wait()
         return Carried(latents, own, (part,))
+
+
+@lru_cache(maxsize=64)
+def _order_of_pack(layout: Layout, length: int, number: int, ranks: int) -> Tensor:
+    """``[rows]`` int64 on the host: places in what neighbours hold, rank after rank, in the pack's order."""
+    held = rows_of_all(layout, length)
+    return held.view(-1, ranks, held.size(1))[number].flatten().argsort()
+
+
+@lru_cache(maxsize=64)
+def _members_of_order(group: ProcessGroup, order: Tensor) -> Members:
+    return Members(group, order.argsort().view(group.size(), -1))
 
 
 def check_heads(heads: int, carried: Carried, ranks: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Protocol
@@ -90,7 +91,16 @@ class PackTurns:
 
     def with_block_of(self, other: int) -> list[Part]:
         """See :class:`Turns`."""
-        theirs, parts = self._documents(other), []
+        if other not in self._seen:
+            self._seen[other] = list(self._parts_of(other))
+        return self._seen[other]
+
+    @cached_property
+    def _seen(self) -> dict[int, list[Part]]:
+        return {}
+
+    def _parts_of(self, other: int) -> Iterator[Part]:
+        theirs = self._documents(other)
         for document, rows in self._documents(self.rank).items():
             if document not in theirs:
                 continue
@@ -101,8 +111,7 @@ class PackTurns:
             for count, end, length in zip(counts.tolist(), ends, lengths.tolist(), strict=True):
                 if count:
                     seen_keys = slice(keys.start, keys.start + count)
-                    parts.append(Part(slice(end - length, end), seen_keys, causal=False))
-        return parts
+                    yield Part(slice(end - length, end), seen_keys, causal=False)
 
     def _documents(self, rank: int) -> dict[int, slice]:
         """By a document's first row in the pack, where its rows lie on a rank."""

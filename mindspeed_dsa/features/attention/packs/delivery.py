@@ -115,7 +115,9 @@ def roll_in_documents(original: Callable[..., Any], context: Context[Options]) -
                 "pack-documents: multi-token prediction moves rows by one position here, and roll_tensor got "
                 f"shifts={shifts} and {sorted(others)}; omit --pack-documents"
             )
-        group = cp_group or context.megatron("core.parallel_state").get_context_parallel_group()
+        group = cp_group
+        if group is None:
+            group = context.megatron("core.parallel_state").get_context_parallel_group()
         dim = dims % tensor.dim()
         result = PackRows.of(packed_seq_params, tensor.size(dim), group).next_rows(tensor, dim, group)
         return result, result.sum()
