@@ -21,7 +21,7 @@ def check_weight_shards(args: Any, flag: str) -> Iterator[str]:
         shards = argument(args, name) or 1
         if shards > whole:
             yield (
-                f"{flag} does not combine with --{name.replace('_', '-')} {shards}: modules then gather their "
-                f"weights in forward and backward into memory that this would take for its own; use {whole} or "
-                "omit one of them"
+                f"{flag} does not combine with --{name.replace('_', '-')} {shards}: modules then gather "
+                "weights in forward and backward, into memory that this knows nothing of; use "
+                f"{whole} or omit one of them"
             )

@@ -9,7 +9,6 @@ from mindspeed_dsa.features.memory.switches import any_of, wanted
 from mindspeed_dsa.integration import configuration, releases
 from mindspeed_dsa.patches.spec import Patch
 
-
 FEATURE = Feature(
     name="recompute-outputs",
     summary="The checkpoint without output that both of these, and Megatron's own modules, recompute with: "

@@ -1,23 +1,13 @@
-"""Megatron's own modules where Transformer Engine and Apex are missing, which NPUs and CPUs have neither of."""
+"""Megatron's own modules where Transformer Engine and Apex are missing, as on every NPU and CPU."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from typing import Any
-
 from mindspeed_dsa.declarations import Feature, Flag
+from mindspeed_dsa.features.platform.local_modules.activation import is_needed
 from mindspeed_dsa.patches.spec import Patch
 
 _SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 _REFUSE = "mindspeed_dsa.features.platform.local_modules.specifications:refuse_transformer_engine"
-
-
-def _is_needed(settings: Any) -> bool:
-    """Without Transformer Engine: away from GPUs, and wherever the implementation was named."""
-    if find_spec("transformer_engine") is not None:
-        return False
-    return bool(settings.platform != "cuda" or settings.transformer_impl)
-
 
 FEATURE = Feature(
     name="local-modules",
@@ -29,7 +19,7 @@ FEATURE = Feature(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
             "wrap",
             "mindspeed_dsa.integration.local_norms:norm_for_every_setting",
-            "PyTorch's norms are rejected with sequence parallelism, zero-centered gamma and persistent norms",
+            "PyTorch's norms are rejected with sequence parallelism and zero-centered gamma",
             params=("config", "hidden_size", "eps"),
         ),
         Patch(
@@ -66,7 +56,7 @@ FEATURE = Feature(
             )
         ),
     ),
-    active=_is_needed,
+    active=is_needed,
     doc="local-modules.md",
     platform_support=True,
 )
