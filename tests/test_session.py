@@ -289,7 +289,7 @@ def test_a_fork_is_known_by_its_import(unnamed, imported_first):
     if imported_first:
         import corp_megatron.core.utils as utils
     mindspeed_dsa.enable(use_dividing=True)
-    import corp_megatron.core.utils as utils  # noqa: F811
+    import corp_megatron.core.utils as utils
 
     assert utils.divide(6, 3) == 2
     assert calls() == [(6, 3)]
@@ -306,9 +306,10 @@ def test_a_fork_beside_stock_megatron_is_left_alone(unnamed, monkeypatch):
     mindspeed_dsa.enable(use_dividing=True)
     import corp_megatron.core.utils as utils
 
-    utils.divide(6, 3)
+    assert utils.divide(6, 3) == 2
     assert session.current().settings.megatron_root == "megatron"
-    assert calls() == []
+    implementation = sys.modules.get("corp_megatron_impl")
+    assert implementation is None or implementation.CALLS == []
 
 
 def test_without_any_megatron_the_message_names_the_forks_flag(megatron, monkeypatch):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from importlib import util
+from functools import cache
 from typing import Any
 
 from mindspeed_dsa.context import Megatron
@@ -78,12 +78,13 @@ def recomputes_shared_experts(moe_layer: Any) -> bool:
     return bool(getattr(moe_layer, "shared_experts_recompute", False))
 
 
+@cache
 def transformer_engine(megatron: Megatron) -> Any:
-    """Megatron's module on top of Transformer Engine; ``None`` where that is missing.
-
-    Before 0.13 it cannot be imported then.
-    """
-    return megatron("core.extensions.transformer_engine") if util.find_spec("transformer_engine") else None
+    """Megatron's module on top of Transformer Engine; ``None`` where it needs that to be imported."""
+    try:
+        return megatron("core.extensions.transformer_engine")
+    except ImportError:  # before 0.13
+        return None
 
 
 # -- optimizers and their buffers ----------------------------------------------------------------

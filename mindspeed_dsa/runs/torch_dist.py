@@ -19,7 +19,7 @@ def save_in_this_process(megatron: Megatron | None = None) -> Any:
     torch_dist: Any = (megatron or Megatron())("core.dist_checkpointing.strategies.torch")
 
     # Since 0.17 any other class is put aside without a word.
-    class SaveInThisProcess(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[misc,name-defined]
+    class SaveInThisProcess(torch_dist.TorchDistSaveShardedStrategy):
         def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
             by_key, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
             torch_checkpoint.state_dict_saver.save(

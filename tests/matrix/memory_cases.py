@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
 import numpy as np
 
+from mindspeed_dsa.platforms.cpu import CpuPlatform
 from tests.matrix import model as tiny
 from tests.support import memory_events, optimizer_job
 
 
-def optimizer_steps(folders: Mapping[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
+def optimizer_steps(
+    folders: Mapping[str, str] | None = None, early: bool = False, **arguments: Any
+) -> dict[str, Any]:
     """As :func:`optimizer_job.train` with the model of any release, and what was counted.
 
     Args:
         folders: where to ``load`` a checkpoint from and ``save`` one to, in the format of the release.
+        early: load and gather as early as where that goes on beside other work.
         arguments: for that function.
     """
     for name, folder in (folders or {}).items():
@@ -25,12 +30,30 @@ def optimizer_steps(folders: Mapping[str, str] | None = None, **arguments: Any) 
     with (
         mock.patch.object(optimizer_job, "config", _config),
         mock.patch.object(optimizer_job, "gpt_model", tiny.gpt_model),
+        mock.patch.object(CpuPlatform, "asynchronous", early),
         # Megatron-core 0.12 saves shards of tensors with a function that numpy 2 does not have any more.
         mock.patch.object(np, "product", np.prod, create=True),
         memory_events.counted() as counts,
+        _gathers() as gathers,
     ):
         result = optimizer_job.train(**arguments)
-    return {**result, "counts": dict(counts)}
+    return {**result, "counts": dict(counts), "gathered": len(gathers)}
+
+
+@contextlib.contextmanager
+def _gathers() -> Iterator[list[Any]]:
+    """The parts of buckets that Megatron has gathered."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    found: list[Any] = []
+    gather = param_and_grad_buffer.dist_all_gather_func
+
+    def counting(output: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(output.shape)
+        return gather(output, *args, **kwargs)
+
+    with mock.patch.object(param_and_grad_buffer, "dist_all_gather_func", counting):
+        yield found
 
 
 def layer_step(switches: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:

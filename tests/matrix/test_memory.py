@@ -13,7 +13,8 @@ CASES = "tests.matrix.memory_cases"
 OPTIMIZERS = ("reuse-fp32-param", "swap-optimizer", "virtual-optimizer")
 LAYERS = ("recompute-activation-function", "recompute-norm", "swap-attention")
 PLAIN = {"steps": 3, "skip": 1}
-OVERLAP = {**PLAIN, "distributed": True, "overlap": True}
+DISTRIBUTED = {**PLAIN, "distributed": True}
+OVERLAP = {**DISTRIBUTED, "overlap": True}
 
 
 def assert_only(counts, *features):
@@ -34,6 +35,18 @@ def test_optimizers(pool, feature, ranks, options):
         assert having["placed"] != without["placed"]
         assert_only(having["counts"], feature)
         assert_only(without["counts"])
+
+
+def test_buckets_that_are_gathered_during_the_step(pool):
+    """As on an accelerator: each as soon as its weights are updated, and not again at Megatron's call."""
+    off = pool.run(f"{CASES}:optimizer_steps", 2, **DISTRIBUTED)
+    switches = FEATURES["swap-optimizer"]
+    on = pool.run(f"{CASES}:optimizer_steps", 2, switches=switches, early=True, **DISTRIBUTED)
+    for without, having in zip(off, on, strict=True):
+        for what in COMPARED:
+            assert having[what] == without[what], what
+        # In the two of three steps that are not skipped.
+        assert having["gathered"] == without["gathered"] > 0
 
 
 @pytest.mark.parametrize("feature", OPTIMIZERS)
