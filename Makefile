@@ -26,7 +26,7 @@ export OMP_WAIT_POLICY ?= passive
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test test-full test-npu lint format bench compat docs
+.PHONY: help venv train test test-full test-npu lint format bench gpu compat docs
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -92,6 +92,10 @@ format: $(STAMP)  ## rewrite the sources as lint wants them
 
 bench: $(STAMP)  ## cost of the patch engine
 	$(BIN)/python -m benchmarks patch-engine $(ARGS)
+
+gpu: $(STAMP)  ## on an NVIDIA GPU: kernel tests, operators, training steps, one report in runs/gpu
+	@mkdir -p runs/gpu
+	$(BIN)/python -m benchmarks gpu --report runs/gpu --json runs/gpu/report.json $(ARGS)
 
 compat: $(STAMP)  ## read released megatron-core wheels again into mindspeed_dsa/compat
 	$(BIN)/python -m mindspeed_dsa.compat refresh $(ARGS)

@@ -21,7 +21,7 @@ from benchmarks.registry import CASES, Case
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one case and print its result."""
+    """Run one case and print its result; 1 if its metrics name what ``failed``."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Runs one benchmark; the last line of its output is one JSON object.",
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         Path(options.json).write_text(text + "\n", encoding="utf-8")
     print(text)
-    return 0
+    return 1 if found["metrics"].get("failed") else 0
 
 
 def result(case: Case, device: str, quick: bool = False, **options: str) -> dict[str, Any]:

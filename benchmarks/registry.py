@@ -53,6 +53,16 @@ CASES: dict[str, Case] = {
             has_quick=True,
         ),
         Case(
+            "gpu",
+            "all that needs an NVIDIA GPU in one go: tests, operators, training steps, a trace, a report",
+            "benchmarks.gpu",
+            has_quick=True,
+            options={
+                "report": "folder for report.md, the trace and logs (default: runs/gpu)",
+                "only": "names of parts with commas between",
+            },
+        ),
+        Case(
             "kernels-static",
             "Triton kernels compiled ahead of time for four targets: resources, traffic, and a model's bound",
             "benchmarks.kernels",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from importlib import import_module
 
 import torch
 
 from benchmarks.dsa.floor import Call, matmul_call, needed_flops, operator_calls
 from benchmarks.dsa.problem import Sizes
+from benchmarks.dsa.rivals import rivals
 from benchmarks.registry import Metrics
 
 LENGTHS = (4096, 8192, 32768)
@@ -40,16 +40,22 @@ def run(lengths: tuple[int, ...] = LENGTHS, heads: tuple[int, ...] = HEADS, roun
 def _problem(sizes: Sizes, peak: float, rounds: int) -> Metrics:
     flops = needed_flops(sizes)
     calls = operator_calls(sizes, torch.bfloat16, "cuda")
-    found: dict[str, Metrics] = {}
+    found: dict[str, Metrics | str] = {}
     for operator, directions in calls.items():
         found[operator] = {
             direction: _figures(call, flops[operator][direction], peak, rounds)
             for direction, call in directions.items()
         }
-    other = _tilelang_forward(sizes)
-    if other is not None:
-        needed = flops["sparse_flash_attention"]["forward"]
-        found["tilelang_sparse_mla"] = {"forward": _figures(other, needed, peak, rounds)}
+    del calls
+    for project, theirs in rivals(sizes, "cuda").items():
+        found[project] = (
+            theirs
+            if isinstance(theirs, str)
+            else {
+                direction: _figures(call, flops["sparse_flash_attention"][direction], peak, rounds)
+                for direction, call in theirs.items()
+            }
+        )
     return found
 
 
@@ -81,25 +87,3 @@ def _seconds(call: Call, rounds: int) -> float:
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
     return statistics.median(times)
-
-
-def _tilelang_forward(sizes: Sizes) -> Call | None:
-    """The kernel that TileLang publishes as ``examples/deepseek_v32/sparse_mla_fwd.py``.
-
-    None unless ``tilelang`` is installed and that folder is on ``PYTHONPATH``: the wheel does not contain it.
-    """
-    try:
-        import_module("tilelang")
-        interface = import_module("sparse_mla_fwd").sparse_mla_fwd_interface
-    except ImportError:
-        return None
-    dim = sizes.latent_dim + sizes.rope_dim
-    query = torch.randn(1, sizes.length, sizes.heads, dim, device="cuda", dtype=torch.bfloat16)
-    key_value = torch.randn(1, sizes.length, 1, dim, device="cuda", dtype=torch.bfloat16)
-    # Its mask is "not after the row": entries beyond the row denote no key.
-    position = torch.arange(sizes.length, device="cuda")
-    order = torch.rand(sizes.length, sizes.length, device="cuda").masked_fill_(
-        position > position[:, None], -1
-    )
-    chosen = order.topk(sizes.topk, dim=-1).indices.int()[None, :, None].contiguous()
-    return lambda: interface(query, key_value, chosen, sm_scale=sizes.softmax_scale)

@@ -44,12 +44,12 @@ def operator_calls(
     sizes: Sizes, dtype: torch.dtype, device: str, backend: str = "auto"
 ) -> dict[str, dict[str, Call]]:
     """The same table with a function for each entry that runs it once."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     length, heads, key_dim = sizes.length, sizes.heads, sizes.latent_dim + sizes.rope_dim
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        values = torch.randn(1, length, *shape, generator=generator) * scale
-        return values.to(device=device, dtype=dtype).requires_grad_()
+        values = torch.randn(1, length, *shape, generator=generator, device=device) * scale
+        return values.to(dtype).requires_grad_()
 
     scale = (sizes.index_heads * sizes.index_dim) ** -0.5
     index = (
@@ -75,8 +75,8 @@ def operator_calls(
         )
 
     out, lse, _ = attend()
-    grad_out = torch.randn(out.shape, generator=generator).to(out)
-    grad_scores = torch.randn(topk_scores.shape, generator=generator).to(topk_scores)
+    grad_out = torch.randn(out.shape, generator=generator, device=device).to(out)
+    grad_scores = torch.randn(topk_scores.shape, generator=generator, device=device).to(topk_scores)
     grad_scores.masked_fill_(topk_indices < 0, 0)
 
     def gradients(outputs: Tensor, inputs: tuple[Tensor, ...], grad: Tensor | None) -> object:
@@ -110,7 +110,7 @@ def operator_calls(
 
 def matmul_call(size: int, dtype: torch.dtype, device: str) -> tuple[Call, float]:
     """A large ``torch.matmul`` and its floating point operations."""
-    a, b = (torch.randn(size, size).to(device=device, dtype=dtype) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return lambda: torch.matmul(a, b), 2.0 * size**3
 
 

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from mindspeed_dsa.ops import checks
+
+# With it cuBLAS adds in a fixed order, without it torch refuses its products under `poisoned_memory`.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.fixture(autouse=True)

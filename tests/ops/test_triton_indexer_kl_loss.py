@@ -243,8 +243,9 @@ def test_limits_are_named(dtype, dim, index_heads, reason):
 
 
 def test_an_indexer_in_fp64_is_declined_in_words():
-    inputs = [x.double() for x in indexer_inputs(1, 4)]
+    inputs = on_device([x.double() for x in indexer_inputs(1, 4)])
+    main = on_device(main_inputs(1, 4, 2, 16))
     with pytest.raises(
         BackendUnavailable, match="'triton' cannot run this call: its kernels compute in fp32"
     ):
-        dense_indexer_kl_loss(*inputs, *main_inputs(1, 4, 2, 16), SCALE, backend="triton")
+        dense_indexer_kl_loss(*inputs, *main, SCALE, backend="triton")

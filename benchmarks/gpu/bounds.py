@@ -1,0 +1,90 @@
+"""What the operators take on a GPU beside what the model of ``kernels-static`` allows."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.dsa.floor import needed_flops
+from benchmarks.dsa.problem import Sizes
+
+STATIC = Path(__file__).parents[1] / "results/kernels-static.json"
+# By operator and direction the kernels that do its products, as their names begin in the model's table, and
+# whose operations each does; "rest" is what the others leave.
+_KERNELS = {
+    ("sparse_flash_attention", "forward"): {"forward_kernel, {heads} heads": "rest"},
+    ("sparse_flash_attention", "backward"): {"backward, {heads} heads": "rest"},
+    ("lightning_indexer", "forward"): {"score_slab_kernel, indexer": "rest"},
+    ("lightning_indexer", "backward"): {"score_gradients_kernel, indexer": "rest"},
+    ("indexer_kl_loss", "forward_backward"): {
+        "score_gradients_kernel, indexer": ("lightning_indexer", "backward"),
+        "attention_sum_kernel, {heads} heads": "rest",
+    },
+}
+
+
+def slower_than_model(operators: Mapping[str, Any], device: str) -> dict[str, Any] | str:
+    """Per problem, operator and direction ``ms``, ``model_ms`` and their ratio ``times``; the largest first.
+
+    Args:
+        operators: of :func:`benchmarks.dsa.cuda.run`.
+        device: the GPU's name.
+
+    Returns:
+        The table, or why there is none.
+    """
+    from benchmarks.kernels import model
+
+    name = next((name for name in model.GPUS if name in device), None)
+    if name is None:
+        return f"the model knows {', '.join(model.GPUS)}, and this is {device}"
+    fractions = json.loads(STATIC.read_text(encoding="utf-8"))["metrics"]["model_fraction_of_peak"][name]
+    rows = dict(_rows(operators, fractions, model.GPUS[name].flops))
+    return dict(sorted(rows.items(), key=lambda row: -row[1]["times"]))
+
+
+def _rows(
+    operators: Mapping[str, Any], fractions: Mapping[str, float], peak: float
+) -> Iterator[tuple[str, dict[str, float]]]:
+    for problem, found in operators.items():
+        sizes = re.fullmatch(r"S(\d+)_H(\d+)", problem)
+        if sizes is None or isinstance(found, str):
+            continue
+        length, heads = map(int, sizes.groups())
+        for (operator, direction), seconds in model_seconds(length, heads, fractions, peak).items():
+            ms, model_ms = found[operator][direction]["ms"], seconds * 1e3
+            figures = {"ms": ms, "model_ms": model_ms, "times": ms / model_ms}
+            yield f"{problem} {operator} {direction}", figures
+
+
+def model_seconds(
+    length: int, heads: int, fractions: Mapping[str, float], peak: float
+) -> dict[tuple[str, str], float]:
+    """By operator and direction: the model's bound for the kernels that do its products.
+
+    Args:
+        length: rows, and keys.
+        heads: of the main attention.
+        fractions: of ``peak`` by kernel; an operator with a kernel that is not in it is left out.
+        peak: bf16 operations a second.
+    """
+    from benchmarks.dsa.cuda import INDEX_HEADS, TOPK
+
+    flops = needed_flops(Sizes(length, heads, INDEX_HEADS, TOPK))
+    found = {}
+    for (operator, direction), kernels in _KERNELS.items():
+        rest, seconds = flops[operator][direction], 0.0
+        for start, part in kernels.items():
+            wanted = start.format(heads=heads)
+            fraction = next((value for name, value in fractions.items() if name.startswith(wanted)), None)
+            if fraction is None:
+                break
+            work = rest if part == "rest" else flops[part[0]][part[1]]
+            rest -= work
+            seconds += work / fraction / peak
+        else:
+            found[operator, direction] = seconds
+    return found

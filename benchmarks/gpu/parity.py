@@ -1,0 +1,85 @@
+"""The tests of the Triton kernels, on the device: ``TRITON_INTERPRET=0``, with all cores compiling."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[2]
+_FILES = ("tests/ops/test_triton_*.py", "tests/ops/test_fp16_gradients.py")
+# Compile ahead of time, or pretend that there are GPUs: they need none.
+_WITHOUT = ("test_triton_compile.py", "test_triton_launch.py")
+_QUICK = ("test_triton_moe_permute.py",)
+# A tenth of the time, kept to collect what has been found when it is up.
+_GRACE = 0.1
+
+
+def files(quick: bool = False) -> list[str]:
+    """Test files, relative to the repository."""
+    found = sorted(path for pattern in _FILES for path in ROOT.glob(pattern))
+    return [
+        str(path.relative_to(ROOT))
+        for path in found
+        if (path.name in _QUICK if quick else path.name not in _WITHOUT)
+    ]
+
+
+def run(folder: Path, quick: bool, seconds: float) -> dict[str, Any]:
+    """Numbers of tests by outcome, and of each failure the first line of its message.
+
+    Args:
+        folder: for pytest's output, ``tests.log``, and its record of each test.
+        quick: one file.
+        seconds: that it may take; ``error`` says if tests have not run by then.
+    """
+    record = folder / "tests.xml"
+    record.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", *files(quick), "-m", "full or not full", "-q", "--tb=short"]
+    command += [f"--junitxml={record}", "-p", "no:cacheprovider", "--dist", "worksteal"]
+    command += ["--numprocesses", str(os.cpu_count() or 1)]
+    wanted = {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    with (folder / "tests.log").open("w", encoding="utf-8") as log:
+        tests = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **wanted}, stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            code = tests.wait(seconds * (1 - _GRACE))
+        except subprocess.TimeoutExpired:
+            tests.send_signal(signal.SIGINT)  # pytest still writes down what it has
+            try:
+                tests.wait(seconds * _GRACE / 2)
+            except subprocess.TimeoutExpired:
+                tests.kill()
+            code = None
+    found = outcomes(record.read_text(encoding="utf-8")) if record.exists() else {"passed": 0, "failures": {}}
+    if code is None:
+        found["error"] = f"not all tests had run after {seconds * (1 - _GRACE):.0f} s; see {log.name}"
+    elif code > 1 or not found["passed"]:
+        found["error"] = f"pytest exited with {code} and {found['passed']} tests passed; see {log.name}"
+    return found
+
+
+def outcomes(record: str) -> dict[str, Any]:
+    """``passed``, ``skipped`` and ``failures`` of pytest's record.
+
+    Args:
+        record: JUnit's XML.
+    """
+    passed, skipped = 0, 0
+    failures: dict[str, str] = {}
+    for case in ElementTree.fromstring(record).iter("testcase"):
+        wrong = case.find("failure")
+        wrong = case.find("error") if wrong is None else wrong
+        if wrong is not None:
+            name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+            failures[name] = (wrong.get("message") or "").strip().splitlines()[0:1][0][:300]
+        elif case.find("skipped") is not None:
+            skipped += 1
+        else:
+            passed += 1
+    return {"passed": passed, "skipped": skipped, "failures": failures}

@@ -1,0 +1,47 @@
+"""One part in a process of its own: ``python -m benchmarks.gpu.part NAME FOLDER QUICK SECONDS``.
+
+Its last line of output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def operators(folder: Path, quick: bool, seconds: float) -> Any:
+    """The figures of ``dsa`` on the device."""
+    from benchmarks.dsa import cuda
+
+    return cuda.run((4096,), (16,), rounds=3) if quick else cuda.run()
+
+
+def parity(folder: Path, quick: bool, seconds: float) -> Any:
+    """Tests of the kernels, compiled and on the device."""
+    from benchmarks.gpu import parity as tests
+
+    return tests.run(folder, quick, seconds)
+
+
+def layer(folder: Path, quick: bool, seconds: float) -> Any:
+    """Training steps, fused and stock."""
+    from benchmarks.gpu import layer as steps
+
+    return steps.run(quick)
+
+
+def trace(folder: Path, quick: bool, seconds: float) -> Any:
+    """Kernels of a training step."""
+    from benchmarks.gpu import layer as steps
+
+    return steps.trace(folder / "trace.json", quick)
+
+
+if __name__ == "__main__":
+    name, folder, quick, seconds = sys.argv[1:]
+    found = {f.__name__: f for f in (operators, parity, layer, trace)}[name](
+        Path(folder), quick == "1", float(seconds)
+    )
+    print(json.dumps(found))
