@@ -14,6 +14,7 @@ COMMANDS = {
     "diff": "static check of every patch target against a wheel, a version or a checkout",
     "compare": "the same job with and without named features, side by side",
     "experts": "the load of MoE experts that a run recorded, as a table and as a picture",
+    "plan": "memory, communication and work of a layout, from its flags alone",
     "schedule": "pipeline schedules simulated side by side, or a recorded step beside its simulation",
 }
 

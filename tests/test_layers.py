@@ -35,7 +35,7 @@ ORDER = (
     {"compat"},
     {"checks", "start_report"},
     {"session"},
-    {"compare"},
+    {"compare", "planner"},
     {"cli", "megatron_adaptor"},
     {"", "__main__"},
 )

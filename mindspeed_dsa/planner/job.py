@@ -1,0 +1,223 @@
+"""What is planned: a model, a layout, how it is trained, and which features are on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a GPT as Megatron builds it; names are Megatron's flags.
+
+    Attributes:
+        vocabulary: rows of the embedding, padded.
+        pattern: for each layer, whether it has experts.
+        gated: SwiGLU: the first matrix of an MLP has two halves.
+        bias: of linear layers.
+        query_lora: 0: queries are projected without a latent.
+        latent: multi-head latent attention; otherwise ``head_dim`` and ``kv_heads`` hold.
+        sparse: DeepSeek Sparse Attention.
+        mtp: multi-token prediction layers.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    vocabulary: int
+    pattern: tuple[bool, ...] = ()
+    gated: bool = True
+    bias: bool = False
+    tied: bool = False
+    learned_positions: int = 0
+    head_dim: int = 0
+    kv_heads: int = 0
+    latent: bool = True
+    query_lora: int = 0
+    kv_lora: int = 0
+    nope: int = 0
+    rope: int = 0
+    value: int = 0
+    qk_norm: bool = True
+    sparse: bool = False
+    index_heads: int = 0
+    index_dim: int = 0
+    topk: int = 0
+    index_loss: bool = False
+    experts: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    router_topk: int = 0
+    expert_bias: bool = False
+    mtp: int = 0
+
+    @property
+    def query_dim(self) -> int:
+        """Of one head's query and key."""
+        return self.nope + self.rope if self.latent else self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Of one head's value."""
+        return self.value if self.latent else self.head_dim
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who holds what; names are the field's.
+
+    Attributes:
+        cp_algorithm: ``--cp-comm-type``, for dense attention.
+        group: ``--microbatch-group-size-per-virtual-pipeline-stage``.
+        first: layers of the first pipeline rank, where given; likewise ``last``.
+        embedding_counts: the embedding takes a layer's place in the split; likewise ``loss_counts``.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+    cp: int = 1
+    dp: int = 1
+    sequence: bool = False
+    group: int = 0
+    first: int | None = None
+    last: int | None = None
+    embedding_counts: bool = False
+    loss_counts: bool = False
+    cp_algorithm: str = "p2p"
+
+    @property
+    def devices(self) -> int:
+        """Ranks of the job."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with the same dense weights: data parallel and context parallel ones."""
+        return self.dp * self.cp
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks with the same routed experts."""
+        return max(1, self.devices // (self.pp * self.ep * self.etp))
+
+    @property
+    def rows(self) -> int:
+        """Parts that a sequence is cut into where nothing needs all of it."""
+        return self.cp * (self.tp if self.sequence else 1)
+
+    def __str__(self) -> str:
+        sizes = (("TP", self.tp), ("PP", self.pp), ("VPP", self.vpp), ("EP", self.ep), ("ETP", self.etp))
+        shown = [f"{name}{size}" for name, size in (*sizes, ("CP", self.cp), ("DP", self.dp)) if size > 1]
+        return " ".join(shown) or "1 device"
+
+
+@dataclass(frozen=True)
+class Training:
+    """A step, its precisions and what Megatron recomputes.
+
+    Attributes:
+        kernels: norms, activations and attention run in fused kernels, which keep their inputs only.
+        fused_glu: the gated activation keeps its input only.
+        full: layers of each chunk that are recomputed in full; -1: all of them.
+        full_group: such layers that share one kept input.
+        modules: of selective recomputation.
+        flash: attention keeps no probabilities.
+    """
+
+    sequence: int
+    micro: int
+    batch: int
+    bf16: bool = True
+    grad_bf16: bool = False
+    distributed: bool = False
+    adam: bool = True
+    overlap_grad: bool = False
+    overlap_param: bool = False
+    kernels: bool = False
+    fused_glu: bool = False
+    flash: bool = False
+    grouped: bool = False
+    full: int = 0
+    full_group: int = 1
+    modules: tuple[str, ...] = ()
+    dropout: bool = False
+
+    @property
+    def number(self) -> int:
+        """Bytes of an activation's number."""
+        return 2 if self.bf16 else 4
+
+    @property
+    def grad_number(self) -> int:
+        """Bytes of a gradient's number in Megatron's buffers."""
+        return 2 if self.grad_bf16 else 4
+
+
+@dataclass(frozen=True)
+class Features:
+    """Of this library, as far as they change a plan.
+
+    Attributes:
+        virtual: GiB of moments in mapped host memory, per pipeline rank or one for all; inf: all.
+        norm_layers: of a stage; None: all of them. Likewise the other two.
+        pairs: forward and backward of two microbatches share a block (``--moe-fb-overlap``).
+        ahead: ``in bubbles`` or ``in advance``, of ``--recompute-in-...``.
+    """
+
+    fused: bool = False
+    absorb: bool = False
+    indexer: bool = False
+    attention: bool = False
+    kl_loss: bool = False
+    reuse: bool = False
+    swap_optimizer: bool = False
+    swap_parts: int = 16
+    virtual: tuple[float, ...] = ()
+    recompute_norm: bool = False
+    norm_layers: int | None = None
+    recompute_act: bool = False
+    act_layers: int | None = None
+    swap_attention: bool = False
+    swap_layers: int | None = None
+    swap_modules: tuple[str, ...] = ("self_attention",)
+    swap_least: int = 2**20
+    permute_fusion: bool = False
+    alltoall_overlap: bool = False
+    pairs: bool = False
+    batch_overlap: bool = False
+    coc: bool = False
+    sp_tp_sp: bool = False
+    balanced: bool = False
+    keep_gathered: bool = False
+    warmup_stage: bool = False
+    ahead: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a plan is made from.
+
+    Attributes:
+        imbalance: tokens of the fullest rank's experts over the mean.
+        notes: what the plan leaves out.
+    """
+
+    model: Model
+    layout: Layout
+    training: Training
+    features: Features = Features()
+    imbalance: float = 1.0
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def microbatches(self) -> int:
+        """Per step and data parallel rank."""
+        return self.training.batch // (self.training.micro * self.layout.dp)
+
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch, on one context parallel rank."""
+        return self.training.micro * self.training.sequence // self.layout.cp

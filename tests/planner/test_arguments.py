@@ -1,0 +1,106 @@
+"""From a command line to a job: sizes, defaults, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.planner import arguments, devices, flags, sizes
+from tests.planner.jobs import DEEPSEEK, EXAMPLE, deepseek, example
+from tests.support.example_job import EXAMPLES
+
+HEAVY = ("torch", "megatron", "numpy", "matplotlib")
+
+
+def test_planning_imports_neither_torch_nor_megatron():
+    code = f"import sys, mindspeed_dsa.cli.plan; assert not {set(HEAVY)!r} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_defaults_of_the_example_job_are_those_of_its_own_table(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from dsa_job.flags import FLAGS
+
+    theirs = {flag.name[2:].replace("-", "_"): flag.default for flag in FLAGS.values()}
+    theirs["no_overlap_p2p_communication"] = False
+    options, _, _ = flags.read([flags.EXAMPLE_SCRIPT])
+    # Unset there means the library's or Megatron's own default, or one that follows from other flags.
+    unset = {name for name, default in theirs.items() if isinstance(default, type)}
+    differing = {
+        name: (default, getattr(options, name))
+        for name, default in theirs.items()
+        if hasattr(options, name) and name not in unset and getattr(options, name) != default
+    }
+    assert not differing
+    assert set(flags.EXAMPLE) <= {*theirs, "vocab_size", "multi_latent_attention", "swiglu"} | {
+        "disable_bias_linear",
+        "no_bias_swiglu_fusion",
+        "position_embedding_type",
+    }
+
+
+def test_deepseek_has_the_parameters_of_its_report():
+    model = deepseek().model
+    by_part: Mapping[str, float] = sizes.by_part(sizes.model_weights(model))
+    without_extras = sum(n for part, n in by_part.items() if part not in ("indexer", "MTP"))
+    assert without_extras == pytest.approx(671.026e9, rel=1e-5)
+    assert by_part["indexer"] == pytest.approx(0.8515e9, rel=1e-4)
+    assert [sum(each.pattern) for each in (model,)] == [58]
+
+
+def test_a_file_and_the_name_say_the_same(tmp_path):
+    from mindspeed_dsa.planner.config import KNOWN
+
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(KNOWN["deepseek-v3.2"]))
+    by_file = arguments.job_of(DEEPSEEK.split(), 512, str(file))
+    assert by_file == deepseek()
+    fewer = arguments.job_of([*DEEPSEEK.split(), "--num-layers=61", "--num-experts", "128"], 512, str(file))
+    assert fewer.model.experts == 128, "flags outrank the file"
+
+
+def test_flags_that_no_plan_needs_are_noted():
+    job = example("--lr 1e-4 --data somewhere --swap-optimizer")
+    assert job.features.swap_optimizer
+    assert any("--lr, --data" in note for note in job.notes)
+
+
+@pytest.mark.parametrize(
+    ("job", "problem", "way_out"),
+    [
+        (
+            lambda: example("--tensor-model-parallel-size 3", 3),
+            "--num-attention-heads 4",
+            "DP3 with --global-batch-size 12",
+        ),
+        (lambda: example("--expert-model-parallel-size 8", 8), "--num-experts 4", "EP4"),
+        (lambda: example("--pipeline-model-parallel-size 3", 3), "dealt out to 3", "-num-layers"),
+        (lambda: example("--tensor-model-parallel-size 4 --sequence-parallel", 6), "multiple of 4", "4 or 8"),
+        (lambda: example("--tensor-model-parallel-size 2", 2), "--sequence-parallel", "need"),
+        (lambda: example("--global-batch-size 9", 2), "no multiple", "--global-batch-size 8"),
+        (lambda: deepseek("--pipeline-model-parallel-size 8"), "dealt out to 7", "--decoder-last-"),
+        (lambda: arguments.job_of(["--num-layers", "2"]), "--hidden-size", "--config FILE"),
+        (lambda: arguments.job_of("train.sh --num-layers 2".split()), "train.sh", "pretrain_gpt.py"),
+        (lambda: arguments.job_of(EXAMPLE.split(), None, "nowhere.json"), "nowhere.json", "deepseek-v3.2"),
+        (lambda: devices.device("h2000"), "no device 'h2000'", "did you mean h200"),
+    ],
+)
+def test_bad_input_is_one_message_with_a_way_out(job, problem, way_out):
+    with pytest.raises(SettingsError) as caught:
+        job()
+    message = str(caught.value)
+    assert problem in message
+    assert any(word in message for word in way_out.split("|")), message
+    assert "\n" not in message
+
+
+def test_the_configuration_of_another_model_is_refused(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "llama"}')
+    with pytest.raises(SettingsError, match="model_type 'llama'"):
+        arguments.job_of(DEEPSEEK.split(), 512, str(file))
