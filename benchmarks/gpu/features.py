@@ -19,6 +19,8 @@ _MODEL = """
 """
 _FUSED = "--use-fused-dsa"
 _SHARDED = "--use-fused-dsa --use-distributed-optimizer"
+# Operators in plain PyTorch stand for stock where it lacks something.
+_PLAIN = "--dsa-backend chunked"
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,6 @@ class Case:
     bounds: Mapping[str, float] = field(default_factory=dict)
 
 
-def _fused_or_not(flags: str) -> Case:
-    return Case("--use-fused-dsa", flags, "--no-use-fused-dsa", BF16)
-
-
 CASES = {
     "swap-attention": Case("--swap-attention --swap-attention-min-bytes 65536"),
     "recompute-norm": Case("--recompute-norm"),
@@ -55,13 +53,10 @@ CASES = {
     "moe-grouped-gemm": Case("--moe-grouped-gemm", bounds=BF16),
     "moe-permute-fusion": Case("--moe-permute-fusion", bounds=BF16),
     "dsa-fuse-kl-in-backward": Case("--dsa-fuse-kl-in-backward", bounds=BF16),
-    "fused-dsa": _fused_or_not(""),
-    "fused-dsa, dense stage": _fused_or_not("--dsa-stage warmup"),
-    "fused-dsa, MTP": _fused_or_not("--mtp-num-layers 1"),
-    # Stock has no packs with DSA: operators in plain PyTorch stand for it.
-    "fused-dsa, packs": Case(
-        "", "--use-fused-dsa --pack-documents --micro-batch-size 1", "--dsa-backend chunked", BF16
-    ),
+    "fused-dsa": Case(_FUSED, "", "--no-use-fused-dsa", BF16),
+    "fused-dsa, MTP": Case(_FUSED, "--mtp-num-layers 1", "--no-use-fused-dsa", BF16),
+    "fused-dsa, dense stage": Case("", f"{_FUSED} --dsa-stage warmup", _PLAIN, BF16),
+    "fused-dsa, packs": Case("", f"{_FUSED} --pack-documents --micro-batch-size 1", _PLAIN, BF16),
 }
 QUICK = ("recompute-norm",)
 _FIGURES = ("lm_loss", "indexer_loss", "grad_norm")

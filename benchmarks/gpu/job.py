@@ -49,6 +49,10 @@ def train(
         return _train(argv, steps, trace, deterministic)
     finally:
         mindspeed_dsa.disable()
+        # Megatron sizes it for the process's first model.
+        from megatron.core.transformer.moe import moe_utils
+
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

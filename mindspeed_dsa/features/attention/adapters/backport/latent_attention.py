@@ -18,9 +18,9 @@ from mindspeed_dsa.features.attention.adapters.backport.fields import problems_o
 from mindspeed_dsa.features.attention.adapters.backport.options import Options
 from mindspeed_dsa.features.attention.context_parallel.exchange import KeyExchange, key_exchange
 from mindspeed_dsa.features.attention.dsa.absorb import up_projections
-from mindspeed_dsa.features.attention.local_norms import norm_of_fused_layer
 from mindspeed_dsa.features.attention.mla_projections import Projections, Rotate
 from mindspeed_dsa.integration.gathered_weights import wait_for_weights
+from mindspeed_dsa.integration.local_norms import norm_of_fused_layer
 
 
 def build_with_dsa(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
