@@ -13,6 +13,10 @@ NPU_VENV ?= .venv-npu
 NPU_BIN := $(NPU_VENV)/bin
 NPU_STAMP := $(NPU_VENV)/.installed
 
+# The bounds on compiled kernels hold for it. PyTorch's CUDA builds ask for another release, exactly, so it is
+# installed over that one instead of being in constraints.txt, with which pip would find no solution.
+TRITON := 3.9.0
+
 # Tests are dealt out to so many processes, neighbours together, and who is done takes from those who are not;
 # WORKERS=0 runs them in one, as a debugger needs it.
 WORKERS ?= auto
@@ -42,6 +46,8 @@ $(STAMP): setup.py constraints.txt
 	@echo "setting up $(VENV): once, a few minutes at most"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt --editable '.[megatron,viz,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		'triton==$(TRITON); platform_system == "Linux"'
 	@touch $@
 
 train: $(STAMP)  ## train a small DeepSeek-V3.2-shaped model with DSA on real text

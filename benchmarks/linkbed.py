@@ -29,6 +29,9 @@ from pathlib import Path
 from typing import Any
 
 _BURST, _LATENCY = "256k", "400ms"
+_WINDOW = 2**25
+"""Bytes on the way between two hosts; the system's own limit is far smaller at first, and grows only as fast
+as a receiver reads, which one that computes does late."""
 _NETWORK = "10.231.0"
 _PREFIX = "linkbed"
 _DEVICE = "slow0"
@@ -47,6 +50,8 @@ class LinkBed:
             loopback.
         cores: a processor core for each rank; default: those that this process may use, one each. Ranks may
         share a core, but their times then say nothing about overlap.
+        wide: let as much be on the way as the link can carry while a receiver computes, as hosts of a cluster
+        do; the system's own setting suits short messages.
 
     Raises:
         LinkBedError: invalid ranks or rate, or fewer cores than ranks and none named; on entering: not root,
@@ -54,14 +59,18 @@ class LinkBed:
     """
 
     def __init__(
-        self, ranks: int = 2, rate: str | None = "2gbit", cores: Sequence[int] | None = None
+        self,
+        ranks: int = 2,
+        rate: str | None = "2gbit",
+        cores: Sequence[int] | None = None,
+        wide: bool = False,
     ) -> None:
         if not 2 <= ranks <= 8:
             raise LinkBedError(f"link bed: {ranks} ranks were requested; use 2 to 8")
         if rate is not None and not re.fullmatch(r"\d+(\.\d+)?[kmgt]bit", rate):
             raise LinkBedError(f"link bed: {rate!r} is not a rate; write 2gbit or 400mbit")
         available = sorted(os.sched_getaffinity(0))
-        self.ranks, self.rate = ranks, rate
+        self.ranks, self.rate, self.wide = ranks, rate, wide
         if cores is None and len(available) < ranks:
             raise LinkBedError(
                 f"link bed: {ranks} ranks need a core each and this process may use {len(available)}; use "
@@ -105,6 +114,10 @@ class LinkBed:
                 _ip("-n", switch, "link", "set", f"port{rank}", "master", "bridge")
                 self._limit(switch, f"port{rank}")
         for rank, space in enumerate(spaces):
+            if self.wide:
+                for setting in ("tcp_rmem", "tcp_wmem"):
+                    sizes = f"net.ipv4.{setting}=4096 {_WINDOW} {_WINDOW}"
+                    _run("ip", "netns", "exec", space, "sysctl", "-q", "-w", sizes)
             if rank or self.ranks > 2:
                 self._limit(space, _DEVICE)
             _ip("-n", space, "addr", "add", f"{_NETWORK}.{rank + 1}/24", "dev", _DEVICE)

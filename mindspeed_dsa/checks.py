@@ -30,9 +30,11 @@ def problems(active: Sequence[Feature], settings: Settings) -> list[str]:
         for distribution, wanted in requires.versions.items():
             version = versions.of_distribution(distribution, settings.megatron_root)
             if version is None:
+                ours = ", or name your fork's package with --megatron-root"
                 found.append(
                     f"{feature.name}{switch} needs {distribution} {wanted}, which is not installed; "
                     f"pip install '{distribution}{wanted}'"
+                    f"{ours if distribution == versions.MEGATRON_DISTRIBUTION else ''}"
                 )
             elif not SpecifierSet(wanted).contains(version, prereleases=True):
                 found.append(

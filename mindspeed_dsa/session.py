@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from mindspeed_dsa import checks, compat, features, log, platforms, settings, start_report, versions
 from mindspeed_dsa.context import Context, Megatron
 from mindspeed_dsa.declarations import Feature
-from mindspeed_dsa.integration import job
+from mindspeed_dsa.integration import forks, job
 from mindspeed_dsa.patches import (
     Claim,
     MindSpeedDSAError,
@@ -205,6 +205,9 @@ _lock = threading.RLock()
 _current: Session | None = None
 _api: dict[str, Any] = {}
 _argv: tuple[str, ...] = ()
+_fork: str | None = None
+"""The root of Megatron that the job has imported, where nobody has named one."""
+_watch: forks.Watch | None = None
 
 
 def enable(**switches: Any) -> None:
@@ -237,11 +240,12 @@ def enable_from_argv(argv: Sequence[str]) -> None:
 
 def disable() -> None:
     """Undo every patch and reset every switch."""
-    global _current, _api, _argv
+    global _current, _api, _argv, _fork
     with _lock:
         if _current is not None:
             _current.end()
-        _current, _api, _argv = None, {}, ()
+        _await_no_fork()
+        _current, _api, _argv, _fork = None, {}, (), None
 
 
 @contextlib.contextmanager
@@ -277,6 +281,7 @@ def resolve(api: Mapping[str, Any], argv: Sequence[str]) -> tuple[Settings, list
         api=api,
         argv=argv,
         unavailable=[plugin.message for plugin in broken],
+        fork=_fork,
     )
     lost = [
         f"{', '.join(typed)}: {plugin.message}"
@@ -320,7 +325,8 @@ def _platform(requested: str) -> str:
 
 
 def _start(api: Mapping[str, Any], argv: Sequence[str]) -> None:
-    global _current, _api, _argv
+    global _current, _api, _argv, _fork, _watch
+    _fork = _fork or forks.imported()
     resolved, active = resolve(api, argv)  # raises before the old session is changed
     previous = _current
     if previous is not None:
@@ -343,6 +349,25 @@ def _start(api: Mapping[str, Any], argv: Sequence[str]) -> None:
     for plugin in features.broken_plugins():
         log.get().warning("%s", plugin.message, once=True)
     start_report.announce_platform(resolved)
+    _await_no_fork()
+    if active and resolved.setting(settings.MEGATRON_ROOT.dest).source == "default":
+        _watch = forks.Watch(_adopt)
+
+
+def _await_no_fork() -> None:
+    global _watch
+    if _watch is not None:
+        _watch.end()
+        _watch = None
+
+
+def _adopt(root: str) -> None:
+    """The job imports a fork: start again with its root, before any module of it is executed."""
+    global _fork
+    with _lock:
+        _fork = root
+        _start(_api, _argv)
+    log.get().info("this job's Megatron is %s; --megatron-root %s says so from the beginning", root, root)
 
 
 def finalize(report_dir: str | None = None) -> None:

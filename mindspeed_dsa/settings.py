@@ -47,7 +47,7 @@ class Setting:
 
     value: Any
     source: str
-    """``API``, ``environment``, ``argv`` or ``default``."""
+    """``API``, ``environment``, ``argv``, ``default``, or ``imports`` for what the job has imported."""
     detail: str = ""
     """The variable or the flag as it was written."""
 
@@ -95,6 +95,7 @@ def read(
     environ: Mapping[str, str] | None = None,
     argv: Sequence[str] = (),
     unavailable: Sequence[str] = (),
+    fork: str | None = None,
 ) -> Settings:
     """Resolve every flag: API over environment over command line over default.
 
@@ -105,6 +106,7 @@ def read(
         argv: the command line, including unrelated arguments.
         unavailable: messages about plug-ins that could not be loaded: an unknown switch may belong to one of
         them.
+        fork: Megatron's root as the job has imported it, unless a setting names another one.
 
     Raises:
         SettingsError: an API keyword or an unknown variable with our prefix, or an invalid value; all of them
@@ -128,6 +130,8 @@ def read(
                 values[flag.dest] = Setting(_from_text(flag, text), "environment", f"{flag.env}={text}")
             elif flag.dest in from_argv:
                 values[flag.dest] = Setting(from_argv[flag.dest], "argv", flag.name)
+            elif fork is not None and flag is MEGATRON_ROOT:
+                values[flag.dest] = Setting(fork, "imports", f"{fork}.core")
             else:
                 values[flag.dest] = Setting(flag.unset, "default")
         except ValueError as error:

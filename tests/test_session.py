@@ -266,3 +266,54 @@ def test_a_switch_that_only_the_jobs_parser_has_heard_of_is_refused():
         mindspeed_dsa.validate(SimpleNamespace(experimental_attention_variant="dsa", use_fused_dsa=False))
     with mindspeed_dsa.enabled(experimental_attention_variant="dsa", use_fused_dsa=True):
         mindspeed_dsa.validate(heard)
+
+
+@pytest.fixture
+def unnamed(megatron, tmp_path, monkeypatch):
+    """The fork, whose root nobody has named, in a process that has imported no other Megatron."""
+    monkeypatch.delenv("MINDSPEED_DSA_MEGATRON_ROOT")
+    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
+    # In stock Megatron, too, which is what the switches are checked against as long as there is no other.
+    file = tmp_path / "corp_megatron" / "core" / "utils.py"
+    file.write_text("def divide(numerator, denominator):\n    return numerator // denominator\n")
+    patch = Patch("megatron.core.utils:divide", "wrap", "corp_megatron_impl:count", "test")
+    mindspeed_dsa.register(
+        Feature("dividing", "a test feature", flags=(Flag("--use-dividing", "switch"),), patches=(patch,))
+    )
+    yield
+    mindspeed_dsa.unregister("dividing")
+
+
+@pytest.mark.parametrize("imported_first", [True, False])
+def test_a_fork_is_known_by_its_import(unnamed, imported_first):
+    if imported_first:
+        import corp_megatron.core.utils as utils
+    mindspeed_dsa.enable(use_dividing=True)
+    import corp_megatron.core.utils as utils
+
+    assert utils.divide(6, 3) == 2
+    assert calls() == [(6, 3)]
+    root = session.current().settings.setting("megatron_root")
+    assert (root.value, root.who) == ("corp_megatron", "imports (corp_megatron.core)")
+    mindspeed_dsa.disable()
+    mindspeed_dsa.enable()
+    assert session.current().settings.megatron_root == "corp_megatron", "it still is what the job imports"
+
+
+def test_a_fork_beside_stock_megatron_is_left_alone(unnamed, monkeypatch):
+    mindspeed_dsa.enable(use_dividing=True)
+    monkeypatch.setitem(sys.modules, "megatron.core", SimpleNamespace())
+    mindspeed_dsa.enable(use_dividing=True)
+    import corp_megatron.core.utils as utils
+
+    assert utils.divide(6, 3) == 2
+    assert session.current().settings.megatron_root == "megatron"
+    implementation = sys.modules.get("corp_megatron_impl")
+    assert implementation is None or implementation.CALLS == []
+
+
+def test_without_any_megatron_the_message_names_the_forks_flag(megatron, monkeypatch):
+    monkeypatch.setenv("MINDSPEED_DSA_MEGATRON_ROOT", "no_megatron")
+    megatron(requires=Requires(versions={"megatron-core": ">=0.12.1"}))
+    with pytest.raises(SettingsError, match="or name your fork's package with --megatron-root"):
+        mindspeed_dsa.enable(use_counting=True)

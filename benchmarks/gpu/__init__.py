@@ -1,8 +1,8 @@
 """All that needs a GPU, in one go of at most eight minutes, and one report of it.
 
 Tests of the kernels on the device, the operators beside other projects' and beside the model's bounds, whole
-training steps with and without fused DSA, and a trace. Every part is a process of its own: one that fails, or
-leaves the device in a bad state, costs its own figures only.
+training steps with and without fused DSA and other features, and a trace. Every part is a process of its own:
+one that fails, or leaves the device in a bad state, costs its own figures only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.gpu import bounds, words
 from benchmarks.registry import Metrics
 
 ROOT = Path(__file__).parents[2]
-PARTS = {"parity": 220, "operators": 110, "layer": 120, "trace": 30}
+PARTS = {"parity": 210, "operators": 100, "layer": 90, "features": 80}
 """Seconds that each may take: eight minutes together."""
 
 
@@ -107,9 +107,10 @@ def failures(found: dict[str, Any]) -> dict[str, str]:
     """By part, or by part and name within it: what went wrong."""
     failed = {name: found[name]["error"] for name in PARTS if "error" in found.get(name, {})}
     failed |= {f"parity, {test}": why for test, why in found.get("parity", {}).get("failures", {}).items()}
-    for shape, row in found.get("layer", {}).items():
-        if isinstance(row, dict) and "refused" in row:
-            failed[f"layer, {shape}"] = row["refused"]
+    for name in ("layer", "features"):
+        for case, row in found.get(name, {}).items():
+            if isinstance(row, dict) and "refused" in row:
+                failed[f"{name}, {case}"] = row["refused"]
     return failed
 
 

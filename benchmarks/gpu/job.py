@@ -1,12 +1,14 @@
 """A few steps of the example's model on one rank, on tokens drawn at random, for what they tell.
 
-``python -m benchmarks.gpu.job STEPS TRACE FLAGS...``; the last line of output is one JSON object. Text would
-need Megatron's indexed data sets, and a compiler for them.
+Any number of jobs runs in one process, one after the other. Text would need Megatron's indexed data sets, and
+a compiler for them.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import gc
+import hashlib
 import statistics
 import sys
 import time
@@ -19,34 +21,63 @@ import torch
 _EXAMPLES = str(Path(__file__).parents[2] / "examples")
 VOCABULARY = 1024
 # Nothing is written, and steps are alike.
-_TRAINING = "--lr 1e-4 --min-lr 1e-4 --lr-warmup-iters 0 --lr-decay-style constant --no-tensorboard --no-plot"
+_TRAINING = "--lr-warmup-iters 0 --lr-decay-style constant --no-tensorboard --no-plot"
 WARM_UP = 2
 """Steps in which kernels are compiled and memory is asked for."""
+_SHOWN = 25
 
 
-def train(flags: Sequence[str], steps: int, trace: str | None = None) -> dict[str, Any]:
-    """Losses of each step, tokens per second of the steps behind the warm-up, and the most memory held.
+def train(
+    flags: Sequence[str], steps: int, trace: Path | None = None, deterministic: bool = False
+) -> dict[str, Any]:
+    """Losses of each step, milliseconds of the steps behind the warm-up, device memory, operators called.
 
     Args:
-        flags: of ``pretrain_dsa.py``.
+        flags: of ``pretrain_dsa.py``, those of features included.
         steps: more than :data:`WARM_UP`.
         trace: file for a trace of one more step, whose kernels are in the result, too.
+        deterministic: sums in a fixed order, and a digest of the weights.
     """
     if _EXAMPLES not in sys.path:
         sys.path.insert(0, _EXAMPLES)
+    import mindspeed_dsa
+    from mindspeed_dsa import session
+
+    argv = [*_TRAINING.split(), *flags]
+    session.enable_from_argv(argv)
+    try:
+        return _train(argv, steps, trace, deterministic)
+    finally:
+        mindspeed_dsa.disable()
+        # Megatron sizes it for the process's first model.
+        from megatron.core.transformer.moe import moe_utils
+
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _train(argv: list[str], steps: int, trace: Path | None, deterministic: bool) -> dict[str, Any]:
     from dsa_job import app, distributed
     from dsa_job.arguments import parse_args
     from dsa_job.model import build_model, build_optimizer, build_scheduler, model_config
     from dsa_job.step import Stepper
     from dsa_job.validation import World, check
 
+    from mindspeed_dsa.ops.backend import calls
+
     world = World.from_environment()
-    args = parse_args([*_TRAINING.split(), *flags])
+    args = parse_args(argv)
     check(args, world)
     app.enable_features(args)
     args.padded_vocab_size = VOCABULARY
     distributed.initialize(args, world)
-    with distributed.model_parallel(args):
+    before = calls()
+    memory = torch.cuda if torch.version.cuda else None
+    if memory:
+        memory.reset_peak_memory_stats()
+    with _order_of_sums(deterministic), distributed.model_parallel(args):
         torch.manual_seed(args.seed)
         config = model_config(args)
         model = build_model(args, config)
@@ -54,20 +85,35 @@ def train(flags: Sequence[str], steps: int, trace: str | None = None) -> dict[st
         stepper = Stepper(args, config, model, optimizer, build_scheduler(args, optimizer))
         stream = [_batches(args)]
         records = [_step(stepper, number, stream) for number in range(steps)]
-        found = {
-            "lm_loss": [record["lm_loss"] for record in records],
-            "indexer_loss": [record["indexer_loss"] for record in records],
-            "grad_norm": [record["grad_norm"] for record in records],
-            "step_ms": statistics.median(record["seconds"] for record in records[WARM_UP:]) * 1e3,
-            "parameters": sum(p.numel() for chunk in model for p in chunk.parameters()),
+        found: dict[str, Any] = {
+            name: [record[name] for record in records] for name in ("lm_loss", "indexer_loss", "grad_norm")
         }
+        found["step_ms"] = statistics.median(record["seconds"] for record in records[WARM_UP:]) * 1e3
         found["tokens_per_s"] = args.global_batch_size * args.seq_length / found["step_ms"] * 1e3
-        if torch.cuda.is_available():
-            found["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
-        if trace:
+        found["parameters"] = sum(p.numel() for chunk in model for p in chunk.parameters())
+        found["calls"] = {" ".join(names): count for names, count in (calls() - before).items()}
+        if memory:
+            found["peak_mib"] = memory.max_memory_allocated() / 2**20
+            found["rest_mib"] = memory.memory_allocated() / 2**20
+        if deterministic:
+            found["weights"] = _digest(model)
+        if trace is not None:
             found["kernels"] = _traced(lambda: _step(stepper, steps, stream), trace)
         stepper.release()
     return found
+
+
+@contextlib.contextmanager
+def _order_of_sums(fixed: bool) -> Iterator[None]:
+    before = torch.get_deterministic_debug_mode()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    if fixed:
+        torch.set_deterministic_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
 def _batches(args: Any) -> Iterator[dict[str, torch.Tensor]]:
@@ -75,13 +121,18 @@ def _batches(args: Any) -> Iterator[dict[str, torch.Tensor]]:
     shape = (args.micro_batch_size, args.seq_length)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCABULARY, (shape[0], shape[1] + 1), generator=generator)
+    batch = {
+        "tokens": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "loss_mask": torch.ones(shape),
+        "position_ids": torch.arange(shape[1]).expand(shape).contiguous(),
+    }
+    if args.pack_documents:
+        from dsa_job.data import with_lengths
+
+        batch = dict(with_lengths(batch, end=0))
     while True:
-        yield {
-            "tokens": tokens[:, :-1].contiguous(),
-            "labels": tokens[:, 1:].contiguous(),
-            "loss_mask": torch.ones(shape),
-            "position_ids": torch.arange(shape[1]).expand(shape).contiguous(),
-        }
+        yield batch
 
 
 def _step(stepper: Any, number: int, stream: list[Iterator[Any]]) -> dict[str, Any]:
@@ -93,19 +144,25 @@ def _step(stepper: Any, number: int, stream: list[Iterator[Any]]) -> dict[str, A
     return {"lm_loss": lm_loss, "indexer_loss": indexer_loss, "grad_norm": grad_norm, "seconds": seconds}
 
 
-def _traced(step: Any, file: str) -> dict[str, Any]:
+def _digest(model: Sequence[Any]) -> str:
+    """SHA-256 over all weights."""
+    found = hashlib.sha256()
+    for chunk in model:
+        for parameter in chunk.parameters():
+            found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _traced(step: Any, file: Path) -> dict[str, Any]:
     """The step's kernels by name, longest first: milliseconds and launches; the trace is for Perfetto."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         step()
-    profile.export_chrome_trace(file)
-    rows = [row for row in profile.key_averages() if row.device_type == torch.autograd.DeviceType.CUDA]
+    profile.export_chrome_trace(str(file))
+    on_device = torch.autograd.DeviceType.CUDA
+    rows = [row for row in profile.key_averages() if row.device_type == on_device]
     rows.sort(key=lambda row: -row.self_device_time_total)
     return {
-        row.key[:120]: {"ms": row.self_device_time_total / 1e3, "launches": row.count} for row in rows[:25]
+        row.key[:120]: {"ms": row.self_device_time_total / 1e3, "launches": row.count}
+        for row in rows[:_SHOWN]
     }
-
-
-if __name__ == "__main__":
-    steps, trace, *flags = sys.argv[1:]
-    print(json.dumps(train(flags, int(steps), trace or None)))

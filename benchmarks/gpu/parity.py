@@ -11,10 +11,15 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
-_FILES = ("tests/ops/test_triton_*.py", "tests/ops/test_fp16_gradients.py")
+_FILES = (
+    *("tests/ops/test_triton_*.py", "tests/ops/test_fp16_gradients.py"),
+    "tests/ops/test_dense_attention.py",
+)
 # Compile ahead of time, or pretend that there are GPUs: they need none.
 _WITHOUT = ("test_triton_compile.py", "test_triton_launch.py")
 _QUICK = ("test_triton_moe_permute.py",)
+# Each holds half a GiB of the GPU.
+_MOST_PROCESSES = 24
 # A tenth of the time, kept to collect what has been found when it is up.
 _GRACE = 0.1
 
@@ -41,7 +46,7 @@ def run(folder: Path, quick: bool, seconds: float) -> dict[str, Any]:
     record.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", *files(quick), "-m", "full or not full", "-q", "--tb=short"]
     command += [f"--junitxml={record}", "-p", "no:cacheprovider", "--dist", "worksteal"]
-    command += ["--numprocesses", str(os.cpu_count() or 1)]
+    command += ["--numprocesses", str(min(os.cpu_count() or 1, _MOST_PROCESSES))]
     wanted = {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
     with (folder / "tests.log").open("w", encoding="utf-8") as log:
         tests = subprocess.Popen(

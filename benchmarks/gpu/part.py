@@ -5,7 +5,9 @@ Its last line of output is one JSON object.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,22 +28,26 @@ def parity(folder: Path, quick: bool, seconds: float) -> Any:
 
 
 def layer(folder: Path, quick: bool, seconds: float) -> Any:
-    """Training steps, fused and stock."""
+    """Training steps, fused and stock, and a trace."""
     from benchmarks.gpu import layer as steps
+
+    return steps.run(folder, quick)
+
+
+def features(folder: Path, quick: bool, seconds: float) -> Any:
+    """Training steps without and with each feature, whose results need no compilation of Megatron's code."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # its sums in a fixed order
+    from benchmarks.gpu import features as steps
 
     return steps.run(quick)
 
 
-def trace(folder: Path, quick: bool, seconds: float) -> Any:
-    """Kernels of a training step."""
-    from benchmarks.gpu import layer as steps
-
-    return steps.trace(folder / "trace.json", quick)
-
-
 if __name__ == "__main__":
     name, folder, quick, seconds = sys.argv[1:]
-    found = {f.__name__: f for f in (operators, parity, layer, trace)}[name](
-        Path(folder), quick == "1", float(seconds)
-    )
+    # What Megatron prints goes to the log.
+    with contextlib.redirect_stdout(sys.stderr):
+        found = {f.__name__: f for f in (operators, parity, layer, features)}[name](
+            Path(folder), quick == "1", float(seconds)
+        )
     print(json.dumps(found))

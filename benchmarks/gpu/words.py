@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_SLOWEST = 12
-
 
 def report(found: Mapping[str, Any], device: str) -> str:
     """One page.
@@ -15,7 +13,7 @@ def report(found: Mapping[str, Any], device: str) -> str:
         found: metrics of the case ``gpu``.
         device: the GPU's name.
     """
-    parts = (_summary, _model, _operators, _layer, _trace)
+    parts = (_summary, _model, _operators, _layer, _features, _trace)
     lines = [f"# {device}", ""]
     for part in parts:
         lines += [*part(found), ""]
@@ -27,6 +25,11 @@ def _table(head: tuple[str, ...], rows: Iterator[tuple[Any, ...]]) -> Iterator[s
     yield f"| {' | '.join(['---'] + ['---:'] * (len(head) - 1))} |"
     for row in rows:
         yield f"| {' | '.join(f'{cell:,.3g}' if isinstance(cell, float) else str(cell) for cell in row)} |"
+
+
+def _cases(found: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """What a part found, without its own seconds and error."""
+    return {name: row for name, row in found.get(part, {}).items() if isinstance(row, dict)}
 
 
 def _summary(found: Mapping[str, Any]) -> Iterator[str]:
@@ -47,10 +50,9 @@ def _model(found: Mapping[str, Any]) -> Iterator[str]:
         return
     yield "Milliseconds, and the bound of `benchmarks/results/kernels-static.json` for the kernels' products."
     yield ""
-    rows = list(slower.items())[:_SLOWEST]
     yield from _table(
         ("", "ms", "model", "times"),
-        ((name, row["ms"], row["model_ms"], f"{row['times']:.2f}") for name, row in rows),
+        ((name, row["ms"], row["model_ms"], f"{row['times']:.2f}") for name, row in slower.items()),
     )
 
 
@@ -89,7 +91,7 @@ def _figures(row: Mapping[str, float]) -> tuple[Any, ...]:
 
 
 def _layer(found: Mapping[str, Any]) -> Iterator[str]:
-    layer = {name: row for name, row in found.get("layer", {}).items() if isinstance(row, dict)}
+    layer = _cases(found, "layer")
     if not layer:
         return
     yield "## Training steps"
@@ -113,15 +115,34 @@ def _layer(found: Mapping[str, Any]) -> Iterator[str]:
                 yield f"* {name}, {side}: {sides[side]}"
 
 
-def _trace(found: Mapping[str, Any]) -> Iterator[str]:
-    trace = found.get("trace", {})
-    if "kernels" not in trace:
+def _features(found: Mapping[str, Any]) -> Iterator[str]:
+    features = {name: row for name, row in _cases(found, "features").items() if "apart" in row}
+    if not features:
         return
-    yield "## Kernels of a fused step"
+    yield "## Features"
     yield ""
-    yield f"`{trace['file']}` is for [Perfetto](https://ui.perfetto.dev)."
+    yield "A few steps of a small model with each, beside the same without: 0 are the same bits."
     yield ""
-    kernels = trace["kernels"].items()
-    yield from _table(
-        ("", "ms", "launches"), ((f"`{name}`", row["ms"], row["launches"]) for name, row in kernels)
-    )
+
+    def row(name: str, figures: Mapping[str, Any]) -> tuple[Any, ...]:
+        memory = (figures.get(each, {"off": 0.0, "on": 0.0}) for each in ("peak_mib", "rest_mib"))
+        cells = [f"{each[side]:,.0f}" for each in memory for side in ("off", "on")]
+        return (name, *cells, f"{figures['step_ratio']:.2f}", f"{figures['apart']['lm_loss']:.1e}")
+
+    head = ("", "peak MiB off", "on", "at rest MiB off", "on", "time on / off", "loss apart")
+    yield from _table(head, (row(name, figures) for name, figures in features.items()))
+
+
+def _trace(found: Mapping[str, Any]) -> Iterator[str]:
+    for name, sides in _cases(found, "layer").items():
+        fused = sides["fused"]
+        if isinstance(fused, str) or "kernels" not in fused:
+            continue
+        yield f"## Kernels of a fused step: {name}"
+        yield ""
+        yield "`trace.json` is for [Perfetto](https://ui.perfetto.dev)."
+        yield ""
+        kernels = fused["kernels"].items()
+        yield from _table(
+            ("", "ms", "launches"), ((f"`{each}`", row["ms"], row["launches"]) for each, row in kernels)
+        )

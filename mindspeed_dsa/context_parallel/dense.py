@@ -58,10 +58,17 @@ class Merged:
         merged.mul_((before - both).exp_()[..., None]).addcmul_((lse - both).exp_()[..., None], out)
         before.copy_(both)
 
-    def finish(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Output in ``dtype`` and log-sum-exp."""
-        assert self._out is not None
-        assert self._lse is not None
+    def finish(self, query: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp; zeros and -inf in rows that no part had.
+
+        Args:
+            query: ``[rows, b, heads, dim]``, whose dtype the output has.
+            value_dim: of the output.
+        """
+        dtype = query.dtype
+        if self._out is None or self._lse is None:
+            shape = query.transpose(0, 1).shape[:3]
+            return query.new_zeros(*shape, value_dim), query.new_full(shape, -torch.inf, dtype=wide(dtype))
         # Kernels pad heads: what is kept for backward is the output alone.
         return self._out.to(dtype).contiguous(), self._lse
 
@@ -175,7 +182,7 @@ class _Parts(torch.autograd.Function):
         merged = Merged()
         for part in parts:
             attention.forward(merged, query, key[part.keys], value[part.keys], part)
-        out, lse = merged.finish(query.dtype)
+        out, lse = merged.finish(query, value.size(-1))
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.attention, ctx.parts = attention, parts
         return out.transpose(0, 1)

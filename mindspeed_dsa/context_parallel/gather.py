@@ -19,7 +19,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mindspeed_dsa.context_parallel.layout import Layout, rows_of_all
-from mindspeed_dsa.parallel import discarded
+from mindspeed_dsa.ops.chunks import wide
+from mindspeed_dsa.parallel import discarded, kept, pairwise
 from mindspeed_dsa.parallel.collectives import reduce_scatter_tensor
 
 
@@ -53,7 +54,14 @@ class Members:
             group: context parallel ranks, of members that are these times tensor parallel ones.
             index: tensor parallel rank.
         """
-        return Members(group, self.rows[index :: self.group.size() // group.size()])
+        if (group, index) not in self._parts:
+            rows = self.rows[index :: self.group.size() // group.size()]
+            self._parts[group, index] = Members(group, rows)
+        return self._parts[group, index]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[ProcessGroup, int], Members]:
+        return {}
 
     def rows_on(self, device: torch.device) -> Tensor:
         """:attr:`rows` of all members in a row, on a device, where they stay."""
@@ -80,6 +88,11 @@ class Members:
                 return begins.squeeze(-1).t().tolist()
         return []
 
+    def parts_of(self, whole: Tensor) -> list[list[Tensor]]:
+        """Each member's runs of the sequence's rows, as views; the members must have runs."""
+        size = self.rows.size(1) // len(self.runs)
+        return [[whole[begin : begin + size] for begin in begins] for begins in zip(*self.runs, strict=True)]
+
 
 class _Transfer:
     """One gather: what is on its way, and where to."""
@@ -90,13 +103,14 @@ class _Transfer:
         self._whole: Tensor | None = None
         self._by_member: Tensor | None = None
         self._works: list[Any] = []
-        self._sum: tuple[Tensor, Any, torch.dtype] | None = None
+        self._sum: tuple[Tensor, list[Any], list[Tensor], Tensor] | None = None
         self._is_here = False
 
     def start(self, local: Tensor) -> None:
         """Start to gather ``[rows, ...]``."""
         self.local = local.detach().contiguous()
-        self._whole = local.new_empty((self.members.rows.numel(), *local.shape[1:]))
+        whole = local.new_empty((self.members.rows.numel(), *local.shape[1:]))
+        self._whole = kept.on_huge_pages(whole)
         self._launch()
 
     def _launch(self) -> None:
@@ -105,15 +119,19 @@ class _Transfer:
         assert whole is not None
         self._is_here = False
         if not self.members.runs:
-            self._by_member = torch.empty_like(whole)
+            self._by_member = kept.take(whole)
             self._works = [dist.all_gather_into_tensor(self._by_member, local, group=group, async_op=True)]
             return
-        size = local.size(0) // len(self.members.runs)
-        self._works = []
-        for run, begins in enumerate(self.members.runs):
-            views = [whole[begin : begin + size] for begin in begins]
-            part = local[run * size : (run + 1) * size]
-            self._works.append(dist.all_gather(views, part, group=group, async_op=True))
+        parts, own = self.members.parts_of(whole), local.chunk(len(self.members.runs))
+        if whole.device.type == "cpu":
+            self._works = pairwise.start([own] * len(parts), parts, group)
+            for view, part in zip(parts[group.rank()], own, strict=True):
+                view.copy_(part)
+            return
+        self._works = [
+            dist.all_gather(list(views), part, group=group, async_op=True)
+            for views, part in zip(zip(*parts, strict=True), own, strict=True)
+        ]
 
     def wait(self) -> Tensor:
         """``[members * rows, ...]`` in the order of the sequence."""
@@ -123,6 +141,7 @@ class _Transfer:
                 work.wait()
             if self._by_member is not None:
                 self._whole.index_copy_(0, self.members.rows_on(self._whole.device), self._by_member)
+                kept.give_back(self._by_member)
             self._works, self._by_member, self._is_here = [], None, True
         return self._whole
 
@@ -135,20 +154,34 @@ class _Transfer:
     def start_sum(self, gradient: Tensor) -> None:
         """Start to add up the gradient over ranks, ``[members * rows, ...]`` of any floating point type."""
         self._whole = self.local = None
-        parts = gradient.index_select(0, self.sums.rows_on(gradient.device))
-        if parts.element_size() < 4:  # sums of several ranks' rounded parts are not rounded once more
-            parts = parts.float()
-        output = parts.new_empty((self.sums.rows.size(1), *parts.shape[1:]))
-        work = reduce_scatter_tensor(output, parts, group=self.sums.group, async_op=True)
-        self._sum = output, (work, parts), gradient.dtype
+        sums, group = self.sums, self.sums.group
+        # Sums of several ranks' parts are rounded once.
+        gradient = gradient.to(wide(gradient.dtype))
+        if gradient.device.type == "cpu" and sums.runs:
+            gradient = gradient.contiguous()
+            parts = sums.parts_of(gradient)
+            ours = torch.cat(parts[group.rank()])
+            others = [kept.take(ours) for _ in range(group.size() - 1)]
+            theirs = [other.chunk(len(sums.runs)) for other in others]
+            theirs.insert(group.rank(), ())
+            self._sum = ours, pairwise.start(parts, theirs, group), others, gradient
+            return
+        by_member = gradient.index_select(0, sums.rows_on(gradient.device))
+        ours = by_member.new_empty((sums.rows.size(1), *by_member.shape[1:]))
+        work = reduce_scatter_tensor(ours, by_member, group=group, async_op=True)
+        self._sum = ours, [work], [], by_member
 
     def summed(self) -> Tensor:
-        """This rank's rows of the sum."""
+        """This rank's rows of the sum, in fp32 or wider."""
         assert self._sum is not None
-        output, (work, _), dtype = self._sum
-        work.wait()
+        ours, works, others, _ = self._sum
+        for work in works:
+            work.wait()
+        for other in others:
+            ours.add_(other)
+        kept.give_back(*others)
         self._sum = None
-        return output.to(dtype)
+        return ours
 
     def free(self) -> None:
         """Give back the memory of what was gathered until :meth:`start_again`."""
@@ -162,6 +195,7 @@ class _Transfer:
         if self._whole is None or self._whole.untyped_storage().size():
             return
         self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.element_size())
+        kept.on_huge_pages(self._whole)
         self._launch()
 
 
@@ -170,27 +204,39 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, transfer: _Transfer) -> Tensor:
-        ctx.transfer = transfer
+        ctx.transfer, ctx.dtype = transfer, local.dtype
         transfer.start(local)
         return local.view_as(local)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, nothing: Tensor) -> tuple[Tensor, None]:
-        return ctx.transfer.summed(), None
+        return ctx.transfer.summed().to(ctx.dtype), None
 
 
 class _Wait(torch.autograd.Function):
+    """The rows, and, if they are narrow, what takes their gradient in fp32: that of a tensor is as narrow."""
+
     @staticmethod
-    def forward(ctx: Any, started: Tensor, transfer: _Transfer) -> Tensor:
-        ctx.transfer, ctx.shape = transfer, started.shape
-        return transfer.hand_out()
+    def forward(ctx: Any, started: Tensor, transfer: _Transfer) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        whole = transfer.hand_out()
+        ctx.transfer, ctx.nothing = transfer, started.new_zeros(()).expand(started.shape)
+        ctx.whole_shape = whole.shape
+        if wide(whole.dtype) == whole.dtype:
+            return whole, None
+        return whole, whole.new_zeros((), dtype=wide(whole.dtype)).expand(whole.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.transfer.start_sum(gradient)
-        return gradient.new_zeros(()).expand(ctx.shape), None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
+        given = [gradient for gradient in gradients if gradient is not None]
+        # Other ranks wait for this one's part of the sum, whether or not anything read the rows here.
+        total = given[-1] if given else ctx.nothing.new_zeros(()).expand(ctx.whole_shape)
+        for gradient in given[:-1]:
+            total = total + gradient
+        ctx.transfer.start_sum(total)
+        return ctx.nothing, None
 
 
 class _Again(torch.autograd.Function):
@@ -233,6 +279,14 @@ class GatheredRows:
 
         Args:
             started: :attr:`started`, where it came by another way.
+        """
+        return self.wait_with_receiver(started)[0]
+
+    def wait_with_receiver(self, started: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """As :meth:`wait`, with a tensor of the same shape that is never read.
+
+        Whoever computes the gradient of narrow rows in fp32 gives it to the second tensor instead of the
+        first: it is then not rounded before it is added up. None: the rows are fp32 or wider.
         """
         started = self.started if started is None else started
         del self.started

@@ -7,6 +7,8 @@ rank of ``c / u`` holds. So rows arrive in the order that a ring across such nei
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -14,8 +16,9 @@ from torch.distributed import ProcessGroup
 from mindspeed_dsa.context_parallel.carried import Carried, FromLatents
 from mindspeed_dsa.context_parallel.dense import DenseAttention
 from mindspeed_dsa.context_parallel.gather import GatheredRows, Members
-from mindspeed_dsa.context_parallel.layout import Zigzag
-from mindspeed_dsa.context_parallel.ring import CarryingStrategy, ring_attention
+from mindspeed_dsa.context_parallel.layout import Layout, Zigzag, rows_of_all
+from mindspeed_dsa.context_parallel.ring import CarryingStrategy, PackedRows, ring_attention
+from mindspeed_dsa.context_parallel.turns import turns_of_pack
 from mindspeed_dsa.parallel.all_to_all import InFlight, start
 
 
@@ -39,43 +42,65 @@ class HeadExchange(CarryingStrategy):
         self._across = across
         self._members: dict[int, Members] = {}
 
-    def attend_carried(self, inner: DenseAttention, query: Tensor, carried: Carried) -> Tensor:
+    def attend_carried(
+        self, inner: DenseAttention, query: Tensor, carried: Carried, packed: PackedRows | None = None
+    ) -> Tensor:
         """See :meth:`CarryingStrategy.attend_carried`.
 
         Raises:
             ValueError: heads cannot be dealt out evenly.
         """
-        check_heads(query.size(2), carried, self._heads.size())
+        ranks, order, turns = self._heads.size(), None, None
+        check_heads(query.size(2), carried, ranks)
+        if packed is not None:
+            turns = turns_of_pack(packed.pack, packed.layout, self.rank // ranks, ranks)
+            order = _order_of_pack(packed.layout, packed.pack.length, self.rank // ranks, ranks)
         flight = self._send(query)
         if isinstance(carried.expansion, FromLatents):
-            carried = self._gathered(carried, carried.expansion)
+            carried = self._gathered(carried, carried.expansion, order)
         else:
-            rows = self._send(_enough_heads(carried.rows, self._heads.size()))
-            carried = carried.with_rows(in_zigzag_order(rows.wait(), self._heads.size()))
-        query = in_zigzag_order(flight.wait(), self._heads.size())
-        return self._rows_again(ring_attention(inner, query, carried, self._across))
+            rows = self._send(_enough_heads(carried.rows, ranks))
+            carried = carried.with_rows(in_order(rows.wait(), ranks, order))
+        query = in_order(flight.wait(), ranks, order)
+        return self._rows_again(ring_attention(inner, query, carried, self._across, turns), order)
 
     def _send(self, states: Tensor) -> InFlight:
         """Start to exchange ``[rows, b, heads, dim]``."""
         parts = states.unflatten(2, (self._heads.size(), -1)).movedim(2, 0)
         return start(parts.flatten(0, 1), None, None, self._heads)
 
-    def _rows_again(self, out: Tensor) -> Tensor:
+    def _rows_again(self, out: Tensor, order: Tensor | None) -> Tensor:
         """``[ranks * rows, b, heads / ranks, dim]`` to ``[rows, b, heads, dim]``."""
         ranks = self._heads.size()
-        arrived = start(by_rank(out, ranks), None, None, self._heads).wait()
+        arrived = start(by_rank(out, ranks, order), None, None, self._heads).wait()
         # [ranks, rows, b, heads / ranks, dim]
         rows: Tensor = arrived.unflatten(0, (ranks, -1)).movedim(0, 2).flatten(2, 3)
         return rows
 
-    def _gathered(self, carried: Carried, expansion: FromLatents) -> Carried:
+    def _gathered(self, carried: Carried, expansion: FromLatents, order: Tensor | None) -> Carried:
         rows, ranks = carried.rows.size(0) * self._heads.size(), self._heads.size()
-        if rows not in self._members:
-            self._members[rows] = Members.of(self._heads, Zigzag(ranks), rows)
+        if order is not None:
+            members = _members_of_order(self._heads, order)
+        else:
+            if rows not in self._members:
+                self._members[rows] = Members.of(self._heads, Zigzag(ranks), rows)
+            members = self._members[rows]
         (weight,) = carried.weights
         own, part = expansion.of_heads(weight, self._heads.rank(), ranks)
-        latents = GatheredRows(carried.rows, self._members[rows]).wait()
+        latents = GatheredRows(carried.rows, members).wait()
         return Carried(latents, own, (part,))
+
+
+@lru_cache(maxsize=64)
+def _order_of_pack(layout: Layout, length: int, number: int, ranks: int) -> Tensor:
+    """``[rows]`` int64 on the host: places in what neighbours hold, rank after rank, in the pack's order."""
+    held = rows_of_all(layout, length)
+    return held.view(-1, ranks, held.size(1))[number].flatten().argsort()
+
+
+@lru_cache(maxsize=64)
+def _members_of_order(group: ProcessGroup, order: Tensor) -> Members:
+    return Members(group, order.argsort().view(group.size(), -1))
 
 
 def check_heads(heads: int, carried: Carried, ranks: int) -> None:
@@ -95,21 +120,26 @@ def _enough_heads(rows: Tensor, ranks: int) -> Tensor:
     return rows if rows.size(2) >= ranks else rows.repeat_interleave(ranks // rows.size(2), dim=2)
 
 
-def in_zigzag_order(arrived: Tensor, ranks: int) -> Tensor:
+def in_order(arrived: Tensor, ranks: int, order: Tensor | None) -> Tensor:
     """Rows of ranks one after another, first halves ascending and then second halves descending.
 
     Args:
         arrived: ``[ranks * rows, ...]``, rank after rank.
         ranks: how many.
+        order: ``[ranks * rows]`` int64, of the pack's rows where these are not a zigzag.
     """
+    if order is not None:
+        return arrived.index_select(0, order.to(arrived.device))
     if ranks == 1:
         return arrived
     halves = arrived.unflatten(0, (ranks, 2, -1))
     return torch.cat([halves[:, 0].flatten(0, 1), halves[:, 1].flip(0).flatten(0, 1)])
 
 
-def by_rank(rows: Tensor, ranks: int) -> Tensor:
-    """The inverse of :func:`in_zigzag_order`."""
+def by_rank(rows: Tensor, ranks: int, order: Tensor | None) -> Tensor:
+    """The inverse of :func:`in_order`."""
+    if order is not None:
+        return rows.index_select(0, order.argsort().to(rows.device))
     if ranks == 1:
         return rows
     first, second = (half.unflatten(0, (ranks, -1)) for half in rows.chunk(2))

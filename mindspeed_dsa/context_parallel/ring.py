@@ -1,13 +1,8 @@
-"""Ring attention over zigzag rows: keys and values travel, each block behind attention to the one before.
-
-With ``R`` ranks, rank ``a`` holds chunks ``a`` and ``2R - 1 - a`` of ``2R``. Of a block that an older rank
-``j < a`` holds, all rows see the first half and none sees the second; of a younger rank's block, the second
-half of the rows sees all and the first sees nothing. Every step is half of a block times a block.
-"""
+"""Ring attention: keys and values travel, each block behind attention to the one before."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,20 +10,24 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mindspeed_dsa.context_parallel.carried import Carried
-from mindspeed_dsa.context_parallel.dense import (
-    ALL,
-    WHOLE,
-    DenseAttention,
-    Merged,
-    Part,
-    Saved,
-    zeros_for_sums,
-)
+from mindspeed_dsa.context_parallel.dense import DenseAttention, Merged, Part, Saved, zeros_for_sums
+from mindspeed_dsa.context_parallel.layout import Layout
 from mindspeed_dsa.context_parallel.strategy import ContextParallelStrategy, Exchanged, Inner
+from mindspeed_dsa.context_parallel.turns import Turns, ZigzagTurns, turns_of_pack
+from mindspeed_dsa.integration.packs import Pack
+from mindspeed_dsa.parallel import kept
+from mindspeed_dsa.parallel.handles import Pending
 from mindspeed_dsa.parallel.ring import pass_on
 
 _KEYS, _GRADIENTS = 1, 2
 """Tags: with two ranks both go to the same one."""
+
+
+class PackedRows(NamedTuple):
+    """A pack of documents, and which of its rows each context parallel rank holds."""
+
+    pack: Pack
+    layout: Layout
 
 
 class CarryingStrategy(ContextParallelStrategy):
@@ -44,13 +43,16 @@ class CarryingStrategy(ContextParallelStrategy):
             raise TypeError(f"{type(self).__name__} merges parts of dense attention and cannot use {inner!r}")
         return self.attend_carried(inner, query, Carried.of(key, value))
 
-    def attend_carried(self, inner: DenseAttention, query: Tensor, carried: Carried) -> Tensor:
-        """Causal attention of this rank's rows to the whole sequence.
+    def attend_carried(
+        self, inner: DenseAttention, query: Tensor, carried: Carried, packed: PackedRows | None = None
+    ) -> Tensor:
+        """Causal attention of this rank's rows to the whole sequence, or to their documents.
 
         Args:
             inner: attention to a part of the keys.
             query: ``[rows, b, heads, dim]``, this rank's rows.
             carried: this rank's keys and values.
+            packed: whose rows these are; default: those of one sequence in Megatron's zigzag.
 
         Returns:
             ``[rows, b, heads, value_dim]``.
@@ -61,15 +63,22 @@ class CarryingStrategy(ContextParallelStrategy):
 class Ring(CarryingStrategy):
     """``megatron_cp_algo``: keys and values go around; queries stay."""
 
-    def attend_carried(self, inner: DenseAttention, query: Tensor, carried: Carried) -> Tensor:
+    def attend_carried(
+        self, inner: DenseAttention, query: Tensor, carried: Carried, packed: PackedRows | None = None
+    ) -> Tensor:
         """See :meth:`CarryingStrategy.attend_carried`."""
-        return ring_attention(inner, query, carried, self.group)
+        turns = None if packed is None else turns_of_pack(packed.pack, packed.layout, self.rank)
+        return ring_attention(inner, query, carried, self.group, turns)
 
 
 def ring_attention(
-    inner: DenseAttention, query: Tensor, carried: Carried, group: ProcessGroup | None
+    inner: DenseAttention,
+    query: Tensor,
+    carried: Carried,
+    group: ProcessGroup | None,
+    turns: Turns | None = None,
 ) -> Tensor:
-    """Causal attention of zigzag rows to those of all ranks; gradients of keys go around as well, in fp32.
+    """Causal attention of a rank's rows to those of all ranks; gradients of keys go around as well, in fp32.
 
     Nothing of other ranks is kept for backward, in which keys and values travel again.
 
@@ -77,39 +86,27 @@ def ring_attention(
         inner: attention to a part of the keys.
         query: ``[rows, b, heads, dim]``.
         carried: the same rows' keys and values.
-        group: of the ring; ``None`` or one rank: the rows are the whole sequence.
+        group: of the ring; ``None`` or one rank: the rows are all there are.
+        turns: which rows see which keys; default: those of one sequence in a zigzag.
 
     Returns:
-        ``[rows, b, heads, value_dim]``.
+        ``[rows, b, heads, value_dim]``; zeros in rows that see no key.
 
     Raises:
-        ValueError: an odd number of rows on several ranks.
+        ValueError: an odd number of rows of a zigzag on several ranks.
     """
     rows, ranks = query.size(0), 1 if group is None else group.size()
-    if ranks > 1 and rows % 2:
-        raise ValueError(
-            f"ring attention over {ranks} ranks takes two chunks of the sequence from each, and {rows} rows "
-            f"are not two; use a sequence length divisible by {2 * ranks}"
-        )
-    out: Tensor = _Ring.apply(query, carried.rows.contiguous(), inner, carried, group, *carried.weights)
+    if turns is None:
+        if ranks > 1 and rows % 2:
+            raise ValueError(
+                f"ring attention over {ranks} ranks takes two chunks of the sequence from each, and {rows} "
+                f"rows are not two; use a sequence length divisible by {2 * ranks}"
+            )
+        turns = ZigzagTurns(0 if group is None else group.rank(), rows)
+    out: Tensor = _Ring.apply(
+        query, carried.rows.contiguous(), inner, carried, group, turns, *carried.weights
+    )
     return out
-
-
-def _parts_of_step(step: int, rank: int, ranks: int, rows: int) -> list[Part]:
-    """What this rank computes with the block that arrives in a step; 0 is its own."""
-    if step == 0:
-        return [WHOLE]
-    half = rows // 2
-    if step <= rank:
-        return [Part(ALL, slice(0, half), causal=False)]
-    return [Part(slice(half, None), ALL, causal=False)]
-
-
-def _parts_of_own(rows: int) -> tuple[list[Part], list[Part]]:
-    """The own block in two halves of equal work: one hides the first transfer of backward, one the last."""
-    half = rows // 2
-    front, back = slice(0, half), slice(half, None)
-    return [Part(front, front, True), Part(back, back, True)], [Part(back, front, False)]
 
 
 class _Ring(torch.autograd.Function):
@@ -121,50 +118,73 @@ class _Ring(torch.autograd.Function):
         inner: DenseAttention,
         carried: Carried,
         group: ProcessGroup | None,
+        turns: Turns,
         *weights: Tensor,
     ) -> Tensor:
         rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
-        expansion, merged, block = carried.expansion, Merged(), rows
-        for step in range(ranks):
-            coming = pass_on(block, group, _KEYS) if step < ranks - 1 else None
-            for part in _parts_of_step(step, rank, ranks, query.size(0)):
+        expansion, merged, block, parts = carried.expansion, Merged(), rows, turns.own()
+        for step in range(1, ranks + 1):
+            coming = pass_on(block, group, _KEYS) if step < ranks else None
+            for part in parts:
                 inner.forward(merged, query, *expansion.keys_and_values(block[part.keys], weights), part)
+            before = block
             if coming is not None:
-                block = coming.wait()
-        out, lse = merged.finish(query.dtype)
+                parts, block = turns.with_block_of((rank - step) % ranks), coming.wait()
+            if before is not rows:
+                kept.give_back(before)
+        value_dim = expansion.keys_and_values(rows[:0], weights)[1].size(-1)
+        out, lse = merged.finish(query, value_dim)
         ctx.save_for_backward(query, rows, out, lse, *weights)
-        ctx.inner, ctx.expansion, ctx.group = inner, expansion, group
+        ctx.inner, ctx.expansion, ctx.group, ctx.turns = inner, expansion, group, turns
         return out.transpose(0, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, rows, out, lse, *weights = ctx.saved_tensors
-        group = ctx.group
-        rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
         back = _Backward(ctx.inner, ctx.expansion, Saved(grad_out, query, out, lse), tuple(weights))
-        length, own = query.size(0), zeros_for_sums(rows)
-        if ranks == 1:
-            back.add([WHOLE], rows, own)
-            return back.grad_query.to(query.dtype), own.to(rows.dtype), None, None, None, *back.of_weights()
-        first, last = _parts_of_own(length)
-        # A block's gradient goes around behind it and comes home last. Each step's part of it is computed
-        # while what other ranks have added so far is on its way.
-        coming, arriving = pass_on(rows, group, _KEYS), None
-        back.add(first, rows, own)
-        for step in range(1, ranks):
-            block = coming.wait()
-            if step < ranks - 1:
-                coming = pass_on(block, group, _KEYS)
-            gradient = zeros_for_sums(block)
-            back.add(_parts_of_step(step, rank, ranks, length), block, gradient)
-            if arriving is not None:
-                gradient.add_(arriving.wait())
-            arriving = pass_on(gradient, group, _GRADIENTS)
-        back.add(last, rows, own)
-        assert arriving is not None
-        own.add_(arriving.wait())
-        return back.grad_query.to(query.dtype), own.to(rows.dtype), None, None, None, *back.of_weights()
+        if ctx.group is None or ctx.group.size() == 1:
+            own = zeros_for_sums(rows)
+            back.add(ctx.turns.own(), rows, own)
+        else:
+            own = _gradient_around(back, rows, ctx.group, ctx.turns)
+        grad_query = back.grad_query.to(query.dtype)
+        return grad_query, own.to(rows.dtype), None, None, None, None, *back.of_weights()
+
+
+def _gradient_around(back: _Backward, rows: Tensor, group: ProcessGroup, turns: Turns) -> Tensor:
+    """Gradient of a rank's own block, fp32 or wider.
+
+    A block's gradient goes around behind it and comes home last. Each step's part of it is computed while
+    what other ranks have added so far is on its way. One half of the own block hides the first transfer, and
+    the other the last.
+    """
+    rank, ranks = group.rank(), group.size()
+    own, (first, last) = zeros_for_sums(rows), turns.own_in_halves()
+    block, coming = rows, pass_on(rows, group, _KEYS)
+    gradient: Tensor | None = None
+    arriving: Pending | None = None
+    back.add(first, rows, own)
+    for step in range(1, ranks):
+        before, block = block, coming.wait()
+        if before is not rows:
+            kept.give_back(before)
+        if step < ranks - 1:
+            coming = pass_on(block, group, _KEYS)
+        on_its_way, gradient = gradient, kept.take(block, own.dtype).zero_()
+        back.add(turns.with_block_of((rank - step) % ranks), block, gradient)
+        if arriving is not None and on_its_way is not None:
+            received = arriving.wait()
+            gradient.add_(received)
+            kept.give_back(received, on_its_way)
+        arriving = pass_on(gradient, group, _GRADIENTS)
+    back.add(last, rows, own)
+    assert arriving is not None
+    assert gradient is not None
+    received = arriving.wait()
+    own.add_(received)
+    kept.give_back(received, gradient, block)
+    return own
 
 
 class _Backward:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from mindspeed_dsa.context import Context
+from mindspeed_dsa.integration import releases
 from mindspeed_dsa.integration.configuration import Check, argument, require
 from mindspeed_dsa.patches.spec import Patch
 
@@ -125,9 +126,10 @@ def choose_in_block(
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         require(context, check, config)
         original(self, config, *args, **kwargs)
-        chunk = self.vp_stage or 0
+        stage = releases.virtual_stage(self, context.megatron)
+        chunk = stage or 0
         in_full = config.recompute_num_layers if config.recompute_granularity == "full" else 0
-        counts = _layers_of_chunks(self, chunk, context)
+        counts = _layers_of_chunks(self, stage, context)
         layer_class = context.megatron("core.transformer.transformer_layer").TransformerLayer
         for position in chosen(counts, chunk, context.options.num_layers, in_full):
             if isinstance(self.layers[position], layer_class):
@@ -152,12 +154,10 @@ def choose_in_mtp(
     return __init__
 
 
-def _layers_of_chunks(block: Any, chunk: int, context: Context[_Options]) -> list[int]:
+def _layers_of_chunks(block: Any, stage: int | None, context: Context[_Options]) -> list[int]:
     chunks = block.config.virtual_pipeline_model_parallel_size
-    if chunks is None or block.vp_stage is None:
+    if chunks is None or stage is None:
         return [len(block.layers)]
-    build = context.megatron("core.transformer.transformer_block").get_num_layers_to_build
-    rank = block.pg_collection.pp.rank()
-    layers = [build(block.config, stage, rank) for stage in range(chunks)]
-    layers[chunk] = len(block.layers)
+    layers = [releases.layers_of_chunk(block, chunk, context.megatron) for chunk in range(chunks)]
+    layers[stage] = len(block.layers)
     return layers

@@ -29,7 +29,8 @@ def attend_to_own_document(original: Callable[..., Tensor], context: Context[Any
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Tensor:
-        if packed_seq_params is None:
+        # Context parallel ranks attend to documents together.
+        if packed_seq_params is None or self.config.context_parallel_size > 1:
             return original(
                 self,
                 query,

@@ -46,7 +46,7 @@ _SITES = {
     "before_grads": _Site("prepare_grads", (MIXED, FLOAT32, CHAINED)),
     "step": _Site("step_with_ready_grads", (MIXED, FLOAT32)),
     "master_to_model": _Site("_copy_main_params_to_model_params", (FLOAT16, DISTRIBUTED)),
-    "model_to_master": _Site("_copy_model_params_to_main_params", (FLOAT16, DISTRIBUTED), ("state_dict",)),
+    "model_to_master": _Site("_copy_model_params_to_main_params", (FLOAT16, DISTRIBUTED)),
     "state_dict": _Site("state_dict", (FLOAT16, FLOAT32, DISTRIBUTED)),
     "load_state_dict": _Site("load_state_dict", (FLOAT16, FLOAT32, DISTRIBUTED), ("state_dict",)),
     "get_parameter": _Site("_get_main_param_and_optimizer_states", (DISTRIBUTED,), ("model_param",)),
@@ -237,12 +237,14 @@ class OptimizerState:
     def wrap_model_to_master(cls, original: _Function, context: Context[Any]) -> _Function:
         """Decorate ``_copy_model_params_to_main_params``."""
 
-        def _copy_model_params_to_main_params(self: Any, state_dict: Any = None) -> None:
+        def _copy_model_params_to_main_params(self: Any, *args: Any, **kwargs: Any) -> None:
             state = state_of(self, context.feature)
             if state is None:
-                original(self, state_dict=state_dict)
-            else:
-                state.model_to_master(lambda: original(self, state_dict=state_dict), state_dict is not None)
+                original(self, *args, **kwargs)
+                return
+            # The only argument is a model's state dict, which there is since 0.14.
+            from_state_dict = any(value is not None for value in (*args, *kwargs.values()))
+            state.model_to_master(lambda: original(self, *args, **kwargs), from_state_dict)
 
         return _copy_model_params_to_main_params
 

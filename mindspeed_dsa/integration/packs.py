@@ -158,6 +158,14 @@ class Pack:
         """``[length]`` bool on the host, False for padding; None without any."""
         return None if self.tokens == self.length else self.ends > 0
 
+    @property
+    def followed(self) -> Tensor:
+        """``[length]`` bool on the host: rows behind which another one of their document comes."""
+        sees = self.ends > 0
+        followed = torch.zeros_like(sees)
+        followed[:-1] = sees[:-1] & sees[1:] & (self.starts[:-1] == self.starts[1:])
+        return followed
+
     @cached_property
     def _by_row(self) -> tuple[Tensor, Tensor]:
         starts, ends = torch.zeros(2, self.length, dtype=torch.int32)

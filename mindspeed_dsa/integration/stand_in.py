@@ -9,7 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+
+class Function(nn.Module):
+    """A function in the place of a layer, where releases since 0.17 accept modules alone.
+
+    Args:
+        function: what a call does. An object that keeps a module of its own method keeps itself alive.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *args: Any) -> Any:
+        """What the function returns."""
+        return self._function(*args)
 
 
 class StandIn:
@@ -48,7 +64,7 @@ def activation_of(
     def second(activation: Tensor) -> tuple[Tensor, None]:
         return activation, None
 
-    between = StandIn(mlp, linear_fc1=first, linear_fc2=second)
+    between = StandIn(mlp, linear_fc1=Function(first), linear_fc2=Function(second))
 
     def activation(intermediate: Tensor, scale: Tensor | None) -> Tensor:
         output: Tensor = forward(between, intermediate, scale, **kwargs)[0]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_dsa.parallel import kept
 from mindspeed_dsa.parallel.handles import Pending
 
 
@@ -23,10 +23,10 @@ def pass_on(tensor: Tensor, group: Any, tag: int = 0) -> Pending:
             one too, and gloo, unlike NCCL and HCCL, does not pair messages by their order alone.
 
     Returns:
-        What the previous rank has sent, pending; it keeps ``tensor`` until then.
+        What the previous rank has sent, pending; it keeps ``tensor`` until then. ``kept.give_back`` takes it.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    received = torch.empty_like(tensor)
+    received = kept.take(tensor)
     following, previous = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
     works = dist.batch_isend_irecv(
         [

@@ -9,19 +9,17 @@ from mindspeed_dsa.context import Megatron
 
 
 def save_in_this_process(megatron: Megatron | None = None) -> Any:
-    """A ``SaveShardedStrategy`` for ``dist_checkpointing.save`` that uses torch's own writer.
+    """A strategy for ``dist_checkpointing.save`` that uses torch's own writer.
 
     Megatron's writer starts processes that outlive a killed parent and keep its output pipes open. The
     files are the same.
     """
     import torch.distributed.checkpoint as torch_checkpoint
 
-    strategies = "core.dist_checkpointing.strategies"
-    base, torch_dist = ((megatron or Megatron())(f"{strategies}.{name}") for name in ("base", "torch"))
+    torch_dist: Any = (megatron or Megatron())("core.dist_checkpointing.strategies.torch")
 
-    class SaveInThisProcess(base.SaveShardedStrategy):  # type: ignore[name-defined]
-        can_handle_sharded_objects = True
-
+    # Since 0.17 any other class is put aside without a word.
+    class SaveInThisProcess(torch_dist.TorchDistSaveShardedStrategy):
         def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
             by_key, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
             torch_checkpoint.state_dict_saver.save(

@@ -13,8 +13,10 @@ from torch import Tensor
 from mindspeed_dsa.context_parallel.carried import Carried, FromLatents
 from mindspeed_dsa.context_parallel.dense import DenseAttention
 from mindspeed_dsa.context_parallel.head_exchange import HeadExchange
-from mindspeed_dsa.context_parallel.layout import Zigzag, split
-from mindspeed_dsa.context_parallel.ring import CarryingStrategy, Ring
+from mindspeed_dsa.context_parallel.layout import Layout, Zigzag, split
+from mindspeed_dsa.context_parallel.packs import DealtBlocks, DocumentZigzag
+from mindspeed_dsa.context_parallel.ring import CarryingStrategy, PackedRows, Ring
+from mindspeed_dsa.integration.packs import Pack
 from tests.ops import dense_cases
 
 BATCH, HEADS, LATENT, PLAIN, ROPE, VALUE = 2, 8, 10, 6, 4, 5
@@ -49,26 +51,45 @@ def drawn(length: int, dtype: str, latent: bool, kv_heads: int) -> list[Tensor]:
     return [*found, states(length, BATCH, kv_heads, PLAIN + ROPE), states(length, BATCH, kv_heads, VALUE)]
 
 
+PACK = Pack(((0, 7), (8, 9), (10, 41), (41, 43)), 48)
+"""Documents with padding between and behind them."""
+CUT = Pack(((0, 13), (16, 32), (40, 47)), 48)
+"""Documents in places that two chunks for each of four ranks divide."""
+
+
+def packed_rows(packed: str, ranks: int) -> PackedRows | None:
+    """Rows dealt by work, or cut by document."""
+    if packed == "dealt":
+        return PackedRows(PACK, DealtBlocks(ranks, PACK, 3))
+    return PackedRows(CUT, DocumentZigzag(ranks, ((0, 16), (16, 40), (40, 48)))) if packed == "cut" else None
+
+
 def compared(
-    algorithm: str, length: int, dtype: str = "float64", latent: bool = False, kv_heads: int = HEADS
+    algorithm: str,
+    length: int,
+    dtype: str = "float64",
+    latent: bool = False,
+    kv_heads: int = HEADS,
+    packed: str = "",
 ) -> dict[str, float]:
     """Errors of a rank's output and gradients, as shares of the largest entry of the whole."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     query, grad, *others = drawn(length, dtype, latent, kv_heads)
     leaves = [one.double().requires_grad_() for one in (query, *others)]
-    wide = attended_to_in_one_piece(leaves, latent)
+    rows = packed_rows(packed, ranks)
+    wide = attended_to_in_one_piece(leaves, latent, None if rows is None else rows.pack)
     wanted = [wide, *torch.autograd.grad(wide, leaves, grad.double())]
 
-    layout = Zigzag(ranks)
+    layout: Layout = Zigzag(ranks) if rows is None else rows.layout
     mine = [split(one, layout, rank, 0).requires_grad_() for one in (query, *others[: 1 if latent else 2])]
     weights = [others[1].requires_grad_()] if latent else []
     inner, chosen = DenseAttention(SCALE), strategy(algorithm)
     with no_memory_of_others():
         if latent:
             carried = Carried(mine[1], FromLatents(HEADS, LATENT, PLAIN), (weights[0],))
-            out = chosen.attend_carried(inner, mine[0], carried)
         else:
-            out = chosen.attend(inner, *mine)
+            carried = Carried.of(*mine[1:])
+        out = chosen.attend_carried(inner, mine[0], carried, rows)
         found = [out, *torch.autograd.grad(out, [*mine, *weights], split(grad, layout, rank, 0))]
     for gradient in found[len(mine) + 1 :]:
         dist.all_reduce(gradient)  # as data parallelism does for a weight
@@ -80,12 +101,20 @@ def compared(
     }
 
 
-def attended_to_in_one_piece(leaves: list[Tensor], latent: bool) -> Tensor:
+def attended_to_in_one_piece(leaves: list[Tensor], latent: bool, pack: Pack | None) -> Tensor:
     query, key, value = leaves
     if latent:
         up = torch.einsum("sbc,oc->sbo", key[..., 0, :LATENT], value).unflatten(-1, (HEADS, -1))
         rotary = key[..., LATENT:].expand(-1, -1, HEADS, -1)
         key, value = torch.cat([up[..., :PLAIN], rotary], -1), up[..., PLAIN:]
+    if pack is not None:
+        heads = query.size(2) // key.size(2)
+        key, value = (one.repeat_interleave(heads, dim=2) for one in (key, value))
+        position, starts, ends = torch.arange(pack.length), pack.starts[:, None], pack.ends[:, None]
+        sees = (position >= starts) & (position < ends)  # [rows, keys]
+        scores = torch.einsum("sbhd,tbhd->bhst", query, key) * SCALE
+        likely = scores.masked_fill(~sees, -torch.inf).softmax(-1).masked_fill(~sees, 0)
+        return torch.einsum("bhst,tbhd->sbhd", likely, value)
     batch_first = (one.transpose(0, 1) for one in (query, key, value))
     return dense_cases.whole(*batch_first, scale=SCALE).transpose(0, 1)
 

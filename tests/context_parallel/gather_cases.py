@@ -51,6 +51,18 @@ def summed_over_context_ranks() -> list[bool]:
     return [torch.equal(local.grad, 3.0 * members.rows[rank])]
 
 
+def sum_of_narrow_parts(with_receiver: bool) -> float:
+    """The gradient of bfloat16 rows of which two ranks have parts that cancel but for what bfloat16 drops."""
+    members = Members.of(dist.group.WORLD, Zigzag(2), LENGTH)
+    local = torch.ones(LENGTH // 2, dtype=torch.bfloat16, requires_grad=True)
+    whole, receiver = GatheredRows(local, members).wait_with_receiver()
+    part = torch.full((LENGTH,), 1 + 2.0**-9 if dist.get_rank() == 0 else -1.0)
+    taker = receiver if with_receiver else whole
+    torch.autograd.backward(taker, part.to(taker.dtype))
+    assert local.grad.unique().numel() == 1
+    return float(local.grad[0])
+
+
 def order_of_backward() -> list[str]:
     """What happens in backward, where forward has a product between start and wait."""
     from mindspeed_dsa.context_parallel import gather

@@ -18,6 +18,10 @@ QUICK = (
     (4, {"algorithm": "a2a+p2p", "kv_heads": 4}),
     (4, {"algorithm": "a2a+p2p", "latent": True}),
     (2, {"algorithm": "p2p", "latent": True, "dtype": "bfloat16"}),
+    (4, {"algorithm": "p2p", "kv_heads": 2, "packed": "cut"}),
+    (3, {"algorithm": "p2p", "latent": True, "packed": "dealt"}),
+    (2, {"algorithm": "a2a", "kv_heads": 1, "packed": "dealt"}),
+    (4, {"algorithm": "a2a+p2p", "latent": True, "packed": "dealt"}),
 )
 
 

@@ -30,6 +30,12 @@ def test_equal_gradients_of_tensor_parallel_ranks_count_once(pool):
         assert facts == [True]
 
 
+@pytest.mark.parametrize(("with_receiver", "expected"), [(True, 2.0**-9), (False, 0.0)])
+def test_parts_are_added_up_before_they_are_rounded(pool, with_receiver, expected):
+    found = pool.run(f"{CASES}:sum_of_narrow_parts", 2, with_receiver=with_receiver)
+    assert found == [expected] * 2
+
+
 def test_the_sum_is_under_way_while_backward_computes(pool):
     for events in pool.run(f"{CASES}:order_of_backward", 2):
         assert events == ["start_sum", "product", "summed"]

@@ -14,8 +14,10 @@ parameter (the bias of the indexer's norm, one norm's weight, a router) is an er
 nothing in the loss or in the norm of all gradients together.
 
 A near tie in a router's or an indexer's top-k may fall to the other side by rounding alone, and then the
-sides differ by more than rounding. Such flips are counted and printed. A layout that misses a bound and has
-flips is run again with the choices of the one process forced upon it; the bounds stay.
+sides differ by more than rounding. So may a product close to zero below the indexer's ReLU: its score stays
+the same to rounding, but whether a head gets a gradient does not. Such flips are counted and printed. A
+layout that misses a bound and has flips is run again with the choices, and in fused indexers the signs, of
+the one process forced upon it; the bounds stay.
 """
 
 from __future__ import annotations
@@ -33,7 +35,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mindspeed_dsa.context_parallel.layout import rows_of_all
 from tests.support.example_job import RankOutcome
 from tests.support.figures import tell
 from tests.support.observe import Choices, Fault, Key
@@ -107,7 +108,8 @@ class Layout:
 class Outcome:
     """What a run has led to; tensors are whole parameters, by their names in a checkpoint.
 
-    ``memory`` holds the counts of :func:`memory_events.counted`, summed over the ranks.
+    ``signs`` are those of indexers' products with the keys that were chosen; ``memory`` holds the counts of
+    :func:`memory_events.counted`, summed over the ranks.
     """
 
     records: list[dict[str, Any]]
@@ -115,6 +117,7 @@ class Outcome:
     first_gradients: Tensors
     last_gradients: Tensors
     choices: Choices
+    signs: Choices
     memory: Counter[str]
 
 
@@ -122,7 +125,8 @@ class Outcome:
 class Comparison:
     """Relative differences of a layout from the one process; per parameter, largest first.
 
-    ``flips`` holds the number of choices that differ and of all choices, by kind.
+    ``flips`` holds the number of choices, and of chosen keys with another sign, that differ, and of all, by
+    kind.
     """
 
     name: str
@@ -199,7 +203,9 @@ class Lab:
         assert len(ranks[0].records) == self._steps
         tensors = self._read((final, self._steps), (gradients, 1), (gradients, self._steps))
         memory = sum((rank.memory for rank in ranks), Counter())
-        return Outcome(ranks[0].records, *tensors, merge(ranks), memory)
+        signs = merge(ranks)
+        choices = {key: signs.pop(key) for key in list(signs) if key[0] != "sign"}
+        return Outcome(ranks[0].records, *tensors, choices, signs, memory)
 
     def compare(self, layout: Layout, outcome: Outcome, reference: Outcome | None = None) -> Comparison:
         """Differences from the one process, or from another outcome."""
@@ -209,19 +215,20 @@ class Lab:
         reference = reference or self.one_process(layout)
         return compare(layout.name, outcome, reference, self._initial_tensors[saved])
 
-    def check(self, layout: Layout, bounds: Bounds = FP32) -> Outcome:
-        """Run the layout, hold it against the bounds, and return what it has led to.
+    def check(self, layout: Layout, bounds: Bounds = FP32, reference: Outcome | None = None) -> Outcome:
+        """Run the layout, hold it against the one process or another outcome, and return what it has led to.
 
         Raises:
             AssertionError: lists everything that is out of bounds.
         """
-        reference = self.one_process(layout)
+        reference = reference or self.one_process(layout)
         outcome = self.run(layout)
-        comparison = self.compare(layout, outcome)
+        comparison = self.compare(layout, outcome, reference)
         tell(HEADING, str(comparison))
         problems = comparison.violations(bounds)
         if problems and any(count for count, _ in comparison.flips.values()):
-            forced = self.compare(layout, self.run(layout, forced=reference.choices))
+            again = self.run(layout, forced={**reference.choices, **reference.signs})
+            forced = self.compare(layout, again, reference)
             tell(HEADING, f"again with forced choices, {forced}")
             problems = forced.violations(bounds)
         assert not problems, f"{layout.name} differs from one process:\n" + "\n".join(problems)
@@ -244,6 +251,7 @@ class Lab:
             argv=f"{MODEL} {layout.model} {TRAINING} {data} {flags}".split(),
             stock=layout.stock,
             switches=dict(layout.switches),
+            signs=True,
             **arguments,
         )
 
@@ -275,14 +283,13 @@ def merge(ranks: Sequence[RankOutcome]) -> Choices:
         holders = [rank for rank in ranks if key in rank.choices]
         for data in sorted({rank.place.data for rank in holders}):
             group = [rank for rank in holders if rank.place.data == data]
-            size, layout = group[0].place.context_size, group[0].layout
             of_context = [
-                _of_tensor_ranks(key, [rank for rank in group if rank.place.context == context])
-                for context in range(size)
+                [rank for rank in group if rank.place.context == context]
+                for context in range(group[0].place.context_size)
             ]
-            joined = np.concatenate(of_context, axis=2)
-            order = rows_of_all(layout, joined.shape[2]).flatten().argsort().numpy()
-            by_data_rank.append(joined[:, :, order])
+            joined = np.concatenate([_of_tensor_ranks(key, ranks) for ranks in of_context], axis=2)
+            order = np.concatenate([ranks[0].rows[key] for ranks in of_context], axis=1).argsort(axis=1)
+            by_data_rank.append(np.stack([each[:, own] for each, own in zip(joined, order, strict=True)]))
         # [microbatch, data rank, ...]: a global batch goes to the ranks in turn
         whole = np.stack(by_data_rank, axis=1)
         merged[key] = whole.reshape(-1, *whole.shape[2:])
@@ -307,14 +314,15 @@ def compare(name: str, outcome: Outcome, reference: Outcome, initial: Tensors) -
     assert outcome.choices.keys() == reference.choices.keys()
     pairs = list(zip(outcome.records, reference.records, strict=True))
     flips: dict[str, tuple[int, int]] = {}
-    for key, theirs in reference.choices.items():
-        differing = (outcome.choices[key] != theirs).any(axis=-1)  # one token's or query's choice
+    ours = {**outcome.choices, **outcome.signs}
+    for key, theirs in {**reference.choices, **reference.signs}.items():
+        differing = (ours[key] != theirs).any(axis=-1)  # one token's or query's choice, or one key's signs
         count, total = flips.get(key[0], (0, 0))
         flips[key[0]] = count + int(differing.sum()), total + differing.size
     return Comparison(
         name=name,
-        loss=max(abs(ours["lm_loss"] / theirs["lm_loss"] - 1) for ours, theirs in pairs),
-        grad_norm=max(abs(ours["grad_norm"] / theirs["grad_norm"] - 1) for ours, theirs in pairs),
+        loss=max(abs(one["lm_loss"] / other["lm_loss"] - 1) for one, other in pairs),
+        grad_norm=max(abs(one["grad_norm"] / other["grad_norm"] - 1) for one, other in pairs),
         first_gradients=_worst(outcome.first_gradients, reference.first_gradients),
         last_gradients=_worst(outcome.last_gradients, reference.last_gradients),
         updates=_worst(_minus(outcome.weights, initial), _minus(reference.weights, initial)),

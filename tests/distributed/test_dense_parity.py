@@ -40,7 +40,6 @@ LAYOUTS = (
     layout("ring of 2, MTP", 2, 2, RING, model=MTP),
     layout("heads over 4", 4, 4, HEADS),
     layout("heads over 2 x TP2+SP", 4, 2, HEADS, TP2),
-    layout("heads over 2, ring of 2", 4, 4, HYBRID, ulysses_degree_in_cp=2),
     Layout("dense, TP2+SP", 2, TP2, DENSE),
     Layout("dense, SP-TP-SP over 2", 2, TP2, DENSE, switches=SP_TP_SP),
     Layout(
@@ -50,6 +49,10 @@ LAYOUTS = (
 )
 
 pytestmark = pytest.mark.full
+
+
+def test_heads_over_two_and_a_ring_of_two_take_ten_steps_as_one_process(ten_steps: Lab) -> None:
+    ten_steps.check(layout("heads over 2, ring of 2", 4, 4, HYBRID, ulysses_degree_in_cp=2))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)

@@ -17,6 +17,8 @@ RELEASES = {
     "test_permute_fusion.py": ">=0.12.1,!=0.16.*,<0.20",
     "test_grouped_experts.py": ">=0.12.1,!=0.16.*,<0.20",
     "test_balanced_experts.py": ">=0.14,!=0.16.*,<0.20",
+    "test_memory.py": ">=0.12.1,!=0.16.*,<0.20",
+    "test_local_modules.py": ">=0.12.1,<0.20",
 }
 
 

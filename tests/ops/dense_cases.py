@@ -30,13 +30,15 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, t
 """Of the largest entry."""
 
 
-def problem(dtype: torch.dtype, shape: Shape) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+def problem(
+    dtype: torch.dtype, shape: Shape, device: str = "cpu"
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """Query, key and value, ``[batch, rows, heads, dim]``, views of sequence-first ones; gradient of out."""
     generator = torch.Generator().manual_seed(0)
 
     def states(heads: int, dim: int) -> Tensor:
         drawn = torch.randn(shape.rows, shape.batch, heads, dim, generator=generator, dtype=torch.float64)
-        return drawn.to(dtype).transpose(0, 1)
+        return drawn.to(device, dtype).transpose(0, 1)
 
     operands = states(shape.heads, shape.dim), states(shape.kv_heads, shape.dim)
     return (*operands, states(shape.kv_heads, shape.value_dim)), states(shape.heads, shape.value_dim)
@@ -48,13 +50,13 @@ def whole(query: Tensor, key: Tensor, value: Tensor, scale: float = SCALE) -> Te
     group = query.shape[2] // key.shape[2]
     key, value = (one.repeat_interleave(group, dim=2) for one in (key, value))
     scores = scale * torch.einsum("bthd,bshd->bhts", query, key)
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     return torch.einsum("bhts,bshd->bthd", scores.masked_fill(future, -torch.inf).softmax(-1), value)
 
 
-def check(backend: str, dtype: torch.dtype, shape: Shape) -> None:
+def check(backend: str, dtype: torch.dtype, shape: Shape, device: str = "cpu") -> None:
     """The first half's keys and those of the second half, which see both, against the whole."""
-    (query, key, value), grad = problem(dtype, shape)
+    (query, key, value), grad = problem(dtype, shape, device)
     leaves = [one.detach().double().requires_grad_() for one in (query, key, value)]
     expected = whole(*leaves)
     wanted = torch.autograd.grad(expected, leaves, grad.double())
@@ -74,7 +76,7 @@ def check(backend: str, dtype: torch.dtype, shape: Shape) -> None:
     out, lse = torch.cat([first, late_out.to(dtype)], dim=1), torch.cat([first_lse, late_lse], dim=1)
     assert_close(out, expected, TOLERANCES[dtype], "out")
 
-    gradients = [torch.zeros(one.shape, dtype=torch.float64) for one in (query, key, value)]
+    gradients = [torch.zeros_like(one, dtype=torch.float64) for one in (query, key, value)]
     for rows, keys, causal in parts:
         added = dense_attention_backward(
             grad[:, rows],

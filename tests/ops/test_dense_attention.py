@@ -21,6 +21,13 @@ def test_parts_make_the_whole(backend, dtype, shape):
     assert calls()["dense_attention", backend] == before + 3
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_flash_attention_in_parts_makes_the_whole(dtype, shape):
+    check("cuda", dtype, shape, "cuda")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_autocast_does_not_reach_in(backend):
     (query, key, value), _ = problem(torch.float32, SHAPES[0])

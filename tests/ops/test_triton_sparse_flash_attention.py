@@ -78,7 +78,7 @@ def test_order_and_padding_of_indices_do_not_matter():
         results.append((out.detach(), *torch.autograd.grad(out.square().sum(), (query, key_value))))
     for other in results[1:]:
         for value, expected in zip(other, results[0], strict=True):
-            assert oracle.relative_error(value, expected) < 2e-6
+            assert oracle.relative_error(value, expected) < 4e-6
 
 
 def test_keys_that_nobody_selected_are_not_touched():
@@ -168,6 +168,8 @@ def test_any_strides():
 def test_offsets_beyond_32_bits(tmp_path):
     """Rows, heads, sequences and keys more than 2^31 numbers apart, on a CPU in a file of holes."""
     far = 2**31 + 160
+    if DEVICE == "cuda" and torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs 40 GiB of the GPU")
 
     def spread(tensor, *strides):
         need = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True))

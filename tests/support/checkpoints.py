@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_dsa.integration.releases import takes
 from tests.support.optimizer_job import Job, gather
 
 TORCH = "torch"  # the old format: state dicts and, for the distributed optimizer, a file of parameter states
@@ -61,5 +62,8 @@ def _sharded(job: Job, way: str, is_loading: bool) -> dict[str, Any]:
     if not job.ddp.use_distributed_optimizer:
         metadata.pop("distrib_optim_sharding_type")
     model = job.model.module.sharded_state_dict()
-    optimizer = job.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    how: dict[str, Any] = {"metadata": metadata}
+    if not takes(type(job.parts[0]).sharded_state_dict, "metadata"):  # before 0.14
+        how = {"sharding_type": way} if job.ddp.use_distributed_optimizer else {}
+    optimizer = job.optimizer.sharded_state_dict(model, is_loading=is_loading, **how)
     return {"model": model, "optimizer": optimizer}

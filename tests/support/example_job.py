@@ -10,22 +10,26 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from mindspeed_dsa.context_parallel.layout import Zigzag
 from tests.support import dense, memory_events
-from tests.support.observe import Choices, Fault, Observer, Place, rows_of
+from tests.support.observe import Choices, Fault, Key, Observer, Place
 
 EXAMPLES = str(Path(__file__).absolute().parents[2] / "examples")
 
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """What one rank saw of a job: the job's own record of every step, the rank's choices, memory events."""
+    """What one rank saw of a job: the job's own record of every step, the rank's choices, memory events.
+
+    ``rows`` says where its rows lie in the whole sequence, ``[microbatch, row]`` for each kind of choice.
+    """
 
     records: list[dict[str, Any]]
     place: Place
-    layout: Zigzag
+    rows: dict[Key, npt.NDArray[np.int64]]
     choices: Choices
     memory: Counter[str]
 
@@ -38,6 +42,7 @@ def train(
     gradients: str | None = None,
     forced: Choices | None = None,
     fault: Fault | None = None,
+    signs: bool = False,
 ) -> RankOutcome:
     """Run the job of ``examples/`` with these flags.
 
@@ -48,6 +53,7 @@ def train(
         gradients: as for :class:`Observer`, and so are the next two.
         forced: choices to be made.
         fault: a gradient to spoil.
+        signs: whether the signs of indexers' products are among the choices.
     """
     if EXAMPLES not in sys.path:
         sys.path.insert(0, EXAMPLES)
@@ -76,7 +82,7 @@ def train(
 
     from dsa_job import training
 
-    observer = Observer(args, gradients, forced, fault)
+    observer = Observer(args, gradients, forced, fault, signs)
     stepper_class = training.Stepper
 
     def watched_stepper(*parts: Any) -> Any:
@@ -94,8 +100,8 @@ def train(
     assert observer.place is not None
     wants_fused = bool((switches or {}).get("use_fused_dsa"))
     assert (observer.fused_selections > 0) == wants_fused, f"{observer.fused_selections} fused selections"
-    layout = rows_of(args, observer.place.context_size)
-    return RankOutcome([dict(record) for record in records], observer.place, layout, observer.choices, memory)
+    steps = [dict(record) for record in records]
+    return RankOutcome(steps, observer.place, observer.rows, observer.choices, memory)
 
 
 def read(checkpoints: Sequence[tuple[str, int]]) -> list[dict[str, torch.Tensor]]:

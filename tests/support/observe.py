@@ -1,7 +1,8 @@
 """Watching a job from within: gradients of its first and last step, and every choice of routers and indexers.
 
 Choices can be forced as well, which takes ties out of a comparison, and a wrong gradient can be planted,
-which shows that a comparison notices one.
+which shows that a comparison notices one. An indexer chooses twice: which keys a row attends to, and, by the
+sign of each head's product with a key, whether the ReLU passes that head's gradient on.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_dsa.context_parallel.layout import Zigzag
+from mindspeed_dsa.context_parallel.layout import Layout, Zigzag
 
 Key = tuple[str, int]
-"""``("topk", layer)`` or ``("router", layer)``; layers count from 1, as Megatron's do."""
+"""``("topk", layer)``, ``("sign", layer)`` or ``("router", layer)``; layers count from 1 as Megatron's."""
 
 Choices = dict[Key, npt.NDArray[np.bool_]]
 """What was chosen, over all microbatches of all steps: for ``topk`` ``[microbatch, batch, query, key]``,
-the keys that a query attends to; for ``router`` ``[microbatch, batch, token, expert]``."""
+the keys that a query attends to; for ``sign`` ``[microbatch, batch, query, topk, head]``, whether the product
+of an index head's query and each of these keys, in ascending order, is positive; for ``router``
+``[microbatch, batch, token, expert]``."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +71,21 @@ class Observer:
             Megatron knows about the place of a shard within a whole parameter then holds for them as well.
         forced: choices for the whole batch, to be made instead of the model's own.
         fault: a gradient to spoil.
+        signs: whether to note the signs of indexers' products; forced ones are made by fused indexers only.
     """
 
     def __init__(
-        self, args: argparse.Namespace, gradients: str | None, forced: Choices | None, fault: Fault | None
+        self,
+        args: argparse.Namespace,
+        gradients: str | None,
+        forced: Choices | None,
+        fault: Fault | None,
+        signs: bool = False,
     ) -> None:
         self._args, self._gradients, self._forced, self._fault = args, gradients, forced, fault
+        self._signs = signs
         self._noted: dict[Key, list[npt.NDArray[np.bool_]]] = defaultdict(list)
+        self._rows: dict[Key, list[npt.NDArray[np.int64]]] = defaultdict(list)
         self._uses: dict[tuple[Key, bool], int] = defaultdict(int)
         self._step = 0
         self.place: Place | None = None
@@ -84,6 +95,11 @@ class Observer:
     def choices(self) -> Choices:
         """This rank's choices: its own microbatches, and its own tokens under sequence parallelism."""
         return {key: np.stack(calls) for key, calls in self._noted.items()}
+
+    @property
+    def rows(self) -> dict[Key, npt.NDArray[np.int64]]:
+        """``[microbatch, row]``: where the rows of this context parallel rank lie in the whole sequence."""
+        return {key: np.stack(calls) for key, calls in self._rows.items()}
 
     def attach(self, stepper: Any) -> None:
         from megatron.core import parallel_state
@@ -112,7 +128,12 @@ class Observer:
         stepper.optimizer.step = step
 
     def _watch_indexer(self, indexer: Any, key: Key) -> None:
-        original = indexer.forward_with_scores
+        original, compute = indexer.forward_with_scores, indexer._compute_index_scores
+        projected: list[Tensor] = []
+
+        def compute_scores(query: Tensor, weights: Tensor, index_key: Tensor) -> Any:
+            projected[:] = query.detach().transpose(0, 1), index_key.detach().transpose(0, 1)
+            return compute(query, weights, index_key)
 
         def forward_with_scores(*args: Any, **kwargs: Any) -> Any:
             scores, indices = original(*args, **kwargs)
@@ -121,10 +142,16 @@ class Observer:
                 # filled up with future ones, which the caller masks, as it does with the model's own
                 chosen = torch.from_numpy(self._next_forced(key))
                 indices = chosen.float().topk(indices.shape[-1], dim=-1).indices
-            self._note(key, selected_keys(indices, scores.shape[-1], self._own_rows(scores.shape[-1])))
+            keys, topk = scores.shape[-1], indices.shape[-1]
+            chosen = selected_keys(indices, keys, self._own_rows(keys))
+            self._note(key, chosen, keys)
+            if self._signs:
+                self._note(("sign", key[1]), products(*projected, in_order(chosen, topk)) > 0, keys)
             return scores, indices
 
         indexer.forward_with_scores = forward_with_scores
+        if self._signs:
+            indexer._compute_index_scores = compute_scores
 
     @contextlib.contextmanager
     def watching_fused_indexers(self) -> Iterator[None]:
@@ -142,13 +169,21 @@ class Observer:
 
         def watched(choose: Callable[..., Any], fused: bool) -> Callable[..., Any]:
             def choose_keys(*args: Any) -> Any:
-                key = ("topk", layer)
+                key, signs, positive = ("topk", layer), ("sign", layer), None
                 selection = choose(*args)
                 self.fused_selections += fused
                 if self._forced is not None:
-                    selection = _chosen_instead(selection, torch.from_numpy(self._next_forced(key)))
-                keys = selection.inputs.key.shape[1]
-                self._note(key, selected_keys(selection.topk_indices, keys, self._own_rows(keys)))
+                    if signs in self._forced:
+                        positive = torch.from_numpy(self._next_forced(signs))
+                    selection = _chosen_instead(selection, torch.from_numpy(self._next_forced(key)), positive)
+                query, index_key = selection.inputs.query.detach(), selection.inputs.key.detach()
+                keys, topk = index_key.shape[1], selection.topk_indices.shape[-1]
+                chosen = selected_keys(selection.topk_indices, keys, self._own_rows(keys))
+                self._note(key, chosen, keys)
+                if self._signs and positive is None:
+                    positive = products(query, index_key, in_order(chosen, topk)) > 0
+                if positive is not None:
+                    self._note(signs, positive, keys)
                 return selection
 
             return choose_keys
@@ -171,19 +206,36 @@ class Observer:
             probs, routing_map = original(*args, **kwargs)
             # [token * batch, expert] -> [batch, token, expert]
             shape = (-1, self._args.micro_batch_size, routing_map.shape[-1])
-            self._note(key, routing_map.view(shape).transpose(0, 1))
+            chosen = routing_map.view(shape).transpose(0, 1)
+            self._note(key, chosen, chosen.shape[1] * self._parts_of_a_sequence)
             return probs, routing_map
 
         router.routing = routing
 
     def _own_rows(self, length: int) -> Tensor:
-        """Positions of this context parallel rank's rows."""
-        assert self.place is not None
-        return rows_of(self._args, self.place.context_size).rows_of_rank(self.place.context, length)
+        """Positions of this context parallel rank's rows in the sequence, or in the pack that is running."""
+        from mindspeed_dsa.context_parallel.packs import layout_of
+        from mindspeed_dsa.features.attention.packs import delivery
 
-    def _note(self, key: Key, chosen: Tensor) -> None:
+        assert self.place is not None
+        ranks, running = self.place.context_size, delivery._running.get()
+        if running is None or ranks == 1:
+            layout: Layout = Zigzag(ranks, self._args.cp_block_rows or 0)
+        else:
+            layout = layout_of(running.params, running.pack, ranks)
+        return layout.rows_of_rank(self.place.context, length)
+
+    @property
+    def _parts_of_a_sequence(self) -> int:
+        """How many ranks share the rows outside of attention."""
+        assert self.place is not None
+        tensor = self._args.tensor_model_parallel_size if self.place.sequence_parallel else 1
+        return int(self.place.context_size * tensor)
+
+    def _note(self, key: Key, chosen: Tensor, length: int) -> None:
         if not _recomputing():
             self._noted[key].append(chosen.numpy().copy())
+            self._rows[key].append(self._own_rows(length).numpy())
 
     def _next_forced(self, key: Key) -> npt.NDArray[np.bool_]:
         """This rank's part of the choices for the microbatch at hand.
@@ -195,7 +247,8 @@ class Observer:
         use = key, _recomputing()
         call, self._uses[use] = self._uses[use], self._uses[use] + 1
         chosen = self._forced[key][call * self.place.data_size + self.place.data]
-        chosen = chosen[:, self._own_rows(chosen.shape[1]).numpy()]
+        rows = self._rows[key][call] if _recomputing() else self._own_rows(chosen.shape[1]).numpy()
+        chosen = chosen[:, rows]
         if key[0] == "router" and self.place.sequence_parallel:
             length = chosen.shape[1] // self._args.tensor_model_parallel_size
             chosen = chosen[:, self.place.tensor * length :][:, :length]
@@ -230,22 +283,38 @@ def _plain(indexer: Any) -> Callable[..., Any]:
     return type(indexer).forward_with_scores.__get__(indexer)
 
 
-def _chosen_instead(selection: Any, chosen: Tensor) -> Any:
-    """The same selection with other keys, ``[batch, query, key]`` booleans."""
+def _chosen_instead(selection: Any, chosen: Tensor, positive: Tensor | None) -> Any:
+    """The same selection with other keys, ``[batch, query, key]`` booleans, and with these signs, if any."""
     from mindspeed_dsa.ops.lightning_indexer import selected_scores
 
-    topk = selection.topk_indices.shape[-1]
-    position = torch.arange(chosen.shape[-1], dtype=torch.int32)
-    ordered = position.where(chosen, chosen.shape[-1]).sort(dim=-1).values[..., :topk]
-    indices = ordered.masked_fill(ordered == chosen.shape[-1], -1)
-    inputs = selection.inputs
-    scores = selected_scores(inputs.query, inputs.key, inputs.weights, indices)
+    indices = in_order(chosen, selection.topk_indices.shape[-1])
+    query, key, weights = selection.inputs.query, selection.inputs.key, selection.inputs.weights
+    if positive is None:
+        scores = selected_scores(query, key, weights, indices)
+    else:
+        clamped = products(query, key, indices) * positive
+        scores = (clamped * weights[:, :, None]).sum(-1).masked_fill(indices < 0, -torch.inf)
     return dataclasses.replace(selection, topk_indices=indices, topk_scores=scores)
 
 
-def rows_of(args: argparse.Namespace, ranks: int) -> Zigzag:
-    """Who has which rows in a job with these arguments."""
-    return Zigzag(ranks, args.cp_block_rows or 0)
+def in_order(chosen: Tensor, topk: int) -> Tensor:
+    """``[batch, query, key]`` booleans to ``[batch, query, topk]`` int32, ascending, -1 at the tail."""
+    position = torch.arange(chosen.shape[-1], dtype=torch.int32)
+    ordered = position.where(chosen, chosen.shape[-1]).sort(dim=-1).values[..., :topk]
+    return ordered.masked_fill(ordered == chosen.shape[-1], -1)
+
+
+def products(query: Tensor, key: Tensor, indices: Tensor) -> Tensor:
+    """Of each index head's query and the chosen keys, ``[batch, query, topk, head]``; 0 where there is none.
+
+    Args:
+        query: ``[batch, query, head, dim]``.
+        key: ``[batch, key, dim]``.
+        indices: ``[batch, query, topk]``, -1 for none.
+    """
+    batch = torch.arange(key.shape[0])[:, None, None]
+    found = torch.einsum("bqhd,bqkd->bqkh", query, key[batch, indices.clamp_min(0).long()])
+    return found.masked_fill((indices < 0)[..., None], 0)
 
 
 def selected_keys(topk_indices: Tensor, keys: int, positions: Tensor) -> Tensor:

@@ -61,6 +61,8 @@ def build(
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
 
+    from mindspeed_dsa.integration.releases import takes
+
     dtype = DTYPES[precision]
     types = {"bf16": precision == "bf16", "fp16": precision == "fp16", "params_dtype": dtype}
     cfg = config(**types, pipeline_dtype=dtype, expert_model_parallel_size=ep, **(overrides or {}))
@@ -82,7 +84,8 @@ def build(
             lr=2e-3,
             weight_decay=0.1,
             use_distributed_optimizer=distributed,
-            overlap_param_gather=overlap,
+            # Before 0.14 this is DDP's alone.
+            **({"overlap_param_gather": overlap} if takes(OptimizerConfig, "overlap_param_gather") else {}),
             clip_grad=clip,
             loss_scale=1.0,  # a constant scale, for its check of infinite gradients
             **{"optimizer": "adam", **types, **(optimizer_options or {})},

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mindspeed_dsa.context import Megatron
-from mindspeed_dsa.features.attention.local_norms import norm_of_fused_layer
+from mindspeed_dsa.integration.local_norms import norm_of_fused_layer
 
 
 def _same_on_every_tensor_parallel_rank(megatron: Megatron) -> AbstractContextManager[Any]:

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mindspeed_dsa.context import Megatron
-from mindspeed_dsa.features.attention.local_norms import norm_of_fused_layer
 from mindspeed_dsa.features.attention.pack_rows import PackRows
 from mindspeed_dsa.features.attention.sum_gradients import SumGradients
 from mindspeed_dsa.integration.gathered_weights import wait_for_weights
+from mindspeed_dsa.integration.local_norms import norm_of_fused_layer
 
 Rotate = Callable[[Tensor], Tensor]
 

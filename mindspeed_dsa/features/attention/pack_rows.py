@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from mindspeed_dsa.context_parallel.layout import Layout
 from mindspeed_dsa.context_parallel.packs import layout_of
+from mindspeed_dsa.context_parallel.roll import rolled
 from mindspeed_dsa.integration.packs import Pack
 
 
@@ -47,7 +48,7 @@ class PackRows:
 
     @property
     def starts(self) -> Tensor:
-        """As of :class:`Pack`, and so are the next three."""
+        """As of :class:`Pack`, and so are the next four."""
         return self._own(self.pack.starts)
 
     @property
@@ -58,6 +59,18 @@ class PackRows:
     def counted(self) -> Tensor | None:
         counted = self.pack.counted
         return None if counted is None else self._own(counted)
+
+    def next_rows(self, tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        """For each row the one behind it in its document, zeros behind the last; a collective.
+
+        Args:
+            tensor: this rank's rows along ``dim``; no gradient.
+            dim: which one.
+            group: context parallel ranks.
+        """
+        moved = tensor.roll(-1, dim) if self.layout is None else rolled(tensor, dim, group, self.layout)
+        last = ~self._own(self.pack.followed).to(tensor.device)
+        return moved.movedim(dim, -1).masked_fill_(last, 0).movedim(-1, dim)
 
     @property
     def end(self) -> int | None:

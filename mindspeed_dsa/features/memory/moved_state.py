@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from mindspeed_dsa.features.memory.weight_shards import check_weight_shards
 from mindspeed_dsa.integration.configuration import argument
 
 Row = tuple[str, str, str]
@@ -21,6 +22,7 @@ MOVED_STATE: tuple[Row, ...] = (
     ("fp4", "weights in fp4 are made from the master weights in another way", "omit --fp4-format"),
     ("use_megatron_fsdp", "it shards optimizer state by itself", "use --use-distributed-optimizer alone"),
     ("use_torch_fsdp2", "it shards optimizer state by itself", "use --use-distributed-optimizer alone"),
+    ("use_custom_fsdp", "it shards optimizer state by itself", "use --use-distributed-optimizer alone"),
     (
         "rl_offload_optimizer_during_inference",
         "it moves the same state to the host",
@@ -46,4 +48,5 @@ def check_optimizer(args: Any, flag: str, known: Sequence[str], why: str) -> Ite
 def check_moved_adam(args: Any, flag: str) -> Iterator[str]:
     """What features that know Adam's state alone, and move it, have in common."""
     yield from check_arguments(args, flag, MOVED_STATE)
+    yield from check_weight_shards(args, flag)
     yield from check_optimizer(args, flag, ("adam",), "has other state than Adam's")

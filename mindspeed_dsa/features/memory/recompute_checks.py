@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from mindspeed_dsa.features.memory.weight_shards import check_weight_shards
 from mindspeed_dsa.integration.configuration import argument
 
 
 def check_recompute(args: Any, flag: str) -> Iterator[str]:
     """What rules out recomputing outputs inside a layer."""
     yield from check_precision_and_graphs(args, flag)
+    yield from check_weight_shards(args, flag)
     if argument(args, "recompute_granularity") == "full" and argument(args, "recompute_method") != "block":
         yield (
             f"{flag} has nothing left to do where --recompute-granularity full recomputes every layer; drop "

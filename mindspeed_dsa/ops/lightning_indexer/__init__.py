@@ -46,6 +46,7 @@ def lightning_indexer(
     starts: Tensor | None = None,
     ends: Tensor | None = None,
     use_relu: bool = True,
+    key_receiver: Tensor | None = None,
     backend: str = "auto",
 ) -> IndexerOutput:
     """Select the ``topk`` visible keys with the highest index score for every query row.
@@ -68,6 +69,9 @@ def lightning_indexer(
         ends: same shape, one past the last visible key; default ``t + 1``, which needs equally many
             queries and keys.
         use_relu: whether the product of each head is clamped at zero.
+        key_receiver: as large as ``key`` and wider, never read: gets the gradient of ``key`` in its place,
+            which is then not rounded to the dtype of ``key``. A backend that autograd differentiates does not
+            use it.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Raises:
@@ -92,7 +96,7 @@ def lightning_indexer(
             *implementation.lightning_indexer(query, key, weights, topk, starts, ends, use_relu)
         )
     return IndexerOutput(
-        *_Select.apply(implementation, query, key, weights, topk, starts, ends, use_relu, found)
+        *_Select.apply(implementation, query, key, weights, topk, starts, ends, use_relu, found, key_receiver)
     )
 
 
@@ -168,11 +172,13 @@ class _Select(torch.autograd.Function):
         ends: Tensor,
         use_relu: bool,
         found: tuple[Any, ...],
+        key_receiver: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         topk_indices, topk_scores = implementation.select(
             query, key, weights, topk, starts, ends, use_relu, *found
         )
         ctx.implementation, ctx.use_relu, ctx.found = implementation, use_relu, found
+        ctx.receives = key_receiver is not None
         ctx.save_for_backward(query, key, weights, topk_indices)
         ctx.mark_non_differentiable(topk_indices)
         ctx.set_materialize_grads(False)
@@ -182,12 +188,15 @@ class _Select(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: Tensor | None, grad_scores: Tensor | None) -> tuple[Any, ...]:
         if grad_scores is None:
-            return (None,) * 9
+            return (None,) * 10
+        query, key, weights, topk_indices = ctx.saved_tensors
         with without_autocast(grad_scores.device.type):
-            grads = ctx.implementation.score_gradients(
-                grad_scores, *ctx.saved_tensors, ctx.use_relu, *ctx.found
+            grad_query, grad_key, grad_weights = ctx.implementation.score_gradients(
+                grad_scores, query, key, weights, topk_indices, ctx.use_relu, *ctx.found
             )
-        return (None, *grads, None, None, None, None, None)
+        of_key = None if ctx.receives else grad_key.to(key.dtype)
+        of_receiver = grad_key if ctx.receives else None
+        return None, grad_query, of_key, grad_weights, None, None, None, None, None, of_receiver
 
 
 class _ScoresAt(torch.autograd.Function):
@@ -208,6 +217,9 @@ class _ScoresAt(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_scores: Tensor) -> tuple[Any, ...]:
+        query, key, weights, topk_indices = ctx.saved_tensors
         with without_autocast(grad_scores.device.type):
-            grads = ctx.implementation.score_gradients(grad_scores, *ctx.saved_tensors, ctx.use_relu)
-        return (None, *grads, None, None)
+            grad_query, grad_key, grad_weights = ctx.implementation.score_gradients(
+                grad_scores, query, key, weights, topk_indices, ctx.use_relu
+            )
+        return None, grad_query, grad_key.to(key.dtype), grad_weights, None, None

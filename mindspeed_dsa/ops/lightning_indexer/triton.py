@@ -265,7 +265,7 @@ def score_gradients(
         grad_query, grad_key, grad_weights = (x.div_(factor) for x in (grad_query, grad_key, grad_weights))
     return (
         grad_query.to(query.dtype),
-        grad_key.view(key.shape).to(key.dtype),
+        grad_key.view(key.shape),
         grad_weights.to(weights.dtype),
     )
 

@@ -44,6 +44,7 @@ def sparse_flash_attention(
     return_attention_sum: bool = False,
     topk_scores: Tensor | None = None,
     score_gradient: Callable[[Tensor], Tensor] | None = None,
+    key_receiver: Tensor | None = None,
     backend: str = "auto",
 ) -> SparseAttentionOutput:
     """Attention of every query head over the keys its row selected, with one shared key-value head.
@@ -79,6 +80,9 @@ def sparse_flash_attention(
             right for gradients, but what else it does, such as logging, then happens twice. It should not
             hold on to what this function returns: the two would keep each other alive.
             :func:`mindspeed_dsa.ops.indexer_kl_loss.divergence_and_score_gradient` does the work of one.
+        key_receiver: as large as ``key_value`` and wider, never read: gets the gradient of ``key_value`` in
+            its place, which is then not rounded to the dtype of ``key_value``. A backend that autograd
+            differentiates does not use it.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Raises:
@@ -128,6 +132,7 @@ def sparse_flash_attention(
                 return_attention_sum,
                 receiver,
                 found,
+                key_receiver,
             )
         )
     out, lse, attention_sum = implementation.sparse_flash_attention(
@@ -151,12 +156,14 @@ class _Attention(torch.autograd.Function):
         return_attention_sum: bool,
         receiver: Tensor | None,
         found: tuple[Any, ...],
+        key_receiver: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         out, lse, attention_sum = implementation.forward(
             query, key_value, topk_indices, softmax_scale, value_dim, return_attention_sum, *found
         )
         ctx.implementation, ctx.softmax_scale = implementation, softmax_scale
         ctx.hooked, ctx.found = receiver is not None, found
+        ctx.receives = key_receiver is not None
         ctx.save_for_backward(query, key_value, topk_indices, out, lse)
         ctx.mark_non_differentiable(lse, *(() if attention_sum is None else (attention_sum,)))
         ctx.set_materialize_grads(False)
@@ -168,13 +175,15 @@ class _Attention(torch.autograd.Function):
         query, key_value, topk_indices, out, lse = ctx.saved_tensors
         if grad_out is None:
             if not ctx.hooked:
-                return (None,) * 9
+                return (None,) * 10
             grad_out = torch.zeros_like(out)
         with without_autocast(query.device.type):
             grad_query, grad_key_value, attention_sum = ctx.implementation.backward(
                 grad_out, query, key_value, topk_indices, out, lse, ctx.softmax_scale, ctx.hooked, *ctx.found
             )
-        return None, grad_query, grad_key_value, None, None, None, None, attention_sum, None
+        of_key = None if ctx.receives else grad_key_value.to(key_value.dtype)
+        of_receiver = grad_key_value if ctx.receives else None
+        return None, grad_query, of_key, None, None, None, None, attention_sum, None, of_receiver
 
 
 class _SumReceiver(torch.autograd.Function):

@@ -149,4 +149,4 @@ def backward(
         return grad_key_value
 
     grad_key_value = sum_in_order(over_blocks(key_value, topk_indices, 3 * heads, work))
-    return grad_query, grad_key_value.to(key_value.dtype), attention_sum
+    return grad_query, grad_key_value, attention_sum

@@ -65,7 +65,10 @@ class GradientAttention(_Attention, Protocol):
         *found: Any,
         **options: Any,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients of ``query`` and ``key_value``, and if asked for the probabilities summed over heads."""
+        """Gradients of ``query`` and ``key_value``, and if asked for the probabilities summed over heads.
+
+        That of ``key_value``, a sum over rows, may be wider than that is.
+        """
 
 
 Attention = AutogradAttention | GradientAttention

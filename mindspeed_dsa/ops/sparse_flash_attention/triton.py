@@ -272,7 +272,7 @@ def backward(
         grad_query.zero_()
     if factor is not None:
         grad_query, grad_key_value = grad_query.div_(factor), grad_key_value.div_(factor)
-    return grad_query.to(query.dtype), grad_key_value.view(key_value.shape).to(key_value.dtype), summed
+    return grad_query.to(query.dtype), grad_key_value.view(key_value.shape), summed
 
 
 def _delta(grad_out: Tensor, out: Tensor) -> Tensor:

@@ -140,6 +140,24 @@ def in_order(ranks: list[Mapping[str, Tensor]]) -> Tensor:
     return rows[torch.cat([rank["positions"] for rank in ranks]).argsort()]
 
 
+def dtypes_of_parts(by_run: bool) -> list[str]:
+    """In what the gradients of a bfloat16 model's gathered keys are when they are about to be added up."""
+    from mindspeed_dsa.context_parallel.gather import _Transfer
+
+    found: list[str] = []
+    start_sum = _Transfer.start_sum
+
+    def noting(self: Any, gradient: Tensor) -> None:
+        found.append(str(gradient.dtype))
+        start_sum(self, gradient)
+
+    narrow = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, "bf16": True}
+    overrides = {"num_layers": 1, **job.WITHOUT_EXPERTS, **narrow}
+    with mock.patch.object(_Transfer, "start_sum", noting):
+        step(2, 1, {"use_fused_dsa": True}, by_run, overrides=overrides)
+    return found
+
+
 def order_of_a_layer(**switches: Any) -> list[str]:
     """What happens to the keys of a layer on two ranks, and the projections around that."""
     from mindspeed_dsa.context_parallel.gather import _Transfer

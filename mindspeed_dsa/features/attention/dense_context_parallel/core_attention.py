@@ -16,10 +16,12 @@ from torch import Tensor
 from mindspeed_dsa.context import Context
 from mindspeed_dsa.context_parallel.carried import Carried, FromLatents
 from mindspeed_dsa.context_parallel.dense import DenseAttention
-from mindspeed_dsa.context_parallel.ring import CarryingStrategy, ring_attention
+from mindspeed_dsa.context_parallel.packs import DealtBlocks
+from mindspeed_dsa.context_parallel.ring import CarryingStrategy, PackedRows, ring_attention
 from mindspeed_dsa.context_parallel.strategy import ContextParallelStrategy, Exchanged
 from mindspeed_dsa.features.attention.dense_context_parallel.groups import make_strategy
-from mindspeed_dsa.features.attention.dense_context_parallel.options import Options
+from mindspeed_dsa.features.attention.dense_context_parallel.options import NO_DEAL, Options
+from mindspeed_dsa.features.attention.pack_rows import PackRows
 from mindspeed_dsa.patches.errors import SettingsError
 
 _WHO = "dense-context-parallel"
@@ -58,6 +60,23 @@ class Plan:
             return ring_attention(self.inner, query, carried, None)
         assert isinstance(self.strategy, CarryingStrategy)
         return self.strategy.attend_carried(self.inner, query, carried)
+
+    def attend_to_documents(self, query: Tensor, carried: Carried, packed_seq_params: Any) -> Tensor:
+        """The same of packed documents, on several ranks.
+
+        Raises:
+            ValueError: the layer's strategy, or its rotary embedding, knows whole sequences only.
+        """
+        if not isinstance(self.strategy, CarryingStrategy):
+            raise ValueError(
+                f"{_WHO}: {type(self.strategy).__name__} takes whole sequences, and a batch came with packed "
+                "ones; use megatron_cp_algo, ulysses_cp_algo or hybrid_cp_algo"
+            )
+        rows = PackRows.of(packed_seq_params, query.size(0), self.strategy.group)
+        assert rows.layout is not None
+        if isinstance(rows.layout, DealtBlocks) and not isinstance(carried.expansion, FromLatents):
+            raise ValueError(f"{_WHO}: {NO_DEAL}")
+        return self.strategy.attend_carried(self.inner, query, carried, PackedRows(rows.pack, rows.layout))
 
 
 def plan_of(core_attention: Any) -> Plan | None:
@@ -147,12 +166,19 @@ def attend_with_other_ranks(original: Callable[..., Tensor], context: Context[Op
                 packed_seq_params,
                 **kwargs,
             )
-        _require_plain(attention_mask, attention_bias, packed_seq_params)
+        _require_plain(attention_mask, attention_bias)
+        latents = None
         # Latent attention hands over the weight of its up-projection for values: see latents.py.
         if value.dim() == 2:
             config = self.config
             expansion = FromLatents(query.size(2), config.kv_lora_rank, config.qk_head_dim)
-            out = plan.attend_to_latents(query, Carried(key, expansion, (value,)))
+            latents = Carried(key, expansion, (value,))
+        elif query.dim() == 3:  # packed, without a batch
+            query, key, value = (states.unsqueeze(1) for states in (query, key, value))
+        if packed_seq_params is not None:
+            out = plan.attend_to_documents(query, latents or Carried.of(key, value), packed_seq_params)
+        elif latents is not None:
+            out = plan.attend_to_latents(query, latents)
         else:
             out = plan.attend(query, key, value)
         return out.flatten(2)
@@ -160,11 +186,10 @@ def attend_with_other_ranks(original: Callable[..., Tensor], context: Context[Op
     return forward
 
 
-def _require_plain(mask: Tensor | None, bias: Tensor | None, packed: Any) -> None:
+def _require_plain(mask: Tensor | None, bias: Tensor | None) -> None:
     found = {
         "an attention mask": (mask, "pass None, or add --no-create-attention-mask-in-dataloader"),
         "an attention bias": (bias, "pass None"),
-        "packed sequences": (packed, "train on whole sequences"),
     }
     for what, (given, instead) in found.items():
         if given is not None:

@@ -20,7 +20,8 @@ from mindspeed_dsa.features.attention.mla_projections import Projections, plain_
 def carry_latents(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``MLASelfAttention.get_query_key_value_tensors``.
 
-    Generation and packed sequences keep Megatron's form, and so do strategies that know keys and values only.
+    Generation keeps Megatron's form, and so do packed sequences on one rank, and strategies that know keys
+    and values only.
     """
     return _carry(original, context, 5)
 
@@ -43,7 +44,9 @@ def _carry(original: Callable[..., Any], context: Context[Options], results: int
         **kwargs: Any,
     ) -> Any:
         plan = plan_of(self.core_attention)
-        given = (packed_seq_params, inference_context, *args, *kwargs.values())
+        given: tuple[Any, ...] = (inference_context, *args, *kwargs.values())
+        if plan is not None and plan.strategy is None:
+            given = (packed_seq_params, *given)
         if plan is None or not plan.carries or any(one is not None for one in given):
             return original(
                 self,
@@ -55,7 +58,8 @@ def _carry(original: Callable[..., Any], context: Context[Options], results: int
                 *args,
                 **kwargs,
             )
-        return query_and_latents(Projections(self, context.megatron), hidden_states)[:results]
+        projections = Projections(self, context.megatron).on(packed_seq_params, hidden_states)
+        return query_and_latents(projections, hidden_states)[:results]
 
     return get_query_key_value_tensors
 

@@ -9,6 +9,11 @@ from mindspeed_dsa.context_parallel.algorithms import Algorithms
 
 DEFAULT = "p2p"
 """Megatron's own."""
+NO_DEAL = (
+    "under context parallelism Megatron rotates the rows of grouped heads where Transformer Engine cuts "
+    "documents, and --pack-documents deals them out by work; omit --pack-documents, or use latent attention"
+)
+"""Why dense attention without latents has no rows that were dealt out."""
 
 
 @dataclass(frozen=True)

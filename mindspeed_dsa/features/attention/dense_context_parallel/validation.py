@@ -79,7 +79,10 @@ def _check_attention(args: Any) -> Iterator[str]:
     if argument(args, "softmax_type") not in (None, "vanilla"):
         yield f"--softmax-type: {ours} has the vanilla softmax; omit it"
     if argument(args, "sft") or argument(args, "hybrid_context_parallel"):
-        yield f"--sft and --hybrid-context-parallel: {ours} has no packed sequences; omit them"
+        yield (
+            f"--sft and --hybrid-context-parallel cut documents with Transformer Engine, and this is {ours}; "
+            "omit them, or use --pack-documents"
+        )
 
 
 def without_mask(args: Any) -> Sequence[str]:

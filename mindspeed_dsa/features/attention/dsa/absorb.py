@@ -18,13 +18,15 @@ from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.attention.context_parallel.exchange import KeyExchange, key_exchange
 from mindspeed_dsa.features.attention.dsa.options import Options
 from mindspeed_dsa.features.attention.mla_projections import Projections, plain_up_projection
+from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head
 
 
 def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``MLASelfAttention.get_query_key_value_tensors`` for training and evaluation of DSA models.
 
-    Generation with a cache keeps Megatron's form. So do the warm-up stage and short sequences, whose dense
-    attention costs a third of the work in that form, unless context parallel ranks share keys.
+    Generation with a cache keeps Megatron's form. Unless context parallel ranks share keys, so do the warm-up
+    stage, whose dense attention costs a third of the work in that form, and calls for which
+    :func:`by_head_is_faster`.
     """
 
     def get_query_key_value_tensors(
@@ -44,8 +46,8 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
         if not plain:
             projections = projections.on(packed_seq_params, hidden_states)
             exchange = key_exchange(self.core_attention, options, context.megatron, projections.documents)
-        is_short = projections.documents is None and attends_by_head(options, self.config, hidden_states)
-        if plain or (exchange is None and (options.warmup or is_short)):
+        alone = not plain and exchange is None
+        if plain or (alone and (options.warmup or by_head_is_faster(projections, hidden_states, options))):
             return original(
                 self,
                 hidden_states,
@@ -63,18 +65,28 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
     return get_query_key_value_tensors
 
 
-def attends_by_head(options: Options, config: Any, hidden_states: Tensor) -> bool:
-    """Whether the form goes by length, and every key is selected: dense attention is less work by head.
+def by_head_is_faster(projections: Projections, hidden_states: Tensor, options: Options) -> bool:
+    """Whether a layer attends by head although the absorbed form is on.
 
-    Longer sequences are absorbed: by head, each would gather its selected keys for itself.
+    On every device in sequences that select all keys, whose attention is dense: by head it is a third of the
+    work. On CPUs in longer ones, too, unless the indexer loss is formed in the attention's backward, which the
+    operator by head does not do. Never where ``--use-dsa-absorb`` itself was given, or for packed documents.
 
     Args:
-        options: of the layer's attention.
-        config: Megatron's.
+        projections: of an ``MLASelfAttention``.
         hidden_states: ``[s, b, hidden]``, a rank's part of the sequence under sequence parallelism.
+        options: the parts that run on our operators.
     """
-    ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    return options.by_length and bool(hidden_states.size(0) * ranks <= config.dsa_indexer_topk)
+    if options.absorb_always or not options.attention or projections.documents is not None:
+        return False
+    config, rows = projections.layer.config, projections.rows(hidden_states)
+    if rows <= config.dsa_indexer_topk:
+        return True
+    if options.fuse_kl_in_backward:
+        return False
+    rope, latent = config.qk_pos_emb_head_dim, config.kv_lora_rank
+    widths = (config.qk_head_dim + rope + config.v_head_dim, latent + rope + latent)
+    return is_faster_by_head(hidden_states.device, rows, config.dsa_indexer_topk, widths, options.backend)
 
 
 def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) -> tuple[Tensor, ...]:

@@ -47,18 +47,11 @@ def attend_by_runs(
     results = []
     for first, end, low, high in runs:
         keys = high - low
-        part = replace(operands, query=operands.query[first:end], key=operands.key[low:high])
+        part = operands.of(slice(first, end), slice(low, high))
         if keys == 0:
             results.append(_nothing(part, index if loss is not None else None))
             continue
-        inputs = None
-        if index is not None:
-            inputs = replace(
-                index,
-                query=index.query[:, first:end],
-                key=index.key[:, low:high],
-                weights=index.weights[:, first:end],
-            )
+        inputs = None if index is None else index.of(slice(first, end), slice(low, high))
         share = None
         if loss is not None:
             weight = (end - first) * operands.query.shape[1] * groups.context_ranks / all_rows

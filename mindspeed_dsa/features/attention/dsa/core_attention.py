@@ -213,8 +213,8 @@ def _attend_to_shared_keys(
         return shared_index_inputs(attention.indexer, x, qr, exchange, megatron, documents)
 
     def operands() -> Operands:
-        whole = key if on_its_way is None else on_its_way.wait(key)
-        return Operands(query, whole, value, attention.softmax_scale)
+        whole, receiver = (key, None) if on_its_way is None else on_its_way.wait_with_receiver(key)
+        return Operands(query, whole, value, attention.softmax_scale, receiver)
 
     if options.warmup:
         return warmup.attend(

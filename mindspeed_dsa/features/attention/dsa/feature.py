@@ -19,8 +19,8 @@ USE_FUSED_DSA = Flag(
 )
 ABSORB = Flag(
     "--use-dsa-absorb",
-    "MLA in absorbed form: all heads share one latent key. Default: with --use-fused-dsa, for sequences "
-    "longer than topk; shorter ones attend by head, which is a third of the work.",
+    "MLA in absorbed form: all heads share one latent key. Default: as --use-fused-dsa, except for "
+    "sequences no longer than topk, and on CPUs for others that are faster by head.",
     kind="auto",
 )
 _SWITCHES = (

@@ -103,7 +103,8 @@ class SharedIndexInputs:
 
     def wait(self) -> IndexInputs:
         """Complete, with the keys of the whole sequence."""
-        return IndexInputs.from_megatron(self.query, self.key.wait(), self.weights)
+        key, receiver = self.key.wait_with_receiver()
+        return IndexInputs.from_megatron(self.query, key, self.weights, key_receiver=receiver)
 
 
 def shared_index_inputs(

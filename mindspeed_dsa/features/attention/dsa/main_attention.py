@@ -34,6 +34,7 @@ def attend_sparsely(
     # [b, s, heads, dim]
     query = operands.query.transpose(0, 1)
     if operands.absorbed:
+        receiver = operands.key_receiver
         result = sparse_flash_attention(
             query,
             operands.key.squeeze(2).transpose(0, 1),
@@ -43,6 +44,7 @@ def attend_sparsely(
             return_attention_sum=with_sum,
             topk_scores=topk_scores,
             score_gradient=score_gradient,
+            key_receiver=None if receiver is None else receiver.squeeze(2).transpose(0, 1),
             backend=backend,
         )
         return Attended(operands.up_projected(result.out), result.attention_sum, result.lse)

@@ -19,14 +19,10 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Options:
-    """The parts of DSA's attention path that run on our operators.
-
-    Attributes:
-        by_length: of the absorbed form: nobody asked for it by name, so sequences that are no longer than
-            ``topk`` attend by head.
-    """
+    """The parts of DSA's attention path that run on our operators."""
 
     absorb: bool
+    absorb_always: bool
     indexer: bool
     attention: bool
     kl_loss: bool
@@ -35,7 +31,6 @@ class Options:
     fuse_kl_in_backward: bool
     cp_block_rows: int
     keep_gathered: bool
-    by_length: bool = False
 
     @property
     def any(self) -> bool:
@@ -55,6 +50,7 @@ class Options:
         absorb, indexer, attention, kl_loss = (everything if one is None else bool(one) for one in chosen)
         return cls(
             absorb=absorb,
+            absorb_always=bool(chosen[0]),
             indexer=indexer,
             attention=attention,
             kl_loss=kl_loss,
@@ -63,7 +59,6 @@ class Options:
             fuse_kl_in_backward=bool(getattr(settings, "dsa_fuse_kl_in_backward", False)),
             cp_block_rows=getattr(settings, "cp_block_rows", None) or 0,
             keep_gathered=bool(getattr(settings, "cp_keep_gathered", False)),
-            by_length=absorb and attention and getattr(settings, PARTS[0], None) is None,
         )
 
 

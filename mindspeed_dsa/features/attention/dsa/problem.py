@@ -21,17 +21,24 @@ class Operands:
     ``[s, b, heads, latent + rope]``, key ``[s, b, 1, latent + rope]``, and instead of the value its
     up-projection ``[heads, value_dim, latent]``, which is applied to the attention output. Under
     context parallelism the query has this rank's rows, the key those of the whole sequence in its own order.
+    ``key_receiver``, if there is one, takes the gradient of an absorbed key in fp32, to be summed over ranks.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
     softmax_scale: float
+    key_receiver: Tensor | None = None
 
     def first(self, rows: int) -> Operands:
         """Without the rows from this one on."""
         value = self.value if self.absorbed else self.value[:rows]
-        return replace(self, query=self.query[:rows], key=self.key[:rows], value=value)
+        return replace(self.of(slice(rows), slice(rows)), value=value)
+
+    def of(self, rows: slice, keys: slice) -> Operands:
+        """Some rows and some keys; in absorbed form, whose value belongs to no row."""
+        receiver = None if self.key_receiver is None else self.key_receiver[keys]
+        return replace(self, query=self.query[rows], key=self.key[keys], key_receiver=receiver)
 
     @property
     def absorbed(self) -> bool:
@@ -65,16 +72,31 @@ class IndexInputs:
     """``[batch, sequence, index_heads]``, every scale included."""
     use_relu: bool = True
     """Whether products are clamped at zero."""
+    key_receiver: Tensor | None = None
+    """As of :class:`Operands`."""
 
     def first(self, rows: int) -> IndexInputs:
         """Without the rows from this one on."""
-        query, key, weights = (x[:, :rows] for x in (self.query, self.key, self.weights))
-        return replace(self, query=query, key=key, weights=weights)
+        return self.of(slice(rows), slice(rows))
+
+    def of(self, rows: slice, keys: slice) -> IndexInputs:
+        """Some rows and some keys."""
+        receiver = None if self.key_receiver is None else self.key_receiver[:, keys]
+        query, key, weights = self.query[:, rows], self.key[:, keys], self.weights[:, rows]
+        return replace(self, query=query, key=key, weights=weights, key_receiver=receiver)
 
     @classmethod
-    def from_megatron(cls, query: Tensor, key: Tensor, weights: Tensor, use_relu: bool = True) -> IndexInputs:
+    def from_megatron(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        weights: Tensor,
+        use_relu: bool = True,
+        key_receiver: Tensor | None = None,
+    ) -> IndexInputs:
         """Convert from Megatron's layout, sequence first."""
-        return cls(query.transpose(0, 1), key.transpose(0, 1), weights.transpose(0, 1), use_relu)
+        receiver = None if key_receiver is None else key_receiver.transpose(0, 1)
+        return cls(query.transpose(0, 1), key.transpose(0, 1), weights.transpose(0, 1), use_relu, receiver)
 
 
 @dataclass(frozen=True)

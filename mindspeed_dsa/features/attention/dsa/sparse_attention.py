@@ -127,6 +127,7 @@ def select_keys(index: IndexInputs, topk: int, rows: Rows, backend: str) -> Sele
         starts=rows.starts,
         ends=rows.ends,
         use_relu=index.use_relu,
+        key_receiver=index.key_receiver,
         backend=backend,
     )
     return Selection(topk_indices, topk_scores, index)

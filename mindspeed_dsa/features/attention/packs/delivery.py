@@ -22,6 +22,7 @@ from mindspeed_dsa import versions
 from mindspeed_dsa.context import Context, Megatron
 from mindspeed_dsa.context_parallel.layout import split
 from mindspeed_dsa.context_parallel.packs import layout_of
+from mindspeed_dsa.features.attention.pack_rows import PackRows
 from mindspeed_dsa.features.attention.packs.options import Options
 from mindspeed_dsa.features.attention.packs.validation import cut_by_megatron
 from mindspeed_dsa.integration.packs import Pack
@@ -90,6 +91,38 @@ def deal_rows(original: Callable[..., Any], context: Context[Options]) -> Callab
         return batch
 
     return get_batch_on_this_cp_rank
+
+
+def roll_in_documents(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``roll_tensor`` of multi-token prediction, which moves rows by one position.
+
+    Megatron's own takes documents to lie without padding between them, and on several context parallel ranks
+    in two chunks on each; rows of padding keep what they are, which then counts in the loss.
+    """
+
+    def roll_tensor(
+        tensor: Tensor,
+        shifts: int = -1,
+        dims: int = -1,
+        cp_group: Any = None,
+        packed_seq_params: Any = None,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor]:
+        if packed_seq_params is None:
+            return original(tensor, shifts, dims, cp_group, packed_seq_params, **others)  # type: ignore[no-any-return]
+        if shifts != -1 or any(given is not None for given in others.values()):
+            raise ValueError(
+                "pack-documents: multi-token prediction moves rows by one position here, and roll_tensor got "
+                f"shifts={shifts} and {sorted(others)}; omit --pack-documents"
+            )
+        group = cp_group
+        if group is None:
+            group = context.megatron("core.parallel_state").get_context_parallel_group()
+        dim = dims % tensor.dim()
+        result = PackRows.of(packed_seq_params, tensor.size(dim), group).next_rows(tensor, dim, group)
+        return result, result.sum()
+
+    return roll_tensor
 
 
 def packs_of_step(data: Any, microbatches: int, megatron: Megatron) -> tuple[Any, list[Pack]]:

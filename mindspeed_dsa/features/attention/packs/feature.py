@@ -63,6 +63,15 @@ FEATURE = Feature(
             priority=100,
         ),
         Patch(
+            "megatron.core.transformer.multi_token_prediction:roll_tensor",
+            "wrap",
+            f"{_IMPL}:roll_in_documents",
+            "multi-token prediction knows no padding between documents, and no rows that were dealt by work",
+            params=("tensor", "shifts", "dims", "cp_group", "packed_seq_params"),
+            versions=">=0.16",
+            priority=100,  # outside of what knows whole sequences only
+        ),
+        Patch(
             "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
             "wrap",
             "mindspeed_dsa.integration.local_attention:attend_to_own_document",

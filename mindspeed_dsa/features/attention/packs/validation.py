@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa import versions
+from mindspeed_dsa.features.attention.dense_context_parallel.options import NO_DEAL
 
 _WITHOUT_PACKED_ROLL = SpecifierSet("<0.16", prereleases=True)
 _DELIVERS_SFT = SpecifierSet(">=0.17", prereleases=True)
@@ -30,16 +32,8 @@ def check_packs(args: Any) -> Sequence[str]:
         )
     if (getattr(args, "context_parallel_size", None) or 1) > 1:
         problems += cut_by_megatron(release)
-        if getattr(args, "mtp_num_layers", None):
-            problems.append(
-                "multi-token prediction shifts labels between neighbouring context parallel ranks, and rows "
-                "of packs are dealt to all of them; omit --mtp-num-layers or --pack-documents"
-            )
         if getattr(args, "experimental_attention_variant", "dsa") != "dsa":
-            problems.append(
-                "rows of packs are dealt to context parallel ranks where DSA gathers keys; dense attention "
-                "has no such keys: omit --pack-documents, or use --context-parallel-size 1"
-            )
+            problems += _problems_of_dense_attention(args)
     if getattr(args, "sft", False) and release in _DELIVERS_SFT:
         problems.append(f"Megatron-LM {release} itself delivers the packs of --sft; omit --pack-documents")
     for name, flag in (
@@ -50,6 +44,17 @@ def check_packs(args: Any) -> Sequence[str]:
         if getattr(args, name, False):
             problems.append(f"--pack-documents and {flag} both say which tokens see each other; omit one")
     return problems
+
+
+def _problems_of_dense_attention(args: Any) -> Iterator[str]:
+    """Rows that are dealt out are known to our own attention, and to latent attention's rotary embedding."""
+    if not getattr(args, "multi_latent_attention", False):
+        yield NO_DEAL
+    if getattr(args, "transformer_impl", None) == "transformer_engine" and find_spec("transformer_engine"):
+        yield (
+            "under context parallelism Transformer Engine expects two chunks of each document on each rank, "
+            "and --pack-documents deals out rows by work; omit it, or add --transformer-impl local"
+        )
 
 
 def cut_by_megatron(release: str) -> list[str]:

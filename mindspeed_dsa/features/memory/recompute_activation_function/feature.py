@@ -6,12 +6,11 @@ from mindspeed_dsa.declarations import Feature, Flag, Requires
 from mindspeed_dsa.features.memory.recompute_activation_function.options import Options
 from mindspeed_dsa.features.memory.recompute_activation_function.validation import check_activation
 from mindspeed_dsa.features.memory.switches import wanted
-from mindspeed_dsa.integration import configuration, layers
+from mindspeed_dsa.integration import configuration, layers, releases
 from mindspeed_dsa.patches.spec import Patch
 
 _IMPL = "mindspeed_dsa.features.memory.recompute_activation_function.mlp"
 _EXPERTS = "megatron.core.transformer.moe.experts"
-_RANGE = ">=0.16,<0.17"
 
 FEATURE = Feature(
     name="recompute-activation-function",
@@ -37,7 +36,7 @@ FEATURE = Feature(
             f"{_IMPL}:recompute_in_mlp",
             "the activation lies between fc1 and fc2, which this calls",
             params=("hidden_states", "per_token_scale"),
-            versions=_RANGE,
+            versions=releases.SERVED,
         ),
         *(
             Patch(
@@ -45,13 +44,13 @@ FEATURE = Feature(
                 "wrap",
                 f"{_IMPL}:recompute_in_grouped_mlp",
                 "Megatron's own moe_act recompute does it, in the chosen layers",
-                versions=_RANGE,
+                versions=versions,
             )
-            for experts in ("GroupedMLP", "TEGroupedMLP")
+            for experts, versions in (("GroupedMLP", ">=0.12.1,<0.17"), ("TEGroupedMLP", releases.SERVED))
         ),
-        *layers.rows(_IMPL, _RANGE),
+        *layers.rows(_IMPL, releases.SERVED),
     ),
-    requires=Requires(versions={"megatron-core": _RANGE}),
+    requires=Requires(versions={"megatron-core": releases.SERVED}),
     active=wanted("recompute_activation_function", "recompute_activation_function_num_layers"),
     options=Options.of,
     validate=configuration.validate(check_activation, Options.of),

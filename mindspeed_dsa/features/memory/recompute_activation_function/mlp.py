@@ -20,8 +20,8 @@ from mindspeed_dsa.features.memory.checkpoint import (
 )
 from mindspeed_dsa.features.memory.recompute_activation_function.options import Options
 from mindspeed_dsa.features.memory.recompute_activation_function.validation import check_activation
-from mindspeed_dsa.integration import layers
-from mindspeed_dsa.integration.stand_in import StandIn, activation_of
+from mindspeed_dsa.integration import layers, releases
+from mindspeed_dsa.integration.stand_in import Function, StandIn, activation_of
 
 _chosen: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """MLPs and grouped experts that recompute, with what messages call them."""
@@ -65,7 +65,15 @@ class _Observed(StandIn):
         self._inputs: tuple[Tensor | None, ...] = ()
         self._states: RandomStates | None = None
 
-    def linear_fc1(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+    @property
+    def linear_fc1(self) -> Function:
+        return Function(self._before)
+
+    @property
+    def linear_fc2(self) -> Function:
+        return Function(self._after)
+
+    def _before(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         intermediate, bias = self._module.linear_fc1(hidden_states)  # [..., ffn or 2 * ffn], [ffn or 2 * ffn]
         self._inputs = intermediate, bias, self._scale
         if needs_gradient(self._inputs):
@@ -73,7 +81,7 @@ class _Observed(StandIn):
             self._without_graph.enter_context(torch.no_grad())
         return intermediate, bias
 
-    def linear_fc2(self, activation: Tensor) -> Any:
+    def _after(self, activation: Tensor) -> Any:
         self._without_graph.close()
         if self._states is None:
             return self._module.linear_fc2(activation)
@@ -116,9 +124,8 @@ def choose_in_mtp(original: Callable[..., None], context: Context[Options]) -> C
 
 def _choose_with(context: Context[Options]) -> Callable[[Any], None]:
     def choose(layer: Any) -> None:
-        experts = context.megatron("core.transformer.moe.experts")
         mlp = context.megatron("core.transformer.mlp").MLP
-        for name, module in _mlps(layer, (mlp, experts.GroupedMLP, experts.TEGroupedMLP)):
+        for name, module in _mlps(layer, (mlp, *releases.grouped_experts(context.megatron))):
             _chosen[module] = f"layer {layer.layer_number}, {name}"
 
     return choose
@@ -133,6 +140,6 @@ def _mlps(layer: Any, kinds: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
     for name, module in mlp.named_modules():
         if not isinstance(module, kinds):
             continue
-        if module is shared and (mlp.shared_experts_recompute or mlp.shared_expert_overlap):
+        if module is shared and (releases.recomputes_shared_experts(mlp) or mlp.shared_expert_overlap):
             continue
         yield (f"mlp.{name}" if name else "mlp"), module

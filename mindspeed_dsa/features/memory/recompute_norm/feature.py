@@ -6,11 +6,10 @@ from mindspeed_dsa.declarations import Feature, Flag, Requires
 from mindspeed_dsa.features.memory.recompute_norm.options import Options
 from mindspeed_dsa.features.memory.recompute_norm.validation import check_norm
 from mindspeed_dsa.features.memory.switches import wanted
-from mindspeed_dsa.integration import configuration, layers
+from mindspeed_dsa.integration import configuration, layers, releases
 from mindspeed_dsa.patches.spec import Patch
 
 _IMPL = "mindspeed_dsa.features.memory.recompute_norm.layer"
-_RANGE = ">=0.16,<0.17"
 
 FEATURE = Feature(
     name="recompute-norm",
@@ -32,11 +31,11 @@ FEATURE = Feature(
             "wrap",
             f"{_IMPL}:recompute_norms",
             "Megatron's own layernorm recompute does it, in the chosen layers",
-            versions=_RANGE,
+            versions=releases.SERVED,
         ),
-        *layers.rows(_IMPL, _RANGE),
+        *layers.rows(_IMPL, releases.SERVED),
     ),
-    requires=Requires(versions={"megatron-core": _RANGE}),
+    requires=Requires(versions={"megatron-core": releases.SERVED}),
     active=wanted("recompute_norm", "recompute_norm_num_layers"),
     options=Options.of,
     validate=configuration.validate(check_norm, Options.of),

@@ -6,10 +6,8 @@ from mindspeed_dsa.declarations import Feature, Flag, Requires
 from mindspeed_dsa.features.memory.recompute_outputs.options import Options
 from mindspeed_dsa.features.memory.recompute_outputs.validation import check_outputs, recomputes_experts
 from mindspeed_dsa.features.memory.switches import any_of, wanted
-from mindspeed_dsa.integration import configuration
+from mindspeed_dsa.integration import configuration, releases
 from mindspeed_dsa.patches.spec import Patch
-
-_RANGE = ">=0.16,<0.17"
 
 FEATURE = Feature(
     name="recompute-outputs",
@@ -29,11 +27,11 @@ FEATURE = Feature(
             "value",
             "mindspeed_dsa.features.memory.recompute_outputs.megatron_checkpoint:checkpoint_without_output",
             "Megatron's needs Transformer Engine even without fp8, and copies random states every time",
-            versions=_RANGE,
+            versions=releases.SERVED,
             factory=True,
         ),
     ),
-    requires=Requires(versions={"megatron-core": _RANGE}),
+    requires=Requires(versions={"megatron-core": releases.SERVED}),
     active=any_of(
         wanted("recompute_activation_function", "recompute_activation_function_num_layers"),
         wanted("recompute_norm", "recompute_norm_num_layers"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mindspeed_dsa.declarations import Feature, Flag, Requires
 from mindspeed_dsa.features.memory.reuse_fp32_param.validation import check_shared_weights
-from mindspeed_dsa.integration import configuration, optimizer
+from mindspeed_dsa.integration import configuration, optimizer, releases
 from mindspeed_dsa.integration.optimizer import DISTRIBUTED, FLOAT16, MIXED, Hook
 
 FEATURE = Feature(
@@ -39,7 +39,7 @@ FEATURE = Feature(
         Hook("set_parameter", "ordinary float32 weights are read from a checkpoint"),
         Hook("load_parameters", "old checkpoints are copied into the master weights"),
     ),
-    requires=Requires(versions={"megatron-core": ">=0.16,<0.17"}),
+    requires=Requires(versions={"megatron-core": releases.SERVED}),
     validate=configuration.validate(check_shared_weights),
     doc="reuse-fp32-param.md",
 )

@@ -19,6 +19,7 @@ from mindspeed_dsa.features.memory.reuse_fp32_param.shared_storage import (
     SharedStorage,
 )
 from mindspeed_dsa.features.memory.reuse_fp32_param.validation import check_shared_weights
+from mindspeed_dsa.integration import releases
 from mindspeed_dsa.integration.optimizer import OptimizerState, Place, is_sharded
 from mindspeed_dsa.integration.whole_steps import WholeSteps
 
@@ -153,5 +154,5 @@ def _move_buffer(optimizer: Any, buffer: Any) -> InPlaceStorage:
                 shards[place] = shard
     for chunk in optimizer.model_chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            group.cached_param_buffer_shard_list = [None] * len(group.buckets)
+            releases.forget_shards(group)
     return storage

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_dsa.features.memory.moved_state import Row, check_arguments, check_optimizer
+from mindspeed_dsa.features.memory.weight_shards import check_weight_shards
 
 _FLAG = "--reuse-fp32-param"
 _REFUSED: tuple[Row, ...] = (
@@ -20,6 +21,7 @@ _REFUSED: tuple[Row, ...] = (
     ("fp4", "weights in fp4 are not the upper halves of the master weights", "omit --fp4-format"),
     ("use_megatron_fsdp", "it shards the weights by itself", "use --use-distributed-optimizer alone"),
     ("use_torch_fsdp2", "it shards the weights by itself", "use --use-distributed-optimizer alone"),
+    ("use_custom_fsdp", "it shards the weights by itself", "use --use-distributed-optimizer alone"),
     ("nccl_ub", "weights move to a storage that is not registered with NCCL", "omit --use-nccl-ub"),
     ("qk_clip", "it changes the master weights between steps, when there are none", "omit --qk-clip"),
     (
@@ -39,6 +41,7 @@ _OPTIMIZERS = ("adam", "sgd")
 def check_shared_weights(args: Any, options: Any = None) -> Iterator[str]:
     """What in arguments, or in an optimizer's configuration, does not combine with the feature."""
     yield from check_arguments(args, _FLAG, _REFUSED)
+    yield from check_weight_shards(args, _FLAG)
     # A namespace without bf16 is not Megatron's.
     if hasattr(args, "bf16") and not args.bf16 and not getattr(args, "fp16", False):
         yield (

@@ -11,11 +11,10 @@ from mindspeed_dsa.features.memory.swap_attention.options import (
 )
 from mindspeed_dsa.features.memory.swap_attention.validation import check_swapped_attention
 from mindspeed_dsa.features.memory.switches import wanted, without
-from mindspeed_dsa.integration import configuration, layers
+from mindspeed_dsa.integration import configuration, layers, releases
 from mindspeed_dsa.patches.spec import Patch
 
 _IMPL = "mindspeed_dsa.features.memory.swap_attention.layers"
-_RANGE = ">=0.16,<0.17"
 _PARALLEL = "megatron.core.tensor_parallel"
 _wanted = wanted("swap_attention", "swap_modules", "swap_attention_num_layers", "swap_attention_min_bytes")
 
@@ -54,19 +53,19 @@ FEATURE = Feature(
             "wrap",
             f"{_IMPL}:swap_in_layer",
             "device memory goes at the end of a layer, and comes back when backward reaches the layer above",
-            versions=_RANGE,
+            versions=releases.SERVED,
         ),
-        *layers.rows(_IMPL, _RANGE),
+        *layers.rows(_IMPL, releases.SERVED),
         Patch(
             f"{_PARALLEL}.layers:LinearWithGradAccumulationAndAsyncCommunication.backward",
             "wrap",
             "mindspeed_dsa.parallel.own_weights:with_own_weight",
             "gradient accumulation fusion reads and sets attributes of the parameter",
             ("ctx", "grad_output"),
-            _RANGE,
+            releases.SERVED,
         ),
     ),
-    requires=Requires(versions={"megatron-core": _RANGE}),
+    requires=Requires(versions={"megatron-core": releases.SERVED}),
     active=_wanted,
     options=Options.of,
     validate=configuration.validate(check_swapped_attention, Options.of),
@@ -84,10 +83,10 @@ OUTPUTS = Feature(
             "mindspeed_dsa.parallel.discarded:mark_outputs",
             "outputs that are recomputed in place must not be moved",
             ("run_function",),
-            _RANGE,
+            releases.SERVED,
         ),
     ),
-    requires=Requires(versions={"megatron-core": _RANGE}),
+    requires=Requires(versions={"megatron-core": releases.SERVED}),
     active=without(_wanted, "recompute-outputs"),
     doc="swap-attention.md",
 )

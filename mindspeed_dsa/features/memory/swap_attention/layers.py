@@ -17,7 +17,7 @@ from mindspeed_dsa.context import Context, Megatron
 from mindspeed_dsa.features.memory.swap_attention.layer_pass import LayerPass, running
 from mindspeed_dsa.features.memory.swap_attention.options import Options
 from mindspeed_dsa.features.memory.swap_attention.validation import check_swapped_attention
-from mindspeed_dsa.integration import layer_pieces, layers
+from mindspeed_dsa.integration import layer_pieces, layers, releases
 
 _chosen: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
 """Layers that swap, with the attributes of the modules that do."""
@@ -149,8 +149,7 @@ def _leave(module: Any, _: Any, __: Any) -> None:
 @contextlib.contextmanager
 def _with_parameters_kept(megatron: Megatron) -> Iterator[None]:
     """Transformer Engine's linear layers keep weights as parameters if they know of such hooks."""
-    extension = megatron("core.extensions.transformer_engine")
-    engine = getattr(extension, "cpu_offload", None)
+    engine = getattr(releases.transformer_engine(megatron), "cpu_offload", None)
     if engine is None:
         yield
         return

@@ -8,6 +8,7 @@ from typing import Any
 
 from mindspeed_dsa.features.memory.swap_attention.options import MODULES, Options
 from mindspeed_dsa.features.memory.switches import check_has_effect
+from mindspeed_dsa.features.memory.weight_shards import check_weight_shards
 from mindspeed_dsa.integration.configuration import argument
 from mindspeed_dsa.integration.layers import check_num_layers, check_pieces
 from mindspeed_dsa.patches.errors import SettingsError
@@ -67,7 +68,8 @@ def check_other_movers(args: Any) -> Iterator[str]:
             "--swap-attention cannot be used with CUDA graphs: what a graph saves for backward lies in the "
             "graph's own memory and passes no hook; drop --cuda-graph-impl or this"
         )
-    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
+    yield from check_weight_shards(args, "--swap-attention")
+    for name in ("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"):
         if argument(args, name):
             yield (
                 f"--swap-attention cannot be used with --{name.replace('_', '-')}: weights that are gathered "

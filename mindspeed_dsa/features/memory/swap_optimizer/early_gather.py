@@ -34,7 +34,7 @@ class BucketOrder:
             group
             for chunk in optimizer.model_chunks
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
-            if id(group.buckets[0]) in own
+            if group.buckets and id(group.buckets[0]) in own
         ]
         self._positions = {
             id(bucket): position for position, group in enumerate(self.groups) for bucket in group.buckets

@@ -6,7 +6,7 @@ from mindspeed_dsa.declarations import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.features.memory.swap_optimizer.options import DEFAULT_TIMES, Options
 from mindspeed_dsa.features.memory.swap_optimizer.validation import check_swapped_state
 from mindspeed_dsa.features.memory.switches import wanted
-from mindspeed_dsa.integration import configuration, optimizer
+from mindspeed_dsa.integration import configuration, optimizer, releases
 from mindspeed_dsa.integration.optimizer import Hook
 from mindspeed_dsa.patches.spec import Patch
 
@@ -66,7 +66,7 @@ FEATURE = Feature(
             Hook("load_parameters", "old checkpoints are copied into the master weights"),
         ),
     ),
-    requires=Requires(versions={"megatron-core": ">=0.16,<0.17"}),
+    requires=Requires(versions={"megatron-core": releases.SERVED}),
     conflicts=(
         Conflict(
             "reuse-fp32-param",

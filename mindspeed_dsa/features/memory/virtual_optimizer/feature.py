@@ -6,7 +6,7 @@ from mindspeed_dsa.declarations import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.features.memory.switches import is_given
 from mindspeed_dsa.features.memory.virtual_optimizer.options import Options
 from mindspeed_dsa.features.memory.virtual_optimizer.validation import check_mapped_moments
-from mindspeed_dsa.integration import configuration, optimizer
+from mindspeed_dsa.integration import configuration, optimizer, releases
 from mindspeed_dsa.integration.optimizer import Hook
 
 _COPIES = "on NPUs moments cannot be copied as they are"
@@ -34,7 +34,7 @@ FEATURE = Feature(
         Hook("set_parameter", _COPIES),
         Hook("load_parameters", _COPIES),
     ),
-    requires=Requires(versions={"megatron-core": ">=0.16,<0.17"}),
+    requires=Requires(versions={"megatron-core": releases.SERVED}),
     conflicts=(
         Conflict(
             "swap-optimizer",

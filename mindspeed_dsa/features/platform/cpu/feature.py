@@ -24,6 +24,12 @@ _CUDA: tuple[tuple[str, Kind, str, str], ...] = (
         "device_count",
         "Megatron builds its groups and sets seeds only if a device exists",
     ),
+    (
+        ":is_available",
+        "wrap",
+        "available_as_before",
+        "a torch that is built for GPUs may answer by the number of devices, which is ours from now on",
+    ),
     (":set_device", "replace", "set_device", "there is only one device"),
     (":synchronize", "replace", "synchronize", "host work is complete when a call returns"),
     (":get_device_capability", "replace", "get_device_capability", "no CUDA architecture: (0, 0)"),
@@ -162,14 +168,6 @@ _PATCHES = (
         "split sizes of the experts' all-to-all are on the CPU already, but must become numbers",
         params=("tensor", "as_numpy"),
         required=False,
-    ),
-    Patch(
-        "megatron.core.transformer.moe.moe_utils:router_gating_linear",
-        "wrap",
-        "mindspeed_dsa.integration.router:gate_without_transformer_engine",
-        "the router uses a name that is undefined without Transformer Engine, with DSA or without",
-        params=("inp", "weight", "router_dtype"),
-        versions=">=0.13,<0.17",
     ),
     Patch(
         "megatron.core.tensor_parallel.mappings:_gather_along_first_dim",

@@ -43,6 +43,16 @@ def device_count() -> int:
     return 1
 
 
+def available_as_before(original: Callable[[], bool]) -> Callable[[], bool]:
+    """Decorate ``is_available``: what it answers before any other function is redirected."""
+    available = original()
+
+    def is_available() -> bool:
+        return available
+
+    return is_available
+
+
 def set_device(device: Any) -> None:
     """No-op: there is only one device."""
 

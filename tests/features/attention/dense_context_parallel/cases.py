@@ -172,18 +172,20 @@ def hybrid_groups(given_to_megatron: bool) -> list[list[int]]:
 
     parallel_state.initialize_model_parallel(context_parallel_size=4)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
+    theirs = []
     if given_to_megatron:  # which wants another package to make them
         groups = [
             [dist.new_group([a, b]) for a, b in pairs] for pairs in (((0, 1), (2, 3)), ((0, 2), (1, 3)))
         ]
         rank = dist.get_rank()
-        parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = [groups[0][rank // 2], groups[1][rank % 2]]
-    with dense("grouped", 4):
+        theirs = [groups[0][rank // 2], groups[1][rank % 2]]
+    # Megatron forgets to destroy them.
+    kept = mock.patch.object(parallel_state, "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", theirs or None)
+    with kept, dense("grouped", 4):
         layers = gpt_model(job.config()).decoder.layers
     strategies = [
         layer.self_attention.core_attention.dense_context_parallel_plan.strategy for layer in layers
     ]
     assert strategies[0]._heads is strategies[1]._heads, "one group for all layers"
-    theirs = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False) or []
     assert any(strategies[0]._heads is group for group in theirs) == given_to_megatron
     return [dist.get_process_group_ranks(group) for group in (strategies[0]._heads, strategies[0]._across)]

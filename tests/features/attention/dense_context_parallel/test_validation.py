@@ -11,6 +11,7 @@ import torch
 from mindspeed_dsa.context_parallel.carried import Carried
 from mindspeed_dsa.context_parallel.dense import DenseAttention
 from mindspeed_dsa.context_parallel.head_exchange import check_heads
+from mindspeed_dsa.context_parallel.key_gather import KeyGather
 from mindspeed_dsa.context_parallel.ring import Ring, ring_attention
 from mindspeed_dsa.features.attention.dense_context_parallel.core_attention import (
     Plan,
@@ -62,7 +63,7 @@ def test_what_works_is_not_refused():
         ({"reset_attention_mask": True}, "--reset-attention-mask"),
         ({"window_size": (128, 0)}, "--window-size"),
         ({"softmax_type": "learnable"}, "--softmax-type"),
-        ({"sft": True}, "no packed sequences"),
+        ({"sft": True}, "cut documents with Transformer Engine"),
     ],
 )
 def test_refused_before_training(changed, message):
@@ -91,10 +92,21 @@ def test_what_comes_with_a_batch():
     for given, message in (
         ({"attention_mask": states}, "an attention mask came with a batch"),
         ({"attention_mask": None, "attention_bias": states}, "an attention bias"),
-        (packed, "packed sequences"),
     ):
         with pytest.raises(ValueError, match=f"dense-context-parallel: {message}"):
             forward(attention, states, states, states, **given)
+
+
+def test_packs_that_a_strategy_or_a_rotary_embedding_does_not_know():
+    states, group = torch.randn(4, 1, 2, 8), SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    whole_only = Plan(DenseAttention(0.3), KeyGather(group))
+    carried = Carried.of(states, states)
+    with pytest.raises(ValueError, match="dense-context-parallel: KeyGather takes whole sequences"):
+        whole_only.attend_to_documents(states, carried, object())
+    sums = torch.tensor([0, 3, 8])
+    dealt = SimpleNamespace(qkv_format="thd", cu_seqlens_q=sums, dealt_block_rows=2)
+    with pytest.raises(ValueError, match="rotates the rows of grouped heads"):
+        Plan(DenseAttention(0.3), Ring(group)).attend_to_documents(states, carried, dealt)
 
 
 def test_rows_and_heads_that_cannot_be_shared():

@@ -112,6 +112,13 @@ def test_projections_hide_what_is_gathered_in_both_directions(pool, keeps):
             assert started < events.index(f"{projection} backward") < needed
 
 
+@pytest.mark.parametrize("by_run", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_gradients_of_narrow_keys_are_added_up_in_fp32(pool, by_run):
+    """Those that the operators have computed in fp32, not rounded in between."""
+    for dtypes in pool.run(f"{CASES}:dtypes_of_parts", 2, by_run=by_run):
+        assert dtypes == ["torch.float32"] * 2
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean", "per token"])
 @pytest.mark.parametrize("form", FORMS)

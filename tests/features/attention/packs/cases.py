@@ -159,16 +159,21 @@ def scripted_step(
     alone: bool = False,
     builder: str = "tests.support.model",
     by_run: bool = False,
+    mtp: bool = False,
+    cut: bool = False,
+    config: str = "config",
     **layout: Any,
 ) -> dict[str, Any]:
     """Gradients of two packs that a script trains on which passes no lengths on, as ``pretrain_gpt.py`` does.
 
     With ``alone`` each document is a microbatch of its own; with ``by_run`` the operators get rows as those
-    of NPUs do.
+    of NPUs do; with ``cut`` the script itself cuts each document for context parallel ranks, and says so.
     """
     cp = layout.get("cp", 1)
     parallel = {"context_parallel_size": cp} if cp > 1 else {}
-    job.start({"use_fused_dsa": True, "pack_documents": not alone, **parallel, **(switches or {})}, **layout)
+    comm_type = "allgather" if config == "config" else "p2p"
+    packing = {"pack_documents": not alone and not cut}
+    job.start({"use_fused_dsa": True, **packing, **parallel, **(switches or {})}, **layout)
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel as Wrapped
     from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
@@ -176,17 +181,17 @@ def scripted_step(
 
     tp, pp, vpp = layout.get("tp", 1), layout.get("pp", 1), layout.get("vpp")
     build = import_module(builder)
-    cfg = build.config(
+    cfg = getattr(build, config)(
         **{"num_layers": 4, **(overrides or {})},
         tensor_model_parallel_size=tp,
         sequence_parallel=tp > 1,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
         calculate_per_token_loss=True,
-        **({**parallel, "cp_comm_type": "allgather"} if parallel else {}),
+        **({**parallel, "cp_comm_type": comm_type} if parallel else {}),
     )
     cfg.finalize_model_grads_func = finalize_model_grads
-    packs = batches(from_tokens)
+    packs = in_places(batches(from_tokens), 2 * cp) if cut else batches(from_tokens)
     data = one_by_one(packs) if alone else packs
     reads = parallel_state.get_tensor_model_parallel_rank() == 0 and (
         parallel_state.is_pipeline_first_stage(ignore_virtual=True)
@@ -195,7 +200,8 @@ def scripted_step(
     rows = packs[0]["tokens"].size(1)
     runs = mock.patch.object(by_runs, "in_runs", return_value=by_run)
     with mock.patch.object(job, "SEQUENCE", rows), end_of_documents(), runs:
-        chunks = [build.gpt_model(cfg, vp_stage=stage if vpp else None) for stage in range(vpp or 1)]
+        heads = {"mtp": True} if mtp else {}
+        chunks = [build.gpt_model(cfg, vp_stage=stage if vpp else None, **heads) for stage in range(vpp or 1)]
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         wrapped = [
             Wrapped(cfg, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)
@@ -217,6 +223,41 @@ def scripted_step(
     }
 
 
+def in_places(packs: list[dict[str, Tensor]], unit: int) -> list[dict[str, Tensor]]:
+    """The same documents, each with padding behind it to a multiple of ``unit`` rows."""
+    found = []
+    for batch in packs:
+        sums = batch["cu_seqlens"].flatten()
+        rooms = torch.cat([sums[:1], (-(sums.diff() // -unit) * unit).cumsum(0).int()])
+        rows = torch.cat(
+            [torch.arange(n) + at for at, n in zip(rooms.tolist(), sums.diff().tolist(), strict=False)]
+        )
+        placed = {
+            name: batch[name].new_zeros(1, int(rooms[-1])) for name in ("tokens", "labels", "loss_mask")
+        }
+        for name, whole in placed.items():
+            whole[:, rows] = batch[name][:, : int(sums[-1])]
+        found.append({**placed, "sums": sums, "places": rooms})
+    return found
+
+
+def cut_documents(batch: dict[str, Tensor]) -> Any:
+    """Two chunks of each document's place for this rank, as Transformer Engine cuts them; returns which."""
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    sums, places = batch["sums"], batch["places"]
+    own = []
+    for begin, end in itertools.pairwise(places.tolist()):
+        chunks = torch.arange(begin, end).chunk(2 * ranks)
+        own += [chunks[rank], chunks[2 * ranks - 1 - rank]]
+    for name in ("tokens", "labels", "loss_mask"):
+        batch[name] = batch[name][:, torch.cat(own)]
+    longest = int(places.diff().max())
+    return PackedSeqParams("thd", sums, sums, places, places, max_seqlen_q=longest, max_seqlen_kv=longest)
+
+
 class OnlyNext:
     """As Megatron-LM's ``RerunDataIterator``, which is no iterable."""
 
@@ -236,10 +277,15 @@ def script_step(cfg: Any, data: Iterator[dict[str, Tensor]] | None, model: Any) 
     told = [next(data) if data is not None else None]
     dist.broadcast_object_list(told, src=source, group=group)
     batch = told[0] or dict.fromkeys(("tokens", "labels", "loss_mask"))
-    if parallel_state.get_context_parallel_world_size() > 1:
+    given = {}
+    if "places" in batch:
+        given["packed_seq_params"] = cut_documents(batch)
+    elif parallel_state.get_context_parallel_world_size() > 1:
         batch = utils.get_batch_on_this_cp_rank(batch)
     assert not {"cu_seqlens", "max_seqlen"} & batch.keys(), "the script would read these wrongly"
-    out = model(batch["tokens"], None, None, labels=batch["labels"])
+    # Multi-token prediction moves positions as well, which nothing reads.
+    positions = None if batch["tokens"] is None else torch.zeros_like(batch["tokens"])
+    out = model(batch["tokens"], positions, None, labels=batch["labels"], **given)
     return out, partial(job.loss_of, cfg, batch["loss_mask"])
 
 
@@ -249,5 +295,9 @@ def end_of_documents() -> Iterator[None]:
     tokenizer = ModuleType("megatron.training.global_vars")
     tokenizer.get_tokenizer = lambda: SimpleNamespace(eod=END)  # type: ignore[attr-defined]
     packages = {"megatron.training": ModuleType("megatron.training"), tokenizer.__name__: tokenizer}
-    with mock.patch.dict(sys.modules, packages):
-        yield
+    sys.modules.update(packages)
+    try:
+        yield  # what is imported meanwhile stays, and stays patched
+    finally:
+        for name in packages:
+            del sys.modules[name]

@@ -23,6 +23,12 @@ from mindspeed_dsa.patches import SettingsError
 from tests.support.model import assert_same_gradients, put_together
 
 CASES = "tests.features.attention.packs.cases"
+BUILDER = "tests.features.attention.dense_context_parallel.cases"
+DENSE = {
+    "use_fused_dsa": False,
+    "experimental_attention_variant": None,
+    "transformer_impl": "local",
+}
 FULL = pytest.mark.full
 BY_HEAD = {"switches": {"use_dsa_absorb": False}}
 FORMS = {
@@ -62,6 +68,9 @@ def test_a_pack_trains_as_its_documents_one_by_one(pool, form):
     assert_same_gradients({name: packed["gradients"][name] for name in compared}, compared, 1e-5)
 
 
+MTP = {"mtp": True, "overrides": {"mtp_num_layers": 1, "num_layers": 2}}
+
+
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
@@ -77,14 +86,48 @@ def test_a_pack_trains_as_its_documents_one_by_one(pool, form):
         pytest.param(4, {"cp": 2, "pp": 2}, marks=FULL),
         pytest.param(2, {"cp": 2, "by_run": True}, marks=FULL),
         pytest.param(2, {"cp": 2, "overrides": {"dsa_indexer_topk": 40}}, marks=FULL),
+        pytest.param(2, {"cp": 2, "cut": True}, marks=FULL),
+        pytest.param(4, {"cp": 4, "cut": True}, marks=FULL),
+        pytest.param(1, MTP, marks=FULL),
+        (2, {"cp": 2, **MTP}),
+        pytest.param(4, {"cp": 2, "tp": 2, "from_tokens": True, **MTP}, marks=FULL),
     ],
     ids=str,
 )
 def test_a_script_that_knows_no_packs_trains_on_them_on_every_rank(pool, ranks, layout):
-    model = {name: layout[name] for name in ("from_tokens", "overrides") if name in layout}
+    model = {name: layout[name] for name in ("from_tokens", "overrides", "mtp") if name in layout}
     (alone,) = pool.run(f"{CASES}:scripted_step", 1, alone=True, **model)
     packed = pool.run(f"{CASES}:scripted_step", ranks, **layout)
     for context in range(layout.get("cp", 1)):  # gradients are reduced over them
+        copies = [rank for rank in packed if rank["context"] == context]
+        assert_same_gradients(put_together(copies), alone["gradients"], 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("attention", "ranks", "layout"),
+    [
+        ("latent", 2, {"cp": 2}),
+        pytest.param("latent", 4, {"cp": 4, "algorithm": "ulysses_cp_algo"}, marks=FULL),
+        pytest.param("latent", 4, {"cp": 4, "algorithm": "hybrid_cp_algo", "degree": 2}, marks=FULL),
+        pytest.param("latent", 4, {"cp": 2, "tp": 2}, marks=FULL),
+        pytest.param("grouped", 2, {"cp": 2, "cut": True}, marks=FULL),
+    ],
+    ids=str,
+)
+def test_dense_attention_on_several_ranks_takes_packs(pool, attention, ranks, layout):
+    """Of grouped heads those that the script has cut itself."""
+    algorithm, degree = (layout.get(name) for name in ("algorithm", "degree"))
+    switches = {
+        **DENSE,
+        "multi_latent_attention": attention == "latent",
+        **({"context_parallel_algo": algorithm} if algorithm else {}),
+        **({"ulysses_degree_in_cp": degree} if degree else {}),
+    }
+    model = {"builder": BUILDER, "config": f"{attention}_config"}
+    layout = {name: value for name, value in layout.items() if name not in ("algorithm", "degree")}
+    (alone,) = pool.run(f"{CASES}:scripted_step", 1, alone=True, switches=switches, **model)
+    packed = pool.run(f"{CASES}:scripted_step", ranks, switches=switches, **model, **layout)
+    for context in range(layout["cp"]):
         copies = [rank for rank in packed if rank["context"] == context]
         assert_same_gradients(put_together(copies), alone["gradients"], 2e-5)
 
@@ -98,15 +141,8 @@ SCALED = {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": Tr
     ids=str,
 )
 def test_dense_attention_without_transformer_engine_takes_packs(pool, attention, overrides):
-    switches = {
-        "use_fused_dsa": False,
-        "pack_documents": True,
-        "experimental_attention_variant": None,
-        "transformer_impl": "local",
-        "multi_latent_attention": attention == "latent",
-    }
-    builder = "tests.features.attention.dense_context_parallel.cases"
-    model = {"builder": builder, "config": f"{attention}_config", "overrides": overrides}
+    switches = {**DENSE, "pack_documents": True, "multi_latent_attention": attention == "latent"}
+    model = {"builder": BUILDER, "config": f"{attention}_config", "overrides": overrides}
     (packed,), (alone,) = (
         pool.run(f"{CASES}:one_pass", 1, packed=each, switches=switches, **model) for each in (True, False)
     )
@@ -210,10 +246,9 @@ def test_runs_are_neighbours_in_one_document():
         ({"micro_batch_size": 2}, "--micro-batch-size is 2; use 1"),
         ({"reset_attention_mask": True}, "--reset-attention-mask both say"),
         ({"dataloader_inter_document_masking": True}, "--dataloader-inter-document-masking both say"),
-        ({"context_parallel_size": 2, "mtp_num_layers": 1}, "multi-token prediction shifts labels"),
         (
             {"context_parallel_size": 2, "experimental_attention_variant": None},
-            "dense attention has no such keys",
+            "rotates the rows of grouped heads",
         ),
     ],
     ids=str,

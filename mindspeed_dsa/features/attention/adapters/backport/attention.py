@@ -29,8 +29,8 @@ from mindspeed_dsa.features.attention.dsa.index_projection import angles_of_rows
 from mindspeed_dsa.features.attention.hadamard import hadamard_rotation
 from mindspeed_dsa.features.attention.indexer_loss import coefficient
 from mindspeed_dsa.features.attention.local_modules import duplicated_linear
-from mindspeed_dsa.features.attention.local_norms import SequenceParallelLayerNorm
 from mindspeed_dsa.features.attention.zero_gradients import with_zero_gradients
+from mindspeed_dsa.integration.local_norms import SequenceParallelLayerNorm
 
 try:
     from fast_hadamard_transform import hadamard_transform  # type: ignore[import-not-found]

@@ -12,9 +12,6 @@ from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.attention.fixes.local_provider.options import Options
 from mindspeed_dsa.features.attention.fixes.local_provider.spec_provider import local_spec_provider
 from mindspeed_dsa.features.attention.local_modules import duplicated_linear
-from mindspeed_dsa.features.attention.local_norms import SequenceParallelLayerNorm, SequenceParallelRMSNorm
-
-_NORMS = {"LayerNorm": SequenceParallelLayerNorm, "RMSNorm": SequenceParallelRMSNorm}
 
 
 def full_copy_linear(context: Context[Options]) -> type:
@@ -36,20 +33,3 @@ def provide_local_modules(original: Callable[..., Any], context: Context[Options
         return local_spec_provider(context.megatron, context.options.groups_experts)()
 
     return _get_backend_spec_provider
-
-
-def norm_for_every_setting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``WrappedTorchNorm.__new__``: support the settings for which it rejects PyTorch's norms."""
-
-    def __new__(
-        cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **kwargs: Any
-    ) -> Any:
-        norm = _NORMS.get(config.normalization)
-        refused = (
-            config.sequence_parallel or config.persist_layer_norm or config.layernorm_zero_centered_gamma
-        )
-        if refused and norm is not None and not config.memory_efficient_layer_norm:
-            return norm(config, hidden_size, eps)
-        return original(cls, config, hidden_size, eps, *args, **kwargs)
-
-    return __new__

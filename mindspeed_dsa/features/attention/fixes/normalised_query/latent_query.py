@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_dsa.features.attention.local_norms import norm_of_fused_layer
+from mindspeed_dsa.integration.local_norms import norm_of_fused_layer
 
 
 def normalise_latent_query(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,3 +63,23 @@ def norm_of_fused_layer(layer: Any, hidden_states: Tensor, config: Any) -> Tenso
     if config.normalization == "RMSNorm":
         return F.rms_norm(hidden_states, weight.shape, weight, config.layernorm_epsilon)
     return F.layer_norm(hidden_states, weight.shape, weight, layer.layer_norm_bias, config.layernorm_epsilon)
+
+
+_NORMS = {"LayerNorm": SequenceParallelLayerNorm, "RMSNorm": SequenceParallelRMSNorm}
+
+
+def norm_for_every_setting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``WrappedTorchNorm.__new__``: support the settings for which it rejects PyTorch's norms."""
+
+    def __new__(
+        cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **kwargs: Any
+    ) -> Any:
+        norm = _NORMS.get(config.normalization)
+        refused = (
+            config.sequence_parallel or config.persist_layer_norm or config.layernorm_zero_centered_gamma
+        )
+        if refused and norm is not None and not config.memory_efficient_layer_norm:
+            return norm(config, hidden_size, eps)
+        return original(cls, config, hidden_size, eps, *args, **kwargs)
+
+    return __new__

@@ -1,0 +1,64 @@
+"""Memory that transfers write to, kept from one to the next.
+
+New memory on a host costs a page fault for every page, in the thread that a transfer should leave alone.
+Devices have allocators that keep memory themselves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MOST = 8
+"""Buffers that are kept; sizes that a job no longer uses make room for those that it does."""
+_MADV_HUGEPAGE = 14
+_HUGE = 2**21
+_kept: list[Tensor] = []
+
+
+def take(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Contiguous memory with anything in it, which nobody else has.
+
+    Args:
+        like: says of what shape and on which device.
+        dtype: default: that of ``like``.
+    """
+    dtype = like.dtype if dtype is None else dtype
+    if like.device.type == "cpu":
+        for number, buffer in enumerate(_kept):
+            if buffer.dtype == dtype and buffer.numel() == like.numel():
+                return _kept.pop(number).view(like.shape)
+    return on_huge_pages(torch.empty(like.shape, dtype=dtype, device=like.device))
+
+
+def give_back(*buffers: Tensor) -> None:
+    """Let :func:`take` hand them out again: nothing reads them, writes to them or has saved them."""
+    for buffer in buffers:
+        if buffer.device.type == "cpu":
+            _kept.insert(0, buffer)
+    del _kept[_MOST:]
+
+
+def on_huge_pages(tensor: Tensor) -> Tensor:
+    """The same tensor, whose memory, if it is new, the system may give in large pages."""
+    storage = tensor.untyped_storage()
+    first = -(-storage.data_ptr() // _HUGE) * _HUGE
+    size = (storage.data_ptr() + storage.nbytes() - first) // _HUGE * _HUGE
+    if tensor.device.type == "cpu" and size > 0 and _advise() is not None:
+        _advise()(first, size, _MADV_HUGEPAGE)  # advice: a system that does not take it says so, no more
+    return tensor
+
+
+@cache
+def _advise() -> Any:
+    """``madvise`` of the C library, where there is one."""
+    if not sys.platform.startswith("linux"):
+        return None
+    advise = ctypes.CDLL(None, use_errno=True).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return advise

@@ -1,0 +1,299 @@
+"""What of ``make gpu`` needs no GPU: what it refuses, compares, concludes and writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import __main__ as cli
+from benchmarks import gpu
+from benchmarks.dsa import rivals
+from benchmarks.dsa.floor import needed_flops
+from benchmarks.dsa.problem import Sizes
+from benchmarks.gpu import bounds, features, layer, parity, words
+from benchmarks.registry import CASES
+from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
+
+FRACTIONS = {
+    "forward_kernel, 64 heads, WITH_OUT=True": 0.5,
+    "backward, 64 heads": 0.25,
+    "score_slab_kernel, indexer": 0.4,
+    "score_gradients_kernel, indexer, GATHERED=True": 0.2,
+    "attention_sum_kernel, 64 heads": 0.1,
+}
+SIDE = {
+    "lm_loss": [7.0, 6.9],
+    "indexer_loss": [0.1, 0.2],
+    "grad_norm": [1.0, 1.5],
+    "calls": {"sparse_flash_attention triton": 9},
+    "weights": "0a1b",
+    "rest_mib": 200.0,
+    "step_ms": 40.0,
+    "tokens_per_s": 1000.0,
+    "peak_mib": 300.0,
+}
+FAST = {**SIDE, "step_ms": 10.0, "tokens_per_s": 4000.0, "peak_mib": 100.0}
+NO_FUSED = {"stock": SIDE, "fused": "ValueError: x"}
+BOUNDS = {"lm_loss": 1e-3, "indexer_loss": 1e-2, "grad_norm": 1e-2}
+SHAPE = layer.Shape("", BOUNDS)
+
+
+@pytest.mark.parametrize(
+    ("built_with", "sentence"),
+    [(None, r"was built without CUDA; install a build"), ("13.0", r"sees no NVIDIA GPU; check the driver")],
+)
+def test_without_a_gpu_it_says_why(built_with, sentence, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", built_with)
+    with pytest.raises(SystemExit, match=sentence):
+        cli.main(["gpu", "--device", "cpu"])
+
+
+def test_a_part_that_fails_costs_its_own_figures_only(tmp_path, monkeypatch, capsys):
+    """And the command fails, but not before the report is written."""
+    answers = {
+        "parity": (0, {"passed": 3, "skipped": 0, "failures": {"test_x::test_y": "not close"}}, ""),
+        "operators": (1, None, "Traceback\nRuntimeError: an illegal memory access\n"),
+        "layer": (
+            0,
+            {"a": {"stock": SIDE, "fused": FAST}, "b": {"stock": SIDE, "fused": "x", "refused": "w"}},
+            "",
+        ),
+    }
+
+    def child(command, *, timeout, **options):
+        name = command[command.index("benchmarks.gpu.part") + 1]
+        if name == "features":
+            raise subprocess.TimeoutExpired(command, timeout)
+        code, answer, complaint = answers[name]
+        return subprocess.CompletedProcess(command, code, f"noise\n{json.dumps(answer)}\n", complaint)
+
+    monkeypatch.setattr(gpu.subprocess, "run", child)
+    monkeypatch.setattr("mindspeed_dsa.platforms.detect", lambda device: "cuda")
+    monkeypatch.setattr("mindspeed_dsa.platforms.describe", lambda device: {"device": "GPU"})
+    assert cli.main(["gpu", "--report", str(tmp_path)]) == 1
+    metrics = json.loads(capsys.readouterr().out.splitlines()[-1])["metrics"]
+    assert metrics["failed"] == {
+        "operators": "it exited with 1: RuntimeError: an illegal memory access",
+        "features": f"it was ended after {gpu.PARTS['features']} s",
+        "parity, test_x::test_y": "not close",
+        "layer, b": "w",
+    }
+    assert metrics["layer"]["a"]["fused"] == FAST
+    text = (tmp_path / "report.md").read_text()
+    assert "3 passed, 1 failed" in text
+    assert all(f"**{what}**: {why}" in text for what, why in metrics["failed"].items())
+    assert sum(gpu.PARTS.values()) <= 8 * 60
+
+
+def test_every_test_that_can_run_on_the_device_does():
+    folder = parity.ROOT / "tests/ops"
+    wanted = {path for path in folder.glob("test_*.py") if "import DEVICE" in path.read_text()}
+    found = {parity.ROOT / name for name in parity.files()}
+    assert wanted - found == {folder / "test_triton_launch.py"}
+    assert {folder / "test_dense_attention.py", folder / "test_fp16_gradients.py"} < found
+
+
+def test_outcomes_are_read_from_pytests_record():
+    record = """<testsuites><testsuite>
+        <testcase classname="tests.ops.test_a" name="test_1"/>
+        <testcase classname="tests.ops.test_a" name="test_2"><skipped message="no"/></testcase>
+        <testcase classname="tests.ops.test_b" name="test_3[x]"><failure message="no&#10;more"/></testcase>
+        <testcase classname="tests.ops.test_b" name="test_4"><error message="OOM"/></testcase>
+    </testsuite></testsuites>"""
+    failures = {"test_b::test_3[x]": "no", "test_b::test_4": "OOM"}
+    assert parity.outcomes(record) == {"passed": 1, "skipped": 1, "failures": failures}
+
+
+def test_seconds_of_the_model_are_operations_by_its_fractions():
+    flops = needed_flops(Sizes(8192, 64, 64, 2048))
+    found = bounds.model_seconds(8192, 64, FRACTIONS, 1e15)
+    attention, index = flops["sparse_flash_attention"], flops["lightning_indexer"]
+    loss = flops["indexer_kl_loss"]["forward_backward"] - index["backward"]
+    assert found == {
+        ("sparse_flash_attention", "forward"): pytest.approx(attention["forward"] / 0.5e15),
+        ("sparse_flash_attention", "backward"): pytest.approx(attention["backward"] / 0.25e15),
+        ("lightning_indexer", "forward"): pytest.approx(index["forward"] / 0.4e15),
+        ("lightning_indexer", "backward"): pytest.approx(index["backward"] / 0.2e15),
+        ("indexer_kl_loss", "forward_backward"): pytest.approx(index["backward"] / 0.2e15 + loss / 0.1e15),
+    }
+    assert list(bounds.model_seconds(8192, 16, FRACTIONS, 1e15)) == [
+        ("lightning_indexer", "forward"),
+        ("lightning_indexer", "backward"),
+    ]
+
+
+def test_what_is_slower_than_the_model_comes_first():
+    ms = {"lightning_indexer": {"forward": {"ms": 5.0}, "backward": {"ms": 90.0}}}
+    ms["sparse_flash_attention"] = {"forward": {"ms": 9.0}, "backward": {"ms": 60.0}}
+    ms["indexer_kl_loss"] = {"forward_backward": {"ms": 30.0}}
+    operators = {"matmul_tflops": 700.0, "S8192_H128": ms, "S32768_H128": "does not fit", "seconds": 1.0}
+    found = bounds.slower_than_model(operators, "NVIDIA H100 80GB HBM3")
+    assert len(found) == 5, "a kernel is not in the model's committed table"
+    times = [row["times"] for row in found.values()]
+    assert times == sorted(times, reverse=True)
+    assert all(row["times"] == pytest.approx(row["ms"] / row["model_ms"]) for row in found.values())
+    assert next(iter(found)) == "S8192_H128 lightning_indexer backward"
+    assert bounds.slower_than_model(operators, "NVIDIA L4").endswith("and this is NVIDIA L4")
+
+
+def test_losses_of_a_step_are_compared_before_its_time():
+    found = layer.compared({"stock": SIDE, "fused": FAST}, SHAPE)
+    assert (found["speedup"], found["peak_ratio"]) == (4, 3)
+    assert "refused" not in found
+    for name, wrong in (
+        ("lm_loss", [7.0, 6.91]),
+        ("indexer_loss", [float("nan"), 0.2]),
+        ("indexer_loss", [0.1, float("nan")]),
+        ("grad_norm", [1.0, 1.52]),
+    ):
+        found = layer.compared({"stock": SIDE, "fused": {**FAST, name: wrong}}, SHAPE)
+        assert found["refused"].startswith(f"{name} of fused DSA is")
+        assert "speedup" not in found
+    assert "refused" not in layer.compared({"stock": "torch.OutOfMemoryError: CUDA", "fused": FAST}, SHAPE)
+    assert layer.compared({"stock": SIDE, "fused": "torch.OutOfMemoryError"}, SHAPE)["refused"]
+    assert (
+        layer.compared({"stock": "ValueError: x", "fused": FAST}, SHAPE)["refused"] == "stock: ValueError: x"
+    )
+
+
+def test_features_train_as_without_them_and_do_something():
+    exact, bounded = features.Case("--x"), features.Case("--x", bounds=BOUNDS)
+    found = features.compared(SIDE, FAST, exact)
+    assert "refused" not in found
+    assert found["step_ratio"] == 0.25
+    assert found["peak_mib"] == {"off": 300, "on": 100}
+    for case, off, on, why in (
+        (exact, SIDE, SIDE, "it did nothing"),
+        (exact, SIDE, {**FAST, "weights": "ff"}, "trains otherwise"),
+        (exact, SIDE, {**FAST, "grad_norm": [1.0, 1.500001]}, "trains otherwise"),
+        (bounded, SIDE, {**FAST, "lm_loss": [7.0, 6.8]}, "lm_loss is 1.4e-02 from that without it"),
+        (bounded, "ValueError: x", FAST, "without it: ValueError: x"),
+        (exact, SIDE, "ValueError: x", "with it: ValueError: x"),
+    ):
+        assert why in features.compared(off, on, case)["refused"]
+    assert "refused" not in features.compared(SIDE, {**FAST, "weights": "ff"}, bounded)
+
+
+@pytest.mark.full
+def test_a_step_on_both_sides(tmp_path):
+    """The example's model, here on the CPU; on a GPU by the same code."""
+    pytest.importorskip("megatron.core")
+    found = layer.run(tmp_path, quick=True)["tiny, fp32"]
+    assert "refused" not in found
+    assert found["apart"]["lm_loss"] <= 1e-5
+    losses = found["fused"]["lm_loss"]
+    assert len(losses) == layer.STEPS
+    assert losses == sorted(losses, reverse=True), "the same batch over and over"
+    assert found["fused"]["kernels"] == {}
+    assert found["fused"]["calls"].keys() > found["stock"]["calls"].keys()
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_the_report_in_words():
+    figures = {"ms": 5.0, "tflops": 300.0, "fraction_of_matmul": 0.4, "extra_peak_mib": 64.0}
+    operators = {
+        "matmul_tflops": 750.0,
+        "S4096_H64": {"sparse_flash_attention": {"forward": figures}, "flash_mla": "not installed: x"},
+        "S32768_H64": "does not fit into the memory of the device",
+    }
+    traced = {**FAST, "kernels": {"forward_kernel": {"ms": 1.0, "launches": 2}}}
+    found = {
+        "operators": operators,
+        "layer": {"one": {"stock": "torch.OutOfMemoryError", "fused": traced}, "seconds": 3.0},
+        "features": {"swap": features.compared(SIDE, FAST, features.Case("", bounds=BOUNDS)), "seconds": 9.0},
+        "slower_than_model": {"S4096_H64 x": {"ms": 5.0, "model_ms": 2.0, "times": 2.5}},
+        "failed": {},
+    }
+    text = words.report(found, "NVIDIA H100")
+    for line in (
+        "# NVIDIA H100",
+        "| S4096_H64 x | 5 | 2 | 2.50 |",
+        "| S4096_H64 sparse_flash_attention forward | 5 | 300 | 40% | 64 |",
+        "* flash_mla: not installed: x (S4096_H64)",
+        "* does not fit into the memory of the device (S32768_H64)",
+        "| one | - | 4,000 | - | 100 | - | - |",
+        "* one, stock: torch.OutOfMemoryError",
+        "| `forward_kernel` | 1 | 2 |",
+        "| swap | 300 | 100 | 200 | 200 | 0.25 | 0.0e+00 |",
+    ):
+        assert line in text.splitlines(), line
+
+
+def test_the_makefile_runs_the_case():
+    text = Path(gpu.ROOT, "Makefile").read_text()
+    assert "-m benchmarks gpu --report runs/gpu --json runs/gpu/report.json" in text
+    assert set(CASES["gpu"].options) == {"report", "only"}
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Both projects' functions, computed by ours, which the layouts have to reach intact."""
+
+    def attend(query, key_value, indices, scale):
+        return sparse_flash_attention(query, key_value, indices, scale, value_dim=512)
+
+    def flash_mla_sparse_fwd(query, key_value, indices, scale):
+        assert indices.shape == (len(query), 1, 8)
+        out = attend(query[None], key_value.transpose(0, 1), indices.transpose(0, 1), scale).out
+        return out[0], None, None
+
+    def causal(indices):
+        return torch.where(indices[:, :, 0] > torch.arange(indices.shape[1])[:, None], -1, indices[:, :, 0])
+
+    def forward(query, key_value, indices, sm_scale):
+        assert (indices >= 0).all()
+        out, lse, _ = attend(query, key_value[:, :, 0], causal(indices).int(), sm_scale)
+        return out, lse
+
+    def bwd(batch, rows, keys, heads, dim, tail, topk, groups, scale):
+        def gradients(query, key_value, grad, indices, lse, delta, grad_key_value):
+            leaves = [each.clone().requires_grad_() for each in (query, key_value[:, :, 0])]
+            out = attend(*leaves, causal(indices).int(), scale).out
+            grad_query, added = torch.autograd.grad(out, leaves, grad)
+            grad_key_value[:, :, 0] += added
+            return grad_query
+
+        return gradients
+
+    modules = {
+        "flash_mla": {"flash_mla_sparse_fwd": flash_mla_sparse_fwd},
+        "tilelang": {},
+        "sparse_mla_fwd": {"sparse_mla_fwd_interface": forward},
+        "sparse_mla_bwd": {
+            "bwd": bwd,
+            "preprocess": lambda *sizes: lambda out, grad: (out * grad).sum(-1),
+            "postprocess": lambda *sizes: lambda total: total.bfloat16(),
+        },
+    }
+    for name, contents in modules.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    return SimpleNamespace(**{name: sys.modules[name] for name in modules})
+
+
+def test_rivals_get_the_same_problem(elsewhere):
+    sizes = Sizes(length=24, heads=2, index_heads=2, topk=8)
+    found = rivals.rivals(sizes, "cpu")
+    assert {name: list(calls) for name, calls in found.items()} == {
+        "flash_mla": ["forward"],
+        "tilelang": ["forward", "backward"],
+    }
+    original = elsewhere.sparse_mla_bwd.bwd
+    elsewhere.sparse_mla_bwd.bwd = lambda *sizes: lambda *tensors: 1.1 * original(*sizes)(*tensors)
+    elsewhere.flash_mla.flash_mla_sparse_fwd = lambda query, *rest: (query[..., :512], None, None)
+    found = rivals.rivals(sizes, "cpu")
+    assert "its out differs from ours by" in found["flash_mla"]
+    assert "its gradient of query differs from ours by 1.0e-01" in found["tilelang"]
+
+
+def test_rivals_that_are_not_there():
+    found = rivals.rivals(Sizes(length=24, heads=2, index_heads=2, topk=8), "cpu")
+    assert set(found) == {"flash_mla", "tilelang"}
+    assert all(why.startswith("not installed: No module named") for why in found.values())

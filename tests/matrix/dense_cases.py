@@ -1,0 +1,96 @@
+"""A plain dense GPT of Megatron's local modules, nothing switched on; runs inside the pool's workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.support import model as job
+
+LAYER_NORM = {"normalization": "LayerNorm", "persist_layer_norm": True}
+RMS_NORM = {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True, "add_bias_linear": False}
+
+
+def step(tp: int = 1, norm: dict[str, Any] = LAYER_NORM) -> dict[str, Any]:
+    """Losses, gradients and weights of a training step with the distributed optimizer."""
+    _start(tp)
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        **norm,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization=config.normalization),
+        vocab_size=job.VOCABULARY,
+        max_sequence_length=job.SEQUENCE,
+        position_embedding_type="rope",
+    )
+    job.fill_by_name(model)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    chunk = DistributedDataParallel(config, ddp, model)
+    # A step as smooth as this does not depend on the sign of gradients that are all but zero.
+    settings = OptimizerConfig(optimizer="adam", lr=1e-2, adam_eps=1e-2, use_distributed_optimizer=True)
+    optimizer = get_megatron_optimizer(settings, [chunk])
+    config.finalize_model_grads_func = finalize_model_grads
+    losses = get_forward_backward_func()(
+        forward_step_func=lambda iterator, model: job.forward_step(config, iterator, model),
+        data_iterator=iter(job.samples(4).split(2)),
+        model=chunk,
+        num_microbatches=2,
+        seq_length=job.SEQUENCE,
+        micro_batch_size=2,
+        forward_only=False,
+    )
+    gradients = job.gradients([model])
+    successful, _, _ = optimizer.step()
+    assert successful
+    return {
+        "losses": [float(each["lm loss"]) for each in losses],
+        "gradients": gradients,
+        "weights": {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+        "split": job.split_dimensions([model]),
+    }
+
+
+def transformer_engine(name: str, **arguments: Any) -> None:
+    """A specification of modules that are not installed."""
+    _start()
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    if arguments:
+        arguments["config"] = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
+    getattr(gpt_layer_specs, name)(**arguments)
+
+
+def _start(tp: int = 1) -> None:
+    import mindspeed_dsa
+
+    mindspeed_dsa.enable()
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)

@@ -1,0 +1,85 @@
+"""Memory features on the release that is installed: the same training bit for bit, on and off."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.features.memory.pairs import FEATURES
+from tests.support.memory_events import EVENTS
+from tests.support.optimizer_training import COMPARED
+
+CASES = "tests.matrix.memory_cases"
+OPTIMIZERS = ("reuse-fp32-param", "swap-optimizer", "virtual-optimizer")
+LAYERS = ("recompute-activation-function", "recompute-norm", "swap-attention")
+PLAIN = {"steps": 3, "skip": 1}
+DISTRIBUTED = {**PLAIN, "distributed": True}
+OVERLAP = {**DISTRIBUTED, "overlap": True}
+
+
+def assert_only(counts, *features):
+    """What a feature does was done where it is on, and nowhere else."""
+    assert {name for name, event in EVENTS.items() if event in counts} == set(features)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(1, PLAIN), (2, OVERLAP)], ids=["plain", "dp2, distributed, overlap"]
+)
+@pytest.mark.parametrize("feature", OPTIMIZERS)
+def test_optimizers(pool, feature, ranks, options):
+    off = pool.baseline(f"{CASES}:optimizer_steps", ranks, **options)
+    on = pool.run(f"{CASES}:optimizer_steps", ranks, switches=FEATURES[feature], **options)
+    for without, having in zip(off, on, strict=True):
+        for what in COMPARED:
+            assert having[what] == without[what], what
+        assert having["placed"] != without["placed"]
+        assert_only(having["counts"], feature)
+        assert_only(without["counts"])
+
+
+def test_buckets_that_are_gathered_during_the_step(pool):
+    """As on an accelerator: each as soon as its weights are updated, and not again at Megatron's call."""
+    off = pool.run(f"{CASES}:optimizer_steps", 2, **DISTRIBUTED)
+    switches = FEATURES["swap-optimizer"]
+    on = pool.run(f"{CASES}:optimizer_steps", 2, switches=switches, early=True, **DISTRIBUTED)
+    for without, having in zip(off, on, strict=True):
+        for what in COMPARED:
+            assert having[what] == without[what], what
+        # In the two of three steps that are not skipped.
+        assert having["gathered"] == without["gathered"] > 0
+
+
+@pytest.mark.parametrize("feature", OPTIMIZERS)
+def test_checkpoints(pool, tmp_path, feature):
+    """Saved with the feature and read without, and the other way around."""
+    options = {"steps": 2, "distributed": True}
+    whole = pool.baseline(f"{CASES}:optimizer_steps", 2, **{**options, "steps": 4})
+    for number, (before, after) in enumerate(((FEATURES[feature], {}), ({}, FEATURES[feature]))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        save, load = {"save": str(folder)}, {"load": str(folder)}
+        pool.run(f"{CASES}:optimizer_steps", 2, switches=before, folders=save, **options)
+        found = pool.run(f"{CASES}:optimizer_steps", 2, switches=after, folders=load, first=2, **options)
+        for expected, result in zip(whole, found, strict=True):
+            for what in ("weights", "masters", "moments"):
+                assert result[what] == expected[what], what
+            assert result["records"] == expected["records"][2:]
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"tp": 2}, {"pp": 2, "vpp": 2}], ids=["one process", "TP2+SP", "PP2 x VPP2"]
+)
+@pytest.mark.parametrize("feature", LAYERS)
+def test_layers(pool, feature, layout):
+    ranks = layout.get("tp", 1) * layout.get("pp", 1)
+    layers = {"num_layers": 4, "moe_layer_freq": [0, 1, 0, 1]}
+    arguments = {**layout, "overrides": layers, "num_microbatches": 2}
+    off = pool.baseline(f"{CASES}:layer_step", ranks, switches={}, **arguments)
+    on = pool.run(f"{CASES}:layer_step", ranks, switches=FEATURES[feature], **arguments)
+    for without, having in zip(off, on, strict=True):
+        assert having["losses"] == without["losses"]
+        assert having["gradients"].keys() == without["gradients"].keys()
+        for name, gradient in without["gradients"].items():
+            assert torch.equal(having["gradients"][name], gradient), name
+        assert_only(having["counts"], feature)
+        assert_only(without["counts"])
