@@ -69,8 +69,9 @@ def by_head_is_faster(projections: Projections, hidden_states: Tensor, options: 
     """Whether a layer attends by head although the absorbed form is on.
 
     On every device in sequences that select all keys, whose attention is dense: by head it is a third of the
-    work. On CPUs in longer ones, too, unless the indexer loss is formed in the attention's backward, which the
-    operator by head does not do. Never where ``--use-dsa-absorb`` itself was given, or for packed documents.
+    work. On CPUs in longer ones, too, unless the indexer loss is formed in the attention's backward, which
+    the operator by head does not do. Never where ``--use-dsa-absorb`` itself was given, or for packed
+    documents.
 
     Args:
         projections: of an ``MLASelfAttention``.

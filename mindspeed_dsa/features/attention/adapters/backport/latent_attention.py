@@ -119,8 +119,8 @@ def _derive(
         attention.core_attention, options.dsa, projections.megatron, projections.documents
     )
     # First, because it waits for the layer's weights, of which the key's norm may be one.
-    by_head = exchange is None and by_head_is_faster(projections, hidden_states, options.dsa)
-    up = up_projections(attention) if options.dsa.absorb and not by_head else None
+    keeps_heads = exchange is None and by_head_is_faster(projections, hidden_states, options.dsa)
+    up = up_projections(attention) if options.dsa.absorb and not keeps_heads else None
     started = None
     if exchange is not None and up is not None:
         started = _share_key(projections, latent, rotary_key, hidden_states, exchange)
