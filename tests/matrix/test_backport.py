@@ -30,12 +30,11 @@ def same(result, expected, rtol=1e-4):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("absorb", [False, True])
+@pytest.mark.parametrize("absorb", [False, True, None])
 def test_the_values_of_0_16_1(pool, name, absorb):
     expected = json.loads(FILE.read_text())["cases"][name]
-    (step,) = pool.run(
-        STEP, 1, switches={"use_dsa_absorb": absorb}, overrides=CASES[name], num_microbatches=2
-    )
+    switches = {} if absorb is None else {"use_dsa_absorb": absorb}
+    (step,) = pool.run(STEP, 1, switches=switches, overrides=CASES[name], num_microbatches=2)
     actual = summary(step)
     assert actual["losses"] == pytest.approx(expected["losses"], rel=1e-5)
     assert actual["indexer loss"] == pytest.approx(expected["indexer loss"], rel=1e-4)
