@@ -123,6 +123,24 @@ def test_gradients_do_not_depend_on_how_rows_are_cut(monkeypatch):
             assert torch.equal(value, other)
 
 
+def test_many_chunks_are_sorted_at_once_and_one_by_one(monkeypatch):
+    """With a key that a row names twice: its tiles are added in the order of the row."""
+    inputs = attention_inputs(2, 5, 40, 3, 24, torch.float32)
+    indices = random_indices(2, 5, 40, 33, empty_rows=(1,)).to(DEVICE)
+    indices[1, 2, 7] = indices[1, 2, 3]
+    torch.use_deterministic_algorithms(True)
+    expected = backward_of(inputs, indices, 24, return_attention_sum=False)[1]
+    sorts = []
+    order_by_key = attention.order_by_key
+    monkeypatch.setattr(attention, "order_by_key", lambda *args: sorts.append(args) or order_by_key(*args))
+    monkeypatch.setattr(attention, "tile_bytes", lambda total: 2 * 33 * (3 * 4 + 4 * 24))
+    for chunks, times in ((1, 5), (2, 3), (9, 1)):
+        sorts.clear()
+        monkeypatch.setattr(attention, "WORKSPACE_BYTES", chunks * 32 * 2 * 33)
+        assert torch.equal(backward_of(inputs, indices, 24, return_attention_sum=False)[1], expected)
+        assert len(sorts) == times
+
+
 def test_stored_order_of_heads():
     """Gradients of scores in the order that kernels for Hopper leave, whole groups of heads."""
     rows, heads, keys, topk, dim = 2, 40, 30, 20, 24

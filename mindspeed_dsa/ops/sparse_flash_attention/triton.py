@@ -27,13 +27,14 @@ from mindspeed_dsa.ops.sparse_flash_attention.triton_kernels import (
 from mindspeed_dsa.ops.triton_common import (
     LOG2E,
     WORKSPACE_BYTES,
-    add_rows_by_key,
+    add_ordered_rows,
     aligned,
     block,
     dense_rows,
     dim_blocks,
     fails_to_compile,
     key_ids,
+    order_by_key,
     packed_indices,
     row_lengths,
     tile_bytes,
@@ -237,6 +238,8 @@ def backward(
         chunk = max(1, min(batch * rows, workspace // row_bytes))
         grad_scores = torch.empty(chunk, topk, stored, dtype=query.dtype, device=device)
         gathered = torch.empty(chunk, topk, dim, device=device) if deterministic else None
+        # As many as are sorted within the bound; a sort takes up to 32 bytes for each entry.
+        ordered_chunks = max(1, WORKSPACE_BYTES // (32 * chunk * topk))
         inputs = (query, key_value, topk_indices, lengths, grad_out, lse, delta)
         target = grad_key_value if gathered is None else gathered
         for first in range(0, batch * rows, chunk):
@@ -276,8 +279,12 @@ def backward(
                 **query_tiles,
             )
             if gathered is not None:
-                ids = key_ids(topk_indices, key_length, first, count)
-                add_rows_by_key(grad_key_value, gathered[:count], ids)
+                number = first // chunk
+                if number % ordered_chunks == 0:
+                    ahead = min(ordered_chunks * chunk, batch * rows - first)
+                    ids = key_ids(topk_indices, key_length, first, ahead)
+                    order = order_by_key(ids, batch * key_length, chunk)
+                add_ordered_rows(grad_key_value, gathered[:count], order, number % ordered_chunks)
     else:
         grad_query.zero_()
     if factor is not None:
