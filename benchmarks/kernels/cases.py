@@ -45,7 +45,7 @@ def all_cases(dtype: torch.dtype, odd: bool = False) -> Iterator[Call]:
                 words = f"indexer {heads} x {dim}{'' if use_relu else ' without relu'}{mode}"
                 yield words, _in_mode(deterministic, partial(run_indexer, dtype, heads, dim, use_relu))
     for heads in HEADS:
-        yield f"{heads} heads, plain", partial(run_plain_forward, dtype, heads)
+        yield f"{heads} heads, plain", _in_mode(False, partial(run_plain_attention, dtype, heads))
     if odd:
         yield "128 heads, 128k", partial(run_attention, dtype, 128, length=LONG)
         yield "16 heads, no rope", partial(run_attention, dtype, 16, 128, 128)
@@ -61,7 +61,7 @@ def quick_cases(dtype: torch.dtype) -> Iterator[Call]:
     """Every kernel that is launched where determinism is not asked for, in one small configuration."""
     yield "16 heads", partial(run_attention, dtype, 16, sums=(False,))
     yield "128 heads", partial(run_forward, dtype, 128)
-    yield "16 heads, plain", partial(run_plain_forward, dtype, 16)
+    yield "16 heads, plain", partial(run_plain_attention, dtype, 16)
     yield "indexer 8 x 64", partial(run_indexer, dtype, 8, 64)
     yield "loss, 16 heads of 192 per head", partial(run_loss, dtype, 16, 192, False)
     yield "64 experts", partial(run_permutation, dtype)
@@ -103,10 +103,10 @@ def run_forward(dtype: torch.dtype, heads: int, dim: int = 576, value_dim: int =
     attention.forward(query, key, meta(1, SHORT, TOPK, dtype=torch.int32), 1.0, value_dim, True)
 
 
-def run_plain_forward(dtype: torch.dtype, heads: int) -> None:
-    """:func:`run_forward` where the kernels for Hopper alone do not run, as with another Triton."""
+def run_plain_attention(dtype: torch.dtype, heads: int) -> None:
+    """:func:`run_attention` where the kernels for Hopper alone do not run, as with another Triton."""
     with mock.patch.object(hopper, "takes", return_value=False):
-        run_forward(dtype, heads)
+        run_attention(dtype, heads, sums=(False,))
 
 
 def run_indexer(dtype: torch.dtype, heads: int, dim: int, use_relu: bool = True) -> None:

@@ -48,7 +48,7 @@ _HOPPER_HEADS = {"hopper_forward_kernel": 64, "hopper_few_heads_forward_kernel":
 _HOPPER = (*_HOPPER_HEADS, "hopper_attention_sum_kernel")
 ATTENTION = (
     *("forward_kernel", "attention_sum_kernel", "backward_keys_kernel", "backward_query_kernel"),
-    *_HOPPER,
+    *(*_HOPPER, "hopper_backward_keys_kernel"),
 )
 INDEXER = ("score_slab_kernel", "scores_at_kernel", "score_gradients_kernel")
 DENSE = ("dense_lse_kernel", "dense_sum_kernel")
@@ -127,9 +127,11 @@ def attention(kernel: Kernel, heads: int, topk: int, value_dim: int = 512, dim: 
                 *(programs, 2 * scores * width, 2 * wanted * width, programs * keys + outer, outer),
                 *(scores, 8 * scores),
             )
-        moved = heads * (topk + dim) * 2
+        moved = heads * (topk * constants.get("PARTS", 1) + dim) * 2
         return Work(programs, 2 * scores * dim, 2 * wanted * dim, programs * keys + moved, moved)
-    programs = 1 if kernel.name == "hopper_attention_sum_kernel" else -(-topk // constants["BLOCK_N"])
+    programs = -(-topk // constants.get("BLOCK_N", 64))
+    if kernel.name == "hopper_attention_sum_kernel":
+        programs = 1
     if kernel.name in ("attention_sum_kernel", "hopper_attention_sum_kernel"):
         moved = programs * heads * dim * 2 + keys
         return Work(programs, 2 * scores * dim, 2 * wanted * dim, moved, topk * 4, scores, 4 * scores)

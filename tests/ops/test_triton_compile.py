@@ -16,7 +16,10 @@ pytest.importorskip("triton", reason="triton is not installed; it comes with the
 from benchmarks.kernels.compiled import Kernel
 from tests.ops import compile_kernels
 
-HOPPER_KERNELS = {"hopper_forward_kernel", "hopper_few_heads_forward_kernel", "hopper_attention_sum_kernel"}
+HOPPER_KERNELS = {
+    *("hopper_forward_kernel", "hopper_few_heads_forward_kernel", "hopper_attention_sum_kernel"),
+    "hopper_backward_keys_kernel",
+}
 KERNELS = {
     *("row_lengths_kernel", "add_rows_by_key_kernel"),
     *("forward_kernel", "attention_sum_kernel", "delta_kernel"),
@@ -104,7 +107,7 @@ def test_each_kernel_keeps_its_budget_on_hopper(compile_cases):
     found = compile_cases("--target", "90", "--dtype", "bf16", "--quick")
     assert {kernel["name"] for kernel in found} == KERNELS - {"add_rows_by_key_kernel"}
     # Gradients of keys are added four at a time.
-    for name in ("backward_keys_kernel", "score_gradients_kernel"):
+    for name in ("backward_keys_kernel", "hopper_backward_keys_kernel", "score_gradients_kernel"):
         assert any(kernel["vector_atomics"] > 0 for kernel in found if kernel["name"] == name), name
 
 

@@ -73,8 +73,8 @@ def test_results(heads, dtype, on_hopper):
         assert_right(heads, topk, dtype)
 
 
-def assert_right(heads, topk, dtype):
-    """With empty rows, gaps in rows, a tile without any key, and indices that name no key."""
+def inputs_of(heads, topk, dtype):
+    """Empty rows, gaps in rows, a tile without any key; and indices with others that name no key."""
     rows, keys = 6, topk + 25 - topk % 2
     query, key_value = (x.detach() for x in attention_inputs(2, rows, keys, heads, 576, dtype))
     named = random_indices(2, rows, keys, topk, empty_rows=(1,))
@@ -85,6 +85,11 @@ def assert_right(heads, topk, dtype):
     named[1] = torch.where(named[1] == 0, -1, named[1])
     indices = named.clone()
     indices[:, 5, ::7] = keys + 3
+    return query, key_value, named, indices
+
+
+def assert_right(heads, topk, dtype):
+    query, key_value, named, indices = inputs_of(heads, topk, dtype)
     _, expected, expected_lse, probabilities = expected_of(query, key_value, named, 192**-0.5, 512)
     # What nobody selected may hold anything.
     key_value[1, 0] = torch.nan
@@ -120,3 +125,66 @@ def test_same_bits_every_time_and_as_far_from_the_plain_kernels_as_rounding(head
         strict=True,
     ):
         assert (value.float() - expected.float()).norm() < bound * expected.float().norm()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [
+        (1, torch.bfloat16),
+        (16, torch.float16),
+        (33, torch.bfloat16),
+        (64, torch.float16),
+        (128, torch.bfloat16),
+    ],
+)
+def test_gradients(heads, dtype, deterministic, on_hopper):
+    torch.use_deterministic_algorithms(deterministic)
+    # With few keys the gradients of queries are differences that rounding of the output leaves little of.
+    for topk in (65, 130, 300):
+        query, key_value, named, indices = inputs_of(heads, topk, dtype)
+        inputs, expected, _, probabilities = expected_of(query, key_value, named, 192**-0.5, 512)
+        grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+        expected_grads = torch.autograd.grad(expected, inputs, grad.double())
+        key_value[1, 0] = torch.nan
+        tensors = [x.to(DEVICE) for x in (query, key_value, indices)]
+        out, lse, _ = attention.forward(*tensors, 192**-0.5, 512, False)
+        # The plain kernels take the second, whose rows begin beside lines of memory.
+        beside = torch.empty(*grad.shape[:-1], 520, dtype=dtype, device=DEVICE)[..., :512].copy_(grad)
+        assert hopper.takes_backward(*tensors[:2], grad.to(DEVICE), 512)
+        assert not hopper.takes_backward(*tensors[:2], beside, 512)
+        for other in (grad.to(DEVICE), beside):
+            found = attention.backward(other, *tensors, out, lse, 192**-0.5, True)
+            for value, expected_value in zip(found[:2], expected_grads, strict=True):
+                assert torch.isfinite(value).all()
+                assert oracle.cosine_distance(value.cpu(), expected_value) < 4e-5
+            assert (found[0].cpu()[(named < 0).all(-1)] == 0).all()
+            assert (found[1][1, 0] == 0).all()
+            expected_sum = probabilities.detach().sum(2).gather(-1, named.clamp_min(0).long())
+            assert oracle.relative_error(found[2].cpu(), expected_sum.masked_fill(named < 0, 0)) < 1e-5
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_gradients_repeat_and_differ_from_the_plain_kernels_by_rounding(heads, on_hopper, monkeypatch):
+    """Those of queries always, those of keys where determinism is asked for, in several chunks of rows."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    query = torch.randn(1, 600, heads, 576, generator=generator, device=DEVICE).bfloat16()
+    key_value = torch.randn(1, 4096, 576, generator=generator, device=DEVICE).bfloat16()
+    indices = torch.rand(600, 4096, generator=generator, device=DEVICE).argsort(-1)[None, :, :2048].int()
+    indices[0, torch.arange(600), torch.arange(600)] = -1
+    out, lse, _ = attention.forward(query, key_value, indices, 0.1, 512, False)
+
+    def gradients():
+        return attention.backward(out, query, key_value, indices, out, lse, 0.1, True)
+
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        first = gradients()
+        for _ in range(4):
+            for value, other, repeats in zip(gradients(), first, (True, deterministic, True), strict=True):
+                assert torch.equal(value, other) or not repeats
+    with monkeypatch.context() as patch:
+        patch.setattr(hopper, "takes", lambda *_: False)
+        plain = gradients()
+    for value, other, bound in zip(first, plain, (4e-3, 4e-3, 1e-5), strict=True):
+        assert (value.float() - other.float()).norm() < bound * other.float().norm()
