@@ -169,14 +169,8 @@ def indexer(kernel: Kernel, topk: int) -> Work:
 def dense(kernel: Kernel, heads: int) -> Work:
     """A block of rows and a tile of keys of the dense form's target, all heads, in two bytes a number."""
     constants = kernel.constants
-    rows, keys, dim = (
-        constants["BLOCK_M"],
-        constants["BLOCK_N"],
-        constants["VALUE_DIM"] + constants["TAIL_DIM"],
-    )
-    scores, tile = rows * keys * heads, keys * dim * 2
-    # Programs of the first kernel keep a head's queries, those of the second the keys that heads share.
-    streamed = tile if kernel.name == "dense_lse_kernel" else rows * dim * 2
-    kept = 0 if constants.get("SHARED_KEY", True) else tile
+    rows, keys, dim = constants["BLOCK_M"], constants["BLOCK_N"], constants["DIM"]
+    # Queries and keys stream by in pieces, for each head again.
+    scores, moved = rows * keys * heads, (rows + keys) * heads * dim * 2
     flops = 2 * scores * dim
-    return Work(1, flops, flops, heads * (streamed + kept), 0, scores, 4 * scores)
+    return Work(1, flops, flops, moved, 0, scores, 4 * scores)
