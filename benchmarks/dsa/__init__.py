@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,25 +13,32 @@ from typing import Any
 import torch
 
 from benchmarks.dsa import cuda
-from benchmarks.dsa.child import measure
+from benchmarks.dsa.child import Child, measure
 from benchmarks.dsa.floor import floor_multiples
 from benchmarks.dsa.problem import Sizes, require_same_results
 from benchmarks.registry import Metrics
+from mindspeed_dsa.ops.cpu_products import multiplies_bf16
 
 COMPARED = Sizes()
 LENGTHS = (2048, 4096, 8192, 16384)
-GATE = Sizes(length=192, topk=48)
+# One for each form of the attention.
+GATES = (Sizes(length=192, topk=48), Sizes(length=1024, heads=4, index_heads=4, topk=160))
 # For tests: everything is measured, on problems too small to be meaningful.
 QUICK = Sizes(length=256, heads=4, index_heads=4, topk=64)
+_DTYPES = {"": torch.float32, "_bf16": torch.bfloat16}
 
 
 def run(device: str, quick: bool = False) -> Metrics:
     """All metrics of the case; the CPU figures are measured on any device."""
-    deviation = require_same_results(GATE)
-    _say(f"both sides agree to {deviation:.1e}")
     sizes = QUICK if quick else COMPARED
     rounds = 1 if quick else 3
-    found: dict[str, Any] = dict(compare(sizes, rounds, runs=1 if quick else 2))
+    found: dict[str, Any] = {}
+    for suffix, dtype in _DTYPES.items():
+        deviation = max(require_same_results(gate, dtype) for gate in GATES)
+        _say(f"{dtype}: both sides agree to {deviation:.1e}")
+        compared = compare(sizes, rounds, runs=1 if quick else 2, dtype=dtype)
+        found.update({f"{name}{suffix}": value for name, value in compared.items()})
+        found[f"correctness_deviation{suffix}"] = deviation
     lengths = tuple(sizes.length * 2**n for n in range(2)) if quick else LENGTHS
     found.update(memory_growth(sizes, lengths))
     fp32 = floor_multiples(sizes, torch.float32, 1 if quick else 7)
@@ -39,7 +47,8 @@ def run(device: str, quick: bool = False) -> Metrics:
         floor_multiple=fp32["multiple"],
         floor_multiple_bf16=bf16["multiple"],
         matmul_gflops={"fp32": fp32["matmul_gflops"], "bf16": bf16["matmul_gflops"]},
-        correctness_deviation=deviation,
+        threads=torch.get_num_threads(),
+        bf16_operands="multiplied as they are" if multiplies_bf16() else "widened to fp32",
     )
     if "multiple_onednn" in fp32:
         found["floor_multiple_onednn"] = fp32["multiple_onednn"]
@@ -47,37 +56,39 @@ def run(device: str, quick: bool = False) -> Metrics:
     return found
 
 
-def compare(sizes: Sizes, rounds: int, runs: int) -> Metrics:
-    """Both sides in alternating fresh processes; medians.
+def compare(sizes: Sizes, rounds: int, runs: int, dtype: torch.dtype = torch.float32) -> Metrics:
+    """Both sides in fresh processes whose steps alternate; medians.
 
     Args:
         sizes: of the problem.
         rounds: processes per side.
         runs: forwards and backwards in each; memory is measured in the first one.
+        dtype: of the inputs of both sides.
     """
     found: dict[str, list[dict[str, Any]]] = {"fused": [], "megatron": []}
+    extra: dict[str, list[float]] = {side: [] for side in found}
     for _ in range(rounds):
-        for side, results in found.items():
-            results.append(measure(side, runs, sizes))
-            _say(f"{side}: {results[-1]}")
+        with ExitStack() as stack:
+            name = str(dtype).removeprefix("torch.")
+            children = {side: stack.enter_context(Child(side, sizes, name)) for side in found}
+            for number in range(runs):
+                for side, child in children.items():
+                    found[side].append(child.run())
+                    _say(f"{side}: {found[side][-1]}")
+                    if number == 0:
+                        extra[side].append(found[side][-1]["extra_bytes"])
     seconds, cpu_seconds = (
-        {
-            side: statistics.median(s for result in results for s in result[kind])
-            for side, results in found.items()
-        }
+        {side: statistics.median(result[kind] for result in results) for side, results in found.items()}
         for kind in ("seconds", "cpu_seconds")
     )
-    extra = {
-        side: statistics.median(result["extra_bytes"] for result in results)
-        for side, results in found.items()
-    }
+    peaks = {side: statistics.median(values) for side, values in extra.items()}
     return {
         "speedup_vs_megatron": seconds["megatron"] / seconds["fused"],
-        "memory_ratio_vs_megatron": extra["megatron"] / extra["fused"],
+        "cpu_time_ratio_vs_megatron": cpu_seconds["megatron"] / cpu_seconds["fused"],
+        "memory_ratio_vs_megatron": peaks["megatron"] / peaks["fused"],
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
-        "extra_peak_mib": {side: value / 2**20 for side, value in extra.items()},
-        "threads": found["fused"][0]["threads"],
+        "extra_peak_mib": {side: value / 2**20 for side, value in peaks.items()},
     }
 
 
@@ -88,7 +99,7 @@ def memory_growth(sizes: Sizes, lengths: Sequence[int]) -> Metrics:
         sizes: of the problem, except its length.
         lengths: each twice the previous one.
     """
-    extra = [measure("fused", 1, replace(sizes, length=length))["extra_bytes"] for length in lengths]
+    extra = [measure("fused", replace(sizes, length=length))["extra_bytes"] for length in lengths]
     _say(f"extra bytes at {lengths}: {extra}")
     return {
         "memory_growth_per_doubling": max(b / a for a, b in pairwise(extra)),

@@ -1,12 +1,13 @@
-"""One side of the comparison in a separate process: ``python -m benchmarks.dsa.child SIDE RUNS SIZES``.
+"""One side of the comparison in a separate process: ``python -m benchmarks.dsa.child SIDE DTYPE SIZES``.
 
-The process prints one JSON object: ``seconds`` of every run, ``cpu_seconds`` of all its threads (less
-sensitive to other processes on the machine), ``extra_bytes``, the peak of the first run minus the level
-before it, and the number of ``threads``.
+Every line on its input starts a run, after which it prints one JSON object: ``seconds``, ``cpu_seconds`` of
+all its threads (less sensitive to other processes on the machine), ``extra_bytes``, the peak of the run minus
+the level before it, and the number of ``threads``. So two sides can take turns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -14,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,54 +25,78 @@ from benchmarks.dsa.problem import Sizes, fused_step, make_inputs, megatron_step
 SIDES = {"fused": fused_step, "megatron": megatron_step}
 
 
-def measure(side: str, runs: int, sizes: Sizes) -> dict[str, Any]:
-    """Run one side in a fresh process and return what it printed.
+class Child:
+    """A side's process, which runs a step whenever it is told to."""
+
+    def __init__(self, side: str, sizes: Sizes, dtype: str = "float32") -> None:
+        root = Path(__file__).parents[2]
+        paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._what = f"{side} at {sizes} in {dtype}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.dsa.child", side, dtype, json.dumps(asdict(sizes))],
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self) -> dict[str, Any]:
+        """One forward and backward: what the process printed.
+
+        Raises:
+            RuntimeError: it failed, for example for lack of memory.
+        """
+        commands, answers = self._process.stdin, self._process.stdout
+        assert commands is not None
+        assert answers is not None
+        with contextlib.suppress(BrokenPipeError):
+            commands.write("run\n")
+            commands.flush()
+        line = answers.readline()
+        if not line:
+            code = self._process.wait()
+            raise RuntimeError(f"{self._what} exited with {code}; its messages are above")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+
+def measure(side: str, sizes: Sizes) -> dict[str, Any]:
+    """Run one side once in a fresh process and return what it printed.
 
     Raises:
-        RuntimeError: it failed, for example for lack of memory.
+        RuntimeError: it failed.
     """
-    root = Path(__file__).parents[2]
-    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.dsa.child", side, str(runs), json.dumps(asdict(sizes))],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{side} at {sizes} exited with {done.returncode}; its messages are above")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    with Child(side, sizes) as child:
+        return child.run()
 
 
-def run_here(side: str, runs: int, sizes: Sizes) -> dict[str, Any]:
-    """Entry point of the process that :func:`measure` starts."""
+def serve(side: str, dtype: str, sizes: Sizes, commands: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """In the process of a :class:`Child`: one run per command, all on the same inputs."""
     import torch
 
     step = SIDES[side]
     # Warm-up: libraries load, threads start and kernels are generated before the measurement.
     small = replace(sizes, length=min(sizes.length, 256))
-    step(*make_inputs(small), small)
-    inputs, grad_out = make_inputs(sizes)
-    before = _level()
-    seconds, cpu_seconds = [], []
-    extra = 0
-    for number in range(runs):
+    step(*make_inputs(small, getattr(torch, dtype)), small)
+    inputs, grad_out = make_inputs(sizes, getattr(torch, dtype))
+    for _ in commands:
+        before = _level()
         started, cpu_started = time.perf_counter(), time.process_time()
         result = step(inputs, grad_out, sizes)
-        seconds.append(time.perf_counter() - started)
-        cpu_seconds.append(time.process_time() - cpu_started)
-        if number == 0:
-            extra = memory("VmHWM") - before
+        yield {
+            "seconds": time.perf_counter() - started,
+            "cpu_seconds": time.process_time() - cpu_started,
+            "extra_bytes": memory("VmHWM") - before,
+            "threads": torch.get_num_threads(),
+        }
         del result
-    return {
-        "seconds": seconds,
-        "cpu_seconds": cpu_seconds,
-        "extra_bytes": extra,
-        "threads": torch.get_num_threads(),
-    }
 
 
 def _level() -> int:
@@ -91,5 +117,9 @@ def memory(field: str) -> int:
 
 
 if __name__ == "__main__":
-    side, runs, sizes = sys.argv[1:]
-    print(json.dumps(run_here(side, int(runs), Sizes(**json.loads(sizes)))))
+    side, dtype, sizes = sys.argv[1:]
+    answers = sys.stdout
+    # What the measured code prints is no answer.
+    with contextlib.redirect_stdout(sys.stderr):
+        for found in serve(side, dtype, Sizes(**json.loads(sizes)), sys.stdin):
+            print(json.dumps(found), file=answers, flush=True)

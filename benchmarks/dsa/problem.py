@@ -11,6 +11,10 @@ from torch import Tensor
 from mindspeed_dsa.ops.indexer_kl_loss import indexer_kl_loss
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
+from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head, sparse_attention_by_head
+
+# The largest deviation of a result of one side from the other's, over its largest value.
+_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,11 @@ class Sizes:
     def softmax_scale(self) -> float:
         """Scale of the main attention, for the unabsorbed heads."""
         return float((self.nope_dim + self.rope_dim) ** -0.5)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Of key and value together, of a head and absorbed."""
+        return self.nope_dim + self.rope_dim + self.value_dim, 2 * self.latent_dim + self.rope_dim
 
     @property
     def visible_pairs(self) -> int:
@@ -87,12 +96,12 @@ class Step:
     """In the order of :attr:`Inputs.leaves`."""
 
 
-def make_inputs(sizes: Sizes, seed: int = 0) -> tuple[Inputs, Tensor]:
+def make_inputs(sizes: Sizes, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Inputs, Tensor]:
     """Random inputs, and the gradient of the output, ``[length, 1, heads * value_dim]``."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).requires_grad_()
+        return (torch.randn(*shape, generator=generator) * scale).to(dtype).requires_grad_()
 
     length, heads, index_heads = sizes.length, sizes.heads, sizes.index_heads
     inputs = Inputs(
@@ -110,14 +119,43 @@ def make_inputs(sizes: Sizes, seed: int = 0) -> tuple[Inputs, Tensor]:
 
 
 def fused_step(inputs: Inputs, grad_out: Tensor, sizes: Sizes) -> Step:
-    """This library's operators, attention in absorbed form."""
+    """This library's operators, attention in the form that is faster."""
+    index = [x.transpose(0, 1) for x in (inputs.index_query, inputs.index_key, inputs.index_weights)]
+    topk_indices, topk_scores = lightning_indexer(*index, sizes.topk)
+    attend = _absorbed
+    if is_faster_by_head(inputs.latent.device, sizes.length, sizes.topk, sizes.widths):
+        attend = _by_head
+    out, query, key, attention_sum = attend(inputs, sizes, topk_indices)
+    loss = indexer_kl_loss(
+        *index,
+        query,
+        key,
+        topk_indices,
+        sizes.softmax_scale,
+        topk_scores=topk_scores,
+        attention_sum=attention_sum,
+    )
+    del query, key
+    return _finish(inputs, grad_out, out.reshape(sizes.length, 1, -1), loss, topk_indices)
+
+
+def _by_head(inputs: Inputs, sizes: Sizes, topk_indices: Tensor) -> tuple[Tensor, ...]:
+    """Output, ``[length, 1, heads, value_dim]``, and what the loss takes: query, a key, and the sum."""
+    query, key, value = (x.transpose(0, 1) for x in _projected(inputs, sizes))
+    out, attention_sum = sparse_attention_by_head(
+        query, key, value, topk_indices, sizes.softmax_scale, return_attention_sum=True
+    )
+    assert attention_sum is not None
+    # With the sum given the loss reads no key.
+    return out.transpose(0, 1), query.detach(), key.detach()[:, :, 0], attention_sum
+
+
+def _absorbed(inputs: Inputs, sizes: Sizes, topk_indices: Tensor) -> tuple[Tensor, ...]:
+    """As :func:`_by_head`."""
     # [length, heads, latent_dim + rope_dim], in the order of memory that the operator reads
     absorbed = torch.bmm(inputs.q_nope[:, 0].transpose(0, 1), inputs.up_key).transpose(0, 1)
     query = torch.cat([absorbed, inputs.q_rope[:, 0]], dim=-1)[None]
     key_value = torch.cat([inputs.latent, inputs.key_rope], dim=-1).transpose(0, 1)
-    index = [x.transpose(0, 1) for x in (inputs.index_query, inputs.index_key, inputs.index_weights)]
-
-    topk_indices, topk_scores = lightning_indexer(*index, sizes.topk)
     attention = sparse_flash_attention(
         query,
         key_value,
@@ -126,20 +164,24 @@ def fused_step(inputs: Inputs, grad_out: Tensor, sizes: Sizes) -> Step:
         value_dim=sizes.latent_dim,
         return_attention_sum=True,
     )
-    loss = indexer_kl_loss(
-        *index,
-        query.detach(),
-        key_value.detach(),
-        topk_indices,
-        sizes.softmax_scale,
-        topk_scores=topk_scores,
-        attention_sum=attention.attention_sum,
-    )
     # [heads, length, value_dim]
     out = torch.bmm(attention.out[0].transpose(0, 1), inputs.up_value.transpose(1, 2))
-    out = out.transpose(0, 1).reshape(sizes.length, 1, -1)
-    del attention, absorbed, query, key_value
-    return _finish(inputs, grad_out, out, loss, topk_indices)
+    assert attention.attention_sum is not None
+    return out.transpose(0, 1), query.detach(), key_value.detach(), attention.attention_sum
+
+
+def _projected(inputs: Inputs, sizes: Sizes) -> tuple[Tensor, ...]:
+    """Query, key and value of every head, ``[length, 1, heads, ...]``, as MLA projects them."""
+    # One projection for keys and values: [length, 1, heads, nope_dim + value_dim]
+    up = torch.cat([inputs.up_key, inputs.up_value], dim=1).flatten(0, 1)
+    key_nope, value = (
+        torch.nn.functional.linear(inputs.latent, up)
+        .view(sizes.length, 1, sizes.heads, -1)
+        .split([sizes.nope_dim, sizes.value_dim], dim=-1)
+    )
+    query = torch.cat([inputs.q_nope, inputs.q_rope], dim=-1)
+    key_rope = inputs.key_rope[:, :, None].expand(-1, -1, sizes.heads, -1)
+    return query, torch.cat([key_nope, key_rope], dim=-1), value
 
 
 def megatron_step(inputs: Inputs, grad_out: Tensor, sizes: Sizes, topk_indices: Tensor | None = None) -> Step:
@@ -153,17 +195,8 @@ def megatron_step(inputs: Inputs, grad_out: Tensor, sizes: Sizes, topk_indices: 
     """
     from megatron.core.transformer.experimental_attention_variant import dsa
 
-    length, heads = sizes.length, sizes.heads
-    # One projection for keys and values, as MLA has it: [length, 1, heads, nope_dim + value_dim]
-    up = torch.cat([inputs.up_key, inputs.up_value], dim=1).flatten(0, 1)
-    key_nope, value = (
-        torch.nn.functional.linear(inputs.latent, up)
-        .view(length, 1, heads, -1)
-        .split([sizes.nope_dim, sizes.value_dim], dim=-1)
-    )
-    query = torch.cat([inputs.q_nope, inputs.q_rope], dim=-1)
-    key = torch.cat([key_nope, inputs.key_rope[:, :, None].expand(-1, -1, heads, -1)], dim=-1)
-
+    length = sizes.length
+    query, key, value = _projected(inputs, sizes)
     mask = torch.full((length, length), float("-inf")).triu(1)
     index_scores = dsa.DSAIndexer._compute_index_scores(
         None, inputs.index_query, inputs.index_weights, inputs.index_key
@@ -182,7 +215,7 @@ def megatron_step(inputs: Inputs, grad_out: Tensor, sizes: Sizes, topk_indices: 
         sparse_loss=True,
         pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)),
     )
-    del mask, index_scores, query, key, value, key_nope
+    del mask, index_scores, query, key, value
     return _finish(inputs, grad_out, out, loss, topk_indices)
 
 
@@ -191,23 +224,28 @@ def _finish(inputs: Inputs, grad_out: Tensor, out: Tensor, loss: Tensor, topk_in
     return Step(out.detach(), loss.detach(), topk_indices, gradients)
 
 
-def require_same_results(sizes: Sizes, bound: float = 1e-4) -> float:
+def require_same_results(sizes: Sizes, dtype: torch.dtype = torch.float32) -> float:
     """Run both sides on the same selection and compare their results.
+
+    Args:
+        sizes: of the problem.
+        dtype: of the inputs. In bf16 results differ by the rounding of each side.
 
     Returns:
         The largest deviation of any result over its largest magnitude.
 
     Raises:
-        RuntimeError: it is above ``bound``.
+        RuntimeError: it is above the dtype's bound.
     """
-    inputs, grad_out = make_inputs(sizes)
+    bound = _BOUNDS[dtype]
+    inputs, grad_out = make_inputs(sizes, dtype)
     ours = fused_step(inputs, grad_out, sizes)
     # Megatron has no empty entries; its mask is assigned, not accumulated, so a row may list itself twice.
     own_row = torch.arange(sizes.length)[None, :, None]
     selection = torch.where(ours.topk_indices < 0, own_row, ours.topk_indices.long())
     theirs = megatron_step(inputs, grad_out, sizes, selection)
     deviation = {
-        name: float((one - other).abs().max() / other.abs().max())
+        name: float((one - other).abs().max().double() / other.abs().max())
         for name, one, other in zip(
             ["output", "loss", *(f"gradient of {name}" for name in vars(inputs))],
             [ours.out, ours.loss, *ours.gradients],

@@ -1,28 +1,22 @@
-"""Shared by the CPU backends: batched fp32 products and the cutting of rows into cache-sized blocks.
+"""Shared by the CPU backends: the cutting of rows into cache-sized blocks whose keys are gathered.
 
-Two measured facts shape the CPU backends:
-
-* A product with few rows (heads x head size by selected keys) runs at the speed of a large matmul as
-  long as the gathered keys are still in cache. Keys are therefore gathered for one query row, or a few,
-  at a time (a tile), and scratch is allocated once and reused, because fresh pages cost as much as the
-  work. What needs no keys is done for several tiles at once (a block): calls cost time too.
-* ``torch.bmm`` in fp32 goes to the BLAS that PyTorch was built with. On x86 that is MKL, which uses half of
-  the vector width where the processor is not Intel's; oneDNN, which PyTorch also carries, does not. Where it
-  is, MKL takes half of oneDNN's time for products as small as these.
+A product with few rows (heads x head size by selected keys) runs at the speed of a large matmul as long as
+the gathered keys are still in cache. Keys are therefore gathered for one query row, or a few, at a time (a
+tile), and scratch is allocated once and reused, because fresh pages cost as much as the work. What needs no
+keys is done for several tiles at once (a block): calls cost time too.
 """
 
 from __future__ import annotations
 
 import math
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.ops.cpu_products import compute_dtype, linear, one_by_one, operand_dtype, product
 from mindspeed_dsa.ops.cpu_threads import share_out, worker_count
 from mindspeed_dsa.ops.indices import names_key
 
@@ -32,105 +26,8 @@ Result = TypeVar("Result")
 _TILE_BYTES = 5 << 18
 _BLOCK_BYTES = 1 << 20
 _TILES_PER_BLOCK = 8
-# Below this much work per product, or above this many threads, one batched call is faster than a loop.
-_LOOP_MIN_FLOPS = 4_000_000
-_LOOP_MAX_THREADS = 4
 # Widths are rounded up to this, so that the number of distinct product shapes stays small.
 _WIDTH_STEP = 64
-
-
-def _onednn_linear() -> Any:
-    if platform.machine().lower() not in ("x86_64", "amd64") or not torch.backends.mkldnn.is_available():
-        return None
-    namespace = torch.ops.mkldnn
-    return namespace._linear_pointwise.default if hasattr(namespace, "_linear_pointwise") else None
-
-
-def _mkl_is_fast(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether products go to an MKL that knows the processor."""
-    if not torch.backends.mkl.is_available():
-        return False
-    try:
-        return "GenuineIntel" in cpuinfo.read_text()
-    except OSError:
-        return False
-
-
-_LINEAR = _onednn_linear()
-_MKL_IS_FAST = _mkl_is_fast()
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Products and sums of a CPU backend are in fp32, or in fp64 for fp64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def linear(x: Tensor, weight: Tensor, relu: bool = False) -> Tensor:
-    """``x @ weight.T``, optionally clamped at zero: ``[m, k]``, ``[n, k]`` -> ``[m, n]``."""
-    # For a weight with gaps between its rows oneDNN has only its unoptimised reference kernel.
-    dense = weight.is_contiguous() or weight.t().is_contiguous()
-    if dense and _onednn_takes(x.dtype):
-        fused = relu and _stays_finite(x, weight)
-        out: Tensor = _LINEAR(x, weight, None, "relu" if fused else "none", [], "")
-        return out.relu_() if relu and not fused else out
-    out = torch.mm(x, weight.t())
-    return out.relu_() if relu else out
-
-
-def linear_each(x: Tensor, weight: Tensor, relu: bool = False) -> Tensor:
-    """:func:`linear` of several pairs: ``[g, m, k]``, ``[g, n, k]`` -> ``[g, m, n]``."""
-    if len(x) == 1:
-        return linear(x[0], weight[0], relu)[None]
-    if _onednn_takes(x.dtype):
-        return torch.stack([linear(one, other, relu) for one, other in zip(x, weight, strict=True)])
-    out = torch.bmm(x, weight.mT)
-    return out.relu_() if relu else out
-
-
-def _stays_finite(x: Tensor, weight: Tensor) -> bool:
-    """Whether no product can be NaN, which the relu that oneDNN fuses would turn into zero."""
-    # No product of two rows is larger than that of their lengths. No pass is faster than a sum of squares.
-    squares = (torch.dot(flat, flat) for flat in (x.reshape(-1), weight.reshape(-1)))
-    return math.isfinite(math.prod(float(square) for square in squares))
-
-
-def one_by_one(flops: int, dtype: torch.dtype) -> bool:
-    """Whether one oneDNN call per product of this size is faster than one batched call."""
-    return flops >= _LOOP_MIN_FLOPS and torch.get_num_threads() <= _LOOP_MAX_THREADS and _onednn_takes(dtype)
-
-
-def times_keys(a: Tensor, keys: Tensor, out: Tensor, one_by_one: bool) -> None:
-    """``a @ keys.mT`` into ``out``: ``[n, m, dim]``, ``[n, width, dim]`` -> ``[n, m, width]``.
-
-    With ``one_by_one`` no ``a[i]`` and no ``keys[i]`` has gaps between its rows.
-    """
-    if not one_by_one:
-        torch.bmm(a, keys.transpose(1, 2), out=out)
-        return
-    for i in range(len(a)):
-        # oneDNN packs the second operand on every call: the smaller one takes that place.
-        if a.shape[1] < keys.shape[1]:
-            out[i].t().copy_(_LINEAR(keys[i], a[i], None, "none", [], ""))
-        else:
-            out[i].copy_(_LINEAR(a[i], keys[i], None, "none", [], ""))
-
-
-def sum_of_keys(a: Tensor, keys: Tensor, out: Tensor, one_by_one: bool) -> None:
-    """``a @ keys`` into ``out``: ``[n, m, width]``, ``[n, width, dim]`` -> ``[n, m, dim]``.
-
-    With ``one_by_one`` no ``a[i]`` and no ``keys[i]`` has gaps between its rows.
-    """
-    if not one_by_one:
-        torch.bmm(a, keys, out=out)
-        return
-    for i in range(len(a)):
-        out[i].copy_(_LINEAR(a[i], keys[i].t(), None, "none", [], ""))
-
-
-def _onednn_takes(dtype: torch.dtype) -> bool:
-    if _LINEAR is None or _MKL_IS_FAST or dtype != torch.float32:
-        return False
-    return bool(torch.backends.mkldnn.enabled)
 
 
 class Scratch:
@@ -140,13 +37,19 @@ class Scratch:
         self._dtype = dtype
         self._buffers: dict[str, Tensor] = {}
 
-    def __call__(self, name: str, *shape: int) -> Tensor:
+    def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised contiguous tensor; overlaps what the same name returned before."""
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[name] = torch.empty(size, dtype=self._dtype)
+            buffer = self._buffers[name] = torch.empty(size, dtype=dtype or self._dtype)
         return buffer[:size].view(shape)
+
+    def rounded(self, name: str, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        """``numbers`` as an operand of this dtype: themselves where they have it."""
+        if numbers.dtype == dtype:
+            return numbers
+        return self(f"rounded {name}", *numbers.shape, dtype=dtype).copy_(numbers)
 
 
 @dataclass(frozen=True)
@@ -174,7 +77,8 @@ class Block:
             tile's part of ``indices``, of ``invalid`` and of each of ``rows``.
         """
         rows_per_tile, (count, width) = self._tile_rows, self.indices.shape
-        keys = self._scratch("keys", min(rows_per_tile, count), width, self._key.shape[1])
+        size, dtype = self._key.shape[1], self._key.dtype
+        keys = self._scratch("keys", min(rows_per_tile, count), width, size, dtype=dtype)
         flat = keys.view(-1, keys.shape[2])
         parts = [x.split(rows_per_tile) for x in (self.indices, *rows)]
         hidden = None if self.invalid is None else self.invalid.split(rows_per_tile)
@@ -219,10 +123,10 @@ def over_blocks(
         What ``work`` returned in each thread, in a fixed order.
     """
     batch, query_length, topk = topk_indices.shape
-    dtype = compute_dtype(key.dtype)
+    operand = operand_dtype(key.dtype)
     # The latent keys are small; in the dtype of the products they are gathered as is.
-    keys = [one.detach().to(dtype).contiguous() for one in key]
-    tile_rows, rows = _tile_and_block_rows(topk * key.shape[2] * dtype.itemsize, topk * scratch_per_entry)
+    keys = [one.detach().to(operand).contiguous() for one in key]
+    tile_rows, rows = _tile_and_block_rows(topk * key.shape[2] * operand.itemsize, topk * scratch_per_entry)
     cuts = []
     slot = torch.arange(1, topk + 1, dtype=torch.int32)
     for b in range(batch):
@@ -244,7 +148,7 @@ def over_blocks(
             yield Block(b, part, indices.contiguous(), invalid, keys[b], tile_rows, scratch)
 
     def of_thread(share: Sequence[_Cut]) -> Result:
-        scratch = Scratch(dtype)
+        scratch = Scratch(compute_dtype(key.dtype))
         return work(blocks(share, scratch), scratch)
 
     return share_out(cuts, of_thread)
@@ -259,9 +163,7 @@ def _tile_and_block_rows(key_bytes: int, scratch_numbers: int) -> tuple[int, int
     return tile, tile * min(max(tiles, 1), _TILES_PER_BLOCK)
 
 
-def add_to_keys(
-    total: Tensor, indices: Tensor, a: Tensor, b: Tensor, scratch: Scratch, one_by_one: bool
-) -> None:
+def add_to_keys(total: Tensor, indices: Tensor, a: Tensor, b: Tensor, scratch: Scratch) -> None:
     """Add ``a[i].mT @ b[i]``, one row per selected key, to the keys' rows of ``total``, in a fixed order.
 
     Args:
@@ -270,14 +172,18 @@ def add_to_keys(
         a: ``[n, m, width]``; zero in the columns of invalid entries.
         b: ``[n, m, dim]``.
         scratch: where the products may lie.
-        one_by_one: no ``a[i]`` and no ``b[i]`` has gaps between its rows, and each gets a call of its own.
     """
-    if one_by_one:
+    if one_by_one(2 * a.shape[1] * a.shape[2] * b.shape[2], a.dtype):
         for i in range(len(a)):
-            total.index_add_(0, indices[i], _LINEAR(a[i].t(), b[i].t(), None, "none", [], ""))
+            total.index_add_(0, indices[i], linear(a[i].t(), b[i].t()))
+    elif a.dtype == torch.bfloat16:
+        products = scratch("products", a.shape[2], b.shape[2])
+        for i in range(len(a)):
+            product(a[i].t(), b[i], products)
+            total.index_add_(0, indices[i], products)
     else:
         products = scratch("products", a.shape[0], a.shape[2], b.shape[2])
-        torch.bmm(a.transpose(1, 2), b, out=products)
+        product(a.transpose(1, 2), b, products)
         total.index_add_(0, indices.flatten(), products.flatten(0, 1))
 
 

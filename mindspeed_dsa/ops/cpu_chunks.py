@@ -19,7 +19,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops.cpu_blocks import Scratch, compute_dtype, linear, one_by_one
+from mindspeed_dsa.ops.cpu_blocks import Scratch
+from mindspeed_dsa.ops.cpu_products import compute_dtype, operand_dtype
 from mindspeed_dsa.ops.cpu_threads import share_out, worker_count
 from mindspeed_dsa.ops.indices import names_key
 
@@ -72,7 +73,9 @@ class Chunk:
         return by_key.scatter_add_(2, self.columns, entries)[..., :-1]
 
 
-class _Cut(NamedTuple):
+class Cut(NamedTuple):
+    """Rows of some sequences and the range of keys ``[low, high)`` that they selected from."""
+
     batch: slice
     rows: slice
     low: int
@@ -103,11 +106,37 @@ def over_chunks(
     """
     batch, query_length, _ = topk_indices.shape
     key_length, dtype = key.shape[1], compute_dtype(key.dtype)
-    keys = key.detach().to(dtype).contiguous()
+    keys = key.detach().to(operand_dtype(key.dtype)).contiguous()
     workers = worker_count(batch * query_length * heads * key_length)
     threads = max(torch.get_num_threads() // workers, 1)
     most = max(threads * _CHUNK_BYTES // (heads * key_length * dtype.itemsize), 1)
     together, rows = rows_of_sequences(batch, most, _MOST_ROWS)
+    positions, cuts = cut_rows(topk_indices, key_length, together, rows)
+
+    def chunks(share: Sequence[Cut]) -> Iterator[Chunk]:
+        for group, part, low, high, has_empty_row in share:
+            columns = positions[group, part].to(torch.int64, copy=True).sub_(low).clamp_max_(high - low)
+            yield Chunk(group, part, slice(low, high), keys[group, low:high], columns, has_empty_row)
+
+    def of_thread(share: Sequence[Cut]) -> Result:
+        return work(chunks(share), Scratch(dtype))
+
+    return share_out(cuts, of_thread, workers)
+
+
+def cut_rows(topk_indices: Tensor, key_length: int, together: int, rows: int) -> tuple[Tensor, list[Cut]]:
+    """Cut the rows of all sequences, and find the range of keys that each cut selected from.
+
+    Args:
+        topk_indices: ``[batch, query_length, topk]``; entries outside of the keys are none.
+        key_length: number of keys.
+        together: sequences in a cut.
+        rows: of each of them.
+
+    Returns:
+        ``topk_indices`` with ``key_length`` where an entry names no key, and the cuts.
+    """
+    batch, query_length, _ = topk_indices.shape
     valid = names_key(topk_indices, key_length)
     positions = topk_indices.where(valid, key_length)
     lows = positions.amin(-1)
@@ -123,17 +152,8 @@ def over_chunks(
             low, high = min(lowest[part]), max(highest[part]) + 1
             low = min(low // _WIDTH_STEP * _WIDTH_STEP, key_length - 1)
             high = min(max(-(-high // _WIDTH_STEP), 1) * _WIDTH_STEP, key_length)
-            cuts.append(_Cut(group, part, min(low, high - 1), high, max(emptiest[part]) == key_length))
-
-    def chunks(share: Sequence[_Cut]) -> Iterator[Chunk]:
-        for group, part, low, high, has_empty_row in share:
-            columns = positions[group, part].to(torch.int64, copy=True).sub_(low).clamp_max_(high - low)
-            yield Chunk(group, part, slice(low, high), keys[group, low:high], columns, has_empty_row)
-
-    def of_thread(share: Sequence[_Cut]) -> Result:
-        return work(chunks(share), Scratch(dtype))
-
-    return share_out(cuts, of_thread, workers)
+            cuts.append(Cut(group, part, min(low, high - 1), high, max(emptiest[part]) == key_length))
+    return positions, cuts
 
 
 def rows_of_sequences(batch: int, most: int, most_each: int) -> tuple[int, int]:
@@ -149,16 +169,3 @@ def rows_of_sequences(batch: int, most: int, most_each: int) -> tuple[int, int]:
     """
     together = min(batch, max(most // _FEWEST_ROWS, 1))
     return together, min(most // together, most_each)
-
-
-def multiply(a: Tensor, b: Tensor, out: Tensor, scale: float = 1.0, add: bool = False) -> None:
-    """``scale * (a @ b)`` into ``out``, or added to it: ``[g, m, k]``, ``[g, k, n]`` -> ``[g, m, n]``."""
-    if not one_by_one(2 * a.shape[1] * a.shape[2] * b.shape[2], a.dtype):
-        torch.baddbmm(out, a, b, beta=float(add), alpha=scale, out=out)
-        return
-    for one, other, result in zip(a, b, out, strict=True):
-        product = linear(one, other.t())
-        if add:
-            result.add_(product, alpha=scale)
-        else:
-            torch.mul(product, scale, out=result)

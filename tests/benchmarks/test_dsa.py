@@ -12,6 +12,8 @@ from benchmarks import __main__ as cli
 from benchmarks import dsa
 from benchmarks.dsa import child, floor, problem
 from benchmarks.dsa.problem import Sizes
+from mindspeed_dsa.ops import cpu_products
+from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head
 
 TINY = Sizes(length=80, heads=2, index_heads=2, topk=16)
 
@@ -34,8 +36,10 @@ def test_every_metric_of_a_quick_run(tmp_path, capsys):
     assert json.loads(file.read_text()) == found
     metrics = found["metrics"]
     assert metrics.pop("cuda") == "not run on a GPU"
+    assert "fp32" in metrics.pop("bf16_operands") or cpu_products.multiplies_bf16()
     assert all(isinstance(value, (int, float)) and value > 0 for value in numbers(metrics))
     assert metrics["correctness_deviation"] < 1e-4
+    assert metrics["correctness_deviation_bf16"] < 2e-2
     for name in ("floor_multiple", "floor_multiple_bf16"):
         assert {operator: list(row) for operator, row in metrics[name].items()} == {
             "lightning_indexer": ["forward", "backward"],
@@ -43,9 +47,14 @@ def test_every_metric_of_a_quick_run(tmp_path, capsys):
             "indexer_kl_loss": ["forward_backward"],
         }
     assert metrics["threads"] == torch.get_num_threads()
-    speed, memory = metrics["seconds"], metrics["extra_peak_mib"]
-    assert metrics["speedup_vs_megatron"] == pytest.approx(speed["megatron"] / speed["fused"])
-    assert metrics["memory_ratio_vs_megatron"] == pytest.approx(memory["megatron"] / memory["fused"])
+    for dtype in ("", "_bf16"):
+        for ratio, of in (
+            ("speedup_vs_megatron", "seconds"),
+            ("cpu_time_ratio_vs_megatron", "cpu_seconds"),
+            ("memory_ratio_vs_megatron", "extra_peak_mib"),
+        ):
+            sides = metrics[of + dtype]
+            assert metrics[ratio + dtype] == pytest.approx(sides["megatron"] / sides["fused"])
     small, large = metrics["extra_peak_mib_by_length"].values()
     assert metrics["memory_growth_per_doubling"] == pytest.approx(large / small)
 
@@ -57,22 +66,50 @@ def test_only_cases_with_a_quick_form_take_quick(capsys):
 
 
 def test_figures_are_those_of_the_processes(monkeypatch):
-    """Medians over all runs of all processes, and the largest of the growth ratios."""
+    """Medians over all runs of all processes, whose steps alternate, and the largest of the growth ratios."""
     extra = {2048: 10.0, 4096: 30.0, 8192: 40.0}
-    seconds = iter([[1.0, 2.0], [10.0, 40.0], [3.0, 9.0], [30.0, 20.0]])
+    seconds = {"fused": iter([1.0, 2.0, 3.0, 9.0]), "megatron": iter([10.0, 40.0, 30.0, 20.0])}
+    order = []
 
-    def measure(side, runs, sizes):
-        assert sizes.length in extra
-        times = next(seconds, [1.0])
-        return {"seconds": times, "cpu_seconds": times, "extra_bytes": extra[sizes.length], "threads": 2}
+    class Process:
+        def __init__(self, side, sizes, dtype="float32"):
+            self.side, self.sizes, self.dtype, self.runs = side, sizes, dtype, 0
 
-    monkeypatch.setattr(dsa, "measure", measure)
-    found = dsa.compare(Sizes(), rounds=2, runs=2)
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            order.append("end")
+
+        def run(self):
+            order.append((self.side, self.dtype))
+            self.runs += 1
+            taken = next(seconds[self.side], 1.0)
+            bytes_ = extra[self.sizes.length] * (2 if self.side == "megatron" else 1) * self.runs
+            return {"seconds": taken, "cpu_seconds": 2 * taken, "extra_bytes": bytes_, "threads": 2}
+
+    monkeypatch.setattr(dsa, "Child", Process)
+    monkeypatch.setattr(child, "Child", Process)
+    found = dsa.compare(Sizes(), rounds=2, runs=2, dtype=torch.bfloat16)
+    turns = [("fused", "bfloat16"), ("megatron", "bfloat16")]
+    assert order == [*turns, *turns, "end", "end"] * 2
     assert found["seconds"] == {"fused": 2.5, "megatron": 25.0}
-    assert found["speedup_vs_megatron"] == 10
+    assert found["speedup_vs_megatron"] == found["cpu_time_ratio_vs_megatron"] == 10
+    # Of the first runs: the later ones find memory that the process has kept.
+    assert found["memory_ratio_vs_megatron"] == 2
+    assert found["extra_peak_mib"]["fused"] == 30 / 2**20
     grown = dsa.memory_growth(Sizes(), tuple(extra))
     assert grown["memory_growth_per_doubling"] == 3
     assert grown["extra_peak_mib_by_length"] == {str(n): value / 2**20 for n, value in extra.items()}
+
+
+def test_both_forms_are_compared_before_they_are_timed():
+    """The form of the compared size is among those of the gates, and so is the other one."""
+    forms = [
+        is_faster_by_head(torch.device("cpu"), sizes.length, sizes.topk, sizes.widths)
+        for sizes in (*dsa.GATES, dsa.COMPARED)
+    ]
+    assert forms == [False, True, True]
 
 
 def test_sides_that_differ_are_not_compared(monkeypatch):
@@ -103,15 +140,16 @@ def test_extra_memory_is_what_the_step_holds_at_its_peak(monkeypatch):
     before = torch.ones(size, dtype=torch.uint8)
     torch.ones(2 * size, dtype=torch.uint8)
     monkeypatch.setitem(child.SIDES, "fused", step)
-    found = child.run_here("fused", 2, replace(TINY, length=300))
+    first, second = child.serve("fused", "float32", replace(TINY, length=300), ["run", "run"])
     del before
-    assert 0.95 * size < found["extra_bytes"] < 1.2 * size
-    assert len(found["seconds"]) == len(found["cpu_seconds"]) == len(held) == 2
+    assert 0.95 * size < first["extra_bytes"] < 1.2 * size
+    assert first.keys() == second.keys() == {"seconds", "cpu_seconds", "extra_bytes", "threads"}
+    assert len(held) == 2
 
 
 def test_a_process_that_fails_is_an_error():
     with pytest.raises(RuntimeError, match=r"nobody at .* exited with 1"):
-        child.measure("nobody", 1, TINY)
+        child.measure("nobody", TINY)
 
 
 def test_needed_operations():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops import cpu_blocks
+from mindspeed_dsa.ops import cpu_products
 from mindspeed_dsa.ops.indexer_kl_loss import (
     dense_indexer_kl_loss,
     divergence_and_score_gradient,
@@ -156,8 +156,8 @@ def test_layouts_change_nothing(call, backend, monkeypatch):
     name, _, looped = backend.partition(", ")
     if looped:
         # One oneDNN call per product, as for large ones on processors that MKL does not know.
-        monkeypatch.setattr(cpu_blocks, "_LOOP_MIN_FLOPS", 0)
-        monkeypatch.setattr(cpu_blocks, "_MKL_IS_FAST", False)
+        monkeypatch.setattr(cpu_products, "_LOOP_MIN_FLOPS", 0)
+        monkeypatch.setattr(cpu_products, "_MKL_IS_FAST", False)
     for seed in SEEDS:
         found = results(call, Case(seed), False, name)
         expected = results(call, Case(seed), True, "reference")

@@ -16,9 +16,11 @@ from mindspeed_dsa.ops.indexer_kl_loss import cpu as loss_cpu
 from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_loss
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
+from mindspeed_dsa.ops.sparse_flash_attention.by_head import sparse_attention_by_head
 from tests.ops.cases import indexer_inputs, random_indices
 
 TOPK = 16
+DTYPE = torch.float32
 
 
 class LargestStorage(TorchDispatchMode):
@@ -88,6 +90,14 @@ def run_attention(length: int, backend: str) -> None:
     result.out.sum().backward()
 
 
+def run_heads(length: int, backend: str) -> None:
+    query, key_value = main_inputs(length)
+    keys = [key_value[:, :, None, :size].expand(-1, -1, 2, -1) for size in (12, 8)]
+    indices = causal_indices(length)
+    out, _ = sparse_attention_by_head(query, *keys, indices, 0.3, return_attention_sum=True, backend=backend)
+    out.sum().backward()
+
+
 def run_loss(length: int, backend: str) -> None:
     inputs = [x.requires_grad_() for x in indexer_inputs(1, length, heads=2, dim=8)]
     indexer_kl_loss(*inputs, *main_inputs(length), causal_indices(length), 0.3, backend=backend).backward()
@@ -98,14 +108,14 @@ def run_dense_loss(length: int, backend: str) -> None:
     dense_indexer_kl_loss(*inputs, *main_inputs(length), 0.3, backend=backend).backward()
 
 
-RUNS = [run_indexer, run_selected_scores, run_attention, run_loss]
+RUNS = [run_indexer, run_selected_scores, run_attention, run_heads, run_loss]
 LONG = pytest.param(run_dense_loss, marks=pytest.mark.full)
 
 
 def largest_of(run: Callable[[int, str], None], length: int, backend: str) -> int:
     with LargestStorage() as seen:
         run(length, backend)
-    assert seen.names & {"bmm", "mm", "einsum"}, "the mode must see the products"
+    assert seen.names & {"bmm", "baddbmm", "addmm", "mm", "einsum"}, "the mode must see the products"
     return seen.bytes
 
 
@@ -132,10 +142,10 @@ def test_scratch_does_not_grow_with_the_sequence(run, one_thread):
 
 
 def results(run: str) -> list[torch.Tensor]:
-    index = [x.requires_grad_() for x in indexer_inputs(2, 45, heads=3, dim=8)]
+    index = [x.requires_grad_() for x in indexer_inputs(2, 45, heads=3, dim=8, dtype=DTYPE)]
     generator = torch.Generator().manual_seed(2)
-    query = torch.randn(2, 45, 4, 12, generator=generator).requires_grad_()
-    key = torch.randn(2, 45, 12, generator=generator).requires_grad_()
+    query = torch.randn(2, 45, 4, 12, generator=generator).to(DTYPE).requires_grad_()
+    key = torch.randn(2, 45, 12, generator=generator).to(DTYPE).requires_grad_()
     indices = random_indices(2, 45, 45, 20, empty_rows=(0, 3, 44))
     if run == "indexer":
         outputs = lightning_indexer(*index, 20, backend="cpu")
@@ -158,13 +168,17 @@ def results(run: str) -> list[torch.Tensor]:
             backend="cpu",
         )
         return [*outputs, *torch.autograd.grad(outputs.out.sin().sum(), [query, key])]
+    if run == "heads":
+        keys = [key[:, :, None, :size].expand(-1, -1, 4, -1) for size in (12, 8)]
+        out, summed = sparse_attention_by_head(query, *keys, indices, 0.3, return_attention_sum=True)
+        return [out, summed, *torch.autograd.grad(out.sin().sum(), [query, key])]
     form = indexer_kl_loss if run == "loss" else dense_indexer_kl_loss
     extra = (indices,) if run == "loss" else ()
     loss = form(*index, query, key, *extra, 0.3, backend="cpu")
     return [loss, *torch.autograd.grad(loss, index)]
 
 
-@pytest.mark.parametrize("run", ["indexer", "selected", "attention", "loss", "dense"])
+@pytest.mark.parametrize("run", ["indexer", "selected", "attention", "heads", "loss", "dense"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_stale_scratch_is_never_read(run, threads, monkeypatch):
     """NaN in fresh memory and in scratch that a block before has used changes nothing."""
@@ -175,9 +189,9 @@ def test_stale_scratch_is_never_read(run, threads, monkeypatch):
     poisoned = []
     original = cpu_blocks.Scratch.__call__
 
-    def poison(self, name, *shape):
+    def poison(self, name, *shape, dtype=None):
         poisoned.append(name)
-        return original(self, name, *shape).fill_(torch.nan)
+        return original(self, name, *shape, dtype=dtype).fill_(torch.nan)
 
     try:
         expected = results(run)

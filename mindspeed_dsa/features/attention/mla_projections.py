@@ -48,9 +48,13 @@ class Projections:
         """
         if packed_seq_params is None:
             return self
-        is_split = self.layer.config.sequence_parallel
-        rows = hidden_states.size(0) * (self.tensor_parallel_group().size() if is_split else 1)
+        rows = self.rows(hidden_states)
         return replace(self, documents=PackRows.of(packed_seq_params, rows, self.context_parallel_group()))
+
+    def rows(self, hidden_states: Tensor) -> int:
+        """How many rows the context parallel rank has; ``hidden_states`` as for :meth:`on`."""
+        is_split = self.layer.config.sequence_parallel
+        return hidden_states.size(0) * (self.tensor_parallel_group().size() if is_split else 1)
 
     def tensor_parallel_group(self) -> ProcessGroup:
         """That of an attention layer: ``pg_collection`` since 0.15, ``model_comm_pgs`` in 0.13 and 0.14."""

@@ -10,15 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
-from mindspeed_dsa.ops.cpu_blocks import (
-    Block,
-    Scratch,
-    compute_dtype,
-    linear,
-    one_by_one,
-    over_blocks,
-    times_keys,
-)
+from mindspeed_dsa.ops.cpu_blocks import Block, Scratch, over_blocks
+from mindspeed_dsa.ops.cpu_products import compute_dtype, linear, operand_dtype, product
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient as divergence_and_gradient
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_of_rows
 from mindspeed_dsa.ops.precision import gradient_dtype
@@ -41,17 +34,16 @@ def attention_sum(
     query: Tensor, key: Tensor, topk_indices: Tensor, lse: Tensor | None, softmax_scale: float
 ) -> Tensor:
     """Main attention over the selected keys, summed over heads: ``[batch, query_length, topk]``."""
-    heads, dtype = query.shape[2], compute_dtype(query.dtype)
+    heads, dtype, operand = query.shape[2], compute_dtype(query.dtype), operand_dtype(query.dtype)
     summed = torch.zeros(topk_indices.shape, dtype=dtype)
 
     def work(blocks: Iterator[Block], scratch: Scratch) -> None:
         for block in blocks:
             at, (rows, width) = (block.batch, block.rows), block.indices.shape
-            q = scratch("query", *query[at].shape).copy_(query[at]).mul_(softmax_scale)
+            q = scratch("query", *query[at].shape, dtype=operand).copy_(query[at])
             scores = scratch("scores", rows, heads, width)
-            single = one_by_one(2 * heads * key.shape[2] * width, dtype)
             for keys, _, _, (q_, scores_) in block.tiles(q, scores):
-                times_keys(q_, keys, scores_, single)
+                product(q_, keys.mT, scores_, softmax_scale)
             if lse is not None:
                 scores.sub_(lse[at][..., None]).exp_()
             else:
@@ -88,6 +80,9 @@ def dense_loss_and_gradients(
     index_heads = index_query.shape[2]
     # What either side is in: the sides may differ.
     dtype = torch.promote_types(compute_dtype(index_query.dtype), compute_dtype(query.dtype))
+    operand, main_operand = (
+        dtype if dtype == torch.float64 else operand_dtype(x.dtype) for x in (index_query, query)
+    )
     loss = torch.zeros((), dtype=torch.float64)
     grad_query, grad_weights = (
         torch.empty_like(x, dtype=gradient_dtype(x.dtype)) for x in (index_query, index_weights)
@@ -95,7 +90,7 @@ def dense_loss_and_gradients(
     grad_key = torch.zeros(index_key.shape, dtype=dtype)
     rows = max(1, _DENSE_BLOCK // (max(heads, index_heads) * max(key.shape[1], 1)))
     for b in range(batch):
-        main_key, keys = key[b].to(dtype), index_key[b].to(dtype).contiguous()
+        main_key, keys = key[b].to(main_operand), index_key[b].to(operand).contiguous()
         for first in range(0, query_length, rows):
             at = (b, slice(first, min(first + rows, query_length)))
             high = max(int(ends[at].max()), 0)
@@ -106,40 +101,43 @@ def dense_loss_and_gradients(
             position = torch.arange(low, high, dtype=torch.int32)
             valid = (position >= starts[at][:, None]) & (position < ends[at][:, None])
 
-            summed = _attention_sum(query[at].to(dtype) * softmax_scale, main_key[low:high], valid)
+            summed = _attention_sum(query[at].to(main_operand), main_key[low:high], softmax_scale, valid)
             if tp_group is not None:
                 dist.all_reduce(summed, group=tp_group)
 
-            q, w = index_query[at].to(dtype), index_weights[at].to(dtype)
+            q, w = index_query[at].to(operand), index_weights[at].to(dtype)
             flat = q.reshape(-1, q.shape[2])
             # [rows, index_heads, keys]
-            product = linear(flat, keys[low:high], relu=use_relu).view(*q.shape[:2], -1)
-            scores = torch.bmm(w[:, None], product)[:, 0]
+            products = linear(flat, keys[low:high], relu=use_relu).view(*q.shape[:2], -1)
+            scores = torch.bmm(w[:, None], products)[:, 0]
             per_row, grad = divergence_of_rows(scores, summed, valid)
             loss += (per_row * row_weights[at]).sum(dtype=torch.float64)
             if not with_gradients:
                 continue
             grad *= row_weights[at][:, None]
-            grad_weights[at] = torch.bmm(product, grad[..., None])[..., 0]
+            grad_weights[at] = torch.bmm(products, grad[..., None])[..., 0]
             grad_product = torch.bmm(w[..., None], grad[:, None])
             if use_relu:
                 # The derivative of relu at zero is zero.
-                grad_product = torch.ops.aten.threshold_backward(grad_product, product, 0)
-            grad_product = grad_product.view(flat.shape[0], -1)
-            grad_query[at] = torch.mm(grad_product, keys[low:high]).view(q.shape)
-            grad_key[b, low:high] += torch.mm(grad_product.t(), flat)
+                grad_product = torch.ops.aten.threshold_backward(grad_product, products, 0)
+            slopes = grad_product.view(flat.shape[0], -1).to(operand)
+            pulled = torch.empty(flat.shape, dtype=dtype)
+            product(slopes, keys[low:high], pulled)
+            grad_query[at] = pulled.view(q.shape)
+            product(slopes.t(), flat, grad_key[b, low:high], add=True)
     gradients = (
         (grad_query, grad_key.to(gradient_dtype(index_key.dtype)), grad_weights) if with_gradients else None
     )
     return loss.to(compute_dtype(index_query.dtype)), gradients
 
 
-def _attention_sum(query: Tensor, key: Tensor, valid: Tensor) -> Tensor:
+def _attention_sum(query: Tensor, key: Tensor, softmax_scale: float, valid: Tensor) -> Tensor:
     """Softmax over the visible keys, summed over heads.
 
     Args:
-        query: ``[rows, heads, dim]``, scaled.
+        query: ``[rows, heads, dim]``.
         key: ``[keys, dim]`` or ``[keys, heads, dim]``.
+        softmax_scale: factor of the scores.
         valid: ``[rows, keys]`` bool.
 
     Returns:
@@ -147,8 +145,10 @@ def _attention_sum(query: Tensor, key: Tensor, valid: Tensor) -> Tensor:
     """
     rows, heads, dim = query.shape
     if key.dim() == 2:
-        scores = linear(query.reshape(rows * heads, dim), key).view(rows, heads, -1)
+        scores = linear(query.reshape(rows * heads, dim), key).view(rows, heads, -1).mul_(softmax_scale)
     else:
-        scores = torch.bmm(query.transpose(0, 1), key.permute(1, 2, 0)).transpose(0, 1)
+        by_head = torch.empty(heads, rows, len(key), dtype=compute_dtype(query.dtype))
+        product(query.transpose(0, 1), key.permute(1, 2, 0), by_head, softmax_scale)
+        scores = by_head.transpose(0, 1)
     scores = scores.masked_fill_(~valid[:, None], torch.finfo(scores.dtype).min).softmax(dim=-1)
     return scores.sum(dim=1).masked_fill_(~valid, 0)

@@ -17,19 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
-from mindspeed_dsa.ops.cpu_blocks import (
-    Block,
-    Scratch,
-    add_to_keys,
-    compute_dtype,
-    linear_each,
-    one_by_one,
-    over_blocks,
-    sum_in_order,
-    sum_of_keys,
-    times_keys,
-)
+from mindspeed_dsa.ops.cpu_blocks import Block, Scratch, add_to_keys, over_blocks, sum_in_order
 from mindspeed_dsa.ops.cpu_chunks import rows_of_sequences
+from mindspeed_dsa.ops.cpu_products import compute_dtype, linear_each, operand_dtype, product
 from mindspeed_dsa.ops.cpu_threads import share_out, worker_count
 from mindspeed_dsa.ops.lightning_indexer import cpu_dense
 
@@ -57,9 +47,9 @@ def select(
     """Indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
     batch, query_length = query.shape[:2]
     topk_indices = torch.empty(batch, query_length, topk, dtype=torch.int32)
-    dtype = compute_dtype(query.dtype)
+    dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype)
     topk_scores = torch.empty(batch, query_length, topk, dtype=dtype)
-    keys = key.detach().to(dtype).contiguous()
+    keys = key.detach().to(operand).contiguous()
     products_per_row = query.shape[2] * key.shape[1]
     most = min(max(_PRODUCT_ELEMENTS // max(products_per_row, 1), _FEWEST_ROWS), _MOST_TOGETHER)
     together, rows = rows_of_sequences(batch, most, _MOST_ROWS)
@@ -83,7 +73,7 @@ def select(
                 continue
             # -0.0 equals 0.0 as a score but not as bits.
             scores = _scores(
-                slab.query.to(dtype), slab.keys[:, low:high], slab.weights.to(dtype), use_relu
+                slab.query.to(operand), slab.keys[:, low:high], slab.weights.to(dtype), use_relu
             ).add_(0.0)
             position = torch.arange(low, high, dtype=torch.int32)
             chosen = _choose(scores, slab.starts, slab.ends, position, kept)
@@ -146,8 +136,8 @@ def _scores(query: Tensor, key: Tensor, weights: Tensor, use_relu: bool) -> Tens
     parts = []
     for part in key.split(width, dim=1):
         # [g * rows, heads, width], in cache
-        product = linear_each(flat, part, relu=use_relu).view(some * rows, heads, -1)
-        parts.append(torch.bmm(weights, product).view(some, rows, -1))
+        products = linear_each(flat, part, relu=use_relu).view(some * rows, heads, -1)
+        parts.append(torch.bmm(weights, products).view(some, rows, -1))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
@@ -184,19 +174,18 @@ def _choose(scores: Tensor, starts: Tensor, ends: Tensor, position: Tensor, topk
 
 def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool) -> Tensor:
     """Scores at given entries: ``[batch, query_length, topk]``."""
-    heads, dtype = query.shape[2], compute_dtype(query.dtype)
+    heads, dtype, operand = query.shape[2], compute_dtype(query.dtype), operand_dtype(query.dtype)
     out = torch.full(topk_indices.shape, -torch.inf, dtype=dtype)
 
     def work(blocks: Iterator[Block], scratch: Scratch) -> None:
         for block in blocks:
             at, (rows, width) = (block.batch, block.rows), block.indices.shape
-            product, q = scratch("product", rows, heads, width), query[at].to(dtype)
-            single = one_by_one(2 * heads * key.shape[2] * width, dtype)
-            for keys, _, _, (q_, product_) in block.tiles(q, product):
-                times_keys(q_, keys, product_, single)
+            products, q = scratch("products", rows, heads, width), query[at].to(operand)
+            for keys, _, _, (q_, products_) in block.tiles(q, products):
+                product(q_, keys.mT, products_)
             if use_relu:
-                product.relu_()
-            scores = torch.bmm(weights[at].to(dtype)[:, None], product)[:, 0]
+                products.relu_()
+            scores = torch.bmm(weights[at].to(dtype)[:, None], products)[:, 0]
             if block.invalid is not None:
                 scores.masked_fill_(block.invalid, -torch.inf)
             out[at][:, :width] = scores
@@ -211,7 +200,7 @@ def score_gradients(
     """Gradients of the scores at ``topk_indices`` with respect to query, key and weights."""
     if cpu_dense.takes(grad_scores, query, key, weights, topk_indices):
         return cpu_dense.score_gradients(grad_scores, query, key, weights, topk_indices, use_relu)
-    heads, dtype = query.shape[2], compute_dtype(query.dtype)
+    heads, dtype, operand = query.shape[2], compute_dtype(query.dtype), operand_dtype(query.dtype)
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     grad_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)
 
@@ -219,30 +208,30 @@ def score_gradients(
         grad_key = torch.zeros(key.shape, dtype=dtype)
         for block in blocks:
             at, (rows, width) = (block.batch, block.rows), block.indices.shape
-            q, w = query[at].to(dtype), weights[at].to(dtype)[..., None]
+            q, w = query[at].to(operand), weights[at].to(dtype)[..., None]
             grad = grad_scores[at][:, None, :width].to(dtype)
             if block.invalid is not None:
                 grad = grad.masked_fill(block.invalid[:, None], 0)
-            weighted = torch.mul(q, w, out=scratch("weighted", *q.shape))
+            weighted = torch.mul(q, w, out=scratch("weighted", *q.shape, dtype=operand))
             # Gradient of the products without the weight of the head, and its product with the keys: the
             # gradients of query and weights are both one step from it.
             grad_product = scratch("grad_product", rows, heads, width)
             pulled = scratch("pulled", *q.shape)
-            single = one_by_one(2 * heads * key.shape[2] * width, dtype)
             for keys, indices, _, (q_, grad_, slopes, pulled_, weighted_) in block.tiles(
                 q, grad, grad_product, pulled, weighted
             ):
                 if use_relu:
                     # The derivative of relu at zero is zero.
-                    product = scratch("product", *slopes.shape)
-                    times_keys(q_, keys, product, single)
+                    products = scratch("key products", *slopes.shape)
+                    product(q_, keys.mT, products)
                     torch.ops.aten.threshold_backward.grad_input(
-                        grad_.expand_as(product), product, 0, grad_input=slopes
+                        grad_.expand_as(products), products, 0, grad_input=slopes
                     )
                 else:
                     slopes.copy_(grad_.expand_as(slopes))
-                sum_of_keys(slopes, keys, pulled_, single)
-                add_to_keys(grad_key[block.batch], indices, slopes, weighted_, scratch, single)
+                rounded = scratch.rounded("slopes", slopes, operand)
+                product(rounded, keys, pulled_)
+                add_to_keys(grad_key[block.batch], indices, rounded, weighted_, scratch)
             grad_weights[at] = (q * pulled).sum(dim=-1)
             grad_query[at] = pulled.mul_(w)
         return grad_key

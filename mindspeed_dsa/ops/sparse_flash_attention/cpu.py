@@ -16,17 +16,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
-from mindspeed_dsa.ops.cpu_blocks import (
-    Block,
-    Scratch,
-    add_to_keys,
-    compute_dtype,
-    one_by_one,
-    over_blocks,
-    sum_in_order,
-    sum_of_keys,
-    times_keys,
-)
+from mindspeed_dsa.ops.cpu_blocks import Block, Scratch, add_to_keys, over_blocks, sum_in_order
+from mindspeed_dsa.ops.cpu_products import compute_dtype, operand_dtype, product
 from mindspeed_dsa.ops.sparse_flash_attention import cpu_dense
 
 KIND: Literal["gradients"] = "gradients"
@@ -52,7 +43,7 @@ def forward(
             query, key_value, topk_indices, softmax_scale, value_dim, return_attention_sum
         )
     batch, query_length, heads, dim = query.shape
-    dtype = compute_dtype(query.dtype)
+    dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype)
     out = torch.empty(batch, query_length, heads, value_dim, dtype=query.dtype)
     lse = torch.empty(batch, query_length, heads, dtype=dtype)
     attention_sum = torch.zeros(topk_indices.shape, dtype=dtype) if return_attention_sum else None
@@ -60,19 +51,18 @@ def forward(
     def work(blocks: Iterator[Block], scratch: Scratch) -> None:
         for block in blocks:
             at, (rows, width) = (block.batch, block.rows), block.indices.shape
-            q = scratch("query", rows, heads, dim).copy_(query[at]).mul_(softmax_scale)
+            q = scratch("query", rows, heads, dim, dtype=operand).copy_(query[at])
             scores, probabilities = (
                 scratch(name, rows, heads, width) for name in ("scores", "probabilities")
             )
             full = scratch("out", rows, heads, dim)
-            single = one_by_one(2 * heads * value_dim * width, dtype)
             for keys, _, invalid, (q_, s_, p_, o_) in block.tiles(q, scores, probabilities, full):
-                times_keys(q_, keys, s_, single)
+                product(q_, keys.mT, s_, softmax_scale)
                 if invalid is not None:
                     s_.masked_fill_(invalid[:, None], -torch.inf)
                 torch.softmax(s_, dim=-1, out=p_)
                 # The value is a slice of the key; the product with the dense key is faster.
-                sum_of_keys(p_, keys, o_, single)
+                product(scratch.rounded("probabilities", p_, operand), keys, o_)
             out[at] = full[..., :value_dim]
             # The most probable key has exp(0) / sum: log(sum) needs no second exponential.
             lse[at] = scores.amax(dim=-1) - probabilities.amax(dim=-1).log_()
@@ -110,7 +100,7 @@ def backward(
         )
     heads, dim = query.shape[2:]
     value_dim = out.shape[3]
-    dtype = compute_dtype(query.dtype)
+    dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype)
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     attention_sum = torch.zeros(topk_indices.shape, dtype=dtype) if return_attention_sum else None
 
@@ -120,30 +110,30 @@ def backward(
             at, (rows, width) = (block.batch, block.rows), block.indices.shape
             # Query over gradient: one product gives the scores and the gradient of the probabilities, and
             # one gives both paths into the key.
-            stacked = scratch("stacked", rows, 2 * heads, dim)
-            stacked[:, :heads].copy_(query[at]).mul_(softmax_scale)
+            stacked = scratch("stacked", rows, 2 * heads, dim, dtype=operand)
+            stacked[:, :heads] = query[at]
             stacked[:, heads:, :value_dim] = grad_out[at]
             stacked[:, heads:, value_dim:] = 0
-            delta = (stacked[:, heads:, :value_dim] * out[at]).sum(dim=-1, keepdim=True)
+            delta = (stacked[:, heads:, :value_dim].to(dtype) * out[at]).sum(dim=-1, keepdim=True)
             both = scratch("both", rows, 2 * heads, width)
             probabilities = scratch("probabilities", rows, heads, width)
             grad_q = scratch("grad_query", rows, heads, dim)
-            single = one_by_one(2 * heads * value_dim * width, dtype)
             total = grad_key_value[block.batch]
-            for keys, indices, invalid, (stacked_, both_, p_, lse_, delta_, grad_q_) in block.tiles(
-                stacked, both, probabilities, lse[at][..., None], delta, grad_q
+            for keys, indices, invalid, (stacked_, both_, p_, minus_lse, delta_, grad_q_) in block.tiles(
+                stacked, both, probabilities, lse[at][..., None].neg(), delta, grad_q
             ):
-                times_keys(stacked_, keys, both_, single)
+                product(stacked_, keys.mT, both_)
                 scores, grad_p = both_.split(heads, dim=1)
-                torch.sub(scores, lse_, out=p_).exp_()
+                torch.add(minus_lse, scores, alpha=softmax_scale, out=p_).exp_()
                 if invalid is not None:
                     p_.masked_fill_(invalid[:, None], 0)
                 # In place: the upper half becomes the gradient of the scores, the lower the probabilities.
-                torch.mul(grad_p.sub_(delta_), p_, out=scores)
+                torch.mul(grad_p.sub_(delta_), p_, out=scores).mul_(softmax_scale)
                 grad_p.copy_(p_)
-                sum_of_keys(scores, keys, grad_q_, single)
-                add_to_keys(total, indices, both_, stacked_, scratch, single)
-            torch.mul(grad_q, softmax_scale, out=grad_query[at])
+                slopes = scratch.rounded("both", both_, operand)
+                product(slopes[:, :heads], keys, grad_q_)
+                add_to_keys(total, indices, slopes, stacked_, scratch)
+            grad_query[at] = grad_q
             if attention_sum is not None:
                 torch.sum(probabilities, dim=1, out=attention_sum[at][:, :width])
         return grad_key_value

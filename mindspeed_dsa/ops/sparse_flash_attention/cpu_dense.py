@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops.cpu_blocks import Scratch, compute_dtype, sum_in_order
-from mindspeed_dsa.ops.cpu_chunks import Chunk, multiply, over_chunks, products_are_finite
+from mindspeed_dsa.ops.cpu_blocks import Scratch, sum_in_order
+from mindspeed_dsa.ops.cpu_chunks import Chunk, over_chunks, products_are_finite
+from mindspeed_dsa.ops.cpu_products import compute_dtype, operand_dtype, product
 
 # What is taken from masked scores. The others stay far below.
 _HIDES = torch.finfo(torch.float32).max
@@ -55,7 +56,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As :func:`mindspeed_dsa.ops.sparse_flash_attention.cpu.forward`."""
     batch, query_length, heads, dim = query.shape
-    dtype = compute_dtype(query.dtype)
+    dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype)
     out = torch.empty(batch, query_length, heads, value_dim, dtype=query.dtype)
     lse = torch.empty(batch, query_length, heads, dtype=dtype)
     attention_sum = torch.empty(topk_indices.shape, dtype=dtype) if return_attention_sum else None
@@ -65,17 +66,18 @@ def forward(
             at = (chunk.batch, chunk.rows)
             counts, duplicates = _counts(chunk, scratch)
             some, rows, width = counts.shape
-            q = scratch("query", some, rows * heads, dim)
+            q = scratch("query", some, rows * heads, dim, dtype=operand)
             q.view(some, rows, heads, dim).copy_(query[at])
             scores, probabilities = (
                 scratch(name, some, rows * heads, width) for name in ("scores", "probabilities")
             )
             full = scratch("out", some, rows * heads, value_dim)
-            multiply(q, chunk.key.mT, scores, softmax_scale)
+            product(q, chunk.key.mT, scores, softmax_scale)
             by_head = scores.view(some, rows, heads, width)
             by_head.add_(_log(counts, duplicates, scratch)[:, :, None])
             torch.softmax(scores, dim=-1, out=probabilities)
-            multiply(probabilities, chunk.key[..., :value_dim], full)
+            rounded = scratch.rounded("probabilities", probabilities, operand)
+            product(rounded, chunk.key[..., :value_dim], full)
             out[at] = full.view(some, rows, heads, value_dim)
             # The most probable key has exp(0) / sum: log(sum) needs no second exponential.
             lse[at] = (scores.amax(dim=-1) - probabilities.amax(dim=-1).log_()).view(some, rows, heads)
@@ -106,7 +108,7 @@ def backward(
     """As :func:`mindspeed_dsa.ops.sparse_flash_attention.cpu.backward`."""
     heads, dim = query.shape[2:]
     value_dim = out.shape[3]
-    dtype = compute_dtype(query.dtype)
+    dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype)
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     attention_sum = torch.empty(topk_indices.shape, dtype=dtype) if return_attention_sum else None
     lowest = torch.finfo(dtype).min
@@ -117,26 +119,28 @@ def backward(
             at = (chunk.batch, chunk.rows)
             counts, duplicates = _counts(chunk, scratch)
             some, rows, width = counts.shape
-            q = scratch("query", some, rows * heads, dim)
-            grad = scratch("grad", some, rows * heads, value_dim)
+            q = scratch("query", some, rows * heads, dim, dtype=operand)
+            grad = scratch("grad", some, rows * heads, value_dim, dtype=operand)
             q.view(some, rows, heads, dim).copy_(query[at])
             grad.view(some, rows, heads, value_dim).copy_(grad_out[at])
-            delta = (grad * out[at].flatten(1, 2)).sum(dim=-1, keepdim=True)
+            delta = (grad.to(dtype) * out[at].flatten(1, 2)).sum(dim=-1, keepdim=True)
             probabilities, grad_scores = (
                 scratch(name, some, rows * heads, width) for name in ("probabilities", "grad_scores")
             )
             grad_q = scratch("grad_query", some, rows * heads, dim)
-            multiply(q, chunk.key.mT, probabilities, softmax_scale)
+            product(q, chunk.key.mT, probabilities, softmax_scale)
             by_head = probabilities.view(some, rows, heads, width)
             # Only a masked score is above the logarithm of the sum, which is -inf in a row without a key.
             by_head.sub_(lse[at][..., None].clamp_min(lowest)).clamp_max_(0).exp_().mul_(counts[:, :, None])
-            multiply(grad, chunk.key[..., :value_dim].mT, grad_scores)
+            product(grad, chunk.key[..., :value_dim].mT, grad_scores)
             grad_scores.sub_(delta).mul_(probabilities)
-            multiply(grad_scores, chunk.key, grad_q, softmax_scale)
+            slopes = scratch.rounded("slopes", grad_scores, operand)
+            product(slopes, chunk.key, grad_q, softmax_scale)
             grad_query[at] = grad_q.view(some, rows, heads, dim)
             total = grad_key_value[chunk.batch, chunk.keys]
-            multiply(grad_scores.mT, q, total, softmax_scale, add=True)
-            multiply(probabilities.mT, grad, total[..., :value_dim], add=True)
+            rounded = scratch.rounded("probabilities", probabilities, operand)
+            product(slopes.mT, q, total, softmax_scale, add=True)
+            product(rounded.mT, grad, total[..., :value_dim], add=True)
             if attention_sum is not None:
                 _sum_heads(chunk, by_head, counts if duplicates else None, attention_sum[at], scratch)
         return grad_key_value

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.features.attention import core_cases
 from tests.support import model as job
+from tests.support.counting import counted
 
 _topk = torch.Tensor.topk
 
@@ -36,6 +37,16 @@ def one_step(
     """As :func:`core_cases.one_step`, ties decided alike on both sides."""
     with ties_to_the_lowest():
         return core_cases.one_step(overrides or {}, switches, mode)
+
+
+def step_as_long_sequences(
+    switches: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """As :func:`one_step`, attention by head wherever long sequences have it, and how often it ran."""
+    from mindspeed_dsa.ops.sparse_flash_attention import by_head, cpu_heads
+
+    with mock.patch.object(by_head, "_FEWEST_KEYS", 1), counted(cpu_heads, "forward", "backward") as counts:
+        return one_step(switches, overrides) | {"by head": counts}
 
 
 def whole_step(switches: Mapping[str, Any] | None = None, **arguments: Any) -> dict[str, Any]:

@@ -18,13 +18,15 @@ from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.attention.context_parallel.exchange import KeyExchange, key_exchange
 from mindspeed_dsa.features.attention.dsa.options import Options
 from mindspeed_dsa.features.attention.mla_projections import Projections, plain_up_projection
+from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head
 
 
 def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``MLASelfAttention.get_query_key_value_tensors`` for training and evaluation of DSA models.
 
-    Generation with a cache keeps Megatron's form. So does the warm-up stage, whose dense attention costs a
-    third of the work in that form, unless context parallel ranks share keys.
+    Generation with a cache keeps Megatron's form. Unless context parallel ranks share keys, so do the warm-up
+    stage, whose dense attention costs a third of the work in that form, and calls for which
+    :func:`by_head_is_faster`.
     """
 
     def get_query_key_value_tensors(
@@ -44,7 +46,8 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
         if not plain:
             projections = projections.on(packed_seq_params, hidden_states)
             exchange = key_exchange(self.core_attention, options, context.megatron, projections.documents)
-        if plain or (options.warmup and exchange is None):
+        alone = not plain and exchange is None
+        if plain or (alone and (options.warmup or by_head_is_faster(projections, hidden_states, options))):
             return original(
                 self,
                 hidden_states,
@@ -60,6 +63,27 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
         return absorbed_query_key_value(projections, hidden_states)
 
     return get_query_key_value_tensors
+
+
+def by_head_is_faster(projections: Projections, hidden_states: Tensor, options: Options) -> bool:
+    """Whether a layer attends by head although the absorbed form is on: on CPUs, in shorter sequences.
+
+    Never where ``--use-dsa-absorb`` itself was given, for packed documents, or where the indexer loss is
+    formed in the attention's backward, which the operator by head does not do.
+
+    Args:
+        projections: of an ``MLASelfAttention``.
+        hidden_states: ``[s, b, hidden]``, a rank's part of the sequence under sequence parallelism.
+        options: the parts that run on our operators.
+    """
+    if options.absorb_always or options.fuse_kl_in_backward or not options.attention:
+        return False
+    if projections.documents is not None:
+        return False
+    config, rows = projections.layer.config, projections.rows(hidden_states)
+    rope, latent = config.qk_pos_emb_head_dim, config.kv_lora_rank
+    widths = (config.qk_head_dim + rope + config.v_head_dim, latent + rope + latent)
+    return is_faster_by_head(hidden_states.device, rows, config.dsa_indexer_topk, widths, options.backend)
 
 
 def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from mindspeed_dsa.features.attention.dsa.problem import Attended, Operands, Rows
 from mindspeed_dsa.ops.documents import attend_by_documents
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
+from mindspeed_dsa.ops.sparse_flash_attention.by_head import sparse_attention_by_head
 
 
 def attend_sparsely(
@@ -21,7 +22,7 @@ def attend_sparsely(
     topk_scores: Tensor | None = None,
     score_gradient: Callable[[Tensor], Tensor] | None = None,
 ) -> Attended:
-    """The Sparse Flash Attention operator.
+    """The Sparse Flash Attention operator, or sparse attention by head.
 
     Args:
         operands: query, key, value and scale.
@@ -49,25 +50,16 @@ def attend_sparsely(
         )
         return Attended(operands.up_projected(result.out), result.attention_sum, result.lse)
 
-    # The operator has one key-value head whose value is the key's leading part: each head is a separate call,
-    # with its value before its key, and zeros before its query.
-    value_dim = operands.value.shape[-1]
-    outputs, summed = [], None
-    for head in range(query.shape[2]):
-        key_value = torch.cat([operands.value[:, :, head], operands.key[:, :, head]], dim=-1)
-        result = sparse_flash_attention(
-            F.pad(query[:, :, head : head + 1], (value_dim, 0)),
-            key_value.transpose(0, 1),
-            topk_indices,
-            operands.softmax_scale,
-            value_dim=value_dim,
-            return_attention_sum=with_sum,
-            backend=backend,
-        )
-        outputs.append(result.out)
-        if result.attention_sum is not None:
-            summed = result.attention_sum if summed is None else summed + result.attention_sum
-    return Attended(torch.cat(outputs, dim=2).transpose(0, 1).flatten(2), summed)
+    out, summed = sparse_attention_by_head(
+        query,
+        operands.key.transpose(0, 1),
+        operands.value.transpose(0, 1),
+        topk_indices,
+        operands.softmax_scale,
+        return_attention_sum=with_sum,
+        backend=backend,
+    )
+    return Attended(out.transpose(0, 1).flatten(2), summed)
 
 
 def expanded_key(operands: Operands) -> Tensor:

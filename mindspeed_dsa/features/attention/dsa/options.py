@@ -22,6 +22,7 @@ class Options:
     """The parts of DSA's attention path that run on our operators."""
 
     absorb: bool
+    absorb_always: bool
     indexer: bool
     attention: bool
     kl_loss: bool
@@ -49,6 +50,7 @@ class Options:
         absorb, indexer, attention, kl_loss = (everything if one is None else bool(one) for one in chosen)
         return cls(
             absorb=absorb,
+            absorb_always=bool(chosen[0]),
             indexer=indexer,
             attention=attention,
             kl_loss=kl_loss,

@@ -85,6 +85,24 @@ def test_all_parts_on_every_form_of_the_loss(pool, stock, model, switches):
     assert ours["counts"]["unfused_dsa_fn"] == ours["counts"]["compute_dsa_indexer_loss"] == 0
 
 
+@pytest.mark.parametrize(
+    ("switches", "by_head"),
+    [
+        (FUSED, 2),
+        (FUSED | {"dsa_backend": "cpu"}, 2),
+        (FUSED | {"dsa_backend": "chunked"}, 0),
+        (FUSED | {"use_dsa_absorb": True}, 0),
+        (FUSED | {"use_fused_sparse_flash_attention": False}, 0),
+        (IN_BACKWARD, 0),
+    ],
+    ids=str,
+)
+def test_a_cpu_attends_by_head_where_that_is_faster(pool, stock, switches, by_head):
+    (ours,) = pool.run(f"{CASES}:step_as_long_sequences", 1, switches=switches)
+    assert_same(ours, stock["sparse loss"])
+    assert ours["by head"] == {"forward": by_head, "backward": by_head}
+
+
 def calls(pool, mode, switches=FUSED, **overrides):
     (result,) = pool.run(f"{CASES}:operator_calls", 1, mode=mode, switches=switches, overrides=overrides)
     return result

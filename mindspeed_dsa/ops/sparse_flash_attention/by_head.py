@@ -1,0 +1,179 @@
+"""Sparse attention with a key and a value for each head: MLA before absorption."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mindspeed_dsa.ops.backend import ShapeClass, choose, count_call
+from mindspeed_dsa.ops.checks import check_float, check_heads, check_shape, check_topk_indices
+from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
+from mindspeed_dsa.ops.sparse_flash_attention import cpu_heads, sparse_flash_attention
+
+OPERATOR = "sparse_attention_by_head"
+# Whose calls these are counted with.
+_SHARED = "sparse_flash_attention"
+
+# For fewer keys calls take longer than the work, and one call for all heads is the fastest.
+_FEWEST_KEYS = 1024
+# Up to how many times the selected keys there may be. Beyond it, masked keys take longer than gathering.
+_MOST_TIMES = 12
+# The same for the choice between both forms, if their keys were equally wide. Of DeepSeek's, 3.4 times wider
+# absorbed, with 16 heads, half the time was measured at 8 times the selected keys, and there it ends.
+_MOST_TIMES_IF_AS_WIDE = 2.36
+
+
+def is_faster_by_head(
+    device: torch.device, keys: int, topk: int, widths: tuple[int, int], backend: str = "auto"
+) -> bool:
+    """Whether attention by head takes less time than in absorbed form: on CPUs, where keys are not too many.
+
+    Both forms are the same function, forward and backward; their results differ by rounding.
+
+    Args:
+        device: that computes.
+        keys: that the last row of causal attention sees.
+        topk: keys that a row selects.
+        widths: of key and value together, of a head and absorbed: 192 + 128 and 576 + 512 for DeepSeek-V3.
+        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+    """
+    by_head, absorbed = widths
+    most = _MOST_TIMES_IF_AS_WIDE * topk * absorbed / by_head
+    return _on_cpu(device, backend) and _FEWEST_KEYS <= keys <= most
+
+
+@outside_autocast
+def sparse_attention_by_head(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    *,
+    return_attention_sum: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of every head over the keys its row selected, each head with keys and values of its own.
+
+    ``out[t, h] = sum_s p[t, h, s] * value[s, h]`` with ``p = softmax over the selected s`` of
+    ``softmax_scale * query[t, h] . key[s, h]``. On CPUs all heads are computed in one call; elsewhere, and
+    for far more keys than are selected, each head is a call of
+    :func:`mindspeed_dsa.ops.sparse_flash_attention.sparse_flash_attention`.
+
+    Args:
+        query: ``[batch, query_length, heads, dim]``.
+        key: ``[batch, key_length, heads, dim]``.
+        value: ``[batch, key_length, heads, value_dim]``.
+        topk_indices: ``[batch, query_length, topk]``, as in :func:`sparse_flash_attention`.
+        softmax_scale: factor of the scores.
+        return_attention_sum: also return the probabilities summed over heads.
+        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+
+    Returns:
+        The output, ``[batch, query_length, heads, value_dim]``, and the sum, ``[batch, query_length, topk]``
+        in fp32 and not differentiable, or None. Zero in rows without a key.
+
+    Raises:
+        ValueError: a shape or dtype does not fit.
+        BackendUnavailable: the backend asked for cannot take the call.
+    """
+    check_shape(OPERATOR, "query", query, (None,) * 4, "[batch, query_length, heads, dim]")
+    check_heads(OPERATOR, "query", query)
+    batch, _, heads, dim = query.shape
+    check_shape(OPERATOR, "key", key, (batch, None, heads, dim), f"[{batch}, key_length, {heads}, {dim}]")
+    keys = key.shape[1]
+    check_shape(
+        OPERATOR, "value", value, (batch, keys, heads, None), f"[{batch}, {keys}, {heads}, value_dim]"
+    )
+    check_float(OPERATOR, query=query, key=key, value=value)
+    check_topk_indices(OPERATOR, topk_indices, query, keys)
+    few = 0 < keys <= _MOST_TIMES * topk_indices.shape[2] and query.numel() > 0
+    if few and _on_cpu(query.device, backend) and cpu_heads.takes(query, key, value, softmax_scale):
+        sizes = (("heads", heads), ("dim", dim), ("value_dim", value.shape[3]))
+        count_call(_SHARED, choose(_SHARED, "cpu", ShapeClass.of(query, *sizes)))
+        out, attention_sum = _ByHead.apply(
+            query, key, value, topk_indices, softmax_scale, return_attention_sum
+        )
+        return out, attention_sum
+    return _each_head(query, key, value, topk_indices, softmax_scale, return_attention_sum, backend)
+
+
+def _on_cpu(device: torch.device, backend: str) -> bool:
+    return device.type == "cpu" and backend in ("auto", "cpu")
+
+
+def _each_head(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    return_attention_sum: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor | None]:
+    # The operator has one key-value head whose value is the key's leading part: each head is a separate call,
+    # with its value before its key, and zeros before its query.
+    value_dim = value.shape[-1]
+    outputs, summed = [], None
+    for head in range(query.shape[2]):
+        result = sparse_flash_attention(
+            F.pad(query[:, :, head : head + 1], (value_dim, 0)),
+            torch.cat([value[:, :, head], key[:, :, head]], dim=-1),
+            topk_indices,
+            softmax_scale,
+            value_dim=value_dim,
+            return_attention_sum=return_attention_sum,
+            backend=backend,
+        )
+        outputs.append(result.out)
+        if result.attention_sum is not None:
+            summed = result.attention_sum if summed is None else summed + result.attention_sum
+    return torch.cat(outputs, dim=2), summed
+
+
+class _ByHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        topk_indices: Tensor,
+        softmax_scale: float,
+        return_attention_sum: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        out, attention_sum = cpu_heads.forward(
+            query, key, value, topk_indices, softmax_scale, return_attention_sum
+        )
+        ctx.softmax_scale = softmax_scale
+        ctx.save_for_backward(query, key, value, topk_indices)
+        if attention_sum is not None:
+            ctx.mark_non_differentiable(attention_sum)
+        ctx.set_materialize_grads(False)
+        return out, attention_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, ...]:
+        if grad_out is None:
+            return (None,) * 6
+        query, key, value, topk_indices = ctx.saved_tensors
+        with without_autocast(query.device.type):
+            finite = cpu_heads.takes(grad_out, key, value, ctx.softmax_scale)
+            backward = cpu_heads.backward if finite else _gradients_of_each_head
+            gradients = backward(grad_out, query, key, value, topk_indices, ctx.softmax_scale)
+        return *gradients, None, None, None
+
+
+def _gradients_of_each_head(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, topk_indices: Tensor, softmax_scale: float
+) -> tuple[Tensor, ...]:
+    """What is not a number in ``grad_out`` must not reach the keys that masks hide."""
+    with torch.enable_grad():
+        query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
+        out, _ = _each_head(query, key, value, topk_indices, softmax_scale, False, "cpu")
+        return torch.autograd.grad(out, (query, key, value), grad_out)

@@ -1,0 +1,171 @@
+"""Attention with a key and a value for each head, on CPU with the other keys masked, against the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed_dsa.ops import backend
+from mindspeed_dsa.ops.sparse_flash_attention import by_head, cpu_heads
+from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head, sparse_attention_by_head
+from tests.ops import oracle
+from tests.ops.cases import DTYPES, packed_ranges, random_indices
+
+SHAPES = [(1, 7, 5, 3), (3, 40, 24, 17), (16, 192, 128, 60)]
+
+
+def inputs(batch, rows, keys, heads, dim, value_dim, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (batch, rows, heads, dim), (batch, keys, heads, dim), (batch, keys, heads, value_dim)
+    made = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    return made, torch.randn(batch, rows, heads, value_dim, generator=generator).to(dtype)
+
+
+def expected_of(tensors, indices, scale, grad):
+    """Output, sum and gradients in fp64, each head by the oracle of a single one."""
+    leaves = [x.detach().double().requires_grad_() for x in tensors]
+    query, key, value = leaves
+    mask = oracle.selected_mask(indices, key.shape[1])
+    scores = scale * torch.einsum("bshd,bthd->bsht", query, key)
+    probabilities = scores.masked_fill(~mask[:, :, None], -torch.inf).softmax(-1).nan_to_num(0)
+    out = torch.einsum("bsht,bthc->bshc", probabilities, value)
+    at = indices.clamp_min(0).long()
+    summed = probabilities.sum(2).gather(-1, at).masked_fill(indices < 0, 0)
+    return out, summed, torch.autograd.grad(out, leaves, grad.double())
+
+
+@pytest.fixture(autouse=True)
+def masked_calls(monkeypatch):
+    """Which functions of the masked form were called."""
+    calls = []
+    for function in (cpu_heads.forward, cpu_heads.backward):
+
+        def counted(*args, function=function):
+            calls.append(function.__name__)
+            return function(*args)
+
+        monkeypatch.setattr(cpu_heads, function.__name__, counted)
+    return calls
+
+
+def check(tensors, grad, indices, scale, name="cpu"):
+    out, summed = sparse_attention_by_head(*tensors, indices, scale, return_attention_sum=True, backend=name)
+    gradients = torch.autograd.grad(out, tensors, grad)
+    expected, expected_sum, expected_gradients = expected_of(tensors, indices, scale, grad)
+    oracle.assert_close(out, expected)
+    assert oracle.relative_error(summed, expected_sum) < 1e-5
+    assert not summed.requires_grad
+    for found, wanted, tensor in zip(gradients, expected_gradients, tensors, strict=True):
+        assert found.dtype == tensor.dtype
+        oracle.assert_close(found, wanted, backward=True)
+    return out, gradients
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize(("heads", "dim", "value_dim", "topk"), SHAPES)
+def test_equals_the_oracle(dtype, heads, dim, value_dim, topk):
+    tensors, grad = inputs(2, 19, 83, heads, dim, value_dim, dtype)
+    indices = random_indices(2, 19, 83, topk, empty_rows=(0, 7))
+    before = backend.calls()
+    out, gradients = check(tensors, grad, indices, dim**-0.5)
+    few = by_head._MOST_TIMES * topk >= 83
+    assert backend.calls() - before == {("sparse_flash_attention", "cpu"): 1 if few else heads}
+    for rows in (out, gradients[0]):
+        assert (rows[:, [0, 7]] == 0).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_every_cut_and_share_gives_the_same(threads, masked_calls, monkeypatch):
+    tensors, grad = inputs(2, 60, 90, 5, 12, 8)
+    indices = random_indices(2, 60, 90, 30, empty_rows=(3,))
+    whole, _ = check(tensors, grad, indices, 0.3)
+    monkeypatch.setattr(cpu_heads, "_FEWEST_ROWS", 7)
+    monkeypatch.setattr(cpu_heads, "_MOST_ROWS", 7)
+    monkeypatch.setattr(cpu_heads, "worker_count", lambda numbers: threads)
+    out, gradients = check(tensors, grad, indices, 0.3)
+    torch.testing.assert_close(out, whole)
+    monkeypatch.setattr(cpu_heads, "worker_count", lambda numbers: 1)
+    _, alone = check(tensors, grad, indices, 0.3)
+    for one, other in zip(gradients, alone, strict=True):
+        torch.testing.assert_close(one, other)
+    assert masked_calls == ["forward", "backward"] * 3
+
+
+def test_packed_sequences_and_causal_rows(monkeypatch):
+    monkeypatch.setattr(cpu_heads, "_MOST_ROWS", 16)
+    starts, ends = packed_ranges(20, 31, 39)
+    position = torch.arange(90)
+    visible = (position >= starts[:, None]) & (position < ends[:, None])
+    indices = torch.where(visible, position, -1).sort(-1, descending=True).values[:, :39].int()
+    tensors, grad = inputs(1, 90, 90, 3, 12, 8)
+    check(tensors, grad, indices[None], 0.3)
+
+
+def test_scores_far_apart_neither_overflow_nor_vanish():
+    tensors, grad = inputs(1, 23, 90, 3, 12, 8)
+    with torch.no_grad():
+        tensors[0].abs_()
+        tensors[1][:, 0] = 1e4
+    indices = random_indices(1, 23, 89, 30) + 1
+    indices = indices.masked_fill(indices == 0, -1)
+    _, (_, to_keys, to_values) = check(tensors, grad, indices, 3.0)
+    assert (to_keys[:, 0] == 0).all()
+    assert (to_values[:, 0] == 0).all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", ["query", "key", "value", "gradient"])
+def test_what_is_not_finite_reaches_what_depends_on_it_only(where, value, masked_calls):
+    tensors, grad = inputs(1, 20, 40, 2, 8, 6)
+    indices = random_indices(1, 20, 39, 12)
+    at = {"query": (tensors[0], 5), "key": (tensors[1], 39), "value": (tensors[2], 39), "gradient": (grad, 5)}
+    tensor, row = at[where]
+    with torch.no_grad():
+        tensor[:, row] = value
+    out, _ = sparse_attention_by_head(*tensors, indices, 0.3, backend="cpu")
+    to_query, to_key, to_value = torch.autograd.grad(out, tensors, grad)
+    others = torch.arange(20) != 5
+    assert out[:, others].isfinite().all()
+    assert to_query[:, others].isfinite().all()
+    unread = torch.ones(40, dtype=torch.bool)
+    unread[indices[0, 5].clamp_min(0).long()] = False
+    for gradient in (to_key, to_value):
+        assert gradient[:, unread if where in ("query", "gradient") else slice(None)].isfinite().all()
+    assert out[:, 5].isfinite().all() == (where != "query")
+    assert masked_calls == (["forward"] if where == "gradient" else [])
+
+
+def test_many_more_keys_than_selected_ones_are_gathered(masked_calls):
+    tensors, grad = inputs(1, 6, 61, 2, 8, 6)
+    check(tensors, grad, random_indices(1, 6, 61, 5), 0.3)
+    assert masked_calls == []
+
+
+def test_other_backends_go_head_by_head(masked_calls):
+    tensors, grad = inputs(1, 20, 40, 2, 8, 6)
+    check(tensors, grad, random_indices(1, 20, 40, 12), 0.3, "reference")
+    assert masked_calls == []
+
+
+def test_where_it_is_faster():
+    cpu, widths = torch.device("cpu"), (192 + 128, 576 + 512)
+    assert is_faster_by_head(cpu, 4096, 512, widths)
+    assert not is_faster_by_head(cpu, 4160, 512, widths)
+    assert not is_faster_by_head(cpu, 4096, 512, (widths[0], widths[1] - 64))
+    assert not is_faster_by_head(cpu, by_head._FEWEST_KEYS - 1, 512, widths)
+    assert not is_faster_by_head(cpu, 4096, 512, widths, "chunked")
+    assert not is_faster_by_head(torch.device("cuda"), 4096, 512, widths)
+
+
+def test_bad_input_is_refused():
+    tensors, _ = inputs(1, 4, 10, 2, 8, 6)
+    query, key, value = tensors
+    indices = random_indices(1, 4, 10, 3)
+    with pytest.raises(ValueError, match=r"key must be \[1, key_length, 2, 8\]"):
+        sparse_attention_by_head(query, key[:, :, :1], value, indices, 1.0)
+    with pytest.raises(ValueError, match=r"value must be \[1, 10, 2, value_dim\]"):
+        sparse_attention_by_head(query, key, value[:, :9], indices, 1.0)
+    with pytest.raises(ValueError, match="must have the dtype"):
+        sparse_attention_by_head(query, key, value.double(), indices, 1.0)
+    with pytest.raises(ValueError, match="must lie in"):
+        sparse_attention_by_head(query, key, value, indices + 10, 1.0)
