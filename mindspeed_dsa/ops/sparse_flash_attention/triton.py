@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.precision import gradient_dtype, raising_factor
+from mindspeed_dsa.ops.sparse_flash_attention import hopper
 from mindspeed_dsa.ops.sparse_flash_attention.triton_kernels import (
     attention_sum_kernel,
     backward_keys_kernel,
@@ -120,12 +121,16 @@ def _forward(
     lse = torch.empty(batch, rows, heads, dtype=torch.float32, device=query.device)
     if lse.numel() == 0:
         return lse
+    lengths = row_lengths(topk_indices, key_value.shape[1])
+    if out is not None and hopper.takes(query, key_value, value_dim):
+        hopper.forward(query, key_value, topk_indices, lengths, softmax_scale, out, lse)
+        return lse
     tiles = _forward_tiles(query, heads)
     on_grid(forward_kernel, batch * rows * triton.cdiv(heads, tiles["BLOCK_H"]))(
         query,
         key_value,
         topk_indices,
-        row_lengths(topk_indices, key_value.shape[1]),
+        lengths,
         lse if out is None else out,
         lse,
         rows,
@@ -157,13 +162,17 @@ def attention_sum(
     summed = torch.empty(topk_indices.shape, dtype=torch.float32, device=query.device)
     if summed.numel() == 0:
         return summed
+    lengths = row_lengths(topk_indices, key_value.shape[1])
+    if hopper.takes_sum(query, key_value, value_dim):
+        hopper.attention_sum(query, key_value, topk_indices, lengths, lse.contiguous(), softmax_scale, summed)
+        return summed
     tiles = _sum_tiles(query, heads)
     topk = topk_indices.shape[2]
     on_grid(attention_sum_kernel, batch * rows * triton.cdiv(topk, tiles["BLOCK_N"]))(
         query,
         key_value,
         topk_indices,
-        row_lengths(topk_indices, key_value.shape[1]),
+        lengths,
         lse.contiguous(),
         summed,
         rows,
