@@ -116,6 +116,14 @@ CASES: dict[str, Case] = {
             },
         ),
         Case(
+            "plan",
+            "plans: against counted bytes of ten layouts on four ranks, their speed, the articles' figures",
+            "benchmarks.plan",
+            on_device=False,
+            has_quick=True,
+            options={"only": "part of the names of the layouts that are counted"},
+        ),
+        Case(
             "memory",
             "memory features: device bytes per parameter, bytes of activations, step time",
             "benchmarks.memory",

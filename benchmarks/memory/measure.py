@@ -77,6 +77,18 @@ def peak_bytes(work: Callable[[], Any], lead_in: Callable[[], Any] = lambda: Non
     return platform.memory().peak - before
 
 
+def profiled_levels(work: Callable[[], Any], mark: str) -> tuple[list[tuple[int, int]], list[int]]:
+    """Run ``work`` on a CPU: time and bytes held after each allocation and release, and the times of a mark.
+
+    Args:
+        work: what is profiled.
+        mark: name of a ``record_function``.
+    """
+    with _profiled() as events:
+        work()
+    return _levels(events), [event.start_ns() for event in events if event.name() == mark]
+
+
 _WORK = "benchmarks.memory: work"
 
 

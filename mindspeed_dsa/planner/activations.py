@@ -93,7 +93,7 @@ class Layer:
         key = model.kv_lora + model.rope
         # Keys of the whole sequence come from context parallel ranks and are freed until backward.
         keys = n * (self.job.layout.cp if self.job.features.keep_gathered else 1)
-        if self.job.features.absorb:
+        if self.job.absorbed:
             yield self._item("attention", n * heads * model.nope, *up)
             yield self._item("attention", n * heads * key, *up)
             yield self._item("attention", keys * key, *up)
@@ -101,20 +101,23 @@ class Layer:
                 yield self._item("attention", n * heads * model.kv_lora, tag, "core_attn")
             yield self._item("attention", heads * model.kv_lora * model.value, tag)
         else:
+            # Dense kernels want values, and return outputs, as wide as keys.
+            wide = model.query_dim if self.job.is_short else model.value
             yield self._item("attention", model.kv_lora * self.r, tag)
             yield self._item("attention", 2 * n * heads * model.query_dim, *up, storages=2)
-            yield self._item("attention", 2 * n * heads * model.value, *up, storages=2)
+            yield self._item("attention", 2 * n * heads * wide, *up, storages=2)
         yield self._item("attention", n * heads, *core, size=FLOAT)
         yield from self._index(keys)
 
     def _index(self, keys: float) -> Iterator[Kept]:
         """What the indexer's operators keep, and its projections where it is trained."""
         model, n, core = self.model, self.n, ("attention", "core_attn")
-        chosen = n * min(model.topk, self.length)
-        yield self._item("indexer", chosen, *core, size=INDEX)
+        if not self.job.is_short:
+            yield self._item("indexer", n * model.topk, *core, size=INDEX)
         if not model.index_loss:
             return
-        yield self._item("indexer", chosen, *core, size=FLOAT)
+        if not self.job.is_short:
+            yield self._item("indexer", n * model.topk, *core, size=FLOAT)
         yield self._item("indexer", n * model.index_heads * model.index_dim, *core)
         yield self._item("indexer", keys * model.index_dim, *core)
         yield self._item("indexer", n * model.index_heads, *core)

@@ -210,6 +210,7 @@ def features_of(options: argparse.Namespace) -> Features:
     return Features(
         fused=fused,
         absorb=part(options.use_dsa_absorb),
+        by_length=options.use_dsa_absorb is None,
         indexer=part(options.use_fused_lightning_indexer),
         attention=part(options.use_fused_sparse_flash_attention),
         kl_loss=part(options.use_fused_lightning_indexer_kl_loss),

@@ -131,7 +131,7 @@ class _Rank:
             yield from self._row("attention", model.hidden)
             return
         yield from self._column("query", model.query_lora or model.hidden)
-        expanded_later = (features.absorb and model.sparse) or not self.job.training.kernels
+        expanded_later = self.job.absorbed if model.sparse else not self.job.training.kernels
         yield from self._column("latent key", model.kv_lora, again=not expanded_later)
         yield from self._column("rotary key", model.rope, again=False)
         if features.sp_tp_sp:
@@ -166,10 +166,12 @@ class _Rank:
             yield Transfer("EP", "all-to-all", "probabilities", rows * FLOAT * share, when)
         if layout.etp > 1:
             gathered = rows * (layout.etp - 1)
-            for when in ("forward", "backward"):
-                for collective in ("all-gather", "reduce-scatter"):
-                    nbytes = gathered * model.hidden * self.e
-                    yield Transfer("ETP", collective, "experts' tokens", nbytes, when)  # type: ignore[arg-type]
+            tokens = gathered * model.hidden
+            # Outputs are summed in the precision of the probabilities.
+            yield Transfer("ETP", "all-gather", "experts' tokens", tokens * self.e, "forward")
+            yield Transfer("ETP", "reduce-scatter", "experts' outputs", tokens * FLOAT, "forward")
+            yield Transfer("ETP", "all-gather", "experts' outputs", tokens * FLOAT, "backward")
+            yield Transfer("ETP", "reduce-scatter", "experts' tokens", tokens * self.e, "backward")
             yield Transfer("ETP", "all-gather", "probabilities", gathered * FLOAT, "forward")
             yield Transfer("ETP", "reduce-scatter", "probabilities", gathered * FLOAT, "backward")
 
@@ -247,10 +249,14 @@ class _Rank:
         groups = (("DP", layout.replicas, False), ("EDP", layout.expert_replicas, True))
         for group, ranks, experts in groups:
             share = (ranks - 1) / ranks
-            numbers = sum(w.on_rank(layout) for w in trained if (w.cut == "expert") == experts) * share
+            # Experts that are not dealt out are reduced with everything else.
+            own = [w for w in trained if (w.cut == "expert" and layout.ep > 1) == experts]
+            numbers = sum(w.on_rank(layout) for w in own) * share
             if training.distributed:
                 yield Transfer(group, "reduce-scatter", "gradients", numbers * size, "end")
-                yield Transfer(group, "all-gather", "weights", numbers * training.number, "end")
+                # Two optimizers, of dense weights and of experts: without overlap each gathers them all.
+                gathers = 2 if layout.ep > 1 and not training.overlap_param else 1
+                yield Transfer(group, "all-gather", "weights", gathers * numbers * training.number, "end")
             else:
                 yield Transfer(group, "all-reduce", "gradients", 2 * numbers * size, "end")
         shared = (self.model.tied or self.model.mtp) and layout.pp > 1 and (self.rank == 0 or self.last)

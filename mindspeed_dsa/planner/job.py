@@ -161,6 +161,7 @@ class Features:
     """Of this library, as far as they change a plan.
 
     Attributes:
+        by_length: sequences no longer than ``topk`` attend by head all the same.
         virtual: GiB of moments in mapped host memory, per pipeline rank or one for all; inf: all.
         norm_layers: of a stage; None: all of them. Likewise the other two.
         pairs: forward and backward of two microbatches share a block (``--moe-fb-overlap``).
@@ -169,6 +170,7 @@ class Features:
 
     fused: bool = False
     absorb: bool = False
+    by_length: bool = False
     indexer: bool = False
     attention: bool = False
     kl_loss: bool = False
@@ -216,6 +218,17 @@ class Job:
     def microbatches(self) -> int:
         """Per step and data parallel rank."""
         return self.training.batch // (self.training.micro * self.layout.dp)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether fused sparse attention is dense: no query sees more keys than it may select."""
+        return self.features.attention and self.training.sequence <= self.model.topk
+
+    @property
+    def absorbed(self) -> bool:
+        """Whether sparse attention is in absorbed form."""
+        by_head = self.features.by_length and self.is_short and self.layout.cp == 1
+        return self.model.sparse and self.features.absorb and not by_head
 
     @property
     def tokens(self) -> int:

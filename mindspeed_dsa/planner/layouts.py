@@ -186,6 +186,11 @@ def _problems(job: Job) -> Iterator[str]:
         rest = job.microbatches % layout.group
         if not layout.pp <= layout.group <= job.microbatches or 0 < rest < layout.pp:
             yield f"{job.microbatches} microbatches cannot be interleaved in groups of {layout.group}"
+    features = job.features
+    if cp > 1 and model.sparse and not (features.attention and features.absorb):
+        yield "sparse attention on context parallel ranks needs --use-fused-dsa in absorbed form"
+    if features.pairs and layout.pp > 1 and layout.vpp == 1:
+        yield "--moe-fb-overlap pairs microbatches in interleaved pipelines alone, of 2 chunks or more"
     if model.router_topk > model.experts:
         yield f"--moe-router-topk {model.router_topk} is more than {model.experts} experts"
 

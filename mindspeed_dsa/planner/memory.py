@@ -160,6 +160,8 @@ def _rank(
     for count, parts in zip(flights, per_chunk, strict=True):
         for part, nbytes in parts.items():
             kept[part] = kept.get(part, 0.0) + count * nbytes
+    if messages := _messages(job, rank):
+        kept["messages"] = messages
     temporary = _temporary(job, rank, weights, kinds)
     staging = STAGING / features.swap_parts * share if features.swap_optimizer else 0.0
     state = training.number * own + buffers + training.grad_number * (dense + experts) + masters + moments
@@ -253,6 +255,14 @@ def _chunk(
     for part, nbytes in activations.by_part(items).items():
         found[part] = found.get(part, 0.0) + nbytes
     return found
+
+
+def _messages(job: Job, rank: int) -> float:
+    """Between pipeline ranks: an output that is being sent, and the next input, received ahead."""
+    layout = job.layout
+    rows = job.tokens / (layout.tp if layout.sequence else 1)
+    count = (rank > 0 or layout.vpp > 1) + (rank < layout.pp - 1 or layout.vpp > 1)
+    return count * rows * job.model.hidden * job.training.number * (layout.pp > 1)
 
 
 def _copies_its_input(job: Job, full: bool) -> bool:

@@ -86,7 +86,7 @@ def candidates(job: Job, device: Device) -> Iterator[Job]:
                 if devices % (tp * pp * cp) or (tp * cp > 1 and rows < LEAST_ROWS):
                     continue
                 for ep in powers if model.experts else (1,):
-                    for vpp in (1, 2, 4):
+                    for vpp in (1, 2):
                         for micro in MICRO:
                             found = _candidate(job, (tp, pp, cp, ep, vpp), micro)
                             if found is not None:

@@ -154,7 +154,11 @@ def model_weights(model: Model) -> list[Weight]:
 
 def rank_weights(job: Job) -> list[list[Weight]]:
     """By pipeline rank."""
-    model, layout, whole_proj = job.model, job.layout, job.features.sp_tp_sp
+    return _rank_weights(job.model, job.layout, job.features.sp_tp_sp)
+
+
+@lru_cache(maxsize=16)
+def _rank_weights(model: Model, layout: Layout, whole_proj: bool) -> list[list[Weight]]:
     held = layouts.chunks(layout, model)
     found: list[list[Weight]] = []
     for rank, own in enumerate(held):

@@ -94,8 +94,9 @@ def compute(job: Job, device: Device, rank: int, chunk: int) -> tuple[dict[str, 
     backward: dict[str, float] = {}
     for each in work.chunk(job, rank, chunk):
         rate = device.tflops * 1e12 * getattr(device, each.kind)
-        forward[each.part] = forward.get(each.part, 0.0) + each.forward / rate
-        backward[each.part] = backward.get(each.part, 0.0) + each.backward / rate
+        moving = each.moved / (device.hbm * 1e9)
+        forward[each.part] = forward.get(each.part, 0.0) + max(each.forward / rate, moving)
+        backward[each.part] = backward.get(each.part, 0.0) + max(each.backward / rate, 2 * moving)
     return forward, backward
 
 

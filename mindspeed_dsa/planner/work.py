@@ -28,16 +28,20 @@ class Work:
         forward: of a forward.
         backward: of its backward.
         kind: whose rate holds: ``matmul``, ``attention`` or ``sparse``.
+        moved: bytes of a forward that it cannot do without, where they may take longer; a backward moves them
+            once more and adds as many gradients.
     """
 
     part: str
     forward: float
     backward: float
     kind: str = "matmul"
+    moved: float = 0.0
 
     def times(self, factor: float, part: str = "") -> Work:
         """So often, as another part if one is named."""
-        return Work(part or self.part, self.forward * factor, self.backward * factor, self.kind)
+        numbers = (self.forward * factor, self.backward * factor)
+        return Work(part or self.part, *numbers, self.kind, self.moved * factor)
 
 
 def visible_pairs(length: int) -> float:
@@ -62,12 +66,18 @@ def pair_flops(model: Model, absorbed: bool) -> tuple[float, float]:
     return 2.0 * model.heads * (key + value), 2.0 * model.heads * (3 * key + 2 * value)
 
 
-def attention_core(model: Model, length: int, absorbed: bool, sparse: bool) -> Work:
-    """Of one sequence, all heads."""
+def attention_core(model: Model, length: int, absorbed: bool, sparse: bool, number: int = 2) -> Work:
+    """Of one sequence, all heads.
+
+    In naive form a query gathers the keys and values of each head for itself, in absorbed form a latent for
+    all heads.
+    """
     pairs = selected_pairs(length, model.topk) if sparse else visible_pairs(length)
     forward, backward = pair_flops(model, absorbed)
-    kind = "sparse" if sparse and length > model.topk else "attention"
-    return Work("attention", forward * pairs, backward * pairs, kind)
+    if not sparse or length <= model.topk:
+        return Work("attention", forward * pairs, backward * pairs, "attention")
+    width = model.kv_lora + model.rope if absorbed else model.heads * (model.query_dim + model.value_dim)
+    return Work("attention", forward * pairs, backward * pairs, "sparse", pairs * width * number)
 
 
 def index_scores(model: Model, length: int, backward: bool) -> Work:
@@ -95,9 +105,8 @@ def layer(job: Job, experts: bool) -> list[Work]:
     copied = sum(w.numbers for w in weights if w.part == "attention" and w.cut == "whole")
     found = [linear("projections", cut, tokens), linear("projections", copied, rows)]
     share = training.micro / layout.cp
-    absorbed = model.sparse and features.absorb
     sparse = model.sparse and features.attention
-    core = attention_core(model, training.sequence, absorbed, sparse)
+    core = attention_core(model, training.sequence, job.absorbed, sparse, training.number)
     if model.sparse and not sparse:  # Megatron's own form multiplies the whole square
         core = core.times(2.0)
     found.append(core.times(share / tp))

@@ -73,7 +73,7 @@ def test_a_flag_changes_what_it_is_about():
     assert what_if.words_of("--tensor-model-parallel-size 8") == ["--tensor-model-parallel-size", "8"]
     stock = what_if.of("--no-use-fused-dsa", before, planned(example("--no-use-fused-dsa")))
     assert stock.memory["activations: indexer"] > 5 * before.worst.activations["indexer"]
-    assert stock.seconds["attention"] > 0
+    assert stock.seconds["memory-bound operations"] > 0
     with pytest.raises(SettingsError, match="no flag that a plan depends on"):
         what_if.words_of("--lr 1")
 

@@ -211,10 +211,14 @@ def saved_for_backward(stage: str, sequence: int) -> int:
 
 
 def operator_calls(mode: str, switches: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """How often each operator and each of Megatron's own functions runs in one step, and its loss."""
-    from mindspeed_dsa.features.attention.dsa import loss, main_attention, sparse_attention
+    """How often each operator and each of Megatron's own functions runs in one step, and its loss.
+
+    ``forms`` tells of each layer's attention whether its operands were absorbed.
+    """
+    from mindspeed_dsa.features.attention.dsa import core_attention, loss, main_attention, sparse_attention
 
     consumers = {
+        "sparse_attention": core_attention,
         "lightning_indexer": sparse_attention,
         "sparse_flash_attention": main_attention,
         "indexer_kl_loss": loss,
@@ -230,7 +234,8 @@ def operator_calls(mode: str, switches: Mapping[str, Any], overrides: Mapping[st
         for patch in patches:
             patch.stop()
     calls = {name: called.call_count for name, called in mocks.items()}
-    return {**result, "counts": {**result["counts"], **calls}}
+    forms = [call.args[0].absorbed for call in mocks["sparse_attention"].call_args_list]
+    return {**result, "counts": {**result["counts"], **calls}, "forms": forms}
 
 
 def with_an_adapter() -> None:

@@ -66,21 +66,25 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
 
 
 def by_head_is_faster(projections: Projections, hidden_states: Tensor, options: Options) -> bool:
-    """Whether a layer attends by head although the absorbed form is on: on CPUs, in shorter sequences.
+    """Whether a layer attends by head although the absorbed form is on.
 
-    Never where ``--use-dsa-absorb`` itself was given, for packed documents, or where the indexer loss is
-    formed in the attention's backward, which the operator by head does not do.
+    On every device in sequences that select all keys, whose attention is dense: by head it is a third of the
+    work. On CPUs in longer ones, too, unless the indexer loss is formed in the attention's backward, which
+    the operator by head does not do. Never where ``--use-dsa-absorb`` itself was given, or for packed
+    documents.
 
     Args:
         projections: of an ``MLASelfAttention``.
         hidden_states: ``[s, b, hidden]``, a rank's part of the sequence under sequence parallelism.
         options: the parts that run on our operators.
     """
-    if options.absorb_always or options.fuse_kl_in_backward or not options.attention:
-        return False
-    if projections.documents is not None:
+    if options.absorb_always or not options.attention or projections.documents is not None:
         return False
     config, rows = projections.layer.config, projections.rows(hidden_states)
+    if rows <= config.dsa_indexer_topk:
+        return True
+    if options.fuse_kl_in_backward:
+        return False
     rope, latent = config.qk_pos_emb_head_dim, config.kv_lora_rank
     widths = (config.qk_head_dim + rope + config.v_head_dim, latent + rope + latent)
     return is_faster_by_head(hidden_states.device, rows, config.dsa_indexer_topk, widths, options.backend)

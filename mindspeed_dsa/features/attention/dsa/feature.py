@@ -19,8 +19,8 @@ USE_FUSED_DSA = Flag(
 )
 ABSORB = Flag(
     "--use-dsa-absorb",
-    "MLA in absorbed form: all heads share one latent key. Default: as --use-fused-dsa, except on CPUs for "
-    "sequences that are faster by head.",
+    "MLA in absorbed form: all heads share one latent key. Default: as --use-fused-dsa, except for "
+    "sequences no longer than topk, and on CPUs for others that are faster by head.",
     kind="auto",
 )
 _SWITCHES = (

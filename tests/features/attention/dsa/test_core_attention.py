@@ -70,6 +70,7 @@ def test_every_combination_of_parts_trains_as_megatron_does(pool, stock, chosen)
 # Formed in backward there is no dense loss.
 FORMS = [
     *itertools.product((FUSED, FUSED | {"use_dsa_absorb": False}), MODELS),
+    *((FUSED | {"use_dsa_absorb": True}, name) for name in MODELS if "short" in name),
     *(
         (IN_BACKWARD, name)
         for name, overrides in MODELS.items()
@@ -131,6 +132,23 @@ def test_each_operator_runs_where_it_is_wanted(pool, mode, switches, overrides, 
     assert (result["tracked"] is not None) == bool(wanted)
 
 
+@pytest.mark.parametrize(
+    ("switches", "overrides", "absorbed"),
+    [
+        (FUSED, {}, True),
+        (FUSED, SHORT, False),
+        (FUSED, {"dsa_indexer_topk": 19}, True),
+        (FUSED | {"use_dsa_absorb": True}, SHORT, True),
+        (FUSED | {"use_dsa_absorb": False}, {}, False),
+        # Megatron's own attention masks the whole square in either form.
+        (FUSED | {"use_fused_sparse_flash_attention": False}, SHORT, True),
+    ],
+    ids=str,
+)
+def test_sequences_that_select_every_key_attend_by_head(pool, switches, overrides, absorbed):
+    assert calls(pool, "train", switches, **overrides)["forms"] == [absorbed] * 2
+
+
 def test_without_a_loss_the_indexer_gets_zeros_and_all_else_what_megatron_gives(pool):
     no_loss = {"dsa_indexer_loss_coeff": 0.0}
     ours, theirs = step(pool, FUSED, no_loss), step(pool, None, no_loss)
@@ -179,6 +197,15 @@ def test_norms_with_zero_centred_gamma(pool):
         pool.run(run, 1, switches=each, overrides=overrides)[0]["gradients"] for each in (own_loss, None)
     )
     assert_same_gradients(ours, theirs)
+
+
+def test_short_sequences_on_tensor_parallel_ranks(pool):
+    """By head; the length counts, not that of a rank's part."""
+    run, long = f"{CASES}:whole_step", {"dsa_indexer_topk": 10}
+    for overrides in (SHORT, long):
+        alone = put_together(pool.run(run, 1, overrides=overrides))
+        ours = pool.run(run, 2, switches=FUSED, overrides=overrides, tp=2)
+        assert_same_gradients(put_together(ours), alone)
 
 
 def test_tensor_parallelism_without_sequence_parallelism(pool):

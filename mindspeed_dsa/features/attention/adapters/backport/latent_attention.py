@@ -17,7 +17,7 @@ from mindspeed_dsa.features.attention.adapters.backport.attention import core_at
 from mindspeed_dsa.features.attention.adapters.backport.fields import problems_of
 from mindspeed_dsa.features.attention.adapters.backport.options import Options
 from mindspeed_dsa.features.attention.context_parallel.exchange import KeyExchange, key_exchange
-from mindspeed_dsa.features.attention.dsa.absorb import up_projections
+from mindspeed_dsa.features.attention.dsa.absorb import by_head_is_faster, up_projections
 from mindspeed_dsa.features.attention.mla_projections import Projections, Rotate
 from mindspeed_dsa.integration.gathered_weights import wait_for_weights
 from mindspeed_dsa.integration.local_norms import norm_of_fused_layer
@@ -119,7 +119,8 @@ def _derive(
         attention.core_attention, options.dsa, projections.megatron, projections.documents
     )
     # First, because it waits for the layer's weights, of which the key's norm may be one.
-    up = up_projections(attention) if options.dsa.absorb else None
+    keeps_heads = exchange is None and by_head_is_faster(projections, hidden_states, options.dsa)
+    up = up_projections(attention) if options.dsa.absorb and not keeps_heads else None
     started = None
     if exchange is not None and up is not None:
         started = _share_key(projections, latent, rotary_key, hidden_states, exchange)

@@ -1,0 +1,158 @@
+"""Plans against counted bytes, their own speed, and the articles' figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plan.child import ANSWER
+from benchmarks.plan.layouts import LAYOUTS, RANKS, flags_of
+from benchmarks.registry import Metrics
+from mindspeed_dsa.planner import arguments, articles, communication, devices, memory, plan, search
+from mindspeed_dsa.planner.job import Job
+
+_DEEPSEEK = (
+    "pretrain_gpt.py --seq-length 4096 --micro-batch-size 1 --global-batch-size 16384 --bf16 "
+    "--pipeline-model-parallel-size 16 --decoder-last-pipeline-num-layers 1 --expert-model-parallel-size 32 "
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --use-fused-dsa "
+    "--dsa-indexer-loss-coeff 0.01 --moe-grouped-gemm"
+)
+_ROUNDS = 5
+
+
+def run(device: str, quick: bool = False, only: str | None = None) -> Metrics:
+    """All metrics of the case.
+
+    Args:
+        device: not used: plans are arithmetic, and bytes are counted on CPUs.
+        quick: two layouts, and no search.
+        only: part of the layouts' names.
+    """
+    names = [name for name in LAYOUTS if only is None or only in name]
+    names = names[:2] if quick else names
+    if not names:
+        raise SystemExit(f"plan: no layout has {only!r} in its name; there are {', '.join(LAYOUTS)}")
+    found = compared(names)
+    worst = {
+        f"{what}_error": max(each[what] for each in found.values())
+        for what in ("weights", "gradients", "optimizer", "activations", "bytes")
+    }
+    reproduced = sum(figure.reproduced for figure in articles.FIGURES)
+    return {
+        **worst,
+        **_speed(search_too=not quick),
+        "articles_reproduced": reproduced,
+        "articles_total": len(articles.FIGURES),
+        "layouts": found,
+    }
+
+
+def compared(names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """By layout: the largest relative difference of any rank, counted from planned."""
+    counted = _count(names)
+    return {name: _errors(name, [each for each in counted if each["layout"] == name]) for name in names}
+
+
+def _errors(name: str, counted: Sequence[dict[str, Any]]) -> dict[str, float]:
+    job = arguments.job_of(["pretrain_dsa.py", *flags_of(name)], RANKS)
+    ranks = memory.of_job(job, 0.0)
+    transfers = communication.of_job(job)
+    worst = dict.fromkeys(("weights", "gradients", "optimizer", "activations", "bytes", "other"), 0.0)
+    for each in counted:
+        own = ranks[each["pipeline_rank"]]
+        pairs = {
+            "weights": (each["weights"], own.weights + own.buffers),
+            "gradients": (each["gradients"], own.gradients),
+            "activations": (each["kept"], own.kept),
+        }
+        optimizer = own.masters + own.moments
+        # With the state on the host nothing is left to compare with but what there would be without.
+        pairs["optimizer"] = (each["optimizer"] + own.host, optimizer + own.host)
+        for what, (here, planned) in pairs.items():
+            worst[what] = max(worst[what], abs(here - planned) / planned)
+        expected = communication.by_group(transfers[each["pipeline_rank"]])
+        received = dict(each["received"])
+        sums = sum(received.values())
+        worst["other"] = max(worst["other"], received.pop("other", 0.0) / max(sums, 1.0))
+        for group in {*expected, *received}:
+            here, planned = received.get(group, 0.0), expected.get(group, 0.0)
+            if max(here, planned) > 0.001 * sums:
+                worst["bytes"] = max(worst["bytes"], abs(here - planned) / max(planned, 1.0))
+        _say(_line(name, each, own, expected))
+    return worst
+
+
+def _line(name: str, each: dict[str, Any], own: memory.RankMemory, expected: dict[str, float]) -> str:
+    def pair(here: float, planned: float) -> str:
+        return f"{here:.0f}/{planned:.0f}"
+
+    state = {
+        "weights": pair(each["weights"], own.weights + own.buffers),
+        "gradients": pair(each["gradients"], own.gradients),
+        "optimizer": pair(each["optimizer"], own.masters + own.moments),
+        "kept": pair(each["kept"], own.kept),
+        "peak": pair(each["peak"], own.kept + sum(own.temporary.values())),
+    }
+    groups = {
+        g: pair(each["received"].get(g, 0.0), expected.get(g, 0.0)) for g in {*each["received"], *expected}
+    }
+    return f"{name}, rank {each['rank']}, counted/planned: {state} {groups}"
+
+
+def _count(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Answers of all ranks."""
+    root = Path(__file__).parents[2]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    shared |= {"WORLD_SIZE": str(RANKS), "PYTHONPATH": os.pathsep.join([str(root), *sys.path[1:]])}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.plan.child", *names],
+            cwd=root,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        printed = [child.communicate()[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    if any(child.returncode for child in children):
+        raise RuntimeError("plan: a rank failed; its messages are above")
+    lines = [line for text in printed for line in text.splitlines() if line.startswith(ANSWER)]
+    return [json.loads(line.removeprefix(ANSWER)) for line in lines]
+
+
+def _speed(search_too: bool) -> dict[str, float]:
+    """Milliseconds of a plan of DeepSeek-V3.2 on 2048 ranks from its flags on, and seconds of a search."""
+    h200 = devices.device("h200")
+
+    def job(any_layout: bool = False) -> Job:
+        return arguments.job_of(_DEEPSEEK.split(), 2048, "deepseek-v3.2", any_layout=any_layout)
+
+    found = {"plan_ms": 1e3 * min(_seconds(lambda: plan.make(job(), h200)) for _ in range(_ROUNDS))}
+    if search_too:
+        found["search_s"] = _seconds(lambda: search.search(job(any_layout=True), h200))
+    return found
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,133 @@
+"""What is counted on a rank: bytes of storages, of activations while a step runs, and of collectives."""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._C._distributed_c10d import ProcessGroup  # type: ignore[attr-defined]
+from torch.autograd.profiler import record_function
+
+from benchmarks.memory.measure import live_bytes, profiled_levels, storage_bytes
+
+GROUPS = {
+    "TENSOR_MODEL_PARALLEL_GROUP": "TP",
+    "PIPELINE_MODEL_PARALLEL_GROUP": "PP",
+    "CONTEXT_PARALLEL_GROUP": "CP",
+    "DATA_PARALLEL_GROUP": "DP",
+    "DATA_PARALLEL_GROUP_WITH_CP": "DP",
+    "EXPERT_MODEL_PARALLEL_GROUP": "EP",
+    "EXPERT_TENSOR_PARALLEL_GROUP": "ETP",
+    "EXPERT_DATA_PARALLEL_GROUP": "EDP",
+    "EMBEDDING_GROUP": "embedding",
+}
+"""By Megatron's description of a process group: the plan's name."""
+FORWARD = "benchmarks.plan: forward"
+
+
+def state(model: list[Any], before: int) -> dict[str, float]:
+    """Bytes of weights, gradients and optimizer between steps.
+
+    Args:
+        model: chunks under data parallelism.
+        before: bytes of live storages before the model was built.
+    """
+    from megatron.core import parallel_state
+
+    modules = [each for chunk in model for each in chunk.modules()]
+    weights = sum(each.numel() * each.element_size() for chunk in model for each in chunk.parameters())
+    weights += sum(each.nbytes for module in modules for each in module._buffers.values() if each is not None)
+    buffers = [each for chunk in model for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    gradients = storage_bytes([each.grad_data for each in buffers])
+    scratch = storage_bytes(parallel_state.get_global_memory_buffer().buffer.values())
+    optimizer = live_bytes() - before - weights - gradients - scratch
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+
+
+def activations(step: Callable[[], Any]) -> tuple[float, float]:
+    """Bytes held at the end of a forward, at most, and at any time of a step, over those before it."""
+    levels, marks = profiled_levels(step, FORWARD)
+    times = [time for time, _ in levels]
+    held = [levels[bisect_right(times, mark) - 1][1] for mark in marks]
+    return float(max(held)), float(max(level for _, level in levels))
+
+
+def marked(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward step whose end can be found among a profiler's events."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = forward(*args, **kwargs)
+        with record_function(FORWARD):
+            pass
+        return result
+
+    return call
+
+
+@contextlib.contextmanager
+def collectives() -> Iterator[dict[str, float]]:
+    """Bytes that this rank receives in the block, by group; ``other`` for groups that no plan has."""
+    found: dict[str, float] = defaultdict(float)
+
+    def counting(original: Callable[..., Any], size: Callable[..., float]) -> Callable[..., Any]:
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if group.size() > 1:
+                found[GROUPS.get(group.group_desc, "other")] += size(group, *args)
+            return original(group, *args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name, size in _SIZES.items():
+            if hasattr(ProcessGroup, name):
+                wrapped = counting(getattr(ProcessGroup, name), size)
+                stack.enter_context(mock.patch.object(ProcessGroup, name, wrapped))
+        yield found
+
+
+def _first(tensors: Any) -> torch.Tensor:
+    """Of a tensor, or of lists of them."""
+    return _first(tensors[0]) if isinstance(tensors, (list, tuple)) else tensors
+
+
+def _listed(tensors: Any) -> float:
+    if isinstance(tensors, (list, tuple)):
+        return sum(map(_listed, tensors))
+    return float(tensors.nbytes)
+
+
+def _without_own(group: Any, output: Any, given: Any, receive: Any = None, *unused: Any) -> float:
+    output = _first(output)
+    rows = receive[group.rank()] if isinstance(receive, (list, tuple)) and receive else None
+    own = output.nbytes / group.size() if rows is None else rows * output.nbytes / max(output.size(0), 1)
+    return output.nbytes - own
+
+
+def _share(group: Any) -> float:
+    return (group.size() - 1) / group.size()
+
+
+_SIZES: dict[str, Callable[..., float]] = {
+    "allreduce": lambda group, tensors, *unused: 2 * _listed(tensors) * _share(group),
+    "allgather": lambda group, outputs, *unused: _listed(outputs) * _share(group),
+    "_allgather_base": lambda group, output, *unused: _listed(output) * _share(group),
+    "all_gather_single": lambda group, output, *unused: _listed(output) * _share(group),
+    "_reduce_scatter_base": lambda group, output, given, *unused: _listed(given) * _share(group),
+    "reduce_scatter_single": lambda group, output, given, *unused: _listed(given) * _share(group),
+    "reduce_scatter": lambda group, output, given, *unused: _listed(given) * _share(group),
+    "allreduce_coalesced": lambda group, tensors, *unused: 2 * _listed(tensors) * _share(group),
+    "allgather_into_tensor_coalesced": lambda group, outputs, *unused: _listed(outputs) * _share(group),
+    "all_gather_single_coalesced": lambda group, outputs, *unused: _listed(outputs) * _share(group),
+    "reduce_scatter_tensor_coalesced": lambda group, out, given, *unused: _listed(given) * _share(group),
+    "reduce_scatter_single_coalesced": lambda group, out, given, *unused: _listed(given) * _share(group),
+    "alltoall_base": _without_own,
+    "all_to_all_single": _without_own,
+    "alltoall": lambda group, outputs, *unused: _listed(outputs) * _share(group),
+    "recv": lambda group, tensors, *unused: _listed(tensors),
+    "recv_anysource": lambda group, tensors, *unused: _listed(tensors),
+}

@@ -1,0 +1,58 @@
+"""Plans beside counted bytes, and the page that is written from plans."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.plan import counted, page
+from benchmarks.plan.layouts import LAYOUTS, RANKS, flags_of
+from mindspeed_dsa.planner import arguments, memory
+
+BOUNDS = {"weights": 0.02, "gradients": 0.02, "optimizer": 0.02, "activations": 0.1, "bytes": 0.02}
+
+
+@pytest.mark.full
+def test_ten_layouts_are_within_their_bounds():
+    from benchmarks.plan import compared
+
+    wrong = {
+        (name, what): errors[what]
+        for name, errors in compared(list(LAYOUTS)).items()
+        for what, bound in BOUNDS.items()
+        if errors[what] > bound
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_counted_layout_can_be_planned(name):
+    job = arguments.job_of(["pretrain_dsa.py", *flags_of(name)], RANKS)
+    assert not any("not read" in note for note in job.notes)
+    assert len(memory.of_job(job, 0.0)) == job.layout.pp
+
+
+class Group:
+    """Four ranks, of which this is the second."""
+
+    def size(self):
+        return 4
+
+    def rank(self):
+        return 1
+
+
+def test_what_a_rank_receives_in_each_collective():
+    row = torch.zeros(8, 2)  # 64 bytes
+    sizes = counted._SIZES
+    assert sizes["allreduce"](Group(), [row]) == 2 * 64 * 3 / 4
+    assert sizes["all_gather_single"](Group(), row, row[:2]) == 64 * 3 / 4
+    assert sizes["reduce_scatter_single"](Group(), row[:2], row) == 64 * 3 / 4
+    assert sizes["all_to_all_single"](Group(), row, row) == 64 * 3 / 4
+    assert sizes["all_to_all_single"](Group(), row, row, [1, 5, 1, 1], [2, 2, 2, 2]) == 3 * 8
+    assert sizes["recv"](Group(), [row], 0, 0) == 64
+
+
+def test_the_page_is_what_plans_say():
+    text = (page.DOCS / "planner.md").read_text(encoding="utf-8")
+    assert page.tables() in text, "run python -m benchmarks.plan.page"
