@@ -12,8 +12,8 @@ from benchmarks.dsa.floor import needed_flops
 from benchmarks.dsa.problem import Sizes
 
 STATIC = Path(__file__).parents[1] / "results/kernels-static.json"
-# By operator and direction the kernels that do its products, as their names begin in the model's table, and
-# whose operations each does; "rest" is what the others leave.
+# By operator and direction the kernels that do its products, as their names begin in the model's table, after
+# the GPU that a kernel is for alone, and whose operations each does; "rest" is what the others leave.
 _KERNELS = {
     ("sparse_flash_attention", "forward"): {"forward_kernel, {heads} heads": "rest"},
     ("sparse_flash_attention", "backward"): {"backward, {heads} heads": "rest"},
@@ -78,8 +78,8 @@ def model_seconds(
     for (operator, direction), kernels in _KERNELS.items():
         rest, seconds = flops[operator][direction], 0.0
         for start, part in kernels.items():
-            wanted = start.format(heads=heads)
-            fraction = next((value for name, value in fractions.items() if name.startswith(wanted)), None)
+            wanted = re.compile(rf"(hopper_\w*)?{start.format(heads=heads)}")
+            fraction = next((value for name, value in fractions.items() if wanted.match(name)), None)
             if fraction is None:
                 break
             work = rest if part == "rest" else flops[part[0]][part[1]]

@@ -58,7 +58,7 @@ CASES = {
     "fused-dsa, dense stage": Case("", f"{_FUSED} --dsa-stage warmup", _PLAIN, BF16),
     "fused-dsa, packs": Case("", f"{_FUSED} --pack-documents --micro-batch-size 1", _PLAIN, BF16),
 }
-QUICK = ("recompute-norm",)
+QUICK = ("fused-dsa",)
 _FIGURES = ("lm_loss", "indexer_loss", "grad_norm")
 
 

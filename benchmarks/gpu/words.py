@@ -102,7 +102,8 @@ def _layer(found: Mapping[str, Any]) -> Iterator[str]:
         for figure in ("tokens_per_s", "peak_mib"):
             for side in ("stock", "fused"):
                 value = sides[side]
-                cells.append("-" if isinstance(value, str) else f"{value[figure]:,.0f}")
+                absent = isinstance(value, str) or figure not in value
+                cells.append("-" if absent else f"{value[figure]:,.0f}")
         apart = sides.get("apart", {})
         return (*cells, *(f"{apart[name]:.1e}" if apart else "-" for name in ("lm_loss", "indexer_loss")))
 

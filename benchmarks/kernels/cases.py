@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from unittest import mock
 
 import torch
 
@@ -13,6 +14,7 @@ from mindspeed_dsa.ops.grouped_matmul import triton as grouped
 from mindspeed_dsa.ops.indexer_kl_loss import triton as kl_loss
 from mindspeed_dsa.ops.lightning_indexer import triton as indexer
 from mindspeed_dsa.ops.moe_permute import triton as permutation
+from mindspeed_dsa.ops.sparse_flash_attention import hopper
 from mindspeed_dsa.ops.sparse_flash_attention import triton as attention
 from mindspeed_dsa.ops.triton_launch import meta
 
@@ -42,6 +44,8 @@ def all_cases(dtype: torch.dtype, odd: bool = False) -> Iterator[Call]:
             for use_relu in (True, False) if odd else (True,):
                 words = f"indexer {heads} x {dim}{'' if use_relu else ' without relu'}{mode}"
                 yield words, _in_mode(deterministic, partial(run_indexer, dtype, heads, dim, use_relu))
+    for heads in HEADS:
+        yield f"{heads} heads, plain", _in_mode(False, partial(run_plain_attention, dtype, heads))
     if odd:
         yield "128 heads, 128k", partial(run_attention, dtype, 128, length=LONG)
         yield "16 heads, no rope", partial(run_attention, dtype, 16, 128, 128)
@@ -56,6 +60,8 @@ def all_cases(dtype: torch.dtype, odd: bool = False) -> Iterator[Call]:
 def quick_cases(dtype: torch.dtype) -> Iterator[Call]:
     """Every kernel that is launched where determinism is not asked for, in one small configuration."""
     yield "16 heads", partial(run_attention, dtype, 16, sums=(False,))
+    yield "128 heads", partial(run_forward, dtype, 128)
+    yield "16 heads, plain", partial(run_plain_attention, dtype, 16)
     yield "indexer 8 x 64", partial(run_indexer, dtype, 8, 64)
     yield "loss, 16 heads of 192 per head", partial(run_loss, dtype, 16, 192, False)
     yield "64 experts", partial(run_permutation, dtype)
@@ -89,6 +95,18 @@ def run_attention(
     """Forward, sum over heads, and backward with and without it."""
     shape = _shape(dtype, heads=heads, dim=dim, value_dim=value_dim, topk=TOPK)
     attention.rehearse(shape, length, length, sums)
+
+
+def run_forward(dtype: torch.dtype, heads: int, dim: int = 576, value_dim: int = 512) -> None:
+    """Forward and sum over heads."""
+    query, key = meta(1, SHORT, heads, dim, dtype=dtype), meta(1, SHORT, dim, dtype=dtype)
+    attention.forward(query, key, meta(1, SHORT, TOPK, dtype=torch.int32), 1.0, value_dim, True)
+
+
+def run_plain_attention(dtype: torch.dtype, heads: int) -> None:
+    """:func:`run_attention` where the kernels for Hopper alone do not run, as with another Triton."""
+    with mock.patch.object(hopper, "takes", return_value=False):
+        run_attention(dtype, heads, sums=(False,))
 
 
 def run_indexer(dtype: torch.dtype, heads: int, dim: int, use_relu: bool = True) -> None:

@@ -42,7 +42,14 @@ _SHARED_BYTES, _EXPONENTIALS, _OPERATIONS = 128, 16, 128
 _MULTIPLY_ADDS = 2048
 # Of a multiprocessor.
 _REGISTERS = 65536
-ATTENTION = ("forward_kernel", "attention_sum_kernel", "backward_keys_kernel", "backward_query_kernel")
+# Heads of a program of the attention's forward, for kernels that only know one number of them; in these one
+# group of warps works between products while another one multiplies.
+_HOPPER_HEADS = {"hopper_forward_kernel": 64, "hopper_few_heads_forward_kernel": 16}
+_HOPPER = (*_HOPPER_HEADS, "hopper_attention_sum_kernel")
+ATTENTION = (
+    *("forward_kernel", "attention_sum_kernel", "backward_keys_kernel", "backward_query_kernel"),
+    *(*_HOPPER, "hopper_backward_keys_kernel"),
+)
 INDEXER = ("score_slab_kernel", "scores_at_kernel", "score_gradients_kernel")
 DENSE = ("dense_lse_kernel", "dense_sum_kernel")
 
@@ -72,7 +79,7 @@ def seconds(kernel: Kernel, work: Work, gpu: Gpu) -> float:
     between = cycles / gpu.multiprocessors / gpu.clock
     # One block of warps in lockstep: what lies between the products of a tile hides behind none of them,
     # unless another program has room beside it.
-    if (
+    if kernel.name in _HOPPER or (
         2 * kernel.shared <= SHARED_MEMORY[gpu.target]
         and 2 * 32 * kernel.warps * kernel.registers <= _REGISTERS
     ):
@@ -107,22 +114,25 @@ def operand_rate(products: dict[str, int]) -> float:
 def attention(kernel: Kernel, heads: int, topk: int, value_dim: int = 512, dim: int = 576) -> Work:
     """A row of a kernel of the sparse attention, in two bytes a number."""
     constants = kernel.constants
-    padded = -(-heads // constants["BLOCK_H"]) * constants["BLOCK_H"]
+    block = _HOPPER_HEADS.get(kernel.name) or constants.get("BLOCK_H") or constants["HEADS"]
+    padded = -(-heads // block) * block
     scores, wanted = padded * topk, heads * topk
     keys = topk * dim * 2
     outer = heads * (dim + value_dim) * 2
-    if kernel.name in ("forward_kernel", "backward_query_kernel"):
-        programs = padded // constants["BLOCK_H"]
-        if kernel.name == "forward_kernel":
-            width = dim + value_dim * constants["WITH_OUT"]
+    if kernel.name in ("forward_kernel", "backward_query_kernel", *_HOPPER_HEADS):
+        programs = padded // block
+        if kernel.name != "backward_query_kernel":
+            width = dim + value_dim * constants.get("WITH_OUT", True)
             return Work(
                 *(programs, 2 * scores * width, 2 * wanted * width, programs * keys + outer, outer),
                 *(scores, 8 * scores),
             )
-        moved = heads * (topk + dim) * 2
+        moved = heads * (topk * constants.get("PARTS", 1) + dim) * 2
         return Work(programs, 2 * scores * dim, 2 * wanted * dim, programs * keys + moved, moved)
-    programs = -(-topk // constants["BLOCK_N"])
-    if kernel.name == "attention_sum_kernel":
+    programs = -(-topk // constants.get("BLOCK_N", 64))
+    if kernel.name == "hopper_attention_sum_kernel":
+        programs = 1
+    if kernel.name in ("attention_sum_kernel", "hopper_attention_sum_kernel"):
         moved = programs * heads * dim * 2 + keys
         return Work(programs, 2 * scores * dim, 2 * wanted * dim, moved, topk * 4, scores, 4 * scores)
     gradients = heads * topk * 2
@@ -159,14 +169,8 @@ def indexer(kernel: Kernel, topk: int) -> Work:
 def dense(kernel: Kernel, heads: int) -> Work:
     """A block of rows and a tile of keys of the dense form's target, all heads, in two bytes a number."""
     constants = kernel.constants
-    rows, keys, dim = (
-        constants["BLOCK_M"],
-        constants["BLOCK_N"],
-        constants["VALUE_DIM"] + constants["TAIL_DIM"],
-    )
-    scores, tile = rows * keys * heads, keys * dim * 2
-    # Programs of the first kernel keep a head's queries, those of the second the keys that heads share.
-    streamed = tile if kernel.name == "dense_lse_kernel" else rows * dim * 2
-    kept = 0 if constants.get("SHARED_KEY", True) else tile
+    rows, keys, dim = constants["BLOCK_M"], constants["BLOCK_N"], constants["DIM"]
+    # Queries and keys stream by in pieces, for each head again.
+    scores, moved = rows * keys * heads, (rows + keys) * heads * dim * 2
     flops = 2 * scores * dim
-    return Work(1, flops, flops, heads * (streamed + kept), 0, scores, 4 * scores)
+    return Work(1, flops, flops, moved, 0, scores, 4 * scores)

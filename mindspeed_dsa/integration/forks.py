@@ -40,8 +40,8 @@ class Watch:
     def end(self) -> None:
         """Wait no longer."""
         self._found = None
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
+        # Another list: an import that goes through the old one would pass over our neighbour.
+        sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         """Part of the import system; finds nothing itself."""

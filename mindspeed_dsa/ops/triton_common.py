@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -55,18 +55,24 @@ def row_lengths_kernel(indices, lengths, key_length, topk, BLOCK: tl.constexpr):
     tl.store(lengths + row, tl.max(longest, axis=0))
 
 
-@triton.jit
-def add_rows_by_key_kernel(total, tiles, order, bounds, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per key: adds that key's tiles in the order of ``order``, which makes the sum fixed."""
+@triton.jit(do_not_specialize=["first_entry", "first_bound"])
+def add_rows_by_key_kernel(
+    total, tiles, order, bounds, first_entry, first_bound, DIM: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program per key: adds that key's tiles in the order of ``order``, which makes the sum fixed.
+
+    ``tiles`` begin with the entry ``first_entry`` of those that are ordered, ``bounds`` of their keys at
+    ``first_bound``.
+    """
     key = tl.program_id(0).to(tl.int64)
-    first = tl.load(bounds + key)
-    last = tl.load(bounds + key + 1)
+    first = tl.load(bounds + first_bound + key)
+    last = tl.load(bounds + first_bound + key + 1)
     if first < last:
         column = tl.arange(0, BLOCK)
         inside = column < DIM
         added = tl.load(total + key * DIM + column, mask=inside, other=0.0)
         for at in range(first, last):
-            entry = tl.load(order + at)
+            entry = tl.load(order + at) - first_entry
             added += tl.load(tiles + entry * DIM + column, mask=inside, other=0.0)
         tl.store(total + key * DIM + column, added, mask=inside)
 
@@ -259,7 +265,7 @@ def key_ids(topk_indices: Tensor, key_length: int, first: int, count: int) -> Te
 def tile_bytes(total: Tensor) -> int:
     """Bytes of tiles to gather before :func:`add_rows_by_key` adds them to ``total``, fp32.
 
-    Each time it sorts, and reads and writes the whole of ``total``: beside this much that is an eighth.
+    Each time it reads and writes the whole of ``total``: beside this much that is an eighth.
     """
     return max(WORKSPACE_BYTES, 8 * 4 * total.numel())
 
@@ -272,12 +278,53 @@ def add_rows_by_key(total: Tensor, tiles: Tensor, ids: Tensor) -> None:
         tiles: ``[rows, topk, dim]`` fp32, contiguous; not read where there is no key.
         ids: ``[rows, topk]`` int64, rows of ``total``; ``keys`` where there is none.
     """
+    add_ordered_rows(total, tiles, order_by_key(ids, total.shape[0], len(ids)), 0)
+
+
+class KeyOrder(NamedTuple):
+    """Entries of rows in the order in which their tiles are added to keys, chunk by chunk of rows."""
+
+    entries: Tensor
+    """Numbers of entries, counted over the rows."""
+    bounds: Tensor
+    """First of ``entries`` for each key of each chunk; after a chunk's keys, of what is no key."""
+    chunk: int
+    """Entries of a chunk."""
+
+
+def order_by_key(ids: Tensor, keys: int, chunk: int) -> KeyOrder:
+    """Sorts the entries of many chunks of rows at once: a sort of a few costs as much as one of many.
+
+    Args:
+        ids: ``[rows, topk]`` int64, less than ``keys``; ``keys`` where there is no key.
+        keys: that there are.
+        chunk: rows of a chunk, from the first row on.
+    """
+    rows, topk = ids.shape
+    parts = -(-rows // chunk)
+    span = keys + 1
+    # Half of the digits take half of the passes.
+    dtype = torch.int32 if parts * span < 2**31 else torch.int64
+    part = torch.arange(rows, device=ids.device) // chunk
+    # Stable, so that each key's entries stay in row order.
+    by_key, entries = (ids + (part * span)[:, None]).to(dtype).flatten().sort(stable=True)
+    starts = torch.arange(parts * span, device=ids.device, dtype=dtype)
+    return KeyOrder(entries, torch.searchsorted(by_key, starts), chunk * topk)
+
+
+def add_ordered_rows(total: Tensor, tiles: Tensor, order: KeyOrder, part: int) -> None:
+    """:func:`add_rows_by_key` for the tiles of one chunk of those that were ordered."""
     keys, dim = total.shape
     if keys == 0:
         return
-    # Stable, so that each key's entries stay in row order.
-    by_key, order = ids.flatten().sort(stable=True)
-    bounds = torch.searchsorted(by_key, torch.arange(keys + 1, device=total.device))
     on_grid(add_rows_by_key_kernel, keys)(
-        total, tiles, order, bounds, DIM=dim, BLOCK=triton.next_power_of_2(dim), num_warps=4
+        total,
+        tiles,
+        order.entries,
+        order.bounds,
+        part * order.chunk,
+        part * (keys + 1),
+        DIM=dim,
+        BLOCK=triton.next_power_of_2(dim),
+        num_warps=4,
     )

@@ -21,7 +21,7 @@ from benchmarks.registry import CASES
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 
 FRACTIONS = {
-    "forward_kernel, 64 heads, WITH_OUT=True": 0.5,
+    "hopper_forward_kernel, 64 heads": 0.5,
     "backward, 64 heads": 0.25,
     "score_slab_kernel, indexer": 0.4,
     "score_gradients_kernel, indexer, GATHERED=True": 0.2,

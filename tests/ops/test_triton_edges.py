@@ -76,7 +76,7 @@ def test_nan_is_selected_after_every_number(topk):
     assert (slab.isnan() & (bits > 0)).sum() > 300
     assert (slab.isnan() & (bits < 0)).sum() > 300
     starts, ends = torch.tensor([0, 13, 0]).int(), torch.tensor([700, 690, 5]).int()
-    indices, scores = select_from(slab, starts, ends, topk)
+    indices, scores, _ = select_from(slab, starts, ends, topk)
     for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         values = slab[row].tolist()
         order = sorted(

@@ -13,6 +13,8 @@ from tests.ops.test_lightning_indexer import best_of, causal, masked_scores
 from tests.ops.triton_backend import DEVICE, indexer, triton_common
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Scores that the selection may list, where tests call it themselves.
+LIST = 512
 
 
 def on_device(tensors):
@@ -51,14 +53,18 @@ def test_selects_the_highest_scores_among_many_keys(dtype):
     assert torch.equal(indices[apart], best_of(scores, 50)[apart])
 
 
-def select_from(slab, starts, ends, topk):
-    """The selection alone, from scores of our choice."""
+def select_from(slab, starts, ends, topk, sample=64):
+    """The selection alone, from scores of our choice; and the keys that it listed, -9 behind the last."""
     rows, keys = slab.shape
     indices = torch.full((rows, topk), 7, dtype=torch.int32, device=DEVICE)
     scores = torch.full((rows, topk), torch.nan, device=DEVICE)
-    arguments = (slab.to(DEVICE), starts.to(DEVICE), ends.to(DEVICE), indices, scores, keys, topk)
-    indexer.select_kernel[(rows,)](*arguments, BLOCK=256)
-    return indices.cpu(), scores.cpu()
+    listed = torch.full((rows, LIST), -9, dtype=torch.int32, device=DEVICE)
+    listed_scores = torch.full((rows, LIST), torch.nan, device=DEVICE)
+    arguments = (slab.to(DEVICE), starts.to(DEVICE), ends.to(DEVICE), listed, listed_scores)
+    indexer.select_kernel[(rows,)](
+        *arguments, indices, scores, keys, topk, LIST=LIST, SAMPLE=sample, BLOCK=256
+    )
+    return indices.cpu(), scores.cpu(), listed.cpu()
 
 
 @pytest.mark.parametrize("kind", ["any-bits", "few-values", "one-value", "signed-zeros"])
@@ -78,12 +84,40 @@ def test_selection_orders_every_float(kind):
     position = torch.arange(keys)
     seen = (position >= starts[:, None]) & (position < ends[:, None])
     # What a row does not see is never read.
-    indices, scores = select_from(slab.masked_fill(~seen, torch.nan), starts, ends, topk)
+    indices, scores, _ = select_from(slab.masked_fill(~seen, torch.nan), starts, ends, topk)
     expected = best_of(torch.where(seen, slab.clamp_min(-3e38), -torch.inf), topk)
     assert torch.equal(indices, expected)
     valid = indices >= 0
     assert torch.equal(scores[valid], slab.gather(-1, indices.clamp_min(0).long())[valid])
     assert (scores[~valid] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("case", ["short", "guessed", "guessed-twice", "sample-too-high", "ties"])
+def test_selection_lists_what_it_needs_or_counts(case):
+    """A list that is too short or too long is not used, and the result does not depend on it."""
+    keys, topk = 1500, 200
+    slab = torch.randn(1, keys, generator=torch.Generator().manual_seed(8))
+    # A sample of 16 takes eight neighbours at each of two places.
+    if case == "guessed-twice":
+        slab[:, :8], slab[:, 744:760] = -9.0, -9.0
+    elif case == "sample-too-high":
+        slab[:, :8], slab[:, 744:760] = 9.0, 9.0
+    elif case == "ties":
+        slab[:, 50:1450] = 1.0
+    end = LIST if case == "short" else keys
+    sample = 1024 if case in ("guessed", "ties") else 16
+    indices, scores, listed = select_from(slab, *torch.tensor([[0], [end]]).int(), topk, sample)
+    assert torch.equal(indices, best_of(slab[:, :end].double(), topk))
+    assert torch.equal(scores, slab.gather(-1, indices.long()))
+    count = int((listed != -9).sum())
+    if case == "sample-too-high":
+        assert count < topk
+    elif case == "guessed":
+        assert topk <= count < LIST
+    else:
+        assert count == LIST
+        # The first guess lists the first positions, the second what is spread over the row.
+        assert (listed[0].max() > 1400) == (case == "guessed-twice")
 
 
 def test_packed_rows_in_slabs_and_megatron_layout(monkeypatch):

@@ -123,6 +123,51 @@ def test_gradients_do_not_depend_on_how_rows_are_cut(monkeypatch):
             assert torch.equal(value, other)
 
 
+def test_many_chunks_are_sorted_at_once_and_one_by_one(monkeypatch):
+    """With a key that a row names twice: its tiles are added in the order of the row."""
+    inputs = attention_inputs(2, 5, 40, 3, 24, torch.float32)
+    indices = random_indices(2, 5, 40, 33, empty_rows=(1,)).to(DEVICE)
+    indices[1, 2, 7] = indices[1, 2, 3]
+    torch.use_deterministic_algorithms(True)
+    expected = backward_of(inputs, indices, 24, return_attention_sum=False)[1]
+    sorts = []
+    order_by_key = attention.order_by_key
+    monkeypatch.setattr(attention, "order_by_key", lambda *args: sorts.append(args) or order_by_key(*args))
+    monkeypatch.setattr(attention, "tile_bytes", lambda total: 2 * 33 * (3 * 4 + 4 * 24))
+    for chunks, times in ((1, 5), (2, 3), (9, 1)):
+        sorts.clear()
+        monkeypatch.setattr(attention, "WORKSPACE_BYTES", chunks * 32 * 2 * 33)
+        assert torch.equal(backward_of(inputs, indices, 24, return_attention_sum=False)[1], expected)
+        assert len(sorts) == times
+
+
+def test_stored_order_of_heads():
+    """Gradients of scores in the order that kernels for Hopper leave, whole groups of heads."""
+    rows, heads, keys, topk, dim = 2, 40, 30, 20, 24
+    kernel, stored = attention.backward_query_kernel, 64
+    key_value = torch.randn(1, keys, dim, device=DEVICE)
+    indices = random_indices(1, rows, keys, topk).to(DEVICE)
+    lengths = triton_common.row_lengths(indices, keys)
+    natural = torch.randn(rows, topk, heads, device=DEVICE)
+    place = torch.arange(stored, device=DEVICE)
+    head = place // 16 * 16 + place % 4 * 4 + place % 16 // 4
+    grouped = torch.nn.functional.pad(natural, (0, stored - heads), value=torch.nan)[..., head].contiguous()
+    constants = {"VALUE_DIM": 16, "TAIL_DIM": 8, "BLOCK_V": 16, "BLOCK_T": 16, "WIDEN": False}
+    constants |= {"BLOCK_H": 16, "BLOCK_N": 16, "PARTS": 1}
+    results = []
+    for scores, width, groups in ((natural, heads, 1), (grouped, stored, 4)):
+        result = torch.full((rows, heads, dim), torch.nan, device=DEVICE)
+        kernel[(rows * triton_common.triton.cdiv(width, 16),)](
+            *(key_value, indices, lengths, scores, result, 0, rows, keys, heads, width, topk),
+            *key_value.stride()[:2],
+            **constants,
+            GROUPS=groups,
+        )
+        results.append(result)
+    assert torch.equal(*results)
+    assert torch.isfinite(results[0]).all()
+
+
 def test_scratch_is_bounded(monkeypatch):
     """Beside results and inputs, no tensor is larger than the budget, or than eight sums of tiles."""
     monkeypatch.setattr(attention, "tile_bytes", lambda total: 40_000)

@@ -18,6 +18,7 @@ from mindspeed_dsa.ops.grouped_matmul import triton as grouped  # noqa: E402
 from mindspeed_dsa.ops.indexer_kl_loss import triton as kl_loss  # noqa: E402
 from mindspeed_dsa.ops.lightning_indexer import triton as indexer  # noqa: E402
 from mindspeed_dsa.ops.moe_permute import triton as permutation  # noqa: E402
+from mindspeed_dsa.ops.sparse_flash_attention import hopper  # noqa: E402
 from mindspeed_dsa.ops.sparse_flash_attention import triton as attention  # noqa: E402
 
 if _before is None:
@@ -25,4 +26,4 @@ if _before is None:
 
 DEVICE = "cpu" if triton_common.interpreted() else "cuda"
 
-__all__ = ["DEVICE", "attention", "grouped", "indexer", "kl_loss", "permutation", "triton_common"]
+__all__ = ["DEVICE", "attention", "grouped", "hopper", "indexer", "kl_loss", "permutation", "triton_common"]

@@ -24,6 +24,7 @@ from mindspeed_dsa.ops.indices import names_key
 from mindspeed_dsa.ops.lightning_indexer.triton import (
     gradient_constants,
     score_slab,
+    size_constants,
     slab_rows,
     unsupported_index_sizes,
 )
@@ -35,7 +36,6 @@ from mindspeed_dsa.ops.triton_common import (
     LOG2E,
     block,
     dense_rows,
-    dim_blocks,
     fails_to_compile,
     split_dim,
     unsupported_dims,
@@ -242,8 +242,8 @@ def _target(
     shared = key.dim() == 2
     lse = torch.empty(rows, heads, dtype=torch.float32, device=query.device)
     sizes = (rows, heads, key_length, *query.stride()[:2], key.stride(0), 0 if shared else key.stride(1))
-    tiles = _dense_tiles(query, shared)
-    constants = dim_blocks(split_dim(dim)[0], dim) | {"WIDEN": widen(query)} | tiles
+    tiles = _dense_tiles(query.dtype)
+    constants = {"DIM": dim, "WIDEN": widen(query)} | tiles
     blocks = triton.cdiv(rows, tiles["BLOCK_M"])
     scale_log2 = softmax_scale * LOG2E
     on_grid(dense_lse_kernel, blocks * heads)(query, key, starts, ends, lse, *sizes, scale_log2, **constants)
@@ -256,7 +256,6 @@ def _target(
         slab,
         *sizes,
         scale_log2,
-        SHARED_KEY=shared,
         EVERYWHERE=everywhere,
         **constants,
     )
@@ -287,7 +286,6 @@ def _gradients(
     """
     query, key, weights = inputs
     rows, key_length, splits = query.shape[0], key.shape[0], grad_key_shares.shape[0]
-    constants = gradient_constants(query, use_relu)
     on_grid(score_gradients_kernel, rows)(
         grad_scores,
         query,
@@ -311,9 +309,9 @@ def _gradients(
         *weights.stride(),
         GATHERED=False,
         KEY_GRADIENT="none",
-        **constants,
+        **gradient_constants(query, use_relu),
     )
-    tiles = _key_gradient_tiles(query.dtype, query.shape[1], query.shape[2])
+    tiles = _key_gradient_tiles(query)
     on_grid(dense_key_gradient_kernel, triton.cdiv(key_length, tiles["BLOCK_N"]) * splits)(
         grad_scores,
         query,
@@ -330,28 +328,24 @@ def _gradients(
         *weights.stride(),
         SPLITS=splits,
         BLOCK_R=1024,
-        **constants | tiles,
+        **size_constants(query, use_relu) | tiles,
     )
 
 
-def _dense_tiles(query: Tensor, shared: bool) -> dict[str, Any]:
-    dim = query.shape[-1]
-    if query.dtype == torch.float32:
-        return {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 1}
-    if shared_memory(query.device) < LARGE:
-        if dim <= 256:
-            return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
-        return {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
-    if dim <= 256:
-        return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
-    if shared:
-        return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
-    return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 1}
-
-
-def _key_gradient_tiles(dtype: torch.dtype, heads: int, dim: int) -> dict[str, Any]:
-    """Programs hold the gradient of BLOCK_N keys in registers and stream the rows' heads."""
-    large = block(heads) * block(dim) > 64 * 128
+def _dense_tiles(dtype: torch.dtype) -> dict[str, Any]:
+    """The same for keys of any size, which stream by in pieces of BLOCK_D numbers."""
     if dtype == torch.float32:
+        return {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": 128, "num_warps": 4, "num_stages": 2}
+    return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_D": 64, "num_warps": 8, "num_stages": 3}
+
+
+def _key_gradient_tiles(query: Tensor) -> dict[str, Any]:
+    """Programs hold the gradient of BLOCK_N keys in registers and stream the rows' heads."""
+    large = block(query.shape[1]) * block(query.shape[2]) > 64 * 128
+    if query.dtype == torch.float32:
         return {"BLOCK_N": 16, "num_warps": 8, "num_stages": 1 if large else 2}
-    return {"BLOCK_N": 64 if large else 128, "num_warps": 8, "num_stages": 2}
+    if large:
+        return {"BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
+    if shared_memory(query.device) < LARGE:
+        return {"BLOCK_N": 128, "num_warps": 8, "num_stages": 2}
+    return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3}

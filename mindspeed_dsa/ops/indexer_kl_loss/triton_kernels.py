@@ -79,6 +79,23 @@ def divergence_kernel(
 
 
 @triton.jit
+def add_piece(
+    scores, query, key, is_row, inside, piece, DIM: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr
+):
+    """Scores ``[M, N]`` with the products of one piece of the rows' and keys' numbers.
+
+    ``query`` and ``key`` point at the beginnings of the rows, ``[M]``, and of the keys, ``[N]``.
+    """
+    column = piece * BLOCK_D + tl.arange(0, BLOCK_D)
+    row_mask, key_mask = is_row[:, None], inside[:, None]
+    if DIM % BLOCK_D != 0:
+        row_mask, key_mask = row_mask & (column < DIM)[None, :], key_mask & (column < DIM)[None, :]
+    q = tl.load(query[:, None] + column[None, :], mask=row_mask, other=0.0)
+    k = tl.load(key[:, None] + column[None, :], mask=key_mask, other=0.0)
+    return product(q, tl.trans(k), scores, WIDEN)
+
+
+@triton.jit
 def dense_lse_kernel(
     query,
     key,
@@ -93,15 +110,16 @@ def dense_lse_kernel(
     key_row,
     key_head,
     scale_log2,
-    VALUE_DIM: tl.constexpr,
-    TAIL_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One program per head and block of rows: log2 of the sum of exponentials, ``[rows, heads]``."""
+    """One program per head and block of rows: log2 of the sum of exponentials, ``[rows, heads]``.
+
+    Tiles of keys and their pieces are one loop, so that the next piece is on its way at any time.
+    """
     head = (tl.program_id(0) % heads).to(tl.int64)
     row = (tl.program_id(0) // heads) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = row < rows
@@ -109,27 +127,23 @@ def dense_lse_kernel(
     high = tl.load(ends + row, mask=is_row, other=0)
     first_key = tl.min(tl.where(low < high, low, key_length), axis=0)
     last_key = tl.max(tl.where(low < high, high, 0), axis=0)
-    offsets = row.to(tl.int64) * query_row + head * query_head
-    q_value = load_rows(query, offsets, is_row, 0, VALUE_DIM, BLOCK_V)
-    if TAIL_DIM > 0:
-        q_tail = load_rows(query, offsets, is_row, VALUE_DIM, TAIL_DIM, BLOCK_T)
+    query_rows = query + row.to(tl.int64) * query_row + head * query_head
+    PIECES: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
     highest = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    for first in range(first_key, last_key, BLOCK_N):
-        position = first + tl.arange(0, BLOCK_N)
+    scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for step in range(tl.cdiv(tl.maximum(last_key - first_key, 0), BLOCK_N) * PIECES):
+        position = first_key + step // PIECES * BLOCK_N + tl.arange(0, BLOCK_N)
+        key_rows = key + position.to(tl.int64) * key_row + head * key_head
         inside = position < last_key
-        k_offsets = position.to(tl.int64) * key_row + head * key_head
-        k_value = load_rows(key, k_offsets, inside, 0, VALUE_DIM, BLOCK_V)
-        # [M, N]
-        scores = product(q_value, tl.trans(k_value), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN)
-        if TAIL_DIM > 0:
-            k_tail = load_rows(key, k_offsets, inside, VALUE_DIM, TAIL_DIM, BLOCK_T)
-            scores = product(q_tail, tl.trans(k_tail), scores, WIDEN)
-        seen = (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
-        scores = tl.where(seen, scores * scale_log2, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
-        total = total * tl.exp2(highest - higher) + tl.sum(tl.exp2(scores - higher[:, None]), axis=1)
-        highest = higher
+        scores = add_piece(scores, query_rows, key_rows, is_row, inside, step % PIECES, DIM, BLOCK_D, WIDEN)
+        if step % PIECES == PIECES - 1:
+            seen = (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
+            scores = tl.where(seen, scores * scale_log2, float("-inf"))
+            higher = tl.maximum(highest, tl.max(scores, axis=1))
+            total = total * tl.exp2(highest - higher) + tl.sum(tl.exp2(scores - higher[:, None]), axis=1)
+            highest = higher
+            scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     # Rows that see nothing: any finite number, it is never read.
     result = highest + tl.log2(tl.where(total > 0, total, 1.0))
     tl.store(lse + row.to(tl.int64) * heads + head, result, mask=is_row)
@@ -151,68 +165,59 @@ def dense_sum_kernel(
     key_row,
     key_head,
     scale_log2,
-    VALUE_DIM: tl.constexpr,
-    TAIL_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SHARED_KEY: tl.constexpr,
     EVERYWHERE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """One program per block of rows and tile of keys: probabilities summed over heads, in head order.
 
     ``slab`` is ``[rows, key_length]``; tiles that no row of the block sees are skipped, and written, as
-    zeros, with ``EVERYWHERE`` only.
+    zeros, with ``EVERYWHERE`` only. Heads and pieces of their keys are one loop.
     """
     tiles = tl.cdiv(key_length, BLOCK_N)
-    first_key = (tl.program_id(0) % tiles) * BLOCK_N
+    position = (tl.program_id(0) % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = (tl.program_id(0) // tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = row < rows
     low = tl.load(starts + row, mask=is_row, other=0)
     high = tl.load(ends + row, mask=is_row, other=0)
     lowest = tl.min(tl.where(low < high, low, key_length), axis=0)
     highest = tl.max(tl.where(low < high, high, 0), axis=0)
+    first_key = (tl.program_id(0) % tiles) * BLOCK_N
+    inside = position < key_length
+    row_offsets = row.to(tl.int64)
+    entry = slab + row_offsets[:, None] * key_length + position[None, :]
+    written = is_row[:, None] & inside[None, :]
     if (first_key < highest) & (first_key + BLOCK_N > lowest):
-        position = first_key + tl.arange(0, BLOCK_N)
-        inside = position < key_length
-        k_offsets = position.to(tl.int64) * key_row
-        row_offsets = row.to(tl.int64)
-        if SHARED_KEY:
-            k_value = load_rows(key, k_offsets, inside, 0, VALUE_DIM, BLOCK_V)
-            if TAIL_DIM > 0:
-                k_tail = load_rows(key, k_offsets, inside, VALUE_DIM, TAIL_DIM, BLOCK_T)
+        query_rows = query + row_offsets * query_row
+        key_rows = key + position.to(tl.int64) * key_row
+        PIECES: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
         summed = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for head_index in range(heads):
-            head = tl.cast(head_index, tl.int64)
-            offsets = row_offsets * query_row + head * query_head
-            q_value = load_rows(query, offsets, is_row, 0, VALUE_DIM, BLOCK_V)
-            if not SHARED_KEY:
-                k_value = load_rows(key, k_offsets + head * key_head, inside, 0, VALUE_DIM, BLOCK_V)
-            # [M, N]
-            scores = product(q_value, tl.trans(k_value), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN)
-            if TAIL_DIM > 0:
-                q_tail = load_rows(query, offsets, is_row, VALUE_DIM, TAIL_DIM, BLOCK_T)
-                if not SHARED_KEY:
-                    k_tail = load_rows(key, k_offsets + head * key_head, inside, VALUE_DIM, TAIL_DIM, BLOCK_T)
-                scores = product(q_tail, tl.trans(k_tail), scores, WIDEN)
-            norm = tl.load(lse + row_offsets * heads + head, mask=is_row, other=0.0)
-            seen = (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
-            # Masked before the exponential: an unseen score may be larger than any lse.
-            summed += tl.exp2(tl.where(seen, scores * scale_log2 - norm[:, None], float("-inf")))
-        tl.store(
-            slab + row_offsets[:, None] * key_length + position[None, :],
-            summed,
-            mask=is_row[:, None] & inside[None, :],
-        )
+        scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for step in range(heads * PIECES):
+            head = tl.cast(step // PIECES, tl.int64)
+            scores = add_piece(
+                scores,
+                query_rows + head * query_head,
+                key_rows + head * key_head,
+                is_row,
+                inside,
+                step % PIECES,
+                DIM,
+                BLOCK_D,
+                WIDEN,
+            )
+            if step % PIECES == PIECES - 1:
+                norm = tl.load(lse + row_offsets * heads + head, mask=is_row, other=0.0)
+                seen = (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
+                # Masked before the exponential: an unseen score may be larger than any lse.
+                summed += tl.exp2(tl.where(seen, scores * scale_log2 - norm[:, None], float("-inf")))
+                scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        tl.store(entry, summed, mask=written)
     elif EVERYWHERE:
-        position = first_key + tl.arange(0, BLOCK_N)
-        tl.store(
-            slab + row.to(tl.int64)[:, None] * key_length + position[None, :],
-            tl.zeros([BLOCK_M, BLOCK_N], tl.float32),
-            mask=is_row[:, None] & (position < key_length)[None, :],
-        )
+        tl.store(entry, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), mask=written)
 
 
 @triton.jit

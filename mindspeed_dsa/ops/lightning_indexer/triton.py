@@ -17,8 +17,8 @@ from mindspeed_dsa.ops.lightning_indexer.triton_kernels import (
     score_gradients_kernel,
     score_slab_kernel,
     scores_at_kernel,
-    select_kernel,
 )
+from mindspeed_dsa.ops.lightning_indexer.triton_selection import select_kernel
 from mindspeed_dsa.ops.precision import gradient_dtype, raising_factor
 from mindspeed_dsa.ops.triton_common import (
     add_rows_by_key,
@@ -45,6 +45,8 @@ from mindspeed_dsa.ops.triton_launch import (
 # Rows of scores held at a time: as many as fit into the bytes, but at most so many.
 _SLAB_ROWS = 1024
 _SLAB_BYTES = 256 << 20
+# Scores of a row that the selection lists before it finds the last one to be taken: a program's registers.
+_MIN_LIST, _MAX_LIST = 1024, 8192
 # A program of the backward holds all heads of a row.
 MAX_HEADS, MAX_HEAD_DIM = 128, 256
 
@@ -105,6 +107,9 @@ def select(
     starts, ends = starts.contiguous(), ends.contiguous()
     rows = slab_rows(query_length, key_length)
     slab = torch.empty(rows, key_length, dtype=torch.float32, device=device)
+    length = min(_MAX_LIST, max(_MIN_LIST, triton.next_power_of_2(2 * topk)))
+    listed_indices = torch.empty(rows, length, dtype=torch.int32, device=device)
+    listed_scores = torch.empty(rows, length, dtype=torch.float32, device=device)
     for b in range(batch):
         for first in range(0, query_length, rows):
             at = (b, slice(first, min(first + rows, query_length)))
@@ -113,12 +118,18 @@ def select(
                 slab,
                 starts[at],
                 ends[at],
+                listed_indices,
+                listed_scores,
                 topk_indices[at],
                 topk_scores[at],
                 key_length,
                 topk,
+                LIST=length,
+                SAMPLE=4096,
                 BLOCK=2048,
                 num_warps=8,
+                # Four programs share a multiprocessor, for a few bytes that do not fit.
+                maxnreg=max(64, length // 64),
             )
     return topk_indices, topk_scores
 
@@ -150,7 +161,7 @@ def score_slab(
     """
     query, key = dense_rows(query), dense_rows(key)
     (rows, heads, dim), key_length = query.shape, key.shape[0]
-    tiles = _slab_tiles(query.dtype, heads, dim)
+    tiles = _slab_tiles(query, heads, dim)
     blocks = triton.cdiv(rows, tiles["BLOCK_Q"]) * triton.cdiv(key_length, tiles["BLOCK_N"])
     on_grid(score_slab_kernel, blocks)(
         query,
@@ -180,7 +191,7 @@ def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor,
     scores = torch.empty(topk_indices.shape, dtype=torch.float32, device=query.device)
     if scores.numel() == 0:
         return scores
-    tiles = _entry_tiles(query.dtype, heads, dim)
+    tiles = _entry_tiles(query, heads, dim)
     on_grid(scores_at_kernel, batch * rows * triton.cdiv(topk, tiles["BLOCK_N"]))(
         query,
         key,
@@ -272,6 +283,11 @@ def score_gradients(
 
 def gradient_constants(query: Tensor, use_relu: bool) -> dict[str, Any]:
     """Constants of the gradient kernel that depend on the size of the indexer."""
+    return size_constants(query, use_relu) | _gradient_tiles(query, *query.shape[-2:])
+
+
+def size_constants(query: Tensor, use_relu: bool) -> dict[str, Any]:
+    """Constants of kernels that hold all heads of a row."""
     heads, dim = query.shape[-2:]
     return {
         "HEADS": heads,
@@ -280,40 +296,41 @@ def gradient_constants(query: Tensor, use_relu: bool) -> dict[str, Any]:
         "BLOCK_J": block(heads),
         "USE_RELU": use_relu,
         "WIDEN": widen(query),
-        **_gradient_tiles(query, heads, dim),
     }
 
 
-def _slab_tiles(dtype: torch.dtype, heads: int, dim: int) -> dict[str, Any]:
+def _slab_tiles(query: Tensor, heads: int, dim: int) -> dict[str, Any]:
     """In half precision all heads are one block, so that only the loop over rows is left to pipeline."""
-    if dtype == torch.float32:
+    if query.dtype == torch.float32:
         return {"BLOCK_J": 16, "BLOCK_N": 64, "BLOCK_Q": 32, "num_warps": 8, "num_stages": 2}
-    small = block(heads) * block(dim) <= 128 * 128
-    return {
-        "BLOCK_J": block(heads),
-        "BLOCK_N": 128 if small else 64,
-        "BLOCK_Q": 32,
-        "num_warps": 8,
-        "num_stages": 3 if small else 2,
-    }
+    tiles = {"BLOCK_J": block(heads), "BLOCK_Q": 32, "num_warps": 8}
+    if block(heads) * block(dim) > 128 * 128:
+        return tiles | {"BLOCK_N": 64, "num_stages": 2}
+    wide = shared_memory(query.device) == LARGE and not _large(heads, dim)
+    return tiles | {"BLOCK_N": 256 if wide else 128, "num_stages": 3}
 
 
-def _entry_tiles(dtype: torch.dtype, heads: int, dim: int) -> dict[str, Any]:
+def _entry_tiles(query: Tensor, heads: int, dim: int) -> dict[str, Any]:
     """Gathered keys of one row."""
-    if dtype == torch.float32:
+    if query.dtype == torch.float32:
         return {"BLOCK_J": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
+    if shared_memory(query.device) == LARGE and not _large(heads, dim):
+        return {"BLOCK_J": block(heads), "BLOCK_N": 256, "num_warps": 8, "num_stages": 1}
     return {"BLOCK_J": block(heads), "BLOCK_N": 64, "num_warps": 4, "num_stages": 1}
 
 
 def _gradient_tiles(query: Tensor, heads: int, dim: int) -> dict[str, Any]:
+    whole = {"BLOCK_P": block(dim), "num_warps": 8}
     if query.dtype == torch.float32:
-        return {"BLOCK_N": 16, "num_warps": 8, "num_stages": 1 if _large(heads, dim) else 2}
+        return whole | {"BLOCK_N": 16, "num_stages": 1 if _large(heads, dim) else 2}
     if _large(heads, dim):
         # A second stage would leave no registers for products that overlap.
-        return {"BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
-    # Products of single warps keep more in registers: with four warps a thread spills up to 4 KB.
-    warps = 8 if shared_memory(query.device) < LARGE else 4
-    return {"BLOCK_N": 64, "num_warps": warps, "num_stages": 3}
+        return whole | {"BLOCK_N": 32, "num_stages": 1}
+    if shared_memory(query.device) < LARGE:
+        # Products of single warps keep more in registers: with four warps a thread spills up to 4 KB.
+        return whole | {"BLOCK_N": 64, "num_stages": 3}
+    part = 32 if block(dim) == dim > 32 else block(dim)
+    return {"BLOCK_P": part, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
 
 
 def _large(heads: int, dim: int) -> bool:

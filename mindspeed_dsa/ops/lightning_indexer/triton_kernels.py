@@ -101,108 +101,6 @@ def score_slab_kernel(
 
 
 @triton.jit
-def ordered_bits(scores):
-    """Unsigned integers in the order of the scores; -0.0 and 0.0 give the same one, NaN the least."""
-    bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)
-    # Flip the sign bit of positive numbers and all bits of negative ones.
-    flipped = bits ^ ((bits >> 31) | -2147483648)
-    return tl.where(scores == scores, flipped, 0).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def next_digit(
-    scores_of_row,
-    start,
-    end,
-    key_length,
-    prefix,
-    wanted,
-    SHIFT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The next ``WIDTH`` bits of the last score to be taken, ``SHIFT`` from the lowest: one pass over a row.
-
-    Takes and returns the bits known before, and how many scores that begin with them are still to be taken.
-    """
-    lane = tl.arange(0, BLOCK)
-    digit = tl.arange(0, 1 << WIDTH)
-    counts = tl.zeros([1 << WIDTH], tl.int32)
-    for first in range(start // BLOCK * BLOCK, end, BLOCK):
-        position = first + lane
-        scores = tl.load(scores_of_row + position, mask=position < key_length, other=0.0)
-        counted = (position >= start) & (position < end)
-        bits = ordered_bits(scores)
-        if SHIFT + WIDTH < 32:
-            counted = counted & ((bits >> (SHIFT + WIDTH)) == prefix)
-        digits = ((bits >> SHIFT) & ((1 << WIDTH) - 1)).to(tl.int32)
-        counts += tl.histogram(tl.where(counted, digits, 0), 1 << WIDTH)
-        # What is not counted was put to digit 0.
-        counts -= tl.where(digit == 0, BLOCK - tl.sum(counted.to(tl.int32), axis=0), 0)
-    # Scores with at least this digit, for each digit: falls from all to few.
-    at_least = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
-    chosen = tl.sum((at_least >= wanted).to(tl.int32), axis=0) - 1
-    wanted -= tl.sum(tl.where(digit > chosen, counts, 0), axis=0)
-    return (prefix << WIDTH) | chosen.to(tl.uint32), wanted
-
-
-@triton.jit
-def select_kernel(
-    slab,
-    starts,
-    ends,
-    topk_indices,
-    topk_scores,
-    key_length,
-    topk,
-    BLOCK: tl.constexpr,
-):
-    """One program per row: the topk highest scores of its range, ascending positions, -1 at the tail.
-
-    Three passes over the row find the bits of the topk-th highest score, eleven, eleven and ten, by counting;
-    a fourth copies what is above it and the first of those equal to it. Counts do not depend on the order in
-    which threads count, so the result depends on the scores alone.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    start = tl.load(starts + row)
-    end = tl.load(ends + row)
-    scores_of_row = slab + row * key_length
-    lane = tl.arange(0, BLOCK)
-    # Blocks begin at their multiples and are read up to the last key, seen or not: four scores at a time.
-    begin = start // BLOCK * BLOCK
-    # Bits known so far, and how many scores that begin with them are still to be taken.
-    prefix = tl.zeros([], tl.uint32)
-    wanted = tl.zeros([], tl.int32) + topk
-    if end - start > topk:
-        prefix, wanted = next_digit(scores_of_row, start, end, key_length, prefix, wanted, 21, 11, BLOCK)
-        prefix, wanted = next_digit(scores_of_row, start, end, key_length, prefix, wanted, 10, 11, BLOCK)
-        prefix, wanted = next_digit(scores_of_row, start, end, key_length, prefix, wanted, 0, 10, BLOCK)
-    taken = tl.zeros([], tl.int32)
-    ties = tl.zeros([], tl.int32)
-    for first in range(begin, end, BLOCK):
-        position = first + lane
-        scores = tl.load(scores_of_row + position, mask=position < key_length, other=0.0)
-        inside = (position >= start) & (position < end)
-        bits = ordered_bits(scores)
-        above = inside & (bits > prefix)
-        equal = inside & (bits == prefix)
-        # Both counts in one scan: a block has fewer than 2^15 scores.
-        both = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
-        equal_before = ties + (both >> 16)
-        kept = above | (equal & (equal_before <= wanted))
-        slot = taken + (both & 65535) + tl.minimum(equal_before, wanted) - tl.minimum(ties, wanted) - 1
-        tl.store(topk_indices + row * topk + slot, position, mask=kept)
-        tl.store(topk_scores + row * topk + slot, scores, mask=kept)
-        taken += tl.sum(kept.to(tl.int32), axis=0)
-        ties += tl.sum(equal.to(tl.int32), axis=0)
-    for first in range(0, topk, BLOCK):
-        slot = first + lane
-        empty = (slot >= taken) & (slot < topk)
-        tl.store(topk_indices + row * topk + slot, -1, mask=empty)
-        tl.store(topk_scores + row * topk + slot, float("-inf"), mask=empty)
-
-
-@triton.jit
 def scores_at_kernel(
     query,
     key,
@@ -291,9 +189,13 @@ def score_gradients_kernel(
     USE_RELU: tl.constexpr,
     GATHERED: tl.constexpr,
     KEY_GRADIENT: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """One program per row: its query and weights get their gradient, and each of its keys a share.
+
+    For want of registers ``BLOCK_P`` columns of a share are computed at a time, all if ``DIM`` does not fill
+    its block.
 
     With ``GATHERED`` the entries ``0 .. ends[row]`` of ``indices`` say which keys, else they are the keys
     ``begins[row] .. ends[row]``. ``grad_scores`` is ``[rows of the chunk, width]``. ``KEY_GRADIENT`` is
@@ -306,29 +208,36 @@ def score_gradients_kernel(
     keys_base = key + batch * key_batch
     head = tl.arange(0, BLOCK_J)
     is_head = head < HEADS
-    q = load_rows(
-        query + batch * query_batch + in_batch * query_row,
-        head.to(tl.int64) * query_head,
-        is_head,
-        0,
-        DIM,
-        BLOCK_D,
-    )
+    q_base = query + batch * query_batch + in_batch * query_row
+    q_offsets = head.to(tl.int64) * query_head
+    q = load_rows(q_base, q_offsets, is_head, 0, DIM, BLOCK_D)
     weights_base = weights + batch * weight_batch + in_batch * weight_row
     w = tl.load(weights_base + head.to(tl.int64) * weight_head, mask=is_head, other=0.0).to(tl.float32)
     acc_query = tl.zeros([BLOCK_J, BLOCK_D], tl.float32)
-    # Summed over keys once, at the end.
-    acc_weights = tl.zeros([BLOCK_N, BLOCK_J], tl.float32)
+    # Tensor cores leave two keys of a tile with one thread, eight apart: those are added up here, the rest at
+    # the end.
+    PAIRS: tl.constexpr = query.dtype.element_ty != tl.float32
+    if PAIRS:
+        acc_weights = tl.zeros([BLOCK_N // 16, 8, BLOCK_J], tl.float32)
+    else:
+        acc_weights = tl.zeros([BLOCK_N, BLOCK_J], tl.float32)
+    COLUMNS: tl.constexpr = DIM if BLOCK_P == BLOCK_D else BLOCK_P
     begin = 0
     end = tl.load(ends + row)
     if not GATHERED:
         begin = tl.load(begins + row)
-    for first in range(begin, end, BLOCK_N):
+    stop = end
+    if PAIRS:
+        # At least one tile, masked if the row is empty: a path on which no product defines the accumulators
+        # would make products wait for each other.
+        stop = tl.maximum(end, begin + 1)
+        tl.assume(begin < stop)
+    for first in range(begin, stop, BLOCK_N):
         position = first + tl.arange(0, BLOCK_N)
         inside = position < end
         index = position
         if GATHERED:
-            index = tl.load(indices + row * width + tl.minimum(position, end - 1))
+            index = tl.load(indices + row * width + tl.minimum(position, stop - 1))
             inside = inside & is_key(index, key_length)
         gradient = tl.load(grad_scores + row_in_chunk * width + position, mask=inside, other=0.0)
         keys = load_rows(keys_base, index.to(tl.int64) * key_row, inside, 0, DIM, BLOCK_D)
@@ -339,16 +248,27 @@ def score_gradients_kernel(
             # The derivative at zero is zero.
             grad_products = tl.where(products > 0, grad_products, 0.0)
             products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        acc_weights += products * gradient.to(tl.float32)[:, None]
+        weighted = products * gradient.to(tl.float32)[:, None]
+        if PAIRS:
+            acc_weights += tl.sum(tl.reshape(weighted, [BLOCK_N // 16, 2, 8, BLOCK_J]), axis=1)
+        else:
+            acc_weights += weighted
         grad_products = grad_products.to(keys.dtype)
         acc_query = product(tl.trans(grad_products), keys, acc_query, WIDEN)
         if KEY_GRADIENT != "none":
-            share = product(grad_products, q, tl.zeros([BLOCK_N, BLOCK_D], tl.float32), WIDEN)
-            if KEY_GRADIENT == "atomic":
-                add_rows(grad_key, (batch * key_length + index) * DIM, inside, share, 0, DIM, BLOCK_D)
-            else:
-                entry = (row_in_chunk * width + position) * DIM
-                store_rows(grad_key, entry, inside, share, 0, DIM, BLOCK_D)
+            for part in tl.static_range(0, BLOCK_D, BLOCK_P):
+                q_part = q
+                if BLOCK_P < BLOCK_D:
+                    q_part = load_rows(q_base, q_offsets, is_head, part, COLUMNS, BLOCK_P)
+                share = product(grad_products, q_part, tl.zeros([BLOCK_N, BLOCK_P], tl.float32), WIDEN)
+                if KEY_GRADIENT == "atomic":
+                    entry = (batch * key_length + index) * DIM
+                    add_rows(grad_key, entry, inside, share, part, COLUMNS, BLOCK_P)
+                else:
+                    entry = (row_in_chunk * width + position) * DIM
+                    store_rows(grad_key, entry, inside, share, part, COLUMNS, BLOCK_P)
     store_rows(grad_query, (row * HEADS + head) * DIM, is_head, acc_query, 0, DIM, BLOCK_D)
+    if PAIRS:
+        acc_weights = tl.sum(acc_weights, axis=0)
     total = tl.sum(acc_weights, axis=0)
     tl.store(grad_weights + row * HEADS + head, total.to(grad_weights.dtype.element_ty), mask=is_head)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.precision import gradient_dtype, raising_factor
+from mindspeed_dsa.ops.sparse_flash_attention import hopper
 from mindspeed_dsa.ops.sparse_flash_attention.triton_kernels import (
     attention_sum_kernel,
     backward_keys_kernel,
@@ -26,13 +27,14 @@ from mindspeed_dsa.ops.sparse_flash_attention.triton_kernels import (
 from mindspeed_dsa.ops.triton_common import (
     LOG2E,
     WORKSPACE_BYTES,
-    add_rows_by_key,
+    add_ordered_rows,
     aligned,
     block,
     dense_rows,
     dim_blocks,
     fails_to_compile,
     key_ids,
+    order_by_key,
     packed_indices,
     row_lengths,
     tile_bytes,
@@ -120,12 +122,16 @@ def _forward(
     lse = torch.empty(batch, rows, heads, dtype=torch.float32, device=query.device)
     if lse.numel() == 0:
         return lse
+    lengths = row_lengths(topk_indices, key_value.shape[1])
+    if out is not None and hopper.takes(query, key_value, value_dim):
+        hopper.forward(query, key_value, topk_indices, lengths, softmax_scale, out, lse)
+        return lse
     tiles = _forward_tiles(query, heads)
     on_grid(forward_kernel, batch * rows * triton.cdiv(heads, tiles["BLOCK_H"]))(
         query,
         key_value,
         topk_indices,
-        row_lengths(topk_indices, key_value.shape[1]),
+        lengths,
         lse if out is None else out,
         lse,
         rows,
@@ -157,13 +163,17 @@ def attention_sum(
     summed = torch.empty(topk_indices.shape, dtype=torch.float32, device=query.device)
     if summed.numel() == 0:
         return summed
+    lengths = row_lengths(topk_indices, key_value.shape[1])
+    if hopper.takes_sum(query, key_value, value_dim):
+        hopper.attention_sum(query, key_value, topk_indices, lengths, lse.contiguous(), softmax_scale, summed)
+        return summed
     tiles = _sum_tiles(query, heads)
     topk = topk_indices.shape[2]
     on_grid(attention_sum_kernel, batch * rows * triton.cdiv(topk, tiles["BLOCK_N"]))(
         query,
         key_value,
         topk_indices,
-        row_lengths(topk_indices, key_value.shape[1]),
+        lengths,
         lse.contiguous(),
         summed,
         rows,
@@ -215,42 +225,43 @@ def backward(
         lengths = row_lengths(topk_indices, key_length)
         delta = _delta(grad_out, out)
         constants = dim_blocks(value_dim, dim) | {"WIDEN": widen(query)}
-        key_tiles, query_tiles = _backward_keys_tiles(query, heads), _backward_query_tiles(query, heads)
-        row_bytes = topk * (heads * query.element_size() + (4 * dim if deterministic else 0))
+        key_tiles = _backward_keys_tiles(query, heads)
+        query_tiles = _backward_query_tiles(query, heads, value_dim)
+        on_hopper = hopper.takes_backward(query, key_value, grad_out, value_dim)
+        # Where a kernel stores the gradient of a head, see `backward_query_kernel`.
+        stored, groups = heads, 1
+        if on_hopper:
+            block_heads = hopper.backward_heads(heads)
+            stored, groups = triton.cdiv(heads, block_heads) * block_heads, block_heads // 8
+        row_bytes = topk * (stored * query.element_size() + (4 * dim if deterministic else 0))
         workspace = tile_bytes(grad_key_value) if deterministic else WORKSPACE_BYTES
         chunk = max(1, min(batch * rows, workspace // row_bytes))
-        grad_scores = torch.empty(chunk, topk, heads, dtype=query.dtype, device=device)
+        grad_scores = torch.empty(chunk, topk, stored, dtype=query.dtype, device=device)
         gathered = torch.empty(chunk, topk, dim, device=device) if deterministic else None
+        # As many as are sorted within the bound; a sort takes up to 32 bytes for each entry.
+        ordered_chunks = max(1, WORKSPACE_BYTES // (32 * chunk * topk))
+        inputs = (query, key_value, topk_indices, lengths, grad_out, lse, delta)
+        target = grad_key_value if gathered is None else gathered
         for first in range(0, batch * rows, chunk):
             count = min(chunk, batch * rows - first)
-            on_grid(backward_keys_kernel, count * triton.cdiv(topk, key_tiles["BLOCK_N"]))(
-                query,
-                key_value,
-                topk_indices,
-                lengths,
-                grad_out,
-                lse,
-                delta,
-                grad_scores,
-                lse if summed is None else summed,
-                grad_key_value if gathered is None else gathered,
-                first,
-                rows,
-                key_length,
-                heads,
-                topk,
-                *query.stride()[:3],
-                *key_value.stride()[:2],
-                *grad_out.stride()[:3],
-                softmax_scale,
-                softmax_scale * LOG2E,
-                WITH_SUM=summed is not None,
-                ATOMIC=gathered is None,
-                ALIGNED=aligned(query) and aligned(grad_out),
-                **constants,
-                **key_tiles,
-            )
-            on_grid(backward_query_kernel, count * triton.cdiv(heads, query_tiles["BLOCK_H"]))(
+            if on_hopper:
+                results = (grad_scores, summed, target)
+                hopper.gradients_of_keys(inputs, results, first, count, softmax_scale, gathered is None)
+            else:
+                on_grid(backward_keys_kernel, count * triton.cdiv(topk, key_tiles["BLOCK_N"]))(
+                    *inputs,
+                    *(grad_scores, lse if summed is None else summed, target),
+                    *(first, rows, key_length, heads, topk),
+                    *(*query.stride()[:3], *key_value.stride()[:2], *grad_out.stride()[:3]),
+                    *(softmax_scale, softmax_scale * LOG2E),
+                    WITH_SUM=summed is not None,
+                    ATOMIC=gathered is None,
+                    ALIGNED=aligned(query) and aligned(grad_out),
+                    **constants,
+                    **key_tiles,
+                )
+            head_blocks = triton.cdiv(stored, query_tiles["BLOCK_H"])
+            on_grid(backward_query_kernel, count * head_blocks * query_tiles["PARTS"])(
                 key_value,
                 topk_indices,
                 lengths,
@@ -260,14 +271,20 @@ def backward(
                 rows,
                 key_length,
                 heads,
+                stored,
                 topk,
                 *key_value.stride()[:2],
+                GROUPS=groups,
                 **constants,
                 **query_tiles,
             )
             if gathered is not None:
-                ids = key_ids(topk_indices, key_length, first, count)
-                add_rows_by_key(grad_key_value, gathered[:count], ids)
+                number = first // chunk
+                if number % ordered_chunks == 0:
+                    ahead = min(ordered_chunks * chunk, batch * rows - first)
+                    ids = key_ids(topk_indices, key_length, first, ahead)
+                    order = order_by_key(ids, batch * key_length, chunk)
+                add_ordered_rows(grad_key_value, gathered[:count], order, number % ordered_chunks)
     else:
         grad_query.zero_()
     if factor is not None:
@@ -326,9 +343,19 @@ def _backward_keys_tiles(query: Tensor, heads: int) -> dict[str, Any]:
     return _tiles(16 if on_blackwell(query.device) else min(block(heads), 32), 64, 8, 2)
 
 
-def _backward_query_tiles(query: Tensor, heads: int) -> dict[str, Any]:
-    """As forward, with no more than 32 heads where products of single warps would keep more in registers."""
-    return _forward_tiles(query, heads if shared_memory(query.device) == LARGE else min(heads, 32))
+def _backward_query_tiles(query: Tensor, heads: int, value_dim: int) -> dict[str, Any]:
+    """As forward, with no more than 32 heads where products of single warps would keep more in registers.
+
+    On warp groups small tiles of keys, many of them on their way; 128 heads take half of the columns each, so
+    that keys are gathered once.
+    """
+    if shared_memory(query.device) < LARGE:
+        return _forward_tiles(query, min(heads, 32)) | {"PARTS": 1}
+    if query.dtype == torch.float32 or heads <= 32 or on_blackwell(query.device):
+        return _forward_tiles(query, heads) | {"PARTS": 1}
+    if heads > 64 and value_dim % 32 == 0 and (query.shape[3] - value_dim) % 32 == 0:
+        return _tiles(128, 32, 8, 6) | {"PARTS": 2}
+    return _tiles(64, 32, 8, 5) | {"PARTS": 1}
 
 
 def _tiles(heads: int, keys: int, warps: int, stages: int) -> dict[str, Any]:

@@ -332,6 +332,7 @@ def backward_query_kernel(
     rows_per_batch,
     key_length,
     heads,
+    stored_heads,
     topk,
     key_batch,
     key_row,
@@ -341,18 +342,35 @@ def backward_query_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUPS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One program per row and block of heads: gradient of the scores times the gathered keys."""
-    head_blocks = tl.cdiv(heads, BLOCK_H)
-    row_in_chunk = (tl.program_id(0) // head_blocks).to(tl.int64)
+    """One program per row, block of heads and part of the columns: gradient of the scores times the keys.
+
+    With GROUPS, heads of ``grad_scores`` lie as products of warp groups leave them: four threads, each with
+    every fourth of GROUPS x 4 heads.
+    """
+    programs = tl.cdiv(stored_heads, BLOCK_H) * PARTS
+    row_in_chunk = (tl.program_id(0) // programs).to(tl.int64)
     row = first_row + row_in_chunk
-    head = (tl.program_id(0) % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+    part = tl.program_id(0) % PARTS
+    place = (tl.program_id(0) % programs) // PARTS * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_place = place < stored_heads
+    if GROUPS > 1:
+        head = place // (4 * GROUPS) * (4 * GROUPS) + place % GROUPS * 4 + place // GROUPS % 4
+    else:
+        head = place
     is_head = head < heads
-    keys = key_value + (row // rows_per_batch) * key_batch
-    acc_value = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+    value_dim: tl.constexpr = VALUE_DIM // PARTS
+    block_v: tl.constexpr = BLOCK_V // PARTS
+    tail_dim: tl.constexpr = TAIL_DIM // PARTS
+    block_t: tl.constexpr = BLOCK_T // PARTS
+    keys = key_value + (row // rows_per_batch) * key_batch + part * value_dim
+    tail_keys = key_value + (row // rows_per_batch) * key_batch + part * tail_dim
+    acc_value = tl.zeros([BLOCK_H, block_v], tl.float32)
     if TAIL_DIM > 0:
-        acc_tail = tl.zeros([BLOCK_H, BLOCK_T], tl.float32)
+        acc_tail = tl.zeros([BLOCK_H, block_t], tl.float32)
     length = tl.load(lengths + row)
     for first in range(0, length, BLOCK_N):
         position = first + tl.arange(0, BLOCK_N)
@@ -362,18 +380,18 @@ def backward_query_kernel(
         k_offsets = index.to(tl.int64) * key_row
         # [N, H]; beyond the length nothing was written
         grad_tile = tl.load(
-            grad_scores + (row_in_chunk * topk + position)[:, None] * heads + head[None, :],
-            mask=inside[:, None] & is_head[None, :],
+            grad_scores + (row_in_chunk * topk + position)[:, None] * stored_heads + place[None, :],
+            mask=inside[:, None] & is_place[None, :],
             other=0.0,
         )
         transposed = tl.trans(grad_tile)
-        k_value = load_rows(keys, k_offsets, valid, 0, VALUE_DIM, BLOCK_V)
+        k_value = load_rows(keys, k_offsets, valid, 0, value_dim, block_v)
         acc_value = product(transposed, k_value, acc_value, WIDEN)
         if TAIL_DIM > 0:
-            k_tail = load_rows(keys, k_offsets, valid, VALUE_DIM, TAIL_DIM, BLOCK_T)
+            k_tail = load_rows(tail_keys, k_offsets, valid, VALUE_DIM, tail_dim, block_t)
             acc_tail = product(transposed, k_tail, acc_tail, WIDEN)
     dim: tl.constexpr = VALUE_DIM + TAIL_DIM
     offsets = (row * heads + head) * dim
-    store_rows(grad_query, offsets, is_head, acc_value, 0, VALUE_DIM, BLOCK_V)
+    store_rows(grad_query + part * value_dim, offsets, is_head, acc_value, 0, value_dim, block_v)
     if TAIL_DIM > 0:
-        store_rows(grad_query, offsets, is_head, acc_tail, VALUE_DIM, TAIL_DIM, BLOCK_T)
+        store_rows(grad_query + part * tail_dim, offsets, is_head, acc_tail, VALUE_DIM, tail_dim, block_t)

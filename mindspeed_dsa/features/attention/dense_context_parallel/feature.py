@@ -75,7 +75,7 @@ FEATURE = Feature(
         Patch(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
             "wrap",
-            f"{_LOCAL}:norm_for_every_setting",
+            "mindspeed_dsa.integration.local_norms:norm_for_every_setting",
             "the PyTorch norms are rejected with sequence parallelism and zero-centered gamma",
             params=("config", "hidden_size", "eps"),
             versions=">=0.12.1,<0.20",

@@ -48,7 +48,7 @@ def check_packs(args: Any) -> Sequence[str]:
 
 def _problems_of_dense_attention(args: Any) -> Iterator[str]:
     """Rows that are dealt out are known to our own attention, and to latent attention's rotary embedding."""
-    if not getattr(args, "multi_latent_attention", False):
+    if not getattr(args, "multi_latent_attention", True):
         yield NO_DEAL
     if getattr(args, "transformer_impl", None) == "transformer_engine" and find_spec("transformer_engine"):
         yield (

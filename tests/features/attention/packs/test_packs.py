@@ -247,7 +247,11 @@ def test_runs_are_neighbours_in_one_document():
         ({"reset_attention_mask": True}, "--reset-attention-mask both say"),
         ({"dataloader_inter_document_masking": True}, "--dataloader-inter-document-masking both say"),
         (
-            {"context_parallel_size": 2, "experimental_attention_variant": None},
+            {
+                "context_parallel_size": 2,
+                "experimental_attention_variant": None,
+                "multi_latent_attention": False,
+            },
             "rotates the rows of grouped heads",
         ),
     ],

@@ -1,0 +1,150 @@
+"""Probabilities of sparse attention summed over heads, on Hopper, in Gluon.
+
+A program holds the queries of up to 128 heads of a row and gathers each of its keys once, in nine pieces of
+64 columns that are filled again as soon as they were multiplied. One warp group gathers; two multiply tiles
+of 64 keys by turns, so that the exponentials of one run beside the products of the other.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mindspeed_dsa.ops.sparse_flash_attention.hopper_forward import (
+    BLOCK,
+    COPIES,
+    LOG2E,
+    TILE,
+    copy_rows,
+    load_indices,
+    power_of_two,
+)
+
+# Pieces of a key, and columns of each.
+PIECES: gl.constexpr = gl.constexpr(9)
+WIDTH: gl.constexpr = gl.constexpr(64)
+
+
+@gluon.jit
+def gather_pieces(
+    row, base, query_head, heads, keys, key_row, queries, pieces, barriers, HEADS: gl.constexpr
+):
+    """The group that copies: the queries, then the pieces of tile after tile of keys."""
+    row_indices, length, key_length = row
+    query_full, full, empty = barriers
+    layout: gl.constexpr = gl.SliceLayout(1, COPIES)
+    head = gl.arange(0, HEADS, layout=layout)
+    query_starts = base + head.to(gl.int64) * query_head
+    for piece in gl.static_range(PIECES):
+        copy_rows(queries.index(piece), query_starts, head < heads, piece * WIDTH, WIDTH)
+    async_copy.mbarrier_arrive(query_full, increment_count=False)
+    index = load_indices(row_indices, 0, length, layout)
+    for tile in range(gl.cdiv(length, BLOCK)):
+        following = load_indices(row_indices, tile + 1, length, layout)
+        valid = (index >= 0) & (index < key_length)
+        starts = keys + index.to(gl.int64) * key_row
+        for piece in gl.static_range(PIECES):
+            mbarrier.wait(empty.index(piece), (tile & 1) ^ 1)
+            copy_rows(pieces.index(piece), starts, valid, piece * WIDTH, WIDTH)
+            async_copy.mbarrier_arrive(full.index((tile & 1) * PIECES + piece), increment_count=False)
+        index = following
+
+
+@gluon.jit
+def sum_tiles(row, results, queries, pieces, barriers, scale_log2, GROUP: gl.constexpr, HEADS: gl.constexpr):
+    """A group that multiplies: every second tile, from ``GROUP``."""
+    row_indices, length, key_length = row
+    row_lse, row_sum, heads, topk = results
+    query_full, full, empty = barriers
+    # [keys, heads]: a sum over heads stays within four threads.
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, layout))
+    norm = gl.load(row_lse + head, mask=head < heads, other=float("inf")) * LOG2E
+    mbarrier.wait(query_full, 0)
+    for tile in range(GROUP, gl.cdiv(topk, BLOCK), 2):
+        position = tile * BLOCK + gl.arange(0, BLOCK, layout=rows)
+        summed = gl.full([BLOCK], 0.0, gl.float32, layout=rows)
+        if tile * BLOCK < length:
+            index = load_indices(row_indices, tile, length, rows)
+            phase = (tile >> 1) & 1
+            scores = gl.full([BLOCK, HEADS], 0.0, gl.float32, layout=layout)
+            for piece in gl.static_range(PIECES):
+                mbarrier.wait(full.index(GROUP * PIECES + piece), phase)
+                fence_async_shared()
+                scores = warpgroup_mma(
+                    pieces.index(piece), queries.index(piece).permute((1, 0)), scores,
+                    use_acc=piece > 0, is_async=True,
+                )  # fmt: skip
+                if piece > 0:
+                    scores = warpgroup_mma_wait(1, deps=(scores,))
+                    mbarrier.arrive(empty.index(piece - 1))
+            scores = warpgroup_mma_wait(0, deps=(scores,))
+            mbarrier.arrive(empty.index(PIECES - 1))
+            probabilities = power_of_two(scores * scale_log2 - norm[None, :])
+            valid = (index >= 0) & (index < key_length)
+            summed = gl.where(valid, gl.sum(probabilities, axis=1), 0.0)
+        gl.store(row_sum + position, summed, mask=position < topk)
+
+
+@gluon.jit
+def hopper_attention_sum_kernel(
+    query,
+    key_value,
+    indices,
+    lengths,
+    lse,
+    attention_sum,
+    rows_per_batch,
+    key_length,
+    heads,
+    topk,
+    query_batch,
+    query_row,
+    query_head,
+    key_batch,
+    key_row,
+    scale_log2,
+    HEADS: gl.constexpr,
+):
+    """One program per row, all heads; keys of 576 numbers in two bytes each."""
+    row = gl.program_id(0).to(gl.int64)
+    batch = row // rows_per_batch
+    base = query + batch * query_batch + (row % rows_per_batch) * query_row
+    keys = key_value + batch * key_batch
+    length = gl.load(lengths + row)
+
+    dtype: gl.constexpr = query.dtype.element_ty
+    queries = gl.allocate_shared_memory(dtype, [PIECES, HEADS, WIDTH], TILE)
+    pieces = gl.allocate_shared_memory(dtype, [PIECES, BLOCK, WIDTH], TILE)
+    query_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [2 * PIECES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [PIECES, 1], mbarrier.MBarrierLayout())
+    # Each of the 128 threads that copy says for itself that its copies have arrived.
+    mbarrier.init(query_full, count=128)
+    for piece in gl.static_range(PIECES):
+        mbarrier.init(full.index(piece), count=128)
+        mbarrier.init(full.index(PIECES + piece), count=128)
+        mbarrier.init(empty.index(piece), count=1)
+    barriers = (query_full, full, empty)
+    summed = (indices + row * topk, length, key_length)
+    results = (lse + row * heads, attention_sum + row * topk, heads, topk)
+    gl.warp_specialize(
+        [
+            (sum_tiles, (summed, results, queries, pieces, barriers, scale_log2, 0, HEADS)),
+            (sum_tiles, (summed, results, queries, pieces, barriers, scale_log2, 1, HEADS)),
+            (
+                gather_pieces,
+                (summed, base, query_head, heads, keys, key_row, queries, pieces, barriers, HEADS),
+            ),
+        ],
+        [4, 4],
+        [216, 72],
+    )

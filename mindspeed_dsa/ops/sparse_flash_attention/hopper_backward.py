@@ -1,0 +1,312 @@
+"""Gradients of keys and scores of sparse flash attention on Hopper, in Gluon.
+
+What ``backward_keys_kernel`` computes, with the same tiles. One warp group copies: the keys of the next tile,
+and queries and output gradients of the next heads. Two multiply: each computes half of a tile's scores and
+owns half of the columns of the gradient of its keys. Programs stay on their multiprocessor and take tile
+after tile, so that the next one is copied while the gradient of this one is added to memory.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from mindspeed_dsa.ops.sparse_flash_attention.hopper_forward import (
+    BLOCK,
+    COPIES,
+    LOG2E,
+    TAIL,
+    TILE,
+    copy_rows,
+    power_of_two,
+)
+
+VALUE: gl.constexpr = gl.constexpr(512)
+# Buffers of queries and output gradients.
+STAGES: gl.constexpr = gl.constexpr(2)
+VALUE_SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
+TAIL_SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
+
+
+@gluon.constexpr_function
+def _added(columns, lines):
+    """Layout of sums that go to memory: four columns in a thread, and of eight threads 128 bytes of a row.
+
+    Without ``lines`` half of that: what is reached from the layout of products by moving a bit of the column
+    from threads to registers. A second such move reaches the other; both at once would take shared memory.
+    """
+    bits = [[0, 1 << bit] for bit in range(5, columns.bit_length() - 2)]
+    row, column = [4, 0], [0, 16]
+    registers, threads = ([row, *bits], column) if lines else ([column, *bits], row)
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], *registers],
+        [[0, 8], [0, 4], [1, 0], [2, 0], threads],
+        [[16, 0], [32, 0], [0, columns // 2]],
+        [],
+        [64, columns],
+    )
+
+
+@gluon.constexpr_function
+def _stored(heads):
+    """Layout of gradients of scores that go to memory: the heads of a thread beside each other."""
+    groups = heads // 8
+    bits = [[0, 1 << bit] for bit in range(groups.bit_length() - 1)]
+    lanes = [[0, groups], [0, 2 * groups], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(
+        [*bits, [8, 0]], lanes, [[16, 0], [32, 0], [0, 4 * groups]], [], [64, heads]
+    )
+
+
+@gluon.jit
+def place_of(program, count, tiles, abreast):
+    """Row and first entry of a tile: ``abreast`` rows have their first before one of them has its next.
+
+    Indices ascend, so that these tiles meet the same keys, in the cache and in its atomics.
+    """
+    block = program // (abreast * tiles) * abreast
+    within = program % (abreast * tiles)
+    rows = gl.minimum(count - block, abreast)
+    return (block + within % rows).to(gl.int64), within // rows * BLOCK
+
+
+@gluon.jit
+def copy_tiles(inputs, sizes, strides, tiles, barriers, HEADS: gl.constexpr):
+    """The group that copies."""
+    query, key_value, indices, lengths, grad_out = inputs
+    first_row, count, abreast, rows_per_batch, key_length, heads, topk = sizes
+    query_batch, query_row, query_head, key_batch, key_row, grad_batch, grad_row, grad_head = strides
+    k_value, k_tail, pair_value, pair_tail, _gradients = tiles
+    key_full, key_empty, pair_full, pair_empty = barriers
+    layout: gl.constexpr = gl.SliceLayout(1, COPIES)
+    slot = gl.arange(0, 2 * HEADS, layout=layout)
+    is_query = slot % 2 == 0
+    blocks = gl.cdiv(topk, BLOCK)
+    tile, step = 0, 0
+    for program in range(gl.program_id(0), count * blocks, gl.num_programs(0)):
+        row_in_chunk, first = place_of(program, count, blocks, abreast)
+        row = first_row + row_in_chunk
+        if first < gl.load(lengths + row):
+            batch = row // rows_per_batch
+            position = first + gl.arange(0, BLOCK, layout=layout)
+            index = gl.load(indices + row * topk + position, mask=position < topk, other=-1)
+            valid = (index >= 0) & (index < key_length)
+            key_starts = key_value + batch * key_batch + index.to(gl.int64) * key_row
+            mbarrier.wait(key_empty, (tile & 1) ^ 1)
+            copy_rows(k_value, key_starts, valid, 0, VALUE)
+            copy_rows(k_tail, key_starts, valid, VALUE, TAIL)
+            async_copy.mbarrier_arrive(key_full, increment_count=False)
+            tile += 1
+            base = query + batch * query_batch + (row % rows_per_batch) * query_row
+            grad_base = grad_out + batch * grad_batch + (row % rows_per_batch) * grad_row
+            for first_head in range(0, heads, HEADS):
+                # Query and output gradient of a head are neighbours: one product gives scores and gradient
+                # of the probabilities, in neighbouring registers, and one both paths into the key.
+                head = (first_head + slot // 2).to(gl.int64)
+                offsets = gl.where(is_query, head * query_head, head * grad_head)
+                starts = gl.multiple_of(gl.where(is_query, base, grad_base) + offsets, 16)
+                stage = step % STAGES
+                mbarrier.wait(pair_empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                copy_rows(pair_value.index(stage), starts, head < heads, 0, VALUE)
+                # The output has no such part: zeros beside the query's.
+                copy_rows(pair_tail.index(stage), starts, (head < heads) & is_query, VALUE, TAIL)
+                async_copy.mbarrier_arrive(pair_full.index(stage), increment_count=False)
+                step += 1
+
+
+@gluon.jit
+def add_sums(grad_keys, offsets, index, key_length, sums, FIRST: gl.constexpr, ATOMIC: gl.constexpr):
+    """Sums of a tile to rows of memory, with atomics or as they are; rows without a key to nowhere."""
+    columns: gl.constexpr = sums.shape[1]
+    layout: gl.constexpr = _added(columns, True)
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    sums = gl.convert_layout(gl.convert_layout(sums, _added(columns, False)), layout)
+    index, offsets = gl.convert_layout(index, rows), gl.convert_layout(offsets, rows)
+    column = gl.arange(0, columns, layout=gl.SliceLayout(0, layout))
+    target = grad_keys + offsets[:, None] + (FIRST + column)[None, :]
+    valid = ((index >= 0) & (index < key_length))[:, None]
+    if ATOMIC:
+        gl.atomic_add(target, sums, mask=valid, sem="relaxed")
+    else:
+        gl.store(target, sums, mask=valid)
+
+
+@gluon.jit
+def multiply_tiles(
+    inputs,
+    results,
+    sizes,
+    scales,
+    tiles,
+    barriers,
+    HEADS: gl.constexpr,
+    WITH_SUM: gl.constexpr,
+    ATOMIC: gl.constexpr,
+):
+    """The two groups that multiply."""
+    indices, lengths, lse, delta = inputs
+    grad_scores, attention_sum, grad_keys = results
+    first_row, count, abreast, rows_per_batch, key_length, heads, topk = sizes
+    softmax_scale, scale_log2 = scales
+    k_value, k_tail, pair_value, pair_tail, gradients = tiles
+    key_full, key_empty, pair_full, pair_empty = barriers
+    both_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HEADS, 16])
+    none = gl.full([BLOCK, 2 * HEADS], 0.0, gl.float32, layout=both_layout)
+    example, _ = gl.split(gl.reshape(none, [BLOCK, HEADS, 2]))
+    rows: gl.constexpr = gl.SliceLayout(1, example.type.layout)
+    columns: gl.constexpr = gl.SliceLayout(0, example.type.layout)
+    stored_layout: gl.constexpr = _stored(HEADS)
+    stored_rows: gl.constexpr = gl.SliceLayout(1, stored_layout)
+    blocks = gl.cdiv(topk, BLOCK)
+    stored_heads = gl.cdiv(heads, HEADS) * HEADS
+    tile, step = 0, 0
+    for program in range(gl.program_id(0), count * blocks, gl.num_programs(0)):
+        row_in_chunk, first = place_of(program, count, blocks, abreast)
+        row = first_row + row_in_chunk
+        if first < gl.load(lengths + row):
+            position = first + gl.arange(0, BLOCK, layout=rows)
+            index = gl.load(indices + row * topk + position, mask=position < topk, other=-1)
+            valid = (index >= 0) & (index < key_length)
+            entry = row_in_chunk * topk + position
+            stored_position = first + gl.arange(0, BLOCK, layout=stored_rows)
+            starts = gl.multiple_of((row_in_chunk * topk + stored_position) * stored_heads, HEADS)
+            value_sums = gl.full([BLOCK, VALUE], 0.0, gl.float32, layout=VALUE_SUMS)
+            tail_sums = gl.full([BLOCK, TAIL], 0.0, gl.float32, layout=TAIL_SUMS)
+            acc_value, acc_tail = warpgroup_mma_init(value_sums), warpgroup_mma_init(tail_sums)
+            summed = gl.full([BLOCK, HEADS], 0.0, gl.float32, layout=example.type.layout)
+            mbarrier.wait(key_full, tile & 1)
+            tile += 1
+            for first_head in range(0, heads, HEADS):
+                head = first_head + gl.arange(0, HEADS, layout=columns)
+                norm = gl.load(lse + row * heads + head, mask=head < heads, other=float("inf"))
+                row_delta = gl.load(delta + row * heads + head, mask=head < heads, other=0.0)
+                stage = step % STAGES
+                mbarrier.wait(pair_full.index(stage), (step // STAGES) & 1)
+                fence_async_shared()
+                value, tail = pair_value.index(stage), pair_tail.index(stage)
+                both = warpgroup_mma(k_value, value.permute((1, 0)), none, use_acc=False, is_async=True)
+                both = warpgroup_mma(k_tail, tail.permute((1, 0)), both, is_async=True)
+                # The two before these have ended: the other buffer and the gradients have been read.
+                value_sums, tail_sums = warpgroup_mma_wait(2, deps=(acc_value, acc_tail))
+                mbarrier.arrive(pair_empty.index((step + 1) % STAGES), pred=first_head > 0)
+                both = warpgroup_mma_wait(0, deps=(both,))
+                if first_head + HEADS >= heads:
+                    mbarrier.arrive(key_empty)
+                # [keys, heads] each
+                scores, inner = gl.split(gl.reshape(both, [BLOCK, HEADS, 2]))
+                probabilities = power_of_two(scores * scale_log2 - (norm * LOG2E)[None, :])
+                probabilities = gl.where(valid[:, None], probabilities, 0.0)
+                if WITH_SUM:
+                    summed += probabilities
+                gradient = probabilities * (inner * softmax_scale - (row_delta * softmax_scale)[None, :])
+                gradient = gradient.to(k_value.dtype)
+                pair = gl.reshape(gl.join(gradient, probabilities.to(k_value.dtype)), [BLOCK, 2 * HEADS])
+                gradients.store(gl.convert_layout(pair, both_layout, assert_trivial=True))
+                fence_async_shared()
+                acc_value = warpgroup_mma(gradients, value, warpgroup_mma_init(value_sums), is_async=True)
+                acc_tail = warpgroup_mma(gradients, tail, warpgroup_mma_init(tail_sums), is_async=True)
+                stored = gl.permute(gl.reshape(gradient, [BLOCK, 2, HEADS // 8, 4]), (0, 1, 3, 2))
+                stored = gl.convert_layout(
+                    gl.reshape(stored, [BLOCK, HEADS]), stored_layout, assert_trivial=True
+                )
+                place = first_head + gl.arange(0, HEADS, layout=gl.SliceLayout(0, stored_layout))
+                gl.store(
+                    grad_scores + starts[:, None] + place[None, :],
+                    stored,
+                    mask=(stored_position < topk)[:, None],
+                )
+                step += 1
+            value_sums, tail_sums = warpgroup_mma_wait(0, deps=(acc_value, acc_tail))
+            mbarrier.arrive(pair_empty.index((step + 1) % STAGES))
+            if WITH_SUM:
+                gl.store(attention_sum + row * topk + position, gl.sum(summed, axis=1), mask=position < topk)
+            offsets = entry
+            if ATOMIC:
+                offsets = row // rows_per_batch * key_length + index
+            offsets *= VALUE + TAIL
+            add_sums(grad_keys, offsets, index, key_length, value_sums, 0, ATOMIC)
+            add_sums(grad_keys, offsets, index, key_length, tail_sums, VALUE, ATOMIC)
+
+
+@gluon.jit
+def hopper_backward_keys_kernel(
+    query,
+    key_value,
+    indices,
+    lengths,
+    grad_out,
+    lse,
+    delta,
+    grad_scores,
+    attention_sum,
+    grad_keys,
+    first_row,
+    count,
+    abreast,
+    rows_per_batch,
+    key_length,
+    heads,
+    topk,
+    query_batch,
+    query_row,
+    query_head,
+    key_batch,
+    key_row,
+    grad_batch,
+    grad_row,
+    grad_head,
+    softmax_scale,
+    scale_log2,
+    HEADS: gl.constexpr,
+    WITH_SUM: gl.constexpr,
+    ATOMIC: gl.constexpr,
+):
+    """``count`` rows from ``first_row`` on, ``abreast`` at a time, by as many programs as run at once.
+
+    ``grad_scores`` is ``[rows of the chunk, topk, heads]``, heads up to a multiple of HEADS, in the order
+    that ``backward_query_kernel`` calls GROUPS. ``grad_keys`` is as for ``backward_keys_kernel``.
+    """
+    dtype: gl.constexpr = query.dtype.element_ty
+    narrow: gl.constexpr = gl.NVMMASharedLayout(4 * HEADS, 16, 2)
+    k_value = gl.allocate_shared_memory(dtype, [BLOCK, VALUE], TILE)
+    k_tail = gl.allocate_shared_memory(dtype, [BLOCK, TAIL], TILE)
+    pair_value = gl.allocate_shared_memory(dtype, [STAGES, 2 * HEADS, VALUE], TILE)
+    pair_tail = gl.allocate_shared_memory(dtype, [STAGES, 2 * HEADS, TAIL], TILE)
+    gradients = gl.allocate_shared_memory(dtype, [BLOCK, 2 * HEADS], narrow)
+    key_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    key_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    pair_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    pair_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # Each of the 128 threads that copy says for itself that its copies have arrived.
+    mbarrier.init(key_full, count=128)
+    mbarrier.init(key_empty, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(pair_full.index(stage), count=128)
+        mbarrier.init(pair_empty.index(stage), count=1)
+    tiles = (k_value, k_tail, pair_value, pair_tail, gradients)
+    barriers = (key_full, key_empty, pair_full, pair_empty)
+    sizes = (first_row, count, abreast, rows_per_batch, key_length, heads, topk)
+    strides = (query_batch, query_row, query_head, key_batch, key_row, grad_batch, grad_row, grad_head)
+    read = (query, key_value, indices, lengths, grad_out)
+    inputs = (indices, lengths, lse, delta)
+    results = (grad_scores, attention_sum, grad_keys)
+    scales = (softmax_scale, scale_log2)
+    gl.warp_specialize(
+        [
+            (
+                multiply_tiles,
+                (inputs, results, sizes, scales, tiles, barriers, HEADS, WITH_SUM, ATOMIC),
+            ),
+            (copy_tiles, (read, sizes, strides, tiles, barriers, HEADS)),
+        ],
+        [4],
+        [40],
+    )

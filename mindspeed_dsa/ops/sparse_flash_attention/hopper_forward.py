@@ -1,0 +1,269 @@
+"""Forward of sparse flash attention on Hopper, in Gluon: warp groups that gather and multiply at once.
+
+A program attends one row's keys for 64 heads. One warp group gathers keys, 64 at a time and by turns into two
+buffers. Two multiply: group g computes the scores of every second tile of keys, those in buffer g, and the
+columns of half g of the output for all of them; the probabilities of a tile reach the other group through
+shared memory. While one group normalises, the other one's products run, and a half of a buffer is filled
+again as soon as the group that owns its columns has read it.
+
+A tile's probabilities take the place of the tails of its keys: 64 x 64 numbers both, and no product needs the
+tails once the probabilities exist. The maxima of rows follow the order of tiles from group to group, so that
+all probabilities of a row are relative to the maximum before them, as in the plain kernel.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mindspeed_dsa.ops.triton_common import LOG2E as LOG2E_VALUE
+
+# Renamed with Triton 3.9.
+load_asynchronously = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+LOG2E: gl.constexpr = gl.constexpr(LOG2E_VALUE)
+# Heads of a program, keys of a tile, columns of a half of a value and of the rest of a key.
+BLOCK: gl.constexpr = gl.constexpr(64)
+HALF: gl.constexpr = gl.constexpr(256)
+TAIL: gl.constexpr = gl.constexpr(64)
+SCORES: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+OUTPUT: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+PROBABILITIES: gl.constexpr = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
+# Eight threads copy 128 bytes of a row, 16 each: a whole line of shared memory as products read it.
+COPIES: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+STORES: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+TILE: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+VECTOR: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def copy_rows(target, starts, mask, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
+    """Columns ``FIRST .. FIRST + COLUMNS`` of rows, zeros where masked."""
+    column = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, COPIES))
+    load_asynchronously(target, starts[:, None] + column[None, :], mask=mask[:, None])
+
+
+@gluon.jit
+def load_indices(row_indices, tile, length, layout: gl.constexpr):
+    """Entries of a tile, -1 behind the last key."""
+    position = tile * BLOCK + gl.arange(0, BLOCK, layout=layout)
+    return gl.load(row_indices + position, mask=position < length, other=-1)
+
+
+@gluon.jit
+def gather(row, queries, keys, key_row, tiles, barriers):
+    """The group that copies: the queries, then tile after tile of keys."""
+    row_indices, length, key_length = row
+    base, query_head, first_head, heads = queries
+    query_left, query_right, query_tail, left, right, tail = tiles
+    query_full, full_left, full_right, empty_left, empty_right, _ready, _done = barriers
+    layout: gl.constexpr = gl.SliceLayout(1, COPIES)
+    head = first_head + gl.arange(0, BLOCK, layout=layout)
+    starts = base + head.to(gl.int64) * query_head
+    is_head = head < heads
+    copy_rows(query_left, starts, is_head, 0, HALF)
+    copy_rows(query_right, starts, is_head, HALF, HALF)
+    copy_rows(query_tail, starts, is_head, 2 * HALF, TAIL)
+    async_copy.mbarrier_arrive(query_full, increment_count=False)
+    index = load_indices(row_indices, 0, length, layout)
+    for pair in range(gl.cdiv(length, 2 * BLOCK)):
+        phase = (pair & 1) ^ 1
+        for buffer in gl.static_range(2):
+            following = load_indices(row_indices, 2 * pair + buffer + 1, length, layout)
+            valid = (index >= 0) & (index < key_length)
+            starts = keys + index.to(gl.int64) * key_row
+            mbarrier.wait(empty_left.index(buffer), phase)
+            copy_rows(left.index(buffer), starts, valid, 0, HALF)
+            # The tails' memory is free when the other group has read the probabilities in it.
+            if buffer == 1:
+                copy_rows(tail.index(buffer), starts, valid, 2 * HALF, TAIL)
+            async_copy.mbarrier_arrive(full_left.index(buffer), increment_count=False)
+            mbarrier.wait(empty_right.index(buffer), phase)
+            copy_rows(right.index(buffer), starts, valid, HALF, HALF)
+            if buffer == 0:
+                copy_rows(tail.index(buffer), starts, valid, 2 * HALF, TAIL)
+            async_copy.mbarrier_arrive(full_right.index(buffer), increment_count=False)
+            index = following
+
+
+@gluon.jit
+def power_of_two(x):
+    """``2 ** x`` in one instruction; what is too small for a normal number becomes 0."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def shrunk(acc, shrink):
+    """``acc * shrink`` by row."""
+    return acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
+
+
+@gluon.jit
+def times_others_values(acc, highest, total, probabilities, values, maxima, ready, phase):
+    """Begin to add the other group's tile, in this group's columns, relative to the maxima there."""
+    mbarrier.wait(ready, phase)
+    higher = maxima.load(gl.SliceLayout(1, SCORES))
+    shrink = power_of_two(highest - higher)
+    acc = warpgroup_mma(probabilities, values, shrunk(acc, shrink), is_async=True)
+    return acc, higher, total * shrink
+
+
+@gluon.jit
+def attend(row, results, tiles, barriers, maxima, sums, scale_log2, GROUP: gl.constexpr):
+    """A group that multiplies: scores of the tiles in buffer ``GROUP``, output of half ``GROUP``."""
+    row_indices, length, key_length = row
+    out, lse, first_head, heads = results
+    query_left, query_right, query_tail, left, right, tail = tiles
+    query_full, full_left, full_right, empty_left, empty_right, ready, done = barriers
+    OTHER: gl.constexpr = 1 - GROUP
+    if GROUP == 0:
+        values, empty = left, empty_left
+    else:
+        values, empty = right, empty_right
+    # A finite start: a tile without a valid key must not compute inf - inf.
+    highest = gl.full([BLOCK], -1.0e30, gl.float32, layout=gl.SliceLayout(1, SCORES))
+    total = gl.full([BLOCK], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
+    acc = gl.full([BLOCK, HALF], 0.0, gl.float32, layout=OUTPUT)
+    mbarrier.wait(query_full, 0)
+    for pair in range(gl.cdiv(length, 2 * BLOCK)):
+        phase = pair & 1
+        index = load_indices(row_indices, 2 * pair + GROUP, length, gl.SliceLayout(0, SCORES))
+        scores = gl.full([BLOCK, BLOCK], 0.0, gl.float32, layout=SCORES)
+        mbarrier.wait(full_left.index(GROUP), phase)
+        fence_async_shared()
+        scores = warpgroup_mma(
+            query_left, left.index(GROUP).permute((1, 0)), scores, use_acc=False, is_async=True
+        )
+        mbarrier.wait(full_right.index(GROUP), phase)
+        fence_async_shared()
+        scores = warpgroup_mma(query_right, right.index(GROUP).permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma(query_tail, tail.index(GROUP).permute((1, 0)), scores, is_async=True)
+        if GROUP == 1:
+            # Behind its own scores, so that what follows them runs beside this product.
+            acc, highest, total = times_others_values(
+                acc, highest, total, tail.index(OTHER), values.index(OTHER), maxima.index(OTHER),
+                ready.index(OTHER), phase,
+            )  # fmt: skip
+        scores = warpgroup_mma_wait(GROUP, deps=(scores,))
+        valid = (index >= 0) & (index < key_length)
+        scores = gl.where(valid[None, :], scores * scale_log2, float("-inf"))
+        higher = gl.maximum(highest, gl.max(scores, axis=1))
+        probabilities = power_of_two(scores - higher[:, None])
+        shrink = power_of_two(highest - higher)
+        total = total * shrink + gl.sum(probabilities, axis=1)
+        highest = higher
+        rounded = probabilities.to(query_left.dtype)
+        maxima.index(GROUP).store(highest)
+        tail.index(GROUP).store(rounded)
+        fence_async_shared()
+        mbarrier.arrive(ready.index(GROUP))
+        if GROUP == 1:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index(OTHER))
+        rounded = gl.convert_layout(rounded, PROBABILITIES)
+        acc = warpgroup_mma(rounded, values.index(GROUP), shrunk(acc, shrink), is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index(GROUP))
+        if GROUP == 0:
+            acc, highest, total = times_others_values(
+                acc, highest, total, tail.index(OTHER), values.index(OTHER), maxima.index(OTHER),
+                ready.index(OTHER), phase,
+            )  # fmt: skip
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index(OTHER))
+    # Each group has added its own tiles' probabilities.
+    sums.index(GROUP).store(total)
+    mbarrier.arrive(done.index(GROUP))
+    mbarrier.wait(done.index(OTHER), 0)
+    total += sums.index(OTHER).load(gl.SliceLayout(1, SCORES))
+    is_empty = total == 0
+    divisor = gl.where(is_empty, 1.0, total)
+    if GROUP == 0:
+        head = first_head + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, SCORES))
+        natural = (highest + gl.log2(divisor)) / LOG2E
+        gl.store(lse + head, gl.where(is_empty, float("-inf"), natural), mask=head < heads)
+    acc = shrunk(acc, 1.0 / divisor)
+    # Through the first buffer, whose half nobody else reads any more: rows leave in whole lines.
+    values.index(0).store(acc.to(query_left.dtype))
+    head = first_head + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, STORES))
+    column = GROUP * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, STORES))
+    offsets = head.to(gl.int64)[:, None] * (2 * HALF) + column[None, :]
+    gl.store(out + offsets, values.index(0).load(STORES), mask=(head < heads)[:, None])
+
+
+@gluon.jit
+def hopper_forward_kernel(
+    query,
+    key_value,
+    indices,
+    lengths,
+    out,
+    lse,
+    rows_per_batch,
+    key_length,
+    heads,
+    topk,
+    query_batch,
+    query_row,
+    query_head,
+    key_batch,
+    key_row,
+    scale_log2,
+):
+    """One program per row and 64 heads; keys of 512 + 64 numbers in two bytes each."""
+    head_blocks = gl.cdiv(heads, BLOCK)
+    row = (gl.program_id(0) // head_blocks).to(gl.int64)
+    first_head = (gl.program_id(0) % head_blocks) * BLOCK
+    batch = row // rows_per_batch
+    base = query + batch * query_batch + (row % rows_per_batch) * query_row
+    keys = key_value + batch * key_batch
+    length = gl.load(lengths + row)
+
+    dtype: gl.constexpr = query.dtype.element_ty
+    query_left = gl.allocate_shared_memory(dtype, [BLOCK, HALF], TILE)
+    query_right = gl.allocate_shared_memory(dtype, [BLOCK, HALF], TILE)
+    query_tail = gl.allocate_shared_memory(dtype, [BLOCK, TAIL], TILE)
+    left = gl.allocate_shared_memory(dtype, [2, BLOCK, HALF], TILE)
+    right = gl.allocate_shared_memory(dtype, [2, BLOCK, HALF], TILE)
+    tail = gl.allocate_shared_memory(dtype, [2, BLOCK, TAIL], TILE)
+    maxima = gl.allocate_shared_memory(gl.float32, [2, BLOCK], VECTOR)
+    sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK], VECTOR)
+    query_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full_left = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full_right = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty_left = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty_right = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    # Each of the 128 threads that copy says for itself that its copies have arrived.
+    mbarrier.init(query_full, count=128)
+    for buffer in gl.static_range(2):
+        mbarrier.init(full_left.index(buffer), count=128)
+        mbarrier.init(full_right.index(buffer), count=128)
+        mbarrier.init(empty_left.index(buffer), count=1)
+        mbarrier.init(empty_right.index(buffer), count=1)
+        mbarrier.init(ready.index(buffer), count=1)
+        mbarrier.init(done.index(buffer), count=1)
+
+    tiles = (query_left, query_right, query_tail, left, right, tail)
+    barriers = (query_full, full_left, full_right, empty_left, empty_right, ready, done)
+    attended = (indices + row * topk, length, key_length)
+    queries = (base, query_head, first_head, heads)
+    results = (out + row * heads * (2 * HALF), lse + row * heads, first_head, heads)
+    gl.warp_specialize(
+        [
+            (attend, (attended, results, tiles, barriers, maxima, sums, scale_log2, 0)),
+            (attend, (attended, results, tiles, barriers, maxima, sums, scale_log2, 1)),
+            (gather, (attended, queries, keys, key_row, tiles, barriers)),
+        ],
+        [4, 4],
+        [216, 72],
+    )

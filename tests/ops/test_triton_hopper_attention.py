@@ -1,0 +1,190 @@
+"""The attention's kernels for Hopper alone: their choice anywhere, their results on such a GPU only.
+
+They have no interpreter. What the tests of the Triton backend ask of sizes that they take, those ask of them
+on a GPU as well; here is what depends on their dataflow: tiles that end anywhere, and groups that might race.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed_dsa.ops.triton_launch import rehearsal
+from tests.ops import oracle
+from tests.ops.cases import random_indices
+from tests.ops.test_sparse_flash_attention import attention_inputs, expected_of
+from tests.ops.triton_backend import DEVICE, attention, hopper
+
+SIZES = [
+    *((heads, torch.bfloat16) for heads in (1, 16, 33, 64, 128, 200)),
+    *((heads, torch.float16) for heads in (16, 64)),
+]
+
+
+@pytest.fixture
+def on_hopper():
+    if DEVICE != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0, and TRITON_INTERPRET=0")
+
+
+def rows_of(*shape, gap=16, dtype=torch.bfloat16, offset=0):
+    """Rows of ``shape[-1]`` numbers with gaps between them."""
+    width = shape[-1]
+    return torch.empty(*shape[:-1], width + gap, dtype=dtype)[..., offset : offset + width]
+
+
+TAKEN = [rows_of(1, 2, 8, 576), rows_of(1, 9, 576)]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "value_dim", "taken"),
+    [
+        pytest.param(TAKEN, 512, True, id="bf16"),
+        pytest.param([x.half() for x in TAKEN], 512, True, id="fp16"),
+        pytest.param([x.float() for x in TAKEN], 512, False, id="fp32"),
+        pytest.param(TAKEN, 576, False, id="no-rope"),
+        pytest.param([x[..., :192] for x in TAKEN], 128, False, id="small-keys"),
+        pytest.param([TAKEN[0], rows_of(1, 9, 576, gap=8)], 512, False, id="rows-of-odd-length"),
+        pytest.param([rows_of(1, 2, 8, 576, offset=1), TAKEN[1]], 512, False, id="rows-beside-lines"),
+    ],
+)
+def test_what_is_taken(tensors, value_dim, taken, monkeypatch):
+    monkeypatch.setattr(hopper, "interpreted", lambda: False)
+    with rehearsal(90, lambda kernel: None):
+        assert hopper.takes(*tensors, value_dim) is taken
+        assert hopper.takes_sum(*tensors, value_dim) is taken
+    with rehearsal(100, lambda kernel: None):
+        assert not hopper.takes(*tensors, value_dim)
+    monkeypatch.setattr(hopper, "HAS_GLUON", False)
+    with rehearsal(90, lambda kernel: None):
+        assert not hopper.takes(*tensors, value_dim)
+
+
+def test_heads_that_the_sum_does_not_hold(monkeypatch):
+    monkeypatch.setattr(hopper, "interpreted", lambda: False)
+    with rehearsal(90, lambda kernel: None):
+        assert hopper.takes(rows_of(1, 2, 200, 576), TAKEN[1], 512)
+        assert not hopper.takes_sum(rows_of(1, 2, 200, 576), TAKEN[1], 512)
+
+
+@pytest.mark.parametrize(("heads", "dtype"), SIZES)
+def test_results(heads, dtype, on_hopper):
+    for topk in (65, 129, 300, 2048):
+        assert_right(heads, topk, dtype)
+
+
+def inputs_of(heads, topk, dtype):
+    """Empty rows, gaps in rows, a tile without any key; and indices with others that name no key."""
+    rows, keys = 6, topk + 25 - topk % 2
+    query, key_value = (x.detach() for x in attention_inputs(2, rows, keys, heads, 576, dtype))
+    named = random_indices(2, rows, keys, topk, empty_rows=(1,))
+    named[:, 2, ::3] = -1
+    named[:, 3, : topk - 1] = -1
+    named[:, 4, 64:192] = -1
+    named[:, 5, ::7] = -1
+    named[1] = torch.where(named[1] == 0, -1, named[1])
+    indices = named.clone()
+    indices[:, 5, ::7] = keys + 3
+    return query, key_value, named, indices
+
+
+def assert_right(heads, topk, dtype):
+    query, key_value, named, indices = inputs_of(heads, topk, dtype)
+    _, expected, expected_lse, probabilities = expected_of(query, key_value, named, 192**-0.5, 512)
+    # What nobody selected may hold anything.
+    key_value[1, 0] = torch.nan
+    found = attention.forward(*(x.to(DEVICE) for x in (query, key_value, indices)), 192**-0.5, 512, True)
+    out, lse, summed = (x.cpu() for x in found)
+    some = (named >= 0).any(-1)
+    assert (out[~some] == 0).all()
+    assert (lse[~some] == -torch.inf).all()
+    assert torch.isfinite(out).all()
+    assert oracle.cosine_distance(out, expected.detach()) < 1e-5
+    assert oracle.relative_error(lse[some], expected_lse[some].detach()) < 1e-6
+    expected_sum = probabilities.detach().sum(2).gather(-1, named.clamp_min(0).long())
+    assert oracle.relative_error(summed, expected_sum.masked_fill(named < 0, 0)) < 1e-5
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_same_bits_every_time_and_as_far_from_the_plain_kernels_as_rounding(heads, on_hopper, monkeypatch):
+    """More programs than fit at once, whose groups meet in every order."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    query = torch.randn(1, 1024, heads, 576, generator=generator, device=DEVICE).bfloat16()
+    key_value = torch.randn(1, 4096, 576, generator=generator, device=DEVICE).bfloat16()
+    indices = torch.rand(1024, 4096, generator=generator, device=DEVICE).argsort(-1)[None, :, :2048].int()
+    indices[0, torch.arange(1024), torch.arange(1024)] = -1
+    found = [attention.forward(query, key_value, indices, 0.1, 512, True) for _ in range(5)]
+    for other in found[1:]:
+        for value, expected in zip(other, found[0], strict=True):
+            assert torch.equal(value, expected)
+    monkeypatch.setattr(hopper, "takes", lambda *_: False)
+    for value, expected, bound in zip(
+        found[0],
+        attention.forward(query, key_value, indices, 0.1, 512, True),
+        (4e-3, 1e-6, 1e-5),
+        strict=True,
+    ):
+        assert (value.float() - expected.float()).norm() < bound * expected.float().norm()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [
+        (1, torch.bfloat16),
+        (16, torch.float16),
+        (33, torch.bfloat16),
+        (64, torch.float16),
+        (128, torch.bfloat16),
+    ],
+)
+def test_gradients(heads, dtype, deterministic, on_hopper):
+    torch.use_deterministic_algorithms(deterministic)
+    # With few keys the gradients of queries are differences that rounding of the output leaves little of.
+    for topk in (65, 130, 300):
+        query, key_value, named, indices = inputs_of(heads, topk, dtype)
+        inputs, expected, _, probabilities = expected_of(query, key_value, named, 192**-0.5, 512)
+        grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+        expected_grads = torch.autograd.grad(expected, inputs, grad.double())
+        key_value[1, 0] = torch.nan
+        tensors = [x.to(DEVICE) for x in (query, key_value, indices)]
+        out, lse, _ = attention.forward(*tensors, 192**-0.5, 512, False)
+        # The plain kernels take the second, whose rows begin beside lines of memory.
+        beside = torch.empty(*grad.shape[:-1], 520, dtype=dtype, device=DEVICE)[..., :512].copy_(grad)
+        assert hopper.takes_backward(*tensors[:2], grad.to(DEVICE), 512)
+        assert not hopper.takes_backward(*tensors[:2], beside, 512)
+        for other in (grad.to(DEVICE), beside):
+            found = attention.backward(other, *tensors, out, lse, 192**-0.5, True)
+            for value, expected_value in zip(found[:2], expected_grads, strict=True):
+                assert torch.isfinite(value).all()
+                assert oracle.cosine_distance(value.cpu(), expected_value) < 4e-5
+            assert (found[0].cpu()[(named < 0).all(-1)] == 0).all()
+            assert (found[1][1, 0] == 0).all()
+            expected_sum = probabilities.detach().sum(2).gather(-1, named.clamp_min(0).long())
+            assert oracle.relative_error(found[2].cpu(), expected_sum.masked_fill(named < 0, 0)) < 1e-5
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_gradients_repeat_and_differ_from_the_plain_kernels_by_rounding(heads, on_hopper, monkeypatch):
+    """Those of queries always, those of keys where determinism is asked for, in several chunks of rows."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    query = torch.randn(1, 600, heads, 576, generator=generator, device=DEVICE).bfloat16()
+    key_value = torch.randn(1, 4096, 576, generator=generator, device=DEVICE).bfloat16()
+    indices = torch.rand(600, 4096, generator=generator, device=DEVICE).argsort(-1)[None, :, :2048].int()
+    indices[0, torch.arange(600), torch.arange(600)] = -1
+    out, lse, _ = attention.forward(query, key_value, indices, 0.1, 512, False)
+
+    def gradients():
+        return attention.backward(out, query, key_value, indices, out, lse, 0.1, True)
+
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        first = gradients()
+        for _ in range(4):
+            for value, other, repeats in zip(gradients(), first, (True, deterministic, True), strict=True):
+                assert torch.equal(value, other) or not repeats
+    with monkeypatch.context() as patch:
+        patch.setattr(hopper, "takes", lambda *_: False)
+        plain = gradients()
+    for value, other, bound in zip(first, plain, (4e-3, 4e-3, 1e-5), strict=True):
+        assert (value.float() - other.float()).norm() < bound * other.float().norm()
