@@ -221,8 +221,18 @@ def widen(tensor: Tensor) -> bool:
 
 
 def dense_rows(tensor: Tensor) -> Tensor:
-    """The tensor, copied if its last dimension has gaps."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    """The tensor, copied if its last dimension has gaps; strides over a single element become 0.
+
+    Such a stride may be anything: einsum leaves 1 in the gradient of a batch of one, and no row of it would
+    pass for :func:`aligned`.
+    """
+    if tensor.stride(-1) != 1:
+        return tensor.contiguous()
+    strides = [
+        0 if size == 1 else stride
+        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    ]
+    return tensor.as_strided(tensor.shape, [*strides, 1])
 
 
 def aligned(tensor: Tensor) -> bool:

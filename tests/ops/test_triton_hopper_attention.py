@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mindspeed_dsa.ops.triton_common import dense_rows
 from mindspeed_dsa.ops.triton_launch import rehearsal
 from tests.ops import oracle
 from tests.ops.cases import random_indices
@@ -65,6 +66,20 @@ def test_heads_that_the_sum_does_not_hold(monkeypatch):
     with rehearsal(90, lambda kernel: None):
         assert hopper.takes(rows_of(1, 2, 200, 576), TAKEN[1], 512)
         assert not hopper.takes_sum(rows_of(1, 2, 200, 576), TAKEN[1], 512)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_gradient_that_an_up_projection_leaves_is_taken(batch, monkeypatch):
+    """Of a batch of one its first stride is 1, which says nothing."""
+    monkeypatch.setattr(hopper, "interpreted", lambda: False)
+    latent_out = torch.ones(batch, 2, 8, 512, dtype=torch.bfloat16, requires_grad=True)
+    value = torch.ones(8, 128, 512, dtype=torch.bfloat16)
+    (grad,) = torch.autograd.grad(torch.einsum("bshc,hdc->sbhd", latent_out, value).sum(), latent_out)
+    tensors = rows_of(batch, 2, 8, 576), rows_of(batch, 9, 576)
+    with rehearsal(90, lambda kernel: None):
+        assert hopper.takes_backward(*tensors, dense_rows(grad), 512)
+    assert torch.equal(dense_rows(grad), grad)
+    assert dense_rows(grad).data_ptr() == grad.data_ptr()
 
 
 @pytest.mark.parametrize(("heads", "dtype"), SIZES)
