@@ -33,7 +33,7 @@ def test_more_weight_shards_than_tensor_parallel_ranks(name):
     assert not problems(name, tensor_parallel_num_weight_shards=None)
 
 
-@pytest.mark.parametrize("name", FEATURES.keys() - RECOMPUTE)
+@pytest.mark.parametrize("name", sorted(FEATURES.keys() - RECOMPUTE))
 def test_the_fsdp_of_older_releases(name):
     (problem,) = problems(name, use_custom_fsdp=True)
     assert "custom" in problem
