@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 
 import torch
 
@@ -17,10 +18,16 @@ HEADS = (128, 64, 16)
 INDEX_HEADS, TOPK = 64, 2048
 
 
-def run(lengths: tuple[int, ...] = LENGTHS, heads: tuple[int, ...] = HEADS, rounds: int = 7) -> Metrics:
+def run(
+    lengths: tuple[int, ...] = LENGTHS,
+    heads: tuple[int, ...] = HEADS,
+    rounds: int = 7,
+    tell: Callable[[Metrics], None] = lambda found: None,
+) -> Metrics:
     """``S<length>_H<heads>`` to operator to direction to figures, bf16; and the matmul rate.
 
-    A problem that does not fit into the device's memory gives a string that reports this.
+    A problem that does not fit into the device's memory gives a string that reports this. After each problem
+    ``tell`` is called with all figures so far.
     """
     matmul, work = matmul_call(8192, torch.bfloat16, "cuda")
     peak = work / _seconds(matmul, rounds)
@@ -34,6 +41,7 @@ def run(lengths: tuple[int, ...] = LENGTHS, heads: tuple[int, ...] = HEADS, roun
             except torch.cuda.OutOfMemoryError:
                 found[name] = "does not fit into the memory of the device"
             torch.cuda.empty_cache()
+            tell(found)
     return found
 
 

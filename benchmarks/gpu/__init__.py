@@ -19,7 +19,7 @@ from benchmarks.gpu import bounds, words
 from benchmarks.registry import Metrics
 
 ROOT = Path(__file__).parents[2]
-PARTS = {"parity": 210, "operators": 100, "layer": 90, "features": 80}
+PARTS = {"parity": 185, "operators": 95, "layer": 100, "features": 100}
 """Seconds that each may take: eight minutes together."""
 
 
@@ -63,44 +63,36 @@ def why_no_gpu() -> str:
 
 
 def part(name: str, folder: Path, quick: bool) -> dict[str, Any]:
-    """What a part found, with the ``seconds`` that it took; ``error`` says why it found nothing."""
+    """What a part found, with the ``seconds`` that it took; ``error`` says why there is not more."""
     print(f"{name}: at most {PARTS[name]} s", file=sys.stderr, flush=True)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, "-m", "benchmarks.gpu.part", name, str(folder), str(int(quick))]
+    answers, messages = folder / f"{name}.jsonl", folder / f"{name}.log"
     started = time.monotonic()
-    found: dict[str, Any]
-    try:
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "benchmarks.gpu.part",
-                name,
-                str(folder),
-                str(int(quick)),
-                str(PARTS[name]),
-            ],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            capture_output=True,
-            text=True,
-            timeout=PARTS[name],
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        found = {"error": f"it was ended after {PARTS[name]} s"}
-    else:
-        (folder / f"{name}.log").write_text(done.stderr, encoding="utf-8")
-        found = _answer(done)
+    error = None
+    with answers.open("w", encoding="utf-8") as out, messages.open("w", encoding="utf-8") as log:
+        try:
+            done = subprocess.run(
+                [*command, str(PARTS[name])],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                stdout=out,
+                stderr=log,
+                timeout=PARTS[name],
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            error = f"it was ended after {PARTS[name]} s"
+        else:
+            if done.returncode:
+                last = [line for line in messages.read_text(encoding="utf-8").splitlines() if line.strip()]
+                error = f"it exited with {done.returncode}: {''.join(last[-1:])}"
+    # Each line holds all that was found until then; the last one may be cut short.
+    lines = [line for line in answers.read_text(encoding="utf-8").split("\n")[:-1] if line]
+    found: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    if error:
+        found["error"] = error
     return {**found, "seconds": round(time.monotonic() - started, 1)}
-
-
-def _answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    lines = done.stdout.splitlines()
-    if done.returncode == 0 and lines:
-        answer: dict[str, Any] = json.loads(lines[-1])
-        return answer
-    last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-    return {"error": f"it exited with {done.returncode}: {''.join(last)}"}
 
 
 def failures(found: dict[str, Any]) -> dict[str, str]:

@@ -41,6 +41,8 @@ def slower_than_model(operators: Mapping[str, Any], device: str) -> dict[str, An
     name = next((name for name in model.GPUS if name in device), None)
     if name is None:
         return f"the model knows {', '.join(model.GPUS)}, and this is {device}"
+    if not STATIC.exists():
+        return f"there are no bounds: {STATIC.name} is missing; run python -m benchmarks kernels-static"
     fractions = json.loads(STATIC.read_text(encoding="utf-8"))["metrics"]["model_fraction_of_peak"][name]
     rows = dict(_rows(operators, fractions, model.GPUS[name].flops))
     return dict(sorted(rows.items(), key=lambda row: -row[1]["times"]))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -62,8 +61,13 @@ QUICK = ("fused-dsa",)
 _FIGURES = ("lm_loss", "indexer_loss", "grad_norm")
 
 
-def run(quick: bool = False) -> dict[str, Any]:
-    """By case: both jobs' memory and the ratio of their steps; ``refused`` says what is wrong."""
+def run(quick: bool = False, tell: Callable[[Any], None] = lambda found: None) -> dict[str, Any]:
+    """By case: both jobs' memory and the ratio of their steps; ``refused`` says what is wrong.
+
+    Args:
+        quick: one of them, on a tiny model.
+        tell: called with what is found so far.
+    """
     model = f"{TINY} --bf16" if quick else _MODEL
     train = cache(partial(measure, deterministic=True))
     found: dict[str, Any] = {}
@@ -71,7 +75,7 @@ def run(quick: bool = False) -> dict[str, Any]:
         case = CASES[name]
         off, on = (f"{model} {case.off} {flags}" for flags in (case.instead, case.on))
         found[name] = compared(train(off), train(on), case)
-        print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
+        tell(found)
     return found
 
 

@@ -75,7 +75,10 @@ def _train(argv: list[str], steps: int, trace: Path | None, deterministic: bool)
     distributed.initialize(args, world)
     before = calls()
     memory = torch.cuda if torch.version.cuda else None
+    level = 0
     if memory:
+        # What jobs before this one have left does not count.
+        level = memory.memory_allocated()
         memory.reset_peak_memory_stats()
     with _order_of_sums(deterministic), distributed.model_parallel(args):
         torch.manual_seed(args.seed)
@@ -93,8 +96,8 @@ def _train(argv: list[str], steps: int, trace: Path | None, deterministic: bool)
         found["parameters"] = sum(p.numel() for chunk in model for p in chunk.parameters())
         found["calls"] = {" ".join(names): count for names, count in (calls() - before).items()}
         if memory:
-            found["peak_mib"] = memory.max_memory_allocated() / 2**20
-            found["rest_mib"] = memory.memory_allocated() / 2**20
+            found["peak_mib"] = (memory.max_memory_allocated() - level) / 2**20
+            found["rest_mib"] = (memory.memory_allocated() - level) / 2**20
         if deterministic:
             found["weights"] = _digest(model)
         if trace is not None:

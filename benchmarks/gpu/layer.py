@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,12 +55,15 @@ SHAPES = {
 QUICK = {"tiny, fp32": Shape(TINY, FP32)}
 
 
-def run(folder: Path, quick: bool = False) -> dict[str, Any]:
+def run(
+    folder: Path, quick: bool = False, tell: Callable[[Any], None] = lambda found: None
+) -> dict[str, Any]:
     """By shape: each side's figures, or why it has none, and how they compare.
 
     Args:
         folder: for ``trace.json``, of the last shape's step with fused DSA; ``kernels`` are in its figures.
         quick: a tiny model only.
+        tell: called with what is found so far.
     """
     shapes = QUICK if quick else SHAPES
     found: dict[str, Any] = {}
@@ -72,7 +74,7 @@ def run(folder: Path, quick: bool = False) -> dict[str, Any]:
             "fused": measure(f"--use-fused-dsa {shape.flags}", trace),
         }
         found[name] = compared(sides, shape)
-        print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
+        tell(found)
     return found
 
 

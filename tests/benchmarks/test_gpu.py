@@ -57,21 +57,20 @@ def test_without_a_gpu_it_says_why(built_with, sentence, monkeypatch):
 def test_a_part_that_fails_costs_its_own_figures_only(tmp_path, monkeypatch, capsys):
     """And the command fails, but not before the report is written."""
     answers = {
-        "parity": (0, {"passed": 3, "skipped": 0, "failures": {"test_x::test_y": "not close"}}, ""),
-        "operators": (1, None, "Traceback\nRuntimeError: an illegal memory access\n"),
-        "layer": (
-            0,
-            {"a": {"stock": SIDE, "fused": FAST}, "b": {"stock": SIDE, "fused": "x", "refused": "w"}},
-            "",
-        ),
+        "parity": (0, [{"passed": 3, "skipped": 0, "failures": {"test_x::test_y": "not close"}}], ""),
+        "operators": (1, [{"matmul_tflops": 700.0}], "Traceback\nRuntimeError: an illegal memory access"),
+        "layer": (0, [{}, {"a": {"stock": SIDE, "fused": FAST}, "b": {**NO_FUSED, "refused": "w"}}], ""),
     }
 
-    def child(command, *, timeout, **options):
+    def child(command, *, timeout, stdout, stderr, **options):
         name = command[command.index("benchmarks.gpu.part") + 1]
         if name == "features":
+            print(json.dumps({"x": {"refused": "y"}}), '{"cut', sep="\n", end="", file=stdout, flush=True)
             raise subprocess.TimeoutExpired(command, timeout)
         code, answer, complaint = answers[name]
-        return subprocess.CompletedProcess(command, code, f"noise\n{json.dumps(answer)}\n", complaint)
+        print(*map(json.dumps, answer), sep="\n", file=stdout, flush=True)
+        print(complaint, file=stderr, flush=True)
+        return subprocess.CompletedProcess(command, code)
 
     monkeypatch.setattr(gpu.subprocess, "run", child)
     monkeypatch.setattr("mindspeed_dsa.platforms.detect", lambda device: "cuda")
@@ -83,7 +82,9 @@ def test_a_part_that_fails_costs_its_own_figures_only(tmp_path, monkeypatch, cap
         "features": f"it was ended after {gpu.PARTS['features']} s",
         "parity, test_x::test_y": "not close",
         "layer, b": "w",
+        "features, x": "y",
     }
+    assert metrics["operators"]["matmul_tflops"] == 700
     assert metrics["layer"]["a"]["fused"] == FAST
     text = (tmp_path / "report.md").read_text()
     assert "3 passed, 1 failed" in text
