@@ -61,13 +61,26 @@ def deliver_packs(original: Callable[..., Any], context: Context[Options]) -> Ca
     return get_forward_backward_func
 
 
-def with_pack(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a ``GPTModel``'s forward pass: where it gets no description, it has the microbatch's."""
+def with_pack(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate a ``GPTModel``'s forward pass: where it gets no description, it has the microbatch's.
+
+    Raises:
+        ValueError: in forward, on several context parallel ranks: a description says that documents are cut
+            in another way than rows are dealt out here and on the other pipeline stages.
+    """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        running = _running.get()
-        if running is not None and kwargs.get("packed_seq_params") is None:
+        running, given = _running.get(), kwargs.get("packed_seq_params")
+        if running is not None and given is None:
             kwargs["packed_seq_params"] = running.params
+        elif running is not None and not getattr(given, "dealt_block_rows", 0):
+            ranks = context.megatron("core.parallel_state").get_context_parallel_world_size()
+            if ranks > 1:
+                raise ValueError(
+                    "pack-documents: the script passes packed_seq_params of documents that it has cut for "
+                    f"{ranks} context parallel ranks itself, and --pack-documents deals out their rows by "
+                    "work; pass none, or omit --pack-documents"
+                )
         return original(self, *args, **kwargs)
 
     return forward

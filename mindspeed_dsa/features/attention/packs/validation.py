@@ -10,8 +10,10 @@ from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa import versions
 from mindspeed_dsa.features.attention.dense_context_parallel.options import NO_DEAL
+from mindspeed_dsa.features.attention.dsa.options import Options as Fused
 
 _WITHOUT_PACKED_ROLL = SpecifierSet("<0.16", prereleases=True)
+_REFUSED_BY_DSA = SpecifierSet(">=0.16,<0.19", prereleases=True)
 _DELIVERS_SFT = SpecifierSet(">=0.17", prereleases=True)
 _CUTS_DOCUMENTS = SpecifierSet(">=0.19", prereleases=True)
 
@@ -30,6 +32,13 @@ def check_packs(args: Any) -> Sequence[str]:
             f"multi-token prediction of Megatron-core {release} looks into the next document of a pack; "
             "omit --mtp-num-layers or --pack-documents, or use Megatron-core 0.16 or later"
         )
+    if getattr(args, "experimental_attention_variant", None) == "dsa" and release in _REFUSED_BY_DSA:
+        fused = Fused.of(args)
+        if not (fused.all_ours or fused.warmup):
+            problems.append(
+                f"Megatron-core {release} has no packed sequences for DSA in its own code; add "
+                "--use-fused-dsa and omit --no-use-fused-..., or omit --pack-documents"
+            )
     if (getattr(args, "context_parallel_size", None) or 1) > 1:
         problems += cut_by_megatron(release)
         if getattr(args, "experimental_attention_variant", "dsa") != "dsa":

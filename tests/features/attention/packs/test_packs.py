@@ -14,7 +14,9 @@ from mindspeed_dsa.context_parallel.packs import DealtBlocks
 from mindspeed_dsa.features.attention.dsa import sparse_attention
 from mindspeed_dsa.features.attention.dsa.problem import Groups, IndexInputs, Operands, Rows
 from mindspeed_dsa.features.attention.pack_rows import PackRows
+from mindspeed_dsa.features.attention.packs import delivery
 from mindspeed_dsa.features.attention.packs.arguments import reset_at_documents
+from mindspeed_dsa.features.attention.packs.validation import check_packs
 from mindspeed_dsa.integration.packs import Pack
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.npu_layout import layout_of_ranges
@@ -260,6 +262,40 @@ def test_runs_are_neighbours_in_one_document():
 def test_jobs_that_cannot_pack_are_refused(args, message):
     with mindspeed_dsa.enabled(pack_documents=True), pytest.raises(SettingsError, match=message):
         mindspeed_dsa.validate(SimpleNamespace(**args))
+
+
+@pytest.mark.parametrize("switches", [{}, {"use_fused_lightning_indexer": True}], ids=str)
+@pytest.mark.parametrize("release", ["0.16.1", "0.18.0"])
+def test_dsa_of_megatron_alone_cannot_pack(release, switches):
+    args = SimpleNamespace(experimental_attention_variant="dsa", **switches)
+    with mock.patch("mindspeed_dsa.versions.of_megatron", return_value=release):
+        (problem,) = check_packs(args)
+        assert f"Megatron-core {release} has no packed sequences for DSA" in problem
+        assert not check_packs(SimpleNamespace(**vars(args), dsa_stage="warmup"))
+        assert not check_packs(SimpleNamespace(experimental_attention_variant="dsa", use_fused_dsa=True))
+    for served in ("0.15.3", "0.19.0"):  # by our own DSA, and by Megatron's
+        with mock.patch("mindspeed_dsa.versions.of_megatron", return_value=served):
+            assert not check_packs(args)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_script_does_not_cut_documents_that_are_dealt_out(ranks):
+    state = SimpleNamespace(get_context_parallel_world_size=lambda: ranks)
+    context = SimpleNamespace(megatron=lambda name: state)
+    forward = delivery.with_pack(lambda model, packed_seq_params=None: packed_seq_params, context)
+    dealt, cut = SimpleNamespace(dealt_block_rows=128), SimpleNamespace(qkv_format="thd")
+    assert forward(None, packed_seq_params=cut) is cut  # nobody packs
+    token = delivery._running.set(delivery._Running(Pack(((0, 8),), 8), dealt))
+    try:
+        assert forward(None) is dealt
+        assert forward(None, packed_seq_params=dealt) is dealt
+        if ranks == 1:
+            assert forward(None, packed_seq_params=cut) is cut
+            return
+        with pytest.raises(ValueError, match="pass none, or omit --pack-documents"):
+            forward(None, packed_seq_params=cut)
+    finally:
+        delivery._running.reset(token)
 
 
 def test_the_data_loader_resets_at_documents():
