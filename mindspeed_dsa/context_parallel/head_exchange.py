@@ -92,6 +92,7 @@ class HeadExchange(CarryingStrategy):
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # what an evaluation finds first, autograd saves in training
 def _order_of_pack(layout: Layout, length: int, number: int, ranks: int) -> Tensor:
     """``[rows]`` int64 on the host: places in what neighbours hold, rank after rank, in the pack's order."""
     held = rows_of_all(layout, length)

@@ -39,7 +39,8 @@ def take(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def give_back(*buffers: Tensor) -> None:
     """Let :func:`take` hand them out again: nothing reads them, writes to them or has saved them."""
     for buffer in buffers:
-        if buffer.device.type == "cpu":
+        # Those of inference mode cannot be written to outside of it, where the next training step is.
+        if buffer.device.type == "cpu" and not buffer.is_inference():
             _kept.insert(0, buffer)
     del _kept[_MOST:]
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mindspeed_dsa.context_parallel import head_exchange
 from mindspeed_dsa.context_parallel.layout import rows_of_all
 from mindspeed_dsa.context_parallel.packs import DealtBlocks, DocumentZigzag, layout_of
 from mindspeed_dsa.integration.packs import Pack
@@ -69,3 +70,12 @@ def test_documents_cut_by_transformer_engine():
 def test_what_cannot_be_shared_is_refused(layout, length, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         layout.rows_of_rank(0, length)
+
+
+def test_training_saves_the_order_that_an_evaluation_found():
+    layout = DealtBlocks(2, pack_of((3, 13)), 2)
+    with torch.inference_mode():
+        head_exchange._order_of_pack(layout, 16, 0, 2)
+    rows = torch.randn(16, 2, requires_grad=True)
+    head_exchange.in_order(rows, 2, head_exchange._order_of_pack(layout, 16, 0, 2)).sum().backward()
+    assert torch.equal(rows.grad, torch.ones(16, 2))

@@ -175,6 +175,12 @@ def attend_with_other_ranks(original: Callable[..., Tensor], context: Context[Op
             latents = Carried(key, expansion, (value,))
         elif query.dim() == 3:  # packed, without a batch
             query, key, value = (states.unsqueeze(1) for states in (query, key, value))
+        if plan.strategy is not None and key.size(0) != query.size(0):
+            raise ValueError(
+                f"{_WHO}: {query.size(0)} queries came with {key.size(0)} keys, as in generation with a "
+                "key-value cache; context parallel ranks share whole sequences, generate with "
+                "--context-parallel-size 1"
+            )
         if packed_seq_params is not None:
             out = plan.attend_to_documents(query, latents or Carried.of(key, value), packed_seq_params)
         elif latents is not None:

@@ -95,6 +95,8 @@ def test_what_comes_with_a_batch():
     ):
         with pytest.raises(ValueError, match=f"dense-context-parallel: {message}"):
             forward(attention, states, states, states, **given)
+    with pytest.raises(ValueError, match="1 queries came with 4 keys, as in generation"):
+        forward(attention, states[-1:], states, states, None)
 
 
 def test_packs_that_a_strategy_or_a_rotary_embedding_does_not_know():
