@@ -136,6 +136,10 @@ def uneven(layout: Layout, model: Model) -> Iterator[Layout]:
     short = model.layers - each * (layout.pp - 2)
     if layout.pp > 2 and short > 1:
         yield replace(plain, first=short - short // 2, last=short // 2)
+    fewer = each - layout.vpp
+    more = model.layers - fewer * (layout.pp - 1)
+    if fewer < more <= 2 * fewer:
+        yield replace(plain, last=more)
 
 
 def _distance(job: Job, other: Job) -> float:
