@@ -66,8 +66,8 @@ def run(argv: Sequence[str]) -> int:
         record = {"found": [{**each.plan.record(), "measures": each.measures} for each in found]}
     else:
         best = planned()
-        print(report.text(best, options.tokens_per_second))
         changes = what_if.differences(options.what_if, best, planned)
+        print(report.text(best, options.tokens_per_second))
         print("".join(f"\n{each.text()}\n" for each in changes), end="")
         record = {**best.record(), "what_if": [vars(each) for each in changes]}
     try:

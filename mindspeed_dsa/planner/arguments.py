@@ -45,6 +45,8 @@ def job_of(
         names = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         raise SettingsError(f"mindspeed_dsa plan: give {names}, or --config FILE with the model's sizes")
     model, training = model_of(options), training_of(options)
+    if any_layout:
+        options.num_layers_per_virtual_pipeline_stage = None
     wanted = layout_of(options)
     if any_layout:
         layout = Layout(dp=devices or layouts.least_devices(wanted), cp_algorithm=wanted.cp_algorithm)
@@ -177,8 +179,8 @@ def layout_of(options: argparse.Namespace) -> Layout:
         if counted % (pp * per_chunk):
             raise SettingsError(
                 f"mindspeed_dsa plan: --num-layers-per-virtual-pipeline-stage {per_chunk} does not divide "
-                f"the {counted} layers of {pp} pipeline ranks; give --num-virtual-stages-per-pipeline-rank or "
-                f"{_multiples(counted, pp * per_chunk)} layers"
+                f"the {counted} layers of {pp} pipeline ranks; give --num-virtual-stages-per-pipeline-rank "
+                f"or {_multiples(counted, pp * per_chunk)} layers"
             )
         chunks = counted // (pp * per_chunk)
     vpp = chunks if chunks and pp > 1 else 1

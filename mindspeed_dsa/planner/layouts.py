@@ -158,8 +158,12 @@ def _problems(job: Job) -> Iterator[str]:
         ("--ffn-hidden-size", model.ffn, "tensor parallel", tp),
         ("the padded vocabulary", model.vocabulary, "tensor parallel", tp),
     ]
-    if not model.latent and model.kv_heads > tp:
-        divided.append(("--num-query-groups", model.kv_heads, "tensor parallel", tp))
+    if not model.latent:
+        divided.append(("--num-attention-heads", model.heads, "--num-query-groups", model.kv_heads))
+        if model.kv_heads > tp:
+            divided.append(("--num-query-groups", model.kv_heads, "tensor parallel", tp))
+        else:
+            divided.append(("tensor parallel", tp, "--num-query-groups", model.kv_heads))
     if model.experts:
         divided += [
             ("--num-experts", model.experts, "expert parallel", layout.ep),

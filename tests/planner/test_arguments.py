@@ -11,7 +11,7 @@ import pytest
 
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.planner import arguments, devices, flags, sizes
-from tests.planner.jobs import DEEPSEEK, EXAMPLE, deepseek, example
+from tests.planner.jobs import DEEPSEEK, DENSE, EXAMPLE, deepseek, example
 from tests.support.example_job import EXAMPLES
 
 HEAVY = ("torch", "megatron", "numpy", "matplotlib")
@@ -128,6 +128,11 @@ def test_flags_that_no_plan_needs_are_noted():
         (lambda: arguments.job_of("train.sh --num-layers 2".split()), "train.sh", "pretrain_gpt.py"),
         (lambda: arguments.job_of(EXAMPLE.split(), None, "nowhere.json"), "nowhere.json", "deepseek-v3.2"),
         (lambda: devices.device("h2000"), "no device 'h2000'", "did you mean h200"),
+        (
+            lambda: arguments.job_of([*DENSE.split(), "--group-query-attention", "--num-query-groups", "6"]),
+            "--num-attention-heads 16 is not divisible by --num-query-groups 6",
+            "",
+        ),
         (lambda: devices.device("xyz"), "no device 'xyz'. The table", "h200"),
         (lambda: devices.device("h200", link=0.0), "--device-link 0", "above 0"),
         (lambda: example("--tensor-model-parallel-size 0"), "--tensor-model-parallel-size 0", "1 or more"),

@@ -24,7 +24,7 @@ from mindspeed_dsa.planner import (
 from mindspeed_dsa.planner.devices import device
 from mindspeed_dsa.planner.memory import GIB
 from mindspeed_dsa.schedule import megatron_order
-from tests.planner.jobs import DEEPSEEK, deepseek, example, planned
+from tests.planner.jobs import DEEPSEEK, DENSE, deepseek, example, planned
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
@@ -89,7 +89,8 @@ def test_a_flag_changes_what_it_is_about():
 
 
 def test_a_search_finds_the_fastest_that_fits():
-    job, small = example("--seq-length 8192", 8, any_layout=True), device("cpu", memory=0.3)
+    given = "--seq-length 8192 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3"
+    job, small = example(given, 8, any_layout=True), device("cpu", memory=0.3)
     found = search.search(job, small, best=3)
     assert [each.plan.fits for each in found] == [True, True, True]
     times = [each.plan.time.total for each in found]
@@ -100,12 +101,6 @@ def test_a_search_finds_the_fastest_that_fits():
     assert "limited by" in search.text(found)
     with pytest.raises(SettingsError, match="the closest"):
         search.search(job, device("cpu", memory=0.001))
-
-
-DENSE = (
-    "pretrain_gpt.py --num-layers 4 --hidden-size 1024 --num-attention-heads 16 --vocab-size 32000 --bf16 "
-    "--seq-length 4096 --micro-batch-size 2"
-)
 
 
 @pytest.mark.parametrize(
@@ -178,5 +173,8 @@ def test_the_command_prints_writes_and_draws(tmp_path, capsys):
     assert main(["plan", "--device-memory", "1e-3", "--", "pretrain_dsa.py"]) == 1
     assert "does NOT fit" in capsys.readouterr().out
     assert main(["plan", "--device", "abacus", "--", "pretrain_dsa.py"]) == 2
+    capsys.readouterr()
+    assert main(["plan", "--what-if=--tensor-model-parallel-size 3", "--", "pretrain_dsa.py"]) == 2
+    assert capsys.readouterr().out == "", "a refusal is one message"
     assert main(["plan", "--devcies", "8", "--", "pretrain_dsa.py"]) == 2
     assert main(["plan", "--json", str(tmp_path / "nowhere" / "plan.json"), "--", "pretrain_dsa.py"]) == 2
