@@ -44,6 +44,10 @@ def run(argv: Sequence[str]) -> int:
         cut = own.index("--")
         own, words = own[:cut], own[cut + 1 :]
     options, more = _parser().parse_known_args(own)
+    if more and "--" in argv:
+        raise SettingsError(f"mindspeed_dsa plan: there is no option {more[0]}; flags of the job follow --")
+    if options.allocator < 0:
+        raise SettingsError(f"mindspeed_dsa plan: --allocator {options.allocator:g}: give a share, 0 or more")
     words = [*words, *more]
     given = {name: getattr(options, f"device_{name}") for name in _RATES}
     device = devices.device(options.device, **given)
@@ -62,14 +66,19 @@ def run(argv: Sequence[str]) -> int:
         record = {"found": [{**each.plan.record(), "measures": each.measures} for each in found]}
     else:
         best = planned()
-        print(report.text(best, options.tokens_per_second))
         changes = what_if.differences(options.what_if, best, planned)
+        print(report.text(best, options.tokens_per_second))
         print("".join(f"\n{each.text()}\n" for each in changes), end="")
         record = {**best.record(), "what_if": [vars(each) for each in changes]}
-    if options.png and not picture.draw(Path(options.png), best):
-        raise SettingsError("mindspeed_dsa plan: --png needs matplotlib: pip install 'mindspeed_dsa[viz]'")
-    if options.json:
-        Path(options.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    try:
+        if options.png and not picture.draw(Path(options.png), best):
+            raise SettingsError(
+                "mindspeed_dsa plan: --png needs matplotlib: pip install 'mindspeed_dsa[viz]'"
+            )
+        if options.json:
+            Path(options.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"mindspeed_dsa plan: --png or --json cannot be written ({error})") from error
     return 0 if best.fits else 1
 
 

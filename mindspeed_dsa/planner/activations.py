@@ -64,6 +64,8 @@ class Layer:
             found += self._latent_projections()
             found += self._dense_latent()
         found.append(self._item("attention", self.n * model.heads * model.value_dim / self.t, "attention"))
+        if self.training.dropout:  # masks of attention's and the MLP's output
+            found.append(self._item("norms", 2 * self.r * h, size=1, storages=2))
         # The norm before a dense MLP is part of its first linear layer in the spec of sparse attention.
         found += self._norm("post_attention_norm", h, recomputed=self.experts or not model.sparse)
         return [*found, *(self._moe() if self.experts else self._mlp("dense MLP", model.ffn, ("mlp",)))]
@@ -171,7 +173,7 @@ class Layer:
             return
         square = n * self.length * heads
         yield self._item("attention", square, *core)
-        if self.training.dropout:
+        if self.training.attention_dropout:
             yield self._item("attention", square, *core)
             yield self._item("attention", square, *core, size=1)
 

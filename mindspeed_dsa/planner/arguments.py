@@ -35,6 +35,7 @@ def job_of(
         SettingsError: what is missing or does not fit, with the nearest layout that does.
     """
     options, given, unknown = flags.read(argv)
+    _check_sizes(options, devices, imbalance)
     if config_file:
         config.apply(Path(config_file), options, given)
     missing = [name for name in _NEEDED if getattr(options, name) is None]
@@ -44,6 +45,8 @@ def job_of(
         names = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         raise SettingsError(f"mindspeed_dsa plan: give {names}, or --config FILE with the model's sizes")
     model, training = model_of(options), training_of(options)
+    if any_layout:
+        options.num_layers_per_virtual_pipeline_stage = None
     wanted = layout_of(options)
     if any_layout:
         layout = Layout(dp=devices or layouts.least_devices(wanted), cp_algorithm=wanted.cp_algorithm)
@@ -57,14 +60,36 @@ def job_of(
     return job
 
 
+def _check_sizes(options: argparse.Namespace, devices: int | None, imbalance: float) -> None:
+    if devices is not None and devices < 1:
+        raise SettingsError(f"mindspeed_dsa plan: --devices {devices}: a job has 1 device or more")
+    if not 1.0 <= imbalance < math.inf:
+        raise SettingsError(
+            f"mindspeed_dsa plan: --imbalance {imbalance:g}: a maximum over its mean is 1 or more"
+        )
+    for name in flags.INTEGERS:
+        value, least = getattr(options, name.replace("-", "_")), int(name not in flags.MAY_BE_ZERO)
+        if value is not None and value < least:
+            raise SettingsError(f"mindspeed_dsa plan: --{name} {value}: give {least} or more")
+
+
 def _with_batch(training: Training, batch: int) -> Training:
     return Training(**{**vars(training), "batch": batch})
 
 
 def _notes(options: argparse.Namespace, unknown: Sequence[str]) -> tuple[str, ...]:
     notes = []
-    if unknown:
-        notes.append(f"not read, no plan depends on them: {', '.join(dict.fromkeys(unknown))}")
+    missed, others = flags.sorted_out(unknown)
+    if missed:
+        notes.append(f"NOT planned, though memory, bytes or time depend on them: {', '.join(missed)}")
+    if others:
+        notes.append(f"not read: {', '.join(others)}")
+    dispatcher = options.moe_token_dispatcher_type
+    if options.num_experts and dispatcher == "allgather" and options.expert_model_parallel_size > 1:
+        notes.append(
+            "experts' transfers are those of --moe-token-dispatcher-type alltoall; allgather, Megatron's "
+            "default, is NOT planned"
+        )
     if options.global_batch_size is None:
         notes.append("no --global-batch-size: one microbatch per step and data parallel rank")
     if options.transformer_impl != "local":
@@ -138,13 +163,26 @@ def _vocabulary(options: argparse.Namespace) -> int:
     return flags.padded(options.vocab_size, options)
 
 
+def _multiples(number: int, step: int) -> str:
+    below, above = number // step * step, (number // step + 1) * step
+    return f"{below} or {above}" if below else str(above)
+
+
 def layout_of(options: argparse.Namespace) -> Layout:
     """As asked for; how many replicas there are is not known yet."""
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     chunks = options.num_virtual_stages_per_pipeline_rank
     per_chunk = options.num_layers_per_virtual_pipeline_stage
-    if chunks is None and per_chunk:
-        chunks = options.num_layers // (pp * per_chunk)
+    if chunks is None and per_chunk and pp > 1:
+        counted = options.num_layers + options.account_for_embedding_in_pipeline_split
+        counted += options.account_for_loss_in_pipeline_split
+        if counted % (pp * per_chunk):
+            raise SettingsError(
+                f"mindspeed_dsa plan: --num-layers-per-virtual-pipeline-stage {per_chunk} does not divide "
+                f"the {counted} layers of {pp} pipeline ranks; give --num-virtual-stages-per-pipeline-rank "
+                f"or {_multiples(counted, pp * per_chunk)} layers"
+            )
+        chunks = counted // (pp * per_chunk)
     vpp = chunks if chunks and pp > 1 else 1
     ep, etp = options.expert_model_parallel_size, options.expert_tensor_parallel_size or tp
     if options.moe_tp_extend_ep:
@@ -182,7 +220,9 @@ def training_of(options: argparse.Namespace) -> Training:
         micro=options.micro_batch_size,
         batch=options.global_batch_size or 0,
         bf16=bf16,
-        grad_bf16=bf16 and options.grad_reduce_in_bf16,
+        # Float32 is Megatron's default for bf16 alone.
+        grad_half=(options.bf16 and options.grad_reduce_in_bf16)
+        or (options.fp16 and not options.accumulate_allreduce_grads_in_fp32),
         distributed=options.use_distributed_optimizer,
         adam=options.optimizer == "adam",
         overlap_grad=options.overlap_grad_reduce,
@@ -195,7 +235,17 @@ def training_of(options: argparse.Namespace) -> Training:
         full_group=group,
         modules=modules,
         dropout=options.hidden_dropout > 0,
+        attention_dropout=options.attention_dropout > 0,
     )
+
+
+def _gib(word: str) -> float:
+    try:
+        return math.inf if word == "all" else float(word)
+    except ValueError:
+        raise SettingsError(
+            f"mindspeed_dsa plan: --virtual-optimizer {word}: give all, or GiB of each pipeline rank"
+        ) from None
 
 
 def features_of(options: argparse.Namespace) -> Features:
@@ -217,7 +267,7 @@ def features_of(options: argparse.Namespace) -> Features:
         reuse=options.reuse_fp32_param,
         swap_optimizer=options.swap_optimizer,
         swap_parts=int(options.swap_optimizer_times or 16),
-        virtual=tuple(math.inf if word == "all" else float(word) for word in virtual),
+        virtual=tuple(_gib(str(word)) for word in virtual),
         recompute_norm=options.recompute_norm,
         norm_layers=options.recompute_norm_num_layers,
         recompute_act=options.recompute_activation_function,

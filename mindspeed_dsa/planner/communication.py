@@ -183,8 +183,12 @@ class _Rank:
         if ranks == 1:
             return
         whole = self.job.training.micro * self.job.training.sequence * (ranks - 1) / ranks
-        if model.latent:
-            width: float = model.kv_lora + model.rope
+        kernels = self.job.training.kernels and not model.sparse
+        if model.latent and kernels:  # Transformer Engine sends keys and values by head, not latents
+            width: float = model.heads / layout.tp * (model.query_dim + model.value_dim)
+            again = True
+        elif model.latent:
+            width = model.kv_lora + model.rope
             if model.sparse:
                 width += model.index_dim if self._needs_index() else 0
             again = not (model.sparse and features.keep_gathered)
@@ -195,7 +199,7 @@ class _Rank:
         if not model.sparse and layout.cp_algorithm == "a2a":
             heads = model.heads / layout.tp * (model.query_dim + model.value_dim)
             moved = whole / ranks * heads * self.e + (
-                whole * width * self.e if model.latent else whole / ranks * width * self.e
+                whole * width * self.e if model.latent and not kernels else whole / ranks * width * self.e
             )
             for when in ("forward", "backward"):
                 yield Transfer("CP", "all-to-all", "heads", moved, when)
@@ -206,8 +210,9 @@ class _Rank:
         trained = width - (
             0 if model.index_loss or not model.sparse else model.index_dim * self._needs_index()
         )
+        size = self.e if kernels else FLOAT
         reduce: Collective = "reduce-scatter" if model.sparse else "send"
-        yield Transfer("CP", reduce, "gradients of keys", whole * trained * FLOAT, "backward")
+        yield Transfer("CP", reduce, "gradients of keys", whole * trained * size, "backward")
 
     # -- ends of the model, and of the step ---------------------------------------------------
 

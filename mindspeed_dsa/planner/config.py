@@ -66,6 +66,10 @@ def apply(path: Path, options: argparse.Namespace, given: set[str]) -> None:
     for name, value in flags_of(_read(path) if found is None else found, path).items():
         if name not in given:
             setattr(options, name, value)
+    pattern, layers = options.moe_layer_freq, options.num_layers
+    if "moe_layer_freq" not in given and len(pattern) != layers:  # dense layers come first
+        dense = min(pattern.count(0), layers)
+        options.moe_layer_freq = [0] * dense + [1] * (layers - dense)
 
 
 def flags_of(config: dict[str, Any], path: Path) -> dict[str, Any]:

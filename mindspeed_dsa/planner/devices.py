@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass, replace
 
 from mindspeed_dsa.patches.errors import SettingsError
@@ -64,10 +65,13 @@ def device(name: str, **other: float | None) -> Device:
     found = DEVICES.get(name.lower())
     if found is None:
         near = difflib.get_close_matches(name.lower(), DEVICES, n=1, cutoff=0.3)
-        meant = f"; did you mean {near[0]}?" if near else ""
+        meant = f"; did you mean {near[0]}?" if near else "."
         raise SettingsError(
             f"mindspeed_dsa plan: there is no device {name!r}{meant} The table has {', '.join(DEVICES)}; for "
             "another one name the closest, and --device-memory, --device-tflops and the links beside it"
         )
     given = {key: value for key, value in other.items() if value is not None}
+    for key, value in given.items():
+        if not 0 < value < math.inf:
+            raise SettingsError(f"mindspeed_dsa plan: --device-{key} {value:g}: give a number above 0")
     return replace(found, **given)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -51,6 +52,15 @@ INTEGERS: Mapping[str, int | None] = {
     "expert-tensor-parallel-size": None,
     "recompute-num-layers": None,
 }
+MAY_BE_ZERO = (
+    "q-lora-rank",
+    "num-experts",
+    "moe-shared-expert-intermediate-size",
+    "mtp-num-layers",
+    "recompute-num-layers",
+    "decoder-first-pipeline-num-layers",
+    "decoder-last-pipeline-num-layers",
+)
 SWITCHES = (
     "multi-latent-attention",
     "qk-layernorm",
@@ -83,6 +93,7 @@ TEXTS: Mapping[str, str | None] = {
     "transformer-impl": "transformer_engine",
     "position-embedding-type": "learned_absolute",
     "optimizer": "adam",
+    "moe-token-dispatcher-type": "allgather",
     "recompute-granularity": None,
     "recompute-method": None,
 }
@@ -91,6 +102,28 @@ FLOATS: Mapping[str, float] = {
     "hidden-dropout": 0.1,
     "attention-dropout": 0.1,
 }
+NOT_PLANNED = (
+    "pipeline-model-parallel-layout",
+    "use-precision-aware-optimizer",
+    "main-grads-dtype",
+    "main-params-dtype",
+    "exp-avg-dtype",
+    "exp-avg-sq-dtype",
+    "optimizer-cpu-offload",
+    "fine-grained-activation-offloading",
+    "use-megatron-fsdp",
+    "use-torch-fsdp2",
+    "num-distributed-optimizer-instances",
+    "distribute-saved-activations",
+    "fp8-format",
+    "fp4-format",
+    "window-size",
+    "moe-expert-capacity-factor",
+    "moe-shared-expert-overlap",
+    "tp-comm-overlap",
+    "rampup-batch-size",
+)
+"""Megatron's flags that change memory, bytes or time in ways that plans do not know."""
 EXAMPLE: Mapping[str, Any] = {
     "num_layers": 4,
     "hidden_size": 128,
@@ -124,6 +157,7 @@ EXAMPLE: Mapping[str, Any] = {
     "moe_ffn_hidden_size": 128,
     "moe_shared_expert_intermediate_size": 128,
     "moe_router_enable_expert_bias": True,
+    "moe_token_dispatcher_type": "alltoall",
     "micro_batch_size": 4,
     "global_batch_size": 8,
 }
@@ -180,6 +214,18 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, set[str], list[str]]:
 def _mentioned(made: argparse.ArgumentParser, words: Sequence[str]) -> set[str]:
     options = made._option_string_actions
     return {options[word.partition("=")[0]].dest for word in words if word.partition("=")[0] in options}
+
+
+def sorted_out(unknown: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Flags that were not read: those that matter, and the others, with what misspelt ones resemble."""
+    names = list(dict.fromkeys(token.partition("=")[0] for token in unknown))
+    missed = [name for name in names if name[2:] in NOT_PLANNED]
+    known = parser()._option_string_actions
+    others = []
+    for name in names:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.93)
+        others += [f"{name} (did you mean {near[0]}?)" if near else name] if name not in missed else []
+    return missed, others
 
 
 def pattern(text: str) -> int | list[int]:

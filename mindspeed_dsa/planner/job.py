@@ -125,13 +125,16 @@ class Training:
         full_group: such layers that share one kept input.
         modules: of selective recomputation.
         flash: attention keeps no probabilities.
+        dropout: of the outputs of attention and MLP, and of the embedding.
+        attention_dropout: of attention's probabilities.
+        grad_half: gradients are of two bytes.
     """
 
     sequence: int
     micro: int
     batch: int
     bf16: bool = True
-    grad_bf16: bool = False
+    grad_half: bool = False
     distributed: bool = False
     adam: bool = True
     overlap_grad: bool = False
@@ -144,6 +147,7 @@ class Training:
     full_group: int = 1
     modules: tuple[str, ...] = ()
     dropout: bool = False
+    attention_dropout: bool = False
 
     @property
     def number(self) -> int:
@@ -153,7 +157,7 @@ class Training:
     @property
     def grad_number(self) -> int:
         """Bytes of a gradient's number in Megatron's buffers."""
-        return 2 if self.grad_bf16 else 4
+        return 2 if self.grad_half else 4
 
 
 @dataclass(frozen=True)

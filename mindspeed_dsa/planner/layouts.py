@@ -136,6 +136,10 @@ def uneven(layout: Layout, model: Model) -> Iterator[Layout]:
     short = model.layers - each * (layout.pp - 2)
     if layout.pp > 2 and short > 1:
         yield replace(plain, first=short - short // 2, last=short // 2)
+    fewer = each - layout.vpp
+    more = model.layers - fewer * (layout.pp - 1)
+    if fewer < more <= 2 * fewer:
+        yield replace(plain, last=more)
 
 
 def _distance(job: Job, other: Job) -> float:
@@ -154,8 +158,12 @@ def _problems(job: Job) -> Iterator[str]:
         ("--ffn-hidden-size", model.ffn, "tensor parallel", tp),
         ("the padded vocabulary", model.vocabulary, "tensor parallel", tp),
     ]
-    if not model.latent and model.kv_heads > tp:
-        divided.append(("--num-query-groups", model.kv_heads, "tensor parallel", tp))
+    if not model.latent:
+        divided.append(("--num-attention-heads", model.heads, "--num-query-groups", model.kv_heads))
+        if model.kv_heads > tp:
+            divided.append(("--num-query-groups", model.kv_heads, "tensor parallel", tp))
+        else:
+            divided.append(("tensor parallel", tp, "--num-query-groups", model.kv_heads))
     if model.experts:
         divided += [
             ("--num-experts", model.experts, "expert parallel", layout.ep),

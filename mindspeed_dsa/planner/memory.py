@@ -25,7 +25,9 @@ class RankMemory:
     Attributes:
         numbers: parameters by part, on the rank.
         buffers: of modules, which are not parameters.
-        host: of features that move state.
+        updated: parameters whose optimizer state the rank has, on the device or the host.
+        host_state: of the optimizer, on the host.
+        host: all that features move there.
         activations: by part, at the schedule's peak.
         in_flight: open forwards of each chunk then.
         temporary: the largest of each kind, beside activations.
@@ -43,6 +45,8 @@ class RankMemory:
     gradients: float
     masters: float
     moments: float
+    updated: float
+    host_state: float
     host: float
     activations: dict[str, float]
     in_flight: tuple[int, ...]
@@ -174,6 +178,8 @@ def _rank(
         gradients=training.grad_number * (dense + experts),
         masters=masters,
         moments=moments,
+        updated=share,
+        host_state=host,
         host=host + _host_activations(job, held, flights, kinds),
         activations=kept,
         in_flight=flights,
@@ -247,7 +253,8 @@ def _chunk(
             found[part] = found.get(part, 0.0) + nbytes
     is_first = rank == 0 and chunk == 0
     if is_first:
-        items.append(Kept("embedding", job.tokens * (8.0 + (layout.tp > 1))))
+        mask = rows * model.hidden * training.dropout
+        items.append(Kept("embedding", job.tokens * (8.0 + (layout.tp > 1)) + mask))
     elif _copies_its_input(job, bool(held[chunk]) and _is_full(job, 0)):
         items.append(Kept("received", stream))
     if rank == layout.pp - 1 and chunk == layout.vpp - 1:

@@ -40,7 +40,7 @@ def draw(path: Path, plan: Plan) -> bool:
     _stack(step, ["step"], {name: [value] for name, value in ordered}, colours)
     step.set(title=f"{plan.time.total:.2f} s, {plan.utilisation():.0%} of the devices", ylabel="s")
     step.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")
     pyplot.close(figure)
     return True
 

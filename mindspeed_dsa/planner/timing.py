@@ -254,14 +254,13 @@ class Estimate:
             name = f"{each.group} transfers"
             found[name] = found.get(name, 0.0) + alone - hidden
         memory = self.memory[rank]
-        numbers = (memory.moments + memory.host * (memory.moments == 0)) / 8 or memory.masters / 4
-        moved = numbers * STEP_PASSES[training.bf16] / (self.device.hbm * 1e9)
+        moved = memory.updated * STEP_PASSES[training.bf16] / (self.device.hbm * 1e9)
         found["optimizer"] = moved
         if job.features.swap_optimizer:
-            over_bus = 24 * memory.host / 12 / (self.device.host * 1e9) if training.bf16 else 0.0
+            over_bus = 2 * memory.host_state / (self.device.host * 1e9) if training.bf16 else 0.0
             found["optimizer"] = max(moved, over_bus)
         elif job.features.virtual:
-            found["optimizer"] = max(moved, 2 * memory.host / (self.device.host * 1e9))
+            found["optimizer"] = max(moved, 2 * memory.host_state / (self.device.host * 1e9))
         return found
 
     def _pipeline(self, stages: Sequence[Sequence[Stage]], simulated: bool) -> float:

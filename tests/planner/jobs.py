@@ -13,6 +13,10 @@ DEEPSEEK = (
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --use-fused-dsa "
     "--dsa-indexer-loss-coeff 0.01 --moe-grouped-gemm"
 )
+DENSE = (
+    "pretrain_gpt.py --num-layers 4 --hidden-size 1024 --num-attention-heads 16 --vocab-size 32000 --bf16 "
+    "--seq-length 4096 --micro-batch-size 2"
+)
 EXAMPLE = "pretrain_dsa.py --bf16 --use-distributed-optimizer"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.planner import arguments, devices, flags, sizes
-from tests.planner.jobs import DEEPSEEK, EXAMPLE, deepseek, example
+from tests.planner.jobs import DEEPSEEK, DENSE, EXAMPLE, deepseek, example
 from tests.support.example_job import EXAMPLES
 
 HEAVY = ("torch", "megatron", "numpy", "matplotlib")
@@ -64,6 +64,41 @@ def test_a_file_and_the_name_say_the_same(tmp_path):
     assert fewer.model.experts == 128, "flags outrank the file"
 
 
+def test_a_smaller_model_of_a_file_keeps_its_dense_layers():
+    model = arguments.job_of([*DEEPSEEK.split(), "--num-layers=31"], 512, "deepseek-v3.2").model
+    assert model.pattern == (False,) * 3 + (True,) * 28
+
+
+def test_counted_embedding_and_loss_are_layers_of_virtual_stages():
+    job = example(
+        "--num-layers 14 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4"
+    )
+    assert job.layout.vpp == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "size"),
+    [
+        ("--bf16", 4),
+        ("--bf16 --grad-reduce-in-bf16", 2),
+        ("--fp16", 2),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", 4),
+        ("", 4),
+    ],
+)
+def test_gradients_are_as_wide_as_in_megatron(flags, size):
+    assert arguments.job_of(["pretrain_dsa.py", *flags.split()]).training.grad_number == size
+
+
+def test_flags_that_change_a_plan_and_are_not_planned_say_so():
+    notes = example("--fp8-format hybrid --lr 1e-4 --tensor-model-paralel-size 8").notes
+    assert any("NOT planned" in note and "--fp8-format" in note and "--lr" not in note for note in notes)
+    assert any("did you mean --tensor-model-parallel-size?" in note for note in notes)
+    assert any("allgather" in note for note in deepseek().notes)
+    assert not any("allgather" in note for note in deepseek("--moe-token-dispatcher-type alltoall").notes)
+
+
 def test_flags_that_no_plan_needs_are_noted():
     job = example("--lr 1e-4 --data somewhere --swap-optimizer")
     assert job.features.swap_optimizer
@@ -83,11 +118,36 @@ def test_flags_that_no_plan_needs_are_noted():
         (lambda: example("--tensor-model-parallel-size 4 --sequence-parallel", 6), "multiple of 4", "4 or 8"),
         (lambda: example("--tensor-model-parallel-size 2", 2), "--sequence-parallel", "need"),
         (lambda: example("--global-batch-size 9", 2), "no multiple", "--global-batch-size 8"),
+        (
+            lambda: example("--num-layers 17 --pipeline-model-parallel-size 16"),
+            "dealt out to 16",
+            "PP16 --decoder-last-pipeline-num-layers 2",
+        ),
         (lambda: deepseek("--pipeline-model-parallel-size 8"), "dealt out to 7", "--decoder-last-"),
         (lambda: arguments.job_of(["--num-layers", "2"]), "--hidden-size", "--config FILE"),
         (lambda: arguments.job_of("train.sh --num-layers 2".split()), "train.sh", "pretrain_gpt.py"),
         (lambda: arguments.job_of(EXAMPLE.split(), None, "nowhere.json"), "nowhere.json", "deepseek-v3.2"),
         (lambda: devices.device("h2000"), "no device 'h2000'", "did you mean h200"),
+        (
+            lambda: arguments.job_of([*DENSE.split(), "--group-query-attention", "--num-query-groups", "6"]),
+            "--num-attention-heads 16 is not divisible by --num-query-groups 6",
+            "",
+        ),
+        (lambda: devices.device("xyz"), "no device 'xyz'. The table", "h200"),
+        (lambda: devices.device("h200", link=0.0), "--device-link 0", "above 0"),
+        (lambda: example("--tensor-model-parallel-size 0"), "--tensor-model-parallel-size 0", "1 or more"),
+        (lambda: example("--tensor-model-parallel-size -2"), "--tensor-model-parallel-size -2", "1 or more"),
+        (lambda: example("--micro-batch-size 0"), "--micro-batch-size 0", "1 or more"),
+        (lambda: example("", 0), "--devices 0", "1 device"),
+        (lambda: arguments.job_of(EXAMPLE.split(), imbalance=0.5), "--imbalance 0.5", "1 or more"),
+        (lambda: example("--virtual-optimizer much"), "--virtual-optimizer much", "GiB"),
+        (
+            lambda: example(
+                "--num-layers 12 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4"
+            ),
+            "--num-layers-per-virtual-pipeline-stage 4",
+            "8 or 16 layers",
+        ),
     ],
 )
 def test_bad_input_is_one_message_with_a_way_out(job, problem, way_out):

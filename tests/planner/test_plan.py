@@ -10,11 +10,21 @@ import pytest
 from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.context import Megatron
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.planner import in_flight, layouts, memory, search, sizes, what_if
+from mindspeed_dsa.planner import (
+    arguments,
+    communication,
+    in_flight,
+    layouts,
+    memory,
+    plan,
+    search,
+    sizes,
+    what_if,
+)
 from mindspeed_dsa.planner.devices import device
 from mindspeed_dsa.planner.memory import GIB
 from mindspeed_dsa.schedule import megatron_order
-from tests.planner.jobs import DEEPSEEK, deepseek, example, planned
+from tests.planner.jobs import DEEPSEEK, DENSE, deepseek, example, planned
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
@@ -79,7 +89,8 @@ def test_a_flag_changes_what_it_is_about():
 
 
 def test_a_search_finds_the_fastest_that_fits():
-    job, small = example("--seq-length 8192", 8, any_layout=True), device("cpu", memory=0.3)
+    given = "--seq-length 8192 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3"
+    job, small = example(given, 8, any_layout=True), device("cpu", memory=0.3)
     found = search.search(job, small, best=3)
     assert [each.plan.fits for each in found] == [True, True, True]
     times = [each.plan.time.total for each in found]
@@ -90,6 +101,48 @@ def test_a_search_finds_the_fastest_that_fits():
     assert "limited by" in search.text(found)
     with pytest.raises(SettingsError, match="the closest"):
         search.search(job, device("cpu", memory=0.001))
+
+
+@pytest.mark.parametrize(
+    ("without", "kept"),
+    [
+        # Per layer two masks of a byte; one more of the embedding.
+        ("--hidden-dropout 0", (2 * 4 + 1) * 2 * 4096 * 1024),
+        # Transformer Engine's attention is a flash kernel, so its dropout keeps nothing.
+        ("--attention-dropout 0", 0),
+        # Probabilities before and after the dropout, and the mask: of modules without one, the latter two.
+        ("--transformer-impl local --attention-dropout 0", 4 * (2 + 1) * 2 * 16 * 4096**2),
+    ],
+)
+def test_dropouts_keep_their_masks(without, kept):
+    base = [word for word in without.split() if word in ("--transformer-impl", "local")]
+    before, after = (
+        memory.of_job(arguments.job_of([*DENSE.split(), *words]), 0.0)[0].kept
+        for words in (base, without.split())
+    )
+    assert before - after == kept
+
+
+@pytest.mark.parametrize("move", ["--swap-optimizer", "--virtual-optimizer all"])
+def test_swapped_attention_does_not_slow_the_optimizer_down(move):
+    alone, both = planned(deepseek(move)), planned(deepseek(f"{move} --swap-attention"))
+    assert both.worst.host > alone.worst.host
+    assert both.time.parts["optimizer"] == alone.time.parts["optimizer"]
+
+
+def test_the_optimizer_updates_all_parameters_wherever_moments_are():
+    cards = device("h200", host=1e6)
+    plans = [plan.make(deepseek(more), cards) for more in ("", "--swap-optimizer", "--virtual-optimizer 1")]
+    times = [each.time.parts["optimizer"] for each in plans]
+    assert times == pytest.approx([times[0]] * 3)
+
+
+@pytest.mark.parametrize(("implementation", "width"), [("transformer_engine", 128 * 320), ("local", 576)])
+def test_a_ring_moves_heads_in_transformer_engine_and_latents_in_ours(implementation, width):
+    words = "--experimental-attention-variant none --context-parallel-size 2 --transformer-impl"
+    job = deepseek(f"{words} {implementation}")
+    sent = [each for each in communication.of_job(job)[1] if each.group == "CP" and each.what == "keys"]
+    assert sent[0].nbytes == job.microbatches * 4 * 2048 * width * 2
 
 
 def test_imbalance_grows_experts_work_and_traffic():
@@ -120,3 +173,8 @@ def test_the_command_prints_writes_and_draws(tmp_path, capsys):
     assert main(["plan", "--device-memory", "1e-3", "--", "pretrain_dsa.py"]) == 1
     assert "does NOT fit" in capsys.readouterr().out
     assert main(["plan", "--device", "abacus", "--", "pretrain_dsa.py"]) == 2
+    capsys.readouterr()
+    assert main(["plan", "--what-if=--tensor-model-parallel-size 3", "--", "pretrain_dsa.py"]) == 2
+    assert capsys.readouterr().out == "", "a refusal is one message"
+    assert main(["plan", "--devcies", "8", "--", "pretrain_dsa.py"]) == 2
+    assert main(["plan", "--json", str(tmp_path / "nowhere" / "plan.json"), "--", "pretrain_dsa.py"]) == 2
