@@ -96,7 +96,7 @@ def score_gradients(
         grad_query[at] = torch.bmm(grad_product, chunk.keys).to(query.dtype)
         rows = torch.bmm(grad_product.transpose(1, 2), q)
         grad_key[chunk.batch].index_add_(0, chunk.indices.flatten(), rows.flatten(0, 1))
-    return grad_query, grad_key.to(key.dtype), grad_weights
+    return grad_query, grad_key, grad_weights
 
 
 def dense_lse(query: Tensor, key: Tensor, softmax_scale: float, starts: Tensor, ends: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_dsa.ops import backend
+from mindspeed_dsa.ops import backend, checks
 from mindspeed_dsa.ops.sparse_flash_attention import by_head, cpu_heads
 from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head, sparse_attention_by_head
 from tests.ops import oracle
@@ -89,6 +89,18 @@ def test_every_cut_and_share_gives_the_same(threads, masked_calls, monkeypatch):
     for one, other in zip(gradients, alone, strict=True):
         torch.testing.assert_close(one, other)
     assert masked_calls == ["forward", "backward"] * 3
+
+
+def test_entries_without_a_key_may_stand_anywhere(masked_calls):
+    """As in the other operators: none may take the place of a key, the first one's neither."""
+    checks.set_debug_checks(False)
+    tensors, grad = inputs(1, 8, 80, 3, 12, 8)
+    indices = random_indices(1, 8, 70, 20)
+    indices[0, 1, 0], indices[0, 2, :3], indices[0, 3, 5] = -1, -1, -1
+    out, _ = check(tensors, grad, indices, 0.3)
+    beyond = indices.masked_fill(indices < 0, 80)
+    assert torch.equal(sparse_attention_by_head(*tensors, beyond, 0.3)[0], out)
+    assert masked_calls == ["forward", "backward", "forward"]
 
 
 def test_packed_sequences_and_causal_rows(monkeypatch):

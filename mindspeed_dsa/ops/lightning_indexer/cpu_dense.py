@@ -76,4 +76,4 @@ def score_gradients(
         return grad_key
 
     grad_key = sum_in_order(over_chunks(key, topk_indices, heads, work))
-    return grad_query, grad_key.to(key.dtype), grad_weights
+    return grad_query, grad_key, grad_weights

@@ -78,7 +78,8 @@ class GradientIndexer(_Indexer, Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the scores at ``topk_indices`` with respect to query, key and weights.
 
-        ``found`` is left out for indices that come from elsewhere.
+        That of the keys, a sum over rows, may be wider than they are. ``found`` is left out for indices that
+        come from elsewhere.
         """
 
 

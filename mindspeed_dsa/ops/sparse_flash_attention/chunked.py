@@ -88,4 +88,4 @@ def backward(
         rows[..., :value_dim] += torch.bmm(probabilities.transpose(1, 2), grad)
         rows.masked_fill_(chunk.invalid[..., None], 0)
         grad_key_value[chunk.batch].index_add_(0, chunk.indices.flatten(), rows.flatten(0, 1))
-    return grad_query, grad_key_value.to(key_value.dtype), summed
+    return grad_query, grad_key_value, summed

@@ -146,7 +146,7 @@ def backward(
         return grad_key_value
 
     grad_key_value = sum_in_order(over_chunks(key_value, topk_indices, heads, work))
-    return grad_query, grad_key_value.to(key_value.dtype), attention_sum
+    return grad_query, grad_key_value, attention_sum
 
 
 def _counts(chunk: Chunk, scratch: Scratch) -> tuple[Tensor, bool]:

@@ -80,7 +80,7 @@ def forward(
                     total.add_(scores)
             if attention_sum is not None and total is not None:
                 torch.gather(total, 1, selected, out=attention_sum[b, part])
-            # A row without a key has attended to all of them so far, one with few lists its first for none.
+            # A row without a key has attended to one so far, and one with few lists its first for none.
             if chunk.names_none is not None:
                 out[b, part].masked_fill_(chunk.names_none.all(-1)[:, None, None], 0)
                 if attention_sum is not None:
@@ -163,8 +163,8 @@ class _Chunk:
         none = of_rows == key_length
         self.names_none = none if bool(none.any()) else None
         """``[rows, topk]``: entries that name no key; None: there is no such entry."""
-        # The first stands for entries that name none: a mask shows it already.
-        first = of_rows[:, :1].clamp_max(cut.high - 1)
+        # The row's first key stands for entries that name none, wherever they are: a mask shows it already.
+        first = of_rows.amin(1, keepdim=True).clamp_max(cut.high - 1)
         self.columns = of_rows.where(~none, first).to(torch.int64).sub_(cut.low)
         """``[rows, topk]``, counted from the range's first key."""
 
