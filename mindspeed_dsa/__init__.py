@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mindspeed_dsa.declarations import Conflict, Feature, Flag, Requires
     from mindspeed_dsa.features import register, unregister
+    from mindspeed_dsa.parsers import add_arguments
     from mindspeed_dsa.patches import MindSpeedDSAError, Patch, PatchError, SettingsError
-    from mindspeed_dsa.session import add_arguments, disable, enable, enabled, finalize, report, validate
+    from mindspeed_dsa.session import disable, enable, enabled, finalize, report, validate
 
 _HOME = {
     "register": "features",
@@ -25,7 +26,7 @@ _HOME = {
     "Patch": "patches",
     "PatchError": "patches",
     "SettingsError": "patches",
-    "add_arguments": "session",
+    "add_arguments": "parsers",
     "disable": "session",
     "enable": "session",
     "enabled": "session",

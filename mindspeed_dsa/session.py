@@ -11,9 +11,9 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-from mindspeed_dsa import checks, compat, features, log, platforms, settings, start_report, versions
+from mindspeed_dsa import checks, compat, features, log, parsers, platforms, settings, start_report, versions
 from mindspeed_dsa.context import Context, Megatron
 from mindspeed_dsa.declarations import Feature
 from mindspeed_dsa.integration import forks, job
@@ -159,8 +159,8 @@ class Session:
         return self._manager.report()
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add the flags of all features; see the module's :func:`add_arguments`."""
-        return add_arguments(parser)
+        """Add the flags of all features; see :func:`mindspeed_dsa.parsers.add_arguments`."""
+        return parsers.add_arguments(parser)
 
     def write_back(self, namespace: argparse.Namespace) -> None:
         """Make a job's argument namespace agree with the settings: API and environment override argv.
@@ -187,9 +187,7 @@ class Session:
         self.log_folder = getattr(args, "tensorboard_dir", None) or getattr(args, "save", None)
         problems = [*checks.unheard(args, self.settings), *self.problems(args)]
         if problems:
-            raise SettingsError(
-                "mindspeed_dsa: " + "\n  - ".join(["these arguments cannot be used:", *problems])
-            )
+            raise SettingsError(_listed("these arguments cannot be used:", problems))
 
     def problems(self, args: Any) -> list[str]:
         """Problems that the features find in these arguments, each with the feature's name.
@@ -389,25 +387,6 @@ def finalize(report_dir: str | None = None) -> None:
 def report() -> list[dict[str, Any]]:
     """The state of every patch site, as plain data."""
     return [] if _current is None else [site.as_dict() for site in _current.report()]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of all features to any argparse parser, and suggestions for misspelt ones."""
-    settings.add_flags(parser, "mindspeed_dsa", settings.GENERAL_FLAGS)
-    for feature in features.all_features():
-        settings.add_flags(parser, f"mindspeed_dsa: {feature.name}", feature.flags)
-    known = features.all_flags()
-    plain_error = parser.error
-
-    def error(message: str) -> NoReturn:
-        hints = settings.near_misses(message.split(), known)
-        message += "".join(f" ({typed}: did you mean {meant}?)" for typed, meant in hints.items())
-        if message.startswith("unrecognized"):
-            message += "".join(f" ({plugin.message})" for plugin in features.broken_plugins())
-        plain_error(message)
-
-    parser.error = error  # type: ignore[method-assign]
-    return parser
 
 
 def validate(args: Any) -> None:

@@ -33,7 +33,7 @@ ORDER = (
     {"features"},
     {"catalogue"},
     {"compat"},
-    {"checks", "start_report"},
+    {"checks", "parsers", "start_report"},
     {"session"},
     {"compare", "planner"},
     {"cli", "megatron_adaptor"},
