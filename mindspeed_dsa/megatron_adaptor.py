@@ -7,10 +7,14 @@ after Megatron is imported. With nothing switched on it changes nothing.
 import sys
 
 from mindspeed_dsa import session
+from mindspeed_dsa.migrate.accept import accept
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, show_without_traceback
 
 try:
-    session.enable_from_argv(sys.argv[1:])
+    arguments = sys.argv[1:]
+    accept(arguments)
+    sys.argv[1:] = arguments
+    session.enable_from_argv(arguments)
 except MindSpeedDSAError:
     show_without_traceback()
     raise
