@@ -9,12 +9,13 @@ import sys
 from mindspeed_dsa import session
 from mindspeed_dsa.migrate.accept import accept
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, show_without_traceback
+from mindspeed_dsa.settings import ACCEPT_MINDSPEED
 
 try:
     arguments = sys.argv[1:]
-    accept(arguments)
+    accepted = [ACCEPT_MINDSPEED.name] if accept(arguments) else []
     sys.argv[1:] = arguments
-    session.enable_from_argv(arguments)
+    session.enable_from_argv([*accepted, *arguments])
 except MindSpeedDSAError:
     show_without_traceback()
     raise

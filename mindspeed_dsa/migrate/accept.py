@@ -14,10 +14,12 @@ from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.settings import ACCEPT_MINDSPEED, MEGATRON_ROOT, truth
 
 _log = log.get("accept-mindspeed-flags")
+_done: list[str] | None = None
+"""The last command line that was translated: imported again, the one-liner finds it."""
 
 
-def accept(argv: MutableSequence[str], environ: Mapping[str, str] | None = None) -> None:
-    """Translate a job's arguments in place, if they or the environment ask for it.
+def accept(argv: MutableSequence[str], environ: Mapping[str, str] | None = None) -> bool:
+    """Translate a job's arguments in place, if they or the environment ask for it; says whether they did.
 
     Args:
         argv: without the program's name.
@@ -26,24 +28,27 @@ def accept(argv: MutableSequence[str], environ: Mapping[str, str] | None = None)
     Raises:
         SettingsError: flags that change results are not served, or some contradict others; all in one message.
     """
+    global _done
     environ = os.environ if environ is None else environ
+    if argv == _done:
+        return True
     asked = ACCEPT_MINDSPEED.name in argv
     if ACCEPT_MINDSPEED.env in environ:  # the environment outranks the command line
         try:
-            asked_there = truth(environ[ACCEPT_MINDSPEED.env], ACCEPT_MINDSPEED.env)
+            asked = truth(environ[ACCEPT_MINDSPEED.env], ACCEPT_MINDSPEED.env)
         except ValueError as error:
             raise SettingsError(f"mindspeed_dsa: {error}") from error
-    else:
-        asked_there = asked
-    if not asked_there:
-        return
+    if not asked:
+        return False
     end = argv.index("--") if "--" in argv else len(argv)
     given, rest = [word for word in argv[:end] if word != ACCEPT_MINDSPEED.name], argv[end:]
     first, flags = split(given)
     found = translate(flags, _release(given))
     _refuse(found)
     argv[:] = [*first, *words(found.flags), *rest]
+    _done = list(argv)
     _report(found)
+    return True
 
 
 def _release(argv: Sequence[str]) -> Version | None:

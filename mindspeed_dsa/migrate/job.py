@@ -176,8 +176,8 @@ class Job:
             self.outcomes[new.flag] = Outcome(self.given[new.flag], "unchanged", str(new), f"{flag} changes it.")
         self._made_by[new.flag] = given
         self._out[new.flag] = new
-        if flag != new.flag:
-            self._out.pop(flag, None)
+        if self._out.get(flag) is given:
+            del self._out[flag]
 
     def omits(self, flag: str, why: str) -> None:
         """A flag of Megatron's is not written, because another one says it."""
