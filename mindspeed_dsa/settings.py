@@ -40,7 +40,8 @@ REPORT_DIR = Flag(
 )
 ACCEPT_MINDSPEED = Flag(
     "--accept-mindspeed-flags",
-    "Take a command line that was written for MindSpeed or MindSpeed-LLM: flags that are called otherwise now are "
+    "Take a command line that was written for MindSpeed or MindSpeed-LLM: flags that are called "
+    "otherwise now are "
     "translated, needless ones are dropped, and unserved ones that change results are refused.",
 )
 GENERAL_FLAGS = (PLATFORM, MEGATRON_ROOT, REPORT_DIR, ACCEPT_MINDSPEED)
@@ -273,7 +274,9 @@ def _from_api(flag: Flag, value: Any) -> Any:
     """A keyword's value; launchers such as Hydra pass strings."""
     who = f"API keyword {flag.dest}"
     if flag is ACCEPT_MINDSPEED:
-        raise ValueError(f"{who}: the one-liner translates the process's own command line; set {flag.env}=1 before it")
+        raise ValueError(
+            f"{who}: the one-liner translates the process's own command line; set {flag.env}=1 before it"
+        )
     if flag.kind in ("bool", "auto"):
         if isinstance(value, str):
             return truth(value, who)

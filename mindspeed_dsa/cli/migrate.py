@@ -54,7 +54,9 @@ def _release(text: str | None) -> Version | None:
     try:
         return Version(text) if text else None
     except InvalidVersion as error:
-        raise SettingsError(f"mindspeed_dsa migrate: --megatron {text}: give a release, such as 0.16.1") from error
+        raise SettingsError(
+            f"mindspeed_dsa migrate: --megatron {text}: give a release, such as 0.16.1"
+        ) from error
 
 
 def _text(migrated: scripts.Migrated, new: str, everything: bool) -> str:
@@ -69,7 +71,11 @@ def _text(migrated: scripts.Migrated, new: str, everything: bool) -> str:
         rows.append((_short(str(each.given)), verdict, _short(now), each.why))
     lines = [f"{migrated.path}: {_counted(found)}", ""]
     lines += start_report.aligned(rows)
-    lines += ["", *(f"PROBLEM: {text}" for text in found.problems), *(f"note: {text}" for text in migrated.notes)]
+    lines += [
+        "",
+        *(f"PROBLEM: {text}" for text in found.problems),
+        *(f"note: {text}" for text in migrated.notes),
+    ]
     lines += [f"written: {new}"] if new else []
     return "\n".join([*lines, ""])
 

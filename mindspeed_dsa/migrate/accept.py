@@ -26,7 +26,8 @@ def accept(argv: MutableSequence[str], environ: Mapping[str, str] | None = None)
         environ: default: the process's environment.
 
     Raises:
-        SettingsError: flags that change results are not served, or some contradict others; all in one message.
+        SettingsError: flags that change results are not served, or some contradict others; all of them in
+        one message.
     """
     global _done
     environ = os.environ if environ is None else environ
@@ -53,7 +54,11 @@ def accept(argv: MutableSequence[str], environ: Mapping[str, str] | None = None)
 
 def _release(argv: Sequence[str]) -> Version | None:
     """Of the Megatron that this job has; its fork's, where the command line names one."""
-    names = [word.partition("=")[2] or following for word, following in zip(argv, [*argv[1:], ""], strict=True) if word.partition("=")[0] == MEGATRON_ROOT.name]
+    names = [
+        word.partition("=")[2] or following
+        for word, following in zip(argv, [*argv[1:], ""], strict=True)
+        if word.partition("=")[0] == MEGATRON_ROOT.name
+    ]
     text = versions.of_megatron(names[-1] if names else str(MEGATRON_ROOT.default))
     try:
         return Version(text) if text else None
@@ -65,15 +70,18 @@ def _refuse(found: Translation) -> None:
     problems = [*found.problems, *(f"{each.given}: {each.why}" for each in found.refused)]
     if problems:
         raise SettingsError(
-            "mindspeed_dsa: --accept-mindspeed-flags: these flags are not served, and the job would compute something "
-            "else without them, or they contradict others; `python -m mindspeed_dsa migrate SCRIPT` says more:"
-            + "".join(f"\n  - {problem}" for problem in problems)
+            "mindspeed_dsa: --accept-mindspeed-flags: these flags are not served, and the job would "
+            "compute something "
+            "else without them, or they contradict others; `python -m mindspeed_dsa migrate SCRIPT` "
+            "says more:" + "".join(f"\n  - {problem}" for problem in problems)
         )
 
 
 def _report(found: Translation) -> None:
     """One line for each kind of change."""
-    changed = [f"{each.given} -> {each.now}" for each in found.outcomes if each.now not in ("", str(each.given))]
+    changed = [
+        f"{each.given} -> {each.now}" for each in found.outcomes if each.now not in ("", str(each.given))
+    ]
     if changed:
         _log.info("flags by Megatron's names: %s", "; ".join(changed), once=True)
     needless = [each.given.flag for each in found.of("not needed")]

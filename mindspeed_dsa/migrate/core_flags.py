@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from mindspeed_dsa.migrate.rows import Row, different, kept, not_needed, renamed, same, slower
 
-_OPERATOR = "Fused operators are chosen by device and shape here, and by Megatron's own fusion flags."
+_OPERATOR = "The attention operator is chosen by device and shape here."
 _LAUNCHER = "The launcher's: it stands before the script on the command line."
 _SEARCH = "Automatic search is not here; `python -m mindspeed_dsa plan --search` compares layouts beforehand."
 _LISTS = "Only the search of --auto-settings and --automated-pipeline reads and writes it."
-_PROFILE = "Megatron's --profile with --use-pytorch-profiler has no such choice; only what is recorded changes."
+_PROFILE = (
+    "Megatron's --profile with --use-pytorch-profiler has no such choice; only what is recorded changes."
+)
 _DEEPSPEED = "Of MindSpeed's removed DeepSpeed MoE layer; Megatron's MoE layer routes otherwise."
 _TP_2D = "Two-dimensional tensor parallelism is not here; the same ranks share each layer in one dimension."
 _ADAPTIVE = "Only adaptive context parallelism reads it, which is not served."
@@ -43,10 +45,10 @@ PARALLEL = [
         "--context-parallel-algo",
         "same",
         "Without it Megatron's --cp-comm-type decides: a ring by default, as in MindSpeed.",
-        refused={
-            name: "adaptive context parallelism is not here; use megatron_cp_algo or hybrid_cp_algo"
-            for name in ("adaptive_cp_algo", "hybrid_adaptive_cp_algo")
-        },
+        refused=dict.fromkeys(
+            ("adaptive_cp_algo", "hybrid_adaptive_cp_algo"),
+            "Adaptive context parallelism is not here.",
+        ),
         switch="--context-parallel-size",
     ),
     *same("ulysses-degree-in-cp", switch="--context-parallel-size"),
@@ -67,7 +69,8 @@ PARALLEL = [
     *different("attention-mask-type", "Context parallel attention is causal here.", ("causal",)),
     *slower(
         "schedules-method dualpipev-dw-detach",
-        "DualPipeV is not here; with --moe-fb-overlap use interleaved stages, which pair microbatches as well.",
+        "DualPipeV is not here; with --moe-fb-overlap use interleaved stages, which pair microbatches "
+        "as well.",
     ),
     *same("recompute-in-bubble recompute-in-advance"),
     *kept("pipeline-model-parallel-layout"),
@@ -161,7 +164,9 @@ MOE = [
         "Experts do not move during a run; --moe-expert-placement auto places them by a recorded load.",
     ),
     *slower("print-expert-load", "--moe-router-load-report DIR writes the same numbers to a file."),
-    *different("fix-router", "Fixed routing is not here; Megatron's --moe-router-force-load-balancing is random."),
+    *different(
+        "fix-router", "Fixed routing is not here; Megatron's --moe-router-force-load-balancing is random."
+    ),
     *different(
         "moe-train-capacity-factor moe-use-sinkhorn noisy-gate-policy no-use-rts moe-no-drop "
         "moe-dynamic-padding",
@@ -195,10 +200,14 @@ ATTENTION = [
         }
     ),
     *kept("q-lora-rank kv-lora-rank v-head-dim add-qkv-bias"),
-    *not_needed("use-fused-rmsnorm use-fused-swiglu use-fused-rotary-pos-emb use-fusion-attn-v2", _OPERATOR),
+    *same("use-fused-rmsnorm use-fused-rotary-pos-emb"),
+    *same("use-fused-swiglu", switch="--swiglu"),
+    *not_needed("use-fusion-attn-v2", _OPERATOR),
     *not_needed("shape-order", "The memory layout of MindSpeed's attention operator."),
     *not_needed("sparse-mode", "How MindSpeed's attention operator is told that attention is causal."),
-    *not_needed("pre-tockens next-tockens", "A window of MindSpeed's attention operator that covers all keys."),
+    *not_needed(
+        "pre-tockens next-tockens", "A window of MindSpeed's attention operator that covers all keys."
+    ),
     *different("fix-sub-seq-length", "For tests of MindSpeed's packed documents.", ("-1",)),
     *different(
         "alibi-fusion-attn-type alibi-diagonal-opposite square-alibi-mask fill-neg-inf",
@@ -217,14 +226,12 @@ ATTENTION = [
 """Attention and models."""
 
 TRAINING = [
-    *not_needed(
-        "optimization-level", "Each feature has its switch; what a platform needs is always on."
-    ),
+    *not_needed("optimization-level", "Each feature has its switch; what a platform needs is always on."),
     Row(
         "--optimizer-selection",
         "not needed",
         "Megatron's --optimizer decides; Adam's implementation is the platform's.",
-        refused={"fused_ema_adamw": "averaged weights are not here; keep --optimizer adam and average offline"},
+        refused={"fused_ema_adamw": "Averaged weights are not here."},
     ),
     *different("use-ema", "Averaged weights are not here."),
     *not_needed("ema-decay", "Only the optimizer fused_ema_adamw reads it."),
@@ -252,7 +259,7 @@ TRAINING = [
         "--ai-framework",
         "not needed",
         "PyTorch is the only one.",
-        refused={"mindspore": "MindSpore is not served"},
+        refused={"mindspore": "MindSpore is not served."},
     ),
     *different("auto-settings", "It runs a search in place of training. " + _SEARCH),
     *not_needed(
@@ -267,12 +274,13 @@ TRAINING = [
         "megatron",
         "Megatron's own flag; PretrainedFromHF is called HuggingFaceTokenizer.",
         values={"PretrainedFromHF": "HuggingFaceTokenizer"},
-        refused={"MagistralTokenizer": "Megatron has no MagistralTokenizer; use a Hugging Face one"},
+        refused={"MagistralTokenizer": "Megatron has no MagistralTokenizer."},
     ),
     Row("--tokenizer-name-or-path", "megatron", name="--tokenizer-model"),
     *not_needed("tokenizer-not-use-fast", "Training reads tokens, not text."),
     *slower(
-        "ttp-dump-dir ttp-dump-timeout-seconds ttp-enabled ttp-heartbeat-interval-ms ttp-heartbeat-timeout-ms "
+        "ttp-dump-dir ttp-dump-timeout-seconds ttp-enabled ttp-heartbeat-interval-ms "
+        "ttp-heartbeat-timeout-ms "
         "ttp-max-dump-ckpt-to-keep ttp-max-missed-count ttp-save-optimizer ttp-save-rng ttp-server-ip "
         "ttp-server-port ttp-wait-dump-file-timeout",
         _FAULT,

@@ -60,8 +60,8 @@ class Outcome:
 def split(words: Sequence[str], written: Sequence[str] | None = None) -> tuple[list[str], list[Given]]:
     """Words before the first flag, and the flags.
 
-    A word that begins with two dashes begins a flag, and so does one dash before a letter; ``--flag=value`` is
-    a flag with one value.
+    A word that begins with two dashes begins a flag, and so does one dash before a letter; ``--flag=value``
+    is a flag with one value.
 
     Args:
         words: of a command line, as the program would read them.
@@ -93,7 +93,9 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[Given]]:
 
 def equal(one: Sequence[str], other: Sequence[str]) -> bool:
     """Whether two flags have the same values, numbers by their value."""
-    return len(one) == len(other) and all(a == b or _number(a) == _number(b) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        a == b or _number(a) == _number(b) for a, b in zip(one, other, strict=True)
+    )
 
 
 def _number(text: str) -> float | str:
@@ -173,7 +175,9 @@ class Job:
         now = f"{known.now} {new}" if known and known.now else str(new)
         self.outcomes[flag] = Outcome(given, "megatron", now, why or (known.why if known else ""))
         if new.flag in self.given and new.flag != flag:
-            self.outcomes[new.flag] = Outcome(self.given[new.flag], "unchanged", str(new), f"{flag} changes it.")
+            self.outcomes[new.flag] = Outcome(
+                self.given[new.flag], "unchanged", str(new), f"{flag} changes it."
+            )
         self._made_by[new.flag] = given
         self._out[new.flag] = new
         if self._out.get(flag) is given:
@@ -199,8 +203,8 @@ class Job:
     def command(self) -> list[Given]:
         """The flags of the new command line: where those that they replace stood, added ones last.
 
-        Of a flag that was given more than once and stays, every occurrence stays: a job's own parser may collect
-        them.
+        Of a flag that was given more than once and stays, every occurrence stays: a job's own parser may
+        collect them.
         """
         order = {flag: number for number, flag in enumerate(self.given)}
         places = {name: order[by.flag] for name, by in self._made_by.items()}

@@ -73,7 +73,12 @@ def _without_noop(job: Job, total: int, noop: Sequence[int]) -> None:
         if per and per != chunks[0]:
             job.overrides(_NOOP, _one(_PER_STAGE, chunks[0]))
     else:
-        _lay_out(job, _NOOP, [chunks[stage::stages] for stage in range(stages)], "Layers that do nothing are left out.")
+        _lay_out(
+            job,
+            _NOOP,
+            [chunks[stage::stages] for stage in range(stages)],
+            "Layers that do nothing are left out.",
+        )
 
 
 def _one(flag: str, number: int) -> Given:
@@ -83,7 +88,9 @@ def _one(flag: str, number: int) -> Given:
 def _lay_out(job: Job, flag: str, stages: list[list[int]], why: str) -> None:
     """The layers of each stage as Megatron's layout, or as its first and last stage where that says it."""
     if _LAYOUT in job:
-        job.problems.append(f"{job.given[flag]} lays out the pipeline, and so does {job.given[_LAYOUT]}: keep one")
+        job.problems.append(
+            f"{job.given[flag]} lays out the pipeline, and so does {job.given[_LAYOUT]}: keep one"
+        )
         return
     virtual = max(map(len, stages))
     first, *middle, last = (chunks[0] for chunks in stages) if len(stages) > 1 else (0, 0)

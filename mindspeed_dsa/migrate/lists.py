@@ -14,8 +14,8 @@ from mindspeed_dsa.migrate.shell_words import ShellError
 def of_python(text: str) -> list[str]:
     """The longest list of arguments that a Python file builds of literals.
 
-    Lists and tuples of literals, joined with ``+``, ``+=``, ``*NAME``, ``append`` and ``extend``, ``split()`` of
-    a string, and f-strings of literals are followed, in the order of the file; nothing is executed.
+    Lists and tuples of literals, joined with ``+``, ``+=``, ``*NAME``, ``append`` and ``extend``, ``split()``
+    of a string, and f-strings of literals are followed, in the order of the file; nothing is executed.
 
     Raises:
         ShellError: the text is no Python, or holds no such list.
@@ -32,7 +32,9 @@ def of_python(text: str) -> list[str]:
         if isinstance(node, ast.expr) and isinstance(value := _value(node, names), list):
             found.append(value)
     found += [value for value in names.values() if isinstance(value, list)]
-    lists = [[str(word) for word in words] for words in found if any(str(word).startswith("--") for word in words)]
+    lists = [
+        [str(word) for word in words] for words in found if any(str(word).startswith("--") for word in words)
+    ]
     if not lists:
         raise ShellError("no list of arguments in it is built of literals")
     return max(lists, key=len)
@@ -42,16 +44,26 @@ def _follow(node: ast.stmt, names: dict[str, Any]) -> None:
     """What a statement does to names that hold lists or texts."""
     if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
         names[node.targets[0].id] = _value(node.value, names)
-    elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and isinstance(node.op, ast.Add):
+    elif (
+        isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and isinstance(node.op, ast.Add)
+    ):
         old, new = names.get(node.target.id), _value(node.value, names)
         names[node.target.id] = old + new if type(old) is type(new) and old is not None else None
-    elif isinstance(node, ast.Expr) and isinstance(call := node.value, ast.Call) and len(call.args) == 1:
-        if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
-            held, new = names.get(call.func.value.id), _value(call.args[0], names)
-            if isinstance(held, list) and call.func.attr == "append" and new is not None:
-                names[call.func.value.id] = [*held, new]
-            elif isinstance(held, list) and call.func.attr == "extend" and isinstance(new, list):
-                names[call.func.value.id] = [*held, *new]
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        _follow_call(node.value, names)
+
+
+def _follow_call(call: ast.Call, names: dict[str, Any]) -> None:
+    """``append`` and ``extend``."""
+    if len(call.args) != 1 or not isinstance(call.func, ast.Attribute):
+        return
+    if not isinstance(call.func.value, ast.Name):
+        return
+    held, new = names.get(call.func.value.id), _value(call.args[0], names)
+    if isinstance(held, list) and call.func.attr == "append" and new is not None:
+        names[call.func.value.id] = [*held, new]
+    elif isinstance(held, list) and call.func.attr == "extend" and isinstance(new, list):
+        names[call.func.value.id] = [*held, *new]
 
 
 def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
@@ -72,12 +84,20 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
         left, right = _value(node.left, names), _value(node.right, names)
         return left + right if type(left) is type(right) and left is not None else None
     if isinstance(node, ast.JoinedStr):
-        pieces = [_value(piece.value if isinstance(piece, ast.FormattedValue) else piece, names) for piece in node.values]
+        pieces = [
+            _value(piece.value if isinstance(piece, ast.FormattedValue) else piece, names)
+            for piece in node.values
+        ]
         return None if None in pieces else "".join(map(str, pieces))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:
         text = _value(node.func.value, names)
         return text.split() if isinstance(text, str) and node.func.attr == "split" else None
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "str" and len(node.args) == 1:
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "str"
+        and len(node.args) == 1
+    ):
         value = _value(node.args[0], names)
         return None if value is None else str(value)
     return None
@@ -86,9 +106,9 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
 def of_yaml(text: str) -> list[str]:
     """The flags of a YAML file.
 
-    Keys are flags, with or without dashes in front, with dashes or underscores; sections do not count. ``true``
-    is a flag without a value, ``false`` its ``--no-`` form where Megatron has that; lists are several values.
-    Lists and texts with words that begin with two dashes are command lines.
+    Keys are flags, with or without dashes in front, with dashes or underscores; sections do not count.
+    ``true`` is a flag without a value, ``false`` its ``--no-`` form where Megatron has that; lists are
+    several values. Lists and texts with words that begin with two dashes are command lines.
 
     Raises:
         ShellError: the text is no YAML, or holds no flags; or PyYAML is missing.
@@ -134,7 +154,9 @@ def _flag(name: str, value: Any) -> list[str]:
     if value is None:
         return []
     if isinstance(value, bool):
-        negative = next((f"--{no}-{name}" for no in ("no", "disable") if megatron_flags.known(f"--{no}-{name}")), "")
+        negative = next(
+            (f"--{no}-{name}" for no in ("no", "disable") if megatron_flags.known(f"--{no}-{name}")), ""
+        )
         if value and negative and not megatron_flags.known(f"--{name}"):
             return []  # what the flag would switch off is on
         return [f"--{name}"] if value else [negative] if negative else []

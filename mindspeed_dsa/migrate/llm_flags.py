@@ -6,7 +6,9 @@ from mindspeed_dsa.migrate.rows import Row, different, kept, not_needed, renamed
 
 _CONVERTED = "Megatron reads and writes its own checkpoints; convert those of Hugging Face with its tools."
 _OTHER_MODEL = "Of a model that Megatron's GPT does not build."
-_GATED = "Of Qwen3-Next's linear attention; Megatron's --experimental-attention-variant gated_delta_net is it."
+_GATED = (
+    "Of Qwen3-Next's linear attention; Megatron's --experimental-attention-variant gated_delta_net is it."
+)
 _PREPARED = "Data are prepared beforehand; training reads their .bin and .idx files."
 _TUNING = "Fine-tuning of MindSpeed-LLM is not served."
 _TUNING_ONLY = "Only MindSpeed-LLM's fine-tuning, inference or evaluation reads it."
@@ -78,7 +80,9 @@ MODEL = [
     ),
     *different("full-attention-interval", _GATED, ("0",)),
     *different("mamba-d-conv mamba-expand mamba-d-ssm", _OTHER_MODEL),
-    *slower("mamba-chunk-size use-triton-gdn use-fused-mhc use-triton-mhc use-triton-swiglu-limit", _OTHER_MODEL),
+    *slower(
+        "mamba-chunk-size use-triton-gdn use-fused-mhc use-triton-mhc use-triton-swiglu-limit", _OTHER_MODEL
+    ),
     *different("use-global-aux-loss", "See global_aux_loss of --moe-router-load-balancing-type."),
     *different("rmsnorm-weight-in-fp32 init-norm-weight-in-fp32 input-layernorm-in-fp32", _NORM),
     *not_needed("no-enable-linear-qkv", "Query, key and value lie in one weight; the function is the same."),
@@ -115,9 +119,7 @@ ATTENTION = [
         _V4,
     ),
     *not_needed("max-batch-size scale-fmt", "MindSpeed-LLM does not read it in training."),
-    *not_needed(
-        "mla-mm-split", "Up-projections lie in one weight each; the function is the same."
-    ),
+    *not_needed("mla-mm-split", "Up-projections lie in one weight each; the function is the same."),
     *not_needed(
         "mla-fa-without-pad mla-fa-divide-qk padded-base-length",
         "Heads of unequal width are attended as they are.",
@@ -135,14 +137,17 @@ ATTENTION = [
 TRAINING = [
     *different(
         "o2-gradient o2-optimizer",
-        "Gradients or moments in bf16 are Megatron's --use-precision-aware-optimizer with --main-grads-dtype, "
+        "Gradients or moments in bf16 are Megatron's --use-precision-aware-optimizer with "
+        "--main-grads-dtype, "
         "--exp-avg-dtype and --exp-avg-sq-dtype.",
     ),
     *different("spec", "MindSpeed-LLM's layers."),
     *slower("mtp-mem-efficient-logits loss-chunk-size", "Memory of the loss only."),
     *slower("loss-compute-mode", "Memory of the loss only.", ("default",)),
     *slower("output-layer-slice-num", "Memory of the output layer only.", ("1",)),
-    *not_needed("no-shared-storage", "Megatron builds data indices once per machine or once in all by itself."),
+    *not_needed(
+        "no-shared-storage", "Megatron builds data indices once per machine or once in all by itself."
+    ),
     *not_needed("enable-share-memory", "How lengths of documents reach other ranks."),
     *not_needed(
         "handler-name tokenizer-padding-side pad-to-multiple-of prompt-type prompt-type-path", _PREPARED
@@ -175,11 +180,10 @@ OTHER_TASKS = [
         "dpo-beta dpo-label-smoothing pref-ftx ref-model refer-model-iter",
         _TUNING,
     ),
-    *different(
-        "lora-target-modules lora-load lora-modules-to-save lu-lora-final-layer-index", _LORA
-    ),
+    *different("lora-target-modules lora-load lora-modules-to-save lu-lora-final-layer-index", _LORA),
     *not_needed(
-        "lora-r lora-alpha lora-fusion lora-ckpt-filter lora-register-forward-hook save-lora-to-hf lu-lora-lr "
+        "lora-r lora-alpha lora-fusion lora-ckpt-filter lora-register-forward-hook save-lora-to-hf "
+        "lu-lora-lr "
         "lu-lora-lr-ratio",
         "Only LoRA reads it.",
     ),

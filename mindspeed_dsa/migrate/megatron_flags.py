@@ -74,7 +74,10 @@ def installed(root: str = "megatron") -> list[str]:
 def add(release: str, flags: list[str], file: Path = RECORD) -> None:
     """Write the record again with one more release, or with another parser of a known one."""
     kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"releases": [], "flags": {}}
-    having = {each: {f for f, bits in kept["flags"].items() if bits[number] == "1"} for number, each in enumerate(kept["releases"])}
+    having = {
+        each: {f for f, bits in kept["flags"].items() if bits[number] == "1"}
+        for number, each in enumerate(kept["releases"])
+    }
     having[release] = set(flags)
     order = sorted(having, key=Version)
     names = sorted(set().union(*having.values()))

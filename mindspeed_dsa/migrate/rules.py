@@ -35,9 +35,13 @@ def _shared_experts(job: Job) -> None:
     if flag not in job:
         return
     count = job.number(flag)
-    width = job.number("--moe-ffn-hidden-size", job.number("--moe-intermediate-size", job.number("--ffn-hidden-size")))
+    width = job.number(
+        "--moe-ffn-hidden-size", job.number("--moe-intermediate-size", job.number("--ffn-hidden-size"))
+    )
     if not count or target in job:
-        job.is_dropped(flag, f"{target} is given, which MindSpeed takes instead." if count else "No shared expert.")
+        job.is_dropped(
+            flag, f"{target} is given, which MindSpeed takes instead." if count else "No shared expert."
+        )
     elif width is None:
         job.is_dropped(flag, f"The width of one expert is not known here; give {target}.", results=True)
     else:
@@ -45,7 +49,7 @@ def _shared_experts(job: Job) -> None:
 
 
 def _rotary(job: Job) -> None:
-    """MindSpeed-LLM's scaled rotary embeddings; ``--rope-scaling-factor`` is a flag of both, for different ones."""
+    """MindSpeed-LLM's scaled rotary embeddings; ``--rope-scaling-factor`` means another thing in Megatron."""
     flag, factor = "--rope-scaling-type", "--rope-scaling-factor"
     kind = job.text(flag)
     if kind == "llama3":
@@ -74,14 +78,20 @@ def _only_usual(job: Job, usual: dict[str, float], why: str) -> None:
 def _yarn(job: Job) -> None:
     flag, factor = "--rope-scaling-type", "--rope-scaling-factor"
     if not {"--multi-latent-attention", "--multi-head-latent-attention"} & set(job.given):
-        job.is_dropped(flag, "Megatron has YaRN for latent attention, and for others since 0.19 only.", results=True)
+        job.is_dropped(
+            flag, "Megatron has YaRN for latent attention, and for others since 0.19 only.", results=True
+        )
         return
     original, trained = "--rope-scaling-original-max-position-embeddings", "--max-position-embeddings"
     why = "Megatron's latent attention has {} and no flag for it."
-    _only_usual(job, {"--beta-fast": 32, "--rope-scaling-beta-fast": 32, "--beta-slow": 1, "--rope-scaling-beta-slow": 1}, why)
+    _only_usual(
+        job,
+        {"--beta-fast": 32, "--rope-scaling-beta-fast": 32, "--beta-slow": 1, "--rope-scaling-beta-slow": 1},
+        why,
+    )
     first, longest = job.number(original), job.number(trained)
     if job.before("0.14") and first is not None:
-        # There the length is read from --max-position-embeddings, which nothing else reads with rotary embeddings.
+        # The length is read from --max-position-embeddings there, and by nothing else with rotary embeddings.
         job.overrides(original, _flag(trained, str(first)), "Megatron-core before 0.14 reads it there.")
     else:
         _only_usual(job, {original: 4096}, why)
@@ -89,12 +99,16 @@ def _yarn(job: Job) -> None:
     scaled = job.text(factor) or (str(longest / first) if first and longest else "")
     if scaled:
         owner = factor if factor in job else flag
-        job.overrides(owner, _flag("--rotary-scaling-factor", scaled), "Megatron's --rope-scaling-factor is Llama 3's.")
+        job.overrides(
+            owner, _flag("--rotary-scaling-factor", scaled), "Megatron's --rope-scaling-factor is Llama 3's."
+        )
     scale, all_dims = "--rope-scaling-mscale", "--rope-scaling-mscale-all-dim"
     if job.before("0.14") and float(job.text(scale, "1")) != float(job.text(all_dims, "0")):
         for each in (scale, all_dims):
             if each in job:
-                job.is_dropped(each, "Megatron-core before 0.14 scales attention with --mscale for both.", results=True)
+                job.is_dropped(
+                    each, "Megatron-core before 0.14 scales attention with --mscale for both.", results=True
+                )
         return
     for each, now in ((scale, "--mscale"), (all_dims, "--mscale-all-dim")):
         if each in job:
@@ -107,7 +121,9 @@ def _router(job: Job) -> None:
         job.becomes("--router-gating-in-fp32", [_flag("--moe-router-dtype", "fp32")])
     if "--seq-aux" in job:
         if kind == "none":
-            job.overrides("--seq-aux", _flag(_BALANCING, "seq_aux_loss"), "none with --seq-aux has that loss.")
+            job.overrides(
+                "--seq-aux", _flag(_BALANCING, "seq_aux_loss"), "none with --seq-aux has that loss."
+            )
         elif kind in ("aux_loss", "seq_aux_loss"):
             job.is_dropped("--seq-aux", f"MindSpeed-LLM does not read it with {_BALANCING} {kind}.")
         else:
@@ -121,7 +137,9 @@ def _router(job: Job) -> None:
         job.is_dropped(_BALANCING, f"Megatron's router has no {kind}.", results=True)
     if "--norm-topk-prob" in job and kind == "aux_loss":
         if "--moe-router-topk-scaling-factor" in job or "--routed-scaling-factor" in job:
-            why = "With aux_loss MindSpeed-LLM divides the scaling factor out again, and Megatron keeps it; omit one."
+            why = (
+                "With aux_loss MindSpeed-LLM divides the scaling factor out, and Megatron keeps it; omit one."
+            )
             job.is_dropped("--norm-topk-prob", why, results=True)
         elif "--moe-router-pre-softmax" in job:
             job.is_dropped("--norm-topk-prob", "Without --moe-router-pre-softmax Megatron normalises them.")
@@ -132,14 +150,15 @@ def _router(job: Job) -> None:
 
 
 def _sparse_attention(job: Job) -> None:
-    """MindSpeed-LLM's indexer; what it has by default is said, because Megatron has other defaults, or none."""
+    """MindSpeed-LLM's indexer; its defaults are said, because Megatron has others, or none."""
     flag = "--enable-dsa-indexer"
     if flag not in job:
         return
     variant = [_flag("--experimental-attention-variant", "dsa"), _flag("--dsa-indexer-use-sparse-loss")]
     defaults = [_flag(name, value) for old, (name, value) in _INDEXER.items() if old not in job]
     why = (
-        "The rotated dimensions come first there; which of them form pairs is another order of weights. The latent "
+        "The rotated dimensions come first there; which of them form pairs is another order of weights. "
+        "The latent "
         "query is read before its norm there, and with --transformer-impl local after it."
     )
     job.becomes(flag, [*variant, *defaults, _flag("--dsa-indexer-rope-first")], why)
@@ -165,15 +184,40 @@ def _layers_of_its_own(job: Job) -> None:
     if module in _SPECS:
         job.is_dropped("--spec", "Megatron builds these layers from the other flags.")
     elif module.startswith("mindspeed"):
-        job.is_dropped("--spec", f"Megatron does not build the layers of {module.rpartition('.')[2]}.", results=True)
+        job.is_dropped(
+            "--spec", f"Megatron does not build the layers of {module.rpartition('.')[2]}.", results=True
+        )
     else:
         job.is_kept("--spec", "unchanged")
+
+
+def _documents(job: Job) -> None:
+    """Latent attention of Megatron's own modules reads no mask, which is what the flag makes in Megatron."""
+    flag = "--reset-attention-mask"
+    latent = {"--multi-latent-attention", "--multi-head-latent-attention"} & set(job.given)
+    if flag not in job or not latent or job.text("--transformer-impl") != "local":
+        return
+    if "--mtp-num-layers" in job:
+        why = "Megatron has no packed documents with multi-token prediction; omit one of them."
+        job.is_dropped(flag, why, results=True)
+    elif "--eod-mask-loss" in job:
+        why = "Documents attend to themselves; rotary embeddings do not care that positions restart."
+        job.becomes(flag, [_flag("--pack-documents")], why)
+    else:
+        why = (
+            "Megatron's flag makes a mask, which latent attention on its own modules does not read; "
+            "--pack-documents "
+            "masks the loss at ends of documents as well: add --eod-mask-loss, and it takes the place."
+        )
+        job.is_dropped(flag, why, results=True)
 
 
 def _masks(job: Job) -> None:
     mode, before, behind = "--sparse-mode", "--pre-tockens", "--next-tockens"
     if job.text(mode, "0") not in ("0", "2", "3"):
-        job.is_dropped(mode, f"Attention with mask mode {job.text(mode)} is not causal over all keys.", results=True)
+        job.is_dropped(
+            mode, f"Attention with mask mode {job.text(mode)} is not causal over all keys.", results=True
+        )
     longest = job.number("--seq-length")
     window = job.number(before)
     if window is not None and longest is not None and window < longest:
@@ -198,6 +242,23 @@ def _ranks_of_context(job: Job) -> None:
         for flag in ("--context-parallel-algo", "--ulysses-degree-in-cp"):
             if flag in job:
                 job.is_dropped(flag, "--context-parallel-size is 1.")
+
+
+def _operators(job: Job) -> None:
+    """MindSpeed lets flags of fused operators stand where the model has no such part."""
+    norm, rotary = "--use-fused-rmsnorm", "--use-fused-rotary-pos-emb"
+    if norm in job:
+        if job.text("--normalization", "LayerNorm") != "RMSNorm":
+            job.is_dropped(norm, "The model has no RMSNorm.")
+        elif job.text("--transformer-impl", "transformer_engine") == "transformer_engine":
+            job.is_dropped(norm, "Transformer Engine's norms are fused already.")
+    latent = {"--multi-latent-attention", "--multi-head-latent-attention"} & set(job.given)
+    rotates = (
+        job.text("--position-embedding-type") in ("rope", "mrope")
+        or "--use-rotary-position-embeddings" in job
+    )
+    if rotary in job and not latent and not rotates:
+        job.is_dropped(rotary, "The model has no rotary embedding.")
 
 
 def _vocabulary(job: Job) -> None:
@@ -228,9 +289,11 @@ RULES: tuple[Callable[[Job], None], ...] = (
     _router,
     _sparse_attention,
     _weights,
+    _documents,
     _masks,
     _chunks,
     _ranks_of_context,
+    _operators,
     _vocabulary,
     _muon,
 )

@@ -91,7 +91,8 @@ def write(migrated: Migrated, overwrite: bool) -> Path:
         path.chmod(migrated.path.stat().st_mode & 0o777)
     except FileExistsError as error:
         raise SettingsError(
-            f"mindspeed_dsa migrate: {path} is there already; --overwrite replaces it, --dry-run writes nothing"
+            f"mindspeed_dsa migrate: {path} is there already; --overwrite replaces it, --dry-run writes "
+            f"nothing"
         ) from error
     except OSError as error:
         raise SettingsError(f"mindspeed_dsa migrate: {path} cannot be written: {error}") from error
@@ -115,15 +116,24 @@ def _of_shell(path: Path, text: str, release: Version | None) -> Migrated:
     head = "".join(f"# {line}\n" for line in _head(path.name, translation))
     shebang, before = re.match(r"(#!.*\n)?(.*)", text[: start.start], re.DOTALL).groups("")  # type: ignore[union-attr]
     new = f"{shebang}{head}{before}{command}{text[start.end :]}"
-    return Migrated(path, start.script, translation, (*start.notes, *_lines_to_change(path, start.script)), new)
+    return Migrated(
+        path, start.script, translation, (*start.notes, *_lines_to_change(path, start.script)), new
+    )
 
 
 def _head(name: str, translation: Translation) -> list[str]:
     counts = translation.counts()
     lines = [f"Made of {name} by `python -m mindspeed_dsa migrate`: {counts['flags']} flags."]
-    lines += [f"NOT SERVED, and results change without it: {each.given.flag}: {each.why}" for each in translation.refused]
+    lines += [
+        f"NOT SERVED, and results change without it: {each.given.flag}: {each.why}"
+        for each in translation.refused
+    ]
     lines += [f"Unknown, left as it is: {each.given.flag}" for each in translation.of("unknown")]
-    lines += [f"Not served, same results: {each.given.flag}" for each in translation.of("not served") if not each.results]
+    lines += [
+        f"Not served, same results: {each.given.flag}"
+        for each in translation.of("not served")
+        if not each.results
+    ]
     return lines
 
 
@@ -135,7 +145,9 @@ def _as_python(name: str, first: Sequence[str], translation: Translation) -> str
 
 def _as_yaml(name: str, first: Sequence[str], translation: Translation) -> str:
     def value(given: Given) -> str:
-        return json.dumps(True if not given.values else given.values[0] if len(given.values) == 1 else list(given.values))
+        return json.dumps(
+            True if not given.values else given.values[0] if len(given.values) == 1 else list(given.values)
+        )
 
     head = "".join(f"# {line}\n" for line in _head(name, translation))
     return head + "".join(f"{given.flag.lstrip('-')}: {value(given)}\n" for given in translation.flags)
@@ -157,10 +169,7 @@ def _lines_to_change(path: Path, script: str) -> list[str]:
             return [f"{file}: put `{_LINE}` before its first import"]
         line = text.count("\n", 0, found.start(1)) + 1
         more = re.search(r"^\s*(?:from|import) mindspeed(_llm)?\.(?!megatron_adaptor)", text, re.MULTILINE)
-        uses = (
-            f"; it imports more of {'MindSpeed-LLM' if more[1] else 'MindSpeed'}: take Megatron-LM's own {file.name}"
-            if more
-            else ""
-        )
+        other = "MindSpeed-LLM" if more and more[1] else "MindSpeed"
+        uses = f"; it imports more of {other}: take Megatron-LM's own {file.name}" if more else ""
         return [f"{file}, line {line}: `{found[1].strip()}` becomes `{_LINE}`{uses}"]
     return [f"{script}: the line that imports MindSpeed's megatron_adaptor becomes `{_LINE}`"]

@@ -83,6 +83,8 @@ class _Script:
             words, shift = words[1:], shift + 1
         if words and _literal(words[0]) in _DECLARING:
             words, shift = words[1:], shift + 1
+            while words and _literal(words[0]).startswith("-"):
+                words, shift = words[1:], shift + 1
         if words and _literal(words[0]) in ("source", "."):
             self._notes.append(f"line {command.line}: what {_literal(words[-1])} sets is not read")
         for place, word in enumerate(words):
@@ -125,7 +127,9 @@ class _Script:
             notes.append(f"{self.found.script} is started before; only {values[place]} is looked at")
         if self._doubtful:
             names = ", ".join(dict.fromkeys(self._doubtful))
-            notes.append(f"variables that are set under a condition or in a loop are taken as last set: {names}")
+            notes.append(
+                f"variables that are set under a condition or in a loop are taken as last set: {names}"
+            )
         self.found = Start(
             tuple(map(self._show, written[: other + 1])),
             " ".join(values[place - 1 : place + 1]) if values[place - 1] == "-m" else values[place],
@@ -195,7 +199,9 @@ class _Script:
             return value if isinstance(value, str) and value.strip().isdigit() else match[0]
 
         try:
-            return _evaluate(ast.parse(re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", put, text).strip(), mode="eval").body)
+            return _evaluate(
+                ast.parse(re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", put, text).strip(), mode="eval").body
+            )
         except (SyntaxError, ValueError, ZeroDivisionError):
             return None
 

@@ -127,7 +127,12 @@ class _Reader:
                 self._word()
             else:
                 word = self._word()
-                if self.at < len(self.text) and self.text[self.at] == "(" and word[-1:] and word[-1].text.endswith("="):
+                if (
+                    self.at < len(self.text)
+                    and self.text[self.at] == "("
+                    and word[-1:]
+                    and word[-1].text.endswith("=")
+                ):
                     command.arrays[len(command.words)] = self._array()
                 command.words.append(word)
                 if not redirected:

@@ -14,7 +14,7 @@ from mindspeed_dsa import features
 from mindspeed_dsa.features.attention.adapters.backport.arguments import FLAGS as DSA_FLAGS
 from mindspeed_dsa.migrate import megatron_flags, rules
 from mindspeed_dsa.migrate.core_flags import CORE
-from mindspeed_dsa.migrate.job import Given, Job, Kind, Outcome, split
+from mindspeed_dsa.migrate.job import Given, Job, Kind, Outcome
 from mindspeed_dsa.migrate.llm_flags import LLM
 from mindspeed_dsa.migrate.rows import Row, by_flag
 from mindspeed_dsa.settings import GENERAL_FLAGS
@@ -22,7 +22,7 @@ from mindspeed_dsa.settings import GENERAL_FLAGS
 KINDS: dict[Kind, str] = {
     "same": "the same here",
     "megatron": "Megatron's name now",
-    "unchanged": "Megatron's or ours, unchanged",
+    "unchanged": "unchanged",
     "not needed": "not needed",
     "not served": "not served",
     "unknown": "unknown",
@@ -126,7 +126,7 @@ def words(flags: Sequence[Given], written: bool = False) -> list[str]:
     made: list[str] = []
     for given in flags:
         values = given.written if written else given.values
-        joined = len(values) == 1 and values[0].startswith("-") or values == ("",)
+        joined = (len(values) == 1 and values[0].startswith("-")) or values == ("",)
         made += [f"{given.flag}={values[0]}"] if joined else [given.flag, *values]
     return made
 

@@ -33,7 +33,11 @@ def test_flags_that_are_the_same_are_ours():
 
 
 def test_present_names_are_flags_of_megatron_or_ours():
-    gone = [row for row in ROWS if row.verdict == "megatron" and not (megatron_flags.known(row.now) or row.now in own_flags())]
+    gone = [
+        row
+        for row in ROWS
+        if row.verdict == "megatron" and not (megatron_flags.known(row.now) or row.now in own_flags())
+    ]
     assert not gone
 
 
@@ -62,7 +66,10 @@ def test_a_release_between_recorded_ones_counts_as_the_older(tmp_path):
     file = tmp_path / "record.json"
     for release, flags in (("0.9.0", ["--a"]), ("0.16.1", ["--a", "--b"]), ("0.9.0", ["--b"])):
         megatron_flags.add(release, flags, file)
-    assert file.read_text().split() == '{ "releases": [ "0.9.0", "0.16.1" ], "flags": { "--a": "01", "--b": "11" } }'.split()
+    assert (
+        file.read_text().split()
+        == '{ "releases": [ "0.9.0", "0.16.1" ], "flags": { "--a": "01", "--b": "11" } }'.split()
+    )
 
 
 def added_flags(folder: Path) -> set[str]:
@@ -90,7 +97,9 @@ def added_flags_of_file(path: Path) -> set[str]:
     return {flag for flag in added_flags(path.parent) if f"'{flag}'" in path.read_text(encoding="utf-8")}
 
 
-@pytest.mark.skipif("MINDSPEED_LLM" not in os.environ, reason="MINDSPEED_LLM names no checkout of MindSpeed-LLM")
+@pytest.mark.skipif(
+    "MINDSPEED_LLM" not in os.environ, reason="MINDSPEED_LLM names no checkout of MindSpeed-LLM"
+)
 def test_every_flag_of_mindspeed_llm_has_a_verdict():
     flags = added_flags(Path(os.environ["MINDSPEED_LLM"]) / "mindspeed_llm" / "features_manager")
     assert len(flags) > 200

@@ -11,7 +11,7 @@ _FUSIONS = {
     "masked_softmax_fusion": "scaled_masked_softmax_cuda",
     "apply_rope_fusion": "transformer_engine",
 }
-"""Arguments, and the modules without which Megatron stops, in whose place MindSpeed puts operators of NPUs."""
+"""Arguments, and the modules without which Megatron stops; MindSpeed has operators of NPUs in their place."""
 
 
 def switch_off_missing_fusions(args: Any) -> Sequence[str]:

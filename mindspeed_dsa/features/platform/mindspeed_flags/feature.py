@@ -8,8 +8,8 @@ from mindspeed_dsa.settings import ACCEPT_MINDSPEED
 
 FEATURE = Feature(
     name="accept-mindspeed-flags",
-    summary="Takes a command line that was written for MindSpeed or MindSpeed-LLM, and switches off fusions whose "
-    "modules are missing, as MindSpeed does not need them.",
+    summary="Takes a command line that was written for MindSpeed or MindSpeed-LLM, and switches off fusions "
+    "whose modules are missing, as MindSpeed does not need them.",
     flags=(ACCEPT_MINDSPEED,),
     rewrite=switch_off_missing_fusions,
     doc="accept-mindspeed-flags.md",
