@@ -15,6 +15,8 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from mindspeed_dsa import session
+
 RECORD = Path(__file__).with_name("megatron_flags.json")
 
 
@@ -86,5 +88,7 @@ def add(release: str, flags: list[str], file: Path = RECORD) -> None:
 
 
 if __name__ == "__main__":
-    import_module("mindspeed_dsa.megatron_adaptor")
+    session.enable_from_argv(
+        []
+    )  # Megatron-LM's modules are imported on machines without an accelerator as well
     add(sys.argv[1], installed(), Path(sys.argv[2]) if sys.argv[2:] else RECORD)

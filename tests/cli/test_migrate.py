@@ -8,6 +8,7 @@ import pytest
 
 from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.migrate.translate import table
+from tests.cli.test_commands import JOB, LINE, run_script
 
 
 @pytest.fixture
@@ -80,3 +81,22 @@ def test_bad_input_is_one_line(capsys, argv, said):
     error = capsys.readouterr().err
     assert said in error
     assert len(error.splitlines()) == 1
+
+
+ACCEPT = "--accept-mindspeed-flags --num-layers 3 --shape-order SBH".split()
+
+
+def test_the_one_liner_takes_a_command_line_of_mindspeed(tmp_path):
+    """The parser of this small Megatron knows --num-layers alone, and refuses what is left of others."""
+    done = run_script(tmp_path, [LINE, JOB, "print(args.num_layers)"], *ACCEPT)
+    assert done.stdout.split() == ["3"], done.stderr
+    assert "not needed here: --shape-order" in done.stderr
+
+
+def test_the_one_liner_refuses_what_would_change_results(tmp_path):
+    done = run_script(tmp_path, [LINE, JOB, "print('went on')"], *ACCEPT, "--fix-router", "--kv-compress")
+    assert done.returncode != 0
+    assert "went on" not in done.stdout
+    assert "Traceback" not in done.stderr
+    assert "\n  - --fix-router: " in done.stderr
+    assert "\n  - --kv-compress: " in done.stderr

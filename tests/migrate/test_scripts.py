@@ -74,10 +74,6 @@ def test_an_existing_script_stays_unless_told_otherwise(script):
                 "`import mindspeed_dsa.megatron_adaptor`; "
                 "it imports more of MindSpeed-LLM: take Megatron-LM's own pretrain_gpt.py"
             ),
-            (
-                "mindspeed_dsa.megatron_adaptor`; it imports more of MindSpeed-LLM: take Megatron-LM's own "
-                "pretrain_gpt.py"
-            ),
         ),
         (
             ["import mindspeed.megatron_adaptor"],

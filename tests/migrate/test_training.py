@@ -1,4 +1,4 @@
-"""Two launch scripts of MindSpeed-LLM, shrunk, through ``--accept-mindspeed-flags`` and Megatron-LM itself."""
+"""Two launch scripts of MindSpeed-LLM, shrunk, with ``--accept-mindspeed-flags`` and Megatron-LM itself."""
 
 from __future__ import annotations
 
