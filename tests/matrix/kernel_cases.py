@@ -85,12 +85,37 @@ def context_parallel_training(
     switches: Mapping[str, Any],
     overrides: Mapping[str, Any] | None = None,
     ddp: Mapping[str, Any] | None = None,
+    **layout: Any,
 ) -> dict[str, Any]:
-    """As :func:`step`, on context parallel ranks and with the indexer loss that is logged."""
+    """As :func:`step`, on context parallel ranks, with the indexer loss that is logged, what our gathers do,
+    by the width of what they gather, and this rank's place.
+    """
+    from mindspeed_dsa.context_parallel.gather import _Transfer
+
+    gathers: list[str] = []
+    start, take = _Transfer.start, _Transfer.hand_out
+
+    def starting(self: Any, local: torch.Tensor) -> None:
+        gathers.append(f"start {local.shape[-1]}")
+        start(self, local)
+
+    def taking(self: Any) -> torch.Tensor:
+        gathers.append(f"take {self.local.shape[-1]}")
+        return take(self)
+
     parallel = {"context_parallel_size": cp, "cp_comm_type": "allgather"}
-    with mock.patch.object(job, "SEQUENCE", cp_cases.SEQUENCE):
-        result = step(switches, {**parallel, **(overrides or {})}, cp=cp, ddp=ddp, micro_batch_size=2)
-    return {**result, "indexer loss": cp_cases.logged_indexer_loss(2)}
+    told = mock.patch.multiple(_Transfer, start=starting, hand_out=taking)
+    with mock.patch.object(job, "SEQUENCE", cp_cases.SEQUENCE), told:
+        overrides = {**parallel, **(overrides or {})}
+        result = step(switches, overrides, cp=cp, ddp=ddp, micro_batch_size=2, **layout)
+    from megatron.core import parallel_state
+
+    return {
+        **result,
+        "indexer loss": cp_cases.logged_indexer_loss(2),
+        "gathers": gathers,
+        "context": parallel_state.get_context_parallel_rank(),
+    }
 
 
 def packed(sparse_loss: bool) -> dict[str, Any]:

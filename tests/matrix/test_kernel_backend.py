@@ -105,9 +105,36 @@ def test_context_parallel_ranks_have_the_gradients_and_the_loss_of_one(pool, cp,
     case = f"{CASE}:context_parallel_training"
     (expected,) = pool.run(case, 1, cp=1, **arguments)
     for rank in pool.run(case, cp, cp=cp, **arguments):
-        assert any(rank["taken"].values())
+        # Where all parts are ours, attention runs on gathered keys without asking for hooks.
+        assert any(rank["taken"].values()) == ("use_fused_sparse_flash_attention" in switches)
         assert_same_gradients(rank["gradients"], expected["gradients"])
         assert rank["indexer loss"] == pytest.approx(expected["indexer loss"], rel=1e-5)
+
+
+CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+UP = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "layout"),
+    [
+        ({}, {"tp": 2}),
+        (CORE, {}),
+        pytest.param(UP, {}, marks=pytest.mark.full),
+        pytest.param({"dsa_indexer_scoring_relu": False, "dsa_indexer_topk": 64}, {}, marks=pytest.mark.full),
+    ],
+    ids=["TP2 and SP", "recompute", "recomputed projections", "no relu, every key"],
+)
+def test_keys_gathered_behind_the_projections(pool, overrides, layout):
+    case, ranks = f"{CASE}:context_parallel_training", 2 * layout.get("tp", 1)
+    (expected,) = pool.run(case, 1, cp=1, switches=ON, overrides=overrides)
+    found = pool.run(case, ranks, cp=2, switches=ON, overrides=overrides, **layout)
+    begins = ["start 24", "start 16"] if overrides is not CORE else ["start 24", "take 24", "start 16"]
+    for rank in found:
+        assert rank["gathers"][: len(begins)] == begins
+        assert rank["indexer loss"] == pytest.approx(expected["indexer loss"], rel=1e-5)
+    first = [rank for rank in found if rank["context"] == 0]
+    assert_same_gradients(put_together(first), expected["gradients"])
 
 
 @pytest.mark.parametrize("overrides", [{}, {"calculate_per_token_loss": True}], ids=["mean", "per token"])
@@ -157,7 +184,10 @@ def test_a_model_trains_on_a_pack_as_on_its_documents_one_by_one(pool):
     (alone,) = pool.run(f"{packs}:scripted_step", 1, alone=True, from_tokens=True)
     ranks = pool.run(f"{packs}:scripted_step", 4, tp=2, pp=2, from_tokens=True)
     assert_same_gradients(put_together(ranks), alone["gradients"], 2e-5)
-    errors = pool.run("tests.support.model:error_of", 2, case=f"{packs}:scripted_step", cp=2)
+    ranks = pool.run(f"{packs}:scripted_step", 2, cp=2, from_tokens=True)  # our gathers, dealt rows
+    assert_same_gradients(put_together(ranks[:1]), alone["gradients"], 2e-5)
+    shared = {"overrides": {"dsa_indexer_topk_freq": 2}, "cp": 2}  # Megatron's gathers, whole documents
+    errors = pool.run("tests.support.model:error_of", 2, case=f"{packs}:scripted_step", **shared)
     assert all("expects two chunks of each document on each rank" in error for error in errors), errors
 
 

@@ -19,8 +19,8 @@ from mindspeed_dsa import versions
 from mindspeed_dsa.context import Megatron
 from mindspeed_dsa.features.attention.loss_tracker import LossTracker
 
-WITHOUT_DSA = "<0.16"
-"""Releases of Megatron-core without DSA."""
+WITHOUT_DSA, TAKES_SUMS = "<0.16", ">=0.19"
+"""Releases of Megatron-core without DSA, and those whose scale is for sums with per-token loss."""
 
 
 def coefficient(config: Any) -> float:
@@ -53,6 +53,8 @@ class IndexerLoss:
         self.sums_over_tokens = False
         release, old = versions.of_megatron(megatron.root), SpecifierSet(WITHOUT_DSA, prereleases=True)
         self._lacks_dsa = release is not None and old.contains(release)
+        new = SpecifierSet(TAKES_SUMS, prereleases=True)
+        self._takes_sums = release is not None and new.contains(release)
         self._scale, self._tracker = LossScale(), LossTracker(megatron)
 
     @property
@@ -67,6 +69,10 @@ class IndexerLoss:
 
     def _dsa(self) -> Any:
         return self.megatron("core.transformer.experimental_attention_variant.dsa")
+
+    def takes_sums(self, config: Any) -> bool:
+        """Whether the schedule's scale is for a loss that is a sum over rows."""
+        return self._takes_sums and bool(config.calculate_per_token_loss)
 
     def gradient(self, loss: Tensor, rows: int) -> Tensor:
         """The gradient that an indexer loss starts its backward pass with.

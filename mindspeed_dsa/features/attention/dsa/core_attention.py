@@ -65,13 +65,14 @@ def fuse_core_attention(original: Callable[..., Tensor], context: Context[Option
                 packed_seq_params=packed_seq_params,
                 **kwargs,
             )
-        _refuse_unknown(attn_mask_type, attention_bias, kwargs)
+        refuse_unknown(attn_mask_type, attention_bias, kwargs)
         return attend(self, query, key, value, x, qr, context.options, context.megatron, packed_seq_params)
 
     return forward
 
 
-def _refuse_unknown(attn_mask_type: Any, attention_bias: Tensor | None, others: dict[str, Any]) -> None:
+def refuse_unknown(attn_mask_type: Any, attention_bias: Tensor | None, others: dict[str, Any]) -> None:
+    """Raise for arguments that say which keys a row sees in a way that nothing here reads."""
     found = []
     # Padding has ranges of its own, for which Megatron has another name.
     if getattr(attn_mask_type, "name", "") not in ("causal", "padding_causal"):
@@ -259,6 +260,7 @@ def _loss_options(
     return LossOptions(
         coefficient=coefficient(attention.config),
         on_chosen_keys=attention.config.dsa_indexer_use_sparse_loss,
+        per_token=ours.takes_sums(attention.config),
         in_backward=log_and_start if options.fuse_kl_in_backward else None,
     )
 

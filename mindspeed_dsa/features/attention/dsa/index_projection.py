@@ -95,16 +95,18 @@ class SharedIndexInputs:
         query: ``[rows, batch, index_heads, index_dim]``, this rank's.
         weights: ``[rows, batch, index_heads]``, every scale included.
         key: what is gathered.
+        use_relu: as of :class:`IndexInputs`.
     """
 
     query: Tensor
     weights: Tensor
     key: GatheredRows
+    use_relu: bool
 
     def wait(self) -> IndexInputs:
         """Complete, with the keys of the whole sequence."""
         key, receiver = self.key.wait_with_receiver()
-        return IndexInputs.from_megatron(self.query, key, self.weights, key_receiver=receiver)
+        return IndexInputs.from_megatron(self.query, key, self.weights, self.use_relu, receiver)
 
 
 def shared_index_inputs(
@@ -129,9 +131,7 @@ def shared_index_inputs(
         megatron: the indexer's Megatron.
         documents: that the rows belong to; None for whole sequences.
     """
-    hadamard = getattr(indexer, "rotate_activation", None)
-    if hadamard is None:
-        hadamard = megatron("core.transformer.experimental_attention_variant.dsa").rotate_activation
+    hadamard = _hadamard(indexer, megatron)
     if documents is not None:
         angles, mscale = documents.angles(indexer.rotary_pos_emb)
     else:
@@ -139,7 +139,7 @@ def shared_index_inputs(
         angles, mscale = indexer.rotary_pos_emb(x.size(0) * exchange.parts * exchange.ranks), 1.0
         if isinstance(angles, tuple):  # YaRN
             angles, mscale = angles
-    key = indexer.k_norm(indexer.linear_wk(x)[0]).unsqueeze(2)
+    key = _normed(indexer, indexer.linear_wk(x)[0]).unsqueeze(2)
     key = hadamard(indexer._apply_rope(key, exchange.own_part(angles), mscale)).squeeze(2)
     gathered = exchange.gather(key, is_replicated=True)
     weights = indexer.linear_weights_proj(x)[0] * (indexer.index_n_heads**-0.5 * indexer.softmax_scale)
@@ -151,7 +151,24 @@ def shared_index_inputs(
         weights = gather(weights, tensor_parallel_output_grad=False, group=group)
     query = indexer.linear_wq_b(qr)[0].unflatten(-1, (indexer.index_n_heads, indexer.index_head_dim))
     query = hadamard(indexer._apply_rope(query, angles, mscale))
-    return SharedIndexInputs(query, weights, gathered)
+    use_relu = getattr(indexer.config, "dsa_indexer_scoring_relu", True)
+    return SharedIndexInputs(query, weights, gathered, use_relu)
+
+
+def _normed(indexer: Any, key: Tensor) -> Tensor:
+    if getattr(indexer.config, "dsa_indexer_k_norm_fp32", False):  # 0.19
+        return indexer.k_norm(key.float()).to(key.dtype)  # type: ignore[no-any-return]
+    return indexer.k_norm(key)  # type: ignore[no-any-return]
+
+
+def _hadamard(indexer: Any, megatron: Megatron) -> Callable[[Tensor], Tensor]:
+    """The rotation of query and key, which 0.19 can do without."""
+    if not getattr(indexer.config, "dsa_indexer_rotate_activation", True):
+        return lambda states: states
+    own: Callable[[Tensor], Tensor] | None = getattr(indexer, "rotate_activation", None)
+    if own is not None:
+        return own
+    return megatron("core.transformer.experimental_attention_variant.dsa").rotate_activation  # type: ignore[no-any-return]
 
 
 def run_tapped(

@@ -52,9 +52,12 @@ def deliver_packs(original: Callable[..., Any], context: Context[Options]) -> Ca
         schedule = original(*args, **kwargs)
 
         def forward_backward(*inner: Any, **step: Any) -> Any:
-            ranks = context.megatron("core.parallel_state").get_context_parallel_world_size()
-            for problem in cut_by_megatron(release) if ranks > 1 else ():
-                raise ValueError(f"pack-documents: {problem}")
+            if context.megatron("core.parallel_state").get_context_parallel_world_size() > 1:
+                chunks = step["model"]
+                model = chunks[0] if isinstance(chunks, list) else chunks
+                config = context.megatron("core.utils").get_model_config(model)
+                for problem in cut_by_megatron(release, config, context.options.fused):
+                    raise ValueError(f"pack-documents: {problem}")
             data, packs = packs_of_step(step["data_iterator"], step["num_microbatches"], context.megatron)
             step["data_iterator"] = data
             step["forward_step_func"] = _with_its_pack(step["forward_step_func"], packs, context)

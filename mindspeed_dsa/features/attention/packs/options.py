@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_dsa.features.attention.dsa import options as dsa
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -17,11 +19,13 @@ class Options:
 
     Attributes:
         block_rows: rows of the blocks that context parallel ranks get.
+        fused: the parts of DSA that run on our operators.
     """
 
     block_rows: int
+    fused: dsa.Options
 
     @classmethod
     def of(cls, settings: Any) -> Self:
         """From resolved settings."""
-        return cls(getattr(settings, "cp_block_rows", None) or _BLOCK_ROWS)
+        return cls(getattr(settings, "cp_block_rows", None) or _BLOCK_ROWS, dsa.Options.of(settings))

@@ -9,6 +9,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa import versions
+from mindspeed_dsa.features.attention.adapters.kernel_hooks.options import shares_keys
 from mindspeed_dsa.features.attention.dense_context_parallel.options import NO_DEAL
 from mindspeed_dsa.features.attention.dsa.options import Options as Fused
 
@@ -40,7 +41,7 @@ def check_packs(args: Any) -> Sequence[str]:
                 "--use-fused-dsa and omit --no-use-fused-..., or omit --pack-documents"
             )
     if (getattr(args, "context_parallel_size", None) or 1) > 1:
-        problems += cut_by_megatron(release)
+        problems += cut_by_megatron(release, args, Fused.of(args))
         if getattr(args, "experimental_attention_variant", "dsa") != "dsa":
             problems += _problems_of_dense_attention(args)
     if getattr(args, "sft", False) and release in _DELIVERS_SFT:
@@ -66,13 +67,20 @@ def _problems_of_dense_attention(args: Any) -> Iterator[str]:
         )
 
 
-def cut_by_megatron(release: str) -> list[str]:
-    """Whether this Megatron-core's own attention expects the rows of packs on certain ranks."""
-    if release not in _CUTS_DOCUMENTS:
+def cut_by_megatron(release: str, config: Any, fused: Fused) -> list[str]:
+    """Whether Megatron's own attention runs in this model and expects the rows of packs on certain ranks.
+
+    Args:
+        release: of Megatron-core.
+        config: of the model, or its arguments.
+        fused: the parts of DSA that run on our operators.
+    """
+    if release not in _CUTS_DOCUMENTS or shares_keys(config, fused):
         return []
     problem = (
-        f"under context parallelism Megatron-core {release} expects two chunks of each document on each "
-        "rank, and --pack-documents deals out rows by work; omit it and use "
-        "--dataloader-inter-document-masking"
+        f"under context parallelism the attention of Megatron-core {release} itself expects two chunks of "
+        "each document on each rank, and --pack-documents deals out rows by work; with DSA add "
+        "--use-fused-dsa and omit --no-use-fused-... and --dsa-indexer-topk-freq, or omit --pack-documents "
+        "and use --dataloader-inter-document-masking"
     )
     return [problem]

@@ -10,6 +10,7 @@ from mindspeed_dsa.features.attention.repairs import DSA, megatron_flag
 from mindspeed_dsa.patches.spec import Patch
 
 _HERE = "mindspeed_dsa.features.attention.adapters.kernel_hooks"
+_ABSORBED = f"{DSA.rpartition('.')[0]}.absorbed_mla:AbsorbedMLASelfAttention"
 _CONFIG = "megatron.core.transformer.transformer_config"
 _RELEASES = ">=0.19,<0.20"
 _BACKEND = next(flag for flag in FUSED.flags if flag.dest == "dsa_backend")
@@ -63,6 +64,56 @@ FEATURE = Feature(
             f"{_HERE}.choice:choose_our_backend",
             "--use-fused-dsa selects the backend without a second flag",
             versions=_RELEASES,
+        ),
+        Patch(
+            f"{_ABSORBED}.get_query_key_value_tensors",
+            "wrap",
+            f"{_HERE}.shared_keys:start_with_the_key",
+            "Megatron gathers keys of context parallel ranks when everything else is done",
+            params=("hidden_states", "key_value_states", "packed_seq_params", "inference_context"),
+            versions=_RELEASES,
+        ),
+        Patch(
+            f"{_ABSORBED}._checkpointed_attention_forward",
+            "wrap",
+            f"{_HERE}.shared_keys:wait_before_checkpoint",
+            "a gather under way cannot be recomputed",
+            params=("q_absorbed", "k_compressed"),
+            versions=_RELEASES,
+        ),
+        Patch(
+            f"{_ABSORBED}.forward",
+            "wrap",
+            "mindspeed_dsa.features.attention.context_parallel.core_attention:gather_again_early",
+            "the keys that backward reads are gathered behind the output projection's backward",
+            versions=_RELEASES,
+        ),
+        Patch(
+            f"{DSA}:DSAttention.forward",
+            "wrap",
+            f"{_HERE}.shared_keys:attend_to_shared_keys",
+            "Megatron's form gathers keys in three blocking collectives, and keeps them until backward",
+            params=(
+                "query",
+                "key",
+                "value",
+                "attention_mask",
+                "x",
+                "qr",
+                "position_ids",
+                "attn_mask_type",
+                "packed_seq_params",
+                "up_v_weight",
+            ),
+            versions=_RELEASES,
+        ),
+        Patch(
+            f"{DSA}:DSAIndexer.__init__",
+            "wrap",
+            f"{_HERE}.shared_keys:mark_where_keys_are_shared",
+            "what projects a rank's own rows has a part of the gradient, to be summed",
+            versions=_RELEASES,
+            priority=100,  # after the mark that asks for an average
         ),
     ),
 )
