@@ -83,7 +83,7 @@ def consumers() -> dict[str, Any]:
 
 
 def packs() -> dict[str, Any]:
-    """Latent and plain rotation of packed documents, by angles of a sequence and by those of the whole pack."""
+    """Latent and plain rotation of packed documents, by angles of one sequence and of the whole pack."""
     model.start()
     from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 
