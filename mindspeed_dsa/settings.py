@@ -327,7 +327,7 @@ def _check_choice(flag: Flag, value: Any, who: str) -> None:
     values = value if isinstance(value, (list, tuple)) else [value]
     for each in values:
         if flag.choices is not None and each not in flag.choices:
-            raise ValueError(f"{who}: {_not_a_choice(each, flag.choices)}")
+            raise ValueError(f"{who}={value!r}: {_not_a_choice(each, flag.choices)}")
 
 
 def _not_a_choice(value: Any, choices: Iterable[Any]) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mindspeed_dsa.ops.rotary import Rotation, rotate, rotation
-from mindspeed_dsa.ops.rotary.protocol import Layout
+from mindspeed_dsa.ops.rotary.layouts import Layout
 
 _MOST = 16
 
