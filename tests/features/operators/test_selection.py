@@ -137,6 +137,14 @@ def test_tables_are_made_once_and_anew_when_angles_change(monkeypatch):
     angles.mul_(2)
     assert not rotate(tensor, angles[:6]).equal(first)
     assert len(made) == 5
+    # An evaluation leaves tables that training can use.
+    with torch.inference_mode():
+        evaluated = rotate(tensor, angles[1:7])
+    leaf = tensor.clone().requires_grad_()
+    trained = rotate(leaf, angles[1:7])
+    trained.sum().backward()
+    assert trained.equal(evaluated)
+    assert len(made) == 6
     # By position and by either name, and what is not ours.
     latent = rotate(tensor, angles[:6], False, True)
     assert rotate(tensor, angles[:6], multi_latent_attention=True).equal(latent)
