@@ -114,7 +114,7 @@ def of_yaml(text: str) -> list[str]:
         ShellError: the text is no YAML, or holds no flags; or PyYAML is missing.
     """
     try:
-        import yaml
+        import yaml  # type: ignore[import-untyped]
     except ModuleNotFoundError as error:
         raise ShellError("reading YAML needs PyYAML: pip install pyyaml") from error
     try:

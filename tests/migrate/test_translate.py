@@ -218,6 +218,9 @@ def test_a_padded_vocabulary_on_a_release_without_that_flag():
         ("--norm-topk-prob --moe-router-topk-scaling-factor 2", "--norm-topk-prob"),
         ("--spec mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec", "--spec"),
         ("--num-layers $LAYERS --noop-layers 3", "--noop-layers"),
+        ("--num-layers 4 --noop-layers $NOOP", "--noop-layers"),
+        ("--num-layers 4 --num-layer-list $LIST2", "--num-layer-list"),
+        ("--num-layers 4 --pipeline-num-transformer-layers [[1],[2,1]]", "--pipeline-num-transformer-layers"),
         ("--n-shared-experts 1", "--n-shared-experts"),
     ],
 )
