@@ -13,6 +13,7 @@ from mindspeed_dsa.features.operators import selection
 from mindspeed_dsa.features.operators.mask_arithmetic.filling import fill_by_mask
 from mindspeed_dsa.features.operators.rotary import embedding
 from mindspeed_dsa.features.operators.selection import OPERATORS
+from mindspeed_dsa.features.operators.swiglu.activation import fuse_swiglu, fuse_weighted_swiglu
 
 NAMES = {
     "rmsnorm": "fused-rmsnorm",
@@ -150,6 +151,8 @@ def test_tables_are_made_once_and_anew_when_angles_change(monkeypatch):
     assert rotate(tensor, angles[:6], multi_latent_attention=True).equal(latent)
     assert rotate(tensor, angles[:6], mla_rotary_interleaved=True).equal(latent)
     assert rotate(tensor, angles[:6], True, True) == "Megatron's"
+    assert rotate(tensor, angles[:6], False, False, 1.0, True) == "Megatron's"
+    assert rotate(tensor, angles[:6], inverse=True) == "Megatron's"
     assert rotate(tensor, angles[:6].requires_grad_()) == "Megatron's"
     tables = rotate.__closure__
     assert tables is not None
@@ -159,6 +162,17 @@ def test_tables_are_made_once_and_anew_when_angles_change(monkeypatch):
     del angles
     gc.collect()
     assert len(known._of) == 0, "tables outlive their angles"
+
+
+def test_what_is_kept_or_clamped_otherwise_stays_megatrons():
+    plain = fuse_swiglu(lambda *args, **kwargs: "Megatron's")
+    weighted = fuse_weighted_swiglu(lambda *args, **kwargs: "Megatron's")
+    rows, probs = torch.randn(3, 8), torch.rand(3, 1)
+    assert plain(rows, None, False, False).shape == weighted(rows, None, probs, False).shape == (3, 4)
+    for more in (((True,), {}), ((False, True), {}), ((False,), {"clamp_value": 0.0})):
+        assert plain(rows, None, *more[0], **more[1]) == "Megatron's"
+        assert weighted(rows, None, probs, *more[0], **more[1]) == "Megatron's"
+    assert weighted(rows, torch.zeros(8), probs) == "Megatron's"
 
 
 def test_only_numbers_through_masks_of_whole_rows_are_filled():

@@ -50,9 +50,10 @@ def rotate_fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def _apply_rotary_pos_emb_bshd(
         t: Tensor, freqs: Tensor, rotary_interleaved: bool = False, *args: Any, **kwargs: Any
     ) -> Tensor:
-        latent, mscale = _given(args, kwargs)
-        # A compiler fuses by itself; angles that learn, and an order that is both, are Megatron's affair.
-        if torch.compiler.is_compiling() or freqs.requires_grad or (latent and rotary_interleaved):
+        latent, mscale, more = _given(args, kwargs)
+        # A compiler fuses by itself. Angles that learn, an order that is both, and what later releases can be
+        # asked for as well, are Megatron's affair.
+        if torch.compiler.is_compiling() or freqs.requires_grad or (latent and rotary_interleaved) or more:
             return original(t, freqs, rotary_interleaved, *args, **kwargs)
         layout: Layout = "pairs to halves" if latent else "pairs" if rotary_interleaved else "halves"
         return rotate(t, rotations.of(freqs, mscale, layout, t))
@@ -60,9 +61,11 @@ def rotate_fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return _apply_rotary_pos_emb_bshd
 
 
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, float]:
-    """Whether dimensions are in latent attention's order, and what lengths are multiplied by."""
-    latent = args[0] if args else kwargs.get("mla_rotary_interleaved", False)
-    if kwargs.get("multi_latent_attention") is not None:
-        latent = kwargs["multi_latent_attention"]
-    return bool(latent), float(args[1] if len(args) > 1 else kwargs.get("mscale", 1.0))
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, float, bool]:
+    """Whether dimensions are in latent attention's order, what lengths are multiplied by, and more."""
+    named = dict(kwargs)
+    latent = args[0] if args else named.pop("mla_rotary_interleaved", False)
+    if (older := named.pop("multi_latent_attention", None)) is not None:
+        latent = older
+    mscale = args[1] if len(args) > 1 else named.pop("mscale", 1.0)
+    return bool(latent), float(mscale), any(args[2:]) or any(named.values())
