@@ -238,7 +238,7 @@ def _chunks(job: Job) -> None:
 
 
 def _pairs(job: Job) -> None:
-    """Where MindSpeed pairs microbatches and this library does not, the job computes the same without pairs."""
+    """Where MindSpeed pairs microbatches and this library does not, the job computes the same without."""
     flag = "--moe-fb-overlap"
     if flag not in job:
         return
