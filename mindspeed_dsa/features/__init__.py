@@ -27,6 +27,7 @@ KINDS = (
     "tensor_parallel",
     "moe",
     "pipeline",
+    "compilation",
     "diagnostics",
 )
 """Folders of features. Wrappers of one target nest in this order, and within a kind by folder name; where
