@@ -17,8 +17,8 @@ class CompiledSteps:
     Attributes:
         prolog: gets an ``MLASelfAttention``, its hidden states ``[s, b, hidden]`` and the key's up-projection
             ``[heads, qk_head_dim, kv_lora_rank]``. Returns, as ``get_query_key_value_tensors`` does, query
-            ``[s, b, heads, kv_lora_rank + rope]`` and key ``[s, b, 1, kv_lora_rank + rope]`` in absorbed form,
-            the latent query and the latent key-value; ``None`` for a layer that it does not serve.
+            ``[s, b, heads, kv_lora_rank + rope]`` and key ``[s, b, 1, kv_lora_rank + rope]`` in absorbed
+            form, the latent query and the latent key-value; ``None`` for a layer that it does not serve.
         epilog: gets attention over latents, ``[b, s, heads, kv_lora_rank]``, and the value's up-projection
             ``[heads, value_dim, kv_lora_rank]``; returns ``[s, b, heads * value_dim]``.
     """

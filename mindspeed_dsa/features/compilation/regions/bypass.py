@@ -1,7 +1,7 @@
 """Operators that stay whole in compiled code: neither decomposed nor fused.
 
-The compiler takes an operator apart where it knows how. It does not know those of a library that only forward to
-the ATen ones, and calls them as they are.
+The compiler takes an operator apart where it knows how. It does not know those of a library that only
+forward to the ATen ones, and calls them as they are.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def _overloads(name: str) -> Sequence[Operator]:
     usable = [operator for operator in found if _is_pure(operator)]
     if not usable:
         raise SettingsError(
-            f"--compile-bypass: {name} returns a view or works in place, which the compiler sees to itself; omit it"
+            f"--compile-bypass: {name} returns a view or works in place, which the compiler sees to itself; "
+            "omit it"
         )
     whole = [operator for operator in usable if not _is_made_of_others(operator)]
     if not whole:

@@ -22,8 +22,8 @@ FEATURE = Feature(
     flags=(
         Flag(
             "--compile-regions",
-            "Compile latent attention's prolog and epilog, the router and the shared expert with torch.compile, "
-            "each as one graph; attention itself and all communication stay as they are.",
+            "Compile latent attention's prolog and epilog, the router and the shared expert with "
+            "torch.compile, each as one graph; attention itself and all communication stay as they are.",
         ),
         Flag(
             "--compile-bypass",

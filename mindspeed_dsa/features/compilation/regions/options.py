@@ -28,6 +28,7 @@ class Options:
         bypass = tuple(getattr(settings, "compile_bypass", None) or ())
         if bypass and not getattr(settings, "compile_regions", False):
             raise SettingsError(
-                f"--compile-bypass {' '.join(bypass)} does nothing without --compile-regions; add that, or omit it"
+                f"--compile-bypass {' '.join(bypass)} does nothing without --compile-regions; add that, or "
+                "omit it"
             )
         return cls(bypass)

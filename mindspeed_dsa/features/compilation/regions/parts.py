@@ -1,7 +1,7 @@
 """Linear layers and norms, as a compiled graph can contain them.
 
-A layer that does more than multiply stays outside of graphs: one that communicates, adds the weight's gradient
-to ``main_grad`` itself, has hooks, or is of a class not known here, such as one with an adapter.
+A layer that does more than multiply stays outside of graphs: one that communicates, adds the weight's
+gradient to ``main_grad`` itself, has hooks, or is of a class not known here, such as one with an adapter.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ from torch import Tensor
 from mindspeed_dsa.context import Megatron
 from mindspeed_dsa.integration.local_norms import SequenceParallelLayerNorm, SequenceParallelRMSNorm
 from mindspeed_dsa.parallel import port
-
-_RMS_NORMS = (torch.nn.RMSNorm, SequenceParallelRMSNorm)
-_LAYER_NORMS = (torch.nn.LayerNorm, SequenceParallelLayerNorm)
 
 
 class Norm(NamedTuple):
@@ -58,8 +55,10 @@ def norm_of(module: Any, megatron: Megatron) -> Norm | None:
     """A norm module as a graph can contain it; ``None`` if it cannot."""
     if type(module) is megatron("core.transformer.identity_op").IdentityOp:
         return NO_NORM
-    is_rms = type(module) in _RMS_NORMS
-    if not (is_rms or type(module) in _LAYER_NORMS) or has_hooks(module) or module.weight is None:
+    ours = (SequenceParallelRMSNorm, SequenceParallelLayerNorm)  # and what derives from them: other kernels
+    known = type(module) in (torch.nn.RMSNorm, torch.nn.LayerNorm) or isinstance(module, ours)
+    is_rms = isinstance(module, torch.nn.RMSNorm)
+    if not known or has_hooks(module) or module.weight is None:
         return None
     zero_centered = getattr(module, "zero_centered_gamma", False)
     return Norm(module.weight, getattr(module, "bias", None), module.eps, is_rms, zero_centered)

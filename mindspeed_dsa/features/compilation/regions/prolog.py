@@ -1,8 +1,8 @@
 """Latent attention's prolog and epilog around compiled graphs.
 
-On one tensor parallel rank the prolog is one graph. On several ranks the up-projections gather or reduce: they
-run as they are, between a graph up to the latents and one that begins with their outputs. A layer that does more
-than multiply is left out of a graph in the same way.
+On one tensor parallel rank the prolog is one graph. On several ranks the up-projections gather or reduce:
+they run as they are, between a graph up to the latents and one that begins with their outputs. A layer that
+does more than multiply is left out of a graph in the same way.
 """
 
 from __future__ import annotations
@@ -200,9 +200,7 @@ def _by_head(regions: Regions, megatron: Megatron, module: Any, hidden: Tensor) 
         query_up, key_up = layer.up
         query = latent_query if query_up is not None else layer.query_up(latent_query)[0]
         pair = latent if key_up is not None else module.linear_kv_up_proj(latent)[0]
-        found = region(
-            rows_of(query), rows_of(pair), rows_of(rotary_key), query_up, key_up, cos, sin, sizes
-        )
+        found = region(rows_of(query), rows_of(pair), rows_of(rotary_key), query_up, key_up, cos, sin, sizes)
         return _split(found, rotary_key)
 
     query, key, value = layer.recomputed_if_asked(derive, latent_query, latent, rotary_key)
@@ -291,7 +289,10 @@ class _Tables:
         rows = angles[:length].reshape(length, 1, -1)
         found = [
             open_rows(
-                (function(rows) * mscale).to(states.dtype).expand(-1, states.size(1), -1).reshape(-1, rows.size(-1))
+                (function(rows) * mscale)
+                .to(states.dtype)
+                .expand(-1, states.size(1), -1)
+                .reshape(-1, rows.size(-1))
             )
             for function in (torch.cos, torch.sin)
         ]

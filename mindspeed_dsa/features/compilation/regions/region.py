@@ -66,15 +66,14 @@ class Region:
         text = next((line.strip() for line in str(cause).splitlines() if line.strip()), "no reason given")
         self.failure = f"{type(cause).__name__}: {text}"
         self._log.warning(
-            "the %s does not compile (%s) and runs as it is from here on; set TORCH_LOGS=dynamo,inductor for all of "
-            "it",
+            "the %s does not compile (%s) and runs as it is from here on; TORCH_LOGS=dynamo,inductor says more",
             self.name,
             self.failure,
             ranks="all",
         )
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        """Inductor, with backward compiled at once, so that a failure shows in forward, where it is caught."""
+        """Inductor, with backward compiled at once: a failure shows in forward, where it is caught."""
         from torch._functorch import config
         from torch._inductor.compile_fx import compile_fx
 
@@ -92,7 +91,10 @@ class Region:
         self.compilations += 1
         self.seconds += time.perf_counter() - started
         self._log.info(
-            "compiled the %s in %.1f s", self.name, time.perf_counter() - started, once=(self.name, self.compilations)
+            "compiled the %s in %.1f s",
+            self.name,
+            time.perf_counter() - started,
+            once=(self.name, self.compilations),
         )
         return compiled
 
@@ -150,7 +152,7 @@ def rows_of(states: Tensor) -> Tensor:
 
 
 def open_rows(rows: Tensor) -> Tensor:
-    """Marks a tensor's first dimension as one that changes from call to call; a single row is a case apart."""
+    """Mark a tensor's first dimension as one that changes from call to call; one row is a case apart."""
     if rows.size(0) > 1:
         torch._dynamo.mark_dynamic(rows, 0)
     return rows

@@ -1,8 +1,8 @@
 """The router's logits, selection and scores as one graph, handed out to Megatron's own steps.
 
-Megatron's steps between them, such as dropping tokens, auxiliary losses and statistics, run as they are. What they
-ask for with which arguments is noted in a router's first pass, which is not compiled; a later pass computes it all
-with the logits.
+Megatron's steps between them, such as dropping tokens, auxiliary losses and statistics, run as they are. What
+they ask for with which arguments is noted in a router's first pass, which is not compiled; a later pass
+computes it all with the logits.
 """
 
 from __future__ import annotations
@@ -152,7 +152,9 @@ def _call(
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     plain = {name: value for name, value in given.items() if name not in tensors}
     known = set(tensors) <= {"expert_bias"}
-    if not known or not all(value is None or isinstance(value, (int, float, str)) for value in plain.values()):
+    if not known or not all(
+        value is None or isinstance(value, (int, float, str)) for value in plain.values()
+    ):
         return None, ()
     return Call(function, tuple(plain.items()), tuple(tensors)), tuple(tensors.values())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -35,9 +36,7 @@ class Activation(NamedTuple):
         return self.function(gate) * (linear + self.offset if self.offset else linear)
 
 
-def expert(
-    rows: Tensor, first: Linear | None, second: Linear | None, activation: Activation
-) -> Tensor:
+def expert(rows: Tensor, first: Linear | None, second: Linear | None, activation: Activation) -> Tensor:
     """``[tokens, hidden]`` to the same; without products, ``[tokens, ffn]`` of what they are between."""
     between = activation.of(rows if first is None else first.of(rows))
     return between if second is None else second.of(between)
@@ -62,7 +61,10 @@ def compile_shared_expert(
             getattr(config, "activation_func_clamp_value", None),
             getattr(config, "glu_linear_offset", 0.0),
         )
-        first, second = linear_of(self.linear_fc1, context.megatron), linear_of(self.linear_fc2, context.megatron)
+        first, second = (
+            linear_of(self.linear_fc1, context.megatron),
+            linear_of(self.linear_fc2, context.megatron),
+        )
         states = hidden_states if first is not None else self.linear_fc1(hidden_states)[0]
         found = region(rows_of(states), first, second, activation).unflatten(0, states.shape[:2])
         output: Tensor = found if second is not None else self.linear_fc2(found)[0]
@@ -81,12 +83,12 @@ def _why_not(module: Any, context: Context[Options]) -> str | None:
         return "Transformer Engine has its activation function"
     if getattr(config, "activation_func_fp8_input_store", False):
         return "its activations are stored in fp8"
-    if "forward" in module.__dict__ or not _is_plain_forward(context):
-        return "another feature runs its forward in steps"
+    if not _is_known(context.megatron("core.transformer.mlp")):
+        return "another package replaced MLP.forward, which it would not call"
     return None
 
 
-def _is_plain_forward(context: Context[Options]) -> bool:
-    """Whether ``MLP.forward``, which is not called, is Megatron's own."""
-    mlp = context.megatron("core.transformer.mlp")
-    return bool(mlp.MLP.forward.__code__.co_filename == mlp.__file__)
+def _is_known(mlp: Any) -> bool:
+    """Whether ``MLP.forward`` is Megatron's own, or a feature's that changes kernels or memory alone."""
+    code = mlp.MLP.forward.__code__.co_filename
+    return bool(code == mlp.__file__ or Path(code).is_relative_to(Path(__file__).parents[3]))

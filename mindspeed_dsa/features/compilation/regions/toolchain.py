@@ -16,11 +16,17 @@ def missing(device_type: str) -> str | None:
         return None
     if device_type == "npu":
         if find_spec("torch_npu") is None or find_spec("torch_npu._inductor") is None:
-            return "this torch_npu has no code generator for torch.compile; install one that has, and triton-ascend"
+            return (
+                "this torch_npu has no code generator for torch.compile; install one that has, and "
+                "triton-ascend"
+            )
         return None
     if find_spec("triton") is None:
         return "there is no Triton; pip install triton"
     named = os.environ.get("CC", "gcc")
     if shutil.which(named) is None:
-        return f"there is no C compiler ({named}), which Triton builds its launchers with; install gcc, or name one in CC"
+        return (
+            f"there is no C compiler ({named}), which Triton builds its launchers with; install gcc, or name "
+            "one in CC"
+        )
     return None
