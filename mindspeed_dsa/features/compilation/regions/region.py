@@ -66,7 +66,7 @@ class Region:
         text = next((line.strip() for line in str(cause).splitlines() if line.strip()), "no reason given")
         self.failure = f"{type(cause).__name__}: {text}"
         self._log.warning(
-            "the %s does not compile (%s) and runs as it is from here on; TORCH_LOGS=dynamo,inductor says more",
+            "the %s does not compile (%s) and runs as it is; TORCH_LOGS=dynamo,inductor says more",
             self.name,
             self.failure,
             ranks="all",
