@@ -27,6 +27,7 @@ KINDS = (
     "tensor_parallel",
     "moe",
     "pipeline",
+    "operators",
     "compilation",
     "diagnostics",
 )
