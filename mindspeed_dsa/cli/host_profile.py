@@ -98,8 +98,8 @@ def _recorded(options: argparse.Namespace, folder: Path) -> dict[str, Any] | Non
     if not file.exists():
         print("\n".join(last_lines(log)))
         print(
-            f"the command ended with status {process.returncode} before step {options.step} and the one after "
-            "it were recorded; it must import mindspeed_dsa.megatron_adaptor and make that many steps"
+            f"the command ended with status {process.returncode} before step {options.step} and the one "
+            "after it were recorded; it must import mindspeed_dsa.megatron_adaptor and make that many steps"
         )
         return None
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

@@ -6,6 +6,7 @@ gradient to ``main_grad`` itself, has hooks, or is of a class not known here, su
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -51,9 +52,17 @@ class Linear(NamedTuple):
         return F.linear(self.norm.of(states), self.weight)
 
 
+@cache
+def _classes(megatron: Megatron) -> tuple[type, type, type]:
+    """Megatron's identity, and its parallel linear layers by column and by row."""
+    layers = megatron("core.tensor_parallel.layers")
+    identity = megatron("core.transformer.identity_op").IdentityOp
+    return identity, layers.ColumnParallelLinear, layers.RowParallelLinear
+
+
 def norm_of(module: Any, megatron: Megatron) -> Norm | None:
     """A norm module as a graph can contain it; ``None`` if it cannot."""
-    if type(module) is megatron("core.transformer.identity_op").IdentityOp:
+    if type(module) is _classes(megatron)[0]:
         return NO_NORM
     ours = (SequenceParallelRMSNorm, SequenceParallelLayerNorm)  # and what derives from them: other kernels
     known = type(module) in (torch.nn.RMSNorm, torch.nn.LayerNorm) or isinstance(module, ours)
@@ -73,16 +82,17 @@ def linear_of(module: Any, megatron: Megatron) -> Linear | None:
         return None
     if type(module).__dict__.get("is_one_product"):  # replicated on every rank
         return Linear(weight, NO_NORM)
-    layers, config = megatron("core.tensor_parallel.layers"), getattr(module, "config", None)
-    if type(module) is layers.RowParallelLinear:
+    _, by_column, by_row = _classes(megatron)
+    if type(module) is by_row:
         return Linear(weight, NO_NORM) if weight.size(1) == module.input_size and _is_local(module) else None
     has_norm = type(module).__dict__.get("is_norm_and_product")
-    if not (has_norm or type(module) is layers.ColumnParallelLinear):
+    if not (has_norm or type(module) is by_column):
         return None
     if weight.size(0) != module.output_size or not _is_local(module):
         return None
     norm = NO_NORM
     if has_norm:
+        config = module.config
         is_rms = config.normalization == "RMSNorm"
         bias = None if is_rms else module.layer_norm_bias
         zero_centered = bool(config.layernorm_zero_centered_gamma)
