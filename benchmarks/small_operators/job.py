@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -121,7 +120,7 @@ class Job:
         regions = sys.modules.get("mindspeed_dsa.features.compilation.regions.region")
         if regions is None:
             return {"regions": {}, "graph_breaks": 0, "seconds": 0.0, "failed": []}
-        found = [each for owner in gc.get_objects() if type(owner) is regions.Regions for each in owner.all()]
+        found = [each for owner in regions._sessions.values() for each in owner.all()]
         return {
             "regions": {each.name: each.compilations for each in found},
             "graph_breaks": sum(counters["graph_break"].values()),

@@ -69,7 +69,7 @@ def test_the_command_prints_and_draws_what_a_job_recorded(record, tmp_path, caps
     flags = [f"--{kind}={file}" for kind, file in files.items()]
     assert main(["host-profile", "--step=2", *flags, "--", sys.executable, "-c", job]) == 0
     out = capsys.readouterr().out
-    assert "TopKRouter" in out
+    assert "MLASelfAttention" in out
     assert "--compile-regions" in out
     assert "lines of mindspeed_dsa itself" in out
     assert json.loads(files["json"].read_text()) == record

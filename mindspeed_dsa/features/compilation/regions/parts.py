@@ -14,8 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.integration.gathered_weights import wait_for_weights
 from mindspeed_dsa.integration.local_norms import SequenceParallelLayerNorm, SequenceParallelRMSNorm
 from mindspeed_dsa.parallel import port
+
+_OVERLAPPED_GATHERING = "core.distributed.distributed_data_parallel"
+"""Module of the hooks that wait for weights under ``--overlap-param-gather``."""
 
 
 class Norm(NamedTuple):
@@ -67,7 +71,7 @@ def norm_of(module: Any, megatron: Megatron) -> Norm | None:
     ours = (SequenceParallelRMSNorm, SequenceParallelLayerNorm)  # and what derives from them: other kernels
     known = type(module) in (torch.nn.RMSNorm, torch.nn.LayerNorm) or isinstance(module, ours)
     is_rms = isinstance(module, torch.nn.RMSNorm)
-    if not known or has_hooks(module) or module.weight is None:
+    if not known or _has_hooks(module) or module.weight is None:
         return None
     zero_centered = getattr(module, "zero_centered_gamma", False)
     return Norm(module.weight, getattr(module, "bias", None), module.eps, is_rms, zero_centered)
@@ -76,7 +80,7 @@ def norm_of(module: Any, megatron: Megatron) -> Norm | None:
 def linear_of(module: Any, megatron: Megatron) -> Linear | None:
     """A linear layer as a graph can contain it; ``None`` if it cannot."""
     weight = getattr(module, "weight", None)
-    if type(weight) is not torch.nn.Parameter or has_hooks(module) or _is_held(weight):
+    if type(weight) is not torch.nn.Parameter or _has_hooks(module) or _is_held(weight):
         return None
     if getattr(module, "bias", None) is not None:
         return None
@@ -100,10 +104,14 @@ def linear_of(module: Any, megatron: Megatron) -> Linear | None:
     return Linear(weight, norm)
 
 
-def has_hooks(module: Any) -> bool:
-    """Whether something else runs when a module does."""
+def _has_hooks(module: Any) -> bool:
+    """Whether something else runs when a module does; what waits for its weights runs now."""
+    waits = module._forward_pre_hooks
+    if waits and all(hook.__module__.endswith(_OVERLAPPED_GATHERING) for hook in waits.values()):
+        wait_for_weights(module)
+        waits = {}
     return bool(
-        module._forward_pre_hooks
+        waits
         or module._forward_hooks
         or module._backward_hooks
         or module._backward_pre_hooks

@@ -127,6 +127,9 @@ class _Layer:
             self.query_down is not None and self.query_down.weight.size(0) != config.q_lora_rank
         ):
             return "its down-projections are split over tensor parallel ranks"
+        edges = self.down.key is None or (self.query_down is not None and self.down.query is None)
+        if edges and config.tensor_model_parallel_size > 1:
+            return "its down-projections do more than multiply, on several tensor parallel ranks"
         return None
 
     @property
@@ -168,7 +171,7 @@ class _Layer:
         """Run now; with ``mla_up_proj`` among the modules to recompute, the layer frees the results."""
         if not getattr(self.module, "recompute_up_proj", False):
             return derive(*parts)
-        checkpoint = self._megatron("core.tensor_parallel").CheckpointWithoutOutput()
+        checkpoint = self._megatron("core.tensor_parallel").CheckpointWithoutOutput(fp8=None)
         self.module.qkv_up_checkpoint = checkpoint
         return checkpoint.checkpoint(derive, *parts)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -102,8 +102,8 @@ class Region:
 class Regions:
     """The regions of one session, each compiled at its first call."""
 
-    def __init__(self, context: Context[Options]) -> None:
-        self._context = context
+    def __init__(self, options: Options, log: Log) -> None:
+        self._options, self._log = options, log
         self._regions: dict[str, Region] = {}
         self._usable: dict[str, bool] = {}
 
@@ -111,8 +111,8 @@ class Regions:
         """The region of that name."""
         found = self._regions.get(name)
         if found is None:
-            operators = bypass.resolve(self._context.options.bypass)
-            found = self._regions[name] = Region(name, function, operators, self._context.log)
+            operators = bypass.resolve(self._options.bypass)
+            found = self._regions[name] = Region(name, function, operators, self._log)
         return found
 
     def all(self) -> tuple[Region, ...]:
@@ -126,18 +126,22 @@ class Regions:
             problem = toolchain.missing(device)
             self._usable[device] = problem is None
             if problem is not None:
-                self._context.log.warning("%s; nothing is compiled meanwhile", problem)
+                self._log.warning("%s; nothing is compiled meanwhile", problem)
         return self._usable[device] and not torch.is_autocast_enabled(device)
 
     def declined(self, region: str, reason: str) -> None:
         """Say once that a region runs as it is, and why."""
-        self._context.log.info("the %s runs as it is: %s", region, reason, once=(region, reason))
+        self._log.info("the %s runs as it is: %s", region, reason, once=(region, reason))
 
 
-@functools.cache
+_sessions: WeakKeyDictionary[Context[Options], Regions] = WeakKeyDictionary()
+
+
 def regions_of(context: Context[Options]) -> Regions:
     """Those of one session, which its context identifies."""
-    return Regions(context)
+    if context not in _sessions:
+        _sessions[context] = Regions(context.options, context.log)
+    return _sessions[context]
 
 
 def rows_of(states: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.compilation.regions.options import Options
-from mindspeed_dsa.features.compilation.regions.parts import has_hooks
 from mindspeed_dsa.features.compilation.regions.region import regions_of, rows_of
 
 ROUTER = "router"
@@ -43,7 +42,8 @@ class _Pass:
 
 
 _current: ContextVar[_Pass | None] = ContextVar("the router's pass", default=None)
-_noted: WeakKeyDictionary[Any, dict[str, Call]] = WeakKeyDictionary()
+_noted: WeakKeyDictionary[Any, dict[bool, dict[str, Call]]] = WeakKeyDictionary()
+"""What was asked for in a router's pass that learns, and in one that does not, as of recomputed layers."""
 
 
 def follow_router(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,8 +56,7 @@ def follow_router(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, input, *args, **kwargs)
         finally:
             _current.reset(token)
-            # A pass without auxiliary losses, in evaluation, notes less; what is asked for in training stays.
-            _noted[self] = {**_noted.get(self, {}), **current.calls}
+            _noted.setdefault(self, {})[_learns(self)] = current.calls
 
     return forward
 
@@ -67,23 +66,26 @@ def compile_gating(original: Callable[..., Tensor], context: Context[Options]) -
     regions = regions_of(context)
 
     def gating(self: Any, input: Tensor) -> Tensor:
-        current, noted = _current.get(), _noted.get(self)
+        current, noted = _current.get(), _noted.get(self, {}).get(_learns(self))
         if current is None or not noted or not regions.usable(input):
             return original(self, input)
         if (reason := _why_not(self, context)) is not None:
             regions.declined(ROUTER, reason)
             return original(self, input)
-        names = [name for name in noted if name == SELECTION or (self.training and torch.is_grad_enabled())]
-        calls = tuple(noted[name] for name in names)
+        calls = tuple(noted.values())
         tensors = tuple(tuple(_tensor(self, name) for name in call.tensors) for call in calls)
         dtype = _DTYPES.get(self.config.moe_router_dtype, input.dtype)
         region = regions.of(ROUTER, route)
         logits, *found = region(rows_of(input), self.weight, self.bias, dtype, calls, tensors)
         current.logits = logits
-        current.ready = dict(zip(names, zip(calls, tensors, found, strict=True), strict=True))
+        current.ready = dict(zip(noted, zip(calls, tensors, found, strict=True), strict=True))
         return logits.unflatten(0, input.shape[:-1])  # type: ignore[no-any-return]
 
     return gating
+
+
+def _learns(router: Any) -> bool:
+    return bool(router.training and torch.is_grad_enabled())
 
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -176,8 +178,6 @@ def _is_same(logits: Tensor, computed: Tensor | None) -> bool:
 
 def _why_not(router: Any, context: Context[Options]) -> str | None:
     config = router.config
-    if has_hooks(router):
-        return "it has hooks"
     if getattr(config, "moe_router_fusion", False):
         return "--moe-router-fusion has operators of its own"
     if getattr(config, "moe_z_loss_coeff", None) is not None:

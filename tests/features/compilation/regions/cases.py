@@ -87,8 +87,8 @@ def regions() -> list[Any]:
     """The session's regions."""
     from mindspeed_dsa.features.compilation.regions import region
 
-    gc.collect()
-    return [each for owner in gc.get_objects() if type(owner) is region.Regions for each in owner.all()]
+    gc.collect()  # those of sessions that have ended
+    return [each for owner in region._sessions.values() for each in owner.all()]
 
 
 def compilations() -> dict[str, int]:

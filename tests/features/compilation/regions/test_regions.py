@@ -51,8 +51,8 @@ def check(off, on, expected, rtol):
 @pytest.mark.parametrize(
     "name",
     [
-        "by head",
         "absorbed",
+        pytest.param("by head", marks=pytest.mark.full),
         pytest.param("by head, TP2+SP", marks=pytest.mark.full),
         pytest.param("absorbed, layers recomputed", marks=pytest.mark.full),
         pytest.param("by head, up-projections recomputed", marks=pytest.mark.full),
