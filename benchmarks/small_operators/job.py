@@ -19,6 +19,7 @@ from torch import Tensor
 
 from benchmarks.memory.child import serve, timed
 from mindspeed_dsa import platforms
+from mindspeed_dsa.features.diagnostics.host_profile.account import is_launch
 
 _FEW = 16
 """Tokens whose arithmetic takes next to no time: what a layer costs then is the host's."""
@@ -94,7 +95,7 @@ class Job:
         """Operators and compiled kernels that a layer runs, in forward and backward."""
         with torch.autograd.profiler.profile() as profile:
             self.few()
-        return {"dispatches": sum(map(_is_launch, profile.function_events)) / self.sizes.layers}
+        return {"dispatches": sum(map(is_launch, profile.function_events)) / self.sizes.layers}
 
     def saved(self) -> dict[str, float]:
         """Bytes kept for backward by a forward, each storage once, without parameters."""
@@ -127,17 +128,6 @@ class Job:
             "seconds": sum(each.seconds for each in found),
             "failed": [f"{each.name}: {each.failure}" for each in found if each.failure],
         }
-
-
-def _is_launch(event: Any) -> bool:
-    """An operator that did the work itself, and did not leave it to others; or a kernel of compiled code."""
-    if "cpp_fused" in event.name or event.name.startswith("triton_"):
-        return True
-    return (
-        "::" in event.name
-        and not event.name.startswith("autograd::")
-        and not any("::" in child.name for child in event.cpu_children)
-    )
 
 
 def _model(sizes: Sizes) -> Any:
