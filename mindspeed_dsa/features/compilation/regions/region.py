@@ -61,8 +61,9 @@ class Region:
 
     def _give_up(self, error: Exception) -> None:
         cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
+        # Dynamo keeps a backend's exception as an attribute of its own, which ends the chain.
+        while (inner := getattr(cause, "inner_exception", None) or cause.__cause__) is not None:
+            cause = inner
         text = next((line.strip() for line in str(cause).splitlines() if line.strip()), "no reason given")
         self.failure = f"{type(cause).__name__}: {text}"
         self._log.warning(
