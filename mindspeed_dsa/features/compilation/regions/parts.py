@@ -57,7 +57,7 @@ class Linear(NamedTuple):
 
 
 @cache
-def _classes(megatron: Megatron) -> tuple[type, type, type]:
+def _classes(megatron: Megatron) -> tuple[Any, Any, Any]:
     """Megatron's identity, and its parallel linear layers by column and by row."""
     layers = megatron("core.tensor_parallel.layers")
     identity = megatron("core.transformer.identity_op").IdentityOp

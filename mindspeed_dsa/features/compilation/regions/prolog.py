@@ -154,7 +154,7 @@ class _Layer:
             self.down,
             self.sizes,
         )
-        return _split(found, hidden)
+        return _split(found, hidden)  # type: ignore[no-any-return]
 
     def whole_rotary_key(self, rotary_key: Tensor) -> Tensor:
         """That of the whole sequence, ``[s, b, rotary]``."""

@@ -80,7 +80,7 @@ class Region:
 
         started = time.perf_counter()
         # The cache of whole graphs does not know about bypassed operators; that of code does.
-        caching = {"enable_autograd_cache": False} if self._bypassed else {}
+        caching: dict[str, Any] = {"enable_autograd_cache": False} if self._bypassed else {}
         with config.patch(force_non_lazy_backward_lowering=True, **caching):
             compiled = compile_fx(
                 graph,
