@@ -17,8 +17,10 @@ PER_TOKEN = "--calculate-per-token-loss"
 MTP = f"{SHALLOW} --mtp-num-layers 1"
 
 
-def layout_of(name: str, ranks: int, flags: str = "", model: str = SHALLOW, quick: bool = False) -> Any:
-    layout = Layout(name, ranks, flags, model, switches={"use_fused_dsa": True})
+def layout_of(
+    name: str, ranks: int, flags: str = "", model: str = SHALLOW, quick: bool = False, **switches: Any
+) -> Any:
+    layout = Layout(name, ranks, flags, model, switches={"use_fused_dsa": True, **switches})
     return pytest.param(layout, id=name, marks=() if quick else pytest.mark.full)
 
 
@@ -29,7 +31,7 @@ LAYOUTS = [
     layout_of("EP2 x EDP2", 4, EP2),
     layout_of("PP2 x EP2", 4, f"{PP2} {EP2}", quick=True),
     layout_of("PP2 x VPP2 x EP2, loss per token", 4, f"{PP2} {VPP2} {EP2} {PER_TOKEN}"),
-    layout_of("CP2 x DP2", 4, "--context-parallel-size 2"),
+    layout_of("CP2 x DP2", 4, "--context-parallel-size 2", context_parallel_size=2),
 ]
 
 

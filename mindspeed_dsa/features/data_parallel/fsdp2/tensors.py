@@ -11,7 +11,7 @@ from mindspeed_dsa.parallel.fsdp2_shards import shard_axis
 
 
 def to_local_if_dtensor(tensor: Any) -> Any:
-    """Replaces the function of this name and ``_unshard_if_dtensor``: this rank's piece, always one object."""
+    """Replaces the function of this name and ``_unshard_if_dtensor``: this rank's piece, one object."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

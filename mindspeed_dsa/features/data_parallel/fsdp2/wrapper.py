@@ -179,8 +179,10 @@ def _ddp_of(
     """Megatron's DDP around parameters that are not sharded; None where there are none."""
     if some_sharded and self.device_mesh.get_local_rank(self.device_mesh.ndim - 1):
         for parameter in whole.values():
-            # Norms are summed over ranks, each of which has these: one of them counts.
-            parameter.shared = True
+            # Norms are summed over ranks, each of which has these: one of them counts. Experts are an
+            # optimizer's of their own, unless all ranks have the same.
+            if getattr(parameter, "allreduce", True):
+                parameter.shared = True
     if not any(parameter.requires_grad for parameter in whole.values()):
         return None
     holder = nn.Module()
