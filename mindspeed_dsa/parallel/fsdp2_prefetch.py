@@ -15,7 +15,7 @@ def prefetch(units: Sequence[Any], ahead: int, root: Any = None, asynchronous: b
         units: ``FSDPModule``, in the order in which a forward pass runs them.
         ahead: units; 0: every unit gathers its own weights when it runs.
         root: the ``FSDPModule`` around them, which runs first in either direction.
-        asynchronous: issue gathers as works to wait for: without streams, only these overlap, if issued ahead.
+        asynchronous: issue gathers as works to wait for; without streams, only these overlap.
     """
     units = list(units)
     for at, unit in enumerate(units):

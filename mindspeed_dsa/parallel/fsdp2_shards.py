@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -170,6 +171,12 @@ def _keep_sums_in(dtype: torch.dtype, root: Any) -> None:
                 group._orig_dtype = dtype
                 for each in group.fsdp_params:
                     each.sharded_param.grad_dtype = dtype
+                    # It would describe a gradient as being of the parameter's type.
+                    each.to_sharded_dtensor = partial(_shard_like, each)
+
+
+def _shard_like(each: Any, tensor: Tensor) -> Any:
+    return like(tensor, each.sharded_param)
 
 
 def sharded_gradients(root: nn.Module) -> list[Tensor]:

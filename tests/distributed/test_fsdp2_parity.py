@@ -11,8 +11,8 @@ from tests.distributed.parity import EP2, PP2, SHALLOW, TP2, VPP2, Bounds, Lab, 
 from tests.support.memory_events import GATHERED
 
 ON = {"use_torch_fsdp2": True}
-EXACT = Bounds(loss=1e-6, grad_norm=1e-6, first_gradient=1e-6)
-"""Nothing but the order of sums differs."""
+EXACT = Bounds(loss=1e-6, grad_norm=1e-6, first_gradient=1e-6, last_gradient=1e-4, update=1e-3)
+"""Nothing but the order of sums differs; one sign of an indexer's product near zero may make the last two."""
 PER_TOKEN = "--calculate-per-token-loss"
 MTP = f"{SHALLOW} --mtp-num-layers 1"
 
