@@ -12,6 +12,8 @@ EXTRAS = {
     "megatron": ["torch>=2.6", "megatron-core>=0.12.1,<0.20", "numpy", "tokenizers"],
     "triton": ["triton>=3.3; platform_system == 'Linux'"],
     "npu": ["torch_npu>=2.6; platform_system == 'Linux'"],
+    # Fused RMSNorm and SwiGLU on GPUs.
+    "liger": ["liger-kernel>=0.8.5; platform_system == 'Linux'"],
     "viz": ["matplotlib", "tensorboard", "tqdm"],
     # Triton's kernels are tested in its interpreter, which needs no GPU.
     "test": [

@@ -28,6 +28,7 @@ KINDS = (
     "moe",
     "data_parallel",
     "pipeline",
+    "operators",
     "diagnostics",
 )
 """Folders of features. Wrappers of one target nest in this order, and within a kind by folder name; where

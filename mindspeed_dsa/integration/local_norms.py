@@ -46,6 +46,20 @@ def _prepare_norm(norm: torch.nn.Module, config: Any) -> bool:
     return zero_centered
 
 
+RMSNorm = Callable[[Tensor, Tensor, float], Tensor]
+"""Of ``[..., hidden]``, the weight ``[hidden]`` and epsilon."""
+_RMS_NORM = "rms_norm"
+
+
+def normalize_with(layer: Any, rms_norm: RMSNorm) -> None:
+    """Let another function compute the RMSNorm of a linear layer that holds its parameters."""
+    setattr(layer, _RMS_NORM, rms_norm)
+
+
+def _rms_norm_of_torch(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(hidden_states, weight.shape, weight, eps)
+
+
 def norm_of_fused_layer(layer: Any, hidden_states: Tensor, config: Any) -> Tensor:
     """The norm before a linear layer that holds its parameters, ours or Transformer Engine's.
 
@@ -61,7 +75,8 @@ def norm_of_fused_layer(layer: Any, hidden_states: Tensor, config: Any) -> Tenso
     if config.layernorm_zero_centered_gamma:
         weight = weight + 1
     if config.normalization == "RMSNorm":
-        return F.rms_norm(hidden_states, weight.shape, weight, config.layernorm_epsilon)
+        rms_norm: RMSNorm = getattr(layer, _RMS_NORM, _rms_norm_of_torch)
+        return rms_norm(hidden_states, weight, config.layernorm_epsilon)
     return F.layer_norm(hidden_states, weight.shape, weight, layer.layer_norm_bias, config.layernorm_epsilon)
 
 

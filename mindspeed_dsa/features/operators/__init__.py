@@ -1,0 +1,1 @@
+"""Small operators of a layer, each as one."""

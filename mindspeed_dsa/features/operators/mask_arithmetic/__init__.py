@@ -1,0 +1,1 @@
+"""Selection by a mask without a search for the places where it is true."""

@@ -1,0 +1,1 @@
+"""SwiGLU as one operator."""

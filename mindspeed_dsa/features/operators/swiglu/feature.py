@@ -1,0 +1,51 @@
+"""``--use-fused-swiglu``: the activation of MLPs, experts and shared experts."""
+
+from __future__ import annotations
+
+from mindspeed_dsa.declarations import Feature, Flag, Requires
+from mindspeed_dsa.features.operators.selection import FUSED_OPERATORS, selects
+from mindspeed_dsa.features.operators.swiglu.validation import check_swiglu
+from mindspeed_dsa.integration import configuration, releases
+from mindspeed_dsa.patches.spec import Patch
+
+_IMPL = "mindspeed_dsa.features.operators.swiglu.activation"
+_FUSIONS = "megatron.core.fusions.fused_bias_swiglu"
+
+FEATURE = Feature(
+    name="fused-swiglu",
+    summary="SwiGLU, with a bias or weighted by a router's probabilities, is one operator forward and one "
+    "backward, and keeps its input alone.",
+    flags=(Flag("--use-fused-swiglu", "Fuse SwiGLU."), FUSED_OPERATORS),
+    patches=(
+        Patch(
+            f"{_FUSIONS}:bias_swiglu_impl",
+            "wrap",
+            f"{_IMPL}:fuse_swiglu",
+            "its backward is more than a dozen operations unless a compiler fuses them",
+            params=("input", "bias", "fp8_input_store"),
+            versions=releases.SERVED,
+        ),
+        Patch(
+            f"{_FUSIONS}:weighted_bias_swiglu_impl",
+            "wrap",
+            f"{_IMPL}:fuse_weighted_swiglu",
+            "its backward is more than a dozen operations unless a compiler fuses them",
+            params=("input", "bias", "weights", "fp8_input_store"),
+            versions=releases.SERVED,
+        ),
+        Patch(
+            "megatron.core.transformer.mlp:MLP.forward",
+            "wrap",
+            f"{_IMPL}:fuse_in_mlp",
+            "without Megatron's own fusion backward keeps the results of three operations",
+            params=("hidden_states", "per_token_scale"),
+            versions=releases.SERVED,
+            priority=-1,  # inside of what runs the forward in part, or knows the module by its identity
+        ),
+    ),
+    requires=Requires(versions={"megatron-core": releases.SERVED}),
+    active=selects("swiglu", "use_fused_swiglu"),
+    validate=configuration.validate(check_swiglu),
+    doc="fused-operators.md",
+)
+FEATURES = (FEATURE,)

@@ -1,0 +1,42 @@
+"""RMSNorm on Ascend NPUs: torch_npu's operators."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.npu_device import npu_op, unavailable
+
+KIND: Literal["gradients"] = "gradients"
+_NORM = "npu_rms_norm"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def unsupported(shape: ShapeClass) -> str | None:
+    """Why this backend cannot take calls of this shape, or None."""
+    if shape.dtype not in _DTYPES:
+        return f"{_NORM} takes fp32, bf16 and fp16"
+    return unavailable(shape.device, _NORM, f"{_NORM}_backward")
+
+
+def plan(hidden: Tensor, weight: Tensor) -> Any:
+    """Why torch_npu's operator cannot take this call, or None."""
+    if weight.dtype != hidden.dtype:
+        return f"{_NORM} takes a weight of its input's dtype, not {weight.dtype} with {hidden.dtype}"
+    if not 2 <= hidden.dim() <= 8:
+        return f"{_NORM} takes 2 to 8 axes, not {hidden.dim()}"
+    return None
+
+
+def forward(hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``[..., n]``, and ``[..., 1]`` what each row was multiplied by."""
+    return npu_op(_NORM)(hidden, weight, epsilon=eps)
+
+
+def backward(grad: Tensor, hidden: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of ``hidden`` and of ``weight``."""
+    grad_hidden, grad_weight = npu_op(f"{_NORM}_backward")(grad, hidden, weight, rstd)
+    return grad_hidden, grad_weight.to(weight.dtype)
