@@ -14,7 +14,6 @@ from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     TorchFullyShardedDataParallel,
-    TorchFullyShardedDataParallelConfig,
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
@@ -68,6 +67,11 @@ def build_model(args: argparse.Namespace, config: MLATransformerConfig) -> list[
     if args.bf16:
         modules = [Float16Module(config, module) for module in modules]
     if args.use_torch_fsdp2:
+        # before 0.14 it is somewhere else
+        from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
+            TorchFullyShardedDataParallelConfig,
+        )
+
         sharded = TorchFullyShardedDataParallelConfig()
         return [TorchFullyShardedDataParallel(config, sharded, module) for module in modules]
     buckets = args.ddp_bucket_size or max(

@@ -14,6 +14,12 @@ ON = {"use_torch_fsdp2": True}
 EXACT = Bounds(loss=1e-6, grad_norm=1e-6, first_gradient=1e-6, last_gradient=1e-4, update=1e-3)
 """Nothing but the order of sums differs; one sign of an indexer's product near zero may make the last two."""
 PER_TOKEN = "--calculate-per-token-loss"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+INSIDE_LAYERS = {
+    "recompute_norm": True,
+    "recompute_activation_function": True,
+    "moe_alltoall_overlap_comm": True,
+}
 MTP = f"{SHALLOW} --mtp-num-layers 1"
 
 
@@ -31,6 +37,8 @@ LAYOUTS = [
     layout_of("EP2 x EDP2", 4, EP2),
     layout_of("PP2 x EP2", 4, f"{PP2} {EP2}", quick=True),
     layout_of("PP2 x VPP2 x EP2, loss per token", 4, f"{PP2} {VPP2} {EP2} {PER_TOKEN}"),
+    layout_of("EP2, layers recomputed", 2, f"{EP2} {RECOMPUTE}"),
+    layout_of("EP2, outputs recomputed, all-to-alls overlapped", 2, EP2, **INSIDE_LAYERS),
     layout_of("CP2 x DP2", 4, "--context-parallel-size 2", context_parallel_size=2),
 ]
 

@@ -16,7 +16,7 @@ from tests.support.optimizer_job import assemble, step
 
 WAY = "fully_reshardable"
 # On four ranks: a router of six rows, and norms of eighteen weights, which have no quarters.
-ODD = {"num_moe_experts": 6, "kv_lora_rank": 18}
+ODD = {"num_moe_experts": 6, "kv_lora_rank": 18, "num_layers": 1, "moe_layer_freq": 1}
 JOB: dict[str, Any] = {"ep": 2, "overrides": ODD}
 
 
@@ -24,24 +24,21 @@ def life(folder: str, sharding_size: int | None) -> dict[str, Any]:
     """Steps of both, a checkpoint of DDP's into FSDP2, on from there, back into DDP, and resumed."""
     start({"use_torch_fsdp2": True, "fsdp2_sharding_size": sharding_size}, ep=2)
     ddp, sharded = assemble(**JOB), assemble(**JOB, fsdp2=True)
-    records = [(step(ddp, number), step(sharded, number)) for number in range(2)]
+    records = [(step(ddp, 0), step(sharded, 0))]
     from_ddp, from_fsdp2 = (_made(Path(folder, name)) for name in ("ddp", "fsdp2"))
     save_to(ddp, WAY, from_ddp)
-
-    taken_over = assemble(**JOB, fsdp2=True)
-    step(taken_over, 7)  # everything is something else before it is loaded
-    load_from(taken_over, WAY, from_ddp)
-    unequal = {"ddp to fsdp2": differing(ddp, taken_over)}
-    records.append((step(ddp, 2), step(taken_over, 2)))
-    save_to(taken_over, WAY, from_fsdp2)
-
-    back, resumed = assemble(**JOB), assemble(**JOB, fsdp2=True)
-    for job in (back, resumed):
-        step(job, 7)
-        load_from(job, WAY, from_fsdp2)
-    unequal["fsdp2 to ddp"] = differing(back, taken_over)
-    unequal["resumed"] = [] if step(resumed, 3) == step(taken_over, 3) else ["record"]
-    unequal["resumed"] += differing(resumed, taken_over)
+    step(sharded, 7)  # everything is something else before it is loaded
+    load_from(sharded, WAY, from_ddp)
+    unequal = {"ddp to fsdp2": differing(ddp, sharded)}
+    records.append((step(ddp, 1), step(sharded, 1)))
+    save_to(sharded, WAY, from_fsdp2)
+    step(ddp, 7)
+    load_from(ddp, WAY, from_fsdp2)
+    unequal["fsdp2 to ddp"] = differing(ddp, sharded)
+    resumed = assemble(**JOB, fsdp2=True)
+    load_from(resumed, WAY, from_fsdp2)
+    unequal["resumed"] = [] if step(resumed, 2) == step(sharded, 2) else ["record"]
+    unequal["resumed"] += differing(resumed, sharded)
     whole, pieces = zip(*pairs(ddp, sharded), strict=True)
     dense = [piece for piece in pieces if isinstance(piece, DTensor)]
     return {
