@@ -54,4 +54,5 @@ def test_layout_trains_as_with_ddp(lab: Lab, layout: Layout) -> None:
     )
     outcome = lab.check(sharded, EXACT, reference=with_ddp)
     assert with_ddp.memory[GATHERED] == 0
-    assert outcome.memory[GATHERED] > 0
+    # Five steps of four microbatches, each layer in either direction.
+    assert outcome.memory[GATHERED] >= 5 * 4 * 4 * 2

@@ -94,6 +94,12 @@ FEATURE = Feature(
             for optimizer in (FLOAT16, FLOAT32)
         ),
         Patch(
+            f"{FLOAT16}._collect_main_grad_data_for_unscaling",
+            "wrap",
+            f"{_HERE}.tensors:describe_whole_gradients",
+            "one operator unscales all gradients, and takes sharded and plain ones only apart",
+        ),
+        Patch(
             f"{_UTILS}:to_local_if_dtensor",
             "replace",
             f"{_HERE}.tensors:to_local_if_dtensor",

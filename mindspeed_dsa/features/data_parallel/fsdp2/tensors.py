@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from mindspeed_dsa.parallel.fsdp2_shards import shard_axis
 
@@ -35,3 +36,25 @@ def gradient_in_place(tensor_to_shard: Tensor, reference_tensor: Any) -> Any:
         reference_tensor: the gradient.
     """
     return reference_tensor
+
+
+def describe_whole_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``_collect_main_grad_data_for_unscaling``: one operator works on all of them.
+
+    Pieces come first: by the first one torch decides whether ranks tell each other of infinities.
+    """
+
+    def collect(self: Any) -> Any:
+        gradients = original(self) or []
+        pieces = [each for each in gradients if isinstance(each, DTensor)]
+        if len(pieces) in (0, len(gradients)):
+            return gradients
+        mesh = pieces[0].device_mesh
+        everywhere = [Replicate()] * mesh.ndim
+        return pieces + [
+            DTensor.from_local(each, mesh, everywhere, run_check=False)
+            for each in gradients
+            if not isinstance(each, DTensor)
+        ]
+
+    return collect

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -38,7 +38,7 @@ def build(original: _Function, context: Context[Options]) -> _Function:
         config: Any,
         ddp_config: Any,
         module: nn.Module,
-        sub_modules_to_wrap: Any = (),
+        sub_modules_to_wrap: Any = None,
         disable_bucketing: bool = False,
         process_group: Any = None,
     ) -> None:
@@ -55,7 +55,7 @@ def build(original: _Function, context: Context[Options]) -> _Function:
             parameter.data = parameter.data.to(device)
         placements = _placements(module, config, self.device_mesh.size(-1), megatron, options)
         whole = {name: each for name, each in module.named_parameters() if each not in placements}
-        _shard(self, placements, [*sub_modules_to_wrap], context)
+        _shard(self, placements, sub_modules_to_wrap or _usual_units(megatron), context)
         setattr(self, _WHOLE, _Whole(_ddp_of(whole, self, bool(placements), megatron, options)))
 
     return __init__
@@ -111,7 +111,7 @@ def _placements(
 
 
 def _shard(
-    self: Any, placements: dict[nn.Parameter, int], classes: list[type], context: Context[Options]
+    self: Any, placements: dict[nn.Parameter, int], classes: Iterable[type], context: Context[Options]
 ) -> None:
     if not placements:
         return
@@ -144,7 +144,7 @@ def _reduce_dtype(config: Any, options: Options) -> torch.dtype:
 
 
 def _units(
-    module: nn.Module, config: Any, classes: list[type], context: Context[Options]
+    module: nn.Module, config: Any, classes: Iterable[type], context: Context[Options]
 ) -> Iterator[nn.Module]:
     """What gathers its weights for itself, in the order of a forward pass."""
     megatron = context.megatron
@@ -160,6 +160,12 @@ def _units(
     for each in module.modules():
         if isinstance(each, tuple(chosen)) or each in heads:
             yield each
+
+
+def _usual_units(megatron: Megatron) -> tuple[type, ...]:
+    layer = megatron("core.transformer.transformer_layer").TransformerLayer
+    embeddings = megatron("core.models.common.embeddings.language_model_embedding")
+    return layer, embeddings.LanguageModelEmbedding
 
 
 def _class(name: str) -> type:

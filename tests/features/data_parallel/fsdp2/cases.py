@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.support.checkpoints import load_from, save_to
@@ -15,8 +16,8 @@ from tests.support.model import start
 from tests.support.optimizer_job import assemble, step
 
 WAY = "fully_reshardable"
-# On four ranks: a router of six rows, and norms of eighteen weights, which have no quarters.
-ODD = {"num_moe_experts": 6, "kv_lora_rank": 18, "num_layers": 1, "moe_layer_freq": 1}
+# A router of six rows, which have no quarters, and norms of nineteen weights, which have no halves.
+ODD = {"num_moe_experts": 6, "kv_lora_rank": 19, "num_layers": 1, "moe_layer_freq": 1}
 JOB: dict[str, Any] = {"ep": 2, "overrides": ODD}
 
 
@@ -49,6 +50,7 @@ def life(folder: str, sharding_size: int | None) -> dict[str, Any]:
         "placements": {str(each.placements[-1]) for each in dense},
         "whole": sum(not isinstance(piece, DTensor) for piece in pieces),
         "of": len(whole),
+        "units": [type(each).__name__ for each in sharded.model.modules() if isinstance(each, FSDPModule)],
     }
 
 

@@ -21,6 +21,10 @@ def test_checkpoints_go_from_ddp_and_back_and_resume(pool, tmp_path, sharding_si
         assert rank["unequal"] == {"ddp to fsdp2": [], "fsdp2 to ddp": [], "resumed": []}
         assert rank["share"] == 1 / (sharding_size or 4)
         assert "Shard(dim=1)" in str(rank["placements"]) or sharding_size == 2, "six rows in quarters"
+        assert rank["units"] == [
+            *("FSDPFloat16Module", "FSDPLanguageModelEmbedding"),
+            *("FSDPTransformerLayer", "FSDPColumnParallelLinear"),
+        ]
         assert 0 < rank["whole"] < rank["of"] / 2, "experts, and what has no equal pieces"
     with_ddp, sharded = ranks[0]["contents"]
     assert sharded == with_ddp, "the same keys and shapes"
