@@ -47,7 +47,7 @@ def life(folder: str, sharding_size: int | None) -> dict[str, Any]:
         "unequal": unequal,
         "contents": [_contents(folder) for folder in (from_ddp, from_fsdp2)],
         "share": sum(each._local_tensor.numel() for each in dense) / sum(each.numel() for each in dense),
-        "placements": {str(each.placements[-1]) for each in dense},
+        "dims": {each.placements[-1].dim for each in dense},
         "whole": sum(not isinstance(piece, DTensor) for piece in pieces),
         "of": len(whole),
         "units": [type(each).__name__ for each in sharded.model.modules() if isinstance(each, FSDPModule)],

@@ -7,9 +7,12 @@ import pytest
 CASES = "tests.features.data_parallel.fsdp2.cases"
 
 
-@pytest.mark.parametrize("sharding_size", [2, pytest.param(None, marks=pytest.mark.full)])
-def test_checkpoints_go_from_ddp_and_back_and_resume(pool, tmp_path, sharding_size):
-    ranks = pool.run(f"{CASES}:life", 4, folder=str(tmp_path), sharding_size=sharding_size)
+@pytest.mark.parametrize(
+    ("world_size", "sharding_size"),
+    [(2, None), *(pytest.param(4, size, marks=pytest.mark.full) for size in (2, None))],
+)
+def test_checkpoints_go_from_ddp_and_back_and_resume(pool, tmp_path, world_size, sharding_size):
+    ranks = pool.run(f"{CASES}:life", world_size, folder=str(tmp_path), sharding_size=sharding_size)
     for rank in ranks:
         for with_ddp, sharded in rank["records"]:
             assert sharded["successful"]
@@ -19,8 +22,9 @@ def test_checkpoints_go_from_ddp_and_back_and_resume(pool, tmp_path, sharding_si
         first, ours = (record["norm"] for record in rank["records"][0])
         assert ours == pytest.approx(first, rel=1e-6), "sums in fp32, each gradient counted once"
         assert rank["unequal"] == {"ddp to fsdp2": [], "fsdp2 to ddp": [], "resumed": []}
-        assert rank["share"] == 1 / (sharding_size or 4)
-        assert "Shard(dim=1)" in str(rank["placements"]) or sharding_size == 2, "six rows in quarters"
+        pieces = sharding_size or world_size
+        assert rank["share"] == 1 / pieces
+        assert rank["dims"] == {0, 1}, "odd numbers of rows, and six of them in quarters"
         assert rank["units"] == [
             *("FSDPFloat16Module", "FSDPLanguageModelEmbedding"),
             *("FSDPTransformerLayer", "FSDPColumnParallelLinear"),
