@@ -36,7 +36,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["mindspeed_dsa", "mindspeed_dsa.*"]),
-    package_data={"mindspeed_dsa": ["py.typed"], "mindspeed_dsa.compat": ["*.json"]},
+    package_data={
+        "mindspeed_dsa": ["py.typed"],
+        "mindspeed_dsa.compat": ["*.json"],
+        "mindspeed_dsa.migrate": ["*.json"],
+    },
     install_requires=["wrapt>=1.16", "packaging>=24.2"],
     extras_require=EXTRAS,
     classifiers=[

@@ -7,10 +7,15 @@ after Megatron is imported. With nothing switched on it changes nothing.
 import sys
 
 from mindspeed_dsa import session
+from mindspeed_dsa.migrate.accept import accept
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, show_without_traceback
+from mindspeed_dsa.settings import ACCEPT_MINDSPEED
 
 try:
-    session.enable_from_argv(sys.argv[1:])
+    arguments = sys.argv[1:]
+    accepted = [ACCEPT_MINDSPEED.name] if accept(arguments) else []
+    sys.argv[1:] = arguments
+    session.enable_from_argv([*accepted, *arguments])
 except MindSpeedDSAError:
     show_without_traceback()
     raise

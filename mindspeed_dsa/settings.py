@@ -38,7 +38,13 @@ REPORT_DIR = Flag(
     "TensorBoard logs or the checkpoints, if the job has them.",
     kind="value",
 )
-GENERAL_FLAGS = (PLATFORM, MEGATRON_ROOT, REPORT_DIR)
+ACCEPT_MINDSPEED = Flag(
+    "--accept-mindspeed-flags",
+    "Take a command line that was written for MindSpeed or MindSpeed-LLM: flags that are called "
+    "otherwise now are "
+    "translated, needless ones are dropped, and unserved ones that change results are refused.",
+)
+GENERAL_FLAGS = (PLATFORM, MEGATRON_ROOT, REPORT_DIR, ACCEPT_MINDSPEED)
 
 
 @dataclass(frozen=True)
@@ -267,9 +273,13 @@ def _suggest(name: str, known: Iterable[str]) -> str:
 def _from_api(flag: Flag, value: Any) -> Any:
     """A keyword's value; launchers such as Hydra pass strings."""
     who = f"API keyword {flag.dest}"
+    if flag is ACCEPT_MINDSPEED:
+        raise ValueError(
+            f"{who}: the one-liner translates the process's own command line; set {flag.env}=1 before it"
+        )
     if flag.kind in ("bool", "auto"):
         if isinstance(value, str):
-            return _truth(value, who)
+            return truth(value, who)
         if value is None and flag.kind == "auto":
             return None
         if not isinstance(value, bool) and value not in (0, 1):
@@ -293,7 +303,12 @@ def _takes_several(flag: Flag) -> bool:
     return flag.nargs not in (None, "?")
 
 
-def _truth(text: str, who: str) -> bool:
+def truth(text: str, who: str) -> bool:
+    """What a text such as ``yes`` or ``0`` says.
+
+    Raises:
+        ValueError: it is none of the words for either.
+    """
     if text.lower() in _TRUE:
         return True
     if text.lower() in _FALSE:
@@ -303,7 +318,7 @@ def _truth(text: str, who: str) -> bool:
 
 def _from_text(flag: Flag, text: str) -> Any:
     if flag.kind in ("bool", "auto"):
-        return _truth(text, flag.env)
+        return truth(text, flag.env)
     return _words(flag, text, flag.env)
 
 

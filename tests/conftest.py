@@ -25,9 +25,9 @@ def _import_triton() -> None:
         import triton
         import triton.experimental.gluon  # noqa: F401  what the first launch imports
 
-        from tests.support.interpreter import search_once_per_launch
+        from tests.support.interpreter import speed_up
 
-        search_once_per_launch()
+        speed_up()
     except ModuleNotFoundError:
         pass
     finally:

@@ -35,7 +35,7 @@ ORDER = (
     {"compat"},
     {"checks", "parsers", "start_report"},
     {"session"},
-    {"compare", "planner"},
+    {"compare", "migrate", "planner"},
     {"cli", "megatron_adaptor"},
     {"", "__main__"},
 )

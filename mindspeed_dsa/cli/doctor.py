@@ -11,7 +11,9 @@ from importlib import import_module
 from typing import Any
 
 from mindspeed_dsa import features, session, settings, start_report, versions
+from mindspeed_dsa.migrate.accept import accept
 from mindspeed_dsa.patches import MindSpeedDSAError, PatchError, SiteReport
+from mindspeed_dsa.settings import ACCEPT_MINDSPEED
 
 _IN_ORDER = ("applied", "pending")
 
@@ -36,6 +38,11 @@ def run(argv: Sequence[str]) -> int:
 def examine(argv: Sequence[str]) -> dict[str, Any]:
     """``{versions, platform, features, sites, problems}``; patches for real, then undoes."""
     problems = [plugin.message for plugin in features.broken_plugins()]
+    argv = list(argv)
+    try:
+        argv += [ACCEPT_MINDSPEED.name] if accept(argv) else []
+    except MindSpeedDSAError as error:
+        problems.append(str(error))
     problems += [
         f"{typed} is not a flag of this library or one that it reads; did you mean {meant}?"
         for typed, meant in settings.near_misses(argv, features.all_flags(), megatron=True).items()

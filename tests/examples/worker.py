@@ -31,7 +31,9 @@ from dsa_job import checkpoint, step, training  # noqa: E402
 from dsa_job.app import main  # noqa: E402
 
 from mindspeed_dsa import features, session  # noqa: E402
+from mindspeed_dsa.migrate.accept import accept  # noqa: E402
 from mindspeed_dsa.runs import checkpoints  # noqa: E402
+from mindspeed_dsa.settings import ACCEPT_MINDSPEED  # noqa: E402
 
 POISONED_STEP = 3
 OURS = {flag.name for flag in features.all_flags() if not flag.megatron}
@@ -48,9 +50,11 @@ def run(job: dict[str, Any]) -> None:
         tell_of_process_groups()
         if job["fault"]:
             FAULTS[job["fault"]]()
-        if OURS.intersection(job["argv"]):
-            session.enable_from_argv(job["argv"])  # as the one-liner does where argv is the process's own
-        code = main(job["argv"])
+        argv = job["argv"]
+        accepted = [ACCEPT_MINDSPEED.name] if accept(argv) else []
+        if OURS.intersection([*accepted, *argv]):
+            session.enable_from_argv([*accepted, *argv])  # as the one-liner does where argv is its process's
+        code = main(argv)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -123,9 +123,18 @@ def assemble(
     return Job(cfg, model, optimizer, ddp_config)
 
 
-def step(job: Job, number: int, spoil: bool = False) -> dict[str, Any]:
-    """One training step, as Megatron's loop does it; ``spoil`` makes a gradient infinite."""
-    losses = forward_backward(job, number)
+def step(
+    job: Job, number: int, spoil: bool = False, gradients: Callable[[Job, int], list[float]] | None = None
+) -> dict[str, Any]:
+    """One training step, as Megatron's loop does it.
+
+    Args:
+        job: what to train.
+        number: of the step; it chooses the samples.
+        spoil: make a gradient infinite.
+        gradients: forms gradients in place of :func:`forward_backward` and returns losses.
+    """
+    losses = (gradients or forward_backward)(job, number)
     if spoil:
         for parameter in job.model.parameters():
             parameter.main_grad.fill_(float("inf"))
@@ -153,6 +162,16 @@ def forward_backward(job: Job, number: int) -> list[float]:
         forward_only=False,
     )
     return [float(each["lm loss"]) for each in losses]
+
+
+def drawn_gradients(job: Job, number: int) -> list[float]:
+    """Random gradients of the one rank, for tests of what the optimizer does with any; no losses."""
+    job.model.zero_grad_buffer()
+    job.optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(number)
+    for parameter in job.model.parameters():
+        parameter.main_grad.normal_(generator=generator)
+    return []
 
 
 def train(

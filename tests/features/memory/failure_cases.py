@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from tests.support import optimizer_job as jobs
-from tests.support.optimizer_job import Job, build, state, step
+from tests.support.optimizer_job import Job, build, drawn_gradients, state
+
+step = partial(jobs.step, gradients=drawn_gradients)
 
 
 class OutOfLuckError(Exception):
@@ -214,7 +216,7 @@ def state_dicts(loaded: Mapping[str, Any] | None = None, **options: Any) -> dict
         first = 2
     records = [step(job, number) for number in (first, first + 1)]
     tell("between steps")
-    jobs.forward_backward(job, first + 2)
+    drawn_gradients(job, first + 2)
     tell("before the update")
     kept = saved(job)
     return {"leaves": leaves, "records": records, "saved": kept, **state(job)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
+FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--experimental-attention-variant", {"choices": ["dsa"], "help": "Kind of attention: dsa."}),
     ("--dsa-indexer-n-heads", {"type": int, "help": "Number of indexer heads."}),
     ("--dsa-indexer-head-dim", {"type": int, "help": "Dimension of each indexer head."}),
@@ -40,7 +40,7 @@ def with_dsa_flags(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def add_dsa_flags(parser: Any) -> Any:
     """Add the flags that an argparse parser lacks, under Megatron's names; a fork may have some."""
-    missing = [(name, options) for name, options in _FLAGS if name not in parser._option_string_actions]
+    missing = [(name, options) for name, options in FLAGS if name not in parser._option_string_actions]
     if missing:
         group = parser.add_argument_group(title="DeepSeek sparse attention")
         for name, options in missing:

@@ -1,0 +1,1 @@
+"""Command lines that were written for MindSpeed."""
