@@ -103,7 +103,7 @@ def over_the_link(sizes: Sizes) -> dict[str, Any]:
     return {
         "dense_bytes_ratio": bytes_at_rest(sizes),
         "comm_bytes_ratio_to_formula": bytes_received(sizes),
-        "gather_hidden": hidden(sizes),
+        **hidden(sizes),
     }
 
 
@@ -120,7 +120,7 @@ def bytes_at_rest(sizes: Sizes) -> float:
     return storage_bytes(each._local_tensor for each in held) * dist.get_world_size() / whole
 
 
-def bytes_received(sizes: Sizes, steps: int = 3) -> dict[str, float]:
+def bytes_received(sizes: Sizes, steps: int = 3) -> float:
     """On the link, over ``(2 P + P) (d - 1) / d``: gathers forward and backward, and reductions."""
     stack, rows = sharded(sizes, 1), torch.randn(sizes.tokens, sizes.width)
     _backward(stack, rows)
@@ -132,7 +132,7 @@ def bytes_received(sizes: Sizes, steps: int = 3) -> dict[str, float]:
     received = int(_RECEIVED.read_text()) - before
     share = 1 - 1 / dist.get_world_size()
     formula = steps * 3 * _FLOAT * sum(parameter.numel() for parameter in stack.parameters()) * share
-    return {"ratio": received / formula, "megabytes": formula / 1e6}
+    return received / formula
 
 
 def hidden(sizes: Sizes) -> dict[str, Any]:

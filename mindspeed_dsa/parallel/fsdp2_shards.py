@@ -140,7 +140,8 @@ def shard(root: nn.Module, units: Collection[nn.Module], plan: Plan) -> None:
     """
     attributes = {name: dict(vars(parameter)) for name, parameter in root.named_parameters()}
     ignored = {parameter for parameter in root.parameters() if parameter not in plan.placements}
-    for module in [module for module in reversed(list(root.modules())) if module in units] + [root]:
+    inner: list[Any] = [module for module in reversed(list(root.modules())) if module in units]
+    for module in [*inner, root]:
         fully_shard(
             module,
             mesh=plan.mesh,
@@ -182,7 +183,7 @@ def _shard_like(each: Any, tensor: Tensor) -> Any:
 def sharded_gradients(root: nn.Module) -> list[Tensor]:
     """This rank's pieces of all gradients that are there."""
     return [
-        parameter.grad._local_tensor
+        parameter.grad._local_tensor  # type: ignore[attr-defined]
         for parameter in root.parameters()
         if isinstance(parameter, DTensor) and parameter.grad is not None
     ]

@@ -65,7 +65,7 @@ def read(path: str) -> dict[str, Any]:
 
 def _load(path: str) -> dict[Any, Any]:
     try:
-        import yaml
+        import yaml  # type: ignore[import-untyped]
     except ModuleNotFoundError as error:
         raise SettingsError("--fsdp2-config-path needs PyYAML; pip install pyyaml") from error
     try:

@@ -188,7 +188,7 @@ def _ddp_of(
             # Norms are summed over ranks, each of which has these: one of them counts. Experts are an
             # optimizer's of their own, unless all ranks have the same.
             if getattr(parameter, "allreduce", True):
-                parameter.shared = True
+                parameter.shared = True  # type: ignore[attr-defined]
     if not any(parameter.requires_grad for parameter in whole.values()):
         return None
     holder = nn.Module()
