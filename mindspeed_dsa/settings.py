@@ -232,6 +232,10 @@ class _SilentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, _not_a_choice(value, action.choices))
+
 
 def _read_argv(flags: list[Flag], argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
     """``(values given, our flags that were mentioned, problems)``."""
@@ -336,5 +340,13 @@ def _words(flag: Flag, text: str, who: str) -> Any:
 
 def _check_choice(flag: Flag, value: Any, who: str) -> None:
     values = value if isinstance(value, (list, tuple)) else [value]
-    if flag.choices is not None and any(v not in flag.choices for v in values):
-        raise ValueError(f"{who}={value!r}: choose from {', '.join(map(str, flag.choices))}")
+    for each in values:
+        if flag.choices is not None and each not in flag.choices:
+            raise ValueError(f"{who}={value!r}: {_not_a_choice(each, flag.choices)}")
+
+
+def _not_a_choice(value: Any, choices: Iterable[Any]) -> str:
+    names = [str(choice) for choice in choices]
+    close = difflib.get_close_matches(str(value), names, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ";"
+    return f"invalid choice: {value!r}{hint} choose from {', '.join(names)}"

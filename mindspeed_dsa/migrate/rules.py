@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from mindspeed_dsa.migrate.job import Given, Job
+from mindspeed_dsa.migrate.job import Given, Job, equal
 from mindspeed_dsa.migrate.layers import arrange
 
 _SPECS = [f"mindspeed_llm.tasks.models.spec.{name}_spec" for name in ("deepseek", "qwen3", "bailing")]
@@ -64,7 +64,7 @@ def _rotary(job: Job) -> None:
         job.is_kept(factor, "unchanged", "Without effect, as there: no scaling is asked for.")
 
 
-def _only_usual(job: Job, usual: dict[str, float], why: str) -> None:
+def _only_usual(job: Job, usual: Mapping[str, float], why: str) -> None:
     for flag, value in usual.items():
         if flag in job:
             text = job.text(flag)
@@ -103,7 +103,7 @@ def _yarn(job: Job) -> None:
             owner, _flag("--rotary-scaling-factor", scaled), "Megatron's --rope-scaling-factor is Llama 3's."
         )
     scale, all_dims = "--rope-scaling-mscale", "--rope-scaling-mscale-all-dim"
-    if job.before("0.14") and float(job.text(scale, "1")) != float(job.text(all_dims, "0")):
+    if job.before("0.14") and not equal([job.text(scale, "1")], [job.text(all_dims, "0")]):
         for each in (scale, all_dims):
             if each in job:
                 job.is_dropped(

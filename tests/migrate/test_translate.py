@@ -178,6 +178,22 @@ def test_older_releases_read_yarn_elsewhere():
     assert translated(f"{old} --rope-scaling-mscale 1.0", "0.12.1").refused
 
 
+def test_a_feature_that_the_release_lacks_is_left_out_with_a_note():
+    """MindSpeed runs on 0.12.1; what only changes speed or memory need not stop a job there."""
+    text = (
+        "--moe-fb-overlap --use-ascend-coc --context-parallel-size 2 --context-parallel-algo ulysses_cp_algo"
+    )
+    found = translated(text, "0.12.1")
+    assert [(each.given.flag, each.why) for each in found.of("not served")] == [
+        ("--moe-fb-overlap", "It needs megatron-core >=0.14,<0.20.")
+    ]
+    assert not found.refused
+    assert "--moe-fb-overlap" not in words(found.flags)
+    assert "--use-ascend-coc" in words(found.flags)
+    assert "--moe-fb-overlap" in command(text, "0.16.1")
+    assert command(text) == text
+
+
 def test_a_padded_vocabulary_on_a_release_without_that_flag():
     size = "--vocab-size 1000 --make-vocab-size-divisible-by 64 --tensor-model-parallel-size 2"
     assert "--padded-vocab-size" not in command(f"{size} --padded-vocab-size 1024", "0.12.1")
@@ -218,6 +234,9 @@ def test_a_padded_vocabulary_on_a_release_without_that_flag():
         ("--norm-topk-prob --moe-router-topk-scaling-factor 2", "--norm-topk-prob"),
         ("--spec mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec", "--spec"),
         ("--num-layers $LAYERS --noop-layers 3", "--noop-layers"),
+        ("--num-layers 4 --noop-layers $NOOP", "--noop-layers"),
+        ("--num-layers 4 --num-layer-list $LIST2", "--num-layer-list"),
+        ("--num-layers 4 --pipeline-num-transformer-layers [[1],[2,1]]", "--pipeline-num-transformer-layers"),
         ("--n-shared-experts 1", "--n-shared-experts"),
     ],
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mindspeed_dsa.ops.rotary import Rotation, rotate, rotation
-from mindspeed_dsa.ops.rotary.protocol import Layout
+from mindspeed_dsa.ops.rotary.layouts import Layout
 
 _MOST = 16
 
@@ -25,7 +25,7 @@ class _Rotations:
         """Those of earlier calls with these angles, unless somebody has written to them since."""
         # Callers cut off what is beyond the sequence, so a call's own tensor is a view of the one that stays.
         lasting = angles._base if angles._base is not None else angles
-        if lasting.is_inference():  # has no version
+        if angles.is_inference() or lasting.is_inference():  # these have no version
             return rotation(angles, scale, layout, like)
         known = self._of.setdefault(lasting, {})
         place = angles.shape, angles.stride(), angles.storage_offset(), lasting._version
@@ -34,7 +34,8 @@ class _Rotations:
         if key not in known:
             if len(known) >= _MOST:
                 known.clear()
-            known[key] = rotation(angles, scale, layout, like)
+            with torch.inference_mode(False):  # training will want them after an evaluation too
+                known[key] = rotation(angles, scale, layout, like)
         found: Rotation = known[key]
         return found
 
