@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, get_args
 
-from mindspeed_dsa.declarations import ENV_PREFIX, Flag, Platform
+from mindspeed_dsa.declarations import AUTO, ENV_PREFIX, Flag, Platform
 from mindspeed_dsa.patches.errors import SettingsError
 
 _TRUE = ("1", "true", "yes", "on")
@@ -209,6 +209,28 @@ def _add_flag(group: argparse._ActionsContainer, flag: Flag) -> None:
     text = flag.help.replace("%", "%%")
     if flag.kind == "bool":
         group.add_argument(*names, dest=flag.dest, action="store_true", default=flag.unset, help=text)
+    elif flag.kind == "auto" and flag.choices:
+
+        def word(given: str) -> bool | str:
+            try:
+                return _switched(flag, given, flag.name)
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(str(error)) from None
+
+        group.add_argument(
+            *names,
+            dest=flag.dest,
+            type=word,
+            nargs="?",
+            const=True,
+            default=flag.unset,
+            metavar=f"{{{','.join(flag.choices)}}}",
+            help=text,
+        )
+        negations = ["--no-" + name[2:] for name in names]
+        group.add_argument(
+            *negations, dest=flag.dest, action="store_false", default=flag.unset, help=f"{flag.name} off"
+        )
     elif flag.kind == "auto":
         group.add_argument(
             *names, dest=flag.dest, action=argparse.BooleanOptionalAction, default=flag.unset, help=text
@@ -283,7 +305,7 @@ def _from_api(flag: Flag, value: Any) -> Any:
         )
     if flag.kind in ("bool", "auto"):
         if isinstance(value, str):
-            return truth(value, who)
+            return _switched(flag, value, who)
         if value is None and flag.kind == "auto":
             return None
         if not isinstance(value, bool) and value not in (0, 1):
@@ -307,6 +329,16 @@ def _takes_several(flag: Flag) -> bool:
     return flag.nargs not in (None, "?")
 
 
+def _switched(flag: Flag, text: str, who: str) -> bool | str:
+    if AUTO in (flag.choices or ()) and text.lower() == AUTO:
+        return AUTO
+    try:
+        return truth(text, who)
+    except ValueError as error:
+        others = f", or {AUTO}" if AUTO in (flag.choices or ()) else ""
+        raise ValueError(f"{error}{others}") from None
+
+
 def truth(text: str, who: str) -> bool:
     """What a text such as ``yes`` or ``0`` says.
 
@@ -322,7 +354,7 @@ def truth(text: str, who: str) -> bool:
 
 def _from_text(flag: Flag, text: str) -> Any:
     if flag.kind in ("bool", "auto"):
-        return truth(text, flag.env)
+        return _switched(flag, text, flag.env)
     return _words(flag, text, flag.env)
 
 

@@ -23,7 +23,7 @@ def arrange(job: Job) -> None:
         _NOOP: r"[\d,]+",
         _LIST: r"[\d,]+",
         _UNEVEN: r"[\d,*\[\]\s]+",
-        _DENSE: r"\d+",
+        _DENSE: r"-?\d+",
     }
     given = [flag for flag in readable if flag in job]
     if total is None or any(not re.fullmatch(readable[flag], job.text(flag)) for flag in given):
