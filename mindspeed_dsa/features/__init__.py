@@ -26,6 +26,7 @@ KINDS = (
     "memory",
     "tensor_parallel",
     "moe",
+    "data_parallel",
     "pipeline",
     "operators",
     "compilation",

@@ -36,6 +36,8 @@ PLACED = "routing maps in the order of slots"
 """And for experts that are not in their own slots."""
 COUNTED = "routing maps counted"
 """And for the report of their load."""
+GATHERED = "gathers of units' weights"
+"""And for weights that are sharded by FSDP2."""
 FUSED_OPERATORS = {
     "rmsnorm": "fused norms",
     "rotary-pos-emb": "fused rotations",
@@ -51,6 +53,7 @@ HELD = "experts held"
 def counted() -> Iterator[Counter[str]]:
     """Count :data:`EVENTS` and the names above."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
     from mindspeed_dsa.features.memory.checkpoint import _Output
     from mindspeed_dsa.features.memory.host_moments import Moments
@@ -130,6 +133,7 @@ def counted() -> Iterator[Counter[str]]:
         stack.enter_context(mock.patch.object(balanced, "choose", chosen))
         stack.enter_context(counting_calls(grouped, "multiply", GROUPED))
         stack.enter_context(counting_calls(permutation, "permute", PERMUTED))
+        stack.enter_context(counting_calls(_fsdp_param_group, "foreach_all_gather", GATHERED))
         for module, function, operator in (
             (norm, "forward", "rmsnorm"),
             (rotary, "forward", "rotary-pos-emb"),
