@@ -98,10 +98,12 @@ def check_keys(query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange 
         exchange: of the layer, on several context parallel ranks.
 
     Raises:
-        ValueError: there are fewer, or more, keys than the context parallel ranks have queries.
+        ValueError: there are fewer, or more, keys than the context parallel ranks have queries; or several
+            ranks have keys by head, as in the prefill of generation, which nobody has gathered.
     """
     rows, ranks = query.shape[0], 1 if exchange is None else exchange.ranks
-    if key.shape[0] == rows * ranks or (exchange is not None and exchange.is_on_its_way):
+    is_whole = key.shape[0] == rows * ranks and (ranks == 1 or value.dim() == 3)
+    if is_whole or (exchange is not None and exchange.is_on_its_way):
         return
     problem = f"fused-dsa: {rows} queries came with {key.shape[0]} keys"
     if ranks == 1:
@@ -109,8 +111,12 @@ def check_keys(query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange 
             f"{problem}, as in generation with a key-value cache; Megatron-core 0.16 to 0.18 cannot "
             "decode with DSA, fused or not"
         )
-    form = "" if value.dim() == 3 else "; they share keys in absorbed form only, add --use-dsa-absorb"
-    raise ValueError(f"{problem} on one of {ranks} context parallel ranks, not {rows * ranks}{form}")
+    if value.dim() == 3:
+        raise ValueError(f"{problem} on one of {ranks} context parallel ranks, not {rows * ranks}")
+    raise ValueError(
+        f"{problem} by head on one of {ranks} context parallel ranks, which share keys in absorbed form "
+        "only; train with --use-dsa-absorb, and generate with --context-parallel-size 1"
+    )
 
 
 def attend(
