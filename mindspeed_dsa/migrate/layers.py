@@ -12,19 +12,23 @@ _NOOP, _LIST, _UNEVEN = "--noop-layers", "--num-layer-list", "--pipeline-num-tra
 _LAYERS, _PATTERN, _DENSE = "--num-layers", "--moe-layer-freq", "--first-k-dense-replace"
 _STAGES, _PER_STAGE = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
 _LAYOUT = "--pipeline-model-parallel-layout"
-_UNRESOLVED = "Its number, or --num-layers, hangs on a variable that the script does not set."
+_UNRESOLVED = "Its layers, or --num-layers, cannot be read: they may hang on a variable that is not set."
 
 
 def arrange(job: Job) -> None:
     """Layers that do nothing, uneven stages, and dense layers before those with experts."""
     noop = _numbers(job.text(_NOOP))
     total = job.number(_LAYERS)
-    if total is None and any(flag in job for flag in (_NOOP, _LIST, _UNEVEN, _DENSE)):
-        for flag in (_NOOP, _LIST, _UNEVEN, _DENSE):
-            if flag in job:
-                job.is_dropped(flag, _UNRESOLVED, results=True)
-        return
-    if total is None:
+    readable = {
+        _NOOP: r"[\d,]+",
+        _LIST: r"[\d,]+",
+        _UNEVEN: r"[\d,*\[\]\s]+",
+        _DENSE: r"-?\d+",
+    }
+    given = [flag for flag in readable if flag in job]
+    if total is None or any(not re.fullmatch(readable[flag], job.text(flag)) for flag in given):
+        for flag in given:
+            job.is_dropped(flag, _UNRESOLVED, results=True)
         return
     if _DENSE in job:
         _dense_first(job, total, noop)
@@ -64,7 +68,7 @@ def _dense_first(job: Job, total: int, noop: Sequence[int]) -> None:
 def _without_noop(job: Job, total: int, noop: Sequence[int]) -> None:
     """Fewer layers, and stages of unequal length in place of layers that do nothing."""
     stages, per = job.number(_STAGES, 1) or 1, job.number(_PER_STAGE)
-    size = per or total // stages
+    size = per or max(1, total // stages)
     chunks = [sum(layer not in noop for layer in range(at, at + size)) for at in range(0, total, size)]
     left = total - len(set(noop))
     job.overrides(_NOOP, _one(_LAYERS, left))
@@ -92,14 +96,19 @@ def _lay_out(job: Job, flag: str, stages: list[list[int]], why: str) -> None:
             f"{job.given[flag]} lays out the pipeline, and so does {job.given[_LAYOUT]}: keep one"
         )
         return
-    virtual = max(map(len, stages))
-    first, *middle, last = (chunks[0] for chunks in stages) if len(stages) > 1 else (0, 0)
-    if virtual == 1 and len(stages) > 1 and len({*middle}) <= 1 and (middle or first == last):
-        if first != middle[0]:
+    virtual = max(map(len, stages), default=0)
+    if not virtual or any(len(chunks) != virtual for chunks in stages):
+        job.is_dropped(flag, "These are not the layers of stages.", results=True)
+        return
+    first, last, middle = stages[0][0], stages[-1][0], {chunks[0] for chunks in stages[1:-1]}
+    if virtual == 1 and len(stages) > 1 and len(middle) <= 1 and (middle or first == last):
+        usual = next(iter(middle), first)
+        if first != usual:
             job.overrides(flag, _one("--decoder-first-pipeline-num-layers", first), why)
-        if last != middle[0]:
+        if last != usual:
             job.overrides(flag, _one("--decoder-last-pipeline-num-layers", last), why)
-        job.outcomes.get(flag) or job.is_dropped(flag, "All stages have as many layers.")
+        if flag not in job.outcomes:
+            job.is_dropped(flag, "All stages have as many layers.")
         return
     if job.before("0.14"):
         text = "Only Megatron-core 0.14 and later lay out such stages."

@@ -136,6 +136,7 @@ def test_python_lists(tmp_path):
         (lists.of_python, "a = [1, 2]", "no list of arguments in it is built of literals"),
         (lists.of_yaml, "a: [", "while parsing a flow node"),
         (lists.of_yaml, "- 1", "there are no flags in it"),
+        (lists.of_yaml, "args: --a 'b", "no closing quotation"),
         (shell.read, "ls", "no command in it starts a Python script with flags"),
     ],
 )

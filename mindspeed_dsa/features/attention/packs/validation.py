@@ -9,7 +9,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa import versions
-from mindspeed_dsa.features.attention.adapters.kernel_hooks.options import shares_keys
+from mindspeed_dsa.features.attention.adapters.kernel_hooks.options import SHARED_KEYS, shares_keys
 from mindspeed_dsa.features.attention.dense_context_parallel.options import NO_DEAL
 from mindspeed_dsa.features.attention.dsa.options import Options as Fused
 
@@ -17,6 +17,7 @@ _WITHOUT_PACKED_ROLL = SpecifierSet("<0.16", prereleases=True)
 _REFUSED_BY_DSA = SpecifierSet(">=0.16,<0.19", prereleases=True)
 _DELIVERS_SFT = SpecifierSet(">=0.17", prereleases=True)
 _CUTS_DOCUMENTS = SpecifierSet(">=0.19", prereleases=True)
+_SHARE_KEYS = SpecifierSet(SHARED_KEYS, prereleases=True)
 
 
 def check_packs(args: Any) -> Sequence[str]:
@@ -75,7 +76,7 @@ def cut_by_megatron(release: str, config: Any, fused: Fused) -> list[str]:
         config: of the model, or its arguments.
         fused: the parts of DSA that run on our operators.
     """
-    if release not in _CUTS_DOCUMENTS or shares_keys(config, fused):
+    if release not in _CUTS_DOCUMENTS or (release in _SHARE_KEYS and shares_keys(config, fused)):
         return []
     problem = (
         f"under context parallelism the attention of Megatron-core {release} itself expects two chunks of "

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from mindspeed_dsa.declarations import EXPERIMENTAL_ATTENTION_VARIANT, Feature
-from mindspeed_dsa.features.attention.adapters.kernel_hooks.options import Options, kernel_hooks_wanted
+from mindspeed_dsa.features.attention.adapters.kernel_hooks.options import (
+    SHARED_KEYS,
+    Options,
+    kernel_hooks_wanted,
+)
 from mindspeed_dsa.features.attention.adapters.kernel_hooks.validation import check_kernel_hooks
 from mindspeed_dsa.features.attention.dsa.feature import FUSED, USE_FUSED_DSA
 from mindspeed_dsa.features.attention.repairs import DSA, megatron_flag
@@ -12,7 +16,7 @@ from mindspeed_dsa.patches.spec import Patch
 _HERE = "mindspeed_dsa.features.attention.adapters.kernel_hooks"
 _ABSORBED = f"{DSA.rpartition('.')[0]}.absorbed_mla:AbsorbedMLASelfAttention"
 _CONFIG = "megatron.core.transformer.transformer_config"
-_RELEASES = ">=0.19,<0.20"
+_RELEASES = ">=0.19,<0.21"
 _BACKEND = next(flag for flag in FUSED.flags if flag.dest == "dsa_backend")
 
 FEATURE = Feature(
@@ -71,7 +75,7 @@ FEATURE = Feature(
             f"{_HERE}.shared_keys:start_with_the_key",
             "Megatron gathers keys of context parallel ranks when everything else is done",
             params=("hidden_states", "key_value_states", "packed_seq_params", "inference_context"),
-            versions=_RELEASES,
+            versions=SHARED_KEYS,
         ),
         Patch(
             f"{_ABSORBED}._checkpointed_attention_forward",
@@ -79,14 +83,14 @@ FEATURE = Feature(
             f"{_HERE}.shared_keys:wait_before_checkpoint",
             "a gather under way cannot be recomputed",
             params=("q_absorbed", "k_compressed"),
-            versions=_RELEASES,
+            versions=SHARED_KEYS,
         ),
         Patch(
             f"{_ABSORBED}.forward",
             "wrap",
             "mindspeed_dsa.features.attention.context_parallel.core_attention:gather_again_early",
             "the keys that backward reads are gathered behind the output projection's backward",
-            versions=_RELEASES,
+            versions=SHARED_KEYS,
         ),
         Patch(
             f"{DSA}:DSAttention.forward",
@@ -105,14 +109,14 @@ FEATURE = Feature(
                 "packed_seq_params",
                 "up_v_weight",
             ),
-            versions=_RELEASES,
+            versions=SHARED_KEYS,
         ),
         Patch(
             f"{DSA}:DSAIndexer.__init__",
             "wrap",
             f"{_HERE}.shared_keys:mark_where_keys_are_shared",
             "what projects a rank's own rows has a part of the gradient, to be summed",
-            versions=_RELEASES,
+            versions=SHARED_KEYS,
             priority=100,  # after the mark that asks for an average
         ),
     ),

@@ -10,6 +10,9 @@ from mindspeed_dsa.features.attention.dsa import options as dsa
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+SHARED_KEYS = ">=0.19,<0.20"
+"""Releases whose context parallel ranks share keys by our gathers."""
+
 
 @dataclass(frozen=True)
 class Options(dsa.Options):
