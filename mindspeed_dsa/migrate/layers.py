@@ -11,20 +11,26 @@ from mindspeed_dsa.migrate.job import Given, Job
 _NOOP, _LIST, _UNEVEN = "--noop-layers", "--num-layer-list", "--pipeline-num-transformer-layers"
 _LAYERS, _PATTERN, _DENSE = "--num-layers", "--moe-layer-freq", "--first-k-dense-replace"
 _STAGES, _PER_STAGE = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
-_LAYOUT = "--pipeline-model-parallel-layout"
-_UNRESOLVED = "Its number, or --num-layers, hangs on a variable that the script does not set."
+_LAYOUT, _MTP = "--pipeline-model-parallel-layout", "--mtp-num-layers"
+_NEEDS = {
+    _DENSE: (_LAYERS, _DENSE, _PATTERN, _NOOP),
+    _NOOP: (_LAYERS, _NOOP, _STAGES, _PER_STAGE, _MTP),
+    _LIST: (_LAYERS, _LIST, _NOOP, _STAGES, _MTP),
+    _UNEVEN: (_LAYERS, _UNEVEN, _STAGES, _MTP),
+}
+"""By flag, those that say where its layers lie."""
 
 
 def arrange(job: Job) -> None:
     """Layers that do nothing, uneven stages, and dense layers before those with experts."""
     noop = _numbers(job.text(_NOOP))
     total = job.number(_LAYERS)
-    if total is None and any(flag in job for flag in (_NOOP, _LIST, _UNEVEN, _DENSE)):
-        for flag in (_NOOP, _LIST, _UNEVEN, _DENSE):
-            if flag in job:
-                job.is_dropped(flag, _UNRESOLVED, results=True)
-        return
-    if total is None:
+    for flag in filter(job.__contains__, _NEEDS):
+        open_ = [each for each in _NEEDS[flag] if job.unknown(each)]
+        if open_ or total is None:
+            why = f"It needs the value of {open_[0] if open_ else _LAYERS}, which is not known here."
+            job.is_dropped(flag, why, results=True)
+    if total is None or any(flag in job.outcomes for flag in _NEEDS):
         return
     if _DENSE in job:
         _dense_first(job, total, noop)
@@ -55,7 +61,10 @@ def _nested(text: str) -> list[list[int]]:
 
 def _dense_first(job: Job, total: int, noop: Sequence[int]) -> None:
     """``--moe-layer-freq`` as a pattern; MindSpeed-LLM counts layers that do nothing as well."""
-    dense, every = job.number(_DENSE) or 0, job.number(_PATTERN, 1) or 1
+    dense, every = job.number(_DENSE), job.number(_PATTERN, 1)
+    if dense is None or not every:
+        job.is_dropped(_DENSE, f"It and {_PATTERN} must be numbers.", results=True)
+        return
     pattern = [int(layer >= dense and layer % every == 0) for layer in range(total) if layer not in noop]
     text = "+".join(f"[{value}]*{len(list(run))}" for value, run in groupby(pattern))
     job.overrides(_DENSE, Given(_PATTERN, (f"({text})",), (f"({text})",)), "1 for layers with experts.")
@@ -108,7 +117,7 @@ def _lay_out(job: Job, flag: str, stages: list[list[int]], why: str) -> None:
     order = [stages[stage][turn] for turn in range(virtual) for stage in range(len(stages))]
     parts = [f"t*{count}" if count > 1 else "t" * count for count in order]
     parts[0] = f"E{parts[0]}"
-    parts[-1] += "m" * (job.number("--mtp-num-layers") or 0) + "L"
+    parts[-1] += "m" * (job.number(_MTP) or 0) + "L"
     text = "|".join(parts)
     job.overrides(flag, Given(_LAYOUT, (text,), (text,)), why)
     job.omits(_PER_STAGE, f"{_LAYOUT} says it.")

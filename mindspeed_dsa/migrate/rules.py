@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mindspeed_dsa.migrate.job import Given, Job
+from mindspeed_dsa.migrate.job import Given, Job, equal
 from mindspeed_dsa.migrate.layers import arrange
 
 _SPECS = [f"mindspeed_llm.tasks.models.spec.{name}_spec" for name in ("deepseek", "qwen3", "bailing")]
@@ -38,10 +38,12 @@ def _shared_experts(job: Job) -> None:
     width = job.number(
         "--moe-ffn-hidden-size", job.number("--moe-intermediate-size", job.number("--ffn-hidden-size"))
     )
-    if not count or target in job:
-        job.is_dropped(
-            flag, f"{target} is given, which MindSpeed takes instead." if count else "No shared expert."
-        )
+    if target in job:
+        job.is_dropped(flag, f"{target} is given, which MindSpeed takes instead.")
+    elif count == 0:
+        job.is_dropped(flag, "No shared expert.")
+    elif count is None:
+        job.is_dropped(flag, f"The number is not known here; give {target}.", results=True)
     elif width is None:
         job.is_dropped(flag, f"The width of one expert is not known here; give {target}.", results=True)
     else:
@@ -103,7 +105,7 @@ def _yarn(job: Job) -> None:
             owner, _flag("--rotary-scaling-factor", scaled), "Megatron's --rope-scaling-factor is Llama 3's."
         )
     scale, all_dims = "--rope-scaling-mscale", "--rope-scaling-mscale-all-dim"
-    if job.before("0.14") and float(job.text(scale, "1")) != float(job.text(all_dims, "0")):
+    if job.before("0.14") and not equal([job.text(scale, "1")], [job.text(all_dims, "0")]):
         for each in (scale, all_dims):
             if each in job:
                 job.is_dropped(
@@ -135,6 +137,12 @@ def _router(job: Job) -> None:
             job.overrides(_BALANCING, _flag("--moe-router-pre-softmax"), why)
     elif kind in ("group_limited_greedy", "pai_megatron_aux_loss", "sparsemixer_topk"):
         job.is_dropped(_BALANCING, f"Megatron's router has no {kind}.", results=True)
+    softmax = "--topk-softmax-in-fp32"
+    in_fp32 = "--router-gating-in-fp32" in job or job.text("--moe-router-dtype") in ("fp32", "fp64")
+    low = {"--bf16", "--fp16"} & set(job.given) and not in_fp32
+    if softmax in job and "--moe-router-pre-softmax" in job and low:
+        why = "Megatron rounds the softmax before experts are selected, unless --moe-router-dtype is fp32."
+        job.is_dropped(softmax, why, results=True)
     if "--norm-topk-prob" in job and kind == "aux_loss":
         if "--moe-router-topk-scaling-factor" in job or "--routed-scaling-factor" in job:
             why = (
@@ -220,7 +228,9 @@ def _masks(job: Job) -> None:
         )
     longest = job.number("--seq-length")
     window = job.number(before)
-    if window is not None and longest is not None and window < longest:
+    if before in job and window is None:
+        job.is_dropped(before, "A window of a number of keys that is not known here.", results=True)
+    elif window is not None and longest is not None and window < longest:
         job.is_dropped(before, f"A window of {window} keys; Megatron's --window-size is one.", results=True)
     if job.text(behind, "0") != "0":
         job.is_dropped(behind, "Keys behind the query are attended to.", results=True)

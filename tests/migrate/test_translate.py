@@ -121,6 +121,10 @@ SCALES = "--rope-scaling-mscale 1.0 --rope-scaling-mscale-all-dim 1.0"
             "--context-parallel-size 2 --context-parallel-algo hybrid_cp_algo",
             "--context-parallel-size 2 --context-parallel-algo hybrid_cp_algo",
         ),
+        (
+            "--context-parallel-algo ulysses_cp_algo --context-parallel-size $CP",
+            "--context-parallel-algo ulysses_cp_algo --context-parallel-size $CP",
+        ),
         ("--use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb", ""),
         (
             (
@@ -219,6 +223,15 @@ def test_a_padded_vocabulary_on_a_release_without_that_flag():
         ("--spec mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec", "--spec"),
         ("--num-layers $LAYERS --noop-layers 3", "--noop-layers"),
         ("--n-shared-experts 1", "--n-shared-experts"),
+        # A value that only a shell knows is no value that is known.
+        ("--n-shared-experts $N --moe-ffn-hidden-size 8", "--n-shared-experts"),
+        ("--n-shared-experts 1 --moe-ffn-hidden-size $N --ffn-hidden-size 8", "--n-shared-experts"),
+        ("--num-layers 4 --first-k-dense-replace $N", "--first-k-dense-replace"),
+        ("--num-layers 4 --first-k-dense-replace 1 --moe-layer-freq $N", "--first-k-dense-replace"),
+        ("--num-layers 4 --noop-layers $N", "--noop-layers"),
+        ("--num-layers 4 --noop-layers 3 --pipeline-model-parallel-size $PP", "--noop-layers"),
+        ("--seq-length 4096 --pre-tockens $N", "--pre-tockens"),
+        ("--topk-softmax-in-fp32 --moe-router-pre-softmax --bf16", "--topk-softmax-in-fp32"),
     ],
 )
 def test_what_changes_results_is_refused_and_stays_in_the_command(text, flag):
