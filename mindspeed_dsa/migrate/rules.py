@@ -123,9 +123,11 @@ def _router(job: Job) -> None:
         job.becomes("--router-gating-in-fp32", [_flag("--moe-router-dtype", "fp32")])
     if "--seq-aux" in job:
         if kind == "none":
-            job.overrides(
-                "--seq-aux", _flag(_BALANCING, "seq_aux_loss"), "none with --seq-aux has that loss."
+            why = (
+                "none with --seq-aux means that loss. MindSpeed-LLM counts zeros and ones of its routing map "
+                "there, not experts, and adds expert biases to scores: the loss has other values."
             )
+            job.overrides("--seq-aux", _flag(_BALANCING, "seq_aux_loss"), why)
         elif kind in ("aux_loss", "seq_aux_loss"):
             job.is_dropped("--seq-aux", f"MindSpeed-LLM does not read it with {_BALANCING} {kind}.")
         else:

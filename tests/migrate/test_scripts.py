@@ -57,7 +57,7 @@ NAME='a "b"'
 ARGS="--data-path $DATA --use-fused-rmsnorm --moe-layer-freq ([0]*2) --run ${NAME}_x"
 MORE=(--name "my $NAME" --save ~/ckpt --literal '$HOME' --list "$DATA")
 torchrun $LAUNCH train.py $ARGS "${MORE[@]}" --out "$(echo "a  b")" --back `echo c` --some *.nothing \
-    --neg=-1 --qk-rope-head-dim 8 ${SET:+--set} --none="" --esc a\$b "--space=x y" --mla-mm-split "$@" > out 2>&1
+    --neg=-1 --qk-rope-head-dim 8 ${SET:+--set} --none="" --esc a\$b "--s=x y" --mla-mm-split "$@" > out
 """
 
 
@@ -160,6 +160,11 @@ def test_yaml(tmp_path):
     assert lists.of_yaml(migrated.text)[:3] == ["--qk-pos-emb-head-dim", "64", "--swiglu"]
 
 
+def test_nested_lists_of_yaml_are_words():
+    text = "data-path: [[0.5, a], [0.5, b]]\nparts:\n- lr: -1.0e-3\n- {name: -x}\n"
+    assert lists.of_yaml(text) == ["--data-path", "0.5", "a", "0.5", "b", "--lr=-0.001", "--name=-x"]
+
+
 def test_python_lists(tmp_path):
     path = tmp_path / "args.py"
     path.write_text(
@@ -185,6 +190,7 @@ def test_python_lists(tmp_path):
         (lists.of_python, "a = [1, 2]", "no list of arguments in it is built of literals"),
         (lists.of_yaml, "a: [", "while parsing a flow node"),
         (lists.of_yaml, "- 1", "there are no flags in it"),
+        (lists.of_yaml, "a: [--x, [1, 2]]", "a list in it holds words of a command line, and other lists"),
         (shell.read, "ls", "no command in it starts a Python script with flags"),
     ],
 )
