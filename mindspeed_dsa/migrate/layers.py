@@ -61,11 +61,13 @@ def _nested(text: str) -> list[list[int]]:
 
 def _dense_first(job: Job, total: int, noop: Sequence[int]) -> None:
     """``--moe-layer-freq`` as a pattern; MindSpeed-LLM counts layers that do nothing as well."""
-    dense, every = job.number(_DENSE), job.number(_PATTERN, 1)
-    if dense is None or not every:
+    given = re.fullmatch(r"-?\d+", job.text(_DENSE))
+    every = re.fullmatch(r"-?[1-9]\d*", job.text(_PATTERN, "1"))
+    if given is None or every is None:
         job.is_dropped(_DENSE, f"It and {_PATTERN} must be numbers.", results=True)
         return
-    pattern = [int(layer >= dense and layer % every == 0) for layer in range(total) if layer not in noop]
+    dense, step = int(given[0]), int(every[0])
+    pattern = [int(layer >= dense and layer % step == 0) for layer in range(total) if layer not in noop]
     text = "+".join(f"[{value}]*{len(list(run))}" for value, run in groupby(pattern))
     job.overrides(_DENSE, Given(_PATTERN, (f"({text})",), (f"({text})",)), "1 for layers with experts.")
 

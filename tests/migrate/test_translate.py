@@ -68,6 +68,7 @@ SCALES = "--rope-scaling-mscale 1.0 --rope-scaling-mscale-all-dim 1.0"
         ),
         ("--moe-token-dispatcher-type alltoall_seq", "--moe-token-dispatcher-type alltoall"),
         # Layers.
+        ("--num-layers 4 --first-k-dense-replace -1", "--num-layers 4 --moe-layer-freq ([1]*4)"),
         ("--num-layers 4 --first-k-dense-replace 1", "--num-layers 4 --moe-layer-freq ([0]*1+[1]*3)"),
         (
             "--num-layers 5 --first-k-dense-replace 1 --moe-layer-freq 2 --noop-layers 4",
