@@ -30,7 +30,7 @@ export OMP_WAIT_POLICY ?= passive
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test test-full test-npu lint format bench gpu compat docs
+.PHONY: help venv train test test-full test-npu test-matrix test-pythons next lint format bench gpu compat docs
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -71,21 +71,46 @@ test-npu: $(NPU_STAMP)  ## the NPU backend through the real torch_npu, without a
 		LD_LIBRARY_PATH="$$stubs$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}" TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
 		$(NPU_BIN)/python -m pytest tests/npu $(ARGS)
 
-# Older and newer releases of Megatron-core, each with what it imports beside what it declares.
+# Releases of Megatron-core, each with what Megatron-LM imports beside what it declares. All of them run one case
+# for each feature and layout, which is what the compatibility page calls trained; a few are tested closely.
+# MEGATRON_LM=DIR:DIR... adds pretrain_gpt.py of checkouts of these releases.
+MATRIX := 0.12.1 0.13.1 0.14.0 0.15.3 0.16.1 0.17.1 0.18.2 0.19.0
+MATRIX_TABLE := $(addprefix tests/matrix/test_,$(addsuffix .py,features memory local_modules pretrain_gpt))
+CLOSELY := 0.12.1 0.15.3 0.19.0
+CLOSELY_TESTS := tests/matrix tests/features/tensor_parallel
 # The newer ones need Python 3.12.
-MATRIX := 0.12.1 0.15.3 0.19.0
-MATRIX_TESTS := tests/matrix tests/features/tensor_parallel
 PYTHON312 ?= python3.12
+IN_MATRIX = -m pytest $(XDIST) -m "not full"
 
-test-matrix: $(MATRIX:%=.venv-matrix/%/.installed)  ## tests on other releases of Megatron-core, for real
-	@for release in $(MATRIX); do echo "megatron-core $$release"; \
-		.venv-matrix/$$release/bin/python -m pytest -m "not full" $(MATRIX_TESTS) $(ARGS) || exit 1; done
+test-matrix: $(STAMP) $(MATRIX:%=.venv-matrix/%/.installed)  ## every feature on every release; writes the table of the page
+	@rm -rf runs/matrix; status=0; for release in $(MATRIX); do echo "megatron-core $$release"; \
+		case " $(CLOSELY) " in *" $$release "*) tests="$(CLOSELY_TESTS)";; *) tests="$(MATRIX_TABLE)";; esac; \
+		MATRIX_RECORD=runs/matrix/$$release.json .venv-matrix/$$release/bin/python $(IN_MATRIX) $$tests $(ARGS) \
+		|| status=1; done; \
+	$(if $(ARGS),,$(BIN)/python -m mindspeed_dsa.compat trained runs/matrix || status=1;) exit $$status
 
 .venv-matrix/%/.installed: setup.py
-	$(if $(filter 0.19.%,$*),$(PYTHON312),$(PYTHON)) -m venv --clear .venv-matrix/$*
-	.venv-matrix/$*/bin/python -m pip install --quiet --disable-pip-version-check \
-		torch==2.13.0 megatron-core==$* psutil --editable '.[megatron,viz,test]'
+	$(if $(filter 0.17.% 0.18.% 0.19.% next,$*),$(PYTHON312),$(PYTHON)) -m venv --clear .venv-matrix/$*
+	.venv-matrix/$*/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 \
+		$(if $(filter next,$*),,megatron-core==$*) -r examples/megatron_lm/requirements.txt \
+		--editable '.[megatron,viz,test]'
 	@touch $@
+
+next: .venv-matrix/next/.installed  ## the newest wheel, and MEGATRON_LM=DIR (a checkout of main): what broke, by feature
+	.venv-matrix/next/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --pre megatron-core
+	@rm -rf runs/next; status=0; for source in installed $(MEGATRON_LM); do \
+		checkout=; record=runs/next/wheel.json; \
+		[ $$source = installed ] || { checkout=$$source; record=runs/next/checkout.json; }; \
+		PYTHONPATH=$$checkout MATRIX_RECORD=$$record .venv-matrix/next/bin/python $(IN_MATRIX) $(MATRIX_TABLE) $(ARGS); \
+		.venv-matrix/next/bin/python -m mindspeed_dsa diff $$source --trained $$record || status=1; \
+	done; exit $$status
+
+# The other versions of Python that setup.py allows; each with an environment of its own.
+PYTHONS ?= 3.10 3.12 3.13
+
+test-pythons:  ## the quick tests once on each of the other Pythons
+	@for version in $(PYTHONS); do echo "Python $$version"; \
+		$(MAKE) --no-print-directory test PYTHON=python$$version VENV=.venv-$$version || exit 1; done
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -116,6 +116,14 @@ CASES: dict[str, Case] = {
             },
         ),
         Case(
+            "fsdp2",
+            "FSDP2: bytes at rest and on a slow link (needs root), hidden gathers, a step beside DDP's",
+            "benchmarks.fsdp2",
+            on_device=False,
+            has_quick=True,
+            options={"link": "rate of the link, as tc reads it (default: 2gbit)"},
+        ),
+        Case(
             "plan",
             "plans: against counted bytes of ten layouts on four ranks, their speed, the articles' figures",
             "benchmarks.plan",
@@ -129,6 +137,13 @@ CASES: dict[str, Case] = {
             "benchmarks.memory",
             has_quick=True,
             options={"timed": "only the time of a step, with these features (names with commas between)"},
+        ),
+        Case(
+            "small-operators",
+            "operators and host time of a layer: fused and compiled, beside stock Megatron",
+            "benchmarks.small_operators",
+            on_device=False,
+            has_quick=True,
         ),
     )
 }

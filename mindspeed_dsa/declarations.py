@@ -9,6 +9,9 @@ from typing import Any, Literal
 from mindspeed_dsa.patches.spec import Patch
 
 ENV_PREFIX = "MINDSPEED_DSA_"
+AUTO = "auto"
+WORDS = (AUTO, "on", "off")
+"""What a tri-state switch with these choices may be followed by."""
 Platform = Literal["cpu", "cuda", "npu"]
 
 
@@ -17,9 +20,10 @@ class Flag:
     """One command line flag; rows drive argparse, environment names, API keywords and ``--help``.
 
     ``kind`` ``bool`` is a ``store_true`` switch; ``auto`` is a tri-state switch
-    (``--name`` / ``--no-name``, default ``None``: the feature decides); ``value`` takes an
-    argument of ``type``. ``megatron`` marks a flag that belongs to Megatron: it is read (argv,
-    environment, API) to decide what to switch on, and never added to a parser.
+    (``--name`` / ``--no-name``, default ``None``: the feature decides); with :data:`WORDS` as its
+    ``choices`` it may also be followed by ``on``, ``off`` or ``auto``, whose value is the word itself.
+    ``value`` takes an argument of ``type``. ``megatron`` marks a flag that belongs to Megatron: it is read
+    (argv, environment, API) to decide what to switch on, and never added to a parser.
     """
 
     name: str

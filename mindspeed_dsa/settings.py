@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, get_args
 
-from mindspeed_dsa.declarations import ENV_PREFIX, Flag, Platform
+from mindspeed_dsa.declarations import AUTO, ENV_PREFIX, Flag, Platform
 from mindspeed_dsa.patches.errors import SettingsError
 
 _TRUE = ("1", "true", "yes", "on")
@@ -209,6 +209,28 @@ def _add_flag(group: argparse._ActionsContainer, flag: Flag) -> None:
     text = flag.help.replace("%", "%%")
     if flag.kind == "bool":
         group.add_argument(*names, dest=flag.dest, action="store_true", default=flag.unset, help=text)
+    elif flag.kind == "auto" and flag.choices:
+
+        def word(given: str) -> bool | str:
+            try:
+                return _switched(flag, given, flag.name)
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(str(error)) from None
+
+        group.add_argument(
+            *names,
+            dest=flag.dest,
+            type=word,
+            nargs="?",
+            const=True,
+            default=flag.unset,
+            metavar=f"{{{','.join(flag.choices)}}}",
+            help=text,
+        )
+        negations = ["--no-" + name[2:] for name in names]
+        group.add_argument(
+            *negations, dest=flag.dest, action="store_false", default=flag.unset, help=f"{flag.name} off"
+        )
     elif flag.kind == "auto":
         group.add_argument(
             *names, dest=flag.dest, action=argparse.BooleanOptionalAction, default=flag.unset, help=text
@@ -231,6 +253,10 @@ class _SilentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, _not_a_choice(value, action.choices))
 
 
 def _read_argv(flags: list[Flag], argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
@@ -279,7 +305,7 @@ def _from_api(flag: Flag, value: Any) -> Any:
         )
     if flag.kind in ("bool", "auto"):
         if isinstance(value, str):
-            return truth(value, who)
+            return _switched(flag, value, who)
         if value is None and flag.kind == "auto":
             return None
         if not isinstance(value, bool) and value not in (0, 1):
@@ -303,6 +329,16 @@ def _takes_several(flag: Flag) -> bool:
     return flag.nargs not in (None, "?")
 
 
+def _switched(flag: Flag, text: str, who: str) -> bool | str:
+    if AUTO in (flag.choices or ()) and text.lower() == AUTO:
+        return AUTO
+    try:
+        return truth(text, who)
+    except ValueError as error:
+        others = f", or {AUTO}" if AUTO in (flag.choices or ()) else ""
+        raise ValueError(f"{error}{others}") from None
+
+
 def truth(text: str, who: str) -> bool:
     """What a text such as ``yes`` or ``0`` says.
 
@@ -318,7 +354,7 @@ def truth(text: str, who: str) -> bool:
 
 def _from_text(flag: Flag, text: str) -> Any:
     if flag.kind in ("bool", "auto"):
-        return truth(text, flag.env)
+        return _switched(flag, text, flag.env)
     return _words(flag, text, flag.env)
 
 
@@ -336,5 +372,13 @@ def _words(flag: Flag, text: str, who: str) -> Any:
 
 def _check_choice(flag: Flag, value: Any, who: str) -> None:
     values = value if isinstance(value, (list, tuple)) else [value]
-    if flag.choices is not None and any(v not in flag.choices for v in values):
-        raise ValueError(f"{who}={value!r}: choose from {', '.join(map(str, flag.choices))}")
+    for each in values:
+        if flag.choices is not None and each not in flag.choices:
+            raise ValueError(f"{who}={value!r}: {_not_a_choice(each, flag.choices)}")
+
+
+def _not_a_choice(value: Any, choices: Iterable[Any]) -> str:
+    names = [str(choice) for choice in choices]
+    close = difflib.get_close_matches(str(value), names, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ";"
+    return f"invalid choice: {value!r}{hint} choose from {', '.join(names)}"

@@ -7,16 +7,17 @@ import argparse
 import pytest
 
 from mindspeed_dsa import settings
-from mindspeed_dsa.declarations import Flag
+from mindspeed_dsa.declarations import WORDS, Flag
 from mindspeed_dsa.features import all_flags
 from mindspeed_dsa.patches import SettingsError
 
 SWITCH = Flag("--use-thing", "a switch")
 TRI = Flag("--thing-repair", "a repair", kind="auto")
+WORD = Flag("--thing-form", "a form", kind="auto", choices=WORDS)
 COUNT = Flag("--thing-count", "a number", kind="value", type=int, default=3, choices=(1, 3, 5))
 LIST = Flag("--thing-list", "several", kind="value", type=float, nargs="+")
 HOST = Flag("--host-flag", "Megatron's", kind="value", megatron=True)
-FLAGS = (SWITCH, TRI, COUNT, LIST, HOST)
+FLAGS = (SWITCH, TRI, WORD, COUNT, LIST, HOST)
 
 
 def read(api=None, environ=None, argv=()):
@@ -51,6 +52,30 @@ def test_tri_state_on_the_command_line():
     assert read(argv=["--no-thing-repair"]).thing_repair is False
 
 
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("", None),
+        ("--thing-form", True),
+        ("--thing-form --use-thing", True),
+        ("--thing-form on", True),
+        ("--thing-form=off", False),
+        ("--no-thing-form", False),
+        ("--thing-form auto", "auto"),
+        ("--no-thing-form --thing-form auto", "auto"),
+        ("--thing-form AUTO --no-thing-form", False),
+    ],
+)
+def test_a_tri_state_switch_with_words(words, value):
+    assert read(argv=words.split()).thing_form == value
+    parser = argparse.ArgumentParser()
+    settings.add_flags(parser, "ours", FLAGS)
+    assert parser.parse_args(words.split()).thing_form == value
+    if value is not None:
+        assert read(api={"thing_form": value}).thing_form == value
+        assert read(environ={"MINDSPEED_DSA_THING_FORM": str(value)}).thing_form == value
+
+
 def test_host_flags_are_read_in_both_spellings():
     assert read(argv=["--host-flag", "dsa"]).host_flag == "dsa"
     assert read(argv=["--host-flag=dsa"]).host_flag == "dsa"
@@ -78,6 +103,8 @@ def test_several_values():
         ({"environ": {"MINDSPEED_DSA_USE_THING": "maybe"}}, ["maybe", "true", "off"]),
         ({"environ": {"MINDSPEED_DSA_THING_COUNT": "x"}}, ["MINDSPEED_DSA_THING_COUNT=x", "int"]),
         ({"argv": ["--thing-count", "2"]}, ["--thing-count", "1, 3, 5"]),
+        ({"argv": ["--thing-form", "both"]}, ["--thing-form=both", "auto", "off"]),
+        ({"api": {"thing_repair": "auto"}}, ["thing_repair=auto", "true"]),
         ({"api": {"thing_count": 2}}, ["thing_count=2", "1, 3, 5"]),
         ({"api": {"thing_count": "2"}}, ["thing_count=2", "1, 3, 5"]),
         ({"api": {"thing_count": "x"}}, ["thing_count=x", "int"]),

@@ -43,20 +43,23 @@ def of_sequences(length: int, ranks: int) -> dict[str, float]:
     visible = torch.arange(1, length + 1)
     found = {}
     for name, layout in (("zigzag", Zigzag(ranks)), ("blocks", Zigzag(ranks, BLOCK))):
-        found[f"indexer {name}"] = imbalance(visible, layout)
-        found[f"selected {name}"] = imbalance(visible.clamp_max(TOPK), layout)
+        rows = rows_of_all(layout, length)
+        found[f"indexer {name}"] = imbalance(visible, rows)
+        found[f"selected {name}"] = imbalance(visible.clamp_max(TOPK), rows)
     return found
 
 
 def of_packs(mean: int, ranks: int, packs: int, length: int = LENGTHS["64k"]) -> dict[str, float]:
     """The same of packs with documents of random lengths: means, and the worst one of the dealt rows."""
     found: dict[str, list[float]] = {}
+    zigzag = rows_of_all(Zigzag(ranks), length)
     for seed in range(packs):
         pack = pack_of(mean, length, seed)
         visible = (pack.ends - pack.starts).long()
-        for name, layout in (("zigzag", Zigzag(ranks)), ("dealt", DealtBlocks(ranks, pack, BLOCK))):
-            found.setdefault(f"indexer {name}", []).append(imbalance(visible, layout))
-            found.setdefault(f"selected {name}", []).append(imbalance(visible.clamp_max(TOPK), layout))
+        dealt_rows = rows_of_all(DealtBlocks(ranks, pack, BLOCK), length)
+        for name, rows in (("zigzag", zigzag), ("dealt", dealt_rows)):
+            found.setdefault(f"indexer {name}", []).append(imbalance(visible, rows))
+            found.setdefault(f"selected {name}", []).append(imbalance(visible.clamp_max(TOPK), rows))
     dealt = [*found["indexer dealt"], *found["selected dealt"]]
     return {**{name: statistics.fmean(values) for name, values in found.items()}, "worst dealt": max(dealt)}
 
@@ -72,14 +75,14 @@ def pack_of(mean: int, length: int, seed: int) -> Pack:
     return Pack.of_prefix_sums(ends, None, length)
 
 
-def imbalance(work: Tensor, layout: Layout) -> float:
+def imbalance(work: Tensor, rows: Tensor) -> float:
     """The most loaded rank's work over the mean.
 
     Args:
         work: ``[length]``, of each row.
-        layout: who has which rows.
+        rows: ``[ranks, length / ranks]`` int64, of each rank.
     """
-    shares = work[rows_of_all(layout, work.numel())].sum(1).double()
+    shares = work[rows].sum(1).double()
     return float(shares.max() / shares.mean())
 
 
@@ -111,13 +114,14 @@ def draw(path: Path, ranks: int = 4, length: int = 2048, block: int = 32) -> Non
     figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 5), layout="constrained")
     for axis, (name, layout, (starts, ends)) in zip(axes, panels, strict=True):
         owner = torch.empty(length, dtype=torch.long)
-        for rank, rows in enumerate(rows_of_all(layout, length)):
+        of_ranks = rows_of_all(layout, length)
+        for rank, rows in enumerate(of_ranks):
             owner[rows] = rank
         keys = torch.arange(length)
         seen = (keys >= starts[:, None]) & (keys < ends[:, None])
         image = torch.where(seen, owner[:, None] + 1, 0)[::4, ::4]
         axis.imshow(image.numpy(), cmap=colours, vmin=0, vmax=ranks, interpolation="nearest")
-        most = imbalance((ends - starts), layout)
+        most = imbalance(ends - starts, of_ranks)
         axis.set_title(f"{name}\nmost over mean of the index scores: {most:.3f}", fontsize=10)
         axis.set_xlabel("key")
         axis.set_xticks([])

@@ -1,16 +1,18 @@
 """How much of a transfer hides behind the work beside it, on two ranks with a slow link.
 
-Sizes are fitted so that a transfer takes as long as what hides it: of a shorter one nothing would be known,
-and a longer one could not be hidden.
+Sizes are fitted, direction by direction, until a transfer takes about as long as what hides it: of a shorter
+one little would be known, and a longer one could not be hidden.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import log
 from typing import Any
 from unittest import mock
 
@@ -22,6 +24,7 @@ from torch import Tensor
 from benchmarks.linkbed import LinkBed
 from benchmarks.moe.problem import minima
 from benchmarks.registry import Metrics
+from benchmarks.tp_overlap.cells import slowest
 from mindspeed_dsa.context_parallel import ring
 from mindspeed_dsa.context_parallel.carried import Carried, FromLatents
 from mindspeed_dsa.context_parallel.dense import DenseAttention
@@ -31,31 +34,34 @@ from mindspeed_dsa.parallel import kept
 
 ALLOWED = 0.8, 1.25
 """Of a transfer over what hides it."""
-_FITS = 4
-_BEGIN = {"key gather": (1088, 512), "latents": (192, 64), "grouped keys": (128, 128)}
-"""Widths and rows, forward and backward, to be tried first: they fit two cores and a link of 2 Gbit/s."""
+_AIM, _CLOSE = 0.95, (0.86, 1.05)
+"""What sizes are fitted to, and how close is close enough: a full measurement differs a bit."""
+_STEP = 16
+_BEGIN = {"key gather": (1088, 512), "latents": (448, 64), "grouped keys": (128, 64)}
+"""Sizes, forward and backward, to be tried first: they fit cores that multiply at 60 GFLOP/s and 2 Gbit/s."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the measurement.
+    """Sizes of the measurement: what travels is as large whatever is fitted.
 
     Attributes:
-        rows: of a rank, which gathers keys.
+        rows: of a rank, which gathers keys; the width of the projection beside it is fitted.
         width: of a key.
-        ring_rows: of a rank in a ring, at most: with many more, attention takes longer than transfers.
-        batch: sequences in a ring, so that both take long enough to be measured.
+        tokens: of a rank in a ring; the length of the sequences that they make up is fitted.
         rounds: each runs every variant once.
+        fits: sizes that are tried, and measurements that are repeated because they did not show what those
+            promised.
     """
 
     rows: int = 8192
     width: int = 704
-    ring_rows: int = 384
-    batch: int = 16
-    rounds: int = 7
+    tokens: int = 8192
+    rounds: int = 5
+    fits: int = 8
 
 
-QUICK = Sizes(rows=128, ring_rows=64, batch=1, rounds=1)
+QUICK = Sizes(rows=128, tokens=64, rounds=1, fits=2)
 
 
 @dataclass(frozen=True)
@@ -66,14 +72,14 @@ class Problem:
         together: transfers beside work.
         alone: the transfers.
         work: without transfers, all of it.
-        cover: the part of it that can hide transfers, over all of it.
+        cover: of the last call of ``work``, the seconds that can hide transfers; default: all of it.
         prepare: is called before each of these, and not timed.
     """
 
     together: Callable[[], object]
     alone: Callable[[], object]
     work: Callable[[], object]
-    cover: float = 1.0
+    cover: Callable[[], float] | None = None
     prepare: Callable[[str], object] | None = None
 
 
@@ -93,29 +99,41 @@ def measure(sizes: Sizes) -> dict[str, Any]:
     found = {}
     for direction in ("forward", "backward"):
         back = direction == "backward"
-        width = partial(gathering, sizes, backward=back)
-        found[f"key gather, {direction}"] = fitted(width, _BEGIN["key gather"][back], sizes.rounds)
-        # In backward latents are expanded twice: with one head that hides no more than what then travels.
-        for name, of in (("latents", partial(latents, 1 if back else 2)), ("grouped keys", grouped)):
-            rows = partial(going_around, of, sizes.batch, backward=back)
-            begin = min(sizes.ring_rows, _BEGIN[name][back])
-            found[f"ring of {name}, {direction}"] = fitted(rows, begin, sizes.rounds)
+        problems = {"key gather": partial(gathering, sizes, backward=back)}
+        for name, of in (("latents", latents), ("grouped keys", grouped)):
+            problems[f"ring of {name}"] = partial(going_around, of, sizes.tokens, backward=back)
+        for name, problem in problems.items():
+            begin = _BEGIN[name.removeprefix("ring of ")][back]
+            found[f"{name}, {direction}"] = fitted(problem, begin, sizes)
     return found
 
 
-def fitted(build: Callable[[int], Problem], size: int, rounds: int) -> dict[str, Any]:
-    """Figures of a problem whose transfers take as long as what hides them."""
-    for _ in range(_FITS):
-        times = timed(build(size), 1 if rounds == 1 else 2)
-        ratio = times["alone"] / times["cover"]
-        if ALLOWED[0] * 1.05 <= ratio <= ALLOWED[1] * 0.95:
-            break
-        size = max(64, round(size * min(4.0, max(0.25, ratio)) / 32) * 32)
-    times = timed(build(size), rounds)
-    ratio = times["alone"] / times["cover"]
-    hidden: float | str = (times["alone"] + times["work"] - times["together"]) / min(
-        times["alone"], times["cover"]
-    )
+def fitted(build: Callable[[int], Problem], size: int, sizes: Sizes) -> dict[str, Any]:
+    """Figures of a problem whose transfers take as long as what hides them.
+
+    Args:
+        build: of a size, with which transfers take an ever smaller part of what hides them.
+        size: to begin with.
+        sizes: of the measurement.
+    """
+    tried: dict[int, float] = {}
+    for number in range(sizes.fits):
+        if size not in tried:
+            times = timed(build(size), min(2, sizes.rounds), ("alone", "work"))
+            tried[size] = times["alone"] / times["cover"]
+        following = next_size(tried)
+        if following in tried or number == sizes.fits - 1:
+            size = min(tried, key=lambda one: abs(log(tried[one] / _AIM)))
+            times = timed(build(size), sizes.rounds, ("together", "alone", "work"))
+            tried.pop(size, None)  # the last one measured stands last
+            tried[size] = times["alone"] / times["cover"]
+            if ALLOWED[0] <= tried[size] <= ALLOWED[1] or number == sizes.fits - 1:
+                break
+            following = next_size(tried)
+        size = following
+    ratio = tried[size]
+    saved = times["alone"] + times["work"] - times["together"]
+    hidden: float | str = saved / min(times["alone"], times["cover"])
     if not ALLOWED[0] <= ratio <= ALLOWED[1]:
         hidden = (
             f"not measured: the transfer took {ratio:.2f} of what hides it, not {ALLOWED[0]} to {ALLOWED[1]}"
@@ -124,15 +142,43 @@ def fitted(build: Callable[[int], Problem], size: int, rounds: int) -> dict[str,
         "hidden": hidden,
         "transfer_over_cover": ratio,
         "size": size,
+        "tried": tried,
         "milliseconds": {name: 1e3 * seconds for name, seconds in times.items()},
     }
 
 
-def timed(problem: Problem, rounds: int) -> dict[str, float]:
-    """Least seconds of alternating rounds."""
-    works = {"together": problem.together, "alone": problem.alone, "work": problem.work}
-    found = {name: each.wall for name, each in minima(works, rounds, problem.prepare).items()}
-    return {**found, "cover": found["work"] * problem.cover}
+def next_size(tried: Mapping[int, float]) -> int:
+    """The size to try next; one of those that were, if no other one would be closer.
+
+    Args:
+        tried: what transfers took of what hid them, by size; less with larger ones.
+    """
+    last = next(reversed(tried))
+    if _CLOSE[0] <= tried[last] <= _CLOSE[1]:
+        return last
+    short = max((size for size, ratio in tried.items() if ratio > _AIM), default=None)
+    long = min((size for size, ratio in tried.items() if ratio <= _AIM), default=None)
+    if short is None or long is None or short >= long:
+        found = last * min(3.0, max(1 / 3, tried[last] / _AIM))
+    else:
+        part = log(tried[short] / _AIM) / log(tried[short] / tried[long])
+        found = short * (long / short) ** part
+    return max(_STEP, round(found / _STEP) * _STEP)
+
+
+def timed(problem: Problem, rounds: int, names: Sequence[str]) -> dict[str, float]:
+    """Least seconds of alternating rounds, by variant, and of what hides transfers."""
+    covers: list[float] = []
+
+    def work() -> None:
+        problem.work()
+        if problem.cover is not None:
+            covers.append(problem.cover())
+
+    works = {"together": problem.together, "alone": problem.alone, "work": work}
+    found = minima({name: works[name] for name in names}, rounds, problem.prepare)
+    seconds = {name: each.wall for name, each in found.items()}
+    return {**seconds, "cover": slowest(min(covers)) if covers else seconds["work"]}
 
 
 def gathering(sizes: Sizes, width: int, *, backward: bool) -> Problem:
@@ -176,12 +222,12 @@ Around = tuple[Tensor, Carried]
 """Queries and what goes around."""
 
 
-def latents(heads: int, rows: int, batch: int) -> Around:
-    """Latent attention with a few heads in DeepSeek-V3.2's widths."""
-    weight = torch.randn(heads * (128 + 128), 512).div_(16).requires_grad_()
+def latents(rows: int, batch: int) -> Around:
+    """Latent attention in DeepSeek-V3.2's widths; with one head, because more take longer than transfers."""
+    weight = torch.randn(128 + 128, 512).div_(16).requires_grad_()
     carried = torch.randn(rows, batch, 1, 576, requires_grad=True)
-    query = torch.randn(rows, batch, heads, 192, requires_grad=True)
-    return query, Carried(carried, FromLatents(heads, 512, 128), (weight,))
+    query = torch.randn(rows, batch, 1, 192, requires_grad=True)
+    return query, Carried(carried, FromLatents(1, 512, 128), (weight,))
 
 
 def grouped(rows: int, batch: int) -> Around:
@@ -190,11 +236,12 @@ def grouped(rows: int, batch: int) -> Around:
     return torch.randn(rows, batch, 4, 128, requires_grad=True), Carried.of(key, value)
 
 
-def going_around(of: Callable[[int, int], Around], batch: int, rows: int, *, backward: bool) -> Problem:
+def going_around(of: Callable[[int, int], Around], tokens: int, rows: int, *, backward: bool) -> Problem:
     """A ring's attention. On two ranks the own block, half of the work, hides what is on its way."""
-    query, carried = of(rows, batch)
+    query, carried = of(rows, max(1, tokens // rows))
     block = carried.rows.detach().contiguous()
     gradient, made = torch.randn(*query.shape[:3], _value_dim(carried)), {}
+    covers: list[float] = []
 
     def attend() -> None:
         made["out"] = ring.ring_attention(DenseAttention(0.1), query, carried, dist.group.WORLD)
@@ -209,16 +256,17 @@ def going_around(of: Callable[[int, int], Around], batch: int, rows: int, *, bac
     main = back if backward else attend
 
     def without_transfers() -> None:
-        with _standing_still():
+        covers.clear()
+        with _standing_still(covers):
             main()
 
     def prepare(name: str) -> None:
         made.clear()
         if backward and name != "alone":
-            with _standing_still():
+            with _standing_still([]):
                 attend()
 
-    return Problem(main, transfer, without_transfers, cover=0.5, prepare=prepare)
+    return Problem(main, transfer, without_transfers, lambda: sum(covers), prepare)
 
 
 def _value_dim(carried: Carried) -> int:
@@ -227,14 +275,19 @@ def _value_dim(carried: Carried) -> int:
 
 
 @contextmanager
-def _standing_still() -> Iterator[None]:
-    """Nothing is sent: the work is the same, its results are not."""
+def _standing_still(covers: list[float]) -> Iterator[None]:
+    """Nothing is sent: the work is the same, its results are not.
+
+    Args:
+        covers: gets the seconds between the start of each transfer and the wait for it.
+    """
 
     class Here:
         def __init__(self, tensor: Tensor, *unused: Any) -> None:
-            self._arrived = kept.take(tensor)
+            self._arrived, self._since = kept.take(tensor), time.perf_counter()
 
         def wait(self) -> Tensor:
+            covers.append(time.perf_counter() - self._since)
             return self._arrived
 
     with mock.patch.object(ring, "pass_on", Here):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.dsa import cuda
+from benchmarks.dsa import cuda, forms
 from benchmarks.dsa.child import Child, measure
 from benchmarks.dsa.floor import floor_multiples
 from benchmarks.dsa.problem import Sizes, require_same_results
@@ -41,6 +41,7 @@ def run(device: str, quick: bool = False) -> Metrics:
         found[f"correctness_deviation{suffix}"] = deviation
     lengths = tuple(sizes.length * 2**n for n in range(2)) if quick else LENGTHS
     found.update(memory_growth(sizes, lengths))
+    found.update(forms.choice(sizes, lengths if quick else forms.LENGTHS, 1 if quick else 5))
     fp32 = floor_multiples(sizes, torch.float32, 1 if quick else 7)
     bf16 = floor_multiples(sizes, torch.bfloat16, 1 if quick else 3)
     found.update(

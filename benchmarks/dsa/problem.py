@@ -81,6 +81,11 @@ class Inputs:
         """All of them, in order."""
         return tuple(vars(self).values())
 
+    @property
+    def of_attention(self) -> tuple[Tensor, ...]:
+        """Those that the main attention reads, in order."""
+        return self.q_nope, self.q_rope, self.latent, self.key_rope, self.up_key, self.up_value
+
 
 @dataclass(frozen=True)
 class Step:
@@ -141,7 +146,7 @@ def fused_step(inputs: Inputs, grad_out: Tensor, sizes: Sizes) -> Step:
 
 def _by_head(inputs: Inputs, sizes: Sizes, topk_indices: Tensor) -> tuple[Tensor, ...]:
     """Output, ``[length, 1, heads, value_dim]``, and what the loss takes: query, a key, and the sum."""
-    query, key, value = (x.transpose(0, 1) for x in _projected(inputs, sizes))
+    query, key, value = (x.transpose(0, 1) for x in projected(inputs, sizes))
     out, attention_sum = sparse_attention_by_head(
         query, key, value, topk_indices, sizes.softmax_scale, return_attention_sum=True
     )
@@ -152,10 +157,7 @@ def _by_head(inputs: Inputs, sizes: Sizes, topk_indices: Tensor) -> tuple[Tensor
 
 def _absorbed(inputs: Inputs, sizes: Sizes, topk_indices: Tensor) -> tuple[Tensor, ...]:
     """As :func:`_by_head`."""
-    # [length, heads, latent_dim + rope_dim], in the order of memory that the operator reads
-    absorbed = torch.bmm(inputs.q_nope[:, 0].transpose(0, 1), inputs.up_key).transpose(0, 1)
-    query = torch.cat([absorbed, inputs.q_rope[:, 0]], dim=-1)[None]
-    key_value = torch.cat([inputs.latent, inputs.key_rope], dim=-1).transpose(0, 1)
+    query, key_value = (x.transpose(0, 1) for x in absorbed(inputs))
     attention = sparse_flash_attention(
         query,
         key_value,
@@ -170,7 +172,17 @@ def _absorbed(inputs: Inputs, sizes: Sizes, topk_indices: Tensor) -> tuple[Tenso
     return out.transpose(0, 1), query.detach(), key_value.detach(), attention.attention_sum
 
 
-def _projected(inputs: Inputs, sizes: Sizes) -> tuple[Tensor, ...]:
+def absorbed(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Query ``[length, 1, heads, latent_dim + rope_dim]``, in the order of memory that the operator reads.
+
+    And the key of all heads, ``[length, 1, latent_dim + rope_dim]``.
+    """
+    latent_query = torch.bmm(inputs.q_nope[:, 0].transpose(0, 1), inputs.up_key).transpose(0, 1)
+    query = torch.cat([latent_query, inputs.q_rope[:, 0]], dim=-1)[:, None]
+    return query, torch.cat([inputs.latent, inputs.key_rope], dim=-1)
+
+
+def projected(inputs: Inputs, sizes: Sizes) -> tuple[Tensor, ...]:
     """Query, key and value of every head, ``[length, 1, heads, ...]``, as MLA projects them."""
     # One projection for keys and values: [length, 1, heads, nope_dim + value_dim]
     up = torch.cat([inputs.up_key, inputs.up_value], dim=1).flatten(0, 1)
@@ -196,7 +208,7 @@ def megatron_step(inputs: Inputs, grad_out: Tensor, sizes: Sizes, topk_indices: 
     from megatron.core.transformer.experimental_attention_variant import dsa
 
     length = sizes.length
-    query, key, value = _projected(inputs, sizes)
+    query, key, value = projected(inputs, sizes)
     mask = torch.full((length, length), float("-inf")).triu(1)
     index_scores = dsa.DSAIndexer._compute_index_scores(
         None, inputs.index_query, inputs.index_weights, inputs.index_key

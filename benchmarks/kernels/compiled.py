@@ -9,8 +9,9 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,33 @@ class Absent:
         return 0
 
 
+@contextlib.contextmanager
+def without(known: Collection[str]) -> Iterator[dict[str, str]]:
+    """Inside, kernels with these fingerprints are not compiled; gives the names of all by fingerprint."""
+    found: dict[str, str] = {}
+
+    def is_known(*, fn: Any, compile: Mapping[str, Any], **_: Any) -> bool:
+        name = fn.name.rpartition(".")[2]
+        own = _fingerprint(fn.jit_function.cache_key, compile["specialization_data"])
+        found[own] = name
+        return own in known
+
+    before = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = is_known
+    try:
+        yield found
+    finally:
+        knobs.runtime.jit_cache_hook = before
+
+
+def _fingerprint(source: str, specialization: str) -> str:
+    """Of a kernel's source, all that it calls included, what it is compiled for, and the compiler."""
+    data = json.loads(specialization)
+    options = {key: value for key, value in data["options"].items() if key != "extern_libs"}  # paths
+    kinds = {key: data[key] for key in sorted(data) if key not in ("options", "key")}
+    return sha256(json.dumps([triton.__version__, source, options, kinds]).encode()).hexdigest()[:16]
+
+
 def compiled(
     target: int, calls: Iterable[tuple[str, Callable[[], object]]], each: bool = False
 ) -> Iterator[tuple[str, Kernel]]:
@@ -102,7 +130,7 @@ def compiled(
         log = io.StringIO()
 
         def visit(kernel: Any, found: list[Kernel] = found, log: io.StringIO = log) -> None:
-            if kernel.hash not in seen:
+            if kernel is not None and kernel.hash not in seen:
                 seen.add(kernel.hash)
                 found.append(_described(target, kernel, log.getvalue()))
             log.seek(0)

@@ -120,7 +120,7 @@ def load(
     except DamagedError as error:  # a BaseException
         raise UsageError(_damage(checkpoint, error)) from error
     for index, chunk in enumerate(model):
-        unwrapped(chunk).load_state_dict(state[_key(index, len(model))], strict=True)
+        chunk.load_state_dict(state[_key(index, len(model))], strict=True)
     if not weights_only:
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["opt_param_scheduler"])

@@ -192,6 +192,9 @@ GROUPS = {
         Flag("--expert-model-parallel-size", 1, "ranks that share the experts", least=1, free=True),
         Flag("--expert-tensor-parallel-size", int, "ranks per expert; as attention", least=1, free=True),
         Flag("--use-distributed-optimizer", False, "shard the optimizer over data parallel ranks"),
+        Flag(
+            "--use-torch-fsdp2", False, "shard dense weights over data parallel ranks, with FSDP2", free=True
+        ),
         Flag("--overlap-grad-reduce", False, "reduce gradients during the backward pass", free=True),
         Flag("--overlap-param-gather", False, "gather parameters during the forward pass", free=True),
         Flag("--no-align-grad-reduce", True, "stages reduce alone", dest="align_grad_reduce", free=True),

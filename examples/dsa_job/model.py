@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -50,7 +54,7 @@ def model_config(args: argparse.Namespace) -> MLATransformerConfig:
     )
 
 
-def build_model(args: argparse.Namespace, config: MLATransformerConfig) -> list[DistributedDataParallel]:
+def build_model(args: argparse.Namespace, config: MLATransformerConfig) -> list[Any]:
     """The chunks that this pipeline rank holds; one unless the pipeline is interleaved."""
     chunks = args.virtual_pipeline_model_parallel_size
     modules: list[Any] = [
@@ -62,6 +66,14 @@ def build_model(args: argparse.Namespace, config: MLATransformerConfig) -> list[
         module.cuda(torch.cuda.current_device())
     if args.bf16:
         modules = [Float16Module(config, module) for module in modules]
+    if args.use_torch_fsdp2:
+        # before 0.14 it is somewhere else
+        from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
+            TorchFullyShardedDataParallelConfig,
+        )
+
+        sharded = TorchFullyShardedDataParallelConfig()
+        return [TorchFullyShardedDataParallel(config, sharded, module) for module in modules]
     buckets = args.ddp_bucket_size or max(
         40_000_000, 1_000_000 * parallel_state.get_data_parallel_world_size()
     )
@@ -159,6 +171,6 @@ def build_scheduler(args: argparse.Namespace, optimizer: MegatronOptimizer) -> O
 
 def unwrapped(chunk: Any) -> GPTModel:
     """The model below data parallelism and bfloat16."""
-    while isinstance(chunk, (DistributedDataParallel, Float16Module)):
+    while isinstance(chunk, (DistributedDataParallel, TorchFullyShardedDataParallel, Float16Module)):
         chunk = chunk.module
     return chunk

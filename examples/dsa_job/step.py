@@ -125,7 +125,7 @@ class Stepper:
         those hold the model: a cycle through autograd that Python's collector cannot see.
         """
         for chunk in self.model:
-            chunk.grad_accs.clear()
+            getattr(chunk, "grad_accs", []).clear()
             for module in chunk.modules():
                 held = vars(getattr(module, "token_dispatcher", object)).items()
                 for name in [name for name, value in held if isinstance(value, torch.Tensor)]:

@@ -24,10 +24,14 @@ model=(
     --transformer-impl local
     --num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4
     --seq-length 128 --max-position-embeddings 128
-    --position-embedding-type rope --rope-type rope --no-rope-fusion
+    --position-embedding-type rope --no-rope-fusion
     --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
     --hidden-dropout 0 --attention-dropout 0
 )
+# Before 0.14 latent attention always has YaRN, and there is no such flag.
+if grep -q rope-type "$MEGATRON_LM/megatron/training/arguments.py"; then
+    model+=(--rope-type rope)
+fi
 experts=(
     --num-experts 4 --moe-layer-freq '([0]*1+[1]*3)' --moe-ffn-hidden-size 128
     --moe-shared-expert-intermediate-size 128 --moe-router-topk 2 --moe-router-dtype fp32

@@ -15,7 +15,7 @@ from packaging.version import InvalidVersion, Version
 
 from mindspeed_dsa import versions
 from mindspeed_dsa.catalogue import everything
-from mindspeed_dsa.compat import records, wheels
+from mindspeed_dsa.compat import records, trained, wheels
 from mindspeed_dsa.declarations import Feature
 from mindspeed_dsa.patches.drift import Checker, Finding
 from mindspeed_dsa.patches.errors import SettingsError
@@ -64,6 +64,13 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--release", help="the Megatron-core release to compare with (default: the one it declares)"
     )
+    parser.add_argument(
+        "--trained",
+        type=Path,
+        metavar="FILE",
+        help="what the tests of `make test-matrix` or `make next` wrote with these sources: print one line "
+        "for each feature, whether it trained, fits or fails, and count failed tests as problems",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
     options = parser.parse_args(list(argv))
     root = options.megatron_root
@@ -78,9 +85,21 @@ def run(argv: Sequence[str]) -> int:
         for site in feature.sites
         for text in site.fatal
     ]
+    outcomes = {} if options.trained is None else _outcomes(results, options.trained, release)
+    problems += [
+        f"{name}: {each.word}" for name, each in outcomes.items() if each.word.startswith(trained.FAILS)
+    ]
     if options.json:
         found = {"source": tree.label, "root": root, "release": release}
-        print(json.dumps({**found, "features": [asdict(r) for r in results], "problems": problems}, indent=1))
+        features = [asdict(result) for result in results]
+        for feature in features if outcomes else ():
+            feature |= asdict(outcomes[feature["name"]])
+        print(json.dumps({**found, "features": features, "problems": problems}, indent=1))
+    elif outcomes:
+        print(f"{root} {release} in {tree.label}\n")
+        width = max(map(len, outcomes))
+        for name, each in outcomes.items():
+            print(f"{name:<{width}}  {each.word}" + (f" ({'; '.join(each.layouts)})" if each.layouts else ""))
     else:
         print("\n".join(_text(tree, root, release, results)))
     return 1 if problems else 0
@@ -97,6 +116,38 @@ def _examine(feature: Feature, checker: Checker, root: str) -> FeatureResult:
         messages = [finding.message for finding in findings if finding.message]
         sites.append(SiteResult(patch.label, patch.kind, patch.required, findings[0].state, messages, fatal))
     return FeatureResult(feature.name, _refusal(feature, checker.version), sites)
+
+
+def _outcomes(results: Sequence[FeatureResult], file: Path, release: str | None) -> dict[str, trained.Result]:
+    """What tests with these sources found, and where they found nothing, what the sources say.
+
+    Raises:
+        SettingsError: the file cannot be read, or is of another release.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        tested = found["megatron-core"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SettingsError(f"mindspeed_dsa diff: {file} holds no results of tests: {error!r}") from error
+    if tested != release:
+        raise SettingsError(
+            f"mindspeed_dsa diff: {file} is of megatron-core {tested}, the sources of {release}"
+        )
+    return {
+        each.name: trained.result(found["features"].get(each.name, {}), _verdict(each)) for each in results
+    }
+
+
+def _verdict(result: FeatureResult) -> str:
+    """As the compatibility page calls it."""
+    fatal = [text for site in result.sites for text in site.fatal]
+    if result.refused:
+        return f"{trained.REFUSED}: {result.refused}"
+    if fatal:
+        return f"{trained.FAILS}: {'; '.join(fatal)}"
+    if result.sites and all(site.state == "out-of-range" for site in result.sites):
+        return "not needed"
+    return "fits"
 
 
 def _refusal(feature: Feature, release: str | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -46,8 +47,11 @@ def run(argv: Sequence[str]) -> int:
     options, more = _parser().parse_known_args(own)
     if more and "--" in argv:
         raise SettingsError(f"mindspeed_dsa plan: there is no option {more[0]}; flags of the job follow --")
-    if options.allocator < 0:
-        raise SettingsError(f"mindspeed_dsa plan: --allocator {options.allocator:g}: give a share, 0 or more")
+    for name, least in (("allocator", 0.0), ("tokens_per_second", 0.0), ("best", 1)):
+        value = getattr(options, name)
+        if value is not None and not least <= value < math.inf:
+            flag = name.replace("_", "-")
+            raise SettingsError(f"mindspeed_dsa plan: --{flag} {value:g}: give {least:g} or more")
     words = [*words, *more]
     given = {name: getattr(options, f"device_{name}") for name in _RATES}
     device = devices.device(options.device, **given)

@@ -1,4 +1,4 @@
-"""``python -m mindspeed_dsa.compat refresh | docs``: what ``make compat`` and ``make docs`` run."""
+"""``python -m mindspeed_dsa.compat refresh | trained | docs``: what make's targets run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from mindspeed_dsa.compat import pages, records
+from mindspeed_dsa.catalogue import shipped
+from mindspeed_dsa.compat import pages, records, trained
 from mindspeed_dsa.compat.refresh import refresh
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 
@@ -21,9 +22,11 @@ def main(argv: list[str] | None = None) -> int:
         "--megatron-lm",
         type=Path,
         metavar="CLONE",
-        help="clone of Megatron-LM with its core_v tags, for targets in megatron.training; without it "
-        "they stay as recorded",
+        help="clone of Megatron-LM with its core_v tags and its branch main: for targets in "
+        "megatron.training, and for the column of main; without it they stay as recorded",
     )
+    merging = commands.add_parser("trained", help="take over what tests of the matrix have written")
+    merging.add_argument("folder", type=Path, help="with RELEASE.json for each release")
     commands.add_parser("docs", help="write the generated pages from the record")
     options = parser.parse_args(argv)
     try:
@@ -32,6 +35,10 @@ def main(argv: list[str] | None = None) -> int:
             found = refresh(previous, options.wheels, options.megatron_lm)
             records.FILE.write_text(records.dump(found), encoding="utf-8")
             records.load.cache_clear()
+        if options.command == "trained":
+            table = trained.merge(trained.load(), options.folder, shipped(), records.load())
+            trained.FILE.write_text(trained.dump(table), encoding="utf-8")
+            trained.load.cache_clear()
         for path in pages.write_all(pages.docs_folder()):
             print(f"wrote {path}")
     except MindSpeedDSAError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,14 +32,42 @@ RELEASES = (
 )
 """Releases of Megatron-core that are recorded, oldest first."""
 
+MAIN = "main"
+"""What is recorded of Megatron-LM's development branch, like a release that comes after all others."""
+
 ROOT = "megatron"
 
 
 @dataclass(frozen=True)
+class Development:
+    """A commit of Megatron-LM's development branch.
+
+    Attributes:
+        version: the release that its sources declare.
+        commit: its hash.
+        date: when it was committed, ``YYYY-MM-DD``.
+    """
+
+    version: str
+    commit: str
+    date: str
+
+
+@dataclass(frozen=True)
 class Records:
-    """Facts by label of the target, then by release."""
+    """Facts by label of the target, then by release; :data:`MAIN` is one of them if it has been read."""
 
     facts: Mapping[str, Mapping[str, TargetFacts]]
+    main: Development | None = None
+
+    @property
+    def releases(self) -> tuple[str, ...]:
+        """What there is a verdict on, oldest first."""
+        return RELEASES if self.main is None else (*RELEASES, MAIN)
+
+    def version(self, release: str) -> str:
+        """The number that a release's sources declare."""
+        return self.main.version if self.main is not None and release == MAIN else release
 
     def of(self, patch: Patch, release: str) -> TargetFacts | None:
         """The recorded facts; ``None`` if this target was never read in this release."""
@@ -62,11 +90,13 @@ def load() -> Records:
 def parse(text: str) -> Records:
     """Read what :func:`dump` wrote."""
     facts: dict[str, dict[str, TargetFacts]] = {}
-    for target, groups in json.loads(text)["targets"].items():
+    content = json.loads(text)
+    for target, groups in content["targets"].items():
         facts[target] = {
             release: _from_json(target, group) for group in groups for release in group["releases"]
         }
-    return Records(facts)
+    main = content.get(MAIN)
+    return Records(facts, Development(**main) if main else None)
 
 
 def dump(records: Records) -> str:
@@ -80,7 +110,8 @@ def dump(records: Records) -> str:
             json.dumps({"releases": names, **_to_json(target, facts)}) for facts, names in groups.items()
         ]
         targets.append(f" {json.dumps(target)}: [\n  " + ",\n  ".join(lines) + "\n ]")
-    return '{"targets": {\n' + ",\n".join(targets) + "\n}}\n"
+    main = f'"{MAIN}": {json.dumps(asdict(records.main))},\n' if records.main else ""
+    return "{" + main + '"targets": {\n' + ",\n".join(targets) + "\n}}\n"
 
 
 def megatron_patches(features: Iterable[Feature] | None = None) -> Iterator[tuple[Feature, Patch]]:
@@ -92,7 +123,7 @@ def megatron_patches(features: Iterable[Feature] | None = None) -> Iterator[tupl
 
 
 def _in_order(releases: Iterable[str]) -> list[str]:
-    return sorted(releases, key=RELEASES.index)
+    return sorted(releases, key=(*RELEASES, MAIN).index)
 
 
 def _recorded(facts: TargetFacts) -> TargetFacts:

@@ -16,7 +16,7 @@ from mindspeed_dsa.patches.drift import assess
 from mindspeed_dsa.versions import MEGATRON_DISTRIBUTION
 
 Word = Literal[
-    "works", "by backport", "not needed", "not in this release", "not supported", "fails", "not recorded"
+    "fits", "by backport", "not needed", "not in this release", "not supported", "fails", "not recorded"
 ]
 
 
@@ -36,24 +36,25 @@ class Verdict:
 
 
 def judge(feature: Feature, release: str, records: Records, others: Iterable[Feature] = ()) -> Verdict:
-    """Static verdict on one feature with one release of Megatron-core.
+    """Static verdict on one feature with one of the recorded releases of Megatron-core.
 
     A release below the ranges of the patches lacks the code that the feature changes, unless one of the
     ``others`` is a backport that provides the feature's effect there. A release above a patch's range
     includes the change itself. Outside the feature's own requirement it cannot be enabled at all.
     """
+    version = records.version(release)
     required = feature.requires.versions.get(MEGATRON_DISTRIBUTION, "")
-    if required and not SpecifierSet(required).contains(release, prereleases=True):
-        if _is_below(release, required):
+    if required and not SpecifierSet(required).contains(version, prereleases=True):
+        if _is_below(version, required):
             return Verdict("not in this release")
         return Verdict("not supported", f"it needs Megatron-core {required}")
     patches = [patch for patch in feature.patches if patch.module.partition(".")[0] == ROOT]
-    inside = [patch for patch in patches if not version_ranges.outside(patch, lambda package: release)]
+    inside = [patch for patch in patches if not version_ranges.outside(patch, lambda package: version)]
     if patches and not inside and len(patches) == len(feature.patches):
-        if not all(_is_below(release, patch.versions) for patch in patches):
+        if not all(_is_below(version, patch.versions) for patch in patches):
             return Verdict("not needed")
         for other in others:
-            if feature.name in other.supplies and judge(other, release, records).word == "works":
+            if feature.name in other.supplies and judge(other, release, records).word == "fits":
                 return Verdict("by backport", backport=other.name)
         return Verdict("not in this release")
     problems = []
@@ -64,7 +65,7 @@ def judge(feature: Feature, release: str, records: Records, others: Iterable[Fea
                 return Verdict("not recorded", f"{patch.target} was not read in {release}")
             continue
         problems += [f.message for f in assess(patch, facts) if f.fatal and patch.required]
-    return Verdict("fails", "; ".join(problems)) if problems else Verdict("works")
+    return Verdict("fails", "; ".join(problems)) if problems else Verdict("fits")
 
 
 def _is_below(release: str, specifiers: str) -> bool:

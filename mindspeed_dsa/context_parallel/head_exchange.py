@@ -8,6 +8,7 @@ rank of ``c / u`` holds. So rows arrive in the order that a ring across such nei
 from __future__ import annotations
 
 from functools import lru_cache
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ class HeadExchange(CarryingStrategy):
         self._heads = group if heads is None else heads
         self._across = across
         self._members: dict[int, Members] = {}
+        self._of_pack: Members | None = None
 
     def attend_carried(
         self, inner: DenseAttention, query: Tensor, carried: Carried, packed: PackedRows | None = None
@@ -80,7 +82,7 @@ class HeadExchange(CarryingStrategy):
     def _gathered(self, carried: Carried, expansion: FromLatents, order: Tensor | None) -> Carried:
         rows, ranks = carried.rows.size(0) * self._heads.size(), self._heads.size()
         if order is not None:
-            members = _members_of_order(self._heads, order)
+            members = self._of_pack = _members_of_order(self._heads, order)
         else:
             if rows not in self._members:
                 self._members[rows] = Members.of(self._heads, Zigzag(ranks), rows)
@@ -99,9 +101,17 @@ def _order_of_pack(layout: Layout, length: int, number: int, ranks: int) -> Tens
     return held.view(-1, ranks, held.size(1))[number].flatten().argsort()
 
 
-@lru_cache(maxsize=64)
+_shared: WeakValueDictionary[tuple[int, Tensor], Members] = WeakValueDictionary()
+"""Of all layers, by the group's identity and the order, as long as one of them holds it: a group that nobody
+else holds goes, and its threads with it."""
+
+
 def _members_of_order(group: ProcessGroup, order: Tensor) -> Members:
-    return Members(group, order.argsort().view(group.size(), -1))
+    found = _shared.get((id(group), order))
+    if found is None:
+        found = Members(group, order.argsort().view(group.size(), -1))
+        _shared[id(group), order] = found
+    return found
 
 
 def check_heads(heads: int, carried: Carried, ranks: int) -> None:

@@ -26,8 +26,10 @@ KINDS = (
     "memory",
     "tensor_parallel",
     "moe",
+    "data_parallel",
     "pipeline",
     "operators",
+    "compilation",
     "diagnostics",
 )
 """Folders of features. Wrappers of one target nest in this order, and within a kind by folder name; where

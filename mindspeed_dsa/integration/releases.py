@@ -14,7 +14,7 @@ from typing import Any
 
 from mindspeed_dsa.context import Megatron
 
-SERVED = ">=0.12.1,<0.20"
+SERVED = ">=0.12.1,<0.21"
 """Releases whose optimizers, buffers and layers these functions know."""
 
 

@@ -19,6 +19,14 @@ _NEEDS = {
     _UNEVEN: (_LAYERS, _UNEVEN, _STAGES, _MTP),
 }
 """By flag, those that say where its layers lie."""
+_READABLE = {
+    _NOOP: r"[\d,]+",
+    _LIST: r"[\d,]+",
+    _UNEVEN: r"[\d,*\[\]\s]+",
+    _DENSE: r"-?\d+",
+    _PATTERN: r"-?[1-9]\d*",
+}
+"""How values look, where they are not a plain number."""
 
 
 def arrange(job: Job) -> None:
@@ -26,9 +34,13 @@ def arrange(job: Job) -> None:
     noop = _numbers(job.text(_NOOP))
     total = job.number(_LAYERS)
     for flag in filter(job.__contains__, _NEEDS):
-        open_ = [each for each in _NEEDS[flag] if job.unknown(each)]
-        if open_ or total is None:
-            why = f"It needs the value of {open_[0] if open_ else _LAYERS}, which is not known here."
+        unread = [
+            each
+            for each in _NEEDS[flag]
+            if not re.fullmatch(_READABLE.get(each, r"\d+"), job.text(each, "" if each == _LAYERS else "1"))
+        ]
+        if unread:
+            why = f"{unread[0]} cannot be read: it may hang on a variable that is not set."
             job.is_dropped(flag, why, results=True)
     if total is None or any(flag in job.outcomes for flag in _NEEDS):
         return
@@ -61,12 +73,7 @@ def _nested(text: str) -> list[list[int]]:
 
 def _dense_first(job: Job, total: int, noop: Sequence[int]) -> None:
     """``--moe-layer-freq`` as a pattern; MindSpeed-LLM counts layers that do nothing as well."""
-    given = re.fullmatch(r"-?\d+", job.text(_DENSE))
-    every = re.fullmatch(r"-?[1-9]\d*", job.text(_PATTERN, "1"))
-    if given is None or every is None:
-        job.is_dropped(_DENSE, f"It and {_PATTERN} must be numbers.", results=True)
-        return
-    dense, step = int(given[0]), int(every[0])
+    dense, step = int(job.text(_DENSE)), int(job.text(_PATTERN, "1"))
     pattern = [int(layer >= dense and layer % step == 0) for layer in range(total) if layer not in noop]
     text = "+".join(f"[{value}]*{len(list(run))}" for value, run in groupby(pattern))
     job.overrides(_DENSE, Given(_PATTERN, (f"({text})",), (f"({text})",)), "1 for layers with experts.")
@@ -75,7 +82,7 @@ def _dense_first(job: Job, total: int, noop: Sequence[int]) -> None:
 def _without_noop(job: Job, total: int, noop: Sequence[int]) -> None:
     """Fewer layers, and stages of unequal length in place of layers that do nothing."""
     stages, per = job.number(_STAGES, 1) or 1, job.number(_PER_STAGE)
-    size = per or total // stages
+    size = per or max(1, total // stages)
     chunks = [sum(layer not in noop for layer in range(at, at + size)) for at in range(0, total, size)]
     left = total - len(set(noop))
     job.overrides(_NOOP, _one(_LAYERS, left))
@@ -103,14 +110,19 @@ def _lay_out(job: Job, flag: str, stages: list[list[int]], why: str) -> None:
             f"{job.given[flag]} lays out the pipeline, and so does {job.given[_LAYOUT]}: keep one"
         )
         return
-    virtual = max(map(len, stages))
-    first, *middle, last = (chunks[0] for chunks in stages) if len(stages) > 1 else (0, 0)
-    if virtual == 1 and len(stages) > 1 and len({*middle}) <= 1 and (middle or first == last):
-        if first != middle[0]:
+    virtual = max(map(len, stages), default=0)
+    if not virtual or any(len(chunks) != virtual for chunks in stages):
+        job.is_dropped(flag, "These are not the layers of stages.", results=True)
+        return
+    first, last, middle = stages[0][0], stages[-1][0], {chunks[0] for chunks in stages[1:-1]}
+    if virtual == 1 and len(stages) > 1 and len(middle) <= 1 and (middle or first == last):
+        usual = next(iter(middle), first)
+        if first != usual:
             job.overrides(flag, _one("--decoder-first-pipeline-num-layers", first), why)
-        if last != middle[0]:
+        if last != usual:
             job.overrides(flag, _one("--decoder-last-pipeline-num-layers", last), why)
-        job.outcomes.get(flag) or job.is_dropped(flag, "All stages have as many layers.")
+        if flag not in job.outcomes:
+            job.is_dropped(flag, "All stages have as many layers.")
         return
     if job.before("0.14"):
         text = "Only Megatron-core 0.14 and later lay out such stages."

@@ -24,6 +24,8 @@ def of_python(text: str) -> list[str]:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise ShellError(f"line {error.lineno}: {error.msg}") from error
+    except ValueError as error:  # a null byte
+        raise ShellError(str(error)) from error
     names: dict[str, Any] = {}
     found: list[list[str]] = []
     for node in ast.walk(tree):
@@ -114,7 +116,7 @@ def of_yaml(text: str) -> list[str]:
         ShellError: the text is no YAML, or holds no flags; or PyYAML is missing.
     """
     try:
-        import yaml
+        import yaml  # type: ignore[import-untyped]
     except ModuleNotFoundError as error:
         raise ShellError("reading YAML needs PyYAML: pip install pyyaml") from error
     try:
@@ -139,11 +141,19 @@ def _flags(data: Any) -> list[str]:
         if any(isinstance(word, (Mapping, list)) for word in data):
             raise ShellError("a list in it holds words of a command line, and other lists or sections")
         for word in data if isinstance(data, list) else [data]:
-            words += shlex.split(str(word)) if str(word).startswith("--") or data is word else [str(word)]
+            whole = str(word).startswith("--") or data is word
+            words += _split(str(word)) if whole else [str(word)]
     elif isinstance(data, list):
         for item in data:
             words += _flags(item)
     return words
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ShellError(f"{text!r}: {str(error).lower()}") from error
 
 
 def _is_command_line(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from mindspeed_dsa.migrate.job import Given, Job, equal
 from mindspeed_dsa.migrate.layers import arrange
@@ -66,7 +66,7 @@ def _rotary(job: Job) -> None:
         job.is_kept(factor, "unchanged", "Without effect, as there: no scaling is asked for.")
 
 
-def _only_usual(job: Job, usual: dict[str, float], why: str) -> None:
+def _only_usual(job: Job, usual: Mapping[str, float], why: str) -> None:
     for flag, value in usual.items():
         if flag in job:
             text = job.text(flag)
@@ -249,6 +249,24 @@ def _chunks(job: Job) -> None:
         job.is_dropped("--coc-parallel-num", "MindSpeed does not read it with --coc-fused-kernel.")
 
 
+def _pairs(job: Job) -> None:
+    """Where MindSpeed pairs microbatches and this library does not, the job computes the same without."""
+    flag = "--moe-fb-overlap"
+    if flag not in job:
+        return
+    virtual = {
+        "--num-layers-per-virtual-pipeline-stage",
+        "--num-virtual-stages-per-pipeline-rank",
+        "--pipeline-model-parallel-layout",
+    }
+    if job.text("--recompute-granularity") == "full":
+        why = "Not together with --recompute-granularity full, which is kept; use selective to have both."
+        job.is_dropped(flag, why, results=False)
+    elif (job.number("--pipeline-model-parallel-size", 1) or 1) > 1 and not virtual & set(job.given):
+        why = "In a pipeline it needs interleaved stages: add --num-layers-per-virtual-pipeline-stage."
+        job.is_dropped(flag, why, results=False)
+
+
 def _ranks_of_context(job: Job) -> None:
     if job.number("--context-parallel-size", 1) == 1:
         for flag in ("--context-parallel-algo", "--ulysses-degree-in-cp"):
@@ -304,6 +322,7 @@ RULES: tuple[Callable[[Job], None], ...] = (
     _documents,
     _masks,
     _chunks,
+    _pairs,
     _ranks_of_context,
     _operators,
     _vocabulary,

@@ -188,7 +188,7 @@ class _Script:
         marks = {mark for _, mark in pieces}
         if marks == {_QUOTED, ""} and not any(set(one) & set('"$`\\!') for one, mark in pieces if not mark):
             return Source(name + '"' + "".join(one for one, _ in pieces) + '"')
-        shown = {"": shlex.quote, _QUOTED: '"{}"'.format, _BARE: str}
+        shown: dict[str, Callable[[str], str]] = {"": shlex.quote, _QUOTED: '"{}"'.format, _BARE: str}
         return Source(name + "".join(shown[mark](one) for one, mark in pieces) or "''")
 
     def _joined(self, word: Word, written: bool) -> str:

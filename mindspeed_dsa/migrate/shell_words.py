@@ -191,7 +191,8 @@ class _Reader:
     def _double(self) -> list[Part]:
         opened = self.at
         self.at += 1
-        parts, text = [], ""
+        parts: list[Part] = []
+        text = ""
         while self.at < len(self.text):
             char = self.text[self.at]
             if char == '"':

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from mindspeed_dsa import features
+from mindspeed_dsa import features, versions
 from mindspeed_dsa.features.attention.adapters.backport.arguments import FLAGS as DSA_FLAGS
 from mindspeed_dsa.migrate import megatron_flags, rules
 from mindspeed_dsa.migrate.core_flags import CORE
@@ -146,7 +147,11 @@ def _answer(job: Job, given: Given, row: Row) -> None:
     elif given.value in row.refused:
         job.is_dropped(given.flag, row.refused[given.value], results=True)
     elif row.verdict == "same":
-        job.is_kept(given.flag, "same", row.why)
+        unserved = _unserved(given.flag, job.release) or _unserved(row.switch, job.release)
+        if unserved:
+            job.is_dropped(given.flag, f"It needs megatron-core {unserved}.", results=False)
+        else:
+            job.is_kept(given.flag, "same", row.why)
     elif row.verdict == "megatron":
         value = row.values.get(given.value)
         values, written = ((value,), (value,)) if value is not None else (given.values, given.written)
@@ -160,6 +165,18 @@ def _answer(job: Job, given: Given, row: Row) -> None:
         job.is_dropped(given.flag, f"With {given.value} it does nothing.")
     else:
         job.is_dropped(given.flag, row.why, results=row.results)
+
+
+def _unserved(flag: str, release: Version | None) -> str:
+    """The releases of Megatron-core that a feature with this flag serves, if this is none of them."""
+    ranges = {
+        feature.requires.versions.get(versions.MEGATRON_DISTRIBUTION, "")
+        for feature in features.all_features()
+        if any(known.name == flag and not known.megatron for known in feature.flags)
+    }
+    if release is None or any(SpecifierSet(each).contains(release, prereleases=True) for each in ranges):
+        return ""
+    return " or ".join(sorted(ranges))
 
 
 def _missing(command: Sequence[Given], release: Version | None, ours: set[str]) -> list[str]:

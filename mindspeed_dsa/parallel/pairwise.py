@@ -36,12 +36,13 @@ def start(
     rank, ranks = group.rank(), group.size()
     first, most = _messages.get(group, 0), max(len(each) for each in sends)
     _messages[group] = first + most
+    incoming = [(dist.irecv, (rank - step) % ranks, receives) for step in range(1, ranks)]
+    outgoing = [(dist.isend, (rank + step) % ranks, sends) for step in range(1, ranks)]
     operations = []
-    for step in range(1, ranks):
-        to, source = (rank + step) % ranks, (rank - step) % ranks
-        for function, peer, tensors in ((dist.isend, to, sends[to]), (dist.irecv, source, receives[source])):
-            for number, tensor in enumerate(tensors):
-                tag = _FIRST_TAG + (first + number) % _TAGS
-                operations.append(dist.P2POp(function, tensor, dist.get_global_rank(group, peer), group, tag))
+    # Receives first: gloo's sender waits to be told of them, and the word does not overtake what is sent.
+    for function, peer, tensors in (*incoming, *outgoing):
+        for number, tensor in enumerate(tensors[peer]):
+            tag = _FIRST_TAG + (first + number) % _TAGS
+            operations.append(dist.P2POp(function, tensor, dist.get_global_rank(group, peer), group, tag))
     works: list[Any] = dist.batch_isend_irecv(operations)
     return works

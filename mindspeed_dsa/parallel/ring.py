@@ -28,10 +28,12 @@ def pass_on(tensor: Tensor, group: Any, tag: int = 0) -> Pending:
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     received = kept.take(tensor)
     following, previous = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
+    # The receive first: gloo's sender waits to be told of it, and with two ranks the word would come behind
+    # all that is sent the other way.
     works = dist.batch_isend_irecv(
         [
-            dist.P2POp(dist.isend, tensor, following, group, tag),
             dist.P2POp(dist.irecv, received, previous, group, tag),
+            dist.P2POp(dist.isend, tensor, following, group, tag),
         ]
     )
     return Pending(received, works, [tensor])

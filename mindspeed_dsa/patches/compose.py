@@ -131,6 +131,7 @@ def clone(function: Any, what: str) -> FunctionType:
         function.__defaults__,
         function.__closure__,
     )
+    copy.__qualname__ = function.__qualname__  # before Python 3.11 code does not know it
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__annotations__ = function.__annotations__
     copy.__doc__ = function.__doc__

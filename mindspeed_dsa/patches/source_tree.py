@@ -159,7 +159,7 @@ class SourceTree:
                 # there; found below.
                 continue
             if spec is not None:
-                return spec
+                return _with_file(spec)
         return _namespace(name, [os.path.join(folder, tail) for folder in path or ()])
 
 
@@ -170,6 +170,13 @@ def _finders() -> list[Any]:
         for finder in sys.meta_path
         if hasattr(finder, "find_spec") and not type(finder).__module__.startswith("wrapt")
     ]
+
+
+def _with_file(spec: ModuleSpec) -> ModuleSpec:
+    """Since Python 3.11 some of the standard library is frozen into the interpreter, beside its files."""
+    file = getattr(spec.loader_state, "filename", None) if spec.origin == "frozen" else None
+    found = importlib.util.spec_from_file_location(spec.name, file) if file else None
+    return found or spec
 
 
 def _namespace(name: str, folders: list[str]) -> ModuleSpec | None:

@@ -209,10 +209,11 @@ class Layer:
 
 
 def norm_items(job: Job, width: float, rows: float, *tags: str) -> Iterator[Kept]:
-    """What a norm keeps: with fused kernels its input, else that and the normalised input in float32."""
-    numbers = width * job.training.number if job.training.kernels else 2 * width * FLOAT
+    """What a norm keeps: its input; PyTorch's RMSNorm that and the normalised input in float32."""
+    one_kernel = job.training.kernels or job.model.layer_norm
+    numbers = width * job.training.number if one_kernel else 2 * width * FLOAT
     yield Kept("norms", numbers * rows, frozenset(tags))
-    yield Kept("norms", FLOAT * rows, frozenset(tags))
+    yield Kept("norms", FLOAT * rows * (1 + job.model.layer_norm), frozenset(tags))
 
 
 def freed(items: Iterable[Kept], job: Job, norm: bool, act: bool, swap: bool) -> list[Kept]:

@@ -6,7 +6,9 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from mindspeed_dsa.catalogue import everything
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.planner import config, flags, layouts
 from mindspeed_dsa.planner.job import Features, Job, Layout, Model, Training
@@ -38,6 +40,7 @@ def job_of(
     _check_sizes(options, devices, imbalance)
     if config_file:
         config.apply(Path(config_file), options, given)
+    _check_together(options)
     missing = [name for name in _NEEDED if getattr(options, name) is None]
     if options.experimental_attention_variant == "dsa":
         missing += [name for name in _DSA if getattr(options, name) is None]
@@ -56,7 +59,7 @@ def job_of(
         training = _with_batch(training, training.micro * layout.dp)
     job = Job(model, layout, training, features_of(options), imbalance, notes=_notes(options, unknown))
     if not any_layout:
-        layouts.check(job)
+        layouts.check(job, any_number=devices is None)
     return job
 
 
@@ -71,6 +74,43 @@ def _check_sizes(options: argparse.Namespace, devices: int | None, imbalance: fl
         value, least = getattr(options, name.replace("-", "_")), int(name not in flags.MAY_BE_ZERO)
         if value is not None and value < least:
             raise SettingsError(f"mindspeed_dsa plan: --{name} {value}: give {least} or more")
+
+
+def _check_together(options: argparse.Namespace) -> None:
+    """What Megatron, or a feature, refuses whatever the layout."""
+    problems = []
+    if options.bf16 and options.fp16:
+        problems.append("--bf16 and --fp16: give one of them")
+    if options.reuse_fp32_param and not options.bf16:
+        problems.append("--reuse-fp32-param needs --bf16")
+    if options.num_experts and not options.disable_bias_linear:
+        if options.moe_shared_expert_intermediate_size:
+            problems.append("shared experts have no biases: add --disable-bias-linear")
+        if options.moe_grouped_gemm and options.transformer_impl == "local":
+            problems.append("--moe-grouped-gemm without Transformer Engine needs --disable-bias-linear")
+    seen = _Settings(options)
+    on = [feature for feature in everything() if feature.is_active(seen)]
+    names = {feature.name for feature in on}
+    problems += [
+        f"{feature.name} cannot be combined with {conflict.feature}: {conflict.why}"
+        for feature in on
+        for conflict in feature.conflicts
+        if conflict.feature in names
+    ]
+    if problems:
+        raise SettingsError(f"mindspeed_dsa plan: {'; '.join(problems)}")
+
+
+class _Settings:
+    """Switches as features ask for them; flags of Megatron that no plan reads are not given."""
+
+    platform, features_on = "", ()
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._options, name, None)
 
 
 def _with_batch(training: Training, batch: int) -> Training:
@@ -123,6 +163,8 @@ def model_of(options: argparse.Namespace) -> Model:
         pattern=tuple(bool(experts and each) for each in frequency),
         gated=options.swiglu,
         bias=not options.disable_bias_linear,
+        qkv_bias=options.add_qkv_bias,
+        layer_norm=options.normalization == "LayerNorm",
         tied=not options.untie_embeddings_and_output_weights,
         learned_positions=(
             options.max_position_embeddings or options.seq_length
@@ -184,6 +226,11 @@ def layout_of(options: argparse.Namespace) -> Layout:
             )
         chunks = counted // (pp * per_chunk)
     vpp = chunks if chunks and pp > 1 else 1
+    if options.expert_model_parallel_size > 1 and not options.num_experts:
+        raise SettingsError(
+            f"mindspeed_dsa plan: --expert-model-parallel-size {options.expert_model_parallel_size} needs "
+            "--num-experts"
+        )
     ep, etp = options.expert_model_parallel_size, options.expert_tensor_parallel_size or tp
     if options.moe_tp_extend_ep:
         ep, etp = ep * tp, 1
@@ -260,7 +307,7 @@ def features_of(options: argparse.Namespace) -> Features:
     return Features(
         fused=fused,
         absorb=part(options.use_dsa_absorb),
-        by_length=options.use_dsa_absorb is None,
+        by_length=options.use_dsa_absorb is not True,
         indexer=part(options.use_fused_lightning_indexer),
         attention=part(options.use_fused_sparse_flash_attention),
         kl_loss=part(options.use_fused_lightning_indexer_kl_loss),

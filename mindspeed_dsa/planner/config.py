@@ -30,6 +30,7 @@ _INDEXER = {
     "dsa_indexer_head_dim": "index_head_dim",
     "dsa_indexer_topk": "index_topk",
 }
+_NUMBERS = ("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers")
 KNOWN: dict[str, dict[str, Any]] = {
     "deepseek-v3.2": {
         "model_type": "deepseek_v32",
@@ -84,12 +85,21 @@ def flags_of(config: dict[str, Any], path: Path) -> dict[str, Any]:
     missing = [name for name in wanted.values() if name not in config]
     if missing:
         raise SettingsError(f"mindspeed_dsa plan: {path} lacks {', '.join(missing)}")
-    dense = config.get("first_k_dense_replace", 0)
+    wrong = [name for name in (*wanted.values(), *_NUMBERS) if not _is_size(name, config.get(name, 0))]
+    if wrong:
+        found = ", ".join(f"{name} is {config[name]!r}" for name in wrong)
+        raise SettingsError(f"mindspeed_dsa plan: {path}: {found}; give a positive number")
+    if config.get("moe_layer_freq", 1) != 1:
+        raise SettingsError(
+            f"mindspeed_dsa plan: {path} has moe_layer_freq {config['moe_layer_freq']!r}, and --config reads "
+            "1; give the sizes by Megatron's flags, with --moe-layer-freq"
+        )
+    dense = min(config.get("first_k_dense_replace") or 0, config["num_hidden_layers"])
     return {
         **{flag: config[name] for flag, name in wanted.items()},
         "moe_layer_freq": [0] * dense + [1] * (config["num_hidden_layers"] - dense),
         "moe_shared_expert_intermediate_size": (
-            config.get("n_shared_experts", 0) * config["moe_intermediate_size"] or None
+            (config.get("n_shared_experts") or 0) * config["moe_intermediate_size"] or None
         ),
         "mtp_num_layers": config.get("num_nextn_predict_layers") or None,
         "experimental_attention_variant": "dsa" if "index_topk" in config else None,
@@ -100,9 +110,17 @@ def flags_of(config: dict[str, Any], path: Path) -> dict[str, Any]:
         "swiglu": True,
         "disable_bias_linear": True,
         "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
+
+
+def _is_size(name: str, value: Any) -> bool:
+    if value is None:  # queries without a latent, no prediction layers
+        return name in ("q_lora_rank", *_NUMBERS)
+    least = 0 if name in _NUMBERS else 1
+    return type(value) is int and value >= least
 
 
 def _read(path: Path) -> dict[str, Any]:

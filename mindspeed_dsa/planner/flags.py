@@ -67,6 +67,7 @@ SWITCHES = (
     "group-query-attention",
     "swiglu",
     "disable-bias-linear",
+    "add-qkv-bias",
     "untie-embeddings-and-output-weights",
     "no-bias-swiglu-fusion",
     "dsa-indexer-use-sparse-loss",
@@ -88,15 +89,17 @@ SWITCHES = (
     "use-flash-attn",
     "use-fused-dsa",  # ours; the example job can also switch it off
 )
-TEXTS: Mapping[str, str | None] = {
-    "experimental-attention-variant": None,
-    "transformer-impl": "transformer_engine",
-    "position-embedding-type": "learned_absolute",
-    "optimizer": "adam",
-    "moe-token-dispatcher-type": "allgather",
-    "recompute-granularity": None,
-    "recompute-method": None,
+WORDS: Mapping[str, tuple[str | None, tuple[str, ...]]] = {
+    "experimental-attention-variant": (None, ("dsa", "none")),
+    "transformer-impl": ("transformer_engine", ("transformer_engine", "local")),
+    "position-embedding-type": ("learned_absolute", ("learned_absolute", "rope", "yarn", "none")),
+    "normalization": ("LayerNorm", ("LayerNorm", "RMSNorm")),
+    "optimizer": ("adam", ("adam", "sgd")),
+    "moe-token-dispatcher-type": ("allgather", ("allgather", "alltoall", "flex")),
+    "recompute-granularity": (None, ("full", "selective")),
+    "recompute-method": (None, ("uniform", "block")),
 }
+"""Default, and what can be planned."""
 FLOATS: Mapping[str, float] = {
     "dsa-indexer-loss-coeff": 0.0,
     "hidden-dropout": 0.1,
@@ -138,6 +141,7 @@ EXAMPLE: Mapping[str, Any] = {
     "untie_embeddings_and_output_weights": True,
     "no_bias_swiglu_fusion": True,
     "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
     "transformer_impl": "local",
@@ -178,8 +182,8 @@ def parser() -> argparse.ArgumentParser:
         add(f"--{name}", type=int, default=number)
     for name in SWITCHES:
         add(f"--{name}", action=argparse.BooleanOptionalAction, default=False)
-    for name, text in TEXTS.items():
-        add(f"--{name}", default=text)
+    for name, (word, choices) in WORDS.items():
+        add(f"--{name}", default=word, choices=choices)
     for name, value in FLOATS.items():
         add(f"--{name}", type=float, default=value)
     add("--moe-layer-freq", type=pattern, default=1)

@@ -14,6 +14,8 @@ class Model:
         pattern: for each layer, whether it has experts.
         gated: SwiGLU: the first matrix of an MLP has two halves.
         bias: of linear layers.
+        qkv_bias: of the projection to query, key and value.
+        layer_norm: norms are LayerNorm, with a bias, instead of RMSNorm.
         query_lora: 0: queries are projected without a latent.
         latent: multi-head latent attention; otherwise ``head_dim`` and ``kv_heads`` hold.
         sparse: DeepSeek Sparse Attention.
@@ -28,6 +30,8 @@ class Model:
     pattern: tuple[bool, ...] = ()
     gated: bool = True
     bias: bool = False
+    qkv_bias: bool = False
+    layer_norm: bool = False
     tied: bool = False
     learned_positions: int = 0
     head_dim: int = 0

@@ -50,8 +50,12 @@ def _smaller(layout: Layout, devices: int) -> str:
     return str(max(fitting, key=lambda each: each.tp * each.pp * each.cp * each.ep))
 
 
-def check(job: Job) -> None:
+def check(job: Job, any_number: bool = False) -> None:
     """Refuse what Megatron would refuse later, all problems at once.
+
+    Args:
+        job: planned.
+        any_number: the layout that works may need another number of devices.
 
     Raises:
         SettingsError: with the nearest layout that works.
@@ -59,7 +63,7 @@ def check(job: Job) -> None:
     problems = list(_problems(job))
     if problems:
         text = "; ".join(problems)
-        raise SettingsError(f"mindspeed_dsa plan: {job.layout} does not fit: {text}{_hint(job)}")
+        raise SettingsError(f"mindspeed_dsa plan: {job.layout} does not fit: {text}{_hint(job, any_number)}")
 
 
 def works(job: Job) -> bool:
@@ -67,8 +71,8 @@ def works(job: Job) -> bool:
     return next(_problems(job), None) is None
 
 
-def _hint(job: Job) -> str:
-    near = nearest(job)
+def _hint(job: Job, any_number: bool) -> str:
+    near = nearest(job, any_number)
     if near is None:
         return ""
     layout, batch = near.layout, ""
@@ -84,22 +88,24 @@ def _hint(job: Job) -> str:
     return f". The nearest layout that works: {layout}{ends}{batch}"
 
 
-def nearest(job: Job) -> Job | None:
-    """The layout with the smallest changes of sizes that works, on as many devices."""
+def nearest(job: Job, any_number: bool = False) -> Job | None:
+    """The layout with the smallest changes of sizes that works, on as many devices or on any number."""
     layout, model = job.layout, job.model
     devices = layout.devices
+    most = 2 * devices if any_number else devices
     candidates = []
-    for tp in _near(layout.tp, devices):
-        for pp in _near(layout.pp, devices):
-            for ep in _near(layout.ep, devices):
+    for tp in _near(layout.tp, most):
+        for pp in _near(layout.pp, most):
+            for ep in _near(layout.ep, most):
                 for vpp in {layout.vpp if pp > 1 else 1, 1}:
                     sizes = replace(
                         layout, tp=tp, pp=pp, ep=ep, vpp=vpp, etp=min(layout.etp, tp), group=pp, dp=1
                     )
                     sizes = replace(sizes, sequence=layout.sequence and tp > 1)
-                    if devices % least_devices(sizes):
+                    number = least_devices(sizes) if any_number else devices
+                    if number % least_devices(sizes):
                         continue
-                    sizes = replace(sizes, dp=devices // (tp * pp * layout.cp))
+                    sizes = replace(sizes, dp=number // (tp * pp * layout.cp))
                     for split in _splits(sizes, model):
                         candidates.append(replace(job, layout=split, training=_batch(job, split)))
     fitting = [each for each in candidates if works(each)]

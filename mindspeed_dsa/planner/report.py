@@ -32,7 +32,9 @@ def text(plan: Plan, tokens_per_second: float | None = None) -> str:
 def _head(plan: Plan) -> str:
     job, device = plan.job, plan.device
     training = job.training
-    fitting = "no number of replicas fits" if plan.fitting is None else f"fits from {plan.fitting} devices on"
+    fitting = f"this layout fits from {_devices(plan.fitting or 0)} on"
+    if plan.fitting is None:
+        fitting = "no number of replicas of this layout fits"
     verdict = "fits" if plan.fits else "does NOT fit"
     return "\n".join(
         [
@@ -40,13 +42,17 @@ def _head(plan: Plan) -> str:
                 f"{job.layout} on {job.layout.devices} x {device.name} ({device.memory:g} GiB): {verdict}, "
                 f"{plan.worst.total / GIB:.1f} GiB on pipeline rank {plan.worst.rank}"
             ),
-            f"one replica needs {plan.least} devices; this layout {fitting}",
+            f"one replica needs {_devices(plan.least)}; {fitting}",
             (
-                f"step: {training.batch} x {training.sequence} tokens, {job.microbatches} microbatches of "
-                f"{training.micro} per data parallel rank"
+                f"step: {training.batch} x {training.sequence} tokens, {job.microbatches} "
+                f"microbatch{'es' * (job.microbatches > 1)} of {training.micro} per data parallel rank"
             ),
         ]
     )
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'s' * (count > 1)}"
 
 
 def shown(ranks: Sequence[RankMemory]) -> list[RankMemory]:

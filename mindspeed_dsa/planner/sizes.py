@@ -56,8 +56,8 @@ def whole(part: str, numbers: int) -> Weight:
 
 
 def norm(model: Model, width: int) -> Weight:
-    """RMSNorm's scale; with biased linear layers, LayerNorm's scale and bias."""
-    return whole("norms", width * (2 if model.bias else 1))
+    """RMSNorm's scale, LayerNorm's scale and bias."""
+    return whole("norms", width * (2 if model.layer_norm else 1))
 
 
 def attention(model: Model, sp_tp_sp: bool = False) -> list[Weight]:
@@ -68,8 +68,10 @@ def attention(model: Model, sp_tp_sp: bool = False) -> list[Weight]:
         groups = 2 * model.kv_heads * model.head_dim
         found.append(Weight("attention", h * (heads * model.head_dim + groups)))
         found.append(Weight("attention", heads * model.head_dim * h))
+        if model.bias or model.qkv_bias:
+            found.append(Weight("attention", heads * model.head_dim + groups))
         if model.bias:
-            found += [Weight("attention", heads * model.head_dim + groups), whole("attention", h)]
+            found.append(whole("attention", h))
         if model.qk_norm:
             found.append(norm(model, 2 * model.head_dim))
         return found
@@ -88,6 +90,8 @@ def attention(model: Model, sp_tp_sp: bool = False) -> list[Weight]:
     found += [norm(model, model.kv_lora)] if model.qk_norm else []
     proj = heads * model.value * h
     found.append(whole("attention", proj) if sp_tp_sp else Weight("attention", proj))
+    if model.bias:  # latent projections have none
+        found.append(whole("attention", h))
     if model.sparse:
         found.append(Weight("indexer", index_numbers(model), "whole", averaged=True))
     return found
@@ -108,8 +112,11 @@ def mlp(model: Model, experts: bool) -> list[Weight]:
         if model.bias:
             found += [Weight("dense MLP", (matrices - 1) * model.ffn), whole("dense MLP", h)]
         return found
-    found.append(whole("router", model.experts * h))
-    found.append(Weight("routed experts", model.experts * matrices * h * model.expert_ffn, "expert"))
+    found.append(whole("router", model.experts * (h + model.bias)))
+    of_expert = matrices * h * model.expert_ffn
+    if model.bias:
+        of_expert += (matrices - 1) * model.expert_ffn + h
+    found.append(Weight("routed experts", model.experts * of_expert, "expert"))
     if model.shared_ffn:
         found.append(Weight("shared experts", matrices * h * model.shared_ffn))
     return found

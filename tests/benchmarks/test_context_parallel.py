@@ -27,15 +27,23 @@ def test_an_image_of_rows(tmp_path):
     assert (tmp_path / "rows.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize(("alone", "hidden"), [(0.09, 0.5), (0.05, None), (0.2, None)])
-def test_hidden_fractions_of_transfers_about_as_long_as_what_hides_them(monkeypatch, alone, hidden):
-    seconds = {"together": 0.2 + alone / 2, "alone": alone, "work": 0.2, "cover": 0.1}
-    monkeypatch.setattr(hiding, "timed", lambda problem, rounds: seconds)
-    found = hiding.fitted(lambda size: None, 64, rounds=1)
-    if hidden is None:
-        assert found["hidden"].startswith("not measured: the transfer took")
+@pytest.mark.parametrize(("fits_at", "begin"), [(448, 448), (100, 1088), (1500, 64), (10, 64)])
+def test_sizes_are_fitted_until_transfers_take_as_long_as_what_hides_them(monkeypatch, fits_at, begin):
+    """What hides a transfer grows faster than sizes; below the least one nothing fits."""
+
+    def timed(size, rounds, names):
+        cover = (size / fits_at) ** 1.5
+        return {"alone": 1.0, "work": 2 * cover, "cover": cover, "together": 0.5 + 2 * cover}
+
+    monkeypatch.setattr(hiding, "timed", timed)
+    found = hiding.fitted(lambda size: size, begin, hiding.Sizes(rounds=1))
+    if fits_at == 10:
+        assert found["hidden"].startswith("not measured: the transfer took 0.49 of what hides it")
     else:
-        assert found["hidden"] == pytest.approx(hidden)
+        assert hiding.ALLOWED[0] <= found["transfer_over_cover"] <= hiding.ALLOWED[1]
+        assert found["hidden"] == pytest.approx(0.5 / min(1, 1 / found["transfer_over_cover"]))
+        assert len(found["tried"]) <= 6
+    assert found["tried"][found["size"]] == found["transfer_over_cover"]
 
 
 def test_an_unknown_cell_is_refused():

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import __main__ as cli
 from benchmarks import dsa
-from benchmarks.dsa import child, floor, problem
+from benchmarks.dsa import child, floor, forms, problem
 from benchmarks.dsa.problem import Sizes
 from mindspeed_dsa.ops import cpu_products
 from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head
@@ -37,6 +37,10 @@ def test_every_metric_of_a_quick_run(tmp_path, capsys):
     metrics = found["metrics"]
     assert metrics.pop("cuda") == "not run on a GPU"
     assert "fp32" in metrics.pop("bf16_operands") or cpu_products.multiplies_bf16()
+    rows = metrics["absorb_choice"]
+    assert list(rows) == list(metrics["extra_peak_mib_by_length"])
+    assert metrics["absorb_choice_worst_ratio"] == max(row["ratio"] for row in rows.values())
+    assert {row.pop("chosen") for row in rows.values()} <= {"by head", "absorbed"}
     assert all(isinstance(value, (int, float)) and value > 0 for value in numbers(metrics))
     assert metrics["correctness_deviation"] < 1e-4
     assert metrics["correctness_deviation_bf16"] < 2e-2
@@ -110,6 +114,45 @@ def test_both_forms_are_compared_before_they_are_timed():
         for sizes in (*dsa.GATES, dsa.COMPARED)
     ]
     assert forms == [False, True, True]
+
+
+def test_the_ratio_is_that_of_the_form_which_a_job_takes(monkeypatch):
+    """With a clock that moves by 3 seconds in each step by head, and by 2 in each absorbed one."""
+    now, called = [0.0], []
+
+    def step_in(form, inputs, grad_out, sizes):
+        def step():
+            called.append(form)
+            now[0] += 3.0 if form == forms.BY_HEAD else 2.0
+            return (torch.ones(1),)
+
+        return step
+
+    monkeypatch.setattr(forms, "step_in", step_in)
+    monkeypatch.setattr(forms, "CLOCKS", {kind: lambda: now[0] for kind in forms.CLOCKS})
+    found = forms.choice(TINY, (16, 80), rounds=3)
+    rows = found["absorb_choice"]
+    assert [row["chosen"] for row in rows.values()] == [forms.BY_HEAD, forms.ABSORBED]
+    assert [row["ratio"] for row in rows.values()] == [1.5, 1.0]
+    assert found["absorb_choice_worst_ratio"] == 1.5
+    assert called == [forms.BY_HEAD, forms.ABSORBED] * 8
+    monkeypatch.setattr(forms, "CLEAR", 1.2)
+    called.clear()
+    forms.choice(TINY, (80,), rounds=3)
+    assert len(called) == 4, "one round is enough where the forms are far apart"
+
+
+def test_forms_that_differ_are_not_timed(monkeypatch):
+    original = forms.attend_sparsely
+    forms.choice(TINY, (48,), rounds=1)
+
+    def wrong(operands, *args, **kwargs):
+        attended = original(operands, *args, **kwargs)
+        return replace(attended, out=attended.out * (1.01 if operands.absorbed else 1))
+
+    monkeypatch.setattr(forms, "attend_sparsely", wrong)
+    with pytest.raises(RuntimeError, match="both forms differ by"):
+        forms.choice(TINY, (48,), rounds=1)
 
 
 def test_sides_that_differ_are_not_compared(monkeypatch):

@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from mindspeed_dsa import versions
 from mindspeed_dsa.catalogue import shipped
 from mindspeed_dsa.compat import checker, pages, records
-from mindspeed_dsa.compat.records import RELEASES, Records
+from mindspeed_dsa.compat.records import RELEASES, Development, Records
 from mindspeed_dsa.compat.verdicts import Verdict, judge
 from mindspeed_dsa.declarations import Feature, Requires
 from mindspeed_dsa.features import built_in
@@ -30,7 +30,7 @@ def test_every_target_is_recorded_in_every_release():
     unrecorded = {
         (patch.label, release)
         for _, patch in MEGATRON_PATCHES
-        for release in RELEASES
+        for release in known.releases
         if known.of(patch, release) is None and not patch.module.startswith("megatron.legacy")
     }
     assert not unrecorded, STALE
@@ -71,7 +71,7 @@ def test_required_patches_apply_to_the_release_that_is_pinned():
         name: verdict for name, verdict in verdicts.items() if verdict.word in ("fails", "not recorded")
     }
     assert not failing
-    assert sum(verdict.word == "works" for verdict in verdicts.values()) > len(verdicts) / 2
+    assert sum(verdict.word == "fits" for verdict in verdicts.values()) > len(verdicts) / 2
 
 
 def test_no_supported_release_fails():
@@ -79,7 +79,7 @@ def test_no_supported_release_fails():
     failing = [
         (feature.name, release, verdict.reason)
         for feature in built_in()
-        for release in RELEASES
+        for release in records.load().releases
         if (verdict := judge(feature, release, records.load())).word == "fails"
     ]
     assert not failing
@@ -118,6 +118,20 @@ def test_record_survives_the_file():
     assert [group["releases"] for group in groups] == [["0.12.1"], ["0.15.3"], ["0.16.0", "0.16.1"]]
 
 
+def test_main_comes_after_all_releases():
+    main = Development("0.20.0", "c" * 40, "2026-08-22")
+    written = Records({"megatron.core.a:f": {"main": WORKS, "0.19.0": WORKS}}, main)
+    assert records.parse(records.dump(written)) == written
+    (group,) = json.loads(records.dump(written))["targets"]["megatron.core.a:f"]
+    assert group["releases"] == ["0.19.0", "main"]
+    assert written.releases == (*RELEASES, "main")
+    feature = Feature(
+        "f", "does f", patches=(patch(),), requires=Requires(versions={"megatron-core": "<0.20"})
+    )
+    assert judge(feature, "main", written).word == "not supported"
+    assert judge(dataclasses.replace(feature, requires=Requires()), "main", written).word == "fits"
+
+
 def test_record_leaves_out_where_a_definition_stands():
     """Otherwise a shifted line would split a group of equal releases."""
     facts = {"0.16.0": dataclasses.replace(WORKS, line=3, file="a.py"), "0.16.1": WORKS}
@@ -127,12 +141,12 @@ def test_record_leaves_out_where_a_definition_stands():
 @pytest.mark.parametrize(
     ("facts", "fields", "needs", "word"),
     [
-        (WORKS, {}, "", "works"),
-        (WORKS, {"params": ("x",)}, "", "works"),
+        (WORKS, {}, "", "fits"),
+        (WORKS, {"params": ("x",)}, "", "fits"),
         (WORKS, {"params": ("y",)}, "", "fails"),
-        (WORKS, {"params": ("y",), "required": False}, "", "works"),
+        (WORKS, {"params": ("y",), "required": False}, "", "fits"),
         (MISSING, {}, "", "fails"),
-        (MISSING, {"required": False}, "", "works"),
+        (MISSING, {"required": False}, "", "fits"),
         (None, {}, "", "not recorded"),
         (MISSING, {"versions": ">=0.17"}, "", "not in this release"),
         (MISSING, {"versions": ">=0.14,<0.16"}, "", "not needed"),
@@ -152,7 +166,7 @@ def test_verdicts(facts, fields, needs, word):
 def test_feature_that_patches_other_packages_too_still_works_outside_the_range():
     other = Patch("torch.cuda:f", "wrap", "implementation:f", "a test wants it")
     feature = Feature("f", "does f", patches=(patch(versions="<0.16"), other))
-    assert judge(feature, "0.16.1", record({})) == Verdict("works")
+    assert judge(feature, "0.16.1", record({})) == Verdict("fits")
 
 
 def test_what_a_backport_supplies():
@@ -167,7 +181,7 @@ def test_what_a_backport_supplies():
     assert words == {
         "0.13.1": Verdict("not in this release"),
         "0.15.3": Verdict("by backport", backport="old"),
-        "0.16.1": Verdict("works"),
+        "0.16.1": Verdict("fits"),
     }
     needy = dataclasses.replace(feature, requires=Requires(versions={"megatron-core": ">=0.16"}))
     assert judge(needy, "0.15.3", record(facts), (backport,)).word == "not in this release"
@@ -198,7 +212,7 @@ def test_what_backports_of_ours_supply_is_there():
     }
     for name in supplied:
         found = [words[release][name] for release in ("0.12.1", "0.15.3", "0.16.1")]
-        assert found == ["by backport", "by backport", "works"], name
+        assert found == ["by backport", "by backport", "fits"], name
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import zipfile
 
@@ -57,10 +58,44 @@ def test_reads_tags_of_a_clone(releases, tmp_path):
     found = refreshing.refresh(Records({}), releases, clone)
     assert found.facts["megatron.training.b:g"]["0.16.0"].params == ("args",)
     assert found.facts["megatron.core.a:f"]["0.16.0"].params == ("x",), "the wheel comes first"
+    assert found.main is None
+    assert "main" not in found.facts["megatron.training.b:g"]
+
+
+def test_reads_the_newest_main_of_a_clone(releases, tmp_path, monkeypatch):
+    """A clone's own branch may lag behind what was fetched, and a mirror's remote branch behind its own."""
+    monkeypatch.setattr(refreshing, "RELEASES", ())
+    clone = tmp_path / "clone"
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.org", "-C", str(clone)]
+
+    def commit(day: int, parameter: str) -> None:
+        info = "MAJOR = 0\nMINOR = 20\nPATCH = 0\nPRE_RELEASE = ''\n"
+        text = f"def f({parameter}): ...\n"
+        write(clone, {"megatron/core/package_info.py": info, "megatron/core/a.py": text})
+        when = f"2026-08-{day}T12:00:00Z"
+        subprocess.run([*git, "add", "."], check=True)
+        dates = {"GIT_AUTHOR_DATE": when, "GIT_COMMITTER_DATE": when}
+        command = [*git, "commit", "-q", "-m", "t"]
+        subprocess.run(command, check=True, env={**os.environ, **dates})
+
+    write(clone, {"megatron/core/__init__.py": ""})
+    subprocess.run([*git, "init", "-q", "-b", "main"], check=True)
+    commit(20, "old")
+    subprocess.run([*git, "update-ref", "refs/remotes/origin/main", "HEAD"], check=True)
+    commit(22, "new")
+    found = refreshing.refresh(Records({}), releases, clone)
+    assert found.main is not None
+    assert (found.main.version, found.main.date, len(found.main.commit)) == ("0.20.0", "2026-08-22", 40)
+    assert found.facts["megatron.core.a:f"]["main"].params == ("new",)
+    assert found.facts["megatron.training.b:g"]["main"].exists is False
+    subprocess.run([*git, "update-ref", "refs/remotes/origin/main", "HEAD"], check=True)
+    subprocess.run([*git, "reset", "-q", "--hard", "HEAD~"], check=True)
+    assert refreshing.refresh(found, releases, clone) == found
+    assert refreshing.refresh(found, releases).main == found.main, "without a clone it stays as recorded"
 
 
 def test_package_that_a_whole_release_lacks(releases, tmp_path, monkeypatch):
-    monkeypatch.setattr(refreshing, "_tag", lambda clone, release: SourceTree.folder(tmp_path))
+    monkeypatch.setattr(refreshing, "_sources", lambda clone, ref: SourceTree.folder(tmp_path))
     found = refreshing.refresh(Records({}), releases, tmp_path)
     assert found.facts["megatron.training.b:g"]["0.16.1"].exists is False
     assert refreshing.refresh(Records({}), releases).facts["megatron.training.b:g"] == {}

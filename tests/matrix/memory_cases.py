@@ -12,6 +12,7 @@ import numpy as np
 
 from mindspeed_dsa.platforms.cpu import CpuPlatform
 from tests.matrix import model as tiny
+from tests.matrix.record import at_work
 from tests.support import memory_events, optimizer_job
 
 
@@ -37,7 +38,7 @@ def optimizer_steps(
         _gathers() as gathers,
     ):
         result = optimizer_job.train(**arguments)
-    return {**result, "counts": dict(counts), "gathered": len(gathers)}
+    return {**result, "counts": dict(counts), "gathered": len(gathers), "at work": at_work()}
 
 
 @contextlib.contextmanager
@@ -60,7 +61,7 @@ def layer_step(switches: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
     """As :func:`tiny.one_step`, and what was counted."""
     with mock.patch.object(tiny, "config", _config), memory_events.counted() as counts:
         result = tiny.one_step(switches, **arguments)
-    return {**result, "counts": dict(counts)}
+    return {**result, "counts": dict(counts), "at work": at_work()}
 
 
 def _format() -> str:

@@ -12,6 +12,7 @@ from tests.support.optimizer_training import COMPARED
 CASES = "tests.matrix.memory_cases"
 OPTIMIZERS = ("reuse-fp32-param", "swap-optimizer", "virtual-optimizer")
 LAYERS = ("recompute-activation-function", "recompute-norm", "swap-attention")
+LAYOUTS = {"TP2+SP": {"tp": 2}, "PP2 x VPP2": {"pp": 2, "vpp": 2}}
 PLAIN = {"steps": 3, "skip": 1}
 DISTRIBUTED = {**PLAIN, "distributed": True}
 OVERLAP = {**DISTRIBUTED, "overlap": True}
@@ -26,7 +27,8 @@ def assert_only(counts, *features):
     ("ranks", "options"), [(1, PLAIN), (2, OVERLAP)], ids=["plain", "dp2, distributed, overlap"]
 )
 @pytest.mark.parametrize("feature", OPTIMIZERS)
-def test_optimizers(pool, feature, ranks, options):
+def test_optimizers(pool, note, feature, ranks, options):
+    note.begins("DP2, distributed optimizer, overlapped" if ranks > 1 else "one process", feature)
     off = pool.baseline(f"{CASES}:optimizer_steps", ranks, **options)
     on = pool.run(f"{CASES}:optimizer_steps", ranks, switches=FEATURES[feature], **options)
     for without, having in zip(off, on, strict=True):
@@ -35,6 +37,7 @@ def test_optimizers(pool, feature, ranks, options):
         assert having["placed"] != without["placed"]
         assert_only(having["counts"], feature)
         assert_only(without["counts"])
+    note.trained(on)
 
 
 def test_buckets_that_are_gathered_during_the_step(pool):
@@ -66,11 +69,11 @@ def test_checkpoints(pool, tmp_path, feature):
             assert result["records"] == expected["records"][2:]
 
 
-@pytest.mark.parametrize(
-    "layout", [{}, {"tp": 2}, {"pp": 2, "vpp": 2}], ids=["one process", "TP2+SP", "PP2 x VPP2"]
-)
+@pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("feature", LAYERS)
-def test_layers(pool, feature, layout):
+def test_layers(pool, note, feature, name):
+    note.begins(name, feature)
+    layout = LAYOUTS[name]
     ranks = layout.get("tp", 1) * layout.get("pp", 1)
     layers = {"num_layers": 4, "moe_layer_freq": [0, 1, 0, 1]}
     arguments = {**layout, "overrides": layers, "num_microbatches": 2}
@@ -83,3 +86,4 @@ def test_layers(pool, feature, layout):
             assert torch.equal(having["gradients"][name], gradient), name
         assert_only(having["counts"], feature)
         assert_only(without["counts"])
+    note.trained(on)

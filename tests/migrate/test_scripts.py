@@ -191,6 +191,7 @@ def test_python_lists(tmp_path):
         (lists.of_yaml, "a: [", "while parsing a flow node"),
         (lists.of_yaml, "- 1", "there are no flags in it"),
         (lists.of_yaml, "a: [--x, [1, 2]]", "a list in it holds words of a command line, and other lists"),
+        (lists.of_yaml, "args: --a 'b", "no closing quotation"),
         (shell.read, "ls", "no command in it starts a Python script with flags"),
     ],
 )

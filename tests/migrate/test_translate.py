@@ -118,6 +118,16 @@ SCALES = "--rope-scaling-mscale 1.0 --rope-scaling-mscale-all-dim 1.0"
         ("--use-ascend-coc --coc-fused-kernel --coc-parallel-num 4", "--use-ascend-coc --coc-fused-kernel"),
         ("--use-ascend-coc --coc-mode 0 --coc-parallel-num 2", ""),
         ("--context-parallel-algo ulysses_cp_algo --context-parallel-size 1", "--context-parallel-size 1"),
+        ("--moe-fb-overlap --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2"),
+        ("--moe-fb-overlap --recompute-granularity full", "--recompute-granularity full"),
+        (
+            "--moe-fb-overlap --recompute-granularity selective",
+            "--moe-fb-overlap --recompute-granularity selective",
+        ),
+        (
+            "--moe-fb-overlap --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+            "--moe-fb-overlap --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        ),
         (
             "--context-parallel-size 2 --context-parallel-algo hybrid_cp_algo",
             "--context-parallel-size 2 --context-parallel-algo hybrid_cp_algo",
@@ -183,6 +193,22 @@ def test_older_releases_read_yarn_elsewhere():
     assert translated(f"{old} --rope-scaling-mscale 1.0", "0.12.1").refused
 
 
+def test_a_feature_that_the_release_lacks_is_left_out_with_a_note():
+    """MindSpeed runs on 0.12.1; what only changes speed or memory need not stop a job there."""
+    text = (
+        "--moe-fb-overlap --use-ascend-coc --context-parallel-size 2 --context-parallel-algo ulysses_cp_algo"
+    )
+    found = translated(text, "0.12.1")
+    (unserved,) = found.of("not served")
+    assert unserved.given.flag == "--moe-fb-overlap"
+    assert unserved.why.startswith("It needs megatron-core >=0.14")
+    assert not found.refused
+    assert "--moe-fb-overlap" not in words(found.flags)
+    assert "--use-ascend-coc" in words(found.flags)
+    assert "--moe-fb-overlap" in command(text, "0.16.1")
+    assert command(text) == text
+
+
 def test_a_padded_vocabulary_on_a_release_without_that_flag():
     size = "--vocab-size 1000 --make-vocab-size-divisible-by 64 --tensor-model-parallel-size 2"
     assert "--padded-vocab-size" not in command(f"{size} --padded-vocab-size 1024", "0.12.1")
@@ -223,6 +249,9 @@ def test_a_padded_vocabulary_on_a_release_without_that_flag():
         ("--norm-topk-prob --moe-router-topk-scaling-factor 2", "--norm-topk-prob"),
         ("--spec mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec", "--spec"),
         ("--num-layers $LAYERS --noop-layers 3", "--noop-layers"),
+        ("--num-layers 4 --noop-layers $NOOP", "--noop-layers"),
+        ("--num-layers 4 --num-layer-list $LIST2", "--num-layer-list"),
+        ("--num-layers 4 --pipeline-num-transformer-layers [[1],[2,1]]", "--pipeline-num-transformer-layers"),
         ("--n-shared-experts 1", "--n-shared-experts"),
         # A value that only a shell knows is no value that is known.
         ("--n-shared-experts $N --moe-ffn-hidden-size 8", "--n-shared-experts"),

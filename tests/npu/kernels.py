@@ -20,6 +20,7 @@ from tests.npu import (
     grouped_kernels,
     loss_kernels,
     permutation_kernels,
+    small_kernels,
 )
 
 _library: torch.library.Library | None = None
@@ -50,6 +51,11 @@ def register() -> None:
         permutation_kernels.npu_moe_token_permute_with_routing_map,
         permutation_kernels.npu_moe_token_permute_with_routing_map_grad,
         permutation_kernels.npu_moe_finalize_routing,
+        small_kernels.npu_rms_norm,
+        small_kernels.npu_rms_norm_backward,
+        small_kernels.npu_swiglu,
+        small_kernels.npu_swiglu_backward,
+        small_kernels.npu_rotary_mul,
     ):
         _library.impl(kernel.__name__, _held_against_meta(kernel), "CPU")
 

@@ -1,12 +1,16 @@
 """Compile all Triton kernels for GPUs that are not there, and hold them to what they took before.
 
-    python -m tests.ops.compile_kernels [--target 90 ...] [--dtype bf16 ...] [--quick | --odd] [--write]
+    python -m tests.ops.compile_kernels [--target 90 ...] [--dtype bf16 ...] [--quick | --odd]
+                                        [--write | --recorded]
 
 Prints one JSON object per kernel and configuration, with what is wrong with it; exits with 1 if anything is.
 Every kernel must fit into the shared memory of its target; no products of warp groups may run one at a time;
 where a tile has 64 rows for them, products run on warp groups and not on single warps. What else a kernel may
 take is in ``kernel_budgets.json``: bytes spilled, and waits for products over products. ``--write`` takes
 over what was found. Both half precisions take the same tiles and have one budget.
+
+``kernel_record.json`` has fingerprints of kernels that passed: of their source, what they are compiled for,
+and Triton's version. ``--recorded`` compiles those only that it does not have; ``--quick --write`` writes it.
 """
 
 from __future__ import annotations
@@ -20,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kernels.cases import DTYPES, Call, all_cases, quick_cases
-from benchmarks.kernels.compiled import SHARED_MEMORY, Kernel, compiled
+from benchmarks.kernels.compiled import SHARED_MEMORY, Kernel, compiled, without
 
 BUDGETS = Path(__file__).with_name("kernel_budgets.json")
+RECORD = Path(__file__).with_name("kernel_record.json")
 # Rows of a warp group's product, and warps that make a group.
 _GROUP_ROWS, _GROUP_WARPS = 64, 4
 # The constants whose least is the number of rows of a kernel's products.
@@ -99,7 +104,21 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one case for each kernel")
     parser.add_argument("--odd", action="store_true", help="also sizes that take the same tiles as others")
     parser.add_argument("--write", action="store_true", help="take over spills and waits as budgets")
+    parser.add_argument("--recorded", action="store_true", help="not those that passed as they are")
     options = parser.parse_args()
+    known: dict[str, str] = json.loads(RECORD.read_text()) if options.recorded else {}
+    with without(known) as fingerprints:
+        wrong = _check(options)
+    for own, name in fingerprints.items():
+        if own in known:
+            print(json.dumps({"name": name, "case": "as recorded", "problems": []}), flush=True)
+    if options.write and options.quick and not wrong:
+        RECORD.write_text(json.dumps(fingerprints, indent=1) + "\n")
+    return int(wrong > 0)
+
+
+def _check(options: argparse.Namespace) -> int:
+    """Print every kernel, and write budgets if asked to; how many have problems."""
     budgets: dict[str, dict[str, dict[str, float]]] = json.loads(BUDGETS.read_text())
     wrong = 0
     for target in options.target:
@@ -118,7 +137,7 @@ def main() -> int:
                     _raise_budget(budgets, f"sm_{target}", kernel)
     if options.write:
         BUDGETS.write_text(_text(budgets))
-    return int(wrong > 0)
+    return wrong
 
 
 def _raise_budget(budgets: dict[str, Any], name: str, kernel: Kernel) -> None:

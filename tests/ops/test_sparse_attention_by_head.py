@@ -148,8 +148,8 @@ def test_what_is_not_finite_reaches_what_depends_on_it_only(where, value, masked
 
 
 def test_many_more_keys_than_selected_ones_are_gathered(masked_calls):
-    tensors, grad = inputs(1, 6, 61, 2, 8, 6)
-    check(tensors, grad, random_indices(1, 6, 61, 5), 0.3)
+    tensors, grad = inputs(1, 6, 91, 2, 8, 6)
+    check(tensors, grad, random_indices(1, 6, 91, 5), 0.3)
     assert masked_calls == []
 
 
@@ -161,12 +161,14 @@ def test_other_backends_go_head_by_head(masked_calls):
 
 def test_where_it_is_faster():
     cpu, widths = torch.device("cpu"), (192 + 128, 576 + 512)
-    assert is_faster_by_head(cpu, 4096, 512, widths)
-    assert not is_faster_by_head(cpu, 4160, 512, widths)
-    assert not is_faster_by_head(cpu, 4096, 512, (widths[0], widths[1] - 64))
-    assert not is_faster_by_head(cpu, by_head._FEWEST_KEYS - 1, 512, widths)
+    assert is_faster_by_head(cpu, 8192, 512, widths)
+    assert not is_faster_by_head(cpu, 9216, 512, widths)
+    assert not is_faster_by_head(cpu, 6144, 512, (widths[0], widths[1] // 2))
+    assert not is_faster_by_head(cpu, by_head._FEWEST_KEYS - 1, 64, widths)
     assert not is_faster_by_head(cpu, 4096, 512, widths, "chunked")
     assert not is_faster_by_head(torch.device("cuda"), 4096, 512, widths)
+    # Every key is selected: dense.
+    assert is_faster_by_head(torch.device("cuda"), 512, 512, widths, "triton")
 
 
 def test_bad_input_is_refused():

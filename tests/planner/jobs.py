@@ -20,7 +20,7 @@ DENSE = (
 EXAMPLE = "pretrain_dsa.py --bf16 --use-distributed-optimizer"
 
 
-def deepseek(more: str = "", devices: int = 512) -> Job:
+def deepseek(more: str = "", devices: int | None = 512) -> Job:
     """DeepSeek-V3.2."""
     return arguments.job_of(f"{DEEPSEEK} {more}".split(), devices, "deepseek-v3.2")
 

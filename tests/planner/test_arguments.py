@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import pytest
 
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.planner import arguments, devices, flags, sizes
+from mindspeed_dsa.planner import arguments, config, devices, flags, sizes
 from tests.planner.jobs import DEEPSEEK, DENSE, EXAMPLE, deepseek, example
 from tests.support.example_job import EXAMPLES
 
@@ -54,10 +54,8 @@ def test_deepseek_has_the_parameters_of_its_report():
 
 
 def test_a_file_and_the_name_say_the_same(tmp_path):
-    from mindspeed_dsa.planner.config import KNOWN
-
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(KNOWN["deepseek-v3.2"]))
+    file.write_text(json.dumps(config.KNOWN["deepseek-v3.2"]))
     by_file = arguments.job_of(DEEPSEEK.split(), 512, str(file))
     assert by_file == deepseek()
     fewer = arguments.job_of([*DEEPSEEK.split(), "--num-layers=61", "--num-experts", "128"], 512, str(file))
@@ -142,6 +140,20 @@ def test_flags_that_no_plan_needs_are_noted():
         (lambda: arguments.job_of(EXAMPLE.split(), imbalance=0.5), "--imbalance 0.5", "1 or more"),
         (lambda: example("--virtual-optimizer much"), "--virtual-optimizer much", "GiB"),
         (
+            lambda: example("--normalization RMSNrom"),
+            "'RMSNrom'",
+            "'LayerNorm', 'RMSNorm'|LayerNorm, RMSNorm",
+        ),
+        (
+            lambda: example("--swap-optimizer --virtual-optimizer all"),
+            "cannot be combined",
+            "--swap-optimizer",
+        ),
+        (lambda: example("--fp16"), "--bf16 and --fp16", "one of them"),
+        (lambda: example("--num-experts 0 --expert-model-parallel-size 2"), "size 2", "needs --num-experts"),
+        (lambda: deepseek("--expert-model-parallel-size 7", None), "not divisible by expert", "EP8"),
+        (lambda: deepseek("--no-disable-bias-linear"), "no biases", "add --disable-bias-linear"),
+        (
             lambda: example(
                 "--num-layers 12 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4"
             ),
@@ -159,8 +171,17 @@ def test_bad_input_is_one_message_with_a_way_out(job, problem, way_out):
     assert "\n" not in message
 
 
-def test_the_configuration_of_another_model_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"model_type": "llama"}, "model_type 'llama'"),
+        ({"hidden_size": "7168"}, "hidden_size is '7168'"),
+        ({"n_routed_experts": 0}, "n_routed_experts is 0"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq 2"),
+    ],
+)
+def test_the_configuration_of_another_model_is_refused(tmp_path, changed, problem):
     file = tmp_path / "config.json"
-    file.write_text('{"model_type": "llama"}')
-    with pytest.raises(SettingsError, match="model_type 'llama'"):
+    file.write_text(json.dumps({**config.KNOWN["deepseek-v3.2"], **changed}))
+    with pytest.raises(SettingsError, match=problem):
         arguments.job_of(DEEPSEEK.split(), 512, str(file))

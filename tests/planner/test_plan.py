@@ -177,4 +177,5 @@ def test_the_command_prints_writes_and_draws(tmp_path, capsys):
     assert main(["plan", "--what-if=--tensor-model-parallel-size 3", "--", "pretrain_dsa.py"]) == 2
     assert capsys.readouterr().out == "", "a refusal is one message"
     assert main(["plan", "--devcies", "8", "--", "pretrain_dsa.py"]) == 2
+    assert main(["plan", "--search", "--best", "0", "--", "pretrain_dsa.py"]) == 2
     assert main(["plan", "--json", str(tmp_path / "nowhere" / "plan.json"), "--", "pretrain_dsa.py"]) == 2

@@ -36,6 +36,15 @@ PLACED = "routing maps in the order of slots"
 """And for experts that are not in their own slots."""
 COUNTED = "routing maps counted"
 """And for the report of their load."""
+GATHERED = "gathers of units' weights"
+"""And for weights that are sharded by FSDP2."""
+FUSED_OPERATORS = {
+    "rmsnorm": "fused norms",
+    "rotary-pos-emb": "fused rotations",
+    "swiglu": "fused activations",
+    "mask-arithmetic": "fills by mask",
+}
+"""And for each of the fused operators."""
 HELD = "experts held"
 """In all layers of all ranks, whatever is on: an expert that is sliced over two ranks counts for both."""
 
@@ -44,6 +53,7 @@ HELD = "experts held"
 def counted() -> Iterator[Counter[str]]:
     """Count :data:`EVENTS` and the names above."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
     from mindspeed_dsa.features.memory.checkpoint import _Output
     from mindspeed_dsa.features.memory.host_moments import Moments
@@ -53,9 +63,13 @@ def counted() -> Iterator[Counter[str]]:
     from mindspeed_dsa.features.moe.balanced_experts import layer as balanced
     from mindspeed_dsa.features.moe.expert_placement.routing import _Columns
     from mindspeed_dsa.features.moe.load_report.counting import Counts
+    from mindspeed_dsa.features.operators.mask_arithmetic import filling
     from mindspeed_dsa.features.tensor_parallel.overlap import tuning
     from mindspeed_dsa.ops.grouped_matmul import cpu as grouped
     from mindspeed_dsa.ops.moe_permute import cpu as permutation
+    from mindspeed_dsa.ops.rms_norm import cpu as norm
+    from mindspeed_dsa.ops.rotary import cpu as rotary
+    from mindspeed_dsa.ops.swiglu import cpu as activation
     from mindspeed_dsa.parallel import chunked
     from mindspeed_dsa.parallel.all_to_all import InFlight
 
@@ -119,6 +133,14 @@ def counted() -> Iterator[Counter[str]]:
         stack.enter_context(mock.patch.object(balanced, "choose", chosen))
         stack.enter_context(counting_calls(grouped, "multiply", GROUPED))
         stack.enter_context(counting_calls(permutation, "permute", PERMUTED))
+        stack.enter_context(counting_calls(_fsdp_param_group, "foreach_all_gather", GATHERED))
+        for module, function, operator in (
+            (norm, "forward", "rmsnorm"),
+            (rotary, "forward", "rotary-pos-emb"),
+            (activation, "forward", "swiglu"),
+            (filling, "_mask_of", "mask-arithmetic"),
+        ):
+            stack.enter_context(counting_calls(module, function, FUSED_OPERATORS[operator]))
         stack.enter_context(counting_calls(_Columns, "forward", PLACED))
         stack.enter_context(counting(Counts, "add", lambda *_: COUNTED))
         stack.enter_context(mock.patch.object(MoELayer, "__init__", built))

@@ -362,11 +362,23 @@ def _gather_gradient_shards(chunk: Any) -> None:
 @contextlib.contextmanager
 def _gradients_as_parameters(model: Sequence[Any]) -> Iterator[None]:
     parameters = [parameter for chunk in model for parameter in chunk.parameters()]
-    weights = [parameter.data for parameter in parameters]
+    tensors = [local_part(parameter) for parameter in parameters]
+    weights = [tensor.data for tensor in tensors]
     try:
-        for parameter in parameters:
-            parameter.data = parameter.main_grad.to(parameter.dtype)
+        for parameter, tensor in zip(parameters, tensors, strict=True):
+            tensor.data = gradient_of(parameter).to(tensor.dtype)
         yield
     finally:
-        for parameter, weight in zip(parameters, weights, strict=True):
-            parameter.data = weight
+        for tensor, weight in zip(tensors, weights, strict=True):
+            tensor.data = weight
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The piece of a sharded tensor that this rank has; a whole one itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """What the optimizer is going to use, or this rank's piece of it."""
+    gradient = getattr(parameter, "main_grad", parameter.grad)
+    return torch.zeros_like(local_part(parameter)) if gradient is None else local_part(gradient)

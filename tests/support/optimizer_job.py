@@ -53,9 +53,29 @@ def build(
     ``empty`` gives the model parameters without elements: the first, one in the middle, the last.
     """
     start(switches, ep=ep)
+    return assemble(
+        distributed, overlap, clip, precision, ep, overrides, optimizer_options, ddp_options, empty
+    )
+
+
+def assemble(
+    distributed: bool = False,
+    overlap: bool = False,
+    clip: float = 1.0,
+    precision: str = "bf16",
+    ep: int = 1,
+    overrides: Mapping[str, Any] | None = None,
+    optimizer_options: Mapping[str, Any] | None = None,
+    ddp_options: Mapping[str, Any] | None = None,
+    empty: bool = False,
+    fsdp2: bool = False,
+) -> Job:
+    """:func:`build` after :func:`start`; ``fsdp2``: Megatron's wrapper for it in place of DDP."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
+        TorchFullyShardedDataParallel,
+        TorchFullyShardedDataParallelConfig,
         finalize_model_grads,
     )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -78,7 +98,11 @@ def build(
             module.register_parameter("empty", torch.nn.Parameter(torch.empty(shape)))
     if precision != "fp32":
         model = Float16Module(cfg, model)
-    model = DistributedDataParallel(cfg, ddp_config, model)
+    if fsdp2:
+        ddp_config = TorchFullyShardedDataParallelConfig()
+        model = TorchFullyShardedDataParallel(cfg, ddp_config, model)
+    else:
+        model = DistributedDataParallel(cfg, ddp_config, model)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             lr=2e-3,

@@ -34,6 +34,11 @@ def check_precision_and_graphs(args: Any, flag: str) -> Iterator[str]:
                 "so nothing would be freed, and recomputing would change scaling factors a second time; drop "
                 "one of them"
             )
+    if "mhc" in (argument(args, "recompute_modules") or ()):
+        yield (
+            f"{flag} cannot be used with --recompute-modules mhc: Megatron frees and recomputes what several "
+            "layers' hyper-connections put out together; drop one of them"
+        )
     graphs = argument(args, "cuda_graph_impl") or "none"
     if graphs != "none" or argument(args, "enable_cuda_graph") or argument(args, "external_cuda_graph"):
         yield (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -24,10 +25,16 @@ def plan(hidden: Tensor, weight: Tensor) -> Any:
 def forward(hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``[..., n]``, and ``[..., 1]`` what each row was multiplied by."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    squares = torch.linalg.vector_norm(hidden, 2, -1, True, dtype=wide).square_()
-    # eps + squares / n
-    rstd = torch.rsub(squares, eps, alpha=1 / -hidden.shape[-1]).rsqrt_()
+    length = torch.linalg.vector_norm(hidden, 2, -1, True, dtype=wide)
+    rstd = torch.addcmul(_constant(eps, wide), length, length, value=1 / hidden.shape[-1]).rsqrt_()
     return (hidden * rstd).mul_(weight).to(hidden.dtype), rstd
+
+
+@cache
+def _constant(eps: float, dtype: torch.dtype) -> Tensor:
+    """Made once: a model has few of them."""
+    with torch.inference_mode(False):
+        return torch.tensor(eps, dtype=dtype, device="cpu")
 
 
 def backward(grad: Tensor, hidden: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:

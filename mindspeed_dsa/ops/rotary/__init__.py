@@ -11,7 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.ops.backend import ShapeClass, choose, count_call, plan, unless_empty
 from mindspeed_dsa.ops.checks import require
-from mindspeed_dsa.ops.rotary.protocol import Layout, Rotator
+from mindspeed_dsa.ops.rotary.layouts import Layout
+from mindspeed_dsa.ops.rotary.protocol import Rotator
 
 OPERATOR = "rotary"
 
@@ -43,7 +44,7 @@ def rotation(angles: Tensor, scale: float, layout: Layout, like: Tensor, backend
         angles: ``[rows, ..., width]``, broadcast against the first dimensions of the heads of ``like``; each
             stands twice, once for either dimension of its pair.
         scale: what lengths are multiplied by, YaRN's ``mscale``.
-        layout: see :data:`mindspeed_dsa.ops.rotary.protocol.Layout`.
+        layout: see :data:`mindspeed_dsa.ops.rotary.layouts.Layout`.
         like: ``[rows, batch, heads, dim]``.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.npu_device import npu_op, unavailable
-from mindspeed_dsa.ops.rotary.layouts import to_halves, to_pairs
-from mindspeed_dsa.ops.rotary.protocol import Layout
+from mindspeed_dsa.ops.rotary.layouts import Layout, to_halves, to_pairs
 
 _ROTATE = "npu_rotary_mul"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import Backend
-
-Layout = Literal["halves", "pairs", "pairs to halves"]
-"""Where the two coordinates of a pair are.
-
-``halves``: dimension ``i`` and ``i + width / 2``. ``pairs``: neighbours, ``2 i`` and ``2 i + 1``. ``pairs to
-halves``: neighbours before the rotation and opposite after it, as DeepSeek's latent attention has it.
-"""
+from mindspeed_dsa.ops.rotary.layouts import Layout
 
 
 class Rotator(Backend, Protocol):

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
-from mindspeed_dsa.ops.rotary.layouts import to_halves, to_pairs
-from mindspeed_dsa.ops.rotary.protocol import Layout
+from mindspeed_dsa.ops.rotary.layouts import Layout, to_halves, to_pairs
 
 
 def unsupported(shape: ShapeClass) -> str | None:

@@ -18,21 +18,26 @@ OPERATOR = "sparse_attention_by_head"
 # Whose calls these are counted with.
 _SHARED = "sparse_flash_attention"
 
-# For fewer keys calls take longer than the work, and one call for all heads is the fastest.
-_FEWEST_KEYS = 1024
+# For fewer keys there are a few milliseconds to gain, and with narrow heads none.
+_FEWEST_KEYS = 256
 # Up to how many times the selected keys there may be. Beyond it, masked keys take longer than gathering.
-_MOST_TIMES = 12
-# The same for the choice between both forms, if their keys were equally wide. Of DeepSeek's, 3.4 times wider
-# absorbed, with 16 heads, half the time was measured at 8 times the selected keys, and there it ends.
-_MOST_TIMES_IF_AS_WIDE = 2.36
+_MOST_TIMES = 17
+# The same for the choice between both forms, if their keys were equally wide: work by head grows with all
+# keys, absorbed with the selected ones. ``python -m benchmarks dsa`` measures where they meet. Of DeepSeek's
+# widths, absorbed 3.4 times those by head, with 16 heads and topk 512, attention by head took 0.44, 0.56,
+# 0.78 and 0.84 of the processor time at 4, 8, 12 and 16 times the selected keys, and there it ends. A
+# constant rather than a measurement on the spot, because all ranks, and all runs of a job, have to agree.
+_MOST_TIMES_IF_AS_WIDE = 5.0
 
 
 def is_faster_by_head(
     device: torch.device, keys: int, topk: int, widths: tuple[int, int], backend: str = "auto"
 ) -> bool:
-    """Whether attention by head takes less time than in absorbed form: on CPUs, where keys are not too many.
+    """Whether attention by head takes less time than in absorbed form.
 
-    Both forms are the same function, forward and backward; their results differ by rounding.
+    On every device where all keys are selected, so that attention is dense and by head a fraction of the
+    work; on CPUs beyond, where keys are not too many. Both forms are the same function, forward and backward;
+    their results differ by rounding.
 
     Args:
         device: that computes.
@@ -41,6 +46,8 @@ def is_faster_by_head(
         widths: of key and value together, of a head and absorbed: 192 + 128 and 576 + 512 for DeepSeek-V3.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
     """
+    if keys <= topk:
+        return True
     by_head, absorbed = widths
     most = _MOST_TIMES_IF_AS_WIDE * topk * absorbed / by_head
     return _on_cpu(device, backend) and _FEWEST_KEYS <= keys <= most

@@ -17,13 +17,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mindspeed_dsa.ops.sparse_flash_attention.hopper_forward import (
+from mindspeed_dsa.ops.sparse_flash_attention.hopper_common import (
     BLOCK,
     COPIES,
+    COPYING,
     LOG2E,
     TILE,
+    barrier_of,
+    barriers_of,
     copy_rows,
     load_indices,
+    place_of_row,
     power_of_two,
 )
 
@@ -116,24 +120,15 @@ def hopper_attention_sum_kernel(
 ):
     """One program per row, all heads; keys of 576 numbers in two bytes each."""
     row = gl.program_id(0).to(gl.int64)
-    batch = row // rows_per_batch
-    base = query + batch * query_batch + (row % rows_per_batch) * query_row
-    keys = key_value + batch * key_batch
-    length = gl.load(lengths + row)
+    base, keys, length = place_of_row(
+        row, query, key_value, lengths, rows_per_batch, query_batch, query_row, key_batch
+    )
 
     dtype: gl.constexpr = query.dtype.element_ty
     queries = gl.allocate_shared_memory(dtype, [PIECES, HEADS, WIDTH], TILE)
     pieces = gl.allocate_shared_memory(dtype, [PIECES, BLOCK, WIDTH], TILE)
-    query_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [2 * PIECES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [PIECES, 1], mbarrier.MBarrierLayout())
-    # Each of the 128 threads that copy says for itself that its copies have arrived.
-    mbarrier.init(query_full, count=128)
-    for piece in gl.static_range(PIECES):
-        mbarrier.init(full.index(piece), count=128)
-        mbarrier.init(full.index(PIECES + piece), count=128)
-        mbarrier.init(empty.index(piece), count=1)
-    barriers = (query_full, full, empty)
+    # Copied queries, copied pieces of two tiles, pieces that are free.
+    barriers = (barrier_of(COPYING), barriers_of(2 * PIECES, COPYING), barriers_of(PIECES, 1))
     summed = (indices + row * topk, length, key_length)
     results = (lse + row * heads, attention_sum + row * topk, heads, topk)
     gl.warp_specialize(

@@ -19,17 +19,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mindspeed_dsa.ops.sparse_flash_attention.hopper_forward import (
+from mindspeed_dsa.ops.sparse_flash_attention.hopper_common import (
     BLOCK,
     COPIES,
+    COPYING,
     LOG2E,
     TAIL,
     TILE,
+    VALUE,
+    barrier_of,
+    barriers_of,
     copy_rows,
     power_of_two,
 )
 
-VALUE: gl.constexpr = gl.constexpr(512)
 # Buffers of queries and output gradients.
 STAGES: gl.constexpr = gl.constexpr(2)
 VALUE_SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
@@ -281,18 +284,9 @@ def hopper_backward_keys_kernel(
     pair_value = gl.allocate_shared_memory(dtype, [STAGES, 2 * HEADS, VALUE], TILE)
     pair_tail = gl.allocate_shared_memory(dtype, [STAGES, 2 * HEADS, TAIL], TILE)
     gradients = gl.allocate_shared_memory(dtype, [BLOCK, 2 * HEADS], narrow)
-    key_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    key_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    pair_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    pair_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # Each of the 128 threads that copy says for itself that its copies have arrived.
-    mbarrier.init(key_full, count=128)
-    mbarrier.init(key_empty, count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(pair_full.index(stage), count=128)
-        mbarrier.init(pair_empty.index(stage), count=1)
     tiles = (k_value, k_tail, pair_value, pair_tail, gradients)
-    barriers = (key_full, key_empty, pair_full, pair_empty)
+    # Copied keys, keys that are free, and the same of pairs.
+    barriers = (barrier_of(COPYING), barrier_of(1), barriers_of(STAGES, COPYING), barriers_of(STAGES, 1))
     sizes = (first_row, count, abreast, rows_per_batch, key_length, heads, topk)
     strides = (query_batch, query_row, query_head, key_batch, key_row, grad_batch, grad_row, grad_head)
     read = (query, key_value, indices, lengths, grad_out)

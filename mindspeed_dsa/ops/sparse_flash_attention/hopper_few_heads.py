@@ -18,20 +18,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mindspeed_dsa.ops.sparse_flash_attention.hopper_forward import (
+from mindspeed_dsa.ops.sparse_flash_attention.hopper_common import (
     BLOCK,
     COPIES,
+    COPYING,
     LOG2E,
     TAIL,
     TILE,
+    VALUE,
+    VECTOR,
+    barrier_of,
+    barriers_of,
     copy_rows,
     load_indices,
+    place_of_row,
     power_of_two,
 )
 
-# Heads of a program, the least columns of a product, and columns of a value.
+# Heads of a program, the least columns of a product.
 HEADS: gl.constexpr = gl.constexpr(16)
-VALUE: gl.constexpr = gl.constexpr(512)
 
 
 @gluon.jit
@@ -149,34 +154,23 @@ def hopper_few_heads_forward_kernel(
 ):
     """One program per row, all of up to 16 heads; keys of 512 + 64 numbers in two bytes each."""
     row = gl.program_id(0).to(gl.int64)
-    batch = row // rows_per_batch
-    base = query + batch * query_batch + (row % rows_per_batch) * query_row
-    keys = key_value + batch * key_batch
-    length = gl.load(lengths + row)
+    base, keys, length = place_of_row(
+        row, query, key_value, lengths, rows_per_batch, query_batch, query_row, key_batch
+    )
 
     dtype: gl.constexpr = query.dtype.element_ty
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     narrow: gl.constexpr = gl.NVMMASharedLayout(2 * HEADS, 16, 2)
     query_value = gl.allocate_shared_memory(dtype, [HEADS, VALUE], TILE)
     query_tail = gl.allocate_shared_memory(dtype, [HEADS, TAIL], TILE)
     value = gl.allocate_shared_memory(dtype, [2, BLOCK, VALUE], TILE)
     tail = gl.allocate_shared_memory(dtype, [2, BLOCK, TAIL], TILE)
     probabilities = gl.allocate_shared_memory(dtype, [2, BLOCK, HEADS], narrow)
-    maxima = gl.allocate_shared_memory(gl.float32, [HEADS], vector)
-    sums = gl.allocate_shared_memory(gl.float32, [HEADS], vector)
+    maxima = gl.allocate_shared_memory(gl.float32, [HEADS], VECTOR)
+    sums = gl.allocate_shared_memory(gl.float32, [HEADS], VECTOR)
     outputs = gl.allocate_shared_memory(gl.float32, [VALUE, HEADS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    query_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    # Each of the 128 threads that copy says for itself that its copies have arrived.
-    mbarrier.init(query_full, count=128)
-    mbarrier.init(done, count=1)
-    for buffer in gl.static_range(2):
-        mbarrier.init(full.index(buffer), count=128)
-        mbarrier.init(empty.index(buffer), count=1)
+    # Copied queries, copied buffers, buffers that are free, the second group's results.
+    barriers = (barrier_of(COPYING), barriers_of(2, COPYING), barriers_of(2, 1), barrier_of(1))
     tiles = (query_value, query_tail, value, tail, probabilities)
-    barriers = (query_full, full, empty, done)
     others = (maxima, sums, outputs)
     attended = (indices + row * topk, length, key_length)
     results = (out + row * heads * VALUE, lse + row * heads, heads)

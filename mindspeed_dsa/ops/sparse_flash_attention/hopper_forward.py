@@ -23,37 +23,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mindspeed_dsa.ops.triton_common import LOG2E as LOG2E_VALUE
+from mindspeed_dsa.ops.sparse_flash_attention.hopper_common import (
+    BLOCK,
+    COPIES,
+    COPYING,
+    LOG2E,
+    TAIL,
+    TILE,
+    VECTOR,
+    barrier_of,
+    barriers_of,
+    copy_rows,
+    load_indices,
+    place_of_row,
+    power_of_two,
+)
 
-# Renamed with Triton 3.9.
-load_asynchronously = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-LOG2E: gl.constexpr = gl.constexpr(LOG2E_VALUE)
-# Heads of a program, keys of a tile, columns of a half of a value and of the rest of a key.
-BLOCK: gl.constexpr = gl.constexpr(64)
+# Columns of a half of a value. Heads of a program are as many as keys of a tile.
 HALF: gl.constexpr = gl.constexpr(256)
-TAIL: gl.constexpr = gl.constexpr(64)
 SCORES: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 OUTPUT: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 PROBABILITIES: gl.constexpr = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
-# Eight threads copy 128 bytes of a row, 16 each: a whole line of shared memory as products read it.
-COPIES: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 STORES: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
-TILE: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-VECTOR: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def copy_rows(target, starts, mask, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
-    """Columns ``FIRST .. FIRST + COLUMNS`` of rows, zeros where masked."""
-    column = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, COPIES))
-    load_asynchronously(target, starts[:, None] + column[None, :], mask=mask[:, None])
-
-
-@gluon.jit
-def load_indices(row_indices, tile, length, layout: gl.constexpr):
-    """Entries of a tile, -1 behind the last key."""
-    position = tile * BLOCK + gl.arange(0, BLOCK, layout=layout)
-    return gl.load(row_indices + position, mask=position < length, other=-1)
 
 
 @gluon.jit
@@ -90,14 +81,6 @@ def gather(row, queries, keys, key_row, tiles, barriers):
                 copy_rows(tail.index(buffer), starts, valid, 2 * HALF, TAIL)
             async_copy.mbarrier_arrive(full_right.index(buffer), increment_count=False)
             index = following
-
-
-@gluon.jit
-def power_of_two(x):
-    """``2 ** x`` in one instruction; what is too small for a normal number becomes 0."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit
@@ -222,10 +205,9 @@ def hopper_forward_kernel(
     head_blocks = gl.cdiv(heads, BLOCK)
     row = (gl.program_id(0) // head_blocks).to(gl.int64)
     first_head = (gl.program_id(0) % head_blocks) * BLOCK
-    batch = row // rows_per_batch
-    base = query + batch * query_batch + (row % rows_per_batch) * query_row
-    keys = key_value + batch * key_batch
-    length = gl.load(lengths + row)
+    base, keys, length = place_of_row(
+        row, query, key_value, lengths, rows_per_batch, query_batch, query_row, key_batch
+    )
 
     dtype: gl.constexpr = query.dtype.element_ty
     query_left = gl.allocate_shared_memory(dtype, [BLOCK, HALF], TILE)
@@ -236,25 +218,17 @@ def hopper_forward_kernel(
     tail = gl.allocate_shared_memory(dtype, [2, BLOCK, TAIL], TILE)
     maxima = gl.allocate_shared_memory(gl.float32, [2, BLOCK], VECTOR)
     sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK], VECTOR)
-    query_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full_left = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    full_right = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty_left = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty_right = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    # Each of the 128 threads that copy says for itself that its copies have arrived.
-    mbarrier.init(query_full, count=128)
-    for buffer in gl.static_range(2):
-        mbarrier.init(full_left.index(buffer), count=128)
-        mbarrier.init(full_right.index(buffer), count=128)
-        mbarrier.init(empty_left.index(buffer), count=1)
-        mbarrier.init(empty_right.index(buffer), count=1)
-        mbarrier.init(ready.index(buffer), count=1)
-        mbarrier.init(done.index(buffer), count=1)
+    barriers = (
+        barrier_of(COPYING),  # the queries are there
+        barriers_of(2, COPYING),  # left halves of keys are there, and right ones
+        barriers_of(2, COPYING),
+        barriers_of(2, 1),  # they have been read
+        barriers_of(2, 1),
+        barriers_of(2, 1),  # a tile's probabilities are there
+        barriers_of(2, 1),  # a group's sums are there
+    )
 
     tiles = (query_left, query_right, query_tail, left, right, tail)
-    barriers = (query_full, full_left, full_right, empty_left, empty_right, ready, done)
     attended = (indices + row * topk, length, key_length)
     queries = (base, query_head, first_head, heads)
     results = (out + row * heads * (2 * HALF), lse + row * heads, first_head, heads)

@@ -33,6 +33,13 @@ def test_more_weight_shards_than_tensor_parallel_ranks(name):
     assert not problems(name, tensor_parallel_num_weight_shards=None)
 
 
+@pytest.mark.parametrize("name", sorted(RECOMPUTE))
+def test_hyper_connections_that_are_recomputed_together(name):
+    (problem,) = problems(name, recompute_granularity="selective", recompute_modules=["mhc"])
+    assert problem.startswith(f"--{name} cannot be used with --recompute-modules mhc")
+    assert not problems(name, recompute_granularity="selective", recompute_modules=["core_attn"])
+
+
 @pytest.mark.parametrize("name", sorted(FEATURES.keys() - RECOMPUTE))
 def test_the_fsdp_of_older_releases(name):
     (problem,) = problems(name, use_custom_fsdp=True)

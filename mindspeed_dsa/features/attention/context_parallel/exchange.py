@@ -8,9 +8,9 @@ Imports Megatron only when called: these functions are fetched while Megatron is
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -171,7 +171,14 @@ def key_exchange(
     return found
 
 
-@lru_cache(maxsize=64)
+_gathers: WeakValueDictionary[tuple[int, Layout], KeyGather] = WeakValueDictionary()
+"""By the group's identity and the layout, as long as a layer holds it: a group that nobody else holds goes,
+and its threads with it."""
+
+
 def _gather_in(group: ProcessGroup, layout: Layout) -> KeyGather:
-    """All layers gather a pack alike; microbatches that are on their way have one each."""
-    return KeyGather(group, layout)
+    """All layers gather a pack alike."""
+    found = _gathers.get((id(group), layout))
+    if found is None:
+        found = _gathers[id(group), layout] = KeyGather(group, layout)
+    return found

@@ -78,7 +78,7 @@ FEATURE = Feature(
             "mindspeed_dsa.integration.local_norms:norm_for_every_setting",
             "the PyTorch norms are rejected with sequence parallelism and zero-centered gamma",
             params=("config", "hidden_size", "eps"),
-            versions=">=0.12.1,<0.20",
+            versions=">=0.12.1,<0.21",
         ),
     ),
 )

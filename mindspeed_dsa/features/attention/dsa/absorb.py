@@ -14,10 +14,12 @@ from typing import Any
 
 from torch import Tensor
 
+from mindspeed_dsa import log
 from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.attention.context_parallel.exchange import KeyExchange, key_exchange
 from mindspeed_dsa.features.attention.dsa.options import Options
 from mindspeed_dsa.features.attention.mla_projections import Projections, plain_up_projection
+from mindspeed_dsa.integration.compiled_attention import steps_of
 from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head
 
 
@@ -66,12 +68,11 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
 
 
 def by_head_is_faster(projections: Projections, hidden_states: Tensor, options: Options) -> bool:
-    """Whether a layer attends by head although the absorbed form is on.
+    """Whether a layer attends by head although the absorbed form is on: under ``--use-dsa-absorb auto``.
 
-    On every device in sequences that select all keys, whose attention is dense: by head it is a third of the
-    work. On CPUs in longer ones, too, unless the indexer loss is formed in the attention's backward, which
-    the operator by head does not do. Never where ``--use-dsa-absorb`` itself was given, or for packed
-    documents.
+    Where that is faster, unless the indexer loss is formed in a sparse attention's backward, which the
+    operator by head does not do. Never for packed documents, or with Megatron's own attention, which masks
+    the whole square in either form.
 
     Args:
         projections: of an ``MLASelfAttention``.
@@ -81,13 +82,15 @@ def by_head_is_faster(projections: Projections, hidden_states: Tensor, options: 
     if options.absorb_always or not options.attention or projections.documents is not None:
         return False
     config, rows = projections.layer.config, projections.rows(hidden_states)
-    if rows <= config.dsa_indexer_topk:
-        return True
-    if options.fuse_kl_in_backward:
-        return False
+    topk = config.dsa_indexer_topk
     rope, latent = config.qk_pos_emb_head_dim, config.kv_lora_rank
     widths = (config.qk_head_dim + rope + config.v_head_dim, latent + rope + latent)
-    return is_faster_by_head(hidden_states.device, rows, config.dsa_indexer_topk, widths, options.backend)
+    faster = is_faster_by_head(hidden_states.device, rows, topk, widths, options.backend)
+    by_head = faster and not (options.fuse_kl_in_backward and rows > topk)
+    log.get("dsa-absorb", projections.megatron.root).info(
+        "sequences of %d tokens attend %s", rows, "by head" if by_head else "in absorbed form", once=True
+    )
+    return by_head
 
 
 def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) -> tuple[Tensor, ...]:
@@ -103,12 +106,16 @@ def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) ->
         ``[s, b, latent]`` (both parts of the sequence under sequence parallelism).
     """
     attention = projections.layer
+    up_key, up_value = up_projections(attention)
+    steps = steps_of(attention) if projections.documents is None else None
+    if steps is not None and (found := steps.prolog(attention, hidden_states, up_key)) is not None:
+        query, key, latent_query, latent = found
+        return query, key, up_value, latent_query, latent
     latent_query = projections.latent_query(hidden_states)
     latent, rotary_key = projections.latent_key(hidden_states)
     # dsa-rotary-key-tp-grads sums the gradient in either form.
     rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states, is_summed=True)
     rotate = projections.rotation(rotary_key.size(0))
-    up_key, up_value = up_projections(attention)
     query, key = projections.recomputed_if_asked(
         lambda *parts: projections.absorbed_query_and_key(rotate, *parts),
         latent_query,

@@ -26,6 +26,7 @@ from mindspeed_dsa.features.attention.dsa.problem import Groups, LossOptions, Op
 from mindspeed_dsa.features.attention.dsa.sparse_attention import OURS, Result, needs_index, sparse_attention
 from mindspeed_dsa.features.attention.indexer_loss import coefficient, indexer_loss
 from mindspeed_dsa.features.attention.pack_rows import PackRows
+from mindspeed_dsa.integration.compiled_attention import steps_of
 
 
 def fuse_core_attention(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
@@ -97,10 +98,12 @@ def check_keys(query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange 
         exchange: of the layer, on several context parallel ranks.
 
     Raises:
-        ValueError: there are fewer, or more, keys than the context parallel ranks have queries.
+        ValueError: there are fewer, or more, keys than the context parallel ranks have queries; or several
+            ranks have keys by head, as in the prefill of generation, which nobody has gathered.
     """
     rows, ranks = query.shape[0], 1 if exchange is None else exchange.ranks
-    if key.shape[0] == rows * ranks or (exchange is not None and exchange.is_on_its_way):
+    is_whole = key.shape[0] == rows * ranks and (ranks == 1 or value.dim() == 3)
+    if is_whole or (exchange is not None and exchange.is_on_its_way):
         return
     problem = f"fused-dsa: {rows} queries came with {key.shape[0]} keys"
     if ranks == 1:
@@ -108,8 +111,12 @@ def check_keys(query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange 
             f"{problem}, as in generation with a key-value cache; Megatron-core 0.16 to 0.18 cannot "
             "decode with DSA, fused or not"
         )
-    form = "" if value.dim() == 3 else "; they share keys in absorbed form only, add --use-dsa-absorb"
-    raise ValueError(f"{problem} on one of {ranks} context parallel ranks, not {rows * ranks}{form}")
+    if value.dim() == 3:
+        raise ValueError(f"{problem} on one of {ranks} context parallel ranks, not {rows * ranks}")
+    raise ValueError(
+        f"{problem} by head on one of {ranks} context parallel ranks, which share keys in absorbed form "
+        "only; train with --use-dsa-absorb, and generate with --context-parallel-size 1"
+    )
 
 
 def attend(
@@ -160,7 +167,9 @@ def attend(
         return _attend_to_shared_keys(
             attention, query, key, value, x, qr, options, megatron, groups, exchange, documents
         )
-    operands = Operands(query, key, value, attention.softmax_scale)
+    steps = steps_of(attention)
+    epilog = None if steps is None else steps.epilog
+    operands = Operands(query, key, value, attention.softmax_scale, epilog=epilog)
     rows = Rows() if documents is None else Rows.of_pack(documents, query.device)
     all_rows = key.shape[0] * key.shape[1] if rows.count is None else rows.count
     if options.warmup:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag, Requires
+from mindspeed_dsa.declarations import EXPERIMENTAL_ATTENTION_VARIANT, WORDS, Feature, Flag, Requires
 from mindspeed_dsa.features.attention.dsa.options import Options, absorb_wanted, fused_wanted, warmup_wanted
 from mindspeed_dsa.features.attention.dsa.validation import check_fused, check_stage
 from mindspeed_dsa.features.attention.repairs import DSA, MLA, megatron_flag
@@ -19,9 +19,11 @@ USE_FUSED_DSA = Flag(
 )
 ABSORB = Flag(
     "--use-dsa-absorb",
-    "MLA in absorbed form: all heads share one latent key. Default: as --use-fused-dsa, except for "
-    "sequences no longer than topk, and on CPUs for others that are faster by head.",
+    "MLA in absorbed form, in which all heads share one latent key. 'auto' takes the faster form by length: "
+    "by head up to topk tokens, on CPUs up to 17 x topk (in DeepSeek's widths), absorbed beyond; the log "
+    "says which. Default: 'auto' under --use-fused-dsa, else 'off'; without a word 'on'.",
     kind="auto",
+    choices=WORDS,
 )
 _SWITCHES = (
     USE_FUSED_DSA,

@@ -14,12 +14,21 @@ PARTS = (
     "use_fused_sparse_flash_attention",
     "use_fused_lightning_indexer_kl_loss",
 )
-"""The parts that ``--use-fused-dsa`` enables; each can also be enabled or disabled individually."""
+"""The parts that ``--use-fused-dsa`` enables; each can also be enabled or disabled individually.
+
+The first one can also be :data:`~mindspeed_dsa.declarations.AUTO`, and is where ``--use-fused-dsa`` alone
+enables it.
+"""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The parts of DSA's attention path that run on our operators."""
+    """The parts of DSA's attention path that run on our operators.
+
+    Attributes:
+        absorb: the absorbed form may be taken.
+        absorb_always: it is, whatever the length.
+    """
 
     absorb: bool
     absorb_always: bool
@@ -50,7 +59,7 @@ class Options:
         absorb, indexer, attention, kl_loss = (everything if one is None else bool(one) for one in chosen)
         return cls(
             absorb=absorb,
-            absorb_always=bool(chosen[0]),
+            absorb_always=chosen[0] is True,
             indexer=indexer,
             attention=attention,
             kl_loss=kl_loss,

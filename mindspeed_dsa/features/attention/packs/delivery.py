@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,9 +36,12 @@ _running: ContextVar[_Running | None] = ContextVar("_running", default=None)
 _Batch = Mapping[str, Any]
 
 
-class _Running(NamedTuple):
+@dataclass
+class _Running:
     pack: Pack
     params: Any
+    is_dealt: bool = False
+    """Whether a batch of it was dealt out to the context parallel ranks."""
 
 
 def deliver_packs(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
@@ -65,25 +69,44 @@ def with_pack(original: Callable[..., Any], context: Context[Options]) -> Callab
     """Decorate a ``GPTModel``'s forward pass: where it gets no description, it has the microbatch's.
 
     Raises:
-        ValueError: in forward, on several context parallel ranks: a description says that documents are cut
-            in another way than rows are dealt out here and on the other pipeline stages.
+        ValueError: in forward, on several context parallel ranks: rows are cut in another way than they are
+            dealt out here and on the other pipeline stages.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         running, given = _running.get(), kwargs.get("packed_seq_params")
-        if running is not None and given is None:
-            kwargs["packed_seq_params"] = running.params
-        elif running is not None and not getattr(given, "dealt_block_rows", 0):
+        if running is not None:
             ranks = context.megatron("core.parallel_state").get_context_parallel_world_size()
             if ranks > 1:
-                raise ValueError(
-                    "pack-documents: the script passes packed_seq_params of documents that it has cut for "
-                    f"{ranks} context parallel ranks itself, and --pack-documents deals out their rows by "
-                    "work; pass none, or omit --pack-documents"
-                )
+                _check_rows(running, given, [*args[:1], kwargs.get("input_ids"), kwargs.get("labels")], ranks)
+            if given is None:
+                kwargs["packed_seq_params"] = running.params
         return original(self, *args, **kwargs)
 
     return forward
+
+
+def _check_rows(running: _Running, given: Any, batch: list[Any], ranks: int) -> None:
+    """Raise ``ValueError`` where a script has cut a microbatch for context parallel ranks itself.
+
+    Args:
+        running: the microbatch.
+        given: the description of documents that the script passes on, or None.
+        batch: tokens and labels; None on stages between the first and the last.
+        ranks: context parallel size.
+    """
+    if given is not None and not getattr(given, "dealt_block_rows", 0):
+        raise ValueError(
+            "pack-documents: the script passes packed_seq_params of documents that it has cut for "
+            f"{ranks} context parallel ranks itself, and --pack-documents deals out their rows by "
+            "work; pass none, or omit --pack-documents"
+        )
+    if not running.is_dealt and any(isinstance(one, Tensor) for one in batch):
+        raise ValueError(
+            f"pack-documents: no rows were dealt out to the {ranks} context parallel ranks in this step, so "
+            "that the script must have cut the batch itself, or before the step; call "
+            "megatron.core.utils.get_batch_on_this_cp_rank on the whole batch in the forward step function"
+        )
 
 
 def deal_rows(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
@@ -93,6 +116,7 @@ def deal_rows(original: Callable[..., Any], context: Context[Options]) -> Callab
         running, group = _running.get(), context.megatron("core.parallel_state").get_context_parallel_group()
         if running is None or group.size() == 1:
             return original(batch, *args, **kwargs)
+        running.is_dealt = True
         layout = layout_of(running.params, running.pack, group.size())
         dealt = {
             name: split(whole, layout, group.rank(), 1)

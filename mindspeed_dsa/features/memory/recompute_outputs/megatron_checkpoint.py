@@ -13,7 +13,8 @@ def checkpoint_without_output(context: Context[Options]) -> type[checkpoint.Chec
     """Make the class that Megatron's modules create with its own arguments."""
 
     class CheckpointWithoutOutput(checkpoint.CheckpointWithoutOutput):
-        def __init__(self, fp8: Any = None) -> None:
+        def __init__(self, fp8: Any = None, retain_input_tensors: bool = False) -> None:
+            # Memory that outputs share with inputs is never freed, which is all that the flag asks for.
             super().__init__(context.megatron, context.options.verify, fp8)
 
     return CheckpointWithoutOutput

@@ -28,7 +28,7 @@ FEATURE = Feature(
             f"{_IMPL}:postpone_shared_experts",
             "the shared expert runs later, under the transfers",
             params=("hidden_states",),
-            versions=">=0.15,<0.20",
+            versions=">=0.15,<0.21",
         ),
         Patch(
             f"{_LAYER}.dispatch",
@@ -50,7 +50,7 @@ FEATURE = Feature(
             f"{_IMPL}:overlap_experts",
             "runs between the shared expert's two halves, with ports for its weights",
             params=("hidden_states", "probs"),
-            versions=">=0.15,<0.20",
+            versions=">=0.15,<0.21",
         ),
         Patch(
             f"{_LAYER}.experts_compute",
@@ -70,7 +70,7 @@ FEATURE = Feature(
         transfers.ROW,
         ports.ROW,
     ),
-    requires=Requires(versions={"megatron-core": ">=0.13,<0.20"}),
+    requires=Requires(versions={"megatron-core": ">=0.13,<0.21"}),
     validate=configuration.validate(check_overlap),
     doc="moe-alltoall-overlap-comm.md",
 )

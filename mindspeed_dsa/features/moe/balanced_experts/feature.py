@@ -10,7 +10,7 @@ from mindspeed_dsa.patches.spec import Patch
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 _IMPL = "mindspeed_dsa.features.moe.balanced_experts.layer"
-_RANGE = ">=0.14,<0.20"
+_RANGE = ">=0.14,<0.21"
 _OUTERMOST = 10
 """Tokens are kept out before, and weights travel after, whatever other features do with the transfers."""
 

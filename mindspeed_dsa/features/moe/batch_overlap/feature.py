@@ -11,7 +11,7 @@ from mindspeed_dsa.patches.spec import Patch
 _LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 _IMPL = "mindspeed_dsa.features.moe.batch_overlap.layer"
-_RANGE = ">=0.14,<0.20"
+_RANGE = ">=0.14,<0.21"
 _OUTERMOST = 10
 """What else is done to the steps of a whole microbatch is done only where it stays whole."""
 
@@ -42,7 +42,7 @@ FEATURE = Feature(
             f"{_IMPL}:postpone_shared_expert",
             "the shared expert runs later, under transfers that no half hides",
             params=("hidden_states",),
-            versions=">=0.15,<0.20",
+            versions=">=0.15,<0.21",
             priority=_OUTERMOST,
         ),
         Patch(
@@ -68,7 +68,7 @@ FEATURE = Feature(
             f"{_IMPL}:run_halves",
             "runs for each half, between its transfers",
             params=("hidden_states", "probs"),
-            versions=">=0.15,<0.20",
+            versions=">=0.15,<0.21",
             priority=_OUTERMOST,
         ),
         Patch(

@@ -9,7 +9,7 @@ from mindspeed_dsa.integration import moe_layers
 from mindspeed_dsa.patches.spec import Patch
 
 _HERE = "mindspeed_dsa.features.moe.expert_placement"
-_RANGE = ">=0.13,<0.20"
+_RANGE = ">=0.13,<0.21"
 
 FEATURE = Feature(
     name="moe-expert-placement",

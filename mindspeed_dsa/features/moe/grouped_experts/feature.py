@@ -13,7 +13,7 @@ _CHECKPOINT = "mindspeed_dsa.features.moe.grouped_experts.checkpoint"
 _STATE = "mindspeed_dsa.features.moe.grouped_experts.optimizer_state"
 _SAVE_BUFFERS = "save_buffers_of_single_experts"
 _OPTIMIZERS = "megatron.core.optimizer"
-_RANGE = ">=0.12.1,<0.20"
+_RANGE = ">=0.12.1,<0.21"
 
 FEATURE = Feature(
     name="moe-grouped-gemm",
@@ -40,7 +40,7 @@ FEATURE = Feature(
             f"{_IMPL}:provide_grouped_experts",
             "the local modules for grouped experts need another package and bf16, or are sequential",
             params=("moe_use_grouped_gemm",),
-            versions=">=0.13,<0.20",
+            versions=">=0.13,<0.21",
         ),
         Patch(
             "megatron.core.models.gpt.moe_module_specs:get_moe_module_spec",
@@ -103,7 +103,7 @@ FEATURE = Feature(
             )
             for method, versions in (
                 ("sharded_param_state_fs_bucket_space", ">=0.12.1,<0.15"),
-                ("sharded_param_state_dp_reshardable", ">=0.15,<0.20"),
+                ("sharded_param_state_dp_reshardable", ">=0.15,<0.21"),
             )
         ),
     ),

@@ -11,7 +11,7 @@ from mindspeed_dsa.patches.spec import Patch
 _IMPL = "mindspeed_dsa.features.moe.permute_fusion"
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 _LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"
-_RANGE = ">=0.12.1,<0.20"
+_RANGE = ">=0.12.1,<0.21"
 NAMES = (
     "fused_permute",
     "fused_permute_with_probs",
@@ -84,7 +84,7 @@ FEATURE = Feature(
             f"{_IMPL}.permutation:add_while_unpermuting",
             "the shared expert's output is added in a pass of its own",
             params=("output", "shared_expert_output"),
-            versions=">=0.16,<0.20",
+            versions=">=0.16,<0.21",
         ),
         Patch(
             f"{_LAYER}.combine",

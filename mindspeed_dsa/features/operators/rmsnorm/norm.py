@@ -14,6 +14,8 @@ from mindspeed_dsa.ops.rms_norm import rms_norm
 class FusedRMSNorm(SequenceParallelRMSNorm):
     """RMSNorm on our operator; parameters, their attributes and state dicts are those of PyTorch's."""
 
+    eps: float
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``[..., hidden_size]`` to the same shape and dtype."""
         weight = self.weight + 1 if self.zero_centered_gamma else self.weight

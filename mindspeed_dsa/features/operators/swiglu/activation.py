@@ -15,12 +15,9 @@ from mindspeed_dsa.ops.swiglu import swiglu
 def fuse_swiglu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorate ``bias_swiglu_impl``."""
 
-    def bias_swiglu_impl(
-        input: Tensor, bias: Tensor | None, fp8_input_store: bool = False, cpu_offload_input: bool = False
-    ) -> Tensor:
-        if fp8_input_store or cpu_offload_input:  # what is kept for backward is to be something else
-            given = (cpu_offload_input,) if cpu_offload_input else ()
-            return original(input, bias, fp8_input_store, *given)
+    def bias_swiglu_impl(input: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+        if _asks_for_more(args, kwargs):
+            return original(input, bias, *args, **kwargs)
         return swiglu(input, bias)
 
     return bias_swiglu_impl
@@ -30,13 +27,18 @@ def fuse_weighted_swiglu(original: Callable[..., Tensor]) -> Callable[..., Tenso
     """Decorate ``weighted_bias_swiglu_impl``, which refuses a bias."""
 
     def weighted_bias_swiglu_impl(
-        input: Tensor, bias: Tensor | None, weights: Tensor, fp8_input_store: bool = False
+        input: Tensor, bias: Tensor | None, weights: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        if bias is not None or fp8_input_store:
-            return original(input, bias, weights, fp8_input_store)
+        if bias is not None or _asks_for_more(args, kwargs):
+            return original(input, bias, weights, *args, **kwargs)
         return swiglu(input, scale=weights)
 
     return weighted_bias_swiglu_impl
+
+
+def _asks_for_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether backward is to keep something else, in 8 bits or on the host, or values are to be clamped."""
+    return any(value is not None and value is not False for value in (*args, *kwargs.values()))
 
 
 def fuse_in_mlp(original: Callable[..., Any]) -> Callable[..., Any]:

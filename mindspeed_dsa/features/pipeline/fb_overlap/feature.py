@@ -10,7 +10,7 @@ from mindspeed_dsa.patches.spec import Patch
 
 _PLAN = "megatron.core.models.common.model_chunk_schedule_plan:TransformerLayerSchedulePlan"
 _HERE = "mindspeed_dsa.features.pipeline.fb_overlap"
-_RANGE = ">=0.14,<0.20"
+_RANGE = ">=0.14,<0.21"
 _WHOLE_LAYERS = "it works in the layer's forward, which this takes apart; omit one of them"
 
 FEATURE = Feature(
@@ -59,7 +59,7 @@ FEATURE = Feature(
             "wrap",
             f"{_HERE}.layer:release_pieces",
             "a layer's graph ends with its backward",
-            versions=">=0.16,<0.20",
+            versions=">=0.16,<0.21",
         ),
         Patch(
             "megatron.core.transformer.moe.moe_layer:MoELayer.shared_experts_compute",
@@ -67,7 +67,7 @@ FEATURE = Feature(
             f"{_HERE}.layer:postpone_shared_expert",
             "the shared expert is a piece of its own, under the transfers",
             params=("hidden_states",),
-            versions=">=0.16,<0.20",
+            versions=">=0.16,<0.21",
         ),
         Patch(
             "megatron.core.pipeline_parallel.utils:ScheduleNode.default_backward_func",

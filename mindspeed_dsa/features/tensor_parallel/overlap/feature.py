@@ -75,7 +75,7 @@ COC = Feature(
         ),
     ),
     patches=PATCHES,
-    requires=Requires(versions={"megatron-core": ">=0.12.1,<0.20"}),
+    requires=Requires(versions={"megatron-core": ">=0.12.1,<0.21"}),
     active=coc_wanted,
     options=Options.of,
     validate=check_coc,
@@ -92,7 +92,7 @@ MC2 = Feature(
         ),
     ),
     patches=PATCHES,
-    requires=Requires(versions={"megatron-core": ">=0.12.1,<0.20"}, platforms=("npu",)),
+    requires=Requires(versions={"megatron-core": ">=0.12.1,<0.21"}, platforms=("npu",)),
     conflicts=(
         Conflict(
             COC.name,

@@ -171,7 +171,7 @@ def test_what_would_be_silently_wrong_is_refused(pool):
     for switches, message in (
         (
             {"use_dsa_absorb": False},
-            "12 queries came with 12 keys on one of 2 context parallel ranks, not 24",
+            "12 queries came with 12 keys by head on one of 2 context parallel ranks, which share keys",
         ),
         ({"use_fused_lightning_indexer": False}, "omit --no-use-fused-..."),
     ):

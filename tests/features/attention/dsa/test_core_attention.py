@@ -90,7 +90,7 @@ def test_all_parts_on_every_form_of_the_loss(pool, stock, model, switches):
     ("switches", "by_head"),
     [
         (FUSED, 2),
-        (FUSED | {"dsa_backend": "cpu"}, 2),
+        (FUSED | {"dsa_backend": "cpu", "use_dsa_absorb": "auto"}, 2),
         (FUSED | {"dsa_backend": "chunked"}, 0),
         (FUSED | {"use_dsa_absorb": True}, 0),
         (FUSED | {"use_fused_sparse_flash_attention": False}, 0),
@@ -140,6 +140,8 @@ def test_each_operator_runs_where_it_is_wanted(pool, mode, switches, overrides, 
         (FUSED, {"dsa_indexer_topk": 19}, True),
         (FUSED | {"use_dsa_absorb": True}, SHORT, True),
         (FUSED | {"use_dsa_absorb": False}, {}, False),
+        ({"use_fused_sparse_flash_attention": True, "use_dsa_absorb": "auto"}, {}, True),
+        ({"use_fused_sparse_flash_attention": True, "use_dsa_absorb": "auto"}, SHORT, False),
         # Megatron's own attention masks the whole square in either form.
         (FUSED | {"use_fused_sparse_flash_attention": False}, SHORT, True),
     ],

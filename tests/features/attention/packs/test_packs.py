@@ -282,7 +282,9 @@ def test_dsa_of_megatron_alone_cannot_pack(release, switches):
 def test_a_script_does_not_cut_documents_that_are_dealt_out(ranks):
     state = SimpleNamespace(get_context_parallel_world_size=lambda: ranks)
     context = SimpleNamespace(megatron=lambda name: state)
-    forward = delivery.with_pack(lambda model, packed_seq_params=None: packed_seq_params, context)
+    forward = delivery.with_pack(
+        lambda model, tokens=None, packed_seq_params=None: packed_seq_params, context
+    )
     dealt, cut = SimpleNamespace(dealt_block_rows=128), SimpleNamespace(qkv_format="thd")
     assert forward(None, packed_seq_params=cut) is cut  # nobody packs
     token = delivery._running.set(delivery._Running(Pack(((0, 8),), 8), dealt))
@@ -294,6 +296,10 @@ def test_a_script_does_not_cut_documents_that_are_dealt_out(ranks):
             return
         with pytest.raises(ValueError, match="pass none, or omit --pack-documents"):
             forward(None, packed_seq_params=cut)
+        with pytest.raises(ValueError, match="no rows were dealt out to the 2"):
+            forward(None, torch.zeros(1, 4))
+        delivery._running.get().is_dealt = True
+        assert forward(None, torch.zeros(1, 4)) is dealt
     finally:
         delivery._running.reset(token)
 

@@ -11,7 +11,7 @@ from mindspeed_dsa.patches.spec import Patch
 
 _HERE = "mindspeed_dsa.features.attention.adapters.kernel_hooks"
 _CONFIG = "megatron.core.transformer.transformer_config"
-_RELEASES = ">=0.19,<0.20"
+_RELEASES = ">=0.19,<0.21"
 _BACKEND = next(flag for flag in FUSED.flags if flag.dest == "dsa_backend")
 
 FEATURE = Feature(

@@ -7,7 +7,7 @@ from mindspeed_dsa.patches.spec import Patch
 
 _KERNELS = f"{DSA.rpartition('.')[0]}.dsa_kernels"
 _IMPL = f"{FIXES}.cp_loss_grads.shares"
-_RELEASES = ">=0.19,<0.20"
+_RELEASES = ">=0.19,<0.21"
 
 FEATURE = dsa_repair(
     "dsa-cp-loss-grads",

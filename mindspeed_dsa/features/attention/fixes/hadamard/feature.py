@@ -19,7 +19,7 @@ FEATURE = dsa_repair(
             f"{FIXES}.hadamard.rotate:rotate_anywhere",
             "asserts bfloat16 and a CUDA-only package",
             params=("x",),
-            versions=">=0.16,<0.20",
+            versions=">=0.16,<0.21",
         ),
     ),
 )

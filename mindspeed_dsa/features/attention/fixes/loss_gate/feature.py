@@ -30,7 +30,7 @@ FEATURE = dsa_repair(
             "wrap",
             f"{FIXES}.loss_gate.gate:keep_indexer_gradients",
             "without the loss the indexer gets no gradients, and overlapped reduction waits for them",
-            versions=">=0.19,<0.20",
+            versions=">=0.19,<0.21",
         ),
     ),
 )

@@ -7,7 +7,7 @@ from mindspeed_dsa.patches.spec import Patch
 
 _HELPER = f"{DSA}:DSAIndexerLossLoggingHelper"
 _IMPL = f"{FIXES}.loss_tracker.tracker"
-_VERSIONS = ">=0.16,<0.20"
+_VERSIONS = ">=0.16,<0.21"
 
 FEATURE = dsa_repair(
     "dsa-loss-tracker",

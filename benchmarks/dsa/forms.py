@@ -1,0 +1,102 @@
+"""Both forms of the main attention at several lengths, and the one that ``--use-dsa-absorb auto`` takes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.dsa.problem import Inputs, Sizes, absorbed, make_inputs, projected
+from benchmarks.registry import Metrics
+from mindspeed_dsa.features.attention.dsa.main_attention import attend_densely, attend_sparsely
+from mindspeed_dsa.features.attention.dsa.problem import Operands, Rows
+from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
+from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head
+
+BY_HEAD, ABSORBED = "by head", "absorbed"
+LENGTHS = (512, 768, 1024, 2048, 4096, 6144, 8192, 16384)
+# No more rounds where one form takes this many times as long as the other: noise does not turn that round.
+CLEAR = 1.5
+DEVIATION = 1e-4
+CLOCKS = {"seconds": time.perf_counter, "cpu_seconds": time.process_time}
+
+Step = Callable[[], "tuple[Tensor, ...]"]
+
+
+def choice(sizes: Sizes, lengths: Sequence[int], rounds: int) -> Metrics:
+    """Time of both forms at each length, forward and backward with up-projections, taking turns; medians.
+
+    Args:
+        sizes: of the problem, except its length.
+        lengths: of the sequences.
+        rounds: of each length, at most.
+
+    Returns:
+        ``absorb_choice_worst_ratio``: the time of the chosen form over the time of the faster one, at the
+        worst length; by length the ratio, the choice and both times.
+    """
+    rows = {str(length): _compared(replace(sizes, length=length), rounds) for length in lengths}
+    return {
+        "absorb_choice_worst_ratio": max(row["ratio"] for row in rows.values()),
+        "absorb_choice": rows,
+    }
+
+
+def _compared(sizes: Sizes, rounds: int) -> dict[str, Any]:
+    steps = {form: step_in(form, *make_inputs(sizes), sizes) for form in (BY_HEAD, ABSORBED)}
+    # Also the warm-up.
+    results = {form: step() for form, step in steps.items()}
+    for one, other in zip(*results.values(), strict=True):
+        deviation = float((one - other).abs().max() / other.abs().max())
+        if not deviation < DEVIATION:
+            raise RuntimeError(f"both forms differ by {deviation:.1e} of the largest value at {sizes}")
+    del results
+    taken: dict[str, dict[str, list[float]]] = {kind: {form: [] for form in steps} for kind in CLOCKS}
+    for _ in range(rounds):
+        for form, step in steps.items():
+            started = {kind: clock() for kind, clock in CLOCKS.items()}
+            step()
+            for kind, clock in CLOCKS.items():
+                taken[kind][form].append(clock() - started[kind])
+        latest = [times[-1] for times in taken["cpu_seconds"].values()]
+        if max(latest) > CLEAR * min(latest):
+            break
+    found: dict[str, dict[str, float]] = {
+        kind: {form: statistics.median(times) for form, times in forms.items()}
+        for kind, forms in taken.items()
+    }
+    by_head = is_faster_by_head(torch.device("cpu"), sizes.length, sizes.topk, sizes.widths)
+    chosen = BY_HEAD if by_head else ABSORBED
+    ratios = {kind: times[chosen] / min(times.values()) for kind, times in found.items()}
+    return {"chosen": chosen, "ratio": ratios["seconds"], "cpu_ratio": ratios["cpu_seconds"], **found}
+
+
+def step_in(form: str, inputs: Inputs, grad_out: Tensor, sizes: Sizes) -> Step:
+    """One forward and backward in a form: the output, and the gradients of all that attention reads."""
+    # Any keys will do, the same in both forms; one head of the indexer selects them fast.
+    index = (inputs.index_query[:, :, :1], inputs.index_key, inputs.index_weights[:, :, :1])
+    with torch.no_grad():
+        topk_indices, _ = lightning_indexer(*(x.transpose(0, 1) for x in index), sizes.topk)
+
+    def step() -> tuple[Tensor, ...]:
+        operands = _operands(form, inputs, sizes)
+        if sizes.length <= sizes.topk:
+            attended = attend_densely(operands, Rows(), "auto")
+        else:  # with what the indexer's loss is computed from
+            attended = attend_sparsely(operands, topk_indices, "auto", with_sum=True)
+        gradients = torch.autograd.grad(attended.out, inputs.of_attention, grad_out)
+        return attended.out.detach(), *gradients
+
+    return step
+
+
+def _operands(form: str, inputs: Inputs, sizes: Sizes) -> Operands:
+    if form == BY_HEAD:
+        return Operands(*projected(inputs, sizes), sizes.softmax_scale)
+    query, key = absorbed(inputs)
+    return Operands(query, key[:, :, None], inputs.up_value, sizes.softmax_scale)

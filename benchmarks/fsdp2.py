@@ -1,0 +1,216 @@
+"""FSDP2 of a stack of layers on two ranks with a slow link: memory, what hides gathers, bytes, a step's time.
+
+Sizes are fitted so that a layer's gather takes as long as its computation: of a shorter one nothing would be
+known, and a longer one could not be hidden.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.context_parallel.hiding import ALLOWED
+from benchmarks.linkbed import LinkBed
+from benchmarks.memory.measure import storage_bytes
+from benchmarks.moe.problem import minima
+from benchmarks.registry import Metrics
+from mindspeed_dsa.parallel import fsdp2_prefetch, fsdp2_shards
+
+RATE = "2gbit"
+_RECEIVED = Path("/sys/class/net/slow0/statistics/rx_bytes")
+_FITS = 4
+_FLOAT = 4  # bytes
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the measurement.
+
+    Attributes:
+        layers: of the stack, each a unit.
+        width: of each, with a square weight.
+        tokens: of a rank, to be tried first.
+        many: tokens beside DDP, whose transfers are then as small a part of a step as in training.
+        rounds: each runs every variant once.
+    """
+
+    layers: int = 12
+    width: int = 1024
+    tokens: int = 256
+    many: int = 1024
+    rounds: int = 7
+
+
+QUICK = Sizes(layers=3, width=64, tokens=32, many=32, rounds=1)
+
+
+class Stack(nn.Module):
+    """Layers of one weight each."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(
+            nn.Linear(sizes.width, sizes.width, bias=False) for _ in range(sizes.layers)
+        )
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """``[tokens, width]`` to the same."""
+        for layer in self.layers:
+            rows = torch.tanh(layer(rows))
+        return rows
+
+
+def sharded(sizes: Sizes, ahead: int) -> Any:
+    """A stack over all ranks, prefetched."""
+    stack = Stack(sizes)
+    mesh = fsdp2_shards.mesh_of(dist.group.WORLD, "cpu", dist.get_world_size())
+    placements = dict.fromkeys(stack.parameters(), 0)
+    units = list(stack.layers)
+    fsdp2_shards.shard(
+        stack, units, fsdp2_shards.Plan(mesh, placements, True, torch.float32, mesh.size(), exchange=True)
+    )
+    fsdp2_prefetch.prefetch(units, ahead, stack, asynchronous=True)
+    return stack
+
+
+def run(device: str, quick: bool = False, link: str = RATE) -> Metrics:
+    """All metrics; link beds connect processes on the host's processor, for any device.
+
+    Args:
+        device: not used.
+        quick: tiny problems.
+        link: rate of the link.
+    """
+    sizes = QUICK if quick else Sizes()
+    with LinkBed(2, link, wide=True) as bed:
+        found = bed.run("benchmarks.fsdp2:over_the_link", sizes=sizes)[0]
+    with LinkBed(2, None) as bed:
+        found |= bed.run("benchmarks.fsdp2:beside_ddp", sizes=sizes)[0]
+    print(f"fsdp2: {found}", file=sys.stderr, flush=True)
+    return {"link": link, **found}
+
+
+def over_the_link(sizes: Sizes) -> dict[str, Any]:
+    """Bytes at rest and on the link, and how much of the gathers is hidden in forward."""
+    return {
+        "dense_bytes_ratio": bytes_at_rest(sizes),
+        "comm_bytes_ratio_to_formula": bytes_received(sizes),
+        **hidden(sizes),
+    }
+
+
+def bytes_at_rest(sizes: Sizes) -> float:
+    """Weights, gradients and two moments after a step, over a rank's share of those of the whole stack."""
+    stack = sharded(sizes, 1)
+    optimizer = torch.optim.Adam(stack.parameters())
+    _backward(stack, torch.randn(sizes.tokens, sizes.width))
+    optimizer.step()
+    parameters = list(stack.parameters())
+    held = [*parameters, *(parameter.grad for parameter in parameters)]
+    held += [optimizer.state[parameter][key] for parameter in parameters for key in ("exp_avg", "exp_avg_sq")]
+    whole = 4 * _FLOAT * sum(parameter.numel() for parameter in parameters)
+    return storage_bytes(each._local_tensor for each in held) * dist.get_world_size() / whole
+
+
+def bytes_received(sizes: Sizes, steps: int = 3) -> float:
+    """On the link, over ``(2 P + P) (d - 1) / d``: gathers forward and backward, and reductions."""
+    stack, rows = sharded(sizes, 1), torch.randn(sizes.tokens, sizes.width)
+    _backward(stack, rows)
+    dist.barrier()
+    before = int(_RECEIVED.read_text())
+    for _ in range(steps):
+        _backward(stack, rows)
+    dist.barrier()
+    received = int(_RECEIVED.read_text()) - before
+    share = 1 - 1 / dist.get_world_size()
+    formula = steps * 3 * _FLOAT * sum(parameter.numel() for parameter in stack.parameters()) * share
+    return received / formula
+
+
+def hidden(sizes: Sizes) -> dict[str, Any]:
+    """Hidden share of all gathers, the first layer's included, without prefetch and with one unit ahead."""
+    for _ in range(_FITS):
+        times = _forwards(sizes, 1 if sizes.rounds == 1 else 2)
+        ratio = times["gathers"] / times["work"]
+        if ALLOWED[0] * 1.05 <= ratio <= ALLOWED[1] * 0.95:
+            break
+        sizes = replace(sizes, tokens=max(8, round(sizes.tokens * min(4.0, max(0.25, ratio)))))
+    times = _forwards(sizes, sizes.rounds)
+    ratio = times["gathers"] / times["work"]
+    fits = ALLOWED[0] <= ratio <= ALLOWED[1]
+    said = f"not measured: gathers took {ratio:.2f} of the work, not {ALLOWED[0]} to {ALLOWED[1]}"
+    without_any = times["gathers"] + times["work"]
+    return {
+        "gather_hidden_fraction": {
+            name: (without_any - times[name]) / times["gathers"] if fits else said
+            for name in ("without prefetch", "with prefetch")
+        },
+        "gather_over_work": ratio,
+        "tokens": sizes.tokens,
+        "milliseconds": {name: 1e3 * seconds for name, seconds in times.items()},
+    }
+
+
+def _forwards(sizes: Sizes, rounds: int) -> dict[str, float]:
+    """Least seconds of a forward pass: whole weights, gathers alone, in turn, and side by side."""
+    whole = Stack(sizes)
+    late, early = sharded(sizes, 0), sharded(sizes, 1)
+    rows = torch.randn(sizes.tokens, sizes.width)
+
+    def gathers() -> None:
+        for layer in late.layers:
+            layer.unshard()
+            layer.reshard()
+
+    works: dict[str, Callable[[], object]] = {
+        "work": lambda: whole(rows),
+        "gathers": gathers,
+        "without prefetch": lambda: late(rows),
+        "with prefetch": lambda: early(rows),
+    }
+    with torch.no_grad():
+        torch.testing.assert_close(early(rows), whole(rows), rtol=0, atol=0)
+        return {name: each.wall for name, each in minima(works, rounds).items()}
+
+
+def beside_ddp(sizes: Sizes) -> dict[str, Any]:
+    """A training step over loopback, Adam included, over one whose gradients are summed whole."""
+    whole, stack = Stack(sizes), sharded(sizes, 1)
+    rows = torch.randn(sizes.many, sizes.width)
+    optimizers = torch.optim.Adam(whole.parameters()), torch.optim.Adam(stack.parameters())
+
+    def ddp() -> None:
+        _backward(whole, rows)
+        gradients = torch.cat([parameter.grad.flatten() for parameter in whole.parameters()])  # type: ignore[union-attr]
+        dist.all_reduce(gradients)
+        gradients.div_(dist.get_world_size())
+        for parameter, part in zip(
+            whole.parameters(), gradients.split(sizes.width * sizes.width), strict=True
+        ):
+            parameter.grad = part.view_as(parameter)
+        optimizers[0].step()
+
+    def fsdp2() -> None:
+        _backward(stack, rows)
+        optimizers[1].step()
+
+    seconds = {name: each.wall for name, each in minima({"ddp": ddp, "fsdp2": fsdp2}, sizes.rounds).items()}
+    for theirs, ours in zip(whole.parameters(), stack.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs, rtol=0, atol=1e-5)
+    return {
+        "loopback_step_ratio": seconds["fsdp2"] / seconds["ddp"],
+        "loopback_milliseconds": {name: 1e3 * each for name, each in seconds.items()},
+    }
+
+
+def _backward(stack: nn.Module, rows: Tensor) -> None:
+    stack.zero_grad(set_to_none=True)
+    stack(rows).square().mean().backward()

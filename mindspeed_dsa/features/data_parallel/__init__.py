@@ -1,0 +1,1 @@
+"""Parameters, gradients and optimizer state shared among data parallel ranks."""

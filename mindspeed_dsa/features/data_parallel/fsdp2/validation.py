@@ -1,0 +1,84 @@
+"""What FSDP2 does not combine with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mindspeed_dsa.features.data_parallel.fsdp2.options import Options
+from mindspeed_dsa.integration.configuration import argument
+
+FLAG = "--use-torch-fsdp2"
+_OWN = ("fsdp2_prefetch", "fsdp2_reduce_dtype", "fsdp2_config_path", "fsdp2_sharding_size")
+_REFUSED = {
+    "use_megatron_fsdp": "both shard the weights; choose one",
+    "use_distributed_optimizer": "its state is sharded with the weights; omit --use-distributed-optimizer",
+    "gradient_accumulation_fusion": (
+        "gradients leave in the moment they are complete; add --no-gradient-accumulation-fusion"
+    ),
+    "fp16": "Megatron's loss scaling does not see its gradients; use --bf16",
+    "fp8": "weights in fp8 are made from others than shards; omit --fp8-format",
+    "fp4": "weights in fp4 are made from others than shards; omit --fp4-format",
+    "optimizer_cpu_offload": "it moves whole parameters' state to the host; omit one of them",
+    "use_precision_aware_optimizer": "it needs the distributed optimizer; omit it",
+    "data_parallel_random_init": "ranks would shard different weights; omit --data-parallel-random-init",
+    "init_model_with_meta_device": "experts need their memory from the start; omit it",
+    "check_weight_hash_across_dp_replicas_interval": "ranks have no equal weights to compare; omit it",
+    "overlap_moe_expert_parallel_comm": "it runs parts of layers, and weights come by whole layers; omit it",
+    "delay_wgrad_compute": "weight gradients come after their layer's reduction; omit --delay-wgrad-compute",
+    "is_hybrid_model": "checkpoints of Mamba layers cut weights in ways of their own; omit one of them",
+    "hybrid_layer_pattern": "checkpoints of Mamba layers cut weights in ways of their own; omit one of them",
+}
+
+
+def wanted(settings: Any) -> bool:
+    """On with Megatron's flag; with an option of ours alone it is refused by :func:`check_fsdp2`."""
+    return bool(getattr(settings, "use_torch_fsdp2", False)) or any(
+        getattr(settings, name, None) is not None for name in _OWN
+    )
+
+
+def check_fsdp2(args: Any, options: Options) -> Iterator[str]:
+    """What in a job's arguments does not combine with it."""
+    if not argument(args, "use_torch_fsdp2"):
+        for name in _OWN:
+            if argument(args, name) is not None:
+                yield f"--{name.replace('_', '-')} has no effect without {FLAG}; add that or drop it"
+        return
+    for name, why in _REFUSED.items():
+        if argument(args, name):
+            yield f"{FLAG} does not combine with {name}: {why}"
+    if argument(args, "untie_embeddings_and_output_weights") is False:
+        yield f"{FLAG}: units share no weights; add --untie-embeddings-and-output-weights"
+    if argument(args, "ckpt_format") not in (None, "torch_dist", "torch_dcp"):
+        yield f"{FLAG}: shards are saved with --ckpt-format torch_dist or torch_dcp alone; use torch_dist"
+    if (argument(args, "experimental_attention_variant") or "dsa") not in ("dsa", "none"):
+        yield f"{FLAG}: checkpoints of linear attention cut weights in ways of their own; omit {FLAG}"
+    if "muon" in str(argument(args, "optimizer")) or "soap" in str(argument(args, "optimizer")):
+        yield f"{FLAG}: --optimizer {argument(args, 'optimizer')} works on whole matrices; use adam or sgd"
+    tensor = argument(args, "tensor_model_parallel_size") or 1
+    if (argument(args, "tensor_parallel_num_weight_shards") or tensor) > tensor:
+        yield f"{FLAG} and --tensor-parallel-num-weight-shards both shard weights; choose one"
+    if (argument(args, "num_distributed_optimizer_instances") or 1) > 1:
+        yield f"{FLAG}: use --fsdp2-sharding-size in place of --num-distributed-optimizer-instances"
+    if options.prefetch < 0:
+        yield f"--fsdp2-prefetch is {options.prefetch}; it must be 0 or more"
+    ranks = argument(args, "data_parallel_size")
+    if ranks and options.sharding_size is not None:
+        yield from check_sharding_size(
+            options.sharding_size, ranks * (argument(args, "context_parallel_size") or 1)
+        )
+
+
+def check_sharding_size(size: int, ranks: int) -> Iterator[str]:
+    """A problem where replicas would be of different sizes, or none would be shared.
+
+    Args:
+        size: ranks that share one copy of the weights.
+        ranks: of data and context parallelism together.
+    """
+    if size < 2 or ranks % size:
+        yield (
+            f"--fsdp2-sharding-size {size} must be 2 or more and divide the {ranks} ranks of data and "
+            "context parallelism; choose such a number, or omit it to share among all of them"
+        )

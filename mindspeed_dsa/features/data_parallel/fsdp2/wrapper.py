@@ -1,0 +1,234 @@
+"""Megatron's wrapper for FSDP2: dense weights are sharded, everything else is left to Megatron's own DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mindspeed_dsa import platforms
+from mindspeed_dsa.context import Context, Megatron
+from mindspeed_dsa.features.data_parallel.fsdp2.options import Options
+from mindspeed_dsa.features.data_parallel.fsdp2.validation import check_sharding_size
+from mindspeed_dsa.parallel import fsdp2_prefetch, fsdp2_shards
+from mindspeed_dsa.patches.errors import SettingsError
+
+_Function = Callable[..., Any]
+_WHOLE = "_mindspeed_dsa_whole"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """What reduces the gradients of parameters that are not sharded; not a module, which would own them."""
+
+    ddp: Any = None
+
+
+def build(original: _Function, context: Context[Options]) -> _Function:
+    """Decorate ``TorchFullyShardedDataParallel.__init__``; the original is not called."""
+
+    def __init__(
+        self: Any,
+        config: Any,
+        ddp_config: Any,
+        module: nn.Module,
+        sub_modules_to_wrap: Any = None,
+        disable_bucketing: bool = False,
+        process_group: Any = None,
+    ) -> None:
+        megatron, options = context.megatron, context.options
+        base = megatron("core.distributed.data_parallel_base")._BaseDataParallel
+        base.__init__(self, config, module)
+        self.ddp_config = ddp_config
+        self.process_group = process_group or megatron("core.parallel_state").get_data_parallel_group(
+            with_context_parallel=True
+        )
+        self.device_mesh = _mesh(self.process_group, options)
+        device = torch.device(platforms.current().device)
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(device)
+        placements = _placements(module, config, self.device_mesh.size(-1), megatron, options)
+        whole = {name: each for name, each in module.named_parameters() if each not in placements}
+        _shard(self, placements, sub_modules_to_wrap or _usual_units(megatron), context)
+        setattr(self, _WHOLE, _Whole(_ddp_of(whole, self, bool(placements), megatron, options)))
+
+    return __init__
+
+
+def _mesh(group: Any, options: Options) -> Any:
+    ranks, platform = group.size(), platforms.current()
+    size = options.sharding_size or ranks
+    if options.sharding_size is not None and (found := list(check_sharding_size(size, ranks))):
+        raise SettingsError(f"fsdp2: {found[0]}")
+    if platform.device_type not in {device.type for device in group._device_types}:
+        raise SettingsError(
+            f"fsdp2: data parallel ranks talk over {dist.get_backend(group)}, which does not move tensors of "
+            f"{platform.device_type}; use --distributed-backend {platform.backend}"
+        )
+    return fsdp2_shards.mesh_of(group, platform.device_type, size)
+
+
+def _placements(
+    module: nn.Module, config: Any, pieces: int, megatron: Megatron, options: Options
+) -> dict[nn.Parameter, int]:
+    """The dimension that each parameter is cut on; those left out stay whole.
+
+    These are experts, which checkpoints place by their own data parallel ranks, what has no dimension that
+    can be cut into equal pieces, as checkpoints need, and what is of another type than its layer's rest.
+    """
+    if pieces == 1:  # FSDP2 would copy every parameter whenever it is used
+        return {}
+    moe, mlp = megatron("core.transformer.moe.moe_layer").MoELayer, megatron("core.transformer.mlp").MLP
+    whole_classes = tuple(_class(name) for name in options.ignored)
+    whole, gated = set(), set()
+    for each in module.modules():
+        if isinstance(each, moe):
+            whole.update(each.experts.parameters())
+        elif isinstance(each, mlp) and each.config.gated_linear_unit:
+            gated.update(each.linear_fc1.parameters())
+        if isinstance(each, whole_classes):
+            whole.update(each.parameters())
+    placements = {}
+    for parameter in module.parameters():
+        if (
+            parameter in whole
+            or not getattr(parameter, "allreduce", True)
+            or parameter.dtype != config.params_dtype
+        ):
+            continue
+        # A piece of rows has to lie within one half of a gated projection.
+        dims = range(1, parameter.dim()) if parameter in gated and pieces % 2 else None
+        dim = fsdp2_shards.dimension(parameter.shape, pieces, dims)
+        if dim is not None:
+            placements[parameter] = dim
+    return placements
+
+
+def _shard(
+    self: Any, placements: dict[nn.Parameter, int], classes: Iterable[type], context: Context[Options]
+) -> None:
+    if not placements:
+        return
+    config, options, platform = self.config, context.options, platforms.current()
+    units = list(_units(self.module, config, classes, context))
+    units = [unit for unit in units if any(parameter in placements for parameter in unit.parameters())]
+    reshard = options.reshard
+    if reshard is None:
+        reshard = getattr(self.ddp_config, "reshard_after_forward", True)
+    plan = fsdp2_shards.Plan(
+        mesh=self.device_mesh,
+        placements=placements,
+        reshard=reshard,
+        reduce_dtype=_reduce_dtype(config, options),
+        divide_by=1.0 if config.calculate_per_token_loss else float(self.process_group.size()),
+        exchange=not platform.asynchronous,
+    )
+    fsdp2_shards.shard(self.module, units, plan)
+    embeddings = context.megatron("core.models.common.embeddings.language_model_embedding")
+    for unit in units:
+        if isinstance(unit, embeddings.LanguageModelEmbedding):
+            unit.set_unshard_in_backward(False)  # its backward reads no weight
+    fsdp2_prefetch.prefetch(units, options.prefetch, self.module, asynchronous=not platform.asynchronous)
+
+
+def _reduce_dtype(config: Any, options: Options) -> torch.dtype:
+    """Sums are never narrower than what is summed."""
+    dtype: torch.dtype = config.params_dtype
+    return dtype if dtype.itemsize > 2 else _DTYPES[options.reduce_dtype]
+
+
+def _units(
+    module: nn.Module, config: Any, classes: Iterable[type], context: Context[Options]
+) -> Iterator[nn.Module]:
+    """What gathers its weights for itself, in the order of a forward pass."""
+    megatron = context.megatron
+    column = megatron("core.tensor_parallel.layers").ColumnParallelLinear
+    # Parts of layers in Megatron's own modules, and the output layer, which is found by its name.
+    chosen = {each for each in classes if each is not column}
+    chosen.update(_class(name) for name in context.options.wrapped)
+    for each in module.modules():
+        chosen.update(getattr(each, "_fsdp_modules", ()))
+    # Where the loss is computed together with the logits, the weight is read outside of its layer.
+    heads_apart = getattr(config, "cross_entropy_fusion_impl", None) != "linear"
+    heads = {getattr(each, "output_layer", None) for each in module.modules()} if heads_apart else set()
+    for each in module.modules():
+        if isinstance(each, tuple(chosen)) or each in heads:
+            yield each
+
+
+def _usual_units(megatron: Megatron) -> tuple[type, ...]:
+    layer = megatron("core.transformer.transformer_layer").TransformerLayer
+    embeddings = megatron("core.models.common.embeddings.language_model_embedding")
+    return layer, embeddings.LanguageModelEmbedding
+
+
+def _class(name: str) -> type:
+    package, _, attribute = name.rpartition(".")
+    try:
+        found: type = getattr(import_module(package), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SettingsError(
+            f"fsdp2: --fsdp2-config-path names {name}, which cannot be imported: {error}"
+        ) from error
+    return found
+
+
+def _ddp_of(
+    whole: dict[str, nn.Parameter], self: Any, some_sharded: bool, megatron: Megatron, options: Options
+) -> Any:
+    """Megatron's DDP around parameters that are not sharded; None where there are none."""
+    if some_sharded and self.device_mesh.get_local_rank(self.device_mesh.ndim - 1):
+        for parameter in whole.values():
+            # Norms are summed over ranks, each of which has these: one of them counts. Experts are an
+            # optimizer's of their own, unless all ranks have the same.
+            if getattr(parameter, "allreduce", True):
+                parameter.shared = True  # type: ignore[attr-defined]
+    if not any(parameter.requires_grad for parameter in whole.values()):
+        return None
+    holder = nn.Module()
+    for name, parameter in whole.items():
+        holder.register_parameter(name.replace(".", "/"), parameter)
+    distributed = megatron("core.distributed")
+    config = distributed.DistributedDataParallelConfig(
+        grad_reduce_in_fp32=_reduce_dtype(self.config, options) is torch.float32,
+        check_for_nan_in_grad=self.ddp_config.check_for_nan_in_grad,
+    )
+    return distributed.DistributedDataParallel(self.config, config, holder)
+
+
+def reduce_whole_gradients(original: _Function) -> _Function:
+    """Decorate ``finish_grad_sync``; what is sharded has been reduced during backward."""
+
+    def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+        if (ddp := getattr(self, _WHOLE).ddp) is not None:
+            ddp.finish_grad_sync(*args, **kwargs)
+
+    return finish_grad_sync
+
+
+def scale_all_gradients(original: _Function) -> _Function:
+    """Decorate ``scale_gradients``."""
+
+    def scale_gradients(self: Any, scaling_factor: Any) -> None:
+        for gradient in fsdp2_shards.sharded_gradients(self.module):
+            gradient.mul_(scaling_factor)
+        if (ddp := getattr(self, _WHOLE).ddp) is not None:
+            ddp.scale_gradients(scaling_factor)
+
+    return scale_gradients
+
+
+def zero_whole_gradients(original: _Function) -> _Function:
+    """Decorate ``zero_grad_buffer``; gradients of shards are dropped by the optimizer."""
+
+    def zero_grad_buffer(self: Any) -> None:
+        if (ddp := getattr(self, _WHOLE).ddp) is not None:
+            ddp.zero_grad_buffer()
+
+    return zero_grad_buffer

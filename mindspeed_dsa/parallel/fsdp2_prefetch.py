@@ -1,0 +1,30 @@
+"""Gathers of FSDP2 units issued ahead of the computation that hides them; for any job's ``FSDPModule``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def prefetch(units: Sequence[Any], ahead: int, root: Any = None, asynchronous: bool = False) -> None:
+    """Have each unit start the gathers of its neighbours: the next in forward, those before in backward.
+
+    At most ``ahead`` units are gathered beside the one that computes.
+
+    Args:
+        units: ``FSDPModule``, in the order in which a forward pass runs them.
+        ahead: units; 0: every unit gathers its own weights when it runs.
+        root: the ``FSDPModule`` around them, which runs first in either direction.
+        asynchronous: issue gathers as works to wait for; without streams, only these overlap.
+    """
+    units = list(units)
+    for at, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + ahead])
+        unit.set_modules_to_backward_prefetch(units[max(at - ahead, 0) : at][::-1])
+    if root is not None:
+        root.set_modules_to_forward_prefetch(units[:ahead])
+        root.set_modules_to_backward_prefetch(units[-ahead:][::-1] if ahead else [])
+        units.append(root)
+    if asynchronous:
+        for unit in units:
+            unit._set_unshard_async_op(True)

@@ -1,0 +1,189 @@
+"""FSDP2 with shards of equal size on whatever dimension has them; gradients are summed in their own type."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from mindspeed_dsa.parallel.collectives import reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a shard lies in its parameter.
+
+    Attributes:
+        dim: the dimension that is cut.
+        index, pieces: which of how many equal pieces this rank has.
+        replica: which copy of that piece this is.
+    """
+
+    dim: int
+    index: int
+    pieces: int
+    replica: int
+
+
+def cut_of(tensor: DTensor) -> Cut:
+    """Of a parameter of a unit, or of anything of its placement."""
+    mesh = tensor.device_mesh
+    axis = shard_axis(tensor)
+    (dim,) = (placement.dim for placement in tensor.placements if isinstance(placement, Shard))
+    replica = 0 if mesh.ndim == 1 else mesh.get_local_rank(1 - axis)
+    return Cut(dim, mesh.get_local_rank(axis), mesh.size(axis), replica)
+
+
+def shard_axis(tensor: DTensor) -> int:
+    """Dimension of the mesh whose ranks have different pieces."""
+    return next(axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard))
+
+
+def like(value: Any, sharded: Any) -> Any:
+    """``value``, as a shard of what ``sharded`` is one of, if it is a plain tensor of the shard's size."""
+    if not isinstance(sharded, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
+        return value
+    if value.shape != sharded._local_tensor.shape:
+        return value
+    return DTensor.from_local(
+        value.detach(),
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )
+
+
+def mesh_of(group: Any, device_type: str, sharding_size: int) -> DeviceMesh:
+    """``[replicas, shards]``, or ``[shards]`` alone where there is one replica.
+
+    Consecutive ranks of the group share a replica: ranks that lie next to each other have the fastest links.
+
+    Args:
+        group: process group of all data parallel ranks.
+        device_type: of the parameters.
+        sharding_size: ranks that share one copy; divides the group's size.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if sharding_size == len(ranks):
+        return DeviceMesh.from_group(group, device_type, mesh_dim_names=("shard",))
+    grid = torch.tensor(ranks).view(-1, sharding_size)
+    own, own_column = divmod(ranks.index(dist.get_rank()), sharding_size)
+    groups = [
+        # Other ranks make groups of their own, and none of them knows all.
+        dist.new_group(members.tolist(), use_local_synchronization=True)
+        for members in (grid[:, own_column], grid[own])
+    ]
+    return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=("replicate", "shard"))
+
+
+class ExchangedReduceScatter:
+    """What FSDP2 calls to reduce gradients: ranks exchange parts, where gloo would reduce all everywhere."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for either end of the collective."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        """``input_tensor`` is ``[ranks * n]``, ``output_tensor`` ``[n]``."""
+        return reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to shard a model.
+
+    Attributes:
+        mesh: from :func:`mesh_of`.
+        placements: the dimension each parameter is cut on; others stay whole and are left to the caller.
+        reshard: drop gathered weights after forward; a number: keep them on so many ranks.
+        reduce_dtype: of the sums of gradients, over ranks and microbatches.
+        divide_by: what sums of gradients are divided by.
+        exchange: reduce with :class:`ExchangedReduceScatter`.
+    """
+
+    mesh: DeviceMesh
+    placements: dict[nn.Parameter, int]
+    reshard: bool | int
+    reduce_dtype: torch.dtype
+    divide_by: float
+    exchange: bool = False
+
+
+def dimension(shape: Sequence[int], pieces: int, dims: Iterable[int] | None = None) -> int | None:
+    """The first dimension (of ``dims``) that has ``pieces`` equal pieces."""
+    chosen = range(len(shape)) if dims is None else dims
+    return next((dim for dim in chosen if shape[dim] and shape[dim] % pieces == 0), None)
+
+
+def shard(root: nn.Module, units: Collection[nn.Module], plan: Plan) -> None:
+    """Make ``FSDPModule`` of the units and of ``root``, which has the parameters that no unit has.
+
+    Attributes of parameters survive. Classes and hooks of the modules stay for their lifetime.
+
+    Args:
+        root: the whole model.
+        units: modules inside it, in any order.
+        plan: placements and types.
+    """
+    attributes = {name: dict(vars(parameter)) for name, parameter in root.named_parameters()}
+    ignored = {parameter for parameter in root.parameters() if parameter not in plan.placements}
+    inner: list[Any] = [module for module in reversed(list(root.modules())) if module in units]
+    for module in [*inner, root]:
+        fully_shard(
+            module,
+            mesh=plan.mesh,
+            reshard_after_forward=plan.reshard,
+            shard_placement_fn=lambda parameter: Shard(plan.placements[parameter]),
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=plan.reduce_dtype),
+            ignored_params=ignored,
+        )
+        # A factor in the reduction itself is what HCCL and gloo lack.
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(plan.divide_by)
+        if plan.exchange:
+            module.set_custom_reduce_scatter(ExchangedReduceScatter())
+    for name, parameter in root.named_parameters():
+        for key, value in attributes[name].items():
+            with contextlib.suppress(AttributeError):  # read-only ones
+                setattr(parameter, key, value)
+    _keep_sums_in(plan.reduce_dtype, root)
+
+
+def _keep_sums_in(dtype: torch.dtype, root: Any) -> None:
+    """FSDP2 would round every microbatch's sum to the parameter's type."""
+    state = root._get_fsdp_state()
+    state._lazy_init()
+    for unit in state._state_ctx.all_states:
+        for group in unit._fsdp_param_groups:
+            if group._orig_dtype is not None and group._orig_dtype != dtype:
+                group._orig_dtype = dtype
+                for each in group.fsdp_params:
+                    each.sharded_param.grad_dtype = dtype
+                    # It would describe a gradient as being of the parameter's type.
+                    each.to_sharded_dtensor = partial(_shard_like, each)
+
+
+def _shard_like(each: Any, tensor: Tensor) -> Any:
+    return like(tensor, each.sharded_param)
+
+
+def sharded_gradients(root: nn.Module) -> list[Tensor]:
+    """This rank's pieces of all gradients that are there."""
+    return [
+        parameter.grad._local_tensor  # type: ignore[attr-defined]
+        for parameter in root.parameters()
+        if isinstance(parameter, DTensor) and parameter.grad is not None
+    ]

@@ -1,0 +1,124 @@
+"""What is refused by name, and MindSpeed's file."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from mindspeed_dsa.features.data_parallel.fsdp2.feature import FEATURE
+from mindspeed_dsa.features.data_parallel.fsdp2.options import Options
+from mindspeed_dsa.patches.errors import SettingsError
+
+
+def problems(**arguments):
+    return list(FEATURE.validate(SimpleNamespace(**{"use_torch_fsdp2": True, **arguments})))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"use_distributed_optimizer": True}, "omit --use-distributed-optimizer"),
+        ({"gradient_accumulation_fusion": True}, "add --no-gradient-accumulation-fusion"),
+        ({"fp16": True}, "use --bf16"),
+        ({"fp8": "e4m3"}, "omit --fp8-format"),
+        ({"untie_embeddings_and_output_weights": False}, "add --untie-embeddings-and-output-weights"),
+        ({"ckpt_format": "torch"}, "use torch_dist"),
+        ({"data_parallel_random_init": True}, "omit --data-parallel-random-init"),
+        ({"overlap_moe_expert_parallel_comm": True}, "weights come by whole layers"),
+        ({"delay_wgrad_compute": True}, "omit --delay-wgrad-compute"),
+        ({"optimizer": "muon"}, "use adam or sgd"),
+        ({"experimental_attention_variant": "gated_delta_net"}, "omit --use-torch-fsdp2"),
+        ({"tensor_model_parallel_size": 1, "tensor_parallel_num_weight_shards": 2}, "choose one"),
+        ({"fsdp2_prefetch": -1}, "it must be 0 or more"),
+        ({"fsdp2_sharding_size": 3, "data_parallel_size": 4}, "divide the 4 ranks"),
+        ({"use_torch_fsdp2": False, "fsdp2_prefetch": 2}, "--fsdp2-prefetch has no effect without"),
+    ],
+)
+def test_refused_by_name(arguments, says):
+    (problem,) = problems(**arguments)
+    assert says in problem
+
+
+def test_what_it_serves():
+    assert not problems(
+        pipeline_model_parallel_size=2,
+        expert_model_parallel_size=2,
+        tensor_model_parallel_size=2,
+        context_parallel_size=2,
+        data_parallel_size=2,
+        fsdp2_sharding_size=2,
+        ckpt_format="torch_dist",
+        untie_embeddings_and_output_weights=True,
+        experimental_attention_variant="dsa",
+        optimizer="adam",
+        bf16=True,
+    )
+
+
+def options(path, text, **flags):
+    path.write_text(text)
+    return Options.of(SimpleNamespace(fsdp2_config_path=str(path), **flags))
+
+
+def test_mindspeeds_file(tmp_path):
+    found = options(
+        tmp_path / "fsdp2.yaml",
+        """
+        sharding_size: 4
+        sub_modules_to_wrap: [torch.nn.Linear]
+        reshard_after_forward: false
+        param_dtype: bf16
+        reduce_dtype: bf16
+        cast_forward_inputs: true
+        ignored_modules: [torch.nn.LayerNorm]
+        offload_to_cpu: false
+        pin_memory: true
+        num_to_forward_prefetch: 2
+        recompute_modules:
+        """,
+        fsdp2_prefetch=3,
+    )
+    assert found == Options(
+        prefetch=3,
+        reduce_dtype="bf16",
+        sharding_size=4,
+        reshard=False,
+        wrapped=("torch.nn.Linear",),
+        ignored=("torch.nn.LayerNorm",),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("sharding: 4", "sharding is not one of its keys"),
+        ("sharding_size: many", "sharding_size is 'many', it must be a number of ranks"),
+        ("offload_to_cpu: true", "offload_to_cpu is not served"),
+        ("recompute_modules: [torch.nn.Linear]", "use Megatron's --recompute-granularity"),
+        ("cast_forward_inputs: false", "omit cast_forward_inputs"),
+        ("- 4", "must hold keys and values"),
+        ("a: b: c", "cannot be read"),
+    ],
+)
+def test_what_the_file_cannot_say(tmp_path, text, says):
+    with pytest.raises(SettingsError, match=f"--fsdp2-config-path .*{says}"):
+        options(tmp_path / "fsdp2.yaml", text)
+
+
+def test_megatrons_checks_are_not_told_of_it_beside_experts():
+    from mindspeed_dsa.features.data_parallel.fsdp2.arguments import validate_beside_experts_and_pipelines
+
+    def stock(args):
+        assert not args.use_torch_fsdp2 or args.expert_model_parallel_size == 1, "not supported"
+        return args.use_torch_fsdp2
+
+    validate = validate_beside_experts_and_pipelines(stock)
+    sizes = {"pipeline_model_parallel_size": 1, "expert_model_parallel_size": 2}
+    beside = SimpleNamespace(use_torch_fsdp2=True, high_priority_stream_groups=["dp_cp"], **sizes)
+    assert validate(beside) is False
+    assert beside.use_torch_fsdp2 is True
+    assert beside.high_priority_stream_groups == ["dp_cp", "ep_dp"]
+    assert (
+        validate(SimpleNamespace(use_torch_fsdp2=True, **{**sizes, "expert_model_parallel_size": 1})) is True
+    )

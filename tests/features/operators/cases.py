@@ -1,0 +1,169 @@
+"""Fused operators in Megatron's own modules, beside the same without; runs in the pool's workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.ops.small_cases import Dispatched
+from tests.support import memory_events, model
+
+ALL = {"fused_operators": ["all"]}
+
+
+def switch_on(switches: Mapping[str, Any]) -> None:
+    """Features on, in process groups that exist."""
+    import mindspeed_dsa
+
+    mindspeed_dsa.disable()
+    mindspeed_dsa.enable(**model.DSA_ON, **switches)
+
+
+def beside_stock(
+    runs: Mapping[str, Mapping[str, Any]], operators: Sequence[str] = ("all",), **layout: int
+) -> dict[str, Any]:
+    """A step of the tiny model, with the operators and without, and what was counted.
+
+    Args:
+        runs: by name, ``switches`` of other features and ``overrides`` of the configuration.
+        operators: which are fused.
+        **layout: as :func:`model.start` takes it.
+    """
+    model.start(**layout)
+    found: dict[str, Any] = {}
+    for name, each in runs.items():
+        found[name] = {}
+        for side, fused in (("theirs", {}), ("ours", {"fused_operators": list(operators)})):
+            switch_on({**each.get("switches", {}), **fused})
+            with memory_events.counted() as counts, mock.patch.object(model, "start"):
+                result = model.run(overrides=each.get("overrides"), num_microbatches=2, **layout)
+            found[name][side] = {**result, "counts": dict(counts)}
+    return found
+
+
+def consumers() -> dict[str, Any]:
+    """What Megatron's modules call and build, with all operators, and after them."""
+    import mindspeed_dsa
+
+    model.start(ALL)
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer import mlp
+    from megatron.core.transformer.moe import shared_experts
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    def homes() -> list[str]:
+        return [
+            function.__module__ if not hasattr(function, "__code__") else function.__code__.co_filename
+            for function in (
+                mlp.bias_swiglu_impl,
+                mlp.weighted_bias_swiglu_impl,
+                shared_experts.bias_swiglu_impl,
+                rope_utils._apply_rotary_pos_emb_bshd,
+                mlp.MLP.forward,
+                layers.VocabParallelEmbedding.forward,
+            )
+        ]
+
+    cfg = model.config(sequence_parallel=False, layernorm_zero_centered_gamma=True)
+    norm = WrappedTorchNorm(config=cfg, hidden_size=8, eps=1e-5)
+    found = {"with": homes(), "norm": type(norm).__name__, "state": list(norm.state_dict())}
+    found["zero centered"] = norm.weight.tolist()
+    found["sequence parallel"] = norm.weight.sequence_parallel
+    mindspeed_dsa.disable()
+    found["after"] = homes()
+    return found
+
+
+def packs() -> dict[str, Any]:
+    """Latent and plain rotation of packed documents, by angles of one sequence and of the whole pack."""
+    model.start()
+    from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+
+    ends = torch.tensor([0, 5, 12, 20], dtype=torch.int32)
+    half = torch.randn(20, 1, 1, 4, generator=torch.Generator().manual_seed(1))
+    angles = torch.cat((half, half), -1)
+
+    def run() -> dict[str, Tensor]:
+        found = {}
+        for latent in (False, True):
+            for of, given in (("a sequence", angles[:8]), ("the pack", angles)):
+                for scale in (1.0, 1.37):
+                    cfg = SimpleNamespace(
+                        apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=latent
+                    )
+                    tensor = torch.randn(20, 3, 8, generator=torch.Generator().manual_seed(2))
+                    tensor.requires_grad_()
+                    out = apply_rotary_pos_emb(tensor, given, cfg, ends, scale, dist.group.WORLD)
+                    out.square().sum().backward()
+                    found[f"{latent}, {of}, {scale}"] = torch.stack((out.detach(), tensor.grad))
+        return found
+
+    theirs = run()
+    switch_on(ALL)
+    with memory_events.counted() as counts:
+        ours = run()
+    return {"ours": ours, "theirs": theirs, "counts": dict(counts)}
+
+
+def vocabulary() -> dict[str, Any]:
+    """Embedding and cross entropy over a split vocabulary, with weights and logits that are not finite."""
+    model.start(tp=2)
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+
+    cfg = model.config(tensor_model_parallel_size=2)
+    tokens = torch.tensor([[0, 3, 9, 15, 8], [7, 8, 1, 14, 0]])
+
+    def run() -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        with Dispatched() as seen:
+            for deterministic in (False, True):
+                cfg.deterministic_mode = deterministic
+                for scatter in (False, True):
+                    embedding = VocabParallelEmbedding(
+                        16, 4, init_method=torch.nn.init.ones_, reduce_scatter_embeddings=scatter, config=cfg
+                    )
+                    generator = torch.Generator().manual_seed(dist.get_rank())
+                    with torch.no_grad():
+                        embedding.weight.copy_(torch.randn(8, 4, generator=generator))
+                        # Row 0 is what masked tokens look up.
+                        embedding.weight[0] = torch.tensor([math.inf, -math.inf, math.nan, 1.0])
+                    own = tokens if not scatter else tokens[:, :4]
+                    out = embedding(own)
+                    out.backward(torch.ones_like(out))
+                    found[f"embedding {deterministic} {scatter}"] = [out.detach(), embedding.weight.grad]
+            for smoothing in (0.0, 0.1):
+                generator = torch.Generator().manual_seed(5 + dist.get_rank())
+                logits = torch.randn(2, 5, 8, generator=generator)
+                if not smoothing:
+                    logits[..., 0] = -math.inf  # of the place that masked targets look up
+                    logits[0, 0, 0] = logits[1, 4, 0] = 0.5  # of token 0 itself, on rank 0
+                    logits[0, 4, 0] = logits[1, 1, 0] = 0.5  # of token 8, on rank 1
+                logits.requires_grad_()
+                # The operation works in place on what it is given.
+                loss = vocab_parallel_cross_entropy(logits * 1.0, tokens, smoothing)
+                loss.sum().backward()
+                found[f"loss {smoothing}"] = [loss.detach(), logits.grad]
+        found["dispatched"] = seen.names
+        return found
+
+    theirs = run()
+    switch_on({"fused_operators": ["mask-arithmetic"]})
+    return {"ours": run(), "theirs": theirs}
+
+
+def pair(switches: Mapping[str, Any], precision: str = "bf16") -> dict[str, Any]:
+    """Ten steps of the tiny model with an optimizer, and what was counted."""
+    from tests.support.optimizer_job import train
+
+    with memory_events.counted() as counts:
+        result = train(switches=switches, distributed=True, precision=precision)
+    return {**result, "counts": dict(counts)}

@@ -1,0 +1,152 @@
+"""A training step of a small MLA + DSA + MoE model on any release; runs inside the pool's workers."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+import mindspeed_dsa
+from mindspeed_dsa import session
+from mindspeed_dsa.integration import moe_layers
+from mindspeed_dsa.ops import backend
+from tests.features.attention import cp_cases
+from tests.matrix import memory_cases
+from tests.matrix import model as tiny
+from tests.matrix.record import at_work
+from tests.support import memory_events
+from tests.support import model as job
+
+MODEL = {
+    "num_layers": 4,
+    "moe_layer_freq": [0, 1, 0, 1],
+    # With few index heads exact ties are common, and kernels decide them otherwise.
+    "dsa_indexer_n_heads": 16,
+}
+
+
+def step(
+    switches: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None, **arguments: Any
+) -> dict[str, Any]:
+    """As :func:`tiny.one_step` with four layers, and what the features did."""
+    overrides = {**MODEL, **(overrides or {})}
+    layout = {name: arguments[name] for name in ("ep", "etp") if name in arguments}
+    overrides |= {_FIELDS[name]: size for name, size in layout.items()}
+    with job_of_any_release(arguments.get("cp", 1), (switches or {}).get("cp_block_rows", 0)):
+        before = backend.calls()
+        with memory_events.counted() as counts, own_loop():
+            result = tiny.one_step(switches, overrides, **arguments)
+        for (operator, _), calls in (backend.calls() - before).items():
+            counts[f"operator {operator}"] += calls
+        return {**result, "counts": dict(counts), "ahead": ahead(), "at work": at_work()}
+
+
+_FIELDS = {"ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}
+
+
+def numbered_experts(model: Any) -> dict[str, torch.nn.Parameter]:
+    """As :func:`job.global_names`, with the number that an expert has on all ranks together."""
+    from megatron.core import parallel_state
+
+    rank, named = parallel_state.get_expert_model_parallel_rank(), {}
+    first = model.decoder.layers[0].layer_number - 1
+    for name, parameter in _names_in_layers(model).items():
+        found = re.match(r"decoder\.layers\.(\d+)\.mlp\.experts\.local_experts\.(\d+)", name)
+        if found:
+            experts = model.decoder.layers[int(found[1]) - first].mlp.experts
+            number = moe_layers.experts_of(experts, rank)[int(found[2])]
+            name = name.replace(f"local_experts.{found[2]}", f"local_experts.{number}")
+        named[name] = parameter
+    return named
+
+
+_names_in_layers = job.global_names
+
+
+@contextlib.contextmanager
+def job_of_any_release(cp: int, block_rows: int) -> Iterator[None]:
+    """Configurations and rows of context parallel ranks, as every release takes them."""
+    own_positions = cp_cases.positions_in_blocks(block_rows) if block_rows else job.own_positions
+    with (
+        mock.patch.object(tiny, "config", memory_cases._config),
+        cp_cases.context_parallel(tiny, cp),
+        mock.patch.object(job, "own_positions", own_positions),
+        mock.patch.object(job, "global_names", numbered_experts),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def own_loop() -> Iterator[None]:
+    """The report of experts' loads is told that this job has a loop of its own."""
+    from mindspeed_dsa.features.moe.load_report import steps
+
+    start = job.start
+
+    def start_and_tell(*args: Any, **kwargs: Any) -> None:
+        start(*args, **kwargs)
+        running = session.current()
+        context = running.contexts.get("moe-router-load-report") if running else None
+        if context is not None:
+            steps.use_own_loop(context)
+
+    with mock.patch.object(job, "start", start_and_tell):
+        yield
+
+
+def ahead() -> int:
+    """How much has been recomputed ahead of its gradient."""
+    from mindspeed_dsa.features.pipeline.recompute_ahead import ahead
+
+    return sum(each.recomputed["ahead"] for each in ahead._followers.values())
+
+
+def extended(**arguments: Any) -> dict[str, Any]:
+    """:func:`step` in the layout that ``--moe-tp-extend-ep`` makes of a job's arguments."""
+    args = SimpleNamespace(
+        tensor_model_parallel_size=2,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=None,
+        pipeline_model_parallel_size=1,
+        num_experts=4,
+        world_size=2,
+    )
+    switches = {"moe_tp_extend_ep": True}
+    job.start(switches, tp=2)
+    running = session.current()
+    assert running is not None
+    running.rewrite(args)
+    mindspeed_dsa.disable()
+    import_module("megatron.core.parallel_state").destroy_model_parallel()
+    sizes = {"ep": args.expert_model_parallel_size, "etp": args.expert_tensor_parallel_size}
+    return step(switches, tp=args.tensor_model_parallel_size, **sizes, **arguments)
+
+
+def indexer_learns(steps: int) -> dict[str, Any]:
+    """Indexer losses of the warm-up stage, and whether anything but indexers has gradients."""
+    with job_of_any_release(1, 0):
+        job.start({"dsa_stage": "warmup"})
+        model = tiny.gpt_model(tiny.config(**MODEL))
+        indexers = [p for name, p in model.named_parameters() if ".indexer." in name]
+        adam = torch.optim.Adam(indexers, lr=1e-2)
+        losses = []
+        for _ in range(steps):
+            model.zero_grad()
+            job.per_token_loss(model, job.samples(4)).mean().backward()
+            adam.step()
+            losses.append(tiny.logged_indexer_loss(1))
+        trained = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()]
+        return {"losses": losses, "trained": trained, "at work": at_work()}
+
+
+def beside(case: str, **arguments: Any) -> dict[str, Any]:
+    """Another case of these tests, and which features were at work in it."""
+    module, _, name = case.partition(":")
+    with mock.patch.object(tiny, "config", memory_cases._config):
+        return {"found": getattr(import_module(module), name)(**arguments), "at work": at_work()}

@@ -1,0 +1,292 @@
+"""Each feature in each layout that it is for, on the release that is installed: the training that stock has.
+
+What these cases find is the record that `make test-matrix` keeps (``record.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+from mindspeed_dsa import session, versions
+from mindspeed_dsa.runs import expert_placement
+from mindspeed_dsa.runs.expert_placement import Placement
+from tests.features.attention.dense_context_parallel import cases as dense
+from tests.features.moe.balanced_experts import cases as balanced
+from tests.features.moe.batch_overlap import cases as batch_overlap
+from tests.matrix.record import Note
+from tests.support import memory_events as events
+from tests.support.model import assert_same_gradients, put_together
+
+CASES = "tests.matrix.feature_cases"
+LAYOUTS: dict[str, dict[str, int]] = {
+    "one process": {},
+    "TP2+SP": {"tp": 2},
+    "PP2 x VPP2": {"pp": 2, "vpp": 2},
+    "EP2": {"ep": 2, "etp": 1},
+    "PP2 x VPP2 x EP2": {"pp": 2, "vpp": 2, "ep": 2, "etp": 1},
+    "TP2+SP, EP2 over its ranks": {"tp": 2, "ep": 2, "etp": 1},
+    "CP2": {"cp": 2},
+}
+DENSE = "tests.features.attention.dense_context_parallel.cases"
+DSA = {"experimental_attention_variant": "dsa"}  # so that older releases know the tests' configuration
+FUSED = {"use_fused_dsa": True}
+CP2 = {**FUSED, "context_parallel_size": 2}
+GATHERED = {"cp_comm_type": "allgather"}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+ORDERS = {2: [3, 0, 1, 2], 4: [2, 1, 0, 3]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A feature in a layout.
+
+    Attributes:
+        feature: its name.
+        layout: of :data:`LAYOUTS`.
+        switches: for ``mindspeed_dsa.enable``.
+        event: what is counted with the feature, and not without it.
+        overrides: of the configuration, on both sides.
+        megatrons: of the configuration, with the feature: Megatron's own switch.
+        rtol: how far gradients may be from those without, as a share of the largest; 0 for the same bits.
+    """
+
+    feature: str
+    layout: str
+    switches: Mapping[str, Any]
+    event: str = ""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    megatrons: Mapping[str, Any] = field(default_factory=dict)
+    rtol: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.feature}, {self.layout}"
+
+
+PERMUTED = {"moe_permute_fusion": True}
+RMS_NORM = {"normalization": "RMSNorm"}
+SWITCHED = (
+    Case("dsa-absorb", "TP2+SP", {"use_dsa_absorb": True}, rtol=1e-4),
+    Case("fused-dsa", "TP2+SP", FUSED, rtol=1e-4),
+    Case("fused-dsa", "PP2 x VPP2", FUSED, rtol=1e-4),
+    Case("dsa-kernel-backend", "TP2+SP", FUSED, rtol=1e-4),
+    Case("dsa-kernel-backend", "PP2 x VPP2", FUSED, rtol=1e-4),
+    Case("ascend-coc", "TP2+SP", {"coc_parallel_num": 2}, events.CHUNKED, rtol=1e-5),
+    Case("moe-alltoall-overlap-comm", "EP2", {"moe_alltoall_overlap_comm": True}, events.STARTED, rtol=1e-5),
+    Case("balanced-moe-experts", "EP2", balanced.ALWAYS, events.MOVED, rtol=1e-5),
+    Case("moe-batch-overlap", "EP2", batch_overlap.ALWAYS, events.STARTED, rtol=1e-5),
+    Case("moe-expert-placement", "EP2", {"moe_expert_placement": "FILE"}, events.PLACED, rtol=1e-5),
+    Case("moe-permute-fusion", "EP2", PERMUTED, events.PERMUTED, megatrons=PERMUTED, rtol=1e-5),
+    Case(
+        "fused-rmsnorm", "TP2+SP", {"fused_operators": ["rmsnorm"]}, "operator rms_norm", RMS_NORM, rtol=1e-5
+    ),
+    Case(
+        "fused-rotary-pos-emb",
+        "TP2+SP",
+        {"fused_operators": ["rotary-pos-emb"]},
+        "operator rotary",
+        rtol=1e-5,
+    ),
+    Case("fused-swiglu", "TP2+SP", {"fused_operators": ["swiglu"]}, "operator swiglu", rtol=1e-5),
+    Case("mask-arithmetic", "TP2+SP", {"fused_operators": ["mask-arithmetic"]}),
+    Case("moe-fb-overlap", "PP2 x VPP2 x EP2", {"moe_fb_overlap": True}, events.STARTED, rtol=1e-5),
+    Case("recompute-ahead", "PP2 x VPP2", {"recompute_in_bubble": True}, "ahead", overrides=FULL),
+    Case("moe-router-load-report", "EP2", {"moe_router_load_report": "FOLDER"}, events.COUNTED),
+    Case("initial-weights", "EP2", {"initial_weights_dir": "FOLDER"}, "files"),
+    Case("schedule-trace", "PP2 x VPP2", {"trace_schedule": "FOLDER", "trace_schedule_step": 1}, "files"),
+)
+
+
+def run(pool: Any, layout: str, **arguments: Any) -> list[dict[str, Any]]:
+    """What each rank found; the same run is made once."""
+    sizes = {"num_microbatches": 2, "micro_batch_size": 2, **LAYOUTS[layout], **arguments}
+    if layout == "EP2":
+        sizes["num_microbatches"] = 1  # two ranks have the batch of one
+    if "x EP2" in layout:
+        sizes["num_microbatches"] = 4  # pairs of them, on each rank
+    ranks = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
+    if sizes.get("ep", 1) > 1 and sizes.get("tp", 1) == 1:
+        ranks *= sizes["ep"]
+    found: list[dict[str, Any]] = pool.baseline(f"{CASES}:step", ranks, **sizes)
+    return found
+
+
+@pytest.mark.parametrize("case", SWITCHED, ids=str)
+def test_the_step_without(pool: Any, note: Note, tmp_path: Path, case: Case) -> None:
+    """Megatron's own, or for DSA on old releases that of the backport."""
+    paths = {"FILE": str(tmp_path / "placement.json"), "FOLDER": str(tmp_path / "written")}
+    switches = {name: paths.get(str(value), value) for name, value in case.switches.items()}
+    if note.begins(case.layout, case.feature, switches=switches):
+        return
+    expert_placement.write(tmp_path / "placement.json", Placement(4, 2, ORDERS))
+    theirs = run(pool, case.layout, overrides=case.overrides)
+    ours = run(pool, case.layout, switches=switches, overrides={**case.overrides, **case.megatrons})
+    assert_same(ours, theirs, case.rtol, anywhere=case.feature == "moe-expert-placement")
+    assert happened(case, ours, tmp_path)
+    assert not happened(case, theirs, tmp_path / "nothing")
+    note.trained(ours)
+
+
+def assert_same(
+    ours: Sequence[Any], theirs: Sequence[Any], rtol: float = 0.0, anywhere: bool = False
+) -> None:
+    """Losses and gradients of every rank, or of experts wherever they are."""
+    for having, without in zip(ours, theirs, strict=True):
+        assert having["losses"] == pytest.approx(without["losses"], rel=rtol / 10, abs=0)
+    sides = [[rank["gradients"] for rank in ranks] for ranks in (ours, theirs)]
+    if anywhere:
+        sides = [[together(ranks)] for ranks in (ours, theirs)]
+    for having, without in zip(*sides, strict=True):
+        assert having.keys() == without.keys()
+        if rtol:
+            assert_same_gradients(having, without, rtol)
+        else:
+            assert not [name for name, gradient in without.items() if not having[name].equal(gradient)]
+
+
+def together(ranks: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Gradients of experts of all ranks, and of what each has as a whole."""
+    return {name: gradient for rank in ranks for name, gradient in rank["gradients"].items()}
+
+
+def happened(case: Case, ranks: Sequence[Any], folder: Path) -> bool:
+    """Whether a feature did what it is for."""
+    if case.event == "files":
+        return all(list(folder.glob(f"written/*{rank:05d}.json")) for rank in range(len(ranks)))
+    if case.event == "ahead":
+        return any(rank["ahead"] for rank in ranks)
+    if case.event:
+        return any(rank["counts"].get(case.event, 0) for rank in ranks)
+    attention = ranks[0]["counts"].get("operator sparse_flash_attention", 0)
+    return case.feature in ranks[0]["at work"] and (attention > 0 or case.switches != FUSED)
+
+
+@pytest.mark.parametrize("layout", ["TP2+SP", "PP2 x VPP2", "EP2"])
+def test_dsa_as_in_one_process(pool: Any, note: Note, layout: str) -> None:
+    """What is on by default where a model uses DSA."""
+    _, on = session.resolve(DSA, ())
+    note.begins(layout, *(feature.name for feature in on))
+    (alone,) = run(pool, "one process")
+    ranks = run(pool, layout)
+    gradients = put_together(ranks) if layout != "EP2" else together(ranks)
+    if layout == "EP2":
+        assert sum(rank["losses"][0] for rank in ranks) / 2 == pytest.approx(sum(alone["losses"]) / 2, 1e-5)
+    else:
+        assert ranks[-1]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert ranks[0]["indexer loss"] == pytest.approx(alone["indexer loss"], rel=1e-4)
+    assert_same_gradients(gradients, alone["gradients"])
+    note.trained(ranks)
+
+
+@pytest.mark.parametrize(
+    ("feature", "switches"),
+    [
+        ("dsa-context-parallel", CP2),
+        ("cp-block-rows", {**CP2, "cp_block_rows": 2}),
+        ("dsa-cp-loss-grads", {"context_parallel_size": 2}),
+    ],
+    ids=["rows", "blocks", "Megatron's own"],
+)
+def test_dsa_on_context_parallel_ranks(
+    pool: Any, note: Note, feature: str, switches: Mapping[str, Any]
+) -> None:
+    if note.begins("CP2", feature, switches=switches):
+        return
+    (alone,) = run(pool, "one process")
+    ranks = run(pool, "CP2", switches=switches, overrides=GATHERED)
+    for rank in ranks:
+        assert_same_gradients(rank["gradients"], alone["gradients"])
+        assert rank["indexer loss"] == pytest.approx(alone["indexer loss"], rel=1e-4)
+    note.trained(ranks)
+
+
+@pytest.mark.parametrize("feature", ["dsa-rope-first", "dsa-normalised-query"])
+def test_deepseeks_layout(pool: Any, note: Note, feature: str) -> None:
+    switches = {feature.replace("dsa-", "dsa-indexer-").replace("-", "_"): True}
+    if note.begins("one process", feature, switches=switches):
+        return
+    (plain,) = run(pool, "one process")
+    (other,) = run(pool, "one process", switches=switches)
+    assert other["indexer loss"] != pytest.approx(plain["indexer loss"], rel=1e-3)
+    note.trained([other])
+
+
+def test_the_warmup_stage_trains_indexers_alone(pool: Any, note: Note) -> None:
+    if note.begins("one process", "dsa-stage", switches={"dsa_stage": "warmup"}):
+        return
+    (found,) = pool.run(f"{CASES}:indexer_learns", 1, steps=4)
+    assert found["losses"][-1] < 0.9 * found["losses"][0]
+    assert len(found["trained"]) == 4 * 5
+    assert all(".indexer." in name for name in found["trained"])
+    note.trained([found])
+
+
+def test_tensor_parallel_ranks_with_whole_experts(pool: Any, note: Note) -> None:
+    note.begins("TP2+SP", "moe-tp-extend-ep")
+    theirs = run(pool, "TP2+SP, EP2 over its ranks")
+    ours = pool.run(f"{CASES}:extended", 2, num_microbatches=2, micro_batch_size=2)
+    assert_same(ours, theirs)
+    for rank in ours:
+        assert rank["counts"][events.HELD] == 2 * 2  # layers, experts
+    note.trained(ours)
+
+
+def test_grouped_experts(pool: Any, note: Note) -> None:
+    switches = {**DSA, "moe_grouped_gemm": True}
+    if note.begins("EP2, one layer", "moe-grouped-gemm", switches=switches):
+        return
+    case = "tests.features.moe.grouped_experts.cases:layers"
+    ranks = pool.run(f"{CASES}:beside", 2, case=case, ep=2, switches=DSA)
+    assert all(rank["found"] == ("GroupedExperts", "SequentialMLP") for rank in ranks)
+    note.trained(ranks)
+
+
+@pytest.mark.parametrize(
+    ("attention", "algorithm"), [("grouped", "ulysses_cp_algo"), ("latent", "megatron_cp_algo")]
+)
+def test_dense_attention_on_context_parallel_ranks(
+    pool: Any, note: Note, attention: str, algorithm: str
+) -> None:
+    note.begins(f"CP2, {algorithm}", "dense-context-parallel")
+    (alone,) = pool.baseline(f"{DENSE}:step", 1, attention=attention)
+    case = {"case": f"{DENSE}:step", "attention": attention, "cp": 2, "algorithm": algorithm}
+    ranks = [rank["found"] | rank for rank in pool.run(f"{CASES}:beside", 2, **case)]
+    assert all(rank["calls"] > 0 for rank in ranks)
+    found = dense.in_one_group(ranks, 2, 1)
+    torch.testing.assert_close(found["losses"], alone["losses"], rtol=1e-5, atol=0)
+    assert_same_gradients(found["gradients"], alone["gradients"], rtol=1e-5)
+    note.trained(ranks)
+
+
+def test_latent_attention_by_rows_and_heads(pool: Any, note: Note) -> None:
+    note.begins("TP2+SP", "mla-sp-tp-sp")
+    (alone,) = pool.baseline(f"{DENSE}:step", 1, attention="latent")
+    case = {"case": "tests.features.attention.sp_tp_sp.cases:facts", "tp": 2}
+    ranks = [rank["found"] | rank for rank in pool.run(f"{CASES}:beside", 2, **case)]
+    found = dense.in_one_group(ranks, 1, 2)
+    torch.testing.assert_close(found["losses"], alone["losses"], rtol=1e-5, atol=0)
+    assert_same_gradients(found["gradients"], alone["gradients"], rtol=1e-5)
+    assert all(rank["received"] == [(dense.SEQUENCE, 2, 8 * 8 // 2)] * 4 for rank in ranks)
+    note.trained(ranks)
+
+
+def test_packs_of_documents(pool: Any, note: Note) -> None:
+    """By a script that knows no packs; beside the same documents one by one."""
+    note.begins("TP2+SP x PP2", "pack-documents")
+    case = {
+        "case": "tests.features.attention.packs.cases:scripted_step",
+        "builder": "tests.matrix.model",
+        "overrides": {"moe_layer_freq": [0, 1, 0, 1], "dsa_indexer_n_heads": 16},
+        # From 0.19 on Megatron's own code describes the rows, and a script hands on no lengths.
+        "from_tokens": Version(str(versions.of_megatron())) >= Version("0.19"),
+    }
+    (alone,) = pool.run(f"{CASES}:beside", 1, alone=True, **case)
+    ranks = pool.run(f"{CASES}:beside", 4, tp=2, pp=2, **case)
+    assert_same_gradients(put_together([rank["found"] for rank in ranks]), alone["found"]["gradients"], 2e-5)
+    note.trained(ranks)

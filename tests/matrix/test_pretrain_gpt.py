@@ -1,0 +1,76 @@
+"""Megatron-LM's own pretrain_gpt.py, untouched, where ``MEGATRON_LM`` names a checkout of the release."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_dsa import catalogue, versions
+from mindspeed_dsa.runs import metrics
+from mindspeed_dsa.start_report import REPORT_FILE
+from tests.matrix.record import Note, features_at_work
+
+RECIPE = Path(__file__).parents[2] / "examples" / "megatron_lm"
+LAYOUT = "--tensor-model-parallel-size 2 --sequence-parallel"
+FEATURES = "--use-fused-dsa --recompute-activation-function --swap-attention --moe-permute-fusion"
+STEPS = 3
+
+
+def checkout() -> str | None:
+    """The one of the installed release; paths are separated as those of ``PATH`` are."""
+    installed = versions.of_megatron()
+    for folder in filter(None, os.environ.get("MEGATRON_LM", "").split(os.pathsep)):
+        info = Path(folder, "megatron", "core", "package_info.py")
+        if info.is_file() and versions.version_in_source(info.read_text(encoding="utf-8")) == installed:
+            return folder
+    return None
+
+
+def pretrain(folder: Path, features: str) -> dict[str, Any]:
+    """Some steps of the recipe on two ranks: what each step recorded, and which features were at work."""
+    command = ["bash", str(RECIPE / "pretrain_gpt_dsa.sh"), *LAYOUT.split(), *features.split()]
+    command += f"--train-iters {STEPS} --lr-decay-iters 50 --eval-interval 100 --eval-iters 1".split()
+    command += ["--step-metrics-file", str(folder / "steps.jsonl"), "--mindspeed-report-dir", str(folder)]
+    # The dataset helpers are compiled in the checkout, for the Python whose python3-config comes first.
+    programs = [os.path.dirname(sys.executable), os.path.join(sys.base_prefix, "bin"), os.environ["PATH"]]
+    environment = {
+        **os.environ,
+        "MEGATRON_LM": str(checkout()),
+        "NPROC": "2",
+        "PYTHON": sys.executable,
+        "PATH": os.pathsep.join(programs),
+        "PYTHONPATH": os.pathsep.join([str(RECIPE.parents[1]), *sys.path]),
+    }
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
+    assert done.returncode == 0, done.stderr[-6000:]
+    report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
+    declared = {feature.name: feature for feature in catalogue.shipped()}
+    on = [declared[each["name"]] for each in report["features"]]
+    return {
+        "steps": metrics.read(folder / "steps.jsonl"),
+        "at work": features_at_work(on, report["sites"]),
+    }
+
+
+@pytest.mark.timeout(1100)
+@pytest.mark.skipif(checkout() is None, reason="MEGATRON_LM names no checkout of the installed release")
+def test_pretrain_gpt_trains_with_and_without(note: Note, tmp_path: Path) -> None:
+    """From Megatron's own initial weights; memory and fusions change nothing but the last digits."""
+    note.begins("pretrain_gpt.py, TP2+SP", "step-metrics", "megatron-arguments")
+    folders = [tmp_path / name for name in ("plain", "features")]
+    for folder in folders:
+        folder.mkdir()
+    plain, ours = (pretrain(folder, flags) for folder, flags in zip(folders, ("", FEATURES), strict=True))
+    assert [record["step"] for record in ours["steps"]] == list(range(1, STEPS + 1))
+    for mine, theirs in zip(ours["steps"], plain["steps"], strict=True):
+        assert mine["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-4)
+        assert mine["indexer_loss"] == pytest.approx(theirs["indexer_loss"], rel=1e-2)
+    assert ours["steps"][-1]["lm_loss"] < ours["steps"][0]["lm_loss"]
+    assert {"recompute-activation-function", "swap-attention"} <= set(ours["at work"]) - set(plain["at work"])
+    note.trained([ours])

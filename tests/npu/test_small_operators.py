@@ -1,0 +1,57 @@
+"""The NPU backends of RMSNorm, SwiGLU and rotary embedding, through torch_npu's own operators."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from mindspeed_dsa.ops.backend import BackendUnavailable
+from mindspeed_dsa.ops.rms_norm import rms_norm
+from mindspeed_dsa.ops.rotary import rotation
+from tests.ops.small_cases import cases
+
+RTOL = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+CALLED = {
+    "norm": ["npu_rms_norm", "npu_rms_norm_backward"],
+    "swiglu": ["npu_swiglu", "npu_swiglu_backward"],
+    "swiglu with a bias": ["npu_swiglu", "npu_swiglu_backward"],
+    "swiglu by probabilities": ["npu_swiglu", "npu_swiglu", "npu_swiglu_backward"],
+    "rotary": ["npu_rotary_mul"] * 2,
+    "rotary, neighbours": ["npu_rotary_mul"] * 2,
+    "rotary, latent attention": ["npu_rotary_mul"] * 2,
+}
+
+
+@pytest.mark.parametrize("dtype", RTOL, ids=str)
+@pytest.mark.parametrize("name", CALLED)
+def test_as_the_reference(npu_kernels, name, dtype):
+    case = cases()[name]
+    reference = case.run(partial(case.ours, backend="reference"), dtype)
+    assert npu_kernels == []
+    ours = case.run(partial(case.ours, backend="npu"), dtype)
+    for one, other in zip(ours.tensors, reference.tensors, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=0, atol=RTOL[dtype] * float(other.abs().max()))
+    assert ours.kept <= reference.kept
+    # Once more forward, before anything is counted.
+    forward = CALLED[name][:1]
+    assert [call.name for call in npu_kernels] == forward + CALLED[name]
+    modes = {call.layout for call in npu_kernels if call.name == "npu_rotary_mul"}
+    assert modes <= {"interleave" if name.endswith("neighbours") else "half"}
+
+
+def test_what_the_manuals_exclude_is_declined_by_name(npu_kernels):
+    with pytest.raises(BackendUnavailable, match="takes a weight of its input's dtype"):
+        rms_norm(torch.zeros(2, 8, dtype=torch.bfloat16), torch.ones(8), 1e-6, backend="npu")
+    angles, like = torch.zeros(4, 1, 1, 8), torch.zeros(4, 2, 3, 8)
+    for given, problem in (
+        ((angles, 1.37, "halves", like), "sines and cosines of up to 1"),
+        ((angles.expand(4, 2, 1, 8), 1.0, "pairs", like), "takes angles by row"),
+        ((angles, 1.0, "halves", torch.zeros(4, 1, 1000, 8)), "fewer than 1000 sequences and heads"),
+        ((angles, 1.0, "halves", like.double()), "takes fp32, bf16 and fp16"),
+    ):
+        with pytest.raises(BackendUnavailable, match=problem):
+            rotation(*given, backend="npu")
+    assert npu_kernels == []
