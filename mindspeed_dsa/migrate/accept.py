@@ -56,7 +56,7 @@ def _release(argv: Sequence[str]) -> Version | None:
     """Of the Megatron that this job has; its fork's, where the command line names one."""
     names = [
         word.partition("=")[2] or following
-        for word, following in zip(argv, [*argv[1:], ""], strict=True)
+        for word, following in zip(argv, [*argv[1:], ""], strict=False)
         if word.partition("=")[0] == MEGATRON_ROOT.name
     ]
     text = versions.of_megatron(names[-1] if names else str(MEGATRON_ROOT.default))

@@ -15,6 +15,14 @@ Kind = Literal["same", "megatron", "not needed", "not served", "unchanged", "unk
 """Verdicts of MindSpeed's flags; ``unchanged`` is a flag of Megatron's or of this library."""
 
 
+FLAG = re.compile(r"--?[A-Za-z]")
+"""How a word begins that is a flag."""
+
+
+class Source(str):
+    """A word in a shell's own notation, quotes included: it is written as it is."""
+
+
 @dataclass(frozen=True)
 class Given:
     """One flag with its values.
@@ -22,7 +30,7 @@ class Given:
     Attributes:
         flag: with the dashes.
         values: as the program would read them.
-        written: as the script has them: variables may stand for values.
+        written: as the script has them: :class:`Source`, where variables may stand for values.
     """
 
     flag: str
@@ -65,14 +73,12 @@ def split(words: Sequence[str], written: Sequence[str] | None = None) -> tuple[l
 
     Args:
         words: of a command line, as the program would read them.
-        written: the same as the script has them; left out of account where the flags are others.
+        written: the same flags as the script has them.
     """
     first, flags = _split(words)
     if written is not None:
-        before, texts = _split(written)
-        if [text.flag for text in texts] == [given.flag for given in flags]:
-            flags = [replace(given, written=text.values) for given, text in zip(flags, texts, strict=True)]
-            first = before
+        first, texts = _split(written)
+        flags = [replace(given, written=text.values) for given, text in zip(flags, texts, strict=True)]
     return first, flags
 
 
@@ -80,8 +86,9 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[Given]]:
     first: list[str] = []
     flags: list[Given] = []
     for word in words:
-        if re.match(r"--?[A-Za-z]", word):
-            name, equals, value = word.partition("=")
+        if FLAG.match(word):
+            name, equals, text = word.partition("=")
+            value = type(word)(text)
             flags.append(Given(name, (value,), (value,)) if equals else Given(name))
         elif flags:
             values = (*flags[-1].values, word)
@@ -133,9 +140,15 @@ class Job:
         return self.given[flag].value if flag in self.given else default
 
     def number(self, flag: str, default: int | None = None) -> int | None:
-        """The value of a flag as an integer; the default also where a variable is not resolved."""
+        """The value of a flag as an integer; ``None`` where it is no number, such as an unknown variable."""
+        if flag not in self.given:
+            return default
         text = self.text(flag)
-        return int(text) if re.fullmatch(r"\d+", text) else default
+        return int(text) if re.fullmatch(r"\d+", text) else None
+
+    def unknown(self, flag: str) -> bool:
+        """Whether the value hangs on what only a shell knows."""
+        return bool(set(self.text(flag)) & set("$`"))
 
     def open(self) -> Iterator[Given]:
         """Flags that have no outcome yet."""

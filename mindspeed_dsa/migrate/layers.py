@@ -11,24 +11,38 @@ from mindspeed_dsa.migrate.job import Given, Job
 _NOOP, _LIST, _UNEVEN = "--noop-layers", "--num-layer-list", "--pipeline-num-transformer-layers"
 _LAYERS, _PATTERN, _DENSE = "--num-layers", "--moe-layer-freq", "--first-k-dense-replace"
 _STAGES, _PER_STAGE = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
-_LAYOUT = "--pipeline-model-parallel-layout"
-_UNRESOLVED = "Its layers, or --num-layers, cannot be read: they may hang on a variable that is not set."
+_LAYOUT, _MTP = "--pipeline-model-parallel-layout", "--mtp-num-layers"
+_NEEDS = {
+    _DENSE: (_LAYERS, _DENSE, _PATTERN, _NOOP),
+    _NOOP: (_LAYERS, _NOOP, _STAGES, _PER_STAGE, _MTP),
+    _LIST: (_LAYERS, _LIST, _NOOP, _STAGES, _MTP),
+    _UNEVEN: (_LAYERS, _UNEVEN, _STAGES, _MTP),
+}
+"""By flag, those that say where its layers lie."""
+_READABLE = {
+    _NOOP: r"[\d,]+",
+    _LIST: r"[\d,]+",
+    _UNEVEN: r"[\d,*\[\]\s]+",
+    _DENSE: r"-?\d+",
+    _PATTERN: r"-?[1-9]\d*",
+}
+"""How values look, where they are not a plain number."""
 
 
 def arrange(job: Job) -> None:
     """Layers that do nothing, uneven stages, and dense layers before those with experts."""
     noop = _numbers(job.text(_NOOP))
     total = job.number(_LAYERS)
-    readable = {
-        _NOOP: r"[\d,]+",
-        _LIST: r"[\d,]+",
-        _UNEVEN: r"[\d,*\[\]\s]+",
-        _DENSE: r"-?\d+",
-    }
-    given = [flag for flag in readable if flag in job]
-    if total is None or any(not re.fullmatch(readable[flag], job.text(flag)) for flag in given):
-        for flag in given:
-            job.is_dropped(flag, _UNRESOLVED, results=True)
+    for flag in filter(job.__contains__, _NEEDS):
+        unread = [
+            each
+            for each in _NEEDS[flag]
+            if not re.fullmatch(_READABLE.get(each, r"\d+"), job.text(each, "" if each == _LAYERS else "1"))
+        ]
+        if unread:
+            why = f"{unread[0]} cannot be read: it may hang on a variable that is not set."
+            job.is_dropped(flag, why, results=True)
+    if total is None or any(flag in job.outcomes for flag in _NEEDS):
         return
     if _DENSE in job:
         _dense_first(job, total, noop)
@@ -59,8 +73,8 @@ def _nested(text: str) -> list[list[int]]:
 
 def _dense_first(job: Job, total: int, noop: Sequence[int]) -> None:
     """``--moe-layer-freq`` as a pattern; MindSpeed-LLM counts layers that do nothing as well."""
-    dense, every = job.number(_DENSE) or 0, job.number(_PATTERN, 1) or 1
-    pattern = [int(layer >= dense and layer % every == 0) for layer in range(total) if layer not in noop]
+    dense, step = int(job.text(_DENSE)), int(job.text(_PATTERN, "1"))
+    pattern = [int(layer >= dense and layer % step == 0) for layer in range(total) if layer not in noop]
     text = "+".join(f"[{value}]*{len(list(run))}" for value, run in groupby(pattern))
     job.overrides(_DENSE, Given(_PATTERN, (f"({text})",), (f"({text})",)), "1 for layers with experts.")
 
@@ -117,7 +131,7 @@ def _lay_out(job: Job, flag: str, stages: list[list[int]], why: str) -> None:
     order = [stages[stage][turn] for turn in range(virtual) for stage in range(len(stages))]
     parts = [f"t*{count}" if count > 1 else "t" * count for count in order]
     parts[0] = f"E{parts[0]}"
-    parts[-1] += "m" * (job.number("--mtp-num-layers") or 0) + "L"
+    parts[-1] += "m" * (job.number(_MTP) or 0) + "L"
     text = "|".join(parts)
     job.overrides(flag, Given(_LAYOUT, (text,), (text,)), why)
     job.omits(_PER_STAGE, f"{_LAYOUT} says it.")

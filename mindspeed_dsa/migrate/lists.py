@@ -133,11 +133,13 @@ def _flags(data: Any) -> list[str]:
     words: list[str] = []
     if isinstance(data, Mapping):
         for key, value in data.items():
-            if isinstance(value, Mapping) or _is_command_line(value):
+            if isinstance(value, Mapping) or _is_command_line(value) or _holds_sections(value):
                 words += _flags(value)
             else:
                 words += _flag(str(key).lstrip("-").replace("_", "-"), value)
     elif _is_command_line(data):
+        if any(isinstance(word, (Mapping, list)) for word in data):
+            raise ShellError("a list in it holds words of a command line, and other lists or sections")
         for word in data if isinstance(data, list) else [data]:
             whole = str(word).startswith("--") or data is word
             words += _split(str(word)) if whole else [str(word)]
@@ -170,4 +172,16 @@ def _flag(name: str, value: Any) -> list[str]:
         if value and negative and not megatron_flags.known(f"--{name}"):
             return []  # what the flag would switch off is on
         return [f"--{name}"] if value else [negative] if negative else []
-    return [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    values = [str(each) for each in _flat(value)]
+    if len(values) == 1 and values[0].startswith("-"):
+        return [f"--{name}={values[0]}"]
+    return [f"--{name}", *values]
+
+
+def _flat(value: Any) -> list[Any]:
+    """A value's words: lists in lists, such as weights with paths, are one row of words to a parser."""
+    return [word for item in value for word in _flat(item)] if isinstance(value, list) else [value]
+
+
+def _holds_sections(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(item, Mapping) for item in value)

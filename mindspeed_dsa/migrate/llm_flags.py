@@ -45,7 +45,9 @@ MODEL = [
         "--moe-router-load-balancing-type",
     ),
     *not_needed("norm-topk-prob", "Megatron's router normalises the weights of the selected experts itself."),
-    *not_needed("topk-softmax-in-fp32", "Megatron's router takes this softmax in fp32 in any case."),
+    *not_needed(
+        "topk-softmax-in-fp32", "Megatron's router takes this softmax in fp32, and nothing is rounded here."
+    ),
     *different(
         "moe-revert-type-after-topk",
         "Megatron rounds the softmax before experts are selected; see --moe-router-dtype.",

@@ -38,10 +38,12 @@ def _shared_experts(job: Job) -> None:
     width = job.number(
         "--moe-ffn-hidden-size", job.number("--moe-intermediate-size", job.number("--ffn-hidden-size"))
     )
-    if not count or target in job:
-        job.is_dropped(
-            flag, f"{target} is given, which MindSpeed takes instead." if count else "No shared expert."
-        )
+    if target in job:
+        job.is_dropped(flag, f"{target} is given, which MindSpeed takes instead.")
+    elif count == 0:
+        job.is_dropped(flag, "No shared expert.")
+    elif count is None:
+        job.is_dropped(flag, f"The number is not known here; give {target}.", results=True)
     elif width is None:
         job.is_dropped(flag, f"The width of one expert is not known here; give {target}.", results=True)
     else:
@@ -121,9 +123,11 @@ def _router(job: Job) -> None:
         job.becomes("--router-gating-in-fp32", [_flag("--moe-router-dtype", "fp32")])
     if "--seq-aux" in job:
         if kind == "none":
-            job.overrides(
-                "--seq-aux", _flag(_BALANCING, "seq_aux_loss"), "none with --seq-aux has that loss."
+            why = (
+                "none with --seq-aux means that loss. MindSpeed-LLM counts zeros and ones of its routing map "
+                "there, not experts, and adds expert biases to scores: the loss has other values."
             )
+            job.overrides("--seq-aux", _flag(_BALANCING, "seq_aux_loss"), why)
         elif kind in ("aux_loss", "seq_aux_loss"):
             job.is_dropped("--seq-aux", f"MindSpeed-LLM does not read it with {_BALANCING} {kind}.")
         else:
@@ -135,6 +139,12 @@ def _router(job: Job) -> None:
             job.overrides(_BALANCING, _flag("--moe-router-pre-softmax"), why)
     elif kind in ("group_limited_greedy", "pai_megatron_aux_loss", "sparsemixer_topk"):
         job.is_dropped(_BALANCING, f"Megatron's router has no {kind}.", results=True)
+    softmax = "--topk-softmax-in-fp32"
+    in_fp32 = "--router-gating-in-fp32" in job or job.text("--moe-router-dtype") in ("fp32", "fp64")
+    low = {"--bf16", "--fp16"} & set(job.given) and not in_fp32
+    if softmax in job and "--moe-router-pre-softmax" in job and low:
+        why = "Megatron rounds the softmax before experts are selected, unless --moe-router-dtype is fp32."
+        job.is_dropped(softmax, why, results=True)
     if "--norm-topk-prob" in job and kind == "aux_loss":
         if "--moe-router-topk-scaling-factor" in job or "--routed-scaling-factor" in job:
             why = (
@@ -220,7 +230,9 @@ def _masks(job: Job) -> None:
         )
     longest = job.number("--seq-length")
     window = job.number(before)
-    if window is not None and longest is not None and window < longest:
+    if before in job and window is None:
+        job.is_dropped(before, "A window of a number of keys that is not known here.", results=True)
+    elif window is not None and longest is not None and window < longest:
         job.is_dropped(before, f"A window of {window} keys; Megatron's --window-size is one.", results=True)
     if job.text(behind, "0") != "0":
         job.is_dropped(behind, "Keys behind the query are attended to.", results=True)

@@ -112,13 +112,23 @@ def _of_shell(path: Path, text: str, release: Version | None) -> Migrated:
     translation = translate(flags, release)
     lines = [" ".join(map(quoted, [*start.launcher, *first]))]
     lines += [" ".join(map(quoted, words([given], written=True))) for given in translation.flags]
-    command = " \\\n    ".join(lines)
-    head = "".join(f"# {line}\n" for line in _head(path.name, translation))
+    command = " \\\n    ".join([*lines, *start.rest])
+    notes = (*start.notes, *_left_out(flags, translation))
+    head = "".join(f"# {line}\n" for line in (*_head(path.name, translation), *map("Note: {}".format, notes)))
     shebang, before = re.match(r"(#!.*\n)?(.*)", text[: start.start], re.DOTALL).groups("")  # type: ignore[union-attr]
     new = f"{shebang}{head}{before}{command}{text[start.end :]}"
-    return Migrated(
-        path, start.script, translation, (*start.notes, *_lines_to_change(path, start.script)), new
-    )
+    return Migrated(path, start.script, translation, (*notes, *_lines_to_change(path, start.script)), new)
+
+
+def _left_out(flags: Sequence[Given], translation: Translation) -> list[str]:
+    """Variables without a value, behind flags that the new command has not: they may hold flags."""
+    kept = " ".join(words(translation.flags))
+    return [
+        f"{value} is not set in the script, and is left out with {given.flag}: flags in it must be added"
+        for given in flags
+        for value in given.values
+        if value.startswith("$") and value not in kept
+    ]
 
 
 def _head(name: str, translation: Translation) -> list[str]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import operator
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+from mindspeed_dsa.migrate.job import FLAG, Source
 from mindspeed_dsa.migrate.shell_words import Command, Part, ShellError, Word, commands
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
@@ -23,8 +26,13 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
 }
-_HELD = "\ue000"
-"""Marks what stays as it is written, so that its blanks do not split words; followed by its number."""
+_BARE, _QUOTED = "\ue000", "\ue001"
+"""Mark what stays as it is written, outside of quotes and in them; its number lies between two of them."""
+_HELD = re.compile(rf"[{_BARE}{_QUOTED}](\d+)[{_BARE}{_QUOTED}]")
+_EXPANDED = frozenset("~*?[{")
+"""Characters that a shell expands where they are not quoted."""
+_ALL_OF = re.compile(r"\$[@*]|\$\{[@*].*\}|\$\{\w+\[[@*]\].*\}|\$\{\w+:?\+.*\}", re.DOTALL)
+"""Any number of words: a script's own arguments, an array, or words under a condition."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +43,17 @@ class Start:
         launcher: its words up to the script, as written.
         script: the Python script or ``-m module``.
         words: of the script's own command line, variables put in.
-        written: the same with variables left in place, where they hold single values.
+        written: the same in the shell's notation, with variables left in place where they hold no flags.
+        rest: what stands for any number of flags, such as ``"$@"``, in the shell's notation.
         start, end: where the command lies in the text.
         notes: what was not read, or read with a doubt.
     """
 
-    launcher: tuple[str, ...]
+    launcher: tuple[Source, ...]
     script: str
     words: tuple[str, ...]
-    written: tuple[str, ...]
+    written: tuple[Source, ...]
+    rest: tuple[Source, ...]
     start: int
     end: int
     notes: tuple[str, ...]
@@ -119,33 +129,67 @@ class _Script:
         if place is None or not any(value.startswith("--") for value in values[place + 1 :]):
             return
         written = [field for word in words for field in self._fields(word, written=True)]
-        other = _script(written)
+        other = _script([self._show(word) for word in written])
         if other is None:
             written, other = values, place
+        launcher = tuple(map(self._source, written[: other + 1]))
+        values, script = values[place + 1 :], _named(values, place)
+        rest = tuple(self._source(word) for word in written[other + 1 :] if self._any_number(word))
+        values, written = (
+            [word for word in each if not self._any_number(word)] for each in (values, written[other + 1 :])
+        )
+        if self._names(values) != self._names(written):
+            written = values
         notes = list(self._notes)
         if self.found is not None:
-            notes.append(f"{self.found.script} is started before; only {values[place]} is looked at")
+            notes.append(f"{self.found.script} is started before; only {script} is looked at")
         if self._doubtful:
             names = ", ".join(dict.fromkeys(self._doubtful))
             notes.append(
                 f"variables that are set under a condition or in a loop are taken as last set: {names}"
             )
+        notes += [f"{text} stays at the end; flags that come by it are not looked at" for text in rest]
         self.found = Start(
-            tuple(map(self._show, written[: other + 1])),
-            " ".join(values[place - 1 : place + 1]) if values[place - 1] == "-m" else values[place],
-            tuple(map(self._show, values[place + 1 :])),
-            tuple(map(self._show, written[other + 1 :])),
+            launcher,
+            script,
+            tuple(map(self._show, values)),
+            tuple(map(self._source, written)),
+            rest,
             command.start,
             command.end,
             tuple(notes),
         )
 
     def _show(self, text: str) -> str:
-        return re.sub(rf"{_HELD}(\d+){_HELD}", lambda match: self._held[int(match[1])], text)
+        return _HELD.sub(lambda match: self._held[int(match[1])], text)
 
     def _hold(self, raw: str) -> str:
         self._held.append(raw)
-        return f"{_HELD}{len(self._held) - 1}{_HELD}"
+        return f"{_BARE}{len(self._held) - 1}{_BARE}"
+
+    def _any_number(self, field: str) -> bool:
+        match = _HELD.fullmatch(field)
+        return match is not None and _ALL_OF.fullmatch(self._held[int(match[1])]) is not None
+
+    def _names(self, fields: Sequence[str]) -> list[str]:
+        return [word.partition("=")[0] for word in map(self._source, fields) if FLAG.match(word)]
+
+    def _source(self, text: str) -> Source:
+        """A field as a shell reads it back: texts in quotes, and what is held as it was written."""
+        name = re.match(r"(--?[A-Za-z][\w-]*=?)?", text)[0]  # type: ignore[index]
+        found = re.findall(
+            rf"([^{_BARE}{_QUOTED}]+)|([{_BARE}{_QUOTED}])(\d+)[{_BARE}{_QUOTED}]", text[len(name) :]
+        )
+        pieces = [(self._held[int(number)], mark) if mark else (plain, "") for plain, mark, number in found]
+        pieces = [
+            (f"${{{one[1:]}}}" if mark and _continues(one, *after) else one, mark)
+            for (one, mark), after in pairwise([*pieces, ("", "")])
+        ]
+        marks = {mark for _, mark in pieces}
+        if marks == {_QUOTED, ""} and not any(set(one) & set('"$`\\!') for one, mark in pieces if not mark):
+            return Source(name + '"' + "".join(one for one, _ in pieces) + '"')
+        shown: dict[str, Callable[[str], str]] = {"": shlex.quote, _QUOTED: '"{}"'.format, _BARE: str}
+        return Source(name + "".join(shown[mark](one) for one, mark in pieces) or "''")
 
     def _joined(self, word: Word, written: bool) -> str:
         """A word without splitting, as in an assignment."""
@@ -158,11 +202,14 @@ class _Script:
         for part in word:
             values = self._value(part, written)
             if part.quoted and part.kind != "array":
-                building = (building or "") + " ".join(values)
+                building = (building or "") + " ".join(values).replace(_BARE, _QUOTED)
                 continue
             if part.kind == "text":
-                building = (building or "") + part.text
+                expands = written and set(part.text) & _EXPANDED
+                building = (building or "") + (self._hold(part.text) if expands else part.text)
                 continue
+            if not part.quoted:
+                values = [value.replace(_QUOTED, _BARE) for value in values]
             pieces = values if part.quoted else [piece for value in values for piece in value.split()]
             if not pieces:
                 continue
@@ -204,6 +251,16 @@ class _Script:
             )
         except (SyntaxError, ValueError, ZeroDivisionError):
             return None
+
+
+def _continues(held: str, text: str, mark: str) -> bool:
+    """Whether a shell would read a text as part of the name of the variable before it."""
+    named = re.fullmatch(r"\$[A-Za-z_]\w*", held) is not None
+    return named and not mark and re.match(r"[\w\[]", text) is not None
+
+
+def _named(words: Sequence[str], place: int) -> str:
+    return " ".join(words[place - 1 : place + 1]) if words[place - 1] == "-m" else words[place]
 
 
 def _evaluate(node: ast.expr) -> int:

@@ -66,7 +66,7 @@ def commands(text: str) -> Iterator[Command]:
 
 class _Reader:
     def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
+        self.text, self.at = text.removesuffix("\\"), 0  # nothing continues behind the last line
         self._awaited: list[str] = []
 
     def _line(self, at: int) -> int:

@@ -15,7 +15,7 @@ from mindspeed_dsa import features, versions
 from mindspeed_dsa.features.attention.adapters.backport.arguments import FLAGS as DSA_FLAGS
 from mindspeed_dsa.migrate import megatron_flags, rules
 from mindspeed_dsa.migrate.core_flags import CORE
-from mindspeed_dsa.migrate.job import Given, Job, Kind, Outcome
+from mindspeed_dsa.migrate.job import Given, Job, Kind, Outcome, Source
 from mindspeed_dsa.migrate.llm_flags import LLM
 from mindspeed_dsa.migrate.rows import Row, by_flag
 from mindspeed_dsa.settings import GENERAL_FLAGS
@@ -127,13 +127,16 @@ def words(flags: Sequence[Given], written: bool = False) -> list[str]:
     made: list[str] = []
     for given in flags:
         values = given.written if written else given.values
-        joined = (len(values) == 1 and values[0].startswith("-")) or values == ("",)
-        made += [f"{given.flag}={values[0]}"] if joined else [given.flag, *values]
+        alone = given.values[0] if len(given.values) == len(values) == 1 else "a value"
+        joined = alone.startswith("-") or not alone
+        made += [type(values[0])(f"{given.flag}={values[0]}")] if joined else [given.flag, *values]
     return made
 
 
 def quoted(word: str) -> str:
     """A word as a shell reads it back; variables in it stay variables."""
+    if isinstance(word, Source):
+        return word
     return f'"{word}"' if "$" in word and not set(word) & set('"`\\') else shlex.quote(word)
 
 

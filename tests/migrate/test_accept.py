@@ -31,6 +31,8 @@ def test_only_those_who_ask():
     assert accepted("--qk-rope-head-dim 8 --use-fused-rmsnorm") is None
     assert accepted("--qk-rope-head-dim 8", {ENV: "1"}) == ["--qk-pos-emb-head-dim", "8"]
     assert accepted(f"{FLAG} --qk-rope-head-dim 8", {ENV: "0"}) is None
+    assert accepted("", {ENV: "1"}) == []
+    assert accepted("-- --qk-rope-head-dim 8", {ENV: "1"}) == ["--", "--qk-rope-head-dim", "8"]
     with pytest.raises(SettingsError, match=f"{ENV}=perhaps"):
         accepted("", {ENV: "perhaps"})
 

@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from mindspeed_dsa.migrate import lists, scripts, shell
+from mindspeed_dsa.migrate.job import split
 from mindspeed_dsa.migrate.shell_words import ShellError
 from mindspeed_dsa.patches.errors import SettingsError
 
@@ -41,13 +42,61 @@ def test_the_new_script_runs_what_the_old_one_would(script, tmp_path):
         "--moe-layer-freq|([0]*1+[1]*2)|--num-layers|3|--fix-router|--mine|x|"
     ), done.stderr
     text = new.read_text()
-    assert '--tensor-model-parallel-size "${TP}"' in text
+    assert "--tensor-model-parallel-size ${TP} " in text
     assert "# NOT SERVED, and results change without it: --fix-router:" in text
     assert "# Unknown, left as it is: --mine" in text
     # Read again, there is nothing left to translate.
     again = scripts.migrate(new).translation
     assert not again.of("megatron")
     assert not again.of("not needed")
+
+
+QUOTED = r"""
+DATA="0.5 /a 0.5 /b"
+NAME='a "b"'
+ARGS="--data-path $DATA --use-fused-rmsnorm --moe-layer-freq ([0]*2) --run ${NAME}_x"
+MORE=(--name "my $NAME" --save ~/ckpt --literal '$HOME' --list "$DATA")
+torchrun $LAUNCH train.py $ARGS "${MORE[@]}" --out "$(echo "a  b")" --back `echo c` --some *.nothing \
+    --neg=-1 --qk-rope-head-dim 8 ${SET:+--set} --none="" --esc a\$b "--s=x y" --mla-mm-split "$@" > out
+"""
+
+
+def test_words_are_split_quoted_and_expanded_as_in_the_old_script(tmp_path):
+    old = tmp_path / "old.sh"
+    old.write_text(QUOTED)
+    new = scripts.write(scripts.migrate(old), overwrite=False)
+    (tmp_path / "torchrun").write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    ran = {}
+    for script in (old, new):
+        subprocess.run(
+            ["bash", str(script), "--more", "p q"],
+            cwd=tmp_path,
+            env={"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": "/h", "LAUNCH": "--nnodes 2", "SET": "1"},
+            timeout=20,
+        )
+        ran[script] = (tmp_path / "out").read_text().split("\0")[:-1]
+    head, found = ran[old][:3], {str(given) for given in split(ran[old][3:])[1]}
+    assert head == ran[new][:3] == ["--nnodes", "2", "train.py"]
+    gone = {"--use-fused-rmsnorm", "--mla-mm-split", "--qk-rope-head-dim 8"}
+    made = {str(given) for given in split(ran[new][3:])[1]}
+    assert gone < found
+    assert made == found - gone | {"--qk-pos-emb-head-dim 8"}
+    assert {"--data-path 0.5 /a 0.5 /b", "--out a  b", "--save /h/ckpt", "--more p q"} < made
+
+
+def test_what_may_hold_flags_is_not_lost_in_silence(tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text("if true; then TP=2; fi\npython train.py --mla-mm-split $EXTRA --tp $TP ${MORE[@]}\n")
+    migrated = scripts.migrate(script)
+    assert migrated.text.splitlines()[-2:] == ["    --tp $TP \\", "    ${MORE[@]}"]
+    for text in (
+        "$EXTRA is not set in the script, and is left out with --mla-mm-split: flags in it must be added",
+        "${MORE[@]} stays at the end; flags that come by it are not looked at",
+        "variables that are set under a condition or in a loop are taken as last set: TP",
+    ):
+        assert text in migrated.notes
+        assert f"# Note: {text}\n" in migrated.text
 
 
 def test_an_existing_script_stays_unless_told_otherwise(script):
@@ -111,6 +160,11 @@ def test_yaml(tmp_path):
     assert lists.of_yaml(migrated.text)[:3] == ["--qk-pos-emb-head-dim", "64", "--swiglu"]
 
 
+def test_nested_lists_of_yaml_are_words():
+    text = "data-path: [[0.5, a], [0.5, b]]\nparts:\n- lr: -1.0e-3\n- {name: -x}\n"
+    assert lists.of_yaml(text) == ["--data-path", "0.5", "a", "0.5", "b", "--lr=-0.001", "--name=-x"]
+
+
 def test_python_lists(tmp_path):
     path = tmp_path / "args.py"
     path.write_text(
@@ -136,6 +190,7 @@ def test_python_lists(tmp_path):
         (lists.of_python, "a = [1, 2]", "no list of arguments in it is built of literals"),
         (lists.of_yaml, "a: [", "while parsing a flow node"),
         (lists.of_yaml, "- 1", "there are no flags in it"),
+        (lists.of_yaml, "a: [--x, [1, 2]]", "a list in it holds words of a command line, and other lists"),
         (lists.of_yaml, "args: --a 'b", "no closing quotation"),
         (shell.read, "ls", "no command in it starts a Python script with flags"),
     ],

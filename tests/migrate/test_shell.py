@@ -64,7 +64,7 @@ def test_variables_arrays_continuations_comments_and_heredocs():
         "--out|$(date +%F)/x".split("|")
     )
     assert found.written[:2] == ("--tensor-model-parallel-size", "${TP}")
-    assert found.written[6:8] == ("--data-path", "$DATA")
+    assert found.written[6:8] == ("--data-path", '"$DATA"')
     assert SCRIPT[found.start : found.end].startswith("torchrun $LAUNCH")
     assert SCRIPT[found.end :] == " 2>&1 | tee log.txt\necho done\n"
     assert not found.notes
@@ -74,6 +74,7 @@ def test_variables_arrays_continuations_comments_and_heredocs():
     ("text", "script", "words"),
     [
         ("python train.py --a 1", "train.py", ("--a", "1")),
+        ("python train.py --a \\", "train.py", ("--a",)),
         ("python -m pack.train --a 1", "-m pack.train", ("--a", "1")),
         ("python -m torch.distributed.launch --nproc 2 train.py --a", "train.py", ("--a",)),
         ("A=1 B=2 nohup msrun --worker_num=8 train.py --a=1 &", "train.py", ("--a=1",)),

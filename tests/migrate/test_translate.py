@@ -68,8 +68,8 @@ SCALES = "--rope-scaling-mscale 1.0 --rope-scaling-mscale-all-dim 1.0"
         ),
         ("--moe-token-dispatcher-type alltoall_seq", "--moe-token-dispatcher-type alltoall"),
         # Layers.
-        ("--num-layers 4 --first-k-dense-replace 1", "--num-layers 4 --moe-layer-freq ([0]*1+[1]*3)"),
         ("--num-layers 4 --first-k-dense-replace -1", "--num-layers 4 --moe-layer-freq ([1]*4)"),
+        ("--num-layers 4 --first-k-dense-replace 1", "--num-layers 4 --moe-layer-freq ([0]*1+[1]*3)"),
         (
             "--num-layers 5 --first-k-dense-replace 1 --moe-layer-freq 2 --noop-layers 4",
             "--num-layers 4 --moe-layer-freq ([0]*2+[1]*1+[0]*1)",
@@ -131,6 +131,10 @@ SCALES = "--rope-scaling-mscale 1.0 --rope-scaling-mscale-all-dim 1.0"
         (
             "--context-parallel-size 2 --context-parallel-algo hybrid_cp_algo",
             "--context-parallel-size 2 --context-parallel-algo hybrid_cp_algo",
+        ),
+        (
+            "--context-parallel-algo ulysses_cp_algo --context-parallel-size $CP",
+            "--context-parallel-algo ulysses_cp_algo --context-parallel-size $CP",
         ),
         ("--use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb", ""),
         (
@@ -249,6 +253,15 @@ def test_a_padded_vocabulary_on_a_release_without_that_flag():
         ("--num-layers 4 --num-layer-list $LIST2", "--num-layer-list"),
         ("--num-layers 4 --pipeline-num-transformer-layers [[1],[2,1]]", "--pipeline-num-transformer-layers"),
         ("--n-shared-experts 1", "--n-shared-experts"),
+        # A value that only a shell knows is no value that is known.
+        ("--n-shared-experts $N --moe-ffn-hidden-size 8", "--n-shared-experts"),
+        ("--n-shared-experts 1 --moe-ffn-hidden-size $N --ffn-hidden-size 8", "--n-shared-experts"),
+        ("--num-layers 4 --first-k-dense-replace $N", "--first-k-dense-replace"),
+        ("--num-layers 4 --first-k-dense-replace 1 --moe-layer-freq $N", "--first-k-dense-replace"),
+        ("--num-layers 4 --noop-layers $N", "--noop-layers"),
+        ("--num-layers 4 --noop-layers 3 --pipeline-model-parallel-size $PP", "--noop-layers"),
+        ("--seq-length 4096 --pre-tockens $N", "--pre-tockens"),
+        ("--topk-softmax-in-fp32 --moe-router-pre-softmax --bf16", "--topk-softmax-in-fp32"),
     ],
 )
 def test_what_changes_results_is_refused_and_stays_in_the_command(text, flag):
