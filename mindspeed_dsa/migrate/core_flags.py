@@ -91,9 +91,10 @@ PARALLEL = [
         "layerzero layerzero-config enable-zero3",
         "Sharded weights are Megatron's --use-megatron-fsdp or --use-torch-fsdp2.",
     ),
-    *different(
+    *same(
         "fsdp2-config-path",
-        "Megatron's --use-torch-fsdp2 reads no such file, whose precisions change results.",
+        "Keys that are not served, or are at odds with the job, are refused by name.",
+        switch="--use-torch-fsdp2",
     ),
     *slower("reset-bucket-group-order async-log-allreduce", "The order of communication only."),
     *not_needed("param-and-grad-buffer-pad", "Alignment of buffers; NPUs take Megatron's as they are."),

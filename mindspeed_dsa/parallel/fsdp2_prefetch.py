@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import torch
+
+
+class _InForward(list[Any]):
+    """Units that follow in forward; none for a layer that backward runs again, where they have been used."""
+
+    def __iter__(self) -> Iterator[Any]:
+        in_backward = torch._C._current_graph_task_id() != -1
+        return iter(()) if in_backward else super().__iter__()
 
 
 def prefetch(units: Sequence[Any], ahead: int, root: Any = None, asynchronous: bool = False) -> None:
@@ -20,6 +30,8 @@ def prefetch(units: Sequence[Any], ahead: int, root: Any = None, asynchronous: b
     units = list(units)
     for at, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + ahead])
+        state = unit._get_fsdp_state()
+        state._states_to_forward_prefetch = _InForward(state._states_to_forward_prefetch)
         unit.set_modules_to_backward_prefetch(units[max(at - ahead, 0) : at][::-1])
     if root is not None:
         root.set_modules_to_forward_prefetch(units[:ahead])

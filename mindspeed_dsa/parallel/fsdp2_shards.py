@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from mindspeed_dsa.parallel.collectives import reduce_scatter_tensor
@@ -160,6 +160,17 @@ def shard(root: nn.Module, units: Collection[nn.Module], plan: Plan) -> None:
             with contextlib.suppress(AttributeError):  # read-only ones
                 setattr(parameter, key, value)
     _keep_sums_in(plan.reduce_dtype, root)
+    if plan.reshard is not True:
+        root.register_forward_hook(_drop_without_backward)
+
+
+def _drop_without_backward(root: nn.Module, *_: Any) -> None:
+    """What backward would do: parameters that are not shards are no optimizer's, and in no checkpoint."""
+    if torch.is_grad_enabled():
+        return
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _keep_sums_in(dtype: torch.dtype, root: Any) -> None:

@@ -33,6 +33,8 @@ def layout_of(
 LAYOUTS = [
     layout_of("DP2, loss per token", 2, PER_TOKEN, quick=True),
     layout_of("TP2+SP x DP2", 4, TP2),
+    layout_of("TP2+SP x EP2 x DP2", 4, f"{TP2} {EP2} --expert-tensor-parallel-size 1"),
+    layout_of("PP2 x DP2, MTP", 4, PP2, MTP),
     layout_of("EP2, MTP", 2, EP2, MTP),
     layout_of("EP2 x EDP2", 4, EP2),
     layout_of("PP2 x EP2", 4, f"{PP2} {EP2}", quick=True),

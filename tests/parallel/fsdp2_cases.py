@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 UNITS = 5
 
@@ -15,35 +16,62 @@ UNITS = 5
 class Stack(nn.Module):
     """Units of six features on one side: no number of rows or columns that four divides."""
 
-    def __init__(self) -> None:
+    def __init__(self, recomputed: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.recomputed = recomputed
         self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(UNITS))
         self.last = nn.Linear(8, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = layer(x).sin()
+            x = (checkpoint(layer, x, use_reentrant=True) if self.recomputed else layer(x)).sin()
         return self.last(x)
 
 
-def train(ahead: int) -> dict[str, Any]:
-    """A step of a stack, sharded and not: events, gradients, and how much was whole at a time."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
-
+def _shard(model: Stack, ahead: int, reshard: bool = True) -> dict[nn.Parameter, int]:
     from mindspeed_dsa.parallel import fsdp2_prefetch, fsdp2_shards
 
-    whole, model = Stack(), Stack()
     mesh = fsdp2_shards.mesh_of(dist.group.WORLD, "cpu", dist.get_world_size())
     placements = {
         p: dim
         for p in model.parameters()
         if (dim := fsdp2_shards.dimension(p.shape, mesh.size())) is not None
     }
-    plan = fsdp2_shards.Plan(mesh, placements, True, torch.float32, mesh.size(), exchange=True)
-    units = list(model.layers)
-    fsdp2_shards.shard(model, units, plan)
-    fsdp2_prefetch.prefetch(units, ahead, model, asynchronous=True)
+    plan = fsdp2_shards.Plan(mesh, placements, reshard, torch.float32, mesh.size(), exchange=True)
+    fsdp2_shards.shard(model, list(model.layers), plan)
+    fsdp2_prefetch.prefetch(list(model.layers), ahead, model, asynchronous=True)
+    return placements
+
+
+def recompute() -> int:
+    """Gathers of a step whose layers each run again in backward."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    model = Stack(recomputed=True)
+    _shard(model, ahead=1)
+    with mock.patch.object(groups, "foreach_all_gather", wraps=groups.foreach_all_gather) as gather:
+        model(torch.randn(3, 8, requires_grad=True)).sum().backward()
+    return gather.call_count
+
+
+def evaluate() -> list[bool]:
+    """Whether parameters are shards after a forward pass alone, where weights are kept for backward."""
+    model = Stack()
+    placements = _shard(model, ahead=1, reshard=False)
+    with torch.no_grad():
+        model(torch.randn(3, 8))
+    assert len(placements) == len(list(model.parameters()))
+    return [hasattr(parameter, "placements") for parameter in model.parameters()]
+
+
+def train(ahead: int) -> dict[str, Any]:
+    """A step of a stack, sharded and not: events, gradients, and how much was whole at a time."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    whole, model = Stack(), Stack()
+    placements = _shard(model, ahead)
+    units, mesh = list(model.layers), dist.group.WORLD
     names = {
         id(unit._get_fsdp_state()._fsdp_param_groups[0]): name
         for name, unit in [*enumerate(units), ("root", model)]

@@ -24,3 +24,12 @@ def test_gathers_are_issued_ahead_in_both_directions(pool):
             last = UNITS - 1 - step
             assert backward.index(f"gather {last - 2}") < backward.index(f"use {last - 1}")
         assert backward.count("reduce") == UNITS + 1
+
+
+def test_weights_are_gathered_once_for_backward_also_where_layers_run_again(pool):
+    assert pool.run("tests.parallel.fsdp2_cases:recompute", 2) == [(UNITS + 1) * 2] * 2
+
+
+def test_parameters_are_shards_after_evaluation(pool):
+    for shards in pool.run("tests.parallel.fsdp2_cases:evaluate", 2):
+        assert all(shards)

@@ -27,8 +27,8 @@ _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "sharding_size": (lambda value: value is None or (_is_size(value) and value > 0), "a number of ranks"),
     "sub_modules_to_wrap": (_is_names, "a list of package.module.Class"),
     "reshard_after_forward": (
-        lambda value: isinstance(value, bool) or _is_size(value),
-        "true, false or a number",
+        lambda value: isinstance(value, bool) or (_is_size(value) and value > 1),
+        "true, false or a number of ranks",
     ),
     "param_dtype": (_is_dtype, "bf16 or fp32"),
     "reduce_dtype": (_is_dtype, "bf16 or fp32"),
@@ -51,16 +51,20 @@ def read(path: str) -> dict[str, Any]:
     content = _load(path)
     if problems := list(_problems(content)):
         raise SettingsError(f"--fsdp2-config-path {path}: " + "; ".join(problems))
-    dtype = content.get("reduce_dtype")
     given = {
         "sharding_size": content.get("sharding_size"),
         "prefetch": content.get("num_to_forward_prefetch"),
-        "reduce_dtype": dtype and _DTYPES[str(dtype).removeprefix("torch.")],
+        "reduce_dtype": _dtype(content.get("reduce_dtype")),
+        "param_dtype": _dtype(content.get("param_dtype")),
         "reshard": content.get("reshard_after_forward"),
         "wrapped": tuple(content.get("sub_modules_to_wrap") or ()),
         "ignored": tuple(content.get("ignored_modules") or ()),
     }
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _dtype(value: Any) -> str | None:
+    return None if value is None else _DTYPES[str(value).removeprefix("torch.")]
 
 
 def _load(path: str) -> dict[Any, Any]:

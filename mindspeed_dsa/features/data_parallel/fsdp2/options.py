@@ -15,6 +15,7 @@ class Options:
     Attributes:
         prefetch: units whose weights are gathered ahead of the one that computes.
         reduce_dtype: of sums of gradients, ``fp32`` or ``bf16``.
+        param_dtype: that the file says weights have, ``fp32`` or ``bf16``; None: nothing.
         sharding_size: data parallel ranks that share one copy of the weights; None: all.
         reshard: drop gathered weights after forward, or keep them on so many ranks; None: as Megatron says.
         wrapped: classes of further units, ``"package.module.Class"``.
@@ -23,6 +24,7 @@ class Options:
 
     prefetch: int = 1
     reduce_dtype: str = "fp32"
+    param_dtype: str | None = None
     sharding_size: int | None = None
     reshard: bool | int | None = None
     wrapped: tuple[str, ...] = ()

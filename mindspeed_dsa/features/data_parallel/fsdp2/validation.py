@@ -10,6 +10,7 @@ from mindspeed_dsa.integration.configuration import argument
 
 FLAG = "--use-torch-fsdp2"
 _OWN = ("fsdp2_prefetch", "fsdp2_reduce_dtype", "fsdp2_config_path", "fsdp2_sharding_size")
+_GRAPHS = "graphs read weights where they lay when recorded, and gathers move them; omit it"
 _REFUSED = {
     "use_megatron_fsdp": "both shard the weights; choose one",
     "use_distributed_optimizer": "its state is sharded with the weights; omit --use-distributed-optimizer",
@@ -27,6 +28,8 @@ _REFUSED = {
     "overlap_moe_expert_parallel_comm": "it runs parts of layers, and weights come by whole layers; omit it",
     "delay_wgrad_compute": "weight gradients come after their layer's reduction; omit --delay-wgrad-compute",
     "is_hybrid_model": "checkpoints of Mamba layers cut weights in ways of their own; omit one of them",
+    "enable_cuda_graph": _GRAPHS,
+    "external_cuda_graph": _GRAPHS,
     "hybrid_layer_pattern": "checkpoints of Mamba layers cut weights in ways of their own; omit one of them",
 }
 
@@ -52,21 +55,40 @@ def check_fsdp2(args: Any, options: Options) -> Iterator[str]:
         yield f"{FLAG}: units share no weights; add --untie-embeddings-and-output-weights"
     if argument(args, "ckpt_format") not in (None, "torch_dist", "torch_dcp"):
         yield f"{FLAG}: shards are saved with --ckpt-format torch_dist or torch_dcp alone; use torch_dist"
+    yield from _check_parallel_checkpoints(args)
+    if (argument(args, "cuda_graph_impl") or "none") != "none":
+        yield f"{FLAG} does not combine with cuda_graph_impl: {_GRAPHS}"
     if (argument(args, "experimental_attention_variant") or "dsa") not in ("dsa", "none"):
         yield f"{FLAG}: checkpoints of linear attention cut weights in ways of their own; omit {FLAG}"
-    if "muon" in str(argument(args, "optimizer")) or "soap" in str(argument(args, "optimizer")):
-        yield f"{FLAG}: --optimizer {argument(args, 'optimizer')} works on whole matrices; use adam or sgd"
+    if argument(args, "optimizer") not in (None, "adam", "sgd"):
+        yield f"{FLAG}: --optimizer {argument(args, 'optimizer')} is not tried on shards; use adam or sgd"
     tensor = argument(args, "tensor_model_parallel_size") or 1
     if (argument(args, "tensor_parallel_num_weight_shards") or tensor) > tensor:
         yield f"{FLAG} and --tensor-parallel-num-weight-shards both shard weights; choose one"
     if (argument(args, "num_distributed_optimizer_instances") or 1) > 1:
         yield f"{FLAG}: use --fsdp2-sharding-size in place of --num-distributed-optimizer-instances"
+    weights = None if argument(args, "bf16") is None else "bf16" if argument(args, "bf16") else "fp32"
+    if None not in (options.param_dtype, weights) and options.param_dtype != weights:
+        yield (
+            f"--fsdp2-config-path: param_dtype is {options.param_dtype} and the job's weights are {weights}; "
+            "add or drop --bf16, or omit the key"
+        )
     if options.prefetch < 0:
         yield f"--fsdp2-prefetch is {options.prefetch}; it must be 0 or more"
     ranks = argument(args, "data_parallel_size")
     if ranks and options.sharding_size is not None:
         yield from check_sharding_size(
             options.sharding_size, ranks * (argument(args, "context_parallel_size") or 1)
+        )
+
+
+def _check_parallel_checkpoints(args: Any) -> Iterator[str]:
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    alone = all((argument(args, name) or 1) == 1 for name in sizes)
+    if argument(args, "ckpt_format") == "torch_dcp" and not alone:
+        yield (
+            f"{FLAG}: --ckpt-format torch_dcp takes weights of tensor, pipeline and expert parallel "
+            "ranks for copies of one; use torch_dist"
         )
 
 

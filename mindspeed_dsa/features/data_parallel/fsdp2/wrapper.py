@@ -55,8 +55,9 @@ def build(original: _Function, context: Context[Options]) -> _Function:
             parameter.data = parameter.data.to(device)
         placements = _placements(module, config, self.device_mesh.size(-1), megatron, options)
         whole = {name: each for name, each in module.named_parameters() if each not in placements}
+        trains_shards = any(parameter.requires_grad for parameter in placements)
         _shard(self, placements, sub_modules_to_wrap or _usual_units(megatron), context)
-        setattr(self, _WHOLE, _Whole(_ddp_of(whole, self, bool(placements), megatron, options)))
+        setattr(self, _WHOLE, _Whole(_ddp_of(whole, self, trains_shards, megatron, options)))
 
     return __init__
 
@@ -121,6 +122,12 @@ def _shard(
     reshard = options.reshard
     if reshard is None:
         reshard = getattr(self.ddp_config, "reshard_after_forward", True)
+    pieces = self.device_mesh.size(-1)
+    if not isinstance(reshard, bool) and pieces % reshard:
+        raise SettingsError(
+            f"fsdp2: --fsdp2-config-path: reshard_after_forward {reshard} must divide the {pieces} ranks "
+            "that share the weights"
+        )
     plan = fsdp2_shards.Plan(
         mesh=self.device_mesh,
         placements=placements,
@@ -176,14 +183,16 @@ def _class(name: str) -> type:
         raise SettingsError(
             f"fsdp2: --fsdp2-config-path names {name}, which cannot be imported: {error}"
         ) from error
+    if not isinstance(found, type):
+        raise SettingsError(f"fsdp2: --fsdp2-config-path names {name}, which is not a class")
     return found
 
 
 def _ddp_of(
-    whole: dict[str, nn.Parameter], self: Any, some_sharded: bool, megatron: Megatron, options: Options
+    whole: dict[str, nn.Parameter], self: Any, trains_shards: bool, megatron: Megatron, options: Options
 ) -> Any:
     """Megatron's DDP around parameters that are not sharded; None where there are none."""
-    if some_sharded and self.device_mesh.get_local_rank(self.device_mesh.ndim - 1):
+    if trains_shards and self.device_mesh.get_local_rank(self.device_mesh.ndim - 1):
         for parameter in whole.values():
             # Norms are summed over ranks, each of which has these: one of them counts. Experts are an
             # optimizer's of their own, unless all ranks have the same.

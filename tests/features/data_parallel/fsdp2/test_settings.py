@@ -28,6 +28,9 @@ def problems(**arguments):
         ({"overlap_moe_expert_parallel_comm": True}, "weights come by whole layers"),
         ({"delay_wgrad_compute": True}, "omit --delay-wgrad-compute"),
         ({"optimizer": "muon"}, "use adam or sgd"),
+        ({"optimizer": "lion"}, "use adam or sgd"),
+        ({"cuda_graph_impl": "local"}, "graphs read weights where they lay"),
+        ({"ckpt_format": "torch_dcp", "expert_model_parallel_size": 2}, "use torch_dist"),
         ({"experimental_attention_variant": "gated_delta_net"}, "omit --use-torch-fsdp2"),
         ({"tensor_model_parallel_size": 1, "tensor_parallel_num_weight_shards": 2}, "choose one"),
         ({"fsdp2_prefetch": -1}, "it must be 0 or more"),
@@ -82,6 +85,7 @@ def test_mindspeeds_file(tmp_path):
     assert found == Options(
         prefetch=3,
         reduce_dtype="bf16",
+        param_dtype="bf16",
         sharding_size=4,
         reshard=False,
         wrapped=("torch.nn.Linear",),
@@ -93,6 +97,7 @@ def test_mindspeeds_file(tmp_path):
     ("text", "says"),
     [
         ("sharding: 4", "sharding is not one of its keys"),
+        ("reshard_after_forward: 0", "it must be true, false or a number of ranks"),
         ("sharding_size: many", "sharding_size is 'many', it must be a number of ranks"),
         ("offload_to_cpu: true", "offload_to_cpu is not served"),
         ("recompute_modules: [torch.nn.Linear]", "use Megatron's --recompute-granularity"),
@@ -104,6 +109,14 @@ def test_mindspeeds_file(tmp_path):
 def test_what_the_file_cannot_say(tmp_path, text, says):
     with pytest.raises(SettingsError, match=f"--fsdp2-config-path .*{says}"):
         options(tmp_path / "fsdp2.yaml", text)
+
+
+def test_weights_are_of_the_files_type(tmp_path):
+    path = tmp_path / "fsdp2.yaml"
+    path.write_text("param_dtype: bf16")
+    assert not problems(fsdp2_config_path=str(path), bf16=True)
+    (problem,) = problems(fsdp2_config_path=str(path), bf16=False)
+    assert "param_dtype is bf16 and the job's weights are fp32" in problem
 
 
 def test_megatrons_checks_are_not_told_of_it_beside_experts():
