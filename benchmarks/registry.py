@@ -130,5 +130,12 @@ CASES: dict[str, Case] = {
             has_quick=True,
             options={"timed": "only the time of a step, with these features (names with commas between)"},
         ),
+        Case(
+            "small-operators",
+            "operators and host time of a layer: fused and compiled, beside stock Megatron",
+            "benchmarks.small_operators",
+            on_device=False,
+            has_quick=True,
+        ),
     )
 }

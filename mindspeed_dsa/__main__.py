@@ -13,6 +13,7 @@ COMMANDS = {
     "explain": "one flag or feature: what it does, needs, excludes and patches",
     "diff": "static check of every patch target against a wheel, a version or a checkout",
     "compare": "the same job with and without named features, side by side",
+    "host-profile": "what the host does in one step of a job, by class of module",
     "experts": "the load of MoE experts that a run recorded, as a table and as a picture",
     "plan": "memory, communication and work of a layout, from its flags alone",
     "migrate": "launch scripts of MindSpeed and MindSpeed-LLM, flag by flag, and written anew",
@@ -30,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"mindspeed_dsa: there is no command {argv[0]!r}\n\n{_usage()}", file=sys.stderr)
         return 2
     try:
-        status: int = import_module(f"mindspeed_dsa.cli.{argv[0]}").run(argv[1:])
+        status: int = import_module(f"mindspeed_dsa.cli.{argv[0].replace('-', '_')}").run(argv[1:])
     except MindSpeedDSAError as error:
         print(error, file=sys.stderr)
         return 2

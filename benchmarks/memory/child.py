@@ -24,14 +24,32 @@ ANSWER = "answer:"
 class Child:
     """The parent's side; a context manager that terminates the process."""
 
-    def __init__(self, name: str, sizes: Sizes, switches: Mapping[str, Any], device: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        sizes: Any,
+        switches: Mapping[str, Any],
+        device: str,
+        module: str = __spec__.name,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start it.
+
+        Args:
+            name: for messages.
+            sizes: a dataclass.
+            switches: arguments of ``mindspeed_dsa.enable``.
+            device: where.
+            module: whose ``main`` serves commands.
+            environment: variables that only this job has.
+        """
         root = Path(__file__).parents[2]
         paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.name = name
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __spec__.name, json.dumps(asdict(sizes)), json.dumps(switches), device],
+            [sys.executable, "-m", module, json.dumps(asdict(sizes)), json.dumps(switches), device],
             cwd=root,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -61,7 +79,8 @@ class Child:
         raise RuntimeError(f"{self.name}: the job exited at {command!r}; its messages are above")
 
 
-def _timed(step: Callable[[], dict[str, float]]) -> dict[str, float]:
+def timed(step: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """What a step returns, and the seconds that it took, of the wall's clock and of the process."""
     started, cpu_started = time.perf_counter(), time.process_time()
     found = step()
     return {
@@ -72,8 +91,8 @@ def _timed(step: Callable[[], dict[str, float]]) -> dict[str, float]:
 
 
 COMMANDS = {
-    "step": lambda job: _timed(job.step),
-    "long step": lambda job: _timed(job.long_step),
+    "step": lambda job: timed(job.step),
+    "long step": lambda job: timed(job.long_step),
     "parameters": lambda job: {"parameters": job.parameters},
     "rest": lambda job: {"bytes": job.state_bytes()},
     "update peak": lambda job: {"bytes": job.update_peak()},
@@ -82,11 +101,15 @@ COMMANDS = {
 }
 
 
-def main(sizes: str, switches: str, device: str) -> None:
-    """Serve commands until stdin ends."""
-    job = Job(Sizes(**json.loads(sizes)), {**json.loads(switches), "mindspeed_platform": device})
+def serve(job: Any, commands: Mapping[str, Callable[[Any], dict[str, Any]]]) -> None:
+    """Answer commands until stdin ends."""
     for line in sys.stdin:
-        print(ANSWER + json.dumps(COMMANDS[line.strip()](job)), flush=True)
+        print(ANSWER + json.dumps(commands[line.strip()](job)), flush=True)
+
+
+def main(sizes: str, switches: str, device: str) -> None:
+    """The job of this case."""
+    serve(Job(Sizes(**json.loads(sizes)), {**json.loads(switches), "mindspeed_platform": device}), COMMANDS)
 
 
 if __name__ == "__main__":

@@ -198,9 +198,9 @@ def execute(
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             problem = f"was stopped after {timeout_s:.0f} s (--timeout)"
-            _stop(process)
+            stop(process)
         except BaseException:  # Ctrl-C does not reach a separate session
-            _stop(process)
+            stop(process)
             raise
     wall = time.monotonic() - begin
     if not problem and process.returncode != 0:
@@ -228,7 +228,7 @@ def _is_installed() -> bool:
     return str(_PACKAGE_PARENT) in [*site.getsitepackages(), site.getusersitepackages()]
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes]) -> None:
     """Stop a job and all its processes; torchrun stops its workers on SIGTERM."""
     for number, patience in ((signal.SIGTERM, _PATIENCE_S), (signal.SIGKILL, None)):
         try:

@@ -28,6 +28,7 @@ KINDS = (
     "moe",
     "pipeline",
     "operators",
+    "compilation",
     "diagnostics",
 )
 """Folders of features. Wrappers of one target nest in this order, and within a kind by folder name; where

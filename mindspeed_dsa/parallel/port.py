@@ -99,6 +99,11 @@ def port_of(weight: Tensor) -> Port | None:
     return port
 
 
+def is_open(weight: Tensor) -> bool:
+    """Whether :func:`port_of` would find a port; asking takes nothing."""
+    return id(weight) in _open.get()
+
+
 def linear(rows: Tensor, port: Port, bias: Tensor | None, fusion: bool, megatron: Megatron) -> Tensor:
     """``rows @ weight.T + bias``, whose weight's gradient goes through the port.
 

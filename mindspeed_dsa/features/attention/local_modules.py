@@ -49,6 +49,8 @@ class DuplicatedLinear(torch.nn.Module):
     """
 
     megatron: ClassVar[Megatron] = Megatron()
+    is_one_product: ClassVar[bool] = True
+    """What a compiler may count on in this very class."""
 
     def __init__(
         self,
@@ -129,6 +131,8 @@ def layer_norm_column_parallel_linear(megatron: Megatron) -> type:
         ``layer_norm_weight`` (and ``layer_norm_bias``) are replicated on every tensor parallel rank;
         ``weight`` is split along its output dimension. Takes the arguments of ``ColumnParallelLinear``.
         """
+
+        is_norm_and_product: ClassVar[bool] = True
 
         def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
             super().__init__(input_size, output_size, config=config, **kwargs)

@@ -19,6 +19,7 @@ from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.attention.context_parallel.exchange import KeyExchange, key_exchange
 from mindspeed_dsa.features.attention.dsa.options import Options
 from mindspeed_dsa.features.attention.mla_projections import Projections, plain_up_projection
+from mindspeed_dsa.integration.compiled_attention import steps_of
 from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head
 
 
@@ -105,12 +106,16 @@ def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) ->
         ``[s, b, latent]`` (both parts of the sequence under sequence parallelism).
     """
     attention = projections.layer
+    up_key, up_value = up_projections(attention)
+    steps = steps_of(attention) if projections.documents is None else None
+    if steps is not None and (found := steps.prolog(attention, hidden_states, up_key)) is not None:
+        query, key, latent_query, latent = found
+        return query, key, up_value, latent_query, latent
     latent_query = projections.latent_query(hidden_states)
     latent, rotary_key = projections.latent_key(hidden_states)
     # dsa-rotary-key-tp-grads sums the gradient in either form.
     rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states, is_summed=True)
     rotate = projections.rotation(rotary_key.size(0))
-    up_key, up_value = up_projections(attention)
     query, key = projections.recomputed_if_asked(
         lambda *parts: projections.absorbed_query_and_key(rotate, *parts),
         latent_query,

@@ -26,6 +26,7 @@ from mindspeed_dsa.features.attention.dsa.problem import Groups, LossOptions, Op
 from mindspeed_dsa.features.attention.dsa.sparse_attention import OURS, Result, needs_index, sparse_attention
 from mindspeed_dsa.features.attention.indexer_loss import coefficient, indexer_loss
 from mindspeed_dsa.features.attention.pack_rows import PackRows
+from mindspeed_dsa.integration.compiled_attention import steps_of
 
 
 def fuse_core_attention(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
@@ -160,7 +161,9 @@ def attend(
         return _attend_to_shared_keys(
             attention, query, key, value, x, qr, options, megatron, groups, exchange, documents
         )
-    operands = Operands(query, key, value, attention.softmax_scale)
+    steps = steps_of(attention)
+    epilog = None if steps is None else steps.epilog
+    operands = Operands(query, key, value, attention.softmax_scale, epilog=epilog)
     rows = Rows() if documents is None else Rows.of_pack(documents, query.device)
     all_rows = key.shape[0] * key.shape[1] if rows.count is None else rows.count
     if options.warmup:

@@ -22,6 +22,7 @@ class Operands:
     up-projection ``[heads, value_dim, latent]``, which is applied to the attention output. Under
     context parallelism the query has this rank's rows, the key those of the whole sequence in its own order.
     ``key_receiver``, if there is one, takes the gradient of an absorbed key in fp32, to be summed over ranks.
+    ``epilog``, if there is one, is the compiled form of the value's up-projection.
     """
 
     query: Tensor
@@ -29,6 +30,7 @@ class Operands:
     value: Tensor
     softmax_scale: float
     key_receiver: Tensor | None = None
+    epilog: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def first(self, rows: int) -> Operands:
         """Without the rows from this one on."""
@@ -52,6 +54,8 @@ class Operands:
 
     def up_projected(self, latent_out: Tensor) -> Tensor:
         """``[b, s, heads, latent]`` to ``[s, b, heads * value_dim]``."""
+        if self.epilog is not None:
+            return self.epilog(latent_out, self.value)
         return torch.einsum("bshc,hdc->sbhd", latent_out, self.value).flatten(2)
 
     def detached(self) -> tuple[Tensor, Tensor]:

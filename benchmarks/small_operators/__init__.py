@@ -1,0 +1,119 @@
+"""Small operators and the host's time: all switches for them beside stock Megatron, in turns."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from benchmarks.memory.child import Child
+from benchmarks.registry import Metrics
+from benchmarks.small_operators.job import Sizes
+from mindspeed_dsa.features import all_features
+
+_MODULE = "benchmarks.small_operators.job"
+SWITCHES = {"compile_regions": True, "fused_operators": ["all"]}
+MODELS = {
+    "small": Sizes(),
+    "large": Sizes(hidden=2048, length=512, sequences=1, layers=1, heads=16, experts=4),
+    "small, dense attention": Sizes(sparse=False),
+}
+QUICK = {"small": Sizes(hidden=64, length=32, layers=1, experts=2, heads=2)}
+_SETTLED = 2
+"""Steps in which everything is compiled: a router's first pass tells what its second one compiles."""
+
+
+def run(device: str, quick: bool = False) -> Metrics:
+    """All metrics of the case.
+
+    Args:
+        device: where.
+        quick: a model too small to say anything.
+    """
+    known = {flag.dest for feature in all_features() for flag in feature.flags}
+    switches = {name: value for name, value in SWITCHES.items() if name in known}
+    with tempfile.TemporaryDirectory(prefix="small-operators-") as cache:
+        found = {
+            name: _measure(sizes, switches, device, f"{cache}/{number}", 2 if quick else 15)
+            for number, (name, sizes) in enumerate((QUICK if quick else MODELS).items())
+        }
+    metrics = {
+        metric: {name: each[metric] for name, each in found.items()} for metric in next(iter(found.values()))
+    }
+    failed = [text for each in found.values() for text in each["failed"]]
+    return {**metrics, "switches": switches, "failed": failed}
+
+
+def _measure(sizes: Sizes, switches: dict[str, Any], device: str, cache: str, rounds: int) -> dict[str, Any]:
+    """One model's metrics; its compiled code goes to an empty folder, from which a second job takes it."""
+    caching = {"TORCHINDUCTOR_CACHE_DIR": cache}
+
+    def ours() -> Child:
+        return Child("ours", sizes, switches, device, _MODULE, caching)
+
+    with ExitStack() as stack:
+        stock = stack.enter_context(Child("stock", sizes, {}, device, _MODULE))
+        on = stack.enter_context(ours())
+        firsts = [[child.ask("step") for _ in range(_SETTLED + 1)] for child in (stock, on)]
+        _require_same_losses(*firsts)
+        before = on.ask("compiled")
+        pairs = []
+        for number in range(rounds):
+            order = (stock, on) if number % 2 == 0 else (on, stock)
+            steps = {child.name: child.ask("step") for child in order}
+            pairs.append((steps["stock"]["seconds"], steps["ours"]["seconds"]))
+        on.ask("short step")
+        after = on.ask("compiled")
+        for child in (stock, on):
+            child.ask("few")
+        figures = {
+            f"{metric}_per_layer" if metric != "bytes" else "saved_bytes": _pair(stock, on, command, metric)
+            for command, metric in (("dispatches", "dispatches"), ("saved", "bytes"))
+        }
+        hosts = [(stock.ask("host")["microseconds"], on.ask("host")["microseconds"]) for _ in range(rounds)]
+        off_seconds, on_seconds = (statistics.median(each) for each in zip(*pairs, strict=True))
+        gain = off_seconds - on_seconds
+        cold = _start_up(firsts[1], on_seconds) - _start_up(firsts[0], off_seconds)
+        with ours() as again:
+            warm = _start_up([again.ask("step") for _ in range(_SETTLED)], on_seconds)
+            warm -= _start_up(firsts[0], off_seconds)
+    saved = figures.pop("saved_bytes")
+    return {
+        **figures,
+        "host_us_per_layer": _ratio(*(statistics.median(each) for each in zip(*hosts, strict=True))),
+        "saved_bytes_ratio": saved["ratio"],
+        "step_seconds": {"stock": off_seconds, "ours": on_seconds},
+        "step_time_ratio": statistics.median(o / s for s, o in pairs),
+        "compile_seconds": {"cold": cold, "cached": warm},
+        "compile_payback_steps": {
+            name: seconds / gain if gain > 0 else "never: a step is not faster"
+            for name, seconds in (("cold", cold), ("cached", warm))
+        },
+        "regions": after["regions"],
+        "graph_breaks": after["graph_breaks"],
+        "recompilations": sum(after["regions"].values()) - sum(before["regions"].values()),
+        "failed": after["failed"],
+    }
+
+
+def _require_same_losses(stock: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> None:
+    for one, other in zip(stock, ours, strict=True):
+        if abs(one["loss"] - other["loss"]) > 1e-5 * abs(one["loss"]):
+            raise RuntimeError(f"the losses are not the same: {one['loss']} and {other['loss']}")
+
+
+def _start_up(steps: Sequence[dict[str, Any]], usual: float) -> float:
+    """What the first steps took longer than later ones."""
+    return sum(step["seconds"] - usual for step in steps[:_SETTLED])
+
+
+def _pair(stock: Child, ours: Child, command: str, metric: str) -> dict[str, float]:
+    return _ratio(stock.ask(command)[metric], ours.ask(command)[metric])
+
+
+def _ratio(stock: float, ours: float) -> dict[str, float]:
+    print(f"stock {stock}, ours {ours}", file=sys.stderr, flush=True)
+    return {"stock": stock, "ours": ours, "ratio": ours / stock}

@@ -1,0 +1,219 @@
+"""The measured job: a few of DeepSeek's layers in fp32, stock or with what saves host time.
+
+``python -m benchmarks.small_operators.job SIZES SWITCHES DEVICE``; see ``benchmarks/memory/child.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.memory.child import serve, timed
+from mindspeed_dsa import platforms
+from mindspeed_dsa.features.diagnostics.host_profile.account import is_launch
+
+_FEW = 16
+"""Tokens whose arithmetic takes next to no time: what a layer costs then is the host's."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the model and of a microbatch."""
+
+    hidden: int = 256
+    length: int = 256
+    sequences: int = 2
+    layers: int = 4
+    experts: int = 8
+    heads: int = 8
+    vocabulary: int = 512
+    sparse: bool = True
+
+
+class Job:
+    """The model, and what is measured of it."""
+
+    def __init__(self, sizes: Sizes, switches: Mapping[str, Any]) -> None:
+        import mindspeed_dsa
+
+        self.sizes = sizes
+        attention = "dsa" if sizes.sparse else "none"
+        mindspeed_dsa.enable(experimental_attention_variant=attention, **switches)
+        from megatron.core import parallel_state, tensor_parallel
+
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group(platforms.current().backend, store=store, rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        tensor_parallel.model_parallel_cuda_manual_seed(1234)
+        torch.manual_seed(1234)
+        self.model = _model(sizes)
+        self._number = 0
+
+    def step(self, sequences: int | None = None) -> dict[str, float]:
+        """Forward and backward of a microbatch, and its loss."""
+        self.model.zero_grad()
+        shape = (sequences or self.sizes.sequences, self.sizes.length + 1)
+        tokens = torch.randint(
+            self.sizes.vocabulary, shape, generator=torch.Generator().manual_seed(self._number)
+        )
+        self._number += 1
+        loss = self.model(
+            tokens[:, :-1], torch.arange(shape[1] - 1).expand(shape[0], -1), None, labels=tokens[:, 1:]
+        ).mean()
+        loss.backward()
+        return {"loss": float(loss)}
+
+    def short_step(self) -> dict[str, float]:
+        """The last microbatch of an epoch: fewer sequences than the others."""
+        return self.step(1)
+
+    def few(self) -> None:
+        """Forward and backward of the layers alone, on a few tokens."""
+        hidden = torch.randn(_FEW, 1, self.sizes.hidden, generator=torch.Generator().manual_seed(0))
+        output = self.model.decoder(hidden.requires_grad_(), attention_mask=None)
+        output.backward(output.detach())
+
+    def host(self) -> dict[str, float]:
+        """Microseconds of a layer's forward and backward."""
+        times = []
+        for _ in range(5):
+            started = time.perf_counter()
+            self.few()
+            times.append(time.perf_counter() - started)
+        return {"microseconds": 1e6 * min(times) / self.sizes.layers}
+
+    def dispatches(self) -> dict[str, float]:
+        """Operators and compiled kernels that a layer runs, in forward and backward."""
+        with torch.autograd.profiler.profile() as profile:
+            self.few()
+        return {"dispatches": sum(map(is_launch, profile.function_events)) / self.sizes.layers}
+
+    def saved(self) -> dict[str, float]:
+        """Bytes kept for backward by a forward, each storage once, without parameters."""
+        found: dict[int, int] = {}
+        own = {each.untyped_storage().data_ptr() for each in self.model.parameters()}
+
+        def pack(kept: Tensor) -> Tensor:
+            storage = kept.untyped_storage()
+            if storage.data_ptr() not in own:
+                found[storage.data_ptr()] = storage.nbytes()
+            return kept
+
+        hidden = torch.randn(self.sizes.length, self.sizes.sequences, self.sizes.hidden, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+            output = self.model.decoder(hidden, attention_mask=None)
+        del output
+        return {"bytes": sum(found.values())}
+
+    def compiled(self) -> dict[str, Any]:
+        """What the compiler did so far."""
+        from torch._dynamo.utils import counters
+
+        regions = sys.modules.get("mindspeed_dsa.features.compilation.regions.region")
+        if regions is None:
+            return {"regions": {}, "graph_breaks": 0, "seconds": 0.0, "failed": []}
+        found = [each for owner in regions._sessions.values() for each in owner.all()]
+        return {
+            "regions": {each.name: each.compilations for each in found},
+            "graph_breaks": sum(counters["graph_break"].values()),
+            "seconds": sum(each.seconds for each in found),
+            "failed": [f"{each.name}: {each.failure}" for each in found if each.failure],
+        }
+
+
+def _model(sizes: Sizes) -> Any:
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as sparse_specs
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    wide, heads = sizes.hidden, sizes.heads
+    attention = {
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": heads,
+        "dsa_indexer_head_dim": 32,
+        "dsa_indexer_topk": 64,
+        "dsa_indexer_loss_coeff": 1e-2,
+        "dsa_indexer_use_sparse_loss": True,
+    }
+    config = MLATransformerConfig(
+        num_layers=sizes.layers,
+        hidden_size=wide,
+        num_attention_heads=heads,
+        ffn_hidden_size=2 * wide,
+        q_lora_rank=wide // 2,
+        kv_lora_rank=wide // 4,
+        qk_head_dim=wide // heads,
+        qk_pos_emb_head_dim=16,
+        v_head_dim=wide // heads,
+        multi_latent_attention=True,
+        rope_type="rope",
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        num_moe_experts=sizes.experts,
+        moe_ffn_hidden_size=wide // 2,
+        moe_router_topk=2,
+        moe_shared_expert_intermediate_size=wide // 2,
+        moe_router_load_balancing_type="seq_aux_loss",
+        moe_aux_loss_coeff=1e-3,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_dtype="fp32",
+        moe_token_dispatcher_type="alltoall",
+        transformer_impl="local",
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        **(attention if sizes.sparse else {}),
+    )
+    if sizes.sparse:
+        spec = sparse_specs.get_transformer_block_with_experimental_attention_variant_spec(config)
+    else:
+        spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=sizes.vocabulary,
+        max_sequence_length=sizes.length,
+        position_embedding_type="rope",
+    )
+
+
+COMMANDS: dict[str, Callable[[Job], dict[str, Any]]] = {
+    "step": lambda job: timed(job.step),
+    "short step": lambda job: timed(job.short_step),
+    "few": lambda job: {"none": job.few()},
+    "host": lambda job: job.host(),
+    "dispatches": lambda job: job.dispatches(),
+    "saved": lambda job: job.saved(),
+    "compiled": lambda job: job.compiled(),
+}
+
+
+def main(sizes: str, switches: str, device: str) -> None:
+    """Serve commands until stdin ends."""
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if json.loads(switches):
+        from torch._inductor import config
+
+        config.cpp.enable_kernel_profile = True  # kernels appear in profiles
+    serve(Job(Sizes(**json.loads(sizes)), {**json.loads(switches), "mindspeed_platform": device}), COMMANDS)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

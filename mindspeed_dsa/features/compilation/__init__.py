@@ -1,0 +1,1 @@
+"""Code that a compiler makes of parts of a layer."""

@@ -1,0 +1,1 @@
+"""Regional compilation: see ``feature.py``."""

@@ -1,0 +1,306 @@
+"""Latent attention's prolog and epilog around compiled graphs.
+
+On one tensor parallel rank the prolog is one graph. On several ranks the up-projections gather or reduce:
+they run as they are, between a graph up to the latents and one that begins with their outputs. A layer that
+does more than multiply is left out of a graph in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.context import Context, Megatron
+from mindspeed_dsa.features.compilation.regions import latent_math
+from mindspeed_dsa.features.compilation.regions.latent_math import Down, Sizes
+from mindspeed_dsa.features.compilation.regions.options import Options
+from mindspeed_dsa.features.compilation.regions.parts import NO_NORM, Linear, linear_of, norm_of
+from mindspeed_dsa.features.compilation.regions.region import Regions, open_rows, regions_of, rows_of
+from mindspeed_dsa.integration.compiled_attention import CompiledSteps, offer
+
+PROLOG, EPILOG = "prolog of latent attention", "epilog of latent attention"
+
+
+def offer_to_attention(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+    """Decorate ``MLASelfAttention.__init__``."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        regions = regions_of(context)
+
+        def prolog(layer: Any, hidden: Tensor, up_key: Tensor) -> Any:
+            return _absorbed(regions, context.megatron, layer, hidden, up_key)
+
+        def epilog(attended: Tensor, up_value: Tensor) -> Tensor:
+            return _epilog(regions, attended, up_value)
+
+        steps = CompiledSteps(prolog, epilog)
+        offer(self, steps)
+        offer(self.core_attention, steps)
+
+    return __init__
+
+
+def compile_prolog(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``MLASelfAttention.get_query_key_value_tensors``, whose form is by head."""
+    regions = regions_of(context)
+
+    def get_query_key_value_tensors(
+        self: Any,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: Any = None,
+        inference_context: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        given = (key_value_states, packed_seq_params, inference_context, *args, *kwargs.values())
+        found = None
+        if all(one is None for one in given):
+            found = _by_head(regions, context.megatron, self, hidden_states)
+        if found is not None:
+            return found
+        return original(
+            self,
+            hidden_states,
+            key_value_states,
+            position_ids,
+            packed_seq_params,
+            inference_context,
+            *args,
+            **kwargs,
+        )
+
+    return get_query_key_value_tensors
+
+
+def _why_not(layer: Any) -> str | None:
+    """What in a layer's configuration these graphs do not know."""
+    config = layer.config
+    for name in ("cache_mla_latents", "apply_rope_fusion", "rotary_interleaved", "fp8", "fp4"):
+        if getattr(config, name, None):
+            return f"{name} is on"
+    if getattr(layer, "offload_qkv_linear", False):
+        return "its activations are moved to the host"
+    return None
+
+
+class _Layer:
+    """One layer's weights, as they are at this call."""
+
+    def __init__(self, layer: Any, megatron: Megatron) -> None:
+        config, self.module = layer.config, layer
+        self._megatron = megatron
+        has_latent = config.q_lora_rank is not None
+        self.query_up = layer.linear_q_up_proj if has_latent else layer.linear_q_proj
+        self.query_down = layer.linear_q_down_proj if has_latent else None
+        query_norm = norm_of(layer.q_layernorm, megatron) if has_latent else None
+        key_norm = norm_of(layer.kv_layernorm, megatron)
+        self.knows_norms = key_norm is not None and (query_norm is not None) == has_latent
+        self.down = Down(
+            linear_of(self.query_down, megatron) if has_latent else None,
+            linear_of(layer.linear_kv_down_proj, megatron),
+            query_norm,
+            key_norm or NO_NORM,
+        )
+        self.up = (linear_of(self.query_up, megatron), linear_of(layer.linear_kv_up_proj, megatron))
+        self.sizes = Sizes(
+            layer.num_attention_heads_per_partition,
+            config.qk_head_dim,
+            config.qk_pos_emb_head_dim,
+            config.v_head_dim,
+            config.kv_lora_rank,
+        )
+
+    def why_not(self) -> str | None:
+        """What in its modules no graph contains, and nothing between graphs does."""
+        layer, config = self.module, self.module.config
+        if not self.knows_norms:
+            return "it does not know the norms of latents"
+        wide = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        if layer.linear_kv_down_proj.weight.size(0) != wide or (
+            self.query_down is not None and self.query_down.weight.size(0) != config.q_lora_rank
+        ):
+            return "its down-projections are split over tensor parallel ranks"
+        edges = self.down.key is None or (self.query_down is not None and self.down.query is None)
+        if edges and config.tensor_model_parallel_size > 1:
+            return "its down-projections do more than multiply, on several tensor parallel ranks"
+        return None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one graph holds it all."""
+        downs = self.down.key is not None and (self.query_down is None or self.down.query is not None)
+        recomputed = getattr(self.module, "recompute_up_proj", False)
+        return downs and None not in self.up and not recomputed
+
+    def latents(self, regions: Regions, hidden: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        """``[s, b, ...]`` of the hidden states' own rows."""
+        query_source = key_source = hidden
+        if self.query_down is not None and self.down.query is None:
+            query_source = self.query_down(hidden)[0]
+        if self.down.key is None:
+            key_source = self.module.linear_kv_down_proj(hidden)[0]
+        region = regions.of(f"{PROLOG}, latents", latent_math.latents)
+        rows = rows_of(hidden)
+        found = region(
+            rows if query_source is hidden else rows_of(query_source),
+            rows if key_source is hidden else rows_of(key_source),
+            self.down,
+            self.sizes,
+        )
+        return _split(found, hidden)  # type: ignore[no-any-return]
+
+    def whole_rotary_key(self, rotary_key: Tensor) -> Tensor:
+        """That of the whole sequence, ``[s, b, rotary]``."""
+        return self.gathered(rotary_key) if self.module.config.sequence_parallel else rotary_key
+
+    def gathered(self, states: Tensor) -> Tensor:
+        """All tensor parallel ranks' parts of a sequence; gradients are summed and scattered."""
+        if self.module.config.tensor_model_parallel_size == 1:
+            return states
+        gather = self._megatron("core.tensor_parallel").gather_from_sequence_parallel_region
+        return gather(states, group=self.module.pg_collection.tp)  # type: ignore[no-any-return]
+
+    def recomputed_if_asked(self, derive: Callable[..., Any], *parts: Tensor) -> Any:
+        """Run now; with ``mla_up_proj`` among the modules to recompute, the layer frees the results."""
+        if not getattr(self.module, "recompute_up_proj", False):
+            return derive(*parts)
+        checkpoint = self._megatron("core.tensor_parallel").CheckpointWithoutOutput(fp8=None)
+        self.module.qkv_up_checkpoint = checkpoint
+        return checkpoint.checkpoint(derive, *parts)
+
+
+def _by_head(regions: Regions, megatron: Megatron, module: Any, hidden: Tensor) -> Any:
+    """What ``get_query_key_value_tensors`` returns; ``None`` where no graph serves the layer."""
+    if not regions.usable(hidden):
+        return None
+    layer = _Layer(module, megatron)
+    if (reason := _why_not(module) or layer.why_not()) is not None:
+        regions.declined(PROLOG, reason)
+        return None
+    sizes = layer.sizes
+    if layer.is_whole:
+        cos, sin = _tables.of(module, hidden, hidden.size(0))
+        region = regions.of(f"{PROLOG} by head", latent_math.whole_by_head)
+        query, key, value, latent_query, latent = _split(
+            region(rows_of(hidden), layer.down, *layer.up, cos, sin, sizes), hidden
+        )
+        return query, key, value, hidden if latent_query is None else latent_query, latent
+
+    latent_query, latent, rotary_key = layer.latents(regions, hidden)
+    latent_query = hidden if latent_query is None else latent_query
+    rotary_key = layer.whole_rotary_key(rotary_key)
+    cos, sin = _tables.of(module, rotary_key, rotary_key.size(0))
+    region = regions.of(f"{PROLOG} by head, heads", latent_math.by_head)
+
+    def derive(latent_query: Tensor, latent: Tensor, rotary_key: Tensor) -> Any:
+        query_up, key_up = layer.up
+        query = latent_query if query_up is not None else layer.query_up(latent_query)[0]
+        pair = latent if key_up is not None else module.linear_kv_up_proj(latent)[0]
+        found = region(rows_of(query), rows_of(pair), rows_of(rotary_key), query_up, key_up, cos, sin, sizes)
+        return _split(found, rotary_key)
+
+    query, key, value = layer.recomputed_if_asked(derive, latent_query, latent, rotary_key)
+    return query, key, value, latent_query, latent
+
+
+def _absorbed(
+    regions: Regions, megatron: Megatron, module: Any, hidden: Tensor, up_key: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """See ``CompiledSteps.prolog``."""
+    if not regions.usable(hidden):
+        return None
+    layer, config = _Layer(module, megatron), module.config
+    reason = _why_not(module) or layer.why_not()
+    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        reason = reason or "tensor parallel ranks sum its gradients without sequence parallelism"
+    # The key's up-projection is not called in this form, and its norm is part of the graph.
+    key_up = layer.up[1]
+    held = hasattr(module.linear_kv_up_proj, "layer_norm_weight")
+    if key_up is None and held:
+        reason = reason or "its key's up-projection holds a norm and communicates"
+    if reason is not None:
+        regions.declined(PROLOG, reason)
+        return None
+    key_norm, sizes = (NO_NORM if key_up is None else key_up.norm), layer.sizes
+    if layer.is_whole:
+        cos, sin = _tables.of(module, hidden, hidden.size(0))
+        region = regions.of(f"{PROLOG} in absorbed form", latent_math.whole_absorbed)
+        query, key, latent_query, latent = _split(
+            region(rows_of(hidden), layer.down, layer.up[0], key_norm, up_key, cos, sin, sizes), hidden
+        )
+        return query, key, hidden if latent_query is None else latent_query, latent
+
+    latent_query, latent, rotary_key = layer.latents(regions, hidden)
+    latent_query = hidden if latent_query is None else latent_query
+    rotary_key, whole_latent = layer.whole_rotary_key(rotary_key), layer.gathered(key_norm.of(latent))
+    cos, sin = _tables.of(module, rotary_key, rotary_key.size(0))
+    region = regions.of(f"{PROLOG} in absorbed form, heads", latent_math.absorbed)
+
+    def derive(latent_query: Tensor, latent: Tensor, rotary_key: Tensor, up_key: Tensor) -> Any:
+        query_up: Linear | None = layer.up[0]
+        query = latent_query if query_up is not None else layer.query_up(latent_query)[0]
+        found = region(
+            rows_of(query), rows_of(latent), rows_of(rotary_key), query_up, up_key, cos, sin, sizes
+        )
+        return _split(found, rotary_key)
+
+    query, key = layer.recomputed_if_asked(derive, latent_query, whole_latent, rotary_key, up_key)
+    return query, key, latent_query, latent
+
+
+def _epilog(regions: Regions, attended: Tensor, up_value: Tensor) -> Tensor:
+    """See ``CompiledSteps.epilog``."""
+    if not regions.usable(attended):
+        return torch.einsum("bshc,hdc->sbhd", attended, up_value).flatten(2)
+    region = regions.of(EPILOG, latent_math.up_projected)
+    return region(rows_of(attended), up_value).unflatten(0, attended.shape[:2]).transpose(0, 1)  # type: ignore[no-any-return]
+
+
+def _split(found: tuple[Tensor | None, ...], like: Tensor) -> Any:
+    """Rows back to ``[s, b, ...]``, with the sequence and batch of another tensor."""
+    shape = like.shape[:2]
+    return tuple(rows if rows is None else rows.unflatten(0, shape) for rows in found)
+
+
+class _Tables:
+    """Cosines and sines of a layer's rows, ``[s * b, rotary]``, of its last sequence length.
+
+    Megatron keeps the angles of a length, and hands out the same tensor for it.
+    """
+
+    def __init__(self) -> None:
+        self._last: WeakKeyDictionary[Any, tuple[Any, Tensor, Tensor, Tensor]] = WeakKeyDictionary()
+
+    def of(self, module: Any, states: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """In the states' dtype; these are ``length`` rows of a rank's sequence, ``[s, b, ...]``."""
+        ranks = module.config.context_parallel_size
+        angles, mscale = module.rotary_pos_emb(length * ranks), 1.0
+        if isinstance(angles, tuple):  # YaRN
+            angles, mscale = angles
+        key = (length, states.size(1), states.dtype, mscale)
+        known = self._last.get(module)
+        if known is not None and known[0] == key and known[1] is angles:
+            return known[2], known[3]
+        # Megatron: the product with mscale in the angles' precision, then the states' dtype.
+        rows = angles[:length].reshape(length, 1, -1)
+        found = [
+            open_rows(
+                (function(rows) * mscale)
+                .to(states.dtype)
+                .expand(-1, states.size(1), -1)
+                .reshape(-1, rows.size(-1))
+            )
+            for function in (torch.cos, torch.sin)
+        ]
+        self._last[module] = (key, angles, found[0], found[1])
+        return found[0], found[1]
+
+
+_tables = _Tables()

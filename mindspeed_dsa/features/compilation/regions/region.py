@@ -1,0 +1,163 @@
+"""Functions on tensors that are compiled as one graph each, or run as they are where that fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+from mindspeed_dsa.context import Context
+from mindspeed_dsa.features.compilation.regions import bypass, toolchain
+from mindspeed_dsa.features.compilation.regions.options import Options
+from mindspeed_dsa.log import Log
+
+_NOT_COMPILED = "torch.compile with fullgraph=True found no compiled frames"
+
+
+class Region:
+    """One function. All layers of a session share its compiled code: weights are arguments.
+
+    Attributes:
+        name: as messages call it.
+        compilations: graphs that were compiled so far.
+        seconds: that this took.
+        failure: why it is not compiled any more; ``None`` while it is.
+    """
+
+    def __init__(
+        self, name: str, function: Callable[..., Any], operators: tuple[bypass.Operator, ...], log: Log
+    ) -> None:
+        self.name = name
+        self.compilations = 0
+        self.seconds = 0.0
+        self.failure: str | None = None
+        self._function = function
+        self._bypassed = operators
+        self._log = log
+        self._compiled = torch.compile(function, fullgraph=True, backend=self._backend)
+
+    def __call__(self, *args: Any) -> Any:
+        """The function's result, compiled where possible.
+
+        A mode that watches operators, such as a counter of operations, sees nothing of compiled code, and
+        torch does not compile under one: the function runs as it is for the duration.
+        """
+        if self.failure is not None or torch._C._len_torch_dispatch_stack():
+            return self._function(*args)
+        try:
+            return self._compiled(*args)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            self._give_up(error)
+        except RuntimeError as error:
+            if not str(error).startswith(_NOT_COMPILED):
+                raise
+            self._give_up(error)
+        return self._function(*args)
+
+    def _give_up(self, error: Exception) -> None:
+        cause: BaseException = error
+        # Dynamo keeps a backend's exception as an attribute of its own, which ends the chain.
+        while (inner := getattr(cause, "inner_exception", None) or cause.__cause__) is not None:
+            cause = inner
+        text = next((line.strip() for line in str(cause).splitlines() if line.strip()), "no reason given")
+        self.failure = f"{type(cause).__name__}: {text}"
+        self._log.warning(
+            "the %s does not compile (%s) and runs as it is; TORCH_LOGS=dynamo,inductor says more",
+            self.name,
+            self.failure,
+            ranks="all",
+        )
+
+    def _backend(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        """Inductor, with backward compiled at once: a failure shows in forward, where it is caught."""
+        from torch._functorch import config
+        from torch._inductor.compile_fx import compile_fx
+
+        started = time.perf_counter()
+        # The cache of whole graphs does not know about bypassed operators; that of code does.
+        caching: dict[str, Any] = {"enable_autograd_cache": False} if self._bypassed else {}
+        with config.patch(force_non_lazy_backward_lowering=True, **caching):
+            compiled = compile_fx(
+                graph,
+                inputs,
+                # Round to bf16 where the operators do that are fused.
+                config_patches={"emulate_precision_casts": True},
+                **bypass.arguments(self._bypassed),
+            )
+        self.compilations += 1
+        self.seconds += time.perf_counter() - started
+        self._log.info(
+            "compiled the %s in %.1f s",
+            self.name,
+            time.perf_counter() - started,
+            once=(self.name, self.compilations),
+        )
+        return compiled
+
+
+class Regions:
+    """The regions of one session, each compiled at its first call."""
+
+    def __init__(self, options: Options, log: Log) -> None:
+        self._options, self._log = options, log
+        self._regions: dict[str, Region] = {}
+        self._usable: dict[str, bool] = {}
+
+    def of(self, name: str, function: Callable[..., Any]) -> Region:
+        """The region of that name."""
+        found = self._regions.get(name)
+        if found is None:
+            operators = bypass.resolve(self._options.bypass)
+            found = self._regions[name] = Region(name, function, operators, self._log)
+        return found
+
+    def all(self) -> tuple[Region, ...]:
+        """Those that have been called."""
+        return tuple(self._regions.values())
+
+    def usable(self, states: Tensor) -> bool:
+        """Whether code can be compiled for these states' device; says once what is missing."""
+        device = states.device.type
+        if device not in self._usable:
+            problem = toolchain.missing(device)
+            self._usable[device] = problem is None
+            if problem is not None:
+                self._log.warning("%s; nothing is compiled meanwhile", problem)
+        return self._usable[device] and not torch.is_autocast_enabled(device)
+
+    def declined(self, region: str, reason: str) -> None:
+        """Say once that a region runs as it is, and why."""
+        self._log.info("the %s runs as it is: %s", region, reason, once=(region, reason))
+
+
+_sessions: WeakKeyDictionary[Context[Options], Regions] = WeakKeyDictionary()
+
+
+def regions_of(context: Context[Options]) -> Regions:
+    """Those of one session, which its context identifies."""
+    if context not in _sessions:
+        _sessions[context] = Regions(context.options, context.log)
+    return _sessions[context]
+
+
+def rows_of(states: Tensor) -> Tensor:
+    """``[s, b, ...]`` as ``[s * b, ...]``, whose number of rows compiled code leaves open.
+
+    Without gradients the rows need none, so that one compiled form serves all layers of a recomputed block.
+    """
+    rows = states.flatten(0, 1)
+    if rows.requires_grad and not torch.is_grad_enabled():
+        rows = rows.detach()
+    return open_rows(rows)
+
+
+def open_rows(rows: Tensor) -> Tensor:
+    """Mark a tensor's first dimension as one that changes from call to call; one row is a case apart."""
+    if rows.size(0) > 1:
+        torch._dynamo.mark_dynamic(rows, 0)
+    return rows

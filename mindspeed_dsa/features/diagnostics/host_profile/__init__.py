@@ -1,0 +1,1 @@
+"""Host time by module class: see ``feature.py``."""

@@ -1,0 +1,143 @@
+"""Steps of the tiny model with compiled regions, and what the compiler did; runs in the pool's workers."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.support import model as job
+
+ROUTING = {
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+BATCHES = (3, 3, 3, 2, 1)
+"""Sequences of each microbatch; the last ones are short."""
+
+
+def train(
+    switches: Mapping[str, Any],
+    tp: int = 1,
+    overrides: Mapping[str, Any] | None = None,
+    code: bool = False,
+    deterministic: bool = False,
+) -> dict[str, Any]:
+    """Losses and gradients of microbatches, an evaluation, and the regions' counts.
+
+    Args:
+        switches: of the session.
+        tp: tensor parallel ranks, with sequence parallelism.
+        overrides: of the configuration.
+        code: generate code; otherwise compiled graphs run operator by operator, which takes no toolchain.
+        deterministic: with torch's deterministic algorithms.
+    """
+    job.start(switches, tp=tp)
+    layout = {"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1}
+    with contextlib.nullcontext() if code else _operator_by_operator():
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            return _steps(job.config(**{**ROUTING, **layout, **(overrides or {})}))
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def _operator_by_operator() -> Any:
+    from torch._dynamo.backends.debugging import aot_eager
+    from torch._inductor import compile_fx
+
+    return mock.patch.object(
+        compile_fx, "compile_fx", lambda graph, inputs, **options: aot_eager(graph, inputs)
+    )
+
+
+def _steps(cfg: Any) -> dict[str, Any]:
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    model = job.gpt_model(cfg).train()
+    losses, counts = [], []
+    for number, sequences in enumerate(BATCHES):
+        loss = job.per_token_loss(model, job.samples(sequences, number)).mean()
+        loss.backward()
+        losses.append(loss.detach())
+        counts.append(compilations())
+    gradients = {name: each.grad for name, each in job.global_names(model).items() if each.grad is not None}
+    model.eval()
+    with torch.no_grad():
+        losses.append(job.per_token_loss(model, job.samples(2)).mean())
+    return {
+        "losses": torch.stack(losses),
+        "gradients": gradients,
+        "counts": counts,
+        "after evaluation": compilations(),
+        "failures": {region.name: region.failure for region in regions() if region.failure},
+        "graph_breaks": sum(counters["graph_break"].values()),
+        "cached": counters["aot_autograd"]["autograd_cache_hit"],
+    }
+
+
+def regions() -> list[Any]:
+    """The session's regions."""
+    from mindspeed_dsa.features.compilation.regions import region
+
+    gc.collect()  # those of sessions that have ended
+    return [each for owner in region._sessions.values() for each in owner.all()]
+
+
+def compilations() -> dict[str, int]:
+    return {region.name: region.compilations for region in regions()}
+
+
+def train_and_fail(switches: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """As :func:`train`, with a compiler that is not there, or one that fails."""
+    from torch._inductor import compile_fx
+
+    from mindspeed_dsa.features.compilation.regions import toolchain
+
+    def refuse(graph: Any, inputs: Any, **options: Any) -> Any:
+        raise NotImplementedError("no code for this graph\nand more about it")
+
+    messages: list[str] = []
+    with mock.patch(
+        "mindspeed_dsa.log.Log.warning", lambda self, text, *args, **named: messages.append(text % args)
+    ):
+        if what == "toolchain":
+            with mock.patch.object(toolchain.shutil, "which", return_value=None):
+                found = train(switches, code=True)
+        else:
+            with mock.patch.object(compile_fx, "compile_fx", refuse):
+                found = train(switches, code=True)
+    return {**found, "messages": messages}
+
+
+def bypassed(name: str) -> tuple[list[str], bool]:
+    """What reaches the code generator of ``silu(x) * y`` with one operator bypassed; whether values agree."""
+    from torch._inductor import compile_fx
+
+    from mindspeed_dsa.features.compilation.regions import bypass
+
+    seen: list[str] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(x) * y
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            return compile_fx.compile_fx(graph, inputs, **bypass.arguments(bypass.resolve((name,))))
+
+    x, y = torch.randn(2, 5, 7)
+    with mock.patch.object(compile_fx, "compile_fx_inner", note):
+        found = torch.compile(function, fullgraph=True, backend=backend)(x, y)
+    # Inductor's graphs return lists, which a plain graph's forward does as well.
+    return seen, torch.equal(found, function(x, y))

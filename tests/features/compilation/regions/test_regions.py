@@ -1,0 +1,123 @@
+"""Compiled regions: the same training, whole graphs, none for a shorter microbatch, one message."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.model import assert_same_gradients
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+CASES = "tests.features.compilation.regions.cases"
+ON = {"compile_regions": True}
+FUSED = {"use_fused_dsa": True, "use_dsa_absorb": True}
+REST = {"router", "shared expert"}
+PROLOG, EPILOG = "prolog of latent attention", "epilog of latent attention"
+BY_HEAD, ABSORBED = f"{PROLOG} by head", f"{PROLOG} in absorbed form"
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+UP = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+LATENTS = f"{PROLOG}, latents"
+LAYOUTS = {
+    "by head": (1, {}, {}, {BY_HEAD}),
+    "absorbed": (1, FUSED, {}, {ABSORBED, EPILOG}),
+    "by head, TP2+SP": (2, {}, {}, {LATENTS, f"{BY_HEAD}, heads"}),
+    "absorbed, layers recomputed": (1, FUSED, FULL, {ABSORBED, EPILOG}),
+    "by head, up-projections recomputed": (1, {}, UP, {LATENTS, f"{BY_HEAD}, heads"}),
+}
+
+
+def both(pool, name, **arguments):
+    ranks, switches, overrides, expected = LAYOUTS[name]
+    arguments = {"tp": ranks, "overrides": overrides, **arguments}
+    off = pool.run(f"{CASES}:train", ranks, switches=switches, **arguments)
+    on = pool.run(f"{CASES}:train", ranks, switches={**switches, **ON}, timeout_s=900, **arguments)
+    return off, on, expected
+
+
+def check(off, on, expected, rtol):
+    for before, after in zip(off, on, strict=True):
+        assert not before["counts"][-1]
+        torch.testing.assert_close(after["losses"], before["losses"], rtol=rtol, atol=0)
+        assert_same_gradients(after["gradients"], before["gradients"], rtol=10 * rtol)
+        assert not after["failures"]
+        assert after["graph_breaks"] == 0
+        settled = after["counts"][1]  # a router's first pass tells what its second one compiles
+        assert set(settled) == expected | REST
+        assert after["counts"][-1] == settled, "the shorter microbatches were compiled anew"
+        assert max(after["after evaluation"].values()) <= 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "absorbed",
+        pytest.param("by head", marks=pytest.mark.full),
+        pytest.param("by head, TP2+SP", marks=pytest.mark.full),
+        pytest.param("absorbed, layers recomputed", marks=pytest.mark.full),
+        pytest.param("by head, up-projections recomputed", marks=pytest.mark.full),
+    ],
+)
+def test_training_is_the_same_and_graphs_are_whole(pool, name):
+    check(*both(pool, name), rtol=1e-6)
+
+
+@pytest.mark.full
+def test_generated_code_trains_the_same_and_is_kept_for_the_next_run(pool):
+    off, on, expected = both(pool, "absorbed", code=True, deterministic=True)
+    check(off, on, expected, rtol=1e-6)
+    (again,) = pool.run(
+        f"{CASES}:train", 1, switches={**FUSED, **ON}, code=True, deterministic=True, timeout_s=900
+    )
+    assert again["cached"] >= len(expected | REST)
+    torch.testing.assert_close(again["losses"], on[0]["losses"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("toolchain", "there is no C++ compiler (g++); install g++"),
+        ("compiler", "does not compile (NotImplementedError: no code for this graph) and runs as it is"),
+    ],
+)
+def test_without_a_compiler_it_runs_as_it_is_and_says_so_once(pool, what, message):
+    (off,) = pool.run(f"{CASES}:train", 1, switches={})
+    (on,) = pool.run(f"{CASES}:train_and_fail", 1, switches=ON, what=what)
+    assert torch.equal(off["losses"], on["losses"])
+    own = [each for each in on["messages"] if message in each]
+    assert len(own) == (1 if what == "toolchain" else len({BY_HEAD} | REST)) == len(set(own))
+    assert not any(on["after evaluation"].values())
+
+
+def test_a_bypassed_operator_stays_whole(pool):
+    ((seen, same),) = pool.run(f"{CASES}:bypassed", 1, name="silu")
+    assert "mindspeed_dsa_bypass.aten_silu.default" in seen
+    assert same
+    ((seen, same),) = pool.run(f"{CASES}:bypassed", 1, name="mm")
+    assert not any("silu" in each for each in seen), "without the list it is decomposed"
+    assert same
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("silux", "ATen has no operator silux; the nearest is silu"),
+        ("aten.transpose", "returns a view"),
+        ("rms_norm", "made of other operators"),
+    ],
+)
+def test_operators_that_cannot_be_bypassed(pool, name, message):
+    (said,) = pool.run(
+        "tests.support.model:error_of",
+        1,
+        case="mindspeed_dsa.features.compilation.regions.bypass:resolve",
+        names=(name,),
+    )
+    assert message in said
+
+
+def test_a_list_without_the_switch():
+    import mindspeed_dsa
+
+    with pytest.raises(mindspeed_dsa.MindSpeedDSAError, match="does nothing without --compile-regions"):
+        mindspeed_dsa.enable(compile_bypass=["silu"])

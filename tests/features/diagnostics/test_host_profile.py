@@ -1,0 +1,99 @@
+"""Host time by class of module: whose operators, forward and backward, and what the command prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import pytest
+
+from mindspeed_dsa.__main__ import main
+from mindspeed_dsa.cli import host_profile
+from mindspeed_dsa.features.diagnostics.host_profile.validation import check_profile
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+CASES = "tests.features.diagnostics.host_profile_cases"
+LAYERS, MICROBATCHES = 2, 2
+
+
+@pytest.fixture(scope="module")
+def record(pool, tmp_path_factory):
+    file = tmp_path_factory.mktemp("host") / "profile.json"
+    (plain,) = pool.run(f"{CASES}:train", 1, file=None)
+    (recorded,) = pool.run(f"{CASES}:train", 1, file=str(file))
+    assert recorded == plain  # the same losses, and no hook left
+    return json.loads(file.read_text())
+
+
+def test_operators_belong_to_the_modules_that_ran_them(record):
+    assert record["layers"] == LAYERS * MICROBATCHES
+    classes = record["classes"]
+    assert classes["TopKRouter"]["calls"] == (LAYERS - 1) * MICROBATCHES  # the first layer is dense
+    for name in ("TopKRouter", "MLASelfAttention", "DSAttention", "SharedExpertMLP"):
+        row = classes[name]
+        assert row["in_layers"]
+        assert row["launches"] > 10
+        assert row["forward_us"] > 0
+        assert row["backward_us"] > 0
+    assert not classes["VocabParallelEmbedding"]["in_layers"]
+    # The sizes of experts' parts are read on the host.
+    assert classes["MoELayer"]["waits"] > 0
+    assert 0 < record["library"]["share"] < 1
+    assert record["library"]["functions"][0]["function"].count(".py:") == 1
+
+
+def test_launches_are_operators_that_do_the_work():
+    linear = torch.nn.Linear(3, 3)
+    with torch.autograd.profiler.profile() as profile:
+        torch.relu(linear(torch.ones(2, 3)))
+    from mindspeed_dsa.features.diagnostics.host_profile.account import is_launch
+
+    names = [event.name for event in profile.function_events if is_launch(event)]
+    assert "aten::linear" not in names
+    assert sum("clamp_min" in name or "relu" in name for name in names) == 1
+
+
+def test_the_command_prints_and_draws_what_a_job_recorded(record, tmp_path, capsys):
+    source = tmp_path / "record.json"
+    source.write_text(json.dumps(record))
+    job = (
+        "import os, time; "
+        f"assert os.environ['MINDSPEED_DSA_HOST_PROFILE_STEP'] == '2'; "
+        f"os.replace({str(source)!r}, os.environ['MINDSPEED_DSA_HOST_PROFILE']); "
+        "time.sleep(600)"
+    )
+    files = {kind: tmp_path / f"host.{kind}" for kind in ("json", "png")}
+    flags = [f"--{kind}={file}" for kind, file in files.items()]
+    assert main(["host-profile", "--step=2", *flags, "--", sys.executable, "-c", job]) == 0
+    out = capsys.readouterr().out
+    assert "MLASelfAttention" in out
+    assert "--compile-regions" in out
+    assert "lines of mindspeed_dsa itself" in out
+    assert json.loads(files["json"].read_text()) == record
+    assert files["png"].read_bytes().startswith(b"\x89PNG") or "matplotlib" in out
+
+
+def test_a_job_that_ends_too_early(capsys):
+    assert main(["host-profile", "--", sys.executable, "-c", "print('last words')"]) == 1
+    out = capsys.readouterr().out
+    assert "last words" in out
+    assert "ended with status 0 before step 4" in out
+
+
+def test_remedies_are_those_that_are_not_on():
+    assert host_profile.remedy("TopKRouter", ()) == "--compile-regions"
+    assert host_profile.remedy("TopKRouter", ("compile-regions",)) == ""
+    assert host_profile.remedy("Dropout", ()) == ""
+
+
+@pytest.mark.parametrize(
+    ("step", "iterations", "message"),
+    [(0, 9, "counted from 1"), (9, 9, "never reached: --train-iters is 9"), (8, 9, None)],
+)
+def test_steps_that_do_not_come(step, iterations, message):
+    args = argparse.Namespace(host_profile="f.json", host_profile_step=step, train_iters=iterations)
+    found = check_profile(args)
+    assert (message in found[0]) if message else not found
