@@ -124,13 +124,14 @@ def _computes(name: str) -> bool:
     schemas = torch._C._jit_get_schemas_for_operator(name)
     if any(out.alias_info and not out.alias_info.is_write for each in schemas for out in each.returns):
         return False  # a view
-    overloads = sorted(each.overload_name for each in schemas)  # the default one has no name
-    full = [f"{name}.{each}" if each else name for each in overloads]
-    known = next((each for each in full if torch._C._dispatch_has_kernel(each)), None)
-    if known is None:  # TorchScript's alone: a size, a stride
-        return False
+    own = [each.overload_name for each in schemas if not each.overload_name.endswith("out")]
+    full = [f"{name}.{each}" if each else name for each in own]
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return not has_kernel(known, "CompositeImplicitAutograd") or has_kernel(known, "CPU")
+    return any(
+        not has_kernel(each, "CompositeImplicitAutograd") or has_kernel(each, "CPU")
+        for each in full
+        if torch._C._dispatch_has_kernel(each)  # others are TorchScript's alone, such as sizes
+    )
 
 
 def _ancestors(event: Any) -> Iterator[Any]:
