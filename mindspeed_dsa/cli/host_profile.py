@@ -80,6 +80,7 @@ def _recorded(options: argparse.Namespace, folder: Path) -> dict[str, Any] | Non
         **os.environ,
         "MINDSPEED_DSA_HOST_PROFILE": str(file),
         "MINDSPEED_DSA_HOST_PROFILE_STEP": str(options.step),
+        "TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE": "1",  # without it compiled kernels on CPUs are not seen
     }
     log = folder / "log.txt"
     with open(log, "wb") as out:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import types
 
 import pytest
 
 from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.cli import host_profile
+from mindspeed_dsa.features.diagnostics.host_profile import account
 from mindspeed_dsa.features.diagnostics.host_profile.validation import check_profile
 
 torch = pytest.importorskip("torch")
@@ -46,14 +48,57 @@ def test_operators_belong_to_the_modules_that_ran_them(record):
 
 
 def test_launches_are_operators_that_do_the_work():
-    linear = torch.nn.Linear(3, 3)
+    linear, states = torch.nn.Linear(3, 3), torch.ones(2, 3)
     with torch.autograd.profiler.profile() as profile:
-        torch.relu(linear(torch.ones(2, 3)))
-    from mindspeed_dsa.features.diagnostics.host_profile.account import is_launch
+        torch.relu(linear(states)).view(-1).sum()
+        torch.einsum("ab,cb->ac", states, states).to(torch.bfloat16)
+    names = [event.name for event in profile.function_events if account.is_launch(event)]
+    # Not linear and einsum, which call these; not the views and copies inside of them.
+    assert names == ["aten::addmm", "aten::relu", "aten::sum", "aten::bmm", "aten::_to_copy"]
 
-    names = [event.name for event in profile.function_events if is_launch(event)]
-    assert "aten::linear" not in names
-    assert sum("clamp_min" in name or "relu" in name for name in names) == 1
+
+class TransformerLayer(torch.nn.Linear):
+    """A layer by its name."""
+
+    def forward(self, states):
+        with torch.autograd.profiler.record_function(f"{account.PREFIX}TransformerLayer"):
+            return torch.relu(super().forward(states))
+
+
+def test_a_recomputed_layer_has_passed_once():
+    layer, states = TransformerLayer(3, 3), torch.ones(2, 3, requires_grad=True)
+    with torch.autograd.profiler.profile() as profile:
+        torch.utils.checkpoint.checkpoint(layer, states, use_reentrant=True).sum().backward()
+    found = account.of_events(profile.function_events)
+    assert found["layers"] == 1
+    assert found["classes"]["TransformerLayer"]["calls"] == 2
+
+
+def test_nodes_have_numbers_of_their_own_in_every_thread():
+    """As on accelerators, where layers are recomputed in the thread of backward."""
+    events = []
+
+    def event(name, thread, number=-1, parent=None, forward_thread=0):
+        made = types.SimpleNamespace(
+            id=len(events),
+            name=name,
+            thread=thread,
+            fwd_thread=forward_thread,
+            sequence_nr=number,
+            cpu_parent=parent,
+            cpu_children=[],
+            self_cpu_time_total=1.0,
+            time_range=types.SimpleNamespace(start=len(events)),
+        )
+        events.append(made)
+        return made
+
+    for thread, module in ((1, "Plain"), (2, "Recomputed")):
+        event("aten::mul", thread, number=7, parent=event(f"{account.PREFIX}{module}", thread))
+    for thread in (1, 2):
+        event("autograd::engine::evaluate_function: MulBackward0", 2, number=7, forward_thread=thread)
+    classes = account.of_events(events)["classes"]
+    assert [classes[name]["backward_us"] for name in ("Plain", "Recomputed")] == [1, 1]
 
 
 def test_the_command_prints_and_draws_what_a_job_recorded(record, tmp_path, capsys):

@@ -85,6 +85,8 @@ def _why_not(layer: Any) -> str | None:
     for name in ("cache_mla_latents", "apply_rope_fusion", "rotary_interleaved", "fp8", "fp4"):
         if getattr(config, name, None):
             return f"{name} is on"
+    if getattr(config, "rotary_percent", 1.0) != 1:
+        return "a part of the rotary dimensions is rotated"
     if getattr(layer, "offload_qkv_linear", False):
         return "its activations are moved to the host"
     return None
@@ -289,16 +291,17 @@ class _Tables:
         if known is not None and known[0] == key and known[1] is angles:
             return known[2], known[3]
         # Megatron: the product with mscale in the angles' precision, then the states' dtype.
-        rows = angles[:length].reshape(length, 1, -1)
-        found = [
-            open_rows(
-                (function(rows) * mscale)
-                .to(states.dtype)
-                .expand(-1, states.size(1), -1)
-                .reshape(-1, rows.size(-1))
-            )
-            for function in (torch.cos, torch.sin)
-        ]
+        with torch.inference_mode(False):  # training will want them after an evaluation too
+            rows = angles[:length].reshape(length, 1, -1)
+            found = [
+                open_rows(
+                    (function(rows) * mscale)
+                    .to(states.dtype)
+                    .expand(-1, states.size(1), -1)
+                    .reshape(-1, rows.size(-1))
+                )
+                for function in (torch.cos, torch.sin)
+            ]
         self._last[module] = (key, angles, found[0], found[1])
         return found[0], found[1]
 

@@ -81,6 +81,8 @@ def _why_not(module: Any, context: Context[Options]) -> str | None:
         return "its products have biases"
     if getattr(config, "use_te_activation_func", False):
         return "Transformer Engine has its activation function"
+    if config.bias_activation_fusion and config.activation_func is F.gelu:
+        return "Megatron's fused GELU is another function than the configuration's"
     if getattr(config, "activation_func_fp8_input_store", False):
         return "its activations are stored in fp8"
     if not _is_known(context.megatron("core.transformer.mlp")):

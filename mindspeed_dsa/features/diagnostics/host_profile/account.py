@@ -7,9 +7,12 @@ the same number.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
+
+import torch
 
 PREFIX = "module::"
 _BACKWARD = "autograd::engine::evaluate_function"
@@ -17,6 +20,7 @@ _LAYER = "TransformerLayer"
 _OUTSIDE = "(outside of modules)"
 _WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")
 _COMPILED = ("cpp_fused", "triton_")
+_MEMORY = ("aten::empty", "aten::new_empty", "aten::resize_", "aten::_unsafe_view", "aten::lift_fresh")
 
 
 @dataclass
@@ -27,7 +31,7 @@ class Row:
         calls: of its forward.
         forward_us: the host's microseconds in forward, without those of modules inside of it.
         backward_us: likewise in backward.
-        launches: operators that did the work themselves, and compiled kernels.
+        launches: operators that compute or copy, and compiled kernels.
         waits: synchronisations with the device.
         in_layers: whether it lies in transformer layers.
     """
@@ -43,21 +47,23 @@ class Row:
 def of_events(events: Sequence[Any]) -> dict[str, Any]:
     """``{"layers": forwards of layers, "classes": {name: fields of Row}}``.
 
+    A layer that is recomputed in backward has passed once: its second forward is part of what the pass costs.
+
     Args:
         events: ``function_events`` of torch's profiler, with a range for each module's forward.
     """
     rows: dict[str, Row] = defaultdict(Row)
-    owner_of_node: dict[int, tuple[str, bool]] = {}
+    owner_of_node: dict[tuple[int, int], tuple[str, bool]] = {}  # each thread numbers its own nodes
     owners: dict[int, tuple[str, bool, Any]] = {}
     ordered = sorted(events, key=lambda event: event.time_range.start)
     for event in ordered:
         name, in_layers, node = _owner(event, owners)
         if node is None and event.sequence_nr >= 0:
-            owner_of_node[event.sequence_nr] = (name, in_layers)
+            owner_of_node[event.thread, event.sequence_nr] = (name, in_layers)
     for event in ordered:
         name, in_layers, node = _owner(event, owners)
         if node is not None:
-            name, in_layers = owner_of_node.get(node.sequence_nr, (_OUTSIDE, False))
+            name, in_layers = owner_of_node.get((node.fwd_thread, node.sequence_nr), (_OUTSIDE, False))
         row = rows[name]
         row.in_layers = row.in_layers or in_layers
         row.calls += event.name.startswith(PREFIX)
@@ -67,7 +73,7 @@ def of_events(events: Sequence[Any]) -> dict[str, Any]:
             row.backward_us += event.self_cpu_time_total
         row.launches += is_launch(event)
         row.waits += is_wait(event)
-    layers = sum(event.name.startswith(PREFIX) and _LAYER in event.name for event in ordered)
+    layers = sum(map(_is_first_pass, ordered))
     return {"layers": layers, "classes": {name: asdict(row) for name, row in rows.items()}}
 
 
@@ -87,15 +93,50 @@ def _owner(event: Any, known: dict[int, tuple[str, bool, Any]]) -> tuple[str, bo
     return found
 
 
+def _is_first_pass(event: Any) -> bool:
+    """Whether a layer's forward begins here that is no recomputation."""
+    if not (event.name.startswith(PREFIX) and _LAYER in event.name):
+        return False
+    return not any(each.name.startswith(_BACKWARD) for each in _ancestors(event))
+
+
 def is_launch(event: Any) -> bool:
-    """Whether an event is an operator that did the work itself, or a kernel of compiled code."""
+    """Whether an event is an operator that computes or copies, or a kernel of compiled code.
+
+    What such an operator of ATen calls to do its work is part of it; one of a library is its parts, if it has
+    any. Views, allocations and operators that only call others are none.
+    """
     if any(part in event.name for part in _COMPILED):
         return True
-    return _is_operator(event.name) and not any(_is_operator(child.name) for child in event.cpu_children)
+    if not _computes(event.name):
+        return False
+    if any(each.name.startswith("aten::") and _computes(each.name) for each in _ancestors(event)):
+        return False
+    return event.name.startswith("aten::") or not any(_computes(each.name) for each in _descendants(event))
 
 
-def _is_operator(name: str) -> bool:
-    return "::" in name and not name.startswith((PREFIX, "autograd::", "torch::"))
+@cache
+def _computes(name: str) -> bool:
+    if "::" not in name or name.startswith((PREFIX, "autograd::", "torch::", *_MEMORY)):
+        return False
+    if not name.startswith("aten::"):
+        return True
+    schemas = torch._C._jit_get_schemas_for_operator(name)
+    if any(out.alias_info and not out.alias_info.is_write for each in schemas for out in each.returns):
+        return False  # a view
+    own = [each.overload_name for each in schemas if not each.overload_name.endswith("out")]
+    full = [f"{name}.{each}" if each else name for each in own]
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return any(
+        not has_kernel(each, "CompositeImplicitAutograd") or has_kernel(each, "CPU")
+        for each in full
+        if torch._C._dispatch_has_kernel(each)  # others are TorchScript's alone, such as sizes
+    )
+
+
+def _ancestors(event: Any) -> Iterator[Any]:
+    while (event := event.cpu_parent) is not None:
+        yield event
 
 
 def is_wait(event: Any) -> bool:
@@ -104,7 +145,7 @@ def is_wait(event: Any) -> bool:
     return waits and not any(map(is_wait, _descendants(event)))
 
 
-def _descendants(event: Any) -> Iterable[Any]:
+def _descendants(event: Any) -> Iterator[Any]:
     for child in event.cpu_children:
         yield child
         yield from _descendants(child)

@@ -141,3 +141,25 @@ def bypassed(name: str) -> tuple[list[str], bool]:
         found = torch.compile(function, fullgraph=True, backend=backend)(x, y)
     # Inductor's graphs return lists, which a plain graph's forward does as well.
     return seen, torch.equal(found, function(x, y))
+
+
+def shared_expert(switches: Mapping[str, Any]) -> list[torch.Tensor]:
+    """A shared expert's output, with Megatron's fusions and an activation function that is GELU."""
+    job.start(switches)
+    with _operator_by_operator():
+        cfg = job.config(activation_func=torch.nn.functional.gelu, bias_activation_fusion=True)
+        expert = job.gpt_model(cfg).decoder.layers[-1].mlp.shared_experts
+        states = torch.randn(5, 2, cfg.hidden_size, generator=torch.Generator().manual_seed(1))
+        return [expert(4 * states).detach()]
+
+
+def train_after_inference(switches: Mapping[str, Any]) -> torch.Tensor:
+    """The loss of a step of training, whose angles an evaluation in inference mode has made."""
+    job.start(switches)
+    with _operator_by_operator():
+        model = job.gpt_model(job.config()).train()
+        with torch.inference_mode():
+            job.per_token_loss(model, job.samples(2))
+        loss = job.per_token_loss(model, job.samples(2)).mean()
+        loss.backward()
+        return loss.detach()

@@ -121,3 +121,16 @@ def test_a_list_without_the_switch():
 
     with pytest.raises(mindspeed_dsa.MindSpeedDSAError, match="does nothing without --compile-regions"):
         mindspeed_dsa.enable(compile_bypass=["silu"])
+
+
+def test_megatrons_fused_gelu_stays(pool):
+    off, on = (pool.run(f"{CASES}:shared_expert", 1, switches=each) for each in ({}, ON))
+    assert torch.equal(off[0][0], on[0][0])
+
+
+def test_training_after_an_evaluation_in_inference_mode(pool):
+    off, on = (
+        pool.run(f"{CASES}:train_after_inference", 1, switches={**FUSED, **each}, timeout_s=900)
+        for each in ({}, ON)
+    )
+    torch.testing.assert_close(on[0], off[0], rtol=1e-6, atol=0)
