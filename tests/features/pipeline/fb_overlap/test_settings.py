@@ -93,7 +93,7 @@ def test_older_releases_are_told_what_to_install(monkeypatch, release):
     settings = Namespace(platform="cpu", megatron_root="megatron", chosen=dict)
     (problem,) = checks.problems([FEATURE], settings)
     assert "moe-fb-overlap" in problem
-    assert f"needs megatron-core >=0.14,<0.20, but {release} is installed; install a release" in problem
+    assert f"needs megatron-core >=0.14,<0.21, but {release} is installed; install a release" in problem
 
 
 def test_a_configuration_is_refused_too(pool):
