@@ -40,9 +40,8 @@ REPORT_DIR = Flag(
 )
 ACCEPT_MINDSPEED = Flag(
     "--accept-mindspeed-flags",
-    "Take a command line that was written for MindSpeed or MindSpeed-LLM: flags that are called "
-    "otherwise now are "
-    "translated, needless ones are dropped, and unserved ones that change results are refused.",
+    "Take a command line that was written for MindSpeed or MindSpeed-LLM: flags that are called otherwise "
+    "now are translated, needless ones are dropped, and unserved ones that change results are refused.",
 )
 GENERAL_FLAGS = (PLATFORM, MEGATRON_ROOT, REPORT_DIR, ACCEPT_MINDSPEED)
 

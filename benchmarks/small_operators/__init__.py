@@ -12,10 +12,9 @@ from typing import Any
 from benchmarks.memory.child import Child
 from benchmarks.registry import Metrics
 from benchmarks.small_operators.job import Sizes
-from mindspeed_dsa.features import all_features
 
 _MODULE = "benchmarks.small_operators.job"
-SWITCHES = {"compile_regions": True, "fused_operators": ["all"]}
+SWITCHES: dict[str, Any] = {"compile_regions": True, "fused_operators": ["all"]}
 MODELS = {
     "small": Sizes(),
     "large": Sizes(hidden=2048, length=512, sequences=1, layers=1, heads=16, experts=4),
@@ -33,26 +32,24 @@ def run(device: str, quick: bool = False) -> Metrics:
         device: where.
         quick: a model too small to say anything.
     """
-    known = {flag.dest for feature in all_features() for flag in feature.flags}
-    switches = {name: value for name, value in SWITCHES.items() if name in known}
     with tempfile.TemporaryDirectory(prefix="small-operators-") as cache:
         found = {
-            name: _measure(sizes, switches, device, f"{cache}/{number}", 2 if quick else 15)
+            name: _measure(sizes, device, f"{cache}/{number}", 2 if quick else 15)
             for number, (name, sizes) in enumerate((QUICK if quick else MODELS).items())
         }
     metrics = {
         metric: {name: each[metric] for name, each in found.items()} for metric in next(iter(found.values()))
     }
     failed = [text for each in found.values() for text in each["failed"]]
-    return {**metrics, "switches": switches, "failed": failed}
+    return {**metrics, "switches": SWITCHES, "failed": failed}
 
 
-def _measure(sizes: Sizes, switches: dict[str, Any], device: str, cache: str, rounds: int) -> dict[str, Any]:
+def _measure(sizes: Sizes, device: str, cache: str, rounds: int) -> dict[str, Any]:
     """One model's metrics; its compiled code goes to an empty folder, from which a second job takes it."""
     caching = {"TORCHINDUCTOR_CACHE_DIR": cache}
 
     def ours() -> Child:
-        return Child("ours", sizes, switches, device, _MODULE, caching)
+        return Child("ours", sizes, SWITCHES, device, _MODULE, caching)
 
     with ExitStack() as stack:
         stock = stack.enter_context(Child("stock", sizes, {}, device, _MODULE))

@@ -27,7 +27,7 @@ The command must import mindspeed_dsa.megatron_adaptor. Times include those of t
 if the command ended before the step was recorded; 2 where something is refused."""
 
 REMEDIES = {
-    "RMSNorm": ("rmsnorm", "--use-fused-rmsnorm"),
+    "RMSNorm": ("fused-rmsnorm", "--use-fused-rmsnorm"),
     "MLASelfAttention": ("compile-regions", "--compile-regions"),
     "TopKRouter": ("compile-regions", "--compile-regions"),
     "SharedExpertMLP": ("compile-regions", "--compile-regions"),

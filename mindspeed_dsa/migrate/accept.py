@@ -70,10 +70,9 @@ def _refuse(found: Translation) -> None:
     problems = [*found.problems, *(f"{each.given}: {each.why}" for each in found.refused)]
     if problems:
         raise SettingsError(
-            "mindspeed_dsa: --accept-mindspeed-flags: these flags are not served, and the job would "
-            "compute something "
-            "else without them, or they contradict others; `python -m mindspeed_dsa migrate SCRIPT` "
-            "says more:" + "".join(f"\n  - {problem}" for problem in problems)
+            "mindspeed_dsa: --accept-mindspeed-flags: these flags are not served, and the job would compute "
+            "something else without them, or they contradict others; `python -m mindspeed_dsa migrate "
+            "SCRIPT` says more:" + "".join(f"\n  - {problem}" for problem in problems)
         )
 
 

@@ -168,8 +168,7 @@ def _sparse_attention(job: Job) -> None:
     defaults = [_flag(name, value) for old, (name, value) in _INDEXER.items() if old not in job]
     why = (
         "The rotated dimensions come first there; which of them form pairs is another order of weights. "
-        "The latent "
-        "query is read before its norm there, and with --transformer-impl local after it."
+        "The latent query is read before its norm there, and with --transformer-impl local after it."
     )
     job.becomes(flag, [*variant, *defaults, _flag("--dsa-indexer-rope-first")], why)
 
@@ -216,8 +215,8 @@ def _documents(job: Job) -> None:
     else:
         why = (
             "Megatron's flag makes a mask, which latent attention on its own modules does not read; "
-            "--pack-documents "
-            "masks the loss at ends of documents as well: add --eod-mask-loss, and it takes the place."
+            "--pack-documents masks the loss at ends of documents as well: add --eod-mask-loss, and it takes "
+            "the place."
         )
         job.is_dropped(flag, why, results=True)
 
@@ -303,7 +302,7 @@ def _vocabulary(job: Job) -> None:
 def _muon(job: Job) -> None:
     if "muon" not in job.text("--optimizer"):
         return
-    if "--muon-nesterov" in job and not (job.release is None or not job.before("0.17")):
+    if "--muon-nesterov" in job and job.before("0.17"):
         job.becomes("--muon-nesterov", [_flag("--muon-use-nesterov")])
     if "--muon-momentum" not in job:
         why = "MindSpeed's momentum of 0.95 is said, because Megatron's default is 0.9."

@@ -94,7 +94,12 @@ SWITCHED = (
         rtol=1e-5,
     ),
     Case("fused-swiglu", "TP2+SP", {"fused_operators": ["swiglu"]}, "operator swiglu", rtol=1e-5),
-    Case("mask-arithmetic", "TP2+SP", {"fused_operators": ["mask-arithmetic"]}),
+    Case(
+        "mask-arithmetic",
+        "TP2+SP",
+        {"fused_operators": ["mask-arithmetic"]},
+        events.FUSED_OPERATORS["mask-arithmetic"],
+    ),
     Case("moe-fb-overlap", "PP2 x VPP2 x EP2", {"moe_fb_overlap": True}, events.STARTED, rtol=1e-5),
     Case("recompute-ahead", "PP2 x VPP2", {"recompute_in_bubble": True}, "ahead", overrides=FULL),
     Case("moe-router-load-report", "EP2", {"moe_router_load_report": "FOLDER"}, events.COUNTED),

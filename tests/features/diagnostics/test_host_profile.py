@@ -11,6 +11,7 @@ import pytest
 
 from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.cli import host_profile
+from mindspeed_dsa.features import all_features
 from mindspeed_dsa.features.diagnostics.host_profile import account
 from mindspeed_dsa.features.diagnostics.host_profile.validation import check_profile
 
@@ -132,6 +133,14 @@ def test_remedies_are_those_that_are_not_on():
     assert host_profile.remedy("TopKRouter", ()) == "--compile-regions"
     assert host_profile.remedy("TopKRouter", ("compile-regions",)) == ""
     assert host_profile.remedy("Dropout", ()) == ""
+    # What fused-rmsnorm builds is an RMSNorm by its name, too.
+    assert host_profile.remedy("FusedRMSNorm", ("fused-rmsnorm",)) == ""
+
+
+@pytest.mark.parametrize(("feature", "flag"), sorted(set(host_profile.REMEDIES.values())))
+def test_remedies_are_flags_of_the_features_that_they_name(feature, flag):
+    (known,) = (each for each in all_features() if each.name == feature)
+    assert flag.partition(" ")[0] in {each.name for each in known.flags}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from mindspeed_dsa.integration.configuration import argument
 FLAG = "--use-torch-fsdp2"
 _OWN = ("fsdp2_prefetch", "fsdp2_reduce_dtype", "fsdp2_config_path", "fsdp2_sharding_size")
 _GRAPHS = "graphs read weights where they lay when recorded, and gathers move them; omit it"
+_MAMBA = "checkpoints of Mamba layers cut weights in ways of their own; omit one of them"
 _REFUSED = {
     "use_megatron_fsdp": "both shard the weights; choose one",
     "use_distributed_optimizer": "its state is sharded with the weights; omit --use-distributed-optimizer",
@@ -27,10 +28,10 @@ _REFUSED = {
     "check_weight_hash_across_dp_replicas_interval": "ranks have no equal weights to compare; omit it",
     "overlap_moe_expert_parallel_comm": "it runs parts of layers, and weights come by whole layers; omit it",
     "delay_wgrad_compute": "weight gradients come after their layer's reduction; omit --delay-wgrad-compute",
-    "is_hybrid_model": "checkpoints of Mamba layers cut weights in ways of their own; omit one of them",
+    "is_hybrid_model": _MAMBA,
+    "hybrid_layer_pattern": _MAMBA,
     "enable_cuda_graph": _GRAPHS,
     "external_cuda_graph": _GRAPHS,
-    "hybrid_layer_pattern": "checkpoints of Mamba layers cut weights in ways of their own; omit one of them",
 }
 
 
