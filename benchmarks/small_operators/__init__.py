@@ -18,7 +18,6 @@ SWITCHES: dict[str, Any] = {"compile_regions": True, "fused_operators": ["all"]}
 MODELS = {
     "small": Sizes(),
     "large": Sizes(hidden=2048, length=512, sequences=1, layers=1, heads=16, experts=4),
-    "small, dense attention": Sizes(sparse=False),
 }
 QUICK = {"small": Sizes(hidden=64, length=32, layers=1, experts=2, heads=2)}
 _SETTLED = 2

@@ -36,7 +36,6 @@ class Sizes:
     experts: int = 8
     heads: int = 8
     vocabulary: int = 512
-    sparse: bool = True
 
 
 class Job:
@@ -46,8 +45,7 @@ class Job:
         import mindspeed_dsa
 
         self.sizes = sizes
-        attention = "dsa" if sizes.sparse else "none"
-        mindspeed_dsa.enable(experimental_attention_variant=attention, **switches)
+        mindspeed_dsa.enable(experimental_attention_variant="dsa", **switches)
         from megatron.core import parallel_state, tensor_parallel
 
         store = torch.distributed.HashStore()
@@ -131,19 +129,13 @@ class Job:
 
 
 def _model(sizes: Sizes) -> Any:
-    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-    from megatron.core.models.gpt import experimental_attention_variant_module_specs as sparse_specs
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+        get_transformer_block_with_experimental_attention_variant_spec,
+    )
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     wide, heads = sizes.hidden, sizes.heads
-    attention = {
-        "experimental_attention_variant": "dsa",
-        "dsa_indexer_n_heads": heads,
-        "dsa_indexer_head_dim": 32,
-        "dsa_indexer_topk": 64,
-        "dsa_indexer_loss_coeff": 1e-2,
-        "dsa_indexer_use_sparse_loss": True,
-    }
     config = MLATransformerConfig(
         num_layers=sizes.layers,
         hidden_size=wide,
@@ -179,15 +171,16 @@ def _model(sizes: Sizes) -> Any:
         transformer_impl="local",
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,
-        **(attention if sizes.sparse else {}),
+        experimental_attention_variant="dsa",
+        dsa_indexer_n_heads=heads,
+        dsa_indexer_head_dim=32,
+        dsa_indexer_topk=64,
+        dsa_indexer_loss_coeff=1e-2,
+        dsa_indexer_use_sparse_loss=True,
     )
-    if sizes.sparse:
-        spec = sparse_specs.get_transformer_block_with_experimental_attention_variant_spec(config)
-    else:
-        spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     return GPTModel(
         config=config,
-        transformer_layer_spec=spec,
+        transformer_layer_spec=get_transformer_block_with_experimental_attention_variant_spec(config),
         vocab_size=sizes.vocabulary,
         max_sequence_length=sizes.length,
         position_embedding_type="rope",
