@@ -64,7 +64,8 @@ def test_weight_gradients_come_after_their_weights_have_gone(pool, direct):
     for rank in pool.run("tests.parallel.fsdp2_cases:delayed", 2, direct=direct):
         assert rank["waiting"] == [3, 3]
         assert rank["without"] == [True, False] * 3, "gains' gradients are there, weights' are not"
-        assert rank["in use"][0] == 0, "gone since its forward"
-        assert rank["in use"][1] > 0, "of the unit that computes"
+        _, computing, done = rank["in use"]
+        assert computing > 0
+        assert done == 0, "gone since its forward"
         assert rank["storages"] == [0, 0, 0]
         assert all(rank["equal"])
