@@ -103,7 +103,7 @@ def in_one_pass(original: _Function) -> _Function:
 
     def foreach_all_gather_copy_out(all_gather_result: Any, fsdp_params: list[Any], group: Any) -> None:
         output, event, work, _, _, sizes = all_gather_result
-        if not _gains(output, fsdp_params, sizes):
+        if not _gains(output, fsdp_params, sizes, group.size()):
             original(all_gather_result, fsdp_params, group)
             return
         if event is not None:
@@ -118,15 +118,16 @@ def in_one_pass(original: _Function) -> _Function:
     return foreach_all_gather_copy_out
 
 
-def _gains(output: Tensor, parameters: Sequence[Any], sizes: Sequence[int]) -> bool:
-    """Whether a split is not all there is to do, and the buffer holds one piece of each, of its own type."""
+def _gains(output: Tensor, parameters: Sequence[Any], sizes: Sequence[int], ranks: int) -> bool:
+    """Whether a split is not all there is to do, and the buffer holds one piece of each, as it is."""
     return (
         output.dtype is not torch.uint8
         and len(sizes) == len(parameters)
         and all(
             each.sharded_state == ShardedState.SHARDED
             and not hasattr(each._sharded_local_tensor, "fsdp_post_all_gather")
-            for each in parameters
+            and size * ranks == each._orig_size.numel()  # nothing is padded
+            for each, size in zip(parameters, sizes, strict=True)
         )
         and any(each.fsdp_placement.dim != 0 or layout_of(each) is not None for each in parameters)
     )

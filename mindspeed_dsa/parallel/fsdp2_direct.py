@@ -226,7 +226,7 @@ class DirectGroup(FSDPParamGroup):
     def post_backward(self, *unused: Any) -> None:
         """Start to reduce the gradients that are there, and drop the weights."""
         stock = not self.reduce_grads or not self.all_reduce_grads or self._all_reduce_hook is not None
-        if stock or self.reduce_scatter_unused_params:
+        if stock or getattr(self, "reduce_scatter_unused_params", False):
             super().post_backward(*unused)
             return
         self._training_state = TrainingState.POST_BACKWARD
