@@ -44,6 +44,13 @@ sources.parse_once()
 pytest_plugins = ["tests.support.figures"]
 
 
+def pytest_collection_finish() -> None:
+    """Put torch and the rest out of the garbage collector's sight: tests go through all objects often."""
+    from tests.support import third_party
+
+    third_party.out_of_sight()
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """Worker processes that play the ranks of a job, for all tests; see ``support/pool.py``."""

@@ -92,9 +92,8 @@ def test_the_placement_may_change_at_a_checkpoint(
         assert ours["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
     read = "tests.support.example_job:read"
-    before, expected, found = pool.run(read, 1, checkpoints=[(middle, HALF), (stock, STEPS), (final, STEPS)])[
-        0
-    ]
+    checkpoints = [(middle, HALF), (stock, STEPS), (final, STEPS)]
+    ((before, expected, found),) = pool.run(read, 1, checkpoints=checkpoints)
     assert found.keys() == expected.keys()
     assert sum("exp_avg" in name for name in found) > 20
     for name, tensor in expected.items():

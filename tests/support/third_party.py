@@ -1,4 +1,4 @@
-"""What Megatron imports of others, and what features of torch that the tests use import when they are called."""
+"""What Megatron imports of others, and what features of torch import when tests first use them."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def popen(
     env: Mapping[str, str] | None = None,
     text: bool = True,
 ) -> Process:
-    """``subprocess.Popen`` for ``[sys.executable, ...]``; streams are files, ``PIPE`` or, by default, ours."""
+    """``subprocess.Popen`` for ``[sys.executable, ...]``; streams are files, ``PIPE`` or ours."""
     assert command[0] == sys.executable
     request = {
         "start": list(map(str, command[1:])),

@@ -1,9 +1,9 @@
 """Runs Python programs in forked children of one process, which has imported what takes them long.
 
-``python warm_server.py DESCRIPTOR MODULE...`` imports the modules, those that are installed, and reads requests
-from the socket. With ``start``, the words behind ``python`` in a command, come ``cwd``, ``environ`` and three
-descriptors for the program's streams; the answer is its process id. ``wait`` names one; the answer is its exit
-code. Imports nothing else, because the programs would find it imported.
+``python warm_server.py DESCRIPTOR MODULE...`` imports the modules, those that are installed, and reads
+requests from the socket. With ``start``, the words behind ``python`` in a command, come ``cwd``, ``environ``
+and three descriptors for the program's streams; the answer is its process id. ``wait`` names one; the answer
+is its exit code. Imports nothing of ours, because the programs would find it imported.
 """
 
 import atexit
