@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -49,6 +50,11 @@ def pytest_collection_finish() -> None:
     from tests.support import third_party
 
     third_party.out_of_sight()
+
+
+def pytest_unconfigure() -> None:
+    """Triton's library complains at the end of what the collector does not see."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ _MEGATRON = (
     "megatron.core.transformer.experimental_attention_variant.dsa",
 )
 
-third_party.load()
+third_party.load(third_party.OF_CASES)
 sources.parse_once()
 sources.check_all()
 third_party.out_of_sight()

@@ -11,22 +11,25 @@ from collections.abc import Sequence
 NAMES = (
     "torch",
     "torch._dynamo",
-    "torch._inductor.compile_fx",
     "torch.distributed.checkpoint",
     "torch.distributed.tensor.experimental",
-    "torch.export.pt2_archive",
-    "torch.nn.attention.flex_attention",
     "torch.utils.cpp_extension",
     "torch.utils.tensorboard",
-    "hypothesis",
-    "pytest",
     "triton",
     "wrapt",
     "yaml",
 )
+OF_CASES = (
+    *NAMES,
+    "torch._inductor.compile_fx",
+    "torch.export.pt2_archive",
+    "torch.nn.attention.flex_attention",
+    "hypothesis",
+    "pytest",
+)
 
 
-def load(names: Sequence[str] = NAMES) -> None:
+def load(names: Sequence[str]) -> None:
     """Import those that are installed."""
     for name in names:
         with contextlib.suppress(ImportError), warnings.catch_warnings():

@@ -96,3 +96,4 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()
     main(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)  # Triton's library would complain of what a normal end leaves behind
