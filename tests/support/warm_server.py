@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
 import threading
@@ -48,6 +49,7 @@ def main(connection):
 
 def run(request, streams):
     """What the interpreter does between its start and its end."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -95,5 +97,6 @@ if __name__ == "__main__":
 
     gc.collect()
     gc.freeze()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     main(socket.socket(fileno=int(sys.argv[1])))
     os._exit(0)  # Triton's library would complain of what a normal end leaves behind
