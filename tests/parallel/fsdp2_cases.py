@@ -57,6 +57,20 @@ def recompute() -> int:
     return gather.call_count
 
 
+def two_microbatches() -> int:
+    """Gathers of two forward passes and then of their two backwards, as in a pipeline."""
+    from mindspeed_dsa.parallel import fsdp2_direct
+
+    model = Stack()
+    model.last = nn.Identity()  # nothing is left with the root, which ran between the microbatches
+    _shard(model, ahead=1)
+    with mock.patch.object(fsdp2_direct, "gather", wraps=fsdp2_direct.gather) as gather:
+        losses = [model(torch.randn(3, 8)).sum() for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+    return gather.call_count
+
+
 def evaluate() -> list[bool]:
     """Whether parameters are shards after a forward pass alone, where weights are kept for backward."""
     model = Stack()

@@ -35,6 +35,10 @@ def test_weights_are_gathered_once_for_backward_also_where_layers_run_again(pool
     assert pool.run("tests.parallel.fsdp2_cases:recompute", 2) == [(UNITS + 1) * 2] * 2
 
 
+def test_no_weight_is_gathered_for_another_microbatch(pool):
+    assert pool.run("tests.parallel.fsdp2_cases:two_microbatches", 2) == [UNITS * 2 * 2] * 2
+
+
 def test_parameters_are_shards_after_evaluation(pool):
     for shards in pool.run("tests.parallel.fsdp2_cases:evaluate", 2):
         assert all(shards)
