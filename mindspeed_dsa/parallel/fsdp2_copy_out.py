@@ -96,7 +96,8 @@ def place(gathered: Tensor, parameters: Sequence[Any], sizes: Sequence[int]) -> 
 
 def by_rank(whole: Tensor, dim: int, ranks: int) -> Tensor:
     """``[ranks, *piece]``: what each rank has of a tensor that is cut on ``dim``; a view."""
-    return whole.unflatten(dim, (ranks, -1)).movedim(dim, 0)
+    pieces: Tensor = whole.unflatten(dim, (ranks, -1)).movedim(dim, 0)
+    return pieces
 
 
 def in_one_pass(original: _Function) -> _Function:
