@@ -56,7 +56,7 @@ def test_indexer_equals_the_oracle(products, form, use_relu):
 
 
 def test_masked_index_gradients_reach_further(products):
-    shapes = (1, 1, 16, 8), (1, 96, 8), (1, 1, 16)
+    shapes = (1, 1, 16, 8), (1, 160, 8), (1, 1, 16)
     query, key, weights = (torch.randn(shape).to(BF16) for shape in shapes)
     entries = torch.arange(16).expand(1, 1, 16)
     found = {}

@@ -36,7 +36,7 @@ def form(request, monkeypatch, dense_calls):
 
 @pytest.fixture(params=["whole", "one row", "odd", "pairs"])
 def chunks(request, monkeypatch):
-    """How the dense form cuts: all at once, or chunks of rows of one or of several sequences, and few keys."""
+    """How the dense form cuts: not at all, or into rows of one or of several sequences, and into few keys."""
     size, fewest, most, step, keys = {
         "whole": (1 << 30, 1, 10**6, 64, 10**6),
         "one row": (1, 1, 128, 1, 16),

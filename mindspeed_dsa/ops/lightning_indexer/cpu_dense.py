@@ -29,10 +29,10 @@ def takes(grad_scores: Tensor, query: Tensor, key: Tensor, weights: Tensor, topk
 def _most_keys(heads: int, topk: int) -> float:
     """Up to how many keys this form is the faster one.
 
-    Measured with causal rows on one thread, as a multiple of ``topk``: 16 with 4 heads, 10 with 8, 5 with 16
-    and 3 with 64.
+    Measured with causal rows on two busy cores of a Xeon, in processor time, as a multiple of ``topk``: 15
+    with 8 heads, 8 with 16 and nearly 3 with 64.
     """
-    return topk * min(16.0, 1.5 + 112 / heads)
+    return topk * min(16.0, 1.0 + 107 / heads)
 
 
 def score_gradients(
