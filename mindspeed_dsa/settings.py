@@ -260,6 +260,8 @@ class _SilentParser(argparse.ArgumentParser):
 
 def _read_argv(flags: list[Flag], argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
     """``(values given, our flags that were mentioned, problems)``."""
+    if not argv:
+        return {}, [], []  # a parser of a hundred flags takes longer than the rest
     parser = _SilentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for flag in flags:
         _add_flag(parser, flag)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -42,6 +43,18 @@ from tests.support import sources  # noqa: E402  after Triton, like everything e
 sources.parse_once()
 
 pytest_plugins = ["tests.support.figures"]
+
+
+def pytest_collection_finish() -> None:
+    """Put torch and the rest out of the garbage collector's sight: tests go through all objects often."""
+    from tests.support import third_party
+
+    third_party.out_of_sight()
+
+
+def pytest_unconfigure() -> None:
+    """Triton's library complains at the end of what the collector does not see."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.platforms import host_pool
@@ -34,6 +35,7 @@ def _is_on_device(candidate: Any) -> bool:
     # By type: isinstance would query proxies such as torch's lazy modules, and load them.
     return (
         issubclass(type(candidate), Tensor)
+        and not issubclass(type(candidate), DTensor)  # what it wraps is found as well
         and candidate.device.type == platforms.current().device_type
         and not host_pool.shared.holds(candidate)
     )

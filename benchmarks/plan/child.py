@@ -1,4 +1,4 @@
-"""One rank of the ten layouts; prints what it counted, one line of JSON each.
+"""One rank of the layouts; prints what it counted, one line of JSON each.
 
 ``python -m benchmarks.plan.child NAME...`` with torchrun's environment.
 """
@@ -22,7 +22,7 @@ from benchmarks.plan.layouts import flags_of
 
 ANSWER = "counted:"
 EXAMPLES = Path(__file__).parents[2] / "examples"
-_TEXT = "Ten layouts are counted. " * 400
+_TEXT = "Layouts are counted. " * 400
 _FILES = 6
 COUNTED = 3
 """Steps; the least of their activations counts."""
@@ -108,7 +108,7 @@ def _train(args: Any) -> dict[str, Any]:
             for module in chunk.modules():
                 if getattr(module, "input_tensor", None) is not None:
                     module.input_tensor = None  # received in the last microbatch
-        found.update(counted.state(stepper.model, before))
+        found.update(counted.state(stepper.model, stepper.optimizer, before))
         found["pipeline_rank"] = parallel_state.get_pipeline_model_parallel_rank()
 
     gating = TopKRouter.gating

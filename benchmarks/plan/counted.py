@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch._C._distributed_c10d import ProcessGroup  # type: ignore[attr-defined]
 from torch.autograd.profiler import record_function
+from torch.distributed.tensor import DTensor
 
 from benchmarks.memory.measure import live_bytes, profiled_levels, storage_bytes
 
@@ -30,23 +31,38 @@ GROUPS = {
 FORWARD = "benchmarks.plan: forward"
 
 
-def state(model: list[Any], before: int) -> dict[str, float]:
+def state(model: list[Any], optimizer: Any, before: int) -> dict[str, float]:
     """Bytes of weights, gradients and optimizer between steps.
 
     Args:
         model: chunks under data parallelism.
+        optimizer: of all of them.
         before: bytes of live storages before the model was built.
     """
     from megatron.core import parallel_state
 
     modules = [each for chunk in model for each in chunk.modules()]
-    weights = sum(each.numel() * each.element_size() for chunk in model for each in chunk.parameters())
+    weights = sum(_own(each).nbytes for chunk in model for each in chunk.parameters())
     weights += sum(each.nbytes for module in modules for each in module._buffers.values() if each is not None)
-    buffers = [each for chunk in model for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    gradients = storage_bytes([each.grad_data for each in buffers])
+    in_buffers = (getattr(each, "main_grad", None) for chunk in model for each in chunk.parameters())
+    sums = [each for each in in_buffers if each is not None]
+    gradients = storage_bytes([*sums, *_sharded_gradients(optimizer)])
     scratch = storage_bytes(parallel_state.get_global_memory_buffer().buffer.values())
-    optimizer = live_bytes() - before - weights - gradients - scratch
-    return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+    rest = live_bytes() - before - weights - gradients - scratch
+    return {"weights": weights, "gradients": gradients, "optimizer": rest}
+
+
+def _own(tensor: Any) -> torch.Tensor:
+    """This rank's piece."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _sharded_gradients(optimizer: Any) -> Iterator[torch.Tensor]:
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in each.optimizer.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, DTensor) and parameter.grad is not None:
+                    yield _own(parameter.grad)
 
 
 def activations(step: Callable[[], Any]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Ten layouts of the example job on four ranks, between them every kind of parallelism and memory feature."""
+"""Layouts of the example job on four ranks, between them every kind of parallelism and memory feature."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ LAYOUTS = {
         "--global-batch-size 8 --bf16 --use-distributed-optimizer --tensor-model-parallel-size 2 "
         "--sequence-parallel --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
         "--expert-tensor-parallel-size 1"
+    ),
+    "PP2 EP2 DP2, dense weights sharded": (
+        "--global-batch-size 8 --bf16 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
+        "--use-torch-fsdp2"
     ),
     "CP2 DP2, swapped attention": (
         "--global-batch-size 8 --bf16 --use-distributed-optimizer --context-parallel-size 2 "

@@ -37,6 +37,7 @@ FEATURES = (
     "--cp-keep-gathered",
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "--expert-model-parallel-size 32",
+    "--no-use-distributed-optimizer --use-torch-fsdp2",
     "--context-parallel-size 1",
     "--context-parallel-size 1 --no-use-dsa-absorb",
     "--context-parallel-size 1 --no-use-fused-dsa",

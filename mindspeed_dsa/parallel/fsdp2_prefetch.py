@@ -32,11 +32,19 @@ def prefetch(units: Sequence[Any], ahead: int, root: Any = None, asynchronous: b
         unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + ahead])
         state = unit._get_fsdp_state()
         state._states_to_forward_prefetch = _InForward(state._states_to_forward_prefetch)
-        unit.set_modules_to_backward_prefetch(units[max(at - ahead, 0) : at][::-1])
+        _set_backward_prefetch(unit, units[max(at - ahead, 0) : at][::-1])
     if root is not None:
         root.set_modules_to_forward_prefetch(units[:ahead])
-        root.set_modules_to_backward_prefetch(units[-ahead:][::-1] if ahead else [])
+        _set_backward_prefetch(root, units[-ahead:][::-1] if ahead else [])
         units.append(root)
     if asynchronous:
         for unit in units:
             unit._set_unshard_async_op(True)
+
+
+def _set_backward_prefetch(unit: Any, others: Sequence[Any]) -> None:
+    """Those alone: with none given FSDP2 gathers what ran before, in a pipeline another microbatch's unit.
+
+    A unit whose backward runs has its weights, so that its own gather is none.
+    """
+    unit.set_modules_to_backward_prefetch(list(others) or [unit])

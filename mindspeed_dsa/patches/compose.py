@@ -55,6 +55,8 @@ def with_context(decorate: Any, context: Any) -> Decorator:
 
 
 def _takes_context(decorate: Any) -> bool:
+    if type(decorate) is FunctionType and not decorate.__dict__:  # what inspect would say, at once
+        return decorate.__code__.co_argcount - len(decorate.__defaults__ or ()) >= 2
     try:
         parameters = inspect.signature(decorate).parameters.values()
     except (TypeError, ValueError):  # no signature: the plain form

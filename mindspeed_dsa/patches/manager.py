@@ -79,7 +79,8 @@ class PatchManager:
             self._restore(self._touched())  # sites re-patched by other code that no longer are
             inside, outside = [], []
             for claim in claims:
-                rooted = replace(claim, patch=claim.patch.under_root(self._root))
+                patch = claim.patch.under_root(self._root)
+                rooted = claim if patch is claim.patch else replace(claim, patch=patch)
                 reason = version_ranges.outside(rooted.patch, self._version_of)
                 if reason:
                     outside.append(Site([rooted], state="skipped", reason=reason))

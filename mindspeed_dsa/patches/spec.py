@@ -99,6 +99,8 @@ class Patch:
 
     def under_root(self, root: str) -> Patch:
         """The same row for a fork whose top-level package is ``root`` instead of ``megatron``."""
+        if root == "megatron":
+            return self
         return replace(self, target=_rooted(self.target, root), impl=_rooted(self.impl, root))
 
 

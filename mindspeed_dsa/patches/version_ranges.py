@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 from mindspeed_dsa.patches.errors import PatchDeclarationError
 from mindspeed_dsa.patches.spec import Patch
@@ -18,19 +19,28 @@ def outside(patch: Patch, version_of: Callable[[str], str | None]) -> str:
     """
     if not patch.versions:
         return ""
-    # Slow to import, and most sessions have no such row.
-    from packaging.specifiers import InvalidSpecifier, SpecifierSet
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        declared = SpecifierSet(patch.versions)
-    except InvalidSpecifier as error:
-        raise PatchDeclarationError(f"{patch.target}: `versions` is not a PEP 440 range: {error}") from error
     package = patch.module.partition(".")[0]
     version = version_of(package)
     try:
-        if version is None or declared.contains(Version(version), prereleases=True):
-            return ""
+        covered = _covers(patch.versions, version)
+    except ValueError as error:
+        raise PatchDeclarationError(f"{patch.target}: `versions` is not a PEP 440 range: {error}") from error
+    return "" if covered else f"{package} {version} is outside {patch.versions}"
+
+
+@cache
+def _covers(versions: str, version: str | None) -> bool:
+    """Whether a range has the version, or could have it.
+
+    Raises:
+        ValueError: the range cannot be parsed.
+    """
+    # Slow to import, and most sessions have no such row.
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
+    declared = SpecifierSet(versions)
+    try:
+        return version is None or declared.contains(Version(version), prereleases=True)
     except InvalidVersion:
-        return ""
-    return f"{package} {version} is outside {patch.versions}"
+        return True

@@ -11,7 +11,7 @@ from typing import Any
 from mindspeed_dsa.catalogue import everything
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.planner import config, flags, layouts
-from mindspeed_dsa.planner.job import Features, Job, Layout, Model, Training
+from mindspeed_dsa.planner.job import Features, Job, Layout, Model, Sharding, Training
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
 _DSA = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
@@ -57,7 +57,15 @@ def job_of(
         layout = layouts.placed(wanted, devices)
     if training.batch == 0:
         training = _with_batch(training, training.micro * layout.dp)
-    job = Job(model, layout, training, features_of(options), imbalance, notes=_notes(options, unknown))
+    sharding = _sharding_of(options)
+    if sharding and not any_layout and layout.replicas % (sharding.ranks or 1):
+        raise SettingsError(
+            f"mindspeed_dsa plan: --fsdp2-sharding-size {sharding.ranks} does not divide the "
+            f"{layout.replicas} ranks of data and context parallelism; "
+            f"{math.gcd(sharding.ranks, layout.replicas)} does"
+        )
+    features, notes = features_of(options), _notes(options, unknown)
+    job = Job(model, layout, training, features, imbalance, sharding, notes)
     if not any_layout:
         layouts.check(job, any_number=devices is None)
     return job
@@ -83,6 +91,12 @@ def _check_together(options: argparse.Namespace) -> None:
         problems.append("--bf16 and --fp16: give one of them")
     if options.reuse_fp32_param and not options.bf16:
         problems.append("--reuse-fp32-param needs --bf16")
+    if options.use_torch_fsdp2 and options.use_distributed_optimizer:
+        problems.append("--use-torch-fsdp2 shards optimizer state itself: omit --use-distributed-optimizer")
+    if options.use_torch_fsdp2 and not options.untie_embeddings_and_output_weights:
+        problems.append("--use-torch-fsdp2 needs --untie-embeddings-and-output-weights")
+    if options.fsdp2_config_path:
+        problems.append("--fsdp2-config-path is not read by plans: give the same by --fsdp2-... flags")
     if options.num_experts and not options.disable_bias_linear:
         if options.moe_shared_expert_intermediate_size:
             problems.append("shared experts have no biases: add --disable-bias-linear")
@@ -262,13 +276,16 @@ def training_of(options: argparse.Namespace) -> Training:
         uniform = options.recompute_method != "block"
         full, group = (-1, number) if uniform else (number, 1)
     bf16 = options.bf16 or options.fp16
+    reduced_in_bf16 = (
+        options.fsdp2_reduce_dtype == "bf16" if options.use_torch_fsdp2 else options.grad_reduce_in_bf16
+    )
     return Training(
         sequence=options.seq_length,
         micro=options.micro_batch_size,
         batch=options.global_batch_size or 0,
         bf16=bf16,
         # Float32 is Megatron's default for bf16 alone.
-        grad_half=(options.bf16 and options.grad_reduce_in_bf16)
+        grad_half=(options.bf16 and reduced_in_bf16)
         or (options.fp16 and not options.accumulate_allreduce_grads_in_fp32),
         distributed=options.use_distributed_optimizer,
         adam=options.optimizer == "adam",
@@ -284,6 +301,13 @@ def training_of(options: argparse.Namespace) -> Training:
         dropout=options.hidden_dropout > 0,
         attention_dropout=options.attention_dropout > 0,
     )
+
+
+def _sharding_of(options: argparse.Namespace) -> Sharding | None:
+    if not options.use_torch_fsdp2:
+        return None
+    prefetch = 1 if options.fsdp2_prefetch is None else options.fsdp2_prefetch
+    return Sharding(options.fsdp2_sharding_size or 0, prefetch)
 
 
 def _gib(word: str) -> float:

@@ -24,8 +24,9 @@ class Transfer:
     """One kind of transfer of a pipeline rank.
 
     Attributes:
-        group: ``TP``, ``EP``, ``ETP``, ``CP``, ``PP``, ``DP``, ``EDP`` or ``embedding``; SP's collectives
-            run on the tensor parallel group.
+        group: ``TP``, ``EP``, ``ETP``, ``CP``, ``PP``, ``DP``, ``EDP`` or ``embedding``; ``FSDP`` where fewer
+            ranks than those of DP share a copy of the weights. SP's collectives run on the tensor parallel
+            group.
         what: it carries.
         nbytes: that a rank receives in a step.
         when: ``forward`` or ``backward`` of every microbatch, or the ``end`` of the step.
@@ -74,7 +75,7 @@ class _Rank:
                         each.group, each.collective, f"{each.what}, recomputed", each.nbytes, "backward"
                     )
                     yield _times(again, count * times)
-        for each in (*self._ends(), *self._pipeline()):
+        for each in (*self._ends(), *self._pipeline(), *self._shards()):
             yield _times(each, count)
         yield from self._step()
 
@@ -243,19 +244,42 @@ class _Rank:
             if stage < stages - 1:
                 yield Transfer("PP", "send", "gradients", nbytes * (layout.pp > 1), "backward")
 
+    def _shards(self) -> Iterator[Transfer]:
+        """Gathers of dense weights, and sums of their gradients, of one microbatch."""
+        job, size = self.job, self.job.training.grad_number
+        shards, copies = job.shards, self.layout.replicas // job.shards
+        if shards == 1:
+            return
+        share = (shards - 1) / shards
+        group = "DP" if copies == 1 else "FSDP"
+        dense = [each for each in self.weights if each.cut != "expert"]
+        numbers = sum(each.on_rank(self.layout) for each in dense)
+        # The embedding's backward reads no weight.
+        again = numbers - sum(each.on_rank(self.layout) for each in dense if each.part == "embedding")
+        trained = sum(each.on_rank(self.layout) for each in self._trained() if each.cut != "expert")
+        yield Transfer(group, "all-gather", "weights", numbers * self.e * share, "forward")
+        yield Transfer(group, "all-gather", "weights", again * self.e * share, "backward")
+        yield Transfer(group, "reduce-scatter", "gradients", trained * size * share, "backward")
+        among = 2 * trained / shards * size * (copies - 1) / copies
+        yield Transfer("DP", "all-reduce", "gradients of copies", among, "backward")
+
+    def _trained(self) -> list[Weight]:
+        return [w for w in self.weights if not self.job.features.warmup_stage or w.part == "indexer"]
+
     def _step(self) -> Iterator[Transfer]:
         layout, training = self.layout, self.job.training
-        trained = [w for w in self.weights if not self.job.features.warmup_stage or w.part == "indexer"]
+        trained, shards = self._trained(), self.job.shards
         size = training.grad_number
         if layout.tp > 1:
             summed = sum(w.numbers for w in trained if (w.summed and self.sequence) or w.averaged)
-            nbytes = 2 * summed * size * (layout.tp - 1) / layout.tp
+            nbytes = 2 * summed / shards * size * (layout.tp - 1) / layout.tp
             yield Transfer("TP", "all-reduce", "gradients of copies", nbytes, "end")
         groups = (("DP", layout.replicas, False), ("EDP", layout.expert_replicas, True))
         for group, ranks, experts in groups:
             share = (ranks - 1) / ranks
             # Experts that are not dealt out are reduced with everything else.
             own = [w for w in trained if (w.cut == "expert" and layout.ep > 1) == experts]
+            own = [w for w in own if shards == 1 or w.cut == "expert"]
             numbers = sum(w.on_rank(layout) for w in own) * share
             if training.distributed:
                 yield Transfer(group, "reduce-scatter", "gradients", numbers * size, "end")
@@ -266,7 +290,7 @@ class _Rank:
                 yield Transfer(group, "all-reduce", "gradients", 2 * numbers * size, "end")
         shared = (self.model.tied or self.model.mtp) and layout.pp > 1 and (self.rank == 0 or self.last)
         if shared:
-            nbytes = self.model.vocabulary * self.model.hidden / layout.tp * size
+            nbytes = self.model.vocabulary * self.model.hidden / layout.tp / shards * size
             yield Transfer("embedding", "all-reduce", "gradients", nbytes, "end")
 
 

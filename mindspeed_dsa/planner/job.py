@@ -165,6 +165,19 @@ class Training:
 
 
 @dataclass(frozen=True)
+class Sharding:
+    """Of dense weights, their gradients and optimizer state (``--use-torch-fsdp2``).
+
+    Attributes:
+        ranks: that share one copy; 0: all data and context parallel ranks.
+        prefetch: layers gathered ahead of the one that computes.
+    """
+
+    ranks: int = 0
+    prefetch: int = 1
+
+
+@dataclass(frozen=True)
 class Features:
     """Of this library, as far as they change a plan.
 
@@ -212,6 +225,7 @@ class Job:
 
     Attributes:
         imbalance: tokens of the fullest rank's experts over the mean.
+        sharding: None: every replica has all dense weights.
         notes: what the plan leaves out.
     """
 
@@ -220,12 +234,18 @@ class Job:
     training: Training
     features: Features = Features()
     imbalance: float = 1.0
+    sharding: Sharding | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def microbatches(self) -> int:
         """Per step and data parallel rank."""
         return self.training.batch // (self.training.micro * self.layout.dp)
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share one copy of the dense weights."""
+        return 1 if self.sharding is None else self.sharding.ranks or self.layout.replicas
 
     @property
     def is_short(self) -> bool:

@@ -140,10 +140,9 @@ def _rank(
 ) -> RankMemory:
     layout, training, features = job.layout, job.training, job.features
     numbers = sizes.by_part(weights, layout)
-    own = sum(each.on_rank(layout) for each in weights)
+    own = sum(_held(job, weights))
     trained = [each for each in weights if not features.warmup_stage or each.part == "indexer"]
-    experts = sum(each.on_rank(layout) for each in trained if each.cut == "expert")
-    dense = sum(each.on_rank(layout) for each in trained) - experts
+    dense, experts = _held(job, trained)
     share = _share(job, dense, experts)
     masters = MASTER * share if training.bf16 else 0.0
     moments = (MOMENTS if training.adam else MOMENTS / 2) * share
@@ -188,6 +187,17 @@ def _rank(
         allocator=allocator * (state + beside),
         **_traffic(job, held, kinds),
     )
+
+
+def _held(job: Job, weights: Iterable[Weight]) -> tuple[float, float]:
+    """Numbers between steps, dense ones and experts'."""
+    experts = dense = 0.0
+    for each in weights:
+        if each.cut == "expert":
+            experts += each.on_rank(job.layout)
+        else:
+            dense += each.on_rank(job.layout) / job.shards
+    return dense, experts
 
 
 def _traffic(job: Job, held: Sequence[tuple[int, ...]], kinds: _Kinds) -> dict[str, float]:
@@ -320,6 +330,10 @@ def _temporary(job: Job, rank: int, weights: Sequence[Weight], kinds: _Kinds) ->
         found["logits"] = number * tokens * model.vocabulary / layout.tp
     largest = max((_one_matrix(job, each) for each in weights), default=0.0)
     found["gradient of a weight"] = largest * number
+    if job.sharding:
+        unit = max(_units(job, rank))
+        found["gathered layers"] = (1 + job.sharding.prefetch) * unit * number
+        found["gradients of a layer"] = unit * (number + training.grad_number)
     if training.full:
         group = training.full_group if training.full < 0 else 1
         found["recomputed layer"] = kinds.whole() * group
@@ -328,6 +342,18 @@ def _temporary(job: Job, rank: int, weights: Sequence[Weight], kinds: _Kinds) ->
     if model.sparse and not (job.features.indexer and job.features.attention):
         heads = max(model.index_heads, math.ceil(model.heads / layout.tp))
         found["matrices of stock DSA"] = 2.0 * 4 * tokens * training.sequence * heads
+    return found
+
+
+def _units(job: Job, rank: int) -> list[float]:
+    """Dense numbers that are gathered together: of layers, embedding and output layer."""
+    model, layout = job.model, job.layout
+    found = [
+        sum(each.on_rank(layout) for each in sizes.layer(model, experts) if each.cut != "expert")
+        for experts in set(model.pattern)
+    ]
+    if rank in (0, layout.pp - 1):
+        found.append(model.vocabulary * model.hidden / layout.tp)
     return found
 
 

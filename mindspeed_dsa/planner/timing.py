@@ -68,6 +68,7 @@ def strides(job: Job) -> dict[str, tuple[int, int]]:
         "TP": (layout.tp, 1),
         "CP": (layout.cp, layout.tp),
         "DP": (layout.replicas, layout.tp),
+        "FSDP": (job.shards, layout.tp),
         "PP": (layout.pp, inner * layout.dp),
         "ETP": (layout.etp, 1),
         "EP": (layout.ep, layout.etp),
@@ -228,6 +229,8 @@ class Estimate:
                 behind = by_part.get("shared experts", 0.0) + weight
             elif group == "TP" and features.coc:
                 behind = CHUNKED * min(alone, count * computed)
+            elif group in ("DP", "FSDP"):
+                behind = count * computed if self.job.sharding and self.job.sharding.prefetch else 0.0
             elif group == "CP":
                 behind = by_part.get("projections", 0.0) * (1.0 if self.job.model.sparse else 0.0)
                 behind += 0.0 if self.job.model.sparse else by_part.get("attention", 0.0)

@@ -15,6 +15,7 @@ pytest.importorskip("tests.ops.triton_backend")
 
 from benchmarks.kernels import model, page
 from tests.ops.test_triton_compile import GOOD
+from tests.support import warm
 
 H200 = model.GPUS["H200"]
 FORWARD = replace(GOOD, constants={"BLOCK_H": 64, "BLOCK_N": 64, "WITH_OUT": True})
@@ -89,11 +90,9 @@ def test_the_committed_result_and_the_page_made_of_it():
 
 
 def test_the_interpreter_is_refused():
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "benchmarks", "kernels-static", "--quick"],
         env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
     )
     assert done.returncode == 1
     assert "unset TRITON_INTERPRET" in done.stderr

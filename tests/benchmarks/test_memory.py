@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import __main__ as cli
 from benchmarks import memory
-from benchmarks.memory import measure
+from benchmarks.memory import child, measure
 from benchmarks.memory.child import Child
+from tests.support import warm
 
 pytest.importorskip("megatron.core")
 
@@ -60,17 +63,18 @@ def test_jobs_that_train_differently_are_not_compared(monkeypatch):
 
 def test_a_job_that_ends_is_an_error():
     with (
-        Child("bad", memory.QUICK, {"use_nothing": True}, "cpu") as child,
+        Child("bad", memory.QUICK, {"use_nothing": True}, "cpu") as bad,
         pytest.raises(RuntimeError, match="bad: the job exited at 'step'"),
     ):
-        child.ask("step")
+        bad.ask("step")
 
 
-def test_a_long_step_is_a_step_of_several_microbatches():
+def test_a_long_step_is_a_step_of_several_microbatches(monkeypatch):
+    monkeypatch.setattr(child, "subprocess", SimpleNamespace(Popen=warm.popen, PIPE=subprocess.PIPE))
     with Child("off", memory.QUICK, {}, "cpu") as one, Child("other", memory.QUICK, {}, "cpu") as other:
         short, long = one.ask("step"), other.ask("long step")
         assert short["loss"] != long["loss"]
-        memory_of_gradients = [child.ask("rest")["bytes"] for child in (one, other)]
+        memory_of_gradients = [each.ask("rest")["bytes"] for each in (one, other)]
         assert memory_of_gradients[0] == memory_of_gradients[1]
         assert one.ask("digest") != other.ask("digest")
 

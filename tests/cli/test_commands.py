@@ -10,13 +10,11 @@ import sys
 import pytest
 
 from mindspeed_dsa.__main__ import COMMANDS, main
-from tests.support import fork
+from tests.support import fork, warm
 
 
-def command(*argv, env=None):
-    return subprocess.run(
-        [sys.executable, "-m", "mindspeed_dsa", *argv], capture_output=True, text=True, env=env, timeout=120
-    )
+def command(*argv, run=warm.run):
+    return run([sys.executable, "-m", "mindspeed_dsa", *argv], capture_output=True, text=True, timeout=120)
 
 
 def test_every_command_is_there_and_explains_itself(capsys):
@@ -57,7 +55,7 @@ def test_doctor_lists_every_feature_when_all_are_off(capsys):
 
 
 def test_doctor_with_dsa_patches_for_real():
-    done = command("doctor", "--json", "--experimental-attention-variant", "dsa")
+    done = command("doctor", "--json", "--experimental-attention-variant", "dsa", run=subprocess.run)
     findings = json.loads(done.stdout)
     assert done.returncode == 0, findings["problems"]
     states = {site["target"]: site["state"] for site in findings["sites"]}
@@ -83,14 +81,12 @@ def test_doctor_says_why_nothing_is_decided():
     assert "unknown" not in text.replace("platform: name unknown", "")
 
 
-def run_script(tmp_path, lines, *argv):
+def run_script(tmp_path, lines, *argv, run=warm.run):
     fork.write_training(tmp_path)
     path = tmp_path / "train.py"
     path.write_text("\n".join(lines))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    return subprocess.run(
-        [sys.executable, str(path), *argv], capture_output=True, text=True, timeout=120, env=env
-    )
+    return run([sys.executable, str(path), *argv], capture_output=True, text=True, timeout=120, env=env)
 
 
 LINE = "import mindspeed_dsa.megatron_adaptor"
@@ -98,19 +94,20 @@ JOB = "from megatron.training.initialize import initialize; args = initialize()"
 
 
 @pytest.mark.parametrize(
-    "lines",
+    ("lines", "run"),
     [
-        [LINE, JOB],
-        ["import megatron.training.initialize", LINE, JOB],
-        [LINE, "import importlib; importlib.reload(mindspeed_dsa.megatron_adaptor)", LINE, JOB],
+        ([LINE, JOB], subprocess.run),
+        (["import megatron.training.initialize", LINE, JOB], warm.run),
+        ([LINE, "import importlib; importlib.reload(mindspeed_dsa.megatron_adaptor)", LINE, JOB], warm.run),
     ],
     ids=["before", "after", "twice"],
 )
-def test_the_one_liner_in_a_script(tmp_path, lines):
+def test_the_one_liner_in_a_script(tmp_path, lines, run):
     done = run_script(
         tmp_path,
         [*lines, "print(args.num_layers, args.dsa_hadamard)"],
         *("--num-layers", "3", "--dsa-hadamard"),
+        run=run,
     )
     assert done.stdout.split() == ["3", "True"], done.stderr
 

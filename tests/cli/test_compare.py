@@ -16,17 +16,19 @@ import pytest
 import mindspeed_dsa
 from mindspeed_dsa import Feature, Flag
 from mindspeed_dsa.__main__ import main
-from mindspeed_dsa.compare import sides
+from mindspeed_dsa.compare import plot, sides
 from mindspeed_dsa.compare.job import EXAMPLE, CommandJob, ExampleJob
 
 JOB = str(Path(__file__).with_name("fake_job.py"))
 
 
 @pytest.fixture
-def compare(tmp_path, capsys):
-    """Run the command; returns exit status, ``compare.json``, stdout and stderr."""
+def compare(tmp_path, capsys, monkeypatch):
+    """Run the command; returns exit status, ``compare.json``, stdout and stderr. Draws where asked to."""
 
-    def run(*options, job=(JOB,), output="out"):
+    def run(*options, job=(JOB,), output="out", draws=False):
+        if not draws:
+            monkeypatch.setattr(plot, "draw", lambda *unused: True)
         status = main(["compare", "--output-dir", str(tmp_path / output), *options, "--", *job])
         printed = capsys.readouterr()
         files = sorted(tmp_path.glob(f"{output}*/compare.json"), key=os.path.getmtime)
@@ -62,6 +64,7 @@ def test_both_sides_in_turn_with_medians_after_the_warm_up(compare, tmp_path):
         "--warmup-steps",
         "2",
         job=(JOB, "--order", str(order)),
+        draws=True,
     )
     assert status == 0, err
     assert order.read_text().split() == ["A1", "B1", "A2", "B2"]
@@ -94,7 +97,7 @@ def test_a_loss_that_departs_is_said_with_its_step(compare):
 
 
 def test_a_loss_that_is_no_number_is_said(compare):
-    status, found, out, _ = compare("--b=--nan-from 5")
+    status, found, out, _ = compare("--b=--nan-from 5", draws=True)
     assert status == 0
     assert found["compared"]["lm_loss"]["not_finite"] == [None, 5]
     assert found["compared"]["lm_loss"]["last"][1] == "nan", "NaN is no JSON"
@@ -200,7 +203,7 @@ def test_records_without_times_are_compared_by_their_losses(compare, tmp_path):
         "import sys, json\nopen(sys.argv[1], 'w').write(json.dumps({'step': 1, 'lm_loss': 2.5}))\n"
     )
     job = (str(script), "{out}/m.jsonl")
-    status, found, out, err = compare("--b", "", "--metrics-file", "m.jsonl", job=job)
+    status, found, out, err = compare("--b", "", "--metrics-file", "m.jsonl", job=job, draws=True)
     assert status == 0, err
     assert found["measured"] == {}
     assert "1 run(s) per side" in out

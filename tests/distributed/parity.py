@@ -58,7 +58,7 @@ PP4 = "--pipeline-model-parallel-size 4"
 VPP2 = "--num-virtual-stages-per-pipeline-rank 2"
 EP2 = "--expert-model-parallel-size 2"
 ZERO = "--use-distributed-optimizer"
-SHALLOW = "--num-layers 4"  # for layouts that split every layer: eight are needed by PP4 x VPP2 alone
+SHALLOW = "--num-layers 4"  # for quick tests: eight are needed by PP4 x VPP2 alone
 
 Tensors = dict[str, torch.Tensor]
 HEADING = "parity with one process: largest relative differences over all steps"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.parity import EP2, PP2, TP2, ZERO, Lab, Layout
+from tests.distributed.parity import EP2, PP2, SHALLOW, TP2, ZERO, Lab, Layout
 from tests.features.moe.balanced_experts.cases import ALWAYS
 from tests.support.memory_events import MOVED
 
@@ -18,6 +18,7 @@ LAYOUTS = (
         "hot experts travel: EP2, distributed optimizer, overlap",
         2,
         f"{EP2} {ZERO} {OVERLAP}",
+        SHALLOW,
         switches=ALWAYS,
     ),
     Layout("hot experts travel: EP2, expert-DP2, overlap", 4, f"{EP2} {ZERO} {OVERLAP}", switches=ALWAYS),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.parity import EP2, TP2, Lab, Layout
+from tests.distributed.parity import EP2, SHALLOW, TP2, Lab, Layout
 
 EXTENDED = {"moe_tp_extend_ep": True}
 
@@ -12,7 +12,7 @@ EXTENDED = {"moe_tp_extend_ep": True}
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout("TP2+SP, experts over its ranks", 2, TP2, switches=EXTENDED),
+        Layout("TP2+SP, experts over its ranks", 2, TP2, SHALLOW, switches=EXTENDED),
         pytest.param(
             Layout("TP2+SP x EP2, experts over all ranks", 4, f"{TP2} {EP2}", switches=EXTENDED),
             marks=pytest.mark.full,

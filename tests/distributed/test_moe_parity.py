@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.parity import EP2, PP2, TP2, VPP2, ZERO, Lab, Layout
+from tests.distributed.parity import EP2, PP2, SHALLOW, TP2, VPP2, ZERO, Lab, Layout
 from tests.features.moe.balanced_experts.cases import ALWAYS
 from tests.support.memory_events import GROUPED, MOVED, PERMUTED, STARTED
 
@@ -14,14 +14,14 @@ ALL = {**ALWAYS, "moe_alltoall_overlap_comm": True, "moe_grouped_gemm": True, "m
 REDUCE = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 
 
-def together(name: str, ranks: int, flags: str, **more: Any) -> Layout:
+def together(name: str, ranks: int, flags: str, model: str = "", **more: Any) -> Layout:
     """A layout with overlapped all-to-alls, moved, grouped experts and fused permutation."""
     flags = f"{flags} --moe-permute-fusion --moe-grouped-gemm"
-    return Layout(f"all MoE features: {name}", ranks, flags, switches={**ALL, **more})
+    return Layout(f"all MoE features: {name}", ranks, flags, model, switches={**ALL, **more})
 
 
 LAYOUTS = (
-    together("EP2 x DP2, distributed optimizer, overlap", 4, f"{EP2} {ZERO} {REDUCE}"),
+    together("EP2 x DP2, distributed optimizer, overlap", 4, f"{EP2} {ZERO} {REDUCE}", SHALLOW),
     together("PP2 x VPP2 x EP2", 4, f"{PP2} {VPP2} {EP2}"),
     together("TP2+SP as EP2, chunks", 2, TP2, moe_tp_extend_ep=True, use_ascend_coc=True, coc_parallel_num=2),
     together("EP2, fused DSA", 2, EP2, use_fused_dsa=True),

@@ -24,21 +24,23 @@ from tests.support.observe import Fault
 OVERLAPPED = "moe_alltoall_overlap_comm"
 LAYOUTS = (
     Layout("TP2+SP", 2, TP2, SHALLOW),
-    Layout("PP2", 2, PP2),
+    Layout("PP2", 2, PP2, SHALLOW),
     Layout("PP4 x VPP2, P2P overlap", 4, f"{PP4} {VPP2}"),
-    Layout("EP2", 2, EP2),
+    Layout("EP2", 2, EP2, SHALLOW),
     Layout(
         "EP2, fused permutation",
         2,
         f"{EP2} --moe-permute-fusion",
+        SHALLOW,
         switches={"moe_permute_fusion": True},
     ),
-    Layout("EP2, overlapped all-to-alls", 2, EP2, switches={OVERLAPPED: True}),
-    Layout("DP2, distributed optimizer", 2, ZERO),
+    Layout("EP2, overlapped all-to-alls", 2, EP2, SHALLOW, switches={OVERLAPPED: True}),
+    Layout("DP2, distributed optimizer", 2, ZERO, SHALLOW),
     Layout(
         "EP2, distributed optimizer, grouped experts",
         2,
         f"{EP2} {ZERO} --moe-grouped-gemm",
+        SHALLOW,
         switches={"moe_grouped_gemm": True},
     ),
 )
@@ -57,7 +59,7 @@ def test_layout_trains_as_one_process(lab: Lab, layout: Layout) -> None:
 
 def test_the_model_is_what_it_is_meant_to_be(lab: Lab) -> None:
     """Every parameter learns, indexers select, routers route: nothing is equal because it stands still."""
-    alone = Layout("one process")
+    alone = Layout("one process", model=SHALLOW)
     outcome = lab.one_process(alone)
     assert all(gradient.count_nonzero() for gradient in outcome.first_gradients.values())
     for name in (
@@ -80,14 +82,14 @@ def test_the_model_is_what_it_is_meant_to_be(lab: Lab) -> None:
 @pytest.mark.parametrize(
     "parameter",
     [
-        "layers.7.self_attention.core_attention.indexer.k_norm.bias",
-        pytest.param("layers.3.self_attention.linear_kv_up_proj.layer_norm_weight", marks=pytest.mark.full),
-        pytest.param("layers.5.mlp.router.weight", marks=pytest.mark.full),
+        "layers.3.self_attention.core_attention.indexer.k_norm.bias",
+        pytest.param("layers.1.self_attention.linear_kv_up_proj.layer_norm_weight", marks=pytest.mark.full),
+        pytest.param("layers.2.mlp.router.weight", marks=pytest.mark.full),
     ],
 )
 def test_a_wrong_gradient_of_one_small_parameter_is_noticed(lab: Lab, parameter: str) -> None:
     """Two percent in one parameter: neither the loss nor the gradient norm would tell."""
-    layout = Layout(f"one process, gradient of {parameter} x 1.02")
+    layout = Layout(f"one process, gradient of {parameter} x 1.02", model=SHALLOW)
     comparison = lab.compare(layout, lab.run(layout, fault=Fault(parameter, 1.02)))
     tell(HEADING, str(comparison))
     assert comparison.loss <= FP32.loss

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.support import warm
+
 ROOT = Path(__file__).parents[2]
 if str(ROOT / "examples") not in sys.path:
     sys.path.insert(0, str(ROOT / "examples"))
@@ -54,11 +56,10 @@ class JobServer:
     def __init__(self, text: Path, scratch: Path) -> None:
         self._text, self._scratch, self._count = text, scratch, 0
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        self._process = subprocess.Popen(
+        self._process = warm.popen(
             [sys.executable, str(Path(__file__).with_name("worker.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
             env=environ,
         )
 

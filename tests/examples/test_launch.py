@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
+
 from .conftest import ROOT, JobServer, free_port, records, wait_for
 
 SCRIPT = str(ROOT / "examples" / "pretrain_dsa.py")
@@ -59,9 +61,7 @@ def test_a_model_that_needs_a_repair_that_is_off_names_the_switch(jobs: JobServe
 
 
 def test_help_shows_the_flags_of_job_and_library() -> None:
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--help"], capture_output=True, text=True, env=ENVIRON, timeout=200
-    )
+    done = warm.run([sys.executable, SCRIPT, "--help"], env=ENVIRON)
     assert done.returncode == 0, done.stderr
     assert "--dsa-indexer-topk" in done.stdout
     assert "--dsa-indexer-rope-first" in done.stdout

@@ -14,6 +14,7 @@ import pytest
 from mindspeed_dsa.runs import expert_load, expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
 from tests.support import training_loop as loop
+from tests.support import warm
 from tests.support.memory_events import COUNTED, GROUPED, MOVED, PERMUTED, PLACED, STARTED
 
 RECIPE = Path(__file__).parents[2] / "examples" / "megatron_lm"
@@ -47,17 +48,17 @@ def checkout(tmp_path):
     return tmp_path / "checkout"
 
 
-def launch(*argv, cwd, **environment):
+def launch(*argv, cwd, run=subprocess.run, **environment):
     command = [sys.executable, str(LAUNCHER), *map(str, argv)]
     paths = os.pathsep.join([*filter(None, [environment.pop("PYTHONPATH", None)]), str(RECIPE.parents[1])])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **environment}
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=250)
+    return run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=250)
 
 
 def test_the_script_runs_as_if_it_had_been_started_itself(checkout, tmp_path):
     # Named, or the small fork would be taken for the job's Megatron, which has everything that is patched.
     argv = ["--num-layers", "3", "--megatron-root", "megatron"]
-    done = launch("checkout/pretrain.py", *argv, cwd=tmp_path)
+    done = launch("checkout/pretrain.py", *argv, cwd=tmp_path, run=warm.run)
     assert done.stdout.split("\n")[0] == f"helper __main__ {argv} {checkout}", done.stderr
     assert done.returncode == 0
 
@@ -77,13 +78,13 @@ def test_patches_are_there_before_the_scripts_first_line(checkout, tmp_path):
 
 
 def test_bad_command_lines_are_refused_in_one_line(checkout, tmp_path):
-    done = launch(cwd=tmp_path)
+    done = launch(cwd=tmp_path, run=warm.run)
     assert done.returncode == 1
     assert done.stderr.startswith("usage: run_megatron.py SCRIPT")
-    done = launch("checkout/pretrian.py", cwd=tmp_path)
+    done = launch("checkout/pretrian.py", cwd=tmp_path, run=warm.run)
     assert done.returncode == 1
     assert f"there is no script {checkout / 'pretrian.py'}" in done.stderr
-    done = launch("checkout/pretrain.py", "--mindspeed-platform", "npu", cwd=tmp_path)
+    done = launch("checkout/pretrain.py", "--mindspeed-platform", "npu", cwd=tmp_path, run=warm.run)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "npu" in done.stderr

@@ -27,6 +27,7 @@ import mindspeed_dsa.megatron_adaptor  # noqa: E402
 mindspeed_dsa.enable(experimental_attention_variant="dsa")
 
 import torch  # noqa: E402
+import torch._dynamo  # noqa: E402  what the first optimizer imports
 from dsa_job import checkpoint, step, training  # noqa: E402
 from dsa_job.app import main  # noqa: E402
 

@@ -78,10 +78,12 @@ class Case:
             kept[tensor.data_ptr(), tensor.dtype, tensor.shape] = tensor.numel() * tensor.element_size()
             return tensor
 
-        function(*leaves)  # what is made once is made now
         seen = Dispatched()
-        with seen, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = function(*leaves)
+        # What Megatron would have compiled runs as it is written.
+        with torch.compiler.set_stance("force_eager"):
+            function(*leaves)  # what is made once is made now
+            with seen, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                output = function(*leaves)
         gradient = torch.randn(output.shape, generator=generator).to(output.dtype)
         with seen:
             output.backward(gradient)

@@ -11,6 +11,7 @@ from mindspeed_dsa.ops import backend
 from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass, choose
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
 from tests.ops.cases import indexer_inputs
+from tests.support import warm
 
 CPU = ShapeClass("cpu", torch.float32, (("heads", 4), ("head_dim", 16), ("topk", 8)))
 GPU = ShapeClass("cuda", torch.float32, CPU.sizes)
@@ -122,14 +123,11 @@ def test_calls_are_counted_by_the_backend_that_ran(monkeypatch):
 
 
 def test_operators_import_no_megatron():
-    import subprocess
-
     code = (
         "import sys, mindspeed_dsa.ops.indexer_kl_loss; "
         "print([m for m in sys.modules if m.startswith(('megatron', 'mindspeed_dsa.features'))])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert warm.run([sys.executable, "-c", code]).stdout.strip() == "[]"
 
 
 def test_a_call_that_the_chosen_backend_declines(monkeypatch, caplog):

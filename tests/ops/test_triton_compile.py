@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed; it comes with the
 
 from benchmarks.kernels.compiled import Kernel
 from tests.ops import compile_kernels
+from tests.support import warm
 
 HOPPER_KERNELS = {
     *("hopper_forward_kernel", "hopper_few_heads_forward_kernel", "hopper_attention_sum_kernel"),
@@ -57,10 +57,8 @@ def compile_cases(request, tmp_path_factory):
     folder = keeper.mkdir("kernels") if keeper is not None else tmp_path_factory.mktemp("kernels")
 
     def run(*options, timeout=280):
-        done = subprocess.run(
+        done = warm.run(
             [sys.executable, "-m", "tests.ops.compile_kernels", *options],
-            capture_output=True,
-            text=True,
             env={**os.environ, "TRITON_CACHE_DIR": str(folder), "TRITON_INTERPRET": "0"},
             cwd=Path(__file__).parents[2],
             timeout=timeout,
@@ -152,14 +150,7 @@ def test_a_kernel_that_passed_is_compiled_again_only_if_it_changes(tmp_path):
     file.write_text(ONE_KERNEL)
     root = Path(__file__).parents[2]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, file],
-        capture_output=True,
-        text=True,
-        env={**environment, "PYTHONPATH": str(root)},
-        timeout=200,
-        check=False,
-    )
+    done = warm.run([sys.executable, file], env={**environment, "PYTHONPATH": str(root)}, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     # For another target, and of another size, it is another kernel.
     assert json.loads(done.stdout.splitlines()[-1]) == [["copy_kernel"], [32, 64], 3]

@@ -149,6 +149,15 @@ def test_flags_that_no_plan_needs_are_noted():
             "cannot be combined",
             "--swap-optimizer",
         ),
+        (lambda: example("--use-torch-fsdp2"), "optimizer state itself", "omit --use-distributed-optimizer"),
+        (
+            lambda: deepseek(
+                "--no-use-distributed-optimizer --use-torch-fsdp2 --fsdp2-sharding-size 24 "
+                "--untie-embeddings-and-output-weights"
+            ),
+            "does not divide the 32 ranks",
+            "8 does",
+        ),
         (lambda: example("--fp16"), "--bf16 and --fp16", "one of them"),
         (lambda: example("--num-experts 0 --expert-model-parallel-size 2"), "size 2", "needs --num-experts"),
         (lambda: deepseek("--expert-model-parallel-size 7", None), "not divisible by expert", "EP8"),

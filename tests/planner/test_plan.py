@@ -123,6 +123,31 @@ def test_dropouts_keep_their_masks(without, kept):
     assert before - after == kept
 
 
+@pytest.mark.parametrize(("sharding", "shards"), [("", 32), ("--fsdp2-sharding-size 8", 8)])
+def test_shards_divide_what_is_dense_and_travel_with_every_microbatch(sharding, shards):
+    whole, job = (
+        deepseek(f"--no-use-distributed-optimizer {more}") for more in ("", f"--use-torch-fsdp2 {sharding}")
+    )
+    weights = sizes.rank_weights(job)[1]
+    dense = sum(each.on_rank(job.layout) for each in weights if each.cut != "expert")
+    before, after = (memory.of_job(each, 0.0)[1] for each in (whole, job))
+    # Weights of two bytes; gradients, master weights and two moments of four.
+    assert before.state - after.state == pytest.approx(18 * dense * (1 - 1 / shards))
+    assert after.temporary["gathered layers"] > 0
+    received = communication.of_job(job)[1]
+    found = {(each.group, each.collective): each.nbytes for each in received if each.group in ("DP", "FSDP")}
+    group = "DP" if shards == 32 else "FSDP"
+    gathers = sum(each.nbytes for each in received if each.group == group and each.what == "weights")
+    share = (shards - 1) / shards
+    assert gathers == pytest.approx(job.microbatches * 2 * 2 * dense * share)
+    assert found[group, "reduce-scatter"] == pytest.approx(job.microbatches * 4 * dense * share)
+    copies = 32 // shards
+    summed = job.microbatches * 2 * 4 * dense / shards * (copies - 1) / copies
+    assert found.get(("DP", "all-reduce"), 0.0) == pytest.approx(summed)
+    late = planned(replace(job, sharding=replace(job.sharding, prefetch=0)))
+    assert late.time.total > planned(job).time.total
+
+
 @pytest.mark.parametrize("move", ["--swap-optimizer", "--virtual-optimizer all"])
 def test_swapped_attention_does_not_slow_the_optimizer_down(move):
     alone, both = planned(deepseek(move)), planned(deepseek(f"{move} --swap-attention"))

@@ -152,14 +152,17 @@ def test_costs_that_are_none(wrong):
 def test_the_command(tmp_path, capsys):
     """Its table, its files, and the same work on a rank in every schedule."""
     files = {name: tmp_path / f"s.{name}" for name in ("png", "perfetto", "json")}
-    argv = "schedule --virtual 2 --num-microbatches 8 --all-to-all-forward 0.5 --all-to-all-backward 1"
-    argv = [*argv.split(), "--schedules", "all"]
+    argv = (
+        "schedule --virtual 2 --num-microbatches 8 --all-to-all-forward 0.5 --all-to-all-backward 1".split()
+    )
+    assert main([*argv, "--schedules", "1f1b,zero-bubble", "--png", str(files.pop("png"))]) == 0
+    argv += ["--schedules", "all"]
     assert main([*argv, *(word for name, file in files.items() for word in (f"--{name}", str(file)))]) == 0
     assert "interleaved 1F1B, paired, +1 warmup" in capsys.readouterr().out
     rows = {row["schedule"]: row for row in json.loads(files["json"].read_text())}
     assert rows["interleaved 1F1B"]["step_time"] == 85.5
     assert rows["zero bubble (ZB-H1)"]["step_time"] > 8 * 2 * 4.5
-    assert files["png"].read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "s.png").read_bytes()[:4] == b"\x89PNG"
     trace = json.loads(files["perfetto"].read_text())["traceEvents"]
     assert {event["pid"] for event in trace} == set(range(len(rows)))
     drawn = [event for event in trace if event["ph"] == "X" and event["pid"] == 0]

@@ -20,10 +20,15 @@ def speed_up() -> None:
 
     _search_once_per_launch(interpreter)
     interpreter._get_np_dtype = _dtypes_looked_up(interpreter)
-    core.block_type.__init__ = _shapes_kept(core.block_type.__init__)
+    interpreter._patch_attr = _called_directly(interpreter)
+    core._unwrap_if_constexpr = _unwrapped_by_type(core)
+    core.dtype.__eq__ = _equal_to_itself(core.dtype.__eq__)
+    core.block_type.__init__ = _shapes_kept(core.block_type)
+    core.block_type.with_element_ty = _types_kept(core.block_type)
     core.tensor.__init__ = _sizes_kept(core.tensor.__init__)
     kind = semantic.TritonSemantic
     kind.binary_op_sanitize_overflow_impl = _overflow_found_by_numpy(kind.binary_op_sanitize_overflow_impl)
+    kind.broadcast_impl_value = _broadcast_where_shapes_differ(kind.broadcast_impl_value)
 
 
 def _search_once_per_launch(interpreter: Any) -> None:
@@ -56,6 +61,56 @@ def _search_once_per_launch(interpreter: Any) -> None:
     interpreter._LangPatchScope.restore = restore_and_forget
 
 
+def _called_directly(interpreter: Any) -> Callable[..., None]:
+    """The original makes a second dictionary of the keywords at every call of a function."""
+
+    def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return member(*args, **kwargs)
+
+        scope.set_attr(owner, name, call)
+
+    return patch_attr
+
+
+def _unwrapped_by_type(core: Any) -> Callable[[Any], Any]:
+    """What is nothing to unwrap, nearly everything, is known by its type."""
+    original, constant = core._unwrap_if_constexpr, core.constexpr
+    plain = {int, float, bool, str, type(None)}
+    plain |= {core.tensor, core.dtype, core.block_type, core.pointer_type}
+
+    def unwrap(value: Any) -> Any:
+        kind = type(value)
+        if kind in plain:
+            return value
+        return value.value if kind is constant else original(value)
+
+    return unwrap
+
+
+def _equal_to_itself(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Types of elements are nearly always the same objects."""
+
+    def equal(self: Any, other: Any) -> bool:
+        return self is other or original(self, other)
+
+    return equal
+
+
+def _broadcast_where_shapes_differ(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Operands of one shape are returned as they are."""
+
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        one, other = lhs.type, rhs.type
+        blocks = one.is_block(), other.is_block()
+        if blocks == (False, False) or (blocks == (True, True) and one.shape.values == other.shape.values):
+            return lhs, rhs
+        return original(self, lhs, rhs)
+
+    return broadcast
+
+
 def _dtypes_looked_up(interpreter: Any) -> Callable[[Any], Any]:
     """The original builds its table of types at every call."""
     original, found = interpreter._get_np_dtype, {}
@@ -69,31 +124,47 @@ def _dtypes_looked_up(interpreter: Any) -> Callable[[Any], Any]:
     return looked_up
 
 
-def _shapes_kept(original: Callable[..., None]) -> Callable[..., None]:
-    """Types of one element type and shape share the attributes of the first; nobody changes them."""
+def _shapes_kept(kind: Any) -> Callable[..., None]:
+    """Types of one element type and shape have the attributes of the first; nobody changes them."""
+    original = kind.__init__
     kept: dict[Any, dict[str, Any]] = {}
 
     def construct(self: Any, element_ty: Any, shape: Any) -> None:
-        key = (element_ty.name, tuple(getattr(size, "value", size) for size in shape))
+        key = (type(self) is kind, element_ty.name, tuple([getattr(size, "value", size) for size in shape]))
         if key not in kept:
             original(self, element_ty, shape)
-            kept[key] = dict(self.__dict__)
-        self.__dict__.update(kept[key])
+            kept[key] = self.__dict__ if type(self) is kind else dict(self.__dict__)
+        if type(self) is kind:
+            self.__dict__ = kept[key]
+        else:  # it gets more of its own
+            self.__dict__.update(kept[key])
 
     return construct
 
 
+def _types_kept(kind: Any) -> Callable[..., Any]:
+    """Types of the same shape and another element type, made once for each."""
+
+    def with_element_ty(self: Any, scalar_ty: Any) -> Any:
+        made = self.__dict__.setdefault("_made", {})
+        if scalar_ty.name not in made:
+            made[scalar_ty.name] = kind(scalar_ty, self.shape)
+        return made[scalar_ty.name]
+
+    return with_element_ty
+
+
 def _sizes_kept(original: Callable[..., None]) -> Callable[..., None]:
-    """Shape and size of a tensor are those of the first tensor of its type's shape."""
-    kept: dict[Any, tuple[Any, Any]] = {}
+    """Shape and size of a tensor are those of the first tensor of its type."""
+    of_scalars: dict[str, Any] = {}
 
     def construct(self: Any, handle: Any, type: Any) -> None:
-        key = tuple(type.shape.values) if type.is_block() else ()
-        if key not in kept:
+        attributes = type.__dict__ if type.is_block() else of_scalars
+        if "_sizes" not in attributes:
             original(self, handle, type)
-            kept[key] = (self.numel, self.shape)
+            attributes["_sizes"] = (self.numel, self.shape)
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.numel, self.shape = kept[key]
+        self.numel, self.shape = attributes["_sizes"]
 
     return construct
 

@@ -1,7 +1,7 @@
 """Processes that play the ranks of a distributed job, reused from case to case.
 
 Starting Python, torch and Megatron takes longer than most cases. One process has imported them
-(``preload.py``); a pool forks up to ``size`` workers from it when they are first needed and keeps them::
+(``pool_server.py``); a pool forks up to ``size`` workers from it when they are first needed and keeps them::
 
     results = pool.run("tests.support.example_job:train", world_size=4, timeout_s=120, argv=[...])
 
@@ -26,23 +26,26 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import pickle
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import connection, get_context
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from functools import cache
+from multiprocessing import connection
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from tests.support import worker
+from tests.support import warm, worker
 
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -60,13 +63,44 @@ class CaseError(Exception):
     """A case did not end well on every rank; the message says what each of them did."""
 
 
+class _Server:
+    """What all pools of this process fork their workers from."""
+
+    def __init__(self) -> None:
+        paths = os.pathsep.join(filter(None, sys.path))
+        self._process = warm.popen(
+            [sys.executable, "-m", "tests.support.pool_server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": paths},
+        )
+
+    def ask(self, **request: Any) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, "the server of the pool has ended"
+        return int(answer)
+
+
+_server = cache(_Server)
+
+
 @dataclass
 class _Worker:
-    index: int
-    process: BaseProcess
+    pid: int
     pipe: Connection
     log: Path
     log_start: int = 0
+    exit_code: int | None = None
+
+    def end(self) -> int:
+        """Wait until it has ended; its exit code."""
+        if self.exit_code is None:
+            self.exit_code = _server().ask(wait=self.pid)
+        return self.exit_code
 
     def printed(self) -> str:
         """What the worker printed in this case, the last part of it."""
@@ -142,20 +176,12 @@ class WorkerPool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, count: int) -> None:
-        for index in range(len(self._workers), count):
+        while len(self._workers) < count:
             log = self._folder / f"worker-{next(self._count)}.log"
             log.touch()
-            # A server process imports everything once and forks the workers, before any thread was started.
-            context = get_context("forkserver")
-            context.set_forkserver_preload(["tests.support.preload"])
-            ours, theirs = context.Pipe()
-            with _environment(_ENVIRONMENT):
-                process = context.Process(
-                    target=worker.serve, args=(theirs, str(log)), name=f"worker-{index}", daemon=True
-                )
-                process.start()
-            theirs.close()
-            self._workers.append(_Worker(index, process, ours, log))
+            with Listener(family="AF_UNIX") as door:
+                pid = _server().ask(address=door.address, log=str(log))
+                self._workers.append(_Worker(pid, door.accept(), log))
 
     @property
     def _port(self) -> int:
@@ -168,8 +194,9 @@ class WorkerPool:
         for each in self._workers:
             each.pipe.close()  # an idle worker ends by itself
         for each in self._workers:
-            each.process.kill()
-            each.process.join()
+            if each.exit_code is None:
+                os.kill(each.pid, signal.SIGKILL)
+                each.end()
         self._workers = []
 
     def _collect(
@@ -187,15 +214,14 @@ class WorkerPool:
                 try:
                     answers[rank] = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
-                    workers[rank].process.join(5)
-                    silent[rank] = f"died with exit code {workers[rank].process.exitcode}"
+                    silent[rank] = f"died with exit code {workers[rank].end()}"
                 if rank in silent or answers[rank].failure is not None:
                     # What one rank has left, the others wait for in vain.
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
         for rank in waiting.values():
             silent[rank] = "did not answer in time; its Python stack is below"
             with contextlib.suppress(ProcessLookupError):
-                os.kill(workers[rank].process.pid or 0, signal.SIGUSR1)  # faulthandler prints the stack
+                os.kill(workers[rank].pid, signal.SIGUSR1)  # faulthandler prints the stack
         if waiting:
             time.sleep(1)
         return answers, silent
@@ -217,18 +243,3 @@ def _report(
         if text := each.printed():
             lines += [f"--- rank {rank} printed:", text]
     return "\n".join(lines)
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Variables for processes started meanwhile; torch's thread pools read them when they are loaded."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

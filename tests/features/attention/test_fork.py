@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import megatron.core
+
+from tests.support import warm
 
 SCRIPT = """
 import contextlib, json, sys
@@ -28,9 +29,7 @@ def test_every_site_is_applied_and_no_second_megatron_is_loaded(tmp_path):
         text = file.read_text(encoding="utf-8")
         file.write_text(text.replace("megatron.core", "corp_megatron.core"), encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=200, env=env
-    )
+    done = warm.run([sys.executable, "-c", SCRIPT], timeout=200, env=env)
     assert done.returncode == 0, done.stderr
     findings = json.loads(done.stdout)
     assert findings["problems"] == []

@@ -81,7 +81,7 @@ def test_generated_code_trains_the_same_and_is_kept_for_the_next_run(pool):
     ],
 )
 def test_without_a_compiler_it_runs_as_it_is_and_says_so_once(pool, what, message):
-    (off,) = pool.run(f"{CASES}:train", 1, switches={})
+    (off,) = pool.baseline(f"{CASES}:train", 1, switches={})
     (on,) = pool.run(f"{CASES}:train_and_fail", 1, switches=ON, what=what)
     assert torch.equal(off["losses"], on["losses"])
     own = [each for each in on["messages"] if message in each]

@@ -20,7 +20,9 @@ FFN = 64
 
 
 def run(pool: Any, case: str, world_size: int = 1, **arguments: Any) -> list[dict[str, Any]]:
-    result: list[dict[str, Any]] = pool.run(f"{CASES}:{case}", world_size, **arguments)
+    stock = case == "train" and not arguments["switches"]
+    run_it = pool.baseline if stock else pool.run
+    result: list[dict[str, Any]] = run_it(f"{CASES}:{case}", world_size, **arguments)
     return result
 
 

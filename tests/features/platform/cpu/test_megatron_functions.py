@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import textwrap
+
 import pytest
 import torch
 
-from tests.features.platform.cpu import afresh
+from tests.support import warm
 
 
 def test_fused_functions_of_megatron_stay_eager():
@@ -23,7 +26,8 @@ def test_fused_functions_of_megatron_stay_eager():
     mindspeed_dsa.disable()
     assert jit.jit_fuser is compiled
     """
-    afresh.run(code)
+    done = warm.run([sys.executable, "-c", textwrap.dedent(code)])
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_tracker_keeps_streams_of_random_numbers_apart(redirected, caplog):

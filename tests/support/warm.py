@@ -1,0 +1,148 @@
+"""Python programs in processes of their own that begin with torch imported.
+
+A fresh interpreter takes seconds to import torch and what Megatron needs of it; :func:`run` and :func:`popen`
+take commands as ``subprocess`` does and have them run in forks of one process that has imported that already
+(``warm_server.py``). Everything else is as in a fresh interpreter: Megatron and this library are not
+imported, ``sys.argv``, ``sys.path``, the environment and the streams are the command's. What is about imports
+or about the environment that torch itself reads belongs into an interpreter that is really fresh.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+from tests.support import third_party
+
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+class _Server:
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        file = Path(__file__).with_name("warm_server.py")
+        self.process = subprocess.Popen(
+            [sys.executable, str(file), str(theirs.fileno()), *third_party.NAMES],
+            pass_fds=[theirs.fileno()],
+            env={**environ, **_ENVIRONMENT},
+        )
+        theirs.close()
+        self._socket = ours
+        self._answers = ours.makefile("r")
+        atexit.register(self.close)
+
+    def ask(self, request: Mapping[str, Any], streams: Sequence[int] = ()) -> int:
+        socket.send_fds(self._socket, [json.dumps(request).encode()], streams)
+        answer = self._answers.readline()
+        assert answer, "the server of warm processes has ended"
+        return int(json.loads(answer))
+
+    def close(self) -> None:
+        self._answers.close()
+        self._socket.close()
+        self.process.wait(timeout=60)
+
+
+_server = cache(_Server)
+
+
+class Process:
+    """A program that has been started.
+
+    Attributes:
+        stdin, stdout: our ends of pipes, where they were asked for.
+    """
+
+    def __init__(self, pid: int, stdin: IO[Any] | None, stdout: IO[Any] | None) -> None:
+        self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float = 600) -> int:
+        """Its exit code; a program that takes longer than so many seconds is killed."""
+        if self.returncode is None:
+            clock = threading.Timer(timeout, os.kill, (self.pid, signal.SIGKILL))
+            clock.start()
+            self.returncode = _server().ask({"wait": self.pid})
+            clock.cancel()
+        return self.returncode
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def communicate(self) -> None:
+        """Wait for it, and close our ends."""
+        for end in (self.stdin, self.stdout):
+            if end is not None:
+                end.close()
+        self.wait()
+
+
+def popen(
+    command: Sequence[str],
+    *,
+    stdin: int | None = None,
+    stdout: int | IO[Any] | None = None,
+    stderr: int | IO[Any] | None = None,
+    cwd: str | Path | None = None,
+    env: Mapping[str, str] | None = None,
+    text: bool = True,
+) -> Process:
+    """``subprocess.Popen`` for ``[sys.executable, ...]``; streams are files, ``PIPE`` or ours."""
+    assert command[0] == sys.executable
+    request = {
+        "start": list(map(str, command[1:])),
+        "cwd": str(cwd or Path.cwd()),
+        "environ": dict(os.environ if env is None else env),
+    }
+    with contextlib.ExitStack() as theirs:
+        sink = theirs.enter_context(open(os.devnull))
+        ends: list[IO[Any] | None] = [None, None]
+        streams = []
+        for number, (given, mode) in enumerate([(stdin, "w"), (stdout, "r"), (stderr, "")]):
+            if given == subprocess.PIPE:
+                pair = os.pipe()
+                ours, inherited = pair if mode == "r" else pair[::-1]
+                ends[number] = os.fdopen(ours, mode if text else f"{mode}b")
+                theirs.callback(os.close, inherited)
+                streams.append(inherited)
+            elif given == subprocess.STDOUT:
+                streams.append(streams[1])
+            elif given is None:
+                streams.append(number if number else sink.fileno())
+            else:
+                streams.append(given if isinstance(given, int) else given.fileno())
+        return Process(_server().ask(request, streams), *ends)
+
+
+def run(
+    command: Sequence[str],
+    *,
+    capture_output: bool = True,
+    text: bool = True,
+    timeout: float = 120,
+    cwd: str | Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """``subprocess.run`` for ``[sys.executable, ...]``; what it prints is kept as text."""
+    assert capture_output
+    assert text
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        code = popen(command, stdout=out, stderr=err, cwd=cwd, env=env).wait(timeout)
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(list(command), code, out.read(), err.read())

@@ -1,0 +1,102 @@
+"""Runs Python programs in forked children of one process, which has imported what takes them long.
+
+``python warm_server.py DESCRIPTOR MODULE...`` imports the modules, those that are installed, and reads
+requests from the socket. With ``start``, the words behind ``python`` in a command, come ``cwd``, ``environ``
+and three descriptors for the program's streams; the answer is its process id. ``wait`` names one; the answer
+is its exit code. Imports nothing of ours, because the programs would find it imported.
+"""
+
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import types
+import warnings
+
+PATHS = sys.path[1:]
+
+
+def load(names):
+    for name in names:
+        with contextlib.suppress(ImportError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module(name)
+
+
+def main(connection):
+    while True:
+        content, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+        if not content:
+            return
+        request = json.loads(content)
+        if "wait" in request:
+            answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+        else:
+            answer = os.fork()
+            if answer == 0:
+                connection.close()
+                end(run, request, streams)
+            for stream in streams:
+                os.close(stream)
+        connection.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def run(request, streams):
+    """What the interpreter does between its start and its end."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    first, *words = request["start"]
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if first == "-c":
+        sys.argv, sys.path[:] = ["-c", *words[1:]], ["", *given, *PATHS]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(words[0], "<string>", "exec"), vars(sys.modules["__main__"]))
+    elif first == "-m":
+        sys.argv, sys.path[:] = words, [os.getcwd(), *given, *PATHS]
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    else:
+        folder = os.path.dirname(os.path.realpath(first))
+        sys.argv, sys.path[:] = [first, *words], [folder, *given, *PATHS]
+        runpy.run_path(first, run_name="__main__")
+
+
+def end(function, *arguments):
+    """Call it and end the process as the interpreter does."""
+    code = 0
+    try:
+        function(*arguments)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if code and not isinstance(ended.code, int):
+            print(ended.code, file=sys.stderr)
+    except BaseException:
+        code = 1
+        sys.excepthook(*sys.exc_info())
+    with contextlib.suppress(BaseException):
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code & 0xFF)
+
+
+if __name__ == "__main__":
+    load(sys.argv[2:])
+    import gc
+
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    main(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)  # Triton's library would complain of what a normal end leaves behind
