@@ -10,18 +10,22 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.context_parallel.hiding import ALLOWED
 from benchmarks.linkbed import LinkBed
 from benchmarks.memory.measure import storage_bytes
 from benchmarks.moe.problem import minima
 from benchmarks.registry import Metrics
-from mindspeed_dsa.parallel import fsdp2_prefetch, fsdp2_shards
+from mindspeed_dsa.parallel import fsdp2_copy_out, fsdp2_prefetch, fsdp2_shards
 
 RATE = "2gbit"
 _RECEIVED = Path("/sys/class/net/slow0/statistics/rx_bytes")
@@ -75,7 +79,7 @@ def sharded(sizes: Sizes, ahead: int) -> Any:
     placements = dict.fromkeys(stack.parameters(), 0)
     units = list(stack.layers)
     fsdp2_shards.shard(
-        stack, units, fsdp2_shards.Plan(mesh, placements, True, torch.float32, mesh.size(), exchange=True)
+        stack, units, fsdp2_shards.Plan(mesh, placements, True, torch.float32, mesh.size(), direct=True)
     )
     fsdp2_prefetch.prefetch(units, ahead, stack, asynchronous=True)
     return stack
@@ -103,8 +107,65 @@ def over_the_link(sizes: Sizes) -> dict[str, Any]:
     return {
         "dense_bytes_ratio": bytes_at_rest(sizes),
         "comm_bytes_ratio_to_formula": bytes_received(sizes),
+        "copy_out_passes": copy_out_passes(sizes),
         **hidden(sizes),
     }
+
+
+class _Passes(TorchDispatchMode):
+    """Elements that operators read and write to fill memory that they are given."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for at, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                filled = kwargs[argument.name] if argument.kwarg_only else args[at]
+                self.elements += 2 * sum(each.numel() for each in pytree.tree_leaves(filled))
+        return func(*args, **kwargs)
+
+
+def copy_out_passes(sizes: Sizes) -> dict[str, float]:
+    """Over a weight that is cut on its second dimension, out of the buffer that FSDP2 gathers into.
+
+    To copy is two passes. With a layout, blocks of 16 x 16; by FSDP2 they would be a copy of their own.
+    """
+
+    def blocks(pieces: Tensor) -> Tensor:
+        """``[..., rows, columns]`` to ``[columns / 16, ..., rows / 16, 16, 16]``."""
+        return pieces.unflatten(-1, (-1, 16)).unflatten(-3, (-1, 16)).movedim(-2, 0)
+
+    def write(gathered: Tensor, first: int, end: int, whole: Tensor) -> None:
+        pieces = gathered[:, first:end].view(gathered.size(0), -1, whole.size(-1))
+        from_blocks = blocks(pieces)
+        whole.view(from_blocks.shape).copy_(from_blocks)
+
+    layout = fsdp2_copy_out.Layout(write, lambda whole, piece: True)
+    ours = fsdp2_copy_out.in_one_pass(_fsdp_param_group.foreach_all_gather_copy_out)
+    found = {}
+    for name, dim, laid_out, function in (
+        ("FSDP2", 1, None, _fsdp_param_group.foreach_all_gather_copy_out),
+        ("one pass", 1, None, ours),
+        ("one pass, blocks", 0, layout, ours),
+    ):
+        stack = Stack(replace(sizes, layers=1))
+        (weight,) = stack.parameters()
+        expected = weight.detach().clone()
+        if laid_out is not None:
+            fsdp2_copy_out.lay_out(weight, laid_out)
+            expected = blocks(expected).contiguous()
+        mesh = fsdp2_shards.mesh_of(dist.group.WORLD, "cpu", dist.get_world_size())
+        plan = fsdp2_shards.Plan(mesh, {weight: dim}, True, torch.float32, mesh.size())
+        fsdp2_shards.shard(stack, [], plan)
+        (group,) = cast(Any, stack)._get_fsdp_state()._fsdp_param_groups
+        with torch.no_grad(), mock.patch.object(_fsdp_param_group, "foreach_all_gather_copy_out", function):
+            group.unshard()
+            with _Passes() as passes:
+                group.wait_for_unshard()
+        torch.testing.assert_close(stack.layers[0].weight.flatten(), expected.flatten(), rtol=0, atol=0)
+        found[name] = passes.elements / expected.numel()
+    return found
 
 
 def bytes_at_rest(sizes: Sizes) -> float:

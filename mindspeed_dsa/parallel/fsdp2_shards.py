@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from mindspeed_dsa.parallel.collectives import reduce_scatter_tensor
+from mindspeed_dsa.parallel.fsdp2_direct import DirectGroup, Reductions
 
 
 @dataclass(frozen=True)
@@ -87,20 +87,6 @@ def mesh_of(group: Any, device_type: str, sharding_size: int) -> DeviceMesh:
     return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=("replicate", "shard"))
 
 
-class ExchangedReduceScatter:
-    """What FSDP2 calls to reduce gradients: ranks exchange parts, where gloo would reduce all everywhere."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for either end of the collective."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> Any:
-        """``input_tensor`` is ``[ranks * n]``, ``output_tensor`` ``[n]``."""
-        return reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
-
-
 @dataclass(frozen=True)
 class Plan:
     """How to shard a model.
@@ -111,7 +97,7 @@ class Plan:
         reshard: drop gathered weights after forward; a number: keep them on so many ranks.
         reduce_dtype: of the sums of gradients, over ranks and microbatches.
         divide_by: what sums of gradients are divided by.
-        exchange: reduce with :class:`ExchangedReduceScatter`.
+        direct: move weights and gradients with :class:`DirectGroup`, on processors.
     """
 
     mesh: DeviceMesh
@@ -119,7 +105,7 @@ class Plan:
     reshard: bool | int
     reduce_dtype: torch.dtype
     divide_by: float
-    exchange: bool = False
+    direct: bool = False
 
 
 def dimension(shape: Sequence[int], pieces: int, dims: Iterable[int] | None = None) -> int | None:
@@ -153,13 +139,17 @@ def shard(root: nn.Module, units: Collection[nn.Module], plan: Plan) -> None:
         # A factor in the reduction itself is what HCCL and gloo lack.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(plan.divide_by)
-        if plan.exchange:
-            module.set_custom_reduce_scatter(ExchangedReduceScatter())
     for name, parameter in root.named_parameters():
         for key, value in attributes[name].items():
             with contextlib.suppress(AttributeError):  # read-only ones
                 setattr(parameter, key, value)
-    _keep_sums_in(plan.reduce_dtype, root)
+    groups = _groups(root)
+    _keep_sums_in(plan.reduce_dtype, groups)
+    if plan.direct:
+        reductions = Reductions()
+        for group in groups:
+            if DirectGroup.takes(group):
+                DirectGroup.convert(group, reductions)
     if plan.reshard is not True:
         root.register_forward_hook(_drop_without_backward)
 
@@ -173,18 +163,21 @@ def _drop_without_backward(root: nn.Module, *_: Any) -> None:
             module.reshard()
 
 
-def _keep_sums_in(dtype: torch.dtype, root: Any) -> None:
-    """FSDP2 would round every microbatch's sum to the parameter's type."""
+def _groups(root: Any) -> list[Any]:
     state = root._get_fsdp_state()
     state._lazy_init()
-    for unit in state._state_ctx.all_states:
-        for group in unit._fsdp_param_groups:
-            if group._orig_dtype is not None and group._orig_dtype != dtype:
-                group._orig_dtype = dtype
-                for each in group.fsdp_params:
-                    each.sharded_param.grad_dtype = dtype
-                    # It would describe a gradient as being of the parameter's type.
-                    each.to_sharded_dtensor = partial(_shard_like, each)
+    return [group for unit in state._state_ctx.all_states for group in unit._fsdp_param_groups]
+
+
+def _keep_sums_in(dtype: torch.dtype, groups: Iterable[Any]) -> None:
+    """FSDP2 would round every microbatch's sum to the parameter's type."""
+    for group in groups:
+        if group._orig_dtype is not None and group._orig_dtype != dtype:
+            group._orig_dtype = dtype
+            for each in group.fsdp_params:
+                each.sharded_param.grad_dtype = dtype
+                # It would describe a gradient as being of the parameter's type.
+                each.to_sharded_dtensor = partial(_shard_like, each)
 
 
 def _shard_like(each: Any, tensor: Tensor) -> Any:

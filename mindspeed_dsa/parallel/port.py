@@ -77,13 +77,17 @@ _open: ContextVar[Mapping[int, Port]] = ContextVar("open ports", default=_NONE)
 
 
 @contextlib.contextmanager
-def opened(weights: Iterable[Tensor]) -> Iterator[Collection[Port]]:
+def opened(weights: Iterable[Tensor], port: Callable[[Tensor], Port] = Port) -> Iterator[Collection[Port]]:
     """Open ports of the weights that learn, for functions that are called in the block.
 
     A weight that none of them asks for takes its gradient as ever.
+
+    Args:
+        weights: parameters.
+        port: makes one.
     """
     learning = [weight for weight in weights if weight.requires_grad] if torch.is_grad_enabled() else []
-    ports = {id(weight): Port(weight) for weight in learning}
+    ports = {id(weight): port(weight) for weight in learning}
     token = _open.set({**_open.get(), **ports})
     try:
         yield ports.values()

@@ -8,6 +8,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 UNITS = 5
@@ -38,7 +40,7 @@ def _shard(model: Stack, ahead: int, reshard: bool = True) -> dict[nn.Parameter,
         for p in model.parameters()
         if (dim := fsdp2_shards.dimension(p.shape, mesh.size())) is not None
     }
-    plan = fsdp2_shards.Plan(mesh, placements, reshard, torch.float32, mesh.size(), exchange=True)
+    plan = fsdp2_shards.Plan(mesh, placements, reshard, torch.float32, mesh.size(), direct=True)
     fsdp2_shards.shard(model, list(model.layers), plan)
     fsdp2_prefetch.prefetch(list(model.layers), ahead, model, asynchronous=True)
     return placements
@@ -46,12 +48,26 @@ def _shard(model: Stack, ahead: int, reshard: bool = True) -> dict[nn.Parameter,
 
 def recompute() -> int:
     """Gathers of a step whose layers each run again in backward."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+    from mindspeed_dsa.parallel import fsdp2_direct
 
     model = Stack(recomputed=True)
     _shard(model, ahead=1)
-    with mock.patch.object(groups, "foreach_all_gather", wraps=groups.foreach_all_gather) as gather:
+    with mock.patch.object(fsdp2_direct, "gather", wraps=fsdp2_direct.gather) as gather:
         model(torch.randn(3, 8, requires_grad=True)).sum().backward()
+    return gather.call_count
+
+
+def two_microbatches() -> int:
+    """Gathers of two forward passes and then of their two backwards, as in a pipeline."""
+    from mindspeed_dsa.parallel import fsdp2_direct
+
+    model = Stack()
+    model.last = nn.Identity()  # nothing is left with the root, which ran between the microbatches
+    _shard(model, ahead=1)
+    with mock.patch.object(fsdp2_direct, "gather", wraps=fsdp2_direct.gather) as gather:
+        losses = [model(torch.randn(3, 8)).sum() for _ in range(2)]
+        for loss in losses:
+            loss.backward()
     return gather.call_count
 
 
@@ -67,7 +83,7 @@ def evaluate() -> list[bool]:
 
 def train(ahead: int) -> dict[str, Any]:
     """A step of a stack, sharded and not: events, gradients, and how much was whole at a time."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+    from mindspeed_dsa.parallel.fsdp2_direct import DirectGroup, Reduction
 
     whole, model = Stack(), Stack()
     placements = _shard(model, ahead)
@@ -77,8 +93,8 @@ def train(ahead: int) -> dict[str, Any]:
         for name, unit in [*enumerate(units), ("root", model)]
     }
     events: list[str] = []
-    group = groups.FSDPParamGroup
-    gather, wait, reduce = group.unshard, group.wait_for_unshard, groups.foreach_reduce
+    gather, wait = DirectGroup.unshard, DirectGroup.wait_for_unshard
+    start, finish = Reduction.__init__, Reduction.finish
     held = peak = 0
 
     def unshard(self: Any, *args: Any) -> None:
@@ -86,7 +102,6 @@ def train(ahead: int) -> dict[str, Any]:
         gather(self, *args)
         if self._all_gather_result is not before:
             events.append(f"gather {names[id(self)]}")
-            assert self._all_gather_result.all_gather_work is not None, "asynchronous"
 
     def wait_for_unshard(self: Any) -> None:
         nonlocal held, peak
@@ -97,16 +112,21 @@ def train(ahead: int) -> dict[str, Any]:
         held = sum(each.is_unsharded for each in all_groups)
         peak = max(peak, held)
 
-    def foreach_reduce(*args: Any, **kwargs: Any) -> Any:
-        events.append("reduce")
-        return reduce(*args, **kwargs)
+    def reduce(self: Any, unit: Any, *args: Any) -> None:
+        events.append(f"reduce {names[id(unit)]}")
+        start(self, unit, *args)
+
+    def finish_reduction(self: Any) -> None:
+        events.append(f"sum of {names[id(self._unit)]}")
+        finish(self)
 
     all_groups = [u._get_fsdp_state()._fsdp_param_groups[0] for u in (*units, model)]
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
     with (
-        mock.patch.object(group, "unshard", unshard),
-        mock.patch.object(group, "wait_for_unshard", wait_for_unshard),
-        mock.patch.object(groups, "foreach_reduce", foreach_reduce),
+        mock.patch.object(DirectGroup, "unshard", unshard),
+        mock.patch.object(DirectGroup, "wait_for_unshard", wait_for_unshard),
+        mock.patch.object(Reduction, "__init__", reduce),
+        mock.patch.object(Reduction, "finish", finish_reduction),
     ):
         loss = model(x).square().sum()
         events.append("backward")
@@ -124,3 +144,190 @@ def train(ahead: int) -> dict[str, Any]:
         name: str(p.placements) if hasattr(p, "placements") else "" for name, p in model.named_parameters()
     }
     return {"events": events, "errors": errors, "cuts": cuts, "peak": peak}
+
+
+class Mixed(nn.Module):
+    """On two ranks: a weight whose pieces travel alone, a small one, and one that is cut on its columns."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(192, 512, dtype=dtype)
+        self.odd = nn.Parameter(torch.randn(3, 512, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh() @ self.odd.t()
+
+
+def _mixed(dtype: torch.dtype, direct: bool, layout: Any = None) -> Any:
+    from mindspeed_dsa.parallel import fsdp2_copy_out, fsdp2_shards
+
+    model = Mixed(dtype)
+    if layout is not None:
+        fsdp2_copy_out.lay_out(model.linear.weight, layout)
+    mesh = fsdp2_shards.mesh_of(dist.group.WORLD, "cpu", 2)
+    placements = {p: fsdp2_shards.dimension(p.shape, 2) for p in model.parameters()}
+    plan = fsdp2_shards.Plan(mesh, placements, True, torch.float32, 2, direct=direct)  # type: ignore[arg-type]
+    fsdp2_shards.shard(model, [], plan)
+    return model
+
+
+def same_bits(dtype: torch.dtype) -> dict[str, Any]:
+    """What gathers and reductions by messages find, against FSDP2's own, over two microbatches."""
+    from mindspeed_dsa.parallel.fsdp2_direct import DirectGroup
+
+    found = []
+    for direct in (False, True):
+        model = _mixed(dtype, direct)
+        (group,) = model._get_fsdp_state()._fsdp_param_groups
+        assert isinstance(group, DirectGroup) is direct
+        noise = torch.Generator().manual_seed(dist.get_rank())
+        outputs = []
+        for _ in range(2):
+            outputs.append(model(torch.randn(5, 192, generator=noise).to(dtype)))
+            outputs[-1].float().square().sum().backward()
+        gradients = [parameter.grad._local_tensor for parameter in model.parameters()]
+        assert all(gradient.dtype == torch.float32 for gradient in gradients)
+        found.append([*outputs, *gradients])
+    return {
+        "equal": [torch.equal(ours, theirs) for theirs, ours in zip(*found, strict=True)],
+        "nonzero": all(bool(each.any()) for each in found[0]),
+    }
+
+
+class Written(TorchDispatchMode):
+    """Elements that operators write to memory that they are given."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            self._count(argument, value)
+        for argument in func._schema.arguments:
+            if argument.kwarg_only and argument.name in (kwargs or {}):
+                self._count(argument, kwargs[argument.name])
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, argument: Any, value: Any) -> None:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            self.elements += sum(each.numel() for each in pytree.tree_leaves(value))
+
+
+def blocks_of(weight: torch.Tensor) -> torch.Tensor:
+    """Blocks of 16 x 16, column of blocks by column of blocks."""
+    rows, columns = weight.shape
+    return weight.view(rows // 16, 16, columns // 16, 16).permute(2, 0, 1, 3)
+
+
+def copy_out() -> dict[str, Any]:
+    """Weights and passes over them, out of FSDP2's buffer and of messages, with and without a layout."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    from mindspeed_dsa.parallel.fsdp2_copy_out import Layout, in_one_pass
+
+    def write(gathered: torch.Tensor, first: int, end: int, whole: torch.Tensor) -> None:
+        blocks = whole.view(192 // 16, 512 // 16, 16, 16)
+        # Blocks do not reach across ranks, whose rows follow each other.
+        pieces = gathered[:, first:end].view(2, 256 // 16, 16, 192 // 16, 16).permute(3, 0, 1, 2, 4)
+        blocks.view(192 // 16, 2, 256 // 16, 16, 16).copy_(pieces)
+
+    layout = Layout(write, lambda whole, piece: whole.numel() > 1000 and piece[0] % 16 == 0)
+    plain, found = Mixed(torch.float32), {}
+    for name, direct, function, laid_out in (
+        ("FSDP2", False, groups.foreach_all_gather_copy_out, None),
+        ("one pass", False, in_one_pass(groups.foreach_all_gather_copy_out), None),
+        ("one pass, blocks", False, in_one_pass(groups.foreach_all_gather_copy_out), layout),
+        ("messages, blocks", True, None, layout),
+    ):
+        model = _mixed(torch.float32, direct, laid_out)
+        (group,) = model._get_fsdp_state()._fsdp_param_groups
+        function = function or groups.foreach_all_gather_copy_out
+        with torch.no_grad(), mock.patch.object(groups, "foreach_all_gather_copy_out", function):
+            group.unshard()
+            with Written() as written:
+                group.wait_for_unshard()
+            weight = model.linear.weight
+            expected = plain.linear.weight if laid_out is None else blocks_of(plain.linear.weight)
+            found[name] = {
+                "written": written.elements / sum(each.numel() for each in plain.parameters()),
+                "weight": torch.equal(weight.flatten(), expected.flatten()),
+                "odd": torch.equal(model.odd, plain.odd),
+                "bias": torch.equal(model.linear.bias, plain.linear.bias),
+            }
+            model.reshard()
+    return found
+
+
+class Ported(nn.Module):
+    """A linear layer that leaves its weight's gradient at a port where one is open, and a gain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(192, 192) / 14)
+        self.gain = nn.Parameter(torch.ones(192))
+        self.seen: Any = None
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        from mindspeed_dsa.parallel import port
+
+        if self.seen is not None:
+            self.seen()
+        found = port.port_of(self.weight)
+        if found is None:
+            product = torch.nn.functional.linear(rows, self.weight)
+        else:
+            product = port.linear(rows, found, None, False, mock.Mock())
+        return torch.tanh(product * self.gain)
+
+
+def delayed(direct: bool) -> dict[str, Any]:
+    """Two microbatches; the first one's weight gradients are computed in the forward pass of the second."""
+    from mindspeed_dsa.parallel import fsdp2_delayed, fsdp2_prefetch, fsdp2_shards
+    from mindspeed_dsa.parallel.weight_gradient import WeightGradient
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Ported() for _ in range(3)))
+        mesh = fsdp2_shards.mesh_of(dist.group.WORLD, "cpu", 2)
+        plan = fsdp2_shards.Plan(
+            mesh, dict.fromkeys(model.parameters(), 0), True, torch.float32, 2, direct=direct
+        )
+        fsdp2_shards.shard(model, list(model), plan)
+        fsdp2_prefetch.prefetch(list(model), 1, model, asynchronous=True)
+        return model
+
+    at_once, late = build(), build()
+    noise = torch.Generator().manual_seed(dist.get_rank())
+    batches = [torch.randn(7, 192, generator=noise) for _ in range(2)]
+    for batch in batches:
+        at_once(batch).square().sum().backward()
+    queue = fsdp2_delayed.Delayed(list(late))
+    storages: list[int] = []
+    add = WeightGradient.add
+
+    def recorded(self: Any, *args: Any) -> None:
+        storages.append(self._weight.untyped_storage().size())
+        add(self, *args)
+
+    waiting = []
+    with mock.patch.object(WeightGradient, "add", recorded):
+        late(batches[0]).square().sum().backward()
+        waiting.append(len(queue))
+        without = [parameter.grad is None for parameter in late.parameters()]
+        late[1].seen = queue.run  # while the middle one's weights are in use, and the last one's on their way
+        output = late(batches[1])
+        late[1].seen = None
+        in_use, storages[:] = list(storages), []
+        output.square().sum().backward()
+        waiting.append(len(queue))
+        queue.run()
+    return {
+        "waiting": waiting,
+        "without": without,
+        "in use": in_use,
+        "storages": storages,
+        "equal": [
+            torch.equal(ours.grad._local_tensor, theirs.grad._local_tensor)
+            for ours, theirs in zip(late.parameters(), at_once.parameters(), strict=True)
+        ],
+    }

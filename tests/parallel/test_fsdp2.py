@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+
 from tests.parallel.fsdp2_cases import UNITS
 
 
@@ -23,13 +26,50 @@ def test_gathers_are_issued_ahead_in_both_directions(pool):
         for step in range(UNITS - 2):
             last = UNITS - 1 - step
             assert backward.index(f"gather {last - 2}") < backward.index(f"use {last - 1}")
-        assert backward.count("reduce") == UNITS + 1
+        for last in range(UNITS - 1, 1, -1):
+            assert backward.index(f"reduce {last - 1}") < backward.index(f"sum of {last}"), "beside backward"
+        assert len([event for event in backward if event.startswith("sum of")]) == UNITS + 1
 
 
 def test_weights_are_gathered_once_for_backward_also_where_layers_run_again(pool):
     assert pool.run("tests.parallel.fsdp2_cases:recompute", 2) == [(UNITS + 1) * 2] * 2
 
 
+def test_no_weight_is_gathered_for_another_microbatch(pool):
+    assert pool.run("tests.parallel.fsdp2_cases:two_microbatches", 2) == [UNITS * 2 * 2] * 2
+
+
 def test_parameters_are_shards_after_evaluation(pool):
     for shards in pool.run("tests.parallel.fsdp2_cases:evaluate", 2):
         assert all(shards)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_messages_bring_the_bits_of_fsdp2s_collectives(pool, dtype):
+    for rank in pool.run("tests.parallel.fsdp2_cases:same_bits", 2, dtype=dtype):
+        assert all(rank["equal"])
+        assert rank["nonzero"]
+
+
+def test_gathered_weights_are_copied_once_into_the_layout_that_their_reader_wants(pool):
+    odd = 3 * 512 / (3 * 512 + 512 * 192 + 512)
+    for rank in pool.run("tests.parallel.fsdp2_cases:copy_out", 2):
+        for found in rank.values():
+            assert found["weight"]
+            assert found["odd"]
+            assert found["bias"]
+        assert rank["FSDP2"]["written"] == pytest.approx(1 + odd)
+        assert rank["one pass"]["written"] == rank["one pass, blocks"]["written"] == 1
+        assert rank["messages, blocks"]["written"] == 1
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["messages", "collectives"])
+def test_weight_gradients_come_after_their_weights_have_gone(pool, direct):
+    for rank in pool.run("tests.parallel.fsdp2_cases:delayed", 2, direct=direct):
+        assert rank["waiting"] == [3, 3]
+        assert rank["without"] == [True, False] * 3, "gains' gradients are there, weights' are not"
+        _, computing, done = rank["in use"]
+        assert computing > 0
+        assert done == 0, "gone since its forward"
+        assert rank["storages"] == [0, 0, 0]
+        assert all(rank["equal"])

@@ -53,7 +53,6 @@ HELD = "experts held"
 def counted() -> Iterator[Counter[str]]:
     """Count :data:`EVENTS` and the names above."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
     from mindspeed_dsa.features.memory.checkpoint import _Output
     from mindspeed_dsa.features.memory.host_moments import Moments
@@ -70,7 +69,7 @@ def counted() -> Iterator[Counter[str]]:
     from mindspeed_dsa.ops.rms_norm import cpu as norm
     from mindspeed_dsa.ops.rotary import cpu as rotary
     from mindspeed_dsa.ops.swiglu import cpu as activation
-    from mindspeed_dsa.parallel import chunked
+    from mindspeed_dsa.parallel import chunked, fsdp2_direct
     from mindspeed_dsa.parallel.all_to_all import InFlight
 
     counts: Counter[str] = Counter()
@@ -133,7 +132,7 @@ def counted() -> Iterator[Counter[str]]:
         stack.enter_context(mock.patch.object(balanced, "choose", chosen))
         stack.enter_context(counting_calls(grouped, "multiply", GROUPED))
         stack.enter_context(counting_calls(permutation, "permute", PERMUTED))
-        stack.enter_context(counting_calls(_fsdp_param_group, "foreach_all_gather", GATHERED))
+        stack.enter_context(counting_calls(fsdp2_direct, "gather", GATHERED))
         for module, function, operator in (
             (norm, "forward", "rmsnorm"),
             (rotary, "forward", "rotary-pos-emb"),

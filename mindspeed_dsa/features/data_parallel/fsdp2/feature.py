@@ -13,6 +13,7 @@ _HERE = "mindspeed_dsa.features.data_parallel.fsdp2"
 _WRAPPER = "megatron.core.distributed.torch_fully_sharded_data_parallel:TorchFullyShardedDataParallel"
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 _UTILS = "megatron.core.utils"
+_COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 _WHOLE_LAYERS = "it runs parts of layers, and weights are gathered by whole layers; omit one of them"
 _OWN_ORDER = "it runs layers again at times of its own, when their weights are not gathered; omit one of them"
 
@@ -147,6 +148,13 @@ FEATURE = Feature(
             f"{_HERE}.tensors:gradient_in_place",
             "the piece has been reduced in place",
             params=("tensor_to_shard", "reference_tensor"),
+        ),
+        Patch(
+            f"{_COLLECTIVES}:foreach_all_gather_copy_out",
+            "wrap",
+            "mindspeed_dsa.parallel.fsdp2_copy_out:in_one_pass",
+            "it copies a weight once more that is not cut on its first dimension",
+            params=("all_gather_result", "fsdp_params", "group"),
         ),
         Patch(
             "megatron.training.arguments:validate_args",

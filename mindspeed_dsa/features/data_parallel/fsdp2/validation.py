@@ -27,7 +27,10 @@ _REFUSED = {
     "init_model_with_meta_device": "experts need their memory from the start; omit it",
     "check_weight_hash_across_dp_replicas_interval": "ranks have no equal weights to compare; omit it",
     "overlap_moe_expert_parallel_comm": "it runs parts of layers, and weights come by whole layers; omit it",
-    "delay_wgrad_compute": "weight gradients come after their layer's reduction; omit --delay-wgrad-compute",
+    "delay_wgrad_compute": (
+        "Megatron delays weight gradients in a schedule that runs parts of layers, and weights come by whole "
+        "layers; omit --delay-wgrad-compute"
+    ),
     "is_hybrid_model": _MAMBA,
     "hybrid_layer_pattern": _MAMBA,
     "enable_cuda_graph": _GRAPHS,

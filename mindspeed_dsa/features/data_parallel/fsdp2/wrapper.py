@@ -134,7 +134,7 @@ def _shard(
         reshard=reshard,
         reduce_dtype=_reduce_dtype(config, options),
         divide_by=1.0 if config.calculate_per_token_loss else float(self.process_group.size()),
-        exchange=not platform.asynchronous,
+        direct=not platform.asynchronous,
     )
     fsdp2_shards.shard(self.module, units, plan)
     embeddings = context.megatron("core.models.common.embeddings.language_model_embedding")
