@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
@@ -66,7 +67,7 @@ def layout_of(each: Any) -> Layout | None:
 def written_unseen(wholes: Sequence[Tensor]) -> Iterator[None]:
     """Memory is filled again with what autograd has saved of it."""
     counted = tuple(each for each in wholes if not each.is_inference())
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(counted):
+    with torch.no_grad(), _unsafe_preserve_version_counter(counted):
         yield
 
 
@@ -95,7 +96,8 @@ def place(gathered: Tensor, parameters: Sequence[Any], sizes: Sequence[int]) -> 
 
 def by_rank(whole: Tensor, dim: int, ranks: int) -> Tensor:
     """``[ranks, *piece]``: what each rank has of a tensor that is cut on ``dim``; a view."""
-    return whole.unflatten(dim, (ranks, -1)).movedim(dim, 0)
+    pieces: Tensor = whole.unflatten(dim, (ranks, -1)).movedim(dim, 0)
+    return pieces
 
 
 def in_one_pass(original: _Function) -> _Function:

@@ -100,7 +100,8 @@ class Reduction:
 
     def __init__(self, unit: DirectGroup, gradients: Sequence[tuple[Any, Tensor]]) -> None:
         group = unit._reduce_scatter_process_group
-        self._unit, self._rank, self._ranks = unit, group.rank(), group.size()
+        self._rank, self._ranks = group.rank(), group.size()
+        self._unit: Any = unit
         dtype = unit._reduce_dtype or gradients[0][1].dtype
         self._messages = _Messages(group)
         # Whose pieces they are, all pieces of this rank, and this piece of all ranks, both [ranks, n].
@@ -143,7 +144,7 @@ class Reduction:
             kept.give_back(received)
         if isinstance(self._unit.mesh_info, DDPMeshInfo):  # replicas have sums of their own
             dist.all_reduce(total, group=self._unit._all_reduce_process_group)
-        total.div_(self._unit.gradient_divide_factor)
+        total.div_(self._unit.gradient_divide_factor or self._unit.mesh_info.mesh.size())
         owners = [each for lot in self._lots for each in lot[0]]
         parts = total.split([each.sharded_size.numel() for each in owners])
         for each, part in zip(owners, parts, strict=True):
@@ -186,6 +187,7 @@ class DirectGroup(FSDPParamGroup):
     """
 
     reductions: Reductions
+    _all_gather_result: Any
 
     @classmethod
     def takes(cls, group: Any) -> bool:
