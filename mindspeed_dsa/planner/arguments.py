@@ -58,12 +58,6 @@ def job_of(
     if training.batch == 0:
         training = _with_batch(training, training.micro * layout.dp)
     sharding = _sharding_of(options)
-    if sharding and not any_layout and layout.replicas % (sharding.ranks or 1):
-        raise SettingsError(
-            f"mindspeed_dsa plan: --fsdp2-sharding-size {sharding.ranks} does not divide the "
-            f"{layout.replicas} ranks of data and context parallelism; "
-            f"{math.gcd(sharding.ranks, layout.replicas)} does"
-        )
     features, notes = features_of(options), _notes(options, unknown)
     job = Job(model, layout, training, features, imbalance, sharding, notes)
     if not any_layout:
