@@ -89,6 +89,8 @@ def _check_together(options: argparse.Namespace) -> None:
         problems.append("--use-torch-fsdp2 shards optimizer state itself: omit --use-distributed-optimizer")
     if options.use_torch_fsdp2 and not options.untie_embeddings_and_output_weights:
         problems.append("--use-torch-fsdp2 needs --untie-embeddings-and-output-weights")
+    if options.fsdp2_sharding_size is not None and options.fsdp2_sharding_size < 2:
+        problems.append(f"--fsdp2-sharding-size {options.fsdp2_sharding_size}: give 2 or more, or omit it")
     if options.fsdp2_config_path:
         problems.append("--fsdp2-config-path is not read by plans: give the same by --fsdp2-... flags")
     if options.num_experts and not options.disable_bias_linear:
