@@ -41,8 +41,9 @@ class Layout:
 def lay_out(parameter: nn.Parameter, layout: Layout) -> None:
     """Gather a weight into a layout that whoever reads it knows; before the weight is sharded.
 
-    PyTorch takes the memory for the plain tensor that it was: nothing else may read it. Units have to be made by
-    :func:`fsdp2_shards.shard`, and gather by messages or with :func:`in_one_pass` in place: others ignore layouts.
+    PyTorch takes the memory for the plain tensor that it was: nothing else may read it. Units have to be made
+    by :func:`fsdp2_shards.shard`, and gather by messages or with :func:`in_one_pass` in place: others ignore
+    layouts.
     """
     setattr(parameter, _LAYOUT, layout)
 
