@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.ops.small_cases import Dispatched
@@ -118,6 +119,37 @@ def experts() -> dict[str, Any]:
             "linear layers": called.call_count,
             "tensors": [output.detach(), *(each.grad for each in (*inputs, *module.parameters()))],
         }
+    return found
+
+
+def experts_that_differ() -> dict[str, list[list[Tensor]]]:
+    """Results and gradients of experts that are not one SwiGLU: with the feature, and one by one."""
+    model.start({"fused_operators": ["swiglu"]})
+    from megatron.core.transformer.mlp import MLP
+
+    from mindspeed_dsa.features.operators.swiglu import experts as together
+
+    class Adapted(MLP):
+        def forward(self, rows: Tensor, scale: Tensor | None = None) -> Any:
+            output, bias = MLP.forward(self, rows, scale)
+            return output + rows, bias
+
+    generator = torch.Generator().manual_seed(1)
+    states, scales = torch.randn(9, 32, generator=generator), torch.rand(9, generator=generator)
+    found: dict[str, list[list[Tensor]]] = {}
+    kinds: dict[str, Any] = {"a class of its own": F.silu, "GELU": F.gelu}
+    for name, activation in kinds.items():
+        module = model.gpt_model(model.config(activation_func=activation)).decoder.layers[-1].mlp.experts
+        if name == "a class of its own":
+            module.local_experts[1].__class__ = Adapted
+        for apart in (nullcontext(), mock.patch.object(together, "_can_be_one", return_value=False)):
+            module.zero_grad()
+            inputs = states.clone().requires_grad_(), scales.clone().requires_grad_()
+            with apart:
+                output, _ = module(inputs[0], torch.tensor([2, 2, 4, 1]), inputs[1])
+            output.square().sum().backward()
+            tensors = [output.detach(), *(each.grad for each in (*inputs, *module.parameters()))]
+            found.setdefault(name, []).append(tensors)
     return found
 
 

@@ -91,6 +91,12 @@ def test_experts_have_one_activation_and_the_same_bits(pool):
             assert torch.equal(ours, theirs), name
 
 
+def test_experts_that_differ_in_more_than_weights_are_called_one_by_one(pool):
+    (found,) = pool.run(f"{CASES}:experts_that_differ", 1)
+    for name, (ours, theirs) in found.items():
+        assert all(map(torch.equal, ours, theirs)), name
+
+
 def test_documents_of_a_pack_begin_at_position_zero(pool):
     (found,) = pool.run(f"{CASES}:packs", 1)
     assert found["ours"].keys() == found["theirs"].keys()

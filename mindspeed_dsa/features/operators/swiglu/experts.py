@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.context import Context, Megatron
+from mindspeed_dsa.features.operators.swiglu.activation import is_plain_swiglu
 from mindspeed_dsa.features.operators.swiglu.options import Options
 from mindspeed_dsa.integration.gathered_weights import waits_for_weights
 from mindspeed_dsa.integration.plain_layers import linears_of
@@ -24,7 +25,7 @@ def activate_together(original: Callable[..., Any], context: Context[Options]) -
     """
 
     def forward(self: Any, rows: Tensor, tokens_per_expert: Any, probs: Tensor) -> Any:
-        if context.options.apart or not _can_be_one(self):
+        if context.options.apart or not _can_be_one(self, context.megatron):
             return original(self, rows, tokens_per_expert, probs)
         experts, counts = self.local_experts, tokens_per_expert.tolist()
         first = experts[0]
@@ -53,14 +54,18 @@ def _of_each(linears: Sequence[Any], counts: list[int], megatron: Megatron) -> F
     return Function(products)
 
 
-def _can_be_one(experts: Any) -> bool:
-    """Whether nothing but their linear layers tells the experts from each other."""
+def _can_be_one(experts: Any, megatron: Megatron) -> bool:
+    """Whether all experts compute SwiGLU, and nothing but their linear layers tells them from each other."""
     config = experts.config
     if experts.num_local_experts == 1 or config.add_bias_linear:
         return False
     if getattr(config, "fp8", None) or getattr(config, "fp4", None):  # which pads the rows of each
         return False
-    return not any(map(_has_hooks, experts.local_experts))
+    mlp = megatron("core.transformer.mlp").MLP  # a class derived from it may add what one expert alone has
+    return all(
+        type(each) is mlp and is_plain_swiglu(each, config) and not _has_hooks(each)
+        for each in experts.local_experts
+    )
 
 
 def _has_hooks(expert: Any) -> bool:

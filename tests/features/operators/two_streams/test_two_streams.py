@@ -93,6 +93,15 @@ def test_one_stream_is_said(caplog, monkeypatch):
         ({}, "has neither an indexer nor a shared expert"),
         ({"experimental_attention_variant": "dsa", "moe_shared_expert_overlap": True}, "omit one of them"),
         ({"moe_shared_expert_intermediate_size": 8, "cuda_graph_impl": "local"}, "omit --cuda-graph-impl"),
+        *(
+            ({"moe_shared_expert_intermediate_size": 8, name: True}, said)
+            for name, said in {
+                "overlap_moe_expert_parallel_comm": "cannot be used with --overlap-moe-expert-parallel-comm",
+                "cpu_offloading": "cannot be used with --cpu-offloading-num-layers",
+                "use_megatron_fsdp": "cannot be used with --use-megatron-fsdp",
+                "use_custom_fsdp": "cannot be used with --use-custom-fsdp",
+            }.items()
+        ),
         ({"moe_shared_expert_intermediate_size": 8}, None),
         ({"experimental_attention_variant": "dsa", "cuda_graph_impl": "none"}, None),
     ],
