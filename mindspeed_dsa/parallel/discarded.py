@@ -1,7 +1,7 @@
-"""Storages whose bytes are freed after the forward and computed again in backward.
+"""Storages whose bytes are freed after the forward and computed, or gathered, again in backward.
 
 What moves saved tensors must leave these alone: their bytes are gone by the time a copy would be made, and
-recomputed bytes are written to the same memory.
+they are written to the same memory again.
 """
 
 from __future__ import annotations

@@ -100,7 +100,8 @@ class Reduction:
 
     def __init__(self, unit: DirectGroup, gradients: Sequence[tuple[Any, Tensor]]) -> None:
         group = unit._reduce_scatter_process_group
-        self._unit, self._rank, self._ranks = unit, group.rank(), group.size()
+        self._rank, self._ranks = group.rank(), group.size()
+        self._unit: Any = unit
         dtype = unit._reduce_dtype or gradients[0][1].dtype
         self._messages = _Messages(group)
         # Whose pieces they are, all pieces of this rank, and this piece of all ranks, both [ranks, n].
@@ -128,6 +129,12 @@ class Reduction:
         self._messages.add(pieces, received)
         self._lots.append((owners, pieces, received))
 
+    def drop(self) -> None:
+        """Wait for the messages, and add nothing."""
+        for work in self._works:
+            work.wait()
+        kept.give_back(*(received for _, _, received in self._lots))
+
     @torch.no_grad()
     def finish(self) -> None:
         """Return when this rank's pieces of the sums are added to its gradients."""
@@ -143,7 +150,7 @@ class Reduction:
             kept.give_back(received)
         if isinstance(self._unit.mesh_info, DDPMeshInfo):  # replicas have sums of their own
             dist.all_reduce(total, group=self._unit._all_reduce_process_group)
-        total.div_(self._unit.gradient_divide_factor)
+        total.div_(self._unit.gradient_divide_factor or self._unit.mesh_info.mesh.size())
         owners = [each for lot in self._lots for each in lot[0]]
         parts = total.split([each.sharded_size.numel() for each in owners])
         for each, part in zip(owners, parts, strict=True):
@@ -177,6 +184,11 @@ class Reductions:
         while self._under_way:
             self._under_way.pop(0).finish()
 
+    def drop(self) -> None:
+        """Forget those of a step that failed."""
+        while self._under_way:
+            self._under_way.pop(0).drop()
+
 
 class DirectGroup(FSDPParamGroup):
     """A unit's parameters; what FSDP2 asks for and is not served here goes its own way.
@@ -186,6 +198,7 @@ class DirectGroup(FSDPParamGroup):
     """
 
     reductions: Reductions
+    _all_gather_result: Any
 
     @classmethod
     def takes(cls, group: Any) -> bool:
@@ -226,6 +239,7 @@ class DirectGroup(FSDPParamGroup):
     def post_backward(self, *unused: Any) -> None:
         """Start to reduce the gradients that are there, and drop the weights."""
         stock = not self.reduce_grads or not self.all_reduce_grads or self._all_reduce_hook is not None
+        stock |= self._partial_reduce_output is not None  # sums that replicas still have to add up
         if stock or getattr(self, "reduce_scatter_unused_params", False):
             super().post_backward(*unused)
             return
@@ -244,6 +258,14 @@ class DirectGroup(FSDPParamGroup):
             self.wait_for_unshard()
             self._to_sharded()
         super().finalize_backward()
+
+    def _reset_iter_state(self) -> None:
+        self.reductions.drop()
+        if isinstance(self._all_gather_result, Gather):
+            self.wait_for_unshard()
+        for each in self.fsdp_params:
+            _take_gradient(each)  # FSDP2 would add it to the next step's
+        super()._reset_iter_state()
 
     def _wait_for_post_backward(self) -> None:
         self.reductions.finish()

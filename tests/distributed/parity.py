@@ -50,8 +50,9 @@ MODEL = """
 """  # large initial weights: attention far from uniform, so that the indexer has something to learn
 TRAINING = """
     --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-warmup-iters 0 --lr-decay-style constant
-    --eval-iters 0 --save-interval 0 --no-save-optim --no-save-rng --no-plot --no-tensorboard
+    --eval-iters 0 --no-plot --no-tensorboard
 """
+WEIGHTS_ALONE = "--save-interval 0 --no-save-optim --no-save-rng"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 PP4 = "--pipeline-model-parallel-size 4"
@@ -207,6 +208,30 @@ class Lab:
         choices = {key: signs.pop(key) for key in list(signs) if key[0] != "sign"}
         return Outcome(ranks[0].records, *tensors, choices, signs, memory)
 
+    def resume(
+        self, layout: Layout, step: int, into: Layout | None = None
+    ) -> tuple[list[Any], list[Tensors]]:
+        """A run of all steps, and one, perhaps in another layout, that goes on from its checkpoint.
+
+        Args:
+            layout: of the first.
+            step: that the checkpoint was written after.
+            into: of the second; by default the same.
+
+        Returns:
+            the records of the steps after that, and everything in the last checkpoint, of either.
+        """
+        self._runs += 1
+        whole, resumed = (self._folder / f"{what}-{self._runs}" for what in ("whole", "resumed"))
+        into = into or layout
+        keep = f"--train-iters {self._steps} --save-interval {step}"
+        first = self._train(layout, f"{layout.flags} {keep} --save {whole}", saving="")
+        load = f"--load {whole} --ckpt-step {step}"
+        second = self._train(into, f"{into.flags} {keep} --save {resumed} {load}", saving="")
+        files = [(str(folder), self._steps) for folder in (whole, resumed)]
+        contents = self._pool.run("tests.support.example_job:read", 1, checkpoints=files)[0]
+        return [first[0].records[step:], second[0].records], contents
+
     def compare(self, layout: Layout, outcome: Outcome, reference: Outcome | None = None) -> Comparison:
         """Differences from the one process, or from another outcome."""
         saved = self._initial_weights(layout)
@@ -243,12 +268,14 @@ class Lab:
             self._initial[key] = folder
         return self._initial[key]
 
-    def _train(self, layout: Layout, flags: str, **arguments: Any) -> list[RankOutcome]:
+    def _train(
+        self, layout: Layout, flags: str, saving: str = WEIGHTS_ALONE, **arguments: Any
+    ) -> list[RankOutcome]:
         data = f"--data {self._folder / 'text'} --data-cache-path {self._folder / 'cache'}"
         return self._pool.run(
             "tests.support.example_job:train",
             layout.world_size,
-            argv=f"{MODEL} {layout.model} {TRAINING} {data} {flags}".split(),
+            argv=f"{MODEL} {layout.model} {TRAINING} {saving} {data} {flags}".split(),
             stock=layout.stock,
             switches=dict(layout.switches),
             signs=True,

@@ -10,6 +10,7 @@ import torch
 from mindspeed_dsa.integration.releases import takes
 from tests.support.optimizer_job import Job, gather
 
+PLAIN = "torch_dist"  # without the distributed optimizer
 TORCH = "torch"  # the old format: state dicts and, for the distributed optimizer, a file of parameter states
 
 
@@ -59,7 +60,9 @@ def _files(folder: str) -> tuple[str, str]:
 
 def _sharded(job: Job, way: str, is_loading: bool) -> dict[str, Any]:
     metadata = {"distrib_optim_sharding_type": way, "chained_optim_avoid_prefix": True}
-    if not job.ddp.use_distributed_optimizer:
+    # FSDP2's optimizers know the distributed optimizer's formats.
+    fsdp2 = hasattr(job.ddp, "reshard_after_forward")
+    if way == PLAIN or not (job.ddp.use_distributed_optimizer or fsdp2):
         metadata.pop("distrib_optim_sharding_type")
     model = job.model.module.sharded_state_dict()
     how: dict[str, Any] = {"metadata": metadata}

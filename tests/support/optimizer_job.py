@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.memory.measure import live_bytes, storage_bytes
+from mindspeed_dsa.parallel.local_shards import local_of
 from tests.support.model import _forward_step_of, config, gpt_model, samples, start
 
 MICROBATCHES = 2
@@ -305,9 +306,9 @@ def places(job: Job) -> dict[str, Any]:
     from mindspeed_dsa.platforms import host_pool
 
     groups = [(part, group) for part in job.parts for group in part.optimizer.param_groups]
-    mains = [main for _, group in groups for main in group["params"]]
+    mains = [local_of(main) for _, group in groups for main in group["params"]]
     moments = [
-        part.optimizer.state[main][key]
+        local_of(part.optimizer.state[main][key])
         for part, group in groups
         for main in group["params"]
         for key in ("exp_avg", "exp_avg_sq")
@@ -321,8 +322,8 @@ def places(job: Job) -> dict[str, Any]:
 
 
 def digest(tensor: Tensor) -> str:
-    """SHA-256 of the bytes."""
-    data = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
+    """SHA-256 of the bytes, of a shard's on this rank."""
+    data = local_of(tensor).detach().contiguous().flatten().view(torch.uint8).numpy()
     return hashlib.sha256(data.tobytes()).hexdigest()
 
 

@@ -54,5 +54,7 @@ def test_pipes_and_time():
     with_pipes.stdin.write("hello\n")
     with_pipes.stdin.flush()
     assert with_pipes.stdout.readline() == "HELLO\n"
-    assert with_pipes.wait(0.1) == -signal.SIGKILL
+    with pytest.raises(subprocess.TimeoutExpired):
+        with_pipes.wait(0.1)
+    assert with_pipes.wait() == -signal.SIGKILL
     with_pipes.communicate()

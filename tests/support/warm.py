@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -42,13 +43,17 @@ class _Server:
         theirs.close()
         self._socket = ours
         self._answers = ours.makefile("r")
+        self._numbers = itertools.count()
         atexit.register(self.close)
 
     def ask(self, request: Mapping[str, Any], streams: Sequence[int] = ()) -> int:
-        socket.send_fds(self._socket, [json.dumps(request).encode()], streams)
-        answer = self._answers.readline()
-        assert answer, "the server of warm processes has ended"
-        return int(json.loads(answer))
+        number = next(self._numbers)
+        socket.send_fds(self._socket, [json.dumps({**request, "number": number}).encode()], streams)
+        for line in self._answers:
+            answered, answer = json.loads(line)
+            if answered == number:  # nobody waits any more for the answer to a test that ran out of time
+                return int(answer)
+        raise RuntimeError("the server of warm processes has ended")
 
     def close(self) -> None:
         self._answers.close()
@@ -71,12 +76,24 @@ class Process:
         self.returncode: int | None = None
 
     def wait(self, timeout: float = 600) -> int:
-        """Its exit code; a program that takes longer than so many seconds is killed."""
+        """Its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it took longer than so many seconds, and has been killed.
+        """
         if self.returncode is None:
-            clock = threading.Timer(timeout, os.kill, (self.pid, signal.SIGKILL))
+            clock = threading.Timer(timeout, self.kill)
             clock.start()
-            self.returncode = _server().ask({"wait": self.pid})
-            clock.cancel()
+            try:
+                self.returncode = _server().ask({"wait": self.pid})
+            except BaseException:  # the test has run out of time
+                self.kill()
+                raise
+            finally:
+                in_time = clock.is_alive()
+                clock.cancel()
+            if not in_time:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
         return self.returncode
 
     def kill(self) -> None:

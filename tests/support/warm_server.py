@@ -3,7 +3,8 @@
 ``python warm_server.py DESCRIPTOR MODULE...`` imports the modules, those that are installed, and reads
 requests from the socket. With ``start``, the words behind ``python`` in a command, come ``cwd``, ``environ``
 and three descriptors for the program's streams; the answer is its process id. ``wait`` names one; the answer
-is its exit code. Imports nothing of ours, because the programs would find it imported.
+is its exit code. Answers have the number of their request. Imports nothing of ours: the programs would
+find it imported.
 """
 
 import atexit
@@ -44,7 +45,7 @@ def main(connection):
                 end(run, request, streams)
             for stream in streams:
                 os.close(stream)
-        connection.sendall(json.dumps(answer).encode() + b"\n")
+        connection.sendall(json.dumps([request["number"], answer]).encode() + b"\n")
 
 
 def run(request, streams):

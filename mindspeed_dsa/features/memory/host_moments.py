@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mindspeed_dsa.integration.optimizer import OptimizerState, is_sharded
 from mindspeed_dsa.integration.whole_steps import WholeSteps
+from mindspeed_dsa.parallel.local_shards import local_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -31,8 +32,9 @@ class Moments:
 
     Args:
         optimizer: the inner optimizer, not Megatron's.
-        places: for the optimizer's parameters the two float32 tensors, shaped as the parameter, that its
-            moments are to be kept in, zero at first. Those of other parameters are as they would be.
+        places: for the optimizer's parameters the two float32 tensors, shaped as the parameter or as this
+            rank's piece of it, that its moments are to be kept in, zero at first. Those of other parameters
+            are as they would be.
         write: ``write(place, values)``, for memory that ``Tensor.copy_`` cannot write.
 
     Attributes:
@@ -120,7 +122,7 @@ class Moments:
                 if key not in values:
                     place.zero_()  # what a first step starts from
                 elif values[key] is not place:
-                    self._write(place, values[key])
+                    self._write(local_of(place), local_of(values[key]))
             if values:
                 loaded = {**self.optimizer.state[parameter], **own[index]}
                 self.optimizer.state[parameter] = {key: loaded[key] for key in values}

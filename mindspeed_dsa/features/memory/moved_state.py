@@ -21,7 +21,6 @@ MOVED_STATE: tuple[Row, ...] = (
     ("fp8", "weights in fp8 are made from the master weights in another way", "omit --fp8-format"),
     ("fp4", "weights in fp4 are made from the master weights in another way", "omit --fp4-format"),
     ("use_megatron_fsdp", "it shards optimizer state by itself", "use --use-distributed-optimizer alone"),
-    ("use_torch_fsdp2", "it shards optimizer state by itself", "use --use-distributed-optimizer alone"),
     ("use_custom_fsdp", "it shards optimizer state by itself", "use --use-distributed-optimizer alone"),
     (
         "rl_offload_optimizer_during_inference",
@@ -50,3 +49,8 @@ def check_moved_adam(args: Any, flag: str) -> Iterator[str]:
     yield from check_arguments(args, flag, MOVED_STATE)
     yield from check_weight_shards(args, flag)
     yield from check_optimizer(args, flag, ("adam",), "has other state than Adam's")
+    if argument(args, "use_torch_fsdp2") and argument(args, "ckpt_format") == "torch_dcp":
+        yield (
+            f"{flag} does not combine with --ckpt-format torch_dcp, which would take a rank's pieces of the "
+            "moments for whole ones; use torch_dist"
+        )

@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.parallel.local_shards import local_of
+
 
 class Voids:
     """The single NaN of each device."""
@@ -20,7 +22,8 @@ class Voids:
         self._nothing: dict[torch.device, Tensor] = {}
 
     def void(self, tensor: Tensor) -> None:
-        """Free the memory of a float32 tensor; it keeps its shape and device."""
+        """Free the memory of a float32 tensor, or of this rank's piece; it keeps its shape and device."""
+        tensor = local_of(tensor)
         if tensor.device not in self._nothing:
             self._nothing[tensor.device] = torch.full((), math.nan, dtype=torch.float32, device=tensor.device)
         tensor.data = self._nothing[tensor.device].expand(tensor.shape)

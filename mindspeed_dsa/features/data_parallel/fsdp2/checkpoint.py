@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
+from mindspeed_dsa.features.data_parallel.fsdp2.distributed_optimizer import with_common_step
 from mindspeed_dsa.parallel.fsdp2_shards import Cut, cut_of, like
 
 _CUT = "_mindspeed_dsa_cut"
@@ -96,17 +97,18 @@ def load_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate ``load_state_dict`` of optimizers whose parameters may be shards."""
 
     def load_state_dict(self: Any, state_dict: Any) -> Any:
-        inner = state_dict.get("optimizer", state_dict)
+        inner = with_common_step(self.optimizer, state_dict.get("optimizer", state_dict))
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        state = {
-            key: {name: like(value, parameters[key]) for name, value in values.items()}
-            if isinstance(key, int)
-            else values
-            for key, values in inner["state"].items()
-        }
+        state = {}
+        for key, values in inner["state"].items():
+            if isinstance(key, int):
+                # Moments that are kept elsewhere are plain tensors there.
+                there = self.optimizer.state.get(parameters[key], {})
+                values = {name: like(each, there.get(name, parameters[key])) for name, each in values.items()}
+            state[key] = values
         mains = "fp32_from_fp16_params"
         found = {**inner, "state": state}
-        if inner is not state_dict:
+        if "optimizer" in state_dict:
             found = {**state_dict, "optimizer": found}
         if mains in found:
             found[mains] = [

@@ -91,6 +91,17 @@ FEATURE = Feature(
                 f"{_HERE}.checkpoint:load_optimizer",
                 "what is read from a checkpoint are plain tensors, and the optimizer works on sharded ones",
                 params=("state_dict",),
+                priority=-1,  # inside of features that say where state lies while it is loaded
+            )
+            for optimizer in (FLOAT16, FLOAT32)
+        ),
+        *(
+            Patch(
+                f"{optimizer}.sharded_state_dict",
+                "wrap",
+                f"{_HERE}.distributed_optimizer:in_its_format",
+                "the distributed optimizer names masters and counts steps in other ways",
+                params=("model_sharded_state_dict", "is_loading", "metadata"),
             )
             for optimizer in (FLOAT16, FLOAT32)
         ),
@@ -172,12 +183,25 @@ FEATURE = Feature(
             "it leaves out the optimizer's own state dict, and with it the number of steps done",
             required=False,
         ),
+        Patch(
+            "megatron.training.checkpointing:_build_sharded_state_dict_metadata",
+            "wrap",
+            f"{_HERE}.distributed_optimizer:say_format",
+            "the distributed optimizer reads a checkpoint by the format that it names",
+            params=("args",),
+            required=False,
+        ),
     ),
     requires=Requires(versions={"megatron-core": ">=0.16,<0.20", "torch": ">=2.10"}),
     conflicts=(
         Conflict("moe-fb-overlap", _WHOLE_LAYERS),
         Conflict("moe-batch-overlap", _WHOLE_LAYERS),
         Conflict("recompute-ahead", _OWN_ORDER),
+        Conflict(
+            "reuse-fp32-param",
+            "weights are gathered from their bf16 halves, which it takes away; use --swap-optimizer, which "
+            "saves more",
+        ),
     ),
     active=wanted,
     options=Options.of,

@@ -20,7 +20,7 @@ _REFUSED: tuple[Row, ...] = (
     ("fp8", "weights in fp8 are not the upper halves of the master weights", "omit --fp8-format"),
     ("fp4", "weights in fp4 are not the upper halves of the master weights", "omit --fp4-format"),
     ("use_megatron_fsdp", "it shards the weights by itself", "use --use-distributed-optimizer alone"),
-    ("use_torch_fsdp2", "it shards the weights by itself", "use --use-distributed-optimizer alone"),
+    ("use_torch_fsdp2", "it shards the weights by itself", "use --swap-optimizer, which saves more"),
     ("use_custom_fsdp", "it shards the weights by itself", "use --use-distributed-optimizer alone"),
     ("nccl_ub", "weights move to a storage that is not registered with NCCL", "omit --use-nccl-ub"),
     ("qk_clip", "it changes the master weights between steps, when there are none", "omit --qk-clip"),

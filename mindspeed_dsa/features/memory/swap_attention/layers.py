@@ -11,18 +11,21 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed_dsa.context import Context, Megatron
 from mindspeed_dsa.features.memory.swap_attention.layer_pass import LayerPass, running
 from mindspeed_dsa.features.memory.swap_attention.options import Options
 from mindspeed_dsa.features.memory.swap_attention.validation import check_swapped_attention
 from mindspeed_dsa.integration import layer_pieces, layers, releases
+from mindspeed_dsa.parallel.local_shards import local_of
 
 _chosen: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
 """Layers that swap, with the attributes of the modules that do."""
-_pass_of_output: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""By a layer's output, which is the input of the layer above: passes find each other by it."""
+_pass_of_output: WeakKeyDictionary[Any, LayerPass] = WeakKeyDictionary()
+"""By the storage of a layer's output, which is that of the layer above's input: passes find each other by it.
+
+The tensor is another one where FSDP2 puts a node of its own between the layers.
+"""
 
 
 def swap_in_layer(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
@@ -60,7 +63,7 @@ class _Swapping(layer_pieces.Pass):
             f"layer {layer.layer_number}",
             context.options.smallest,
             _of_others([getattr(layer, name) for name in _chosen[layer]], list(others)),
-            _pass_of_output.get(hidden_states),
+            _pass_of_output.get(hidden_states.untyped_storage()),
             # Transformer Engine computes every other part of the sequence on a stream of its own.
             of_any_stream=layer.config.context_parallel_size > 1,
         )
@@ -83,13 +86,14 @@ class _Swapping(layer_pieces.Pass):
             )
         if output.requires_grad:
             output.register_hook(layer_pass.backward_begins)
-            _pass_of_output[output] = layer_pass
+            _pass_of_output[output.untyped_storage()] = layer_pass
 
 
 def _of_others(modules: list[Any], arguments: list[Any]) -> Iterator[Tensor]:
     """Parameters and buffers, and what every layer is given: masks, rotary angles, the encoder's output."""
     for module in modules:
-        yield from module.parameters()
+        # Shards are gathered into other memory, which is marked.
+        yield from (each for each in module.parameters() if local_of(each) is each)
         yield from module.buffers()
     yield from _tensors(arguments)
 

@@ -69,7 +69,7 @@ def check_other_movers(args: Any) -> Iterator[str]:
             "graph's own memory and passes no hook; drop --cuda-graph-impl or this"
         )
     yield from check_weight_shards(args, "--swap-attention")
-    for name in ("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"):
+    for name in ("use_megatron_fsdp", "use_custom_fsdp"):
         if argument(args, name):
             yield (
                 f"--swap-attention cannot be used with --{name.replace('_', '-')}: weights that are gathered "

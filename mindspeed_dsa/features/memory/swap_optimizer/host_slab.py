@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.platforms import host_pool
 
 
@@ -25,7 +26,7 @@ class Parameter:
         main: the optimizer's own tensor, a key of its state. Its numbers are on the host, unless it is the
             model's float32 weight itself.
         group: number of its parameter group.
-        weights: gives the model's weights that are made from it, ``[main.numel()]``; ``None`` if ``main``
+        weights: gives the model's weights that are made from it, ``[piece.numel()]``; ``None`` if ``main``
             is the model's weight.
         position: parameters are updated in this order; with sharding, that of the buckets they lie in.
     """
@@ -34,6 +35,11 @@ class Parameter:
     group: int
     weights: Callable[[], Tensor] | None
     position: int = 0
+
+    @property
+    def piece(self) -> Tensor:
+        """What this rank has of ``main``: all of it, unless it is sharded."""
+        return local_of(self.main)
 
     @property
     def rows(self) -> int:
@@ -56,16 +62,16 @@ class Slab:
         numel = 0
         for each in self.parameters:
             self.starts[each.main] = numel
-            numel += each.main.numel()
+            numel += each.piece.numel()
         # A padding number: Megatron's writer assumes that a tensor which fills its storage is never changed.
         memory = host_pool.shared.keep(4 * (count * numel + 1), owner=self).view(torch.float32)
         self.rows = memory[:-1].view(count, numel)
         self.rows[-2:].zero_()
 
     def of(self, parameter: Parameter) -> tuple[Tensor, ...]:
-        """The parameter's numbers, one tensor per row, shaped as the parameter."""
-        start, main = self.starts[parameter.main], parameter.main
-        return tuple(row[start : start + main.numel()].view(main.shape) for row in self.rows)
+        """The parameter's numbers on this rank, one tensor per row, shaped as they are there."""
+        start, piece = self.starts[parameter.main], parameter.piece
+        return tuple(row[start : start + piece.numel()].view(piece.shape) for row in self.rows)
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ def cut(slab: Slab, columns: int) -> list[Chunk]:
 
 def _pieces(slab: Slab, first: int, last: int) -> Iterator[Piece]:
     for parameter in slab.parameters:
-        begin, numel = slab.starts[parameter.main], parameter.main.numel()
+        begin, numel = slab.starts[parameter.main], parameter.piece.numel()
         start, end = max(first - begin, 0), min(last - begin, numel)
         # One without elements has no moments, but steps to count: it goes with the column before it.
         if start < end or (numel == 0 and max(begin - 1, 0) in range(first, max(last, 1))):

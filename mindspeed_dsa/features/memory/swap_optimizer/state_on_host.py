@@ -28,6 +28,7 @@ from mindspeed_dsa.features.memory.swap_optimizer.validation import check_swappe
 from mindspeed_dsa.features.memory.voids import Voids
 from mindspeed_dsa.integration.optimizer import OptimizerState, Place, is_sharded
 from mindspeed_dsa.integration.whole_steps import WholeSteps
+from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.platforms import host_pool
 
 _Function = Callable[..., Any]
@@ -84,10 +85,10 @@ class SwappedState(StateWithMoments):
         if not parameters:
             return GatherAlone(optimizer, whole) if _gathers_after_steps(optimizer) else None
         host_pool.require_host_memory(
-            4 * sum(each.rows * each.main.numel() for each in parameters),
+            4 * sum(each.rows * each.piece.numel() for each in parameters),
             context.feature,
-            "use more data parallel ranks with --use-distributed-optimizer, fewer processes on a host, or "
-            "omit --swap-optimizer",
+            "use more data parallel ranks with --use-distributed-optimizer or --use-torch-fsdp2, fewer "
+            "processes on a host, or omit --swap-optimizer",
         )
         state = cls(optimizer, parameters, context.options.parts, whole)
         for chunk in getattr(optimizer, "model_chunks", ()):
@@ -280,4 +281,4 @@ def _shard_in_bucket(optimizer: Any, model: Tensor) -> Tensor:
 
 
 def _flat(model: Tensor) -> Tensor:
-    return model.data.view(-1)
+    return local_of(model).detach().view(-1)

@@ -21,6 +21,7 @@ from mindspeed_dsa import platforms
 from mindspeed_dsa.features.memory.host_moments import MOMENTS, Moments, is_torch_adam
 from mindspeed_dsa.features.memory.swap_optimizer.host_slab import Chunk, Piece, Slab, cut
 from mindspeed_dsa.integration.whole_steps import WholeSteps, Writes
+from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.platforms.base import Event, Stream
 
 BUFFERS = 3
@@ -231,7 +232,7 @@ class Pipeline:
             main, index = piece.parameter.main, piece.parameter.group
             if main.grad is None:
                 continue
-            part.grad = main.grad.view(-1)[piece.start : piece.end]
+            part.grad = local_of(main.grad).view(-1)[piece.start : piece.end]
             if index not in view.groups:
                 view.groups[index] = _own_tensors({**own_groups[index], "params": []})
             view.groups[index]["params"].append(part)
@@ -257,7 +258,7 @@ class _View:
 def _part(piece: Piece, rows: Tensor) -> Tensor:
     """The weights to update: the master weights that were loaded, or the model's own."""
     if piece.parameter.weights is None:
-        return piece.parameter.main.detach().view(-1)[piece.start : piece.end]
+        return piece.parameter.piece.detach().view(-1)[piece.start : piece.end]
     return rows[0, piece.column : piece.column + piece.end - piece.start]
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.features.memory.host_moments import MOMENTS, Moments, is_torch_adam
+from mindspeed_dsa.parallel.local_shards import local_of
 
 
 def check_adamw(optimizer: Any) -> Iterator[str]:
@@ -100,9 +101,9 @@ def apply_adamw(parameter: Tensor, state: dict[str, Any], group: Mapping[str, An
         beta1,
         beta2,
         group["eps"],
-        parameter.grad,
+        local_of(cast(Tensor, parameter.grad)),
         None,
         False,
         bool(group["maximize"]),
-        out=(parameter.data, *(state[key] for key in MOMENTS)),
+        out=(local_of(parameter).data, *(state[key] for key in MOMENTS)),
     )

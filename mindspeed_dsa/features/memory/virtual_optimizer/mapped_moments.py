@@ -22,6 +22,7 @@ from mindspeed_dsa.features.memory.virtual_optimizer.validation import check_map
 from mindspeed_dsa.integration.configuration import require
 from mindspeed_dsa.integration.optimizer import Place
 from mindspeed_dsa.integration.whole_steps import WholeSteps
+from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.platforms import host_pool
 
 _BYTES = 8  # of a parameter's two moments
@@ -57,9 +58,10 @@ class MappedMoments(StateWithMoments):
         chosen: list[Tensor] = []
         self.nbytes = 0
         for parameter in (each for group in inner.param_groups for each in group["params"]):
-            if self.nbytes + _BYTES * parameter.numel() <= quota:
+            nbytes = _BYTES * local_of(parameter).numel()
+            if self.nbytes + nbytes <= quota:
                 chosen.append(parameter)
-                self.nbytes += _BYTES * parameter.numel()
+                self.nbytes += nbytes
         host_pool.require_host_memory(
             self.nbytes, context.feature, "give --virtual-optimizer a smaller quota"
         )
@@ -117,9 +119,19 @@ class MappedMoments(StateWithMoments):
         first, second = memory.zero_()[:numel].view(2, numel // 2)
         start = 0
         for parameter in chosen:
-            span = slice(start, start + parameter.numel())
-            yield parameter, (first[span].view(parameter.shape), second[span].view(parameter.shape))
+            piece = local_of(parameter)
+            span = slice(start, start + piece.numel())
+            yield parameter, _of_kind(parameter, first[span].view_as(piece), second[span].view_as(piece))
             start = span.stop
+
+
+def _of_kind(parameter: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Moments of a shard are shards too where the optimizer's own step takes both; kernels take pieces."""
+    if local_of(parameter) is parameter or platforms.current().mapped_by_kernels_only:
+        return first, second
+    from mindspeed_dsa.parallel.fsdp2_shards import like  # torch has what that imports since 2.6
+
+    return like(first, parameter), like(second, parameter)
 
 
 def _quota(context: Context[Options]) -> float:

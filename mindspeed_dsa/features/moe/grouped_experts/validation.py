@@ -42,13 +42,15 @@ def check_arguments(args: Any, options: Options) -> Iterator[str]:
         return
     yield from check_experts(args, options)
     yield from _check_optimizer_format(args)
-    for name in ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp"):
+    for name in ("use_megatron_fsdp", "use_custom_fsdp"):
         if argument(args, name):
             flag = "--" + name.replace("_", "-")
             yield (
                 f"{_FLAG}: {flag} cuts parameters into pieces whose place in a checkpoint it reads from the "
                 f"names of single experts, which a stack does not have; drop one of them"
             )
+    if argument(args, "ckpt_format") == "torch_dcp":
+        yield f"{_FLAG}: --ckpt-format torch_dcp numbers parameters, and stacks are fewer; use torch_dist"
     optimizer = str(argument(args, "optimizer"))
     if any(name in optimizer for name in ("muon", "soap")):
         yield (

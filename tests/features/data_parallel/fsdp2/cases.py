@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.support.checkpoints import load_from, save_to
+from mindspeed_dsa.parallel.local_shards import local_of
+from mindspeed_dsa.patches.errors import SettingsError
+from tests.support.checkpoints import PLAIN, load_from, save_to
 from tests.support.model import start
-from tests.support.optimizer_job import assemble, step
+from tests.support.optimizer_job import assemble, master_value, state, step
 
 WAY = "fully_reshardable"
 # A router of six rows, which have no quarters, and norms of nineteen weights, which have no halves.
@@ -21,23 +23,23 @@ ODD = {"num_moe_experts": 6, "kv_lora_rank": 19, "num_layers": 1, "moe_layer_fre
 JOB: dict[str, Any] = {"ep": 2, "overrides": ODD}
 
 
-def life(folder: str, sharding_size: int | None) -> dict[str, Any]:
+def life(folder: str, sharding_size: int | None, **switches: Any) -> dict[str, Any]:
     """Steps of both, a checkpoint of DDP's into FSDP2, on from there, back into DDP, and resumed."""
-    start({"use_torch_fsdp2": True, "fsdp2_sharding_size": sharding_size}, ep=2)
+    start({"use_torch_fsdp2": True, "fsdp2_sharding_size": sharding_size, **switches}, ep=2)
     ddp, sharded = assemble(**JOB), assemble(**JOB, fsdp2=True)
     records = [(step(ddp, 0), step(sharded, 0))]
     from_ddp, from_fsdp2 = (_made(Path(folder, name)) for name in ("ddp", "fsdp2"))
-    save_to(ddp, WAY, from_ddp)
+    save_to(ddp, PLAIN, from_ddp)
     step(sharded, 7)  # everything is something else before it is loaded
-    load_from(sharded, WAY, from_ddp)
+    load_from(sharded, PLAIN, from_ddp)
     unequal = {"ddp to fsdp2": differing(ddp, sharded)}
     records.append((step(ddp, 1), step(sharded, 1)))
-    save_to(sharded, WAY, from_fsdp2)
+    save_to(sharded, PLAIN, from_fsdp2)
     step(ddp, 7)
-    load_from(ddp, WAY, from_fsdp2)
+    load_from(ddp, PLAIN, from_fsdp2)
     unequal["fsdp2 to ddp"] = differing(ddp, sharded)
     resumed = assemble(**JOB, fsdp2=True)
-    load_from(resumed, WAY, from_fsdp2)
+    load_from(resumed, PLAIN, from_fsdp2)
     unequal["resumed"] = [] if step(resumed, 2) == step(sharded, 2) else ["record"]
     unequal["resumed"] += differing(resumed, sharded)
     whole, pieces = zip(*pairs(ddp, sharded), strict=True)
@@ -52,6 +54,48 @@ def life(folder: str, sharding_size: int | None) -> dict[str, Any]:
         "of": len(whole),
         "units": [type(each).__name__ for each in sharded.model.modules() if isinstance(each, FSDPModule)],
     }
+
+
+def exchange(folder: str) -> dict[str, Any]:
+    """The distributed optimizer's checkpoint in FSDP2, and that of FSDP2 in the distributed optimizer."""
+    start({"use_torch_fsdp2": True}, ep=2)
+    whole, sharded = assemble(**JOB, distributed=True), assemble(**JOB, fsdp2=True)
+    for number in range(2):
+        step(whole, number)
+        step(sharded, 7)  # everything is something else before it is loaded
+    folders = [_made(Path(folder, name)) for name in ("first", "second", "third", "slices")]
+    first, second, third, slices = folders
+    save_to(whole, WAY, first)
+    load_from(sharded, WAY, first)
+    save_to(sharded, WAY, second)
+    again = assemble(**JOB, distributed=True)
+    load_from(again, WAY, second)
+    save_to(again, WAY, third)
+    save_to(whole, "dp_reshardable", slices)
+    before, refused = state(sharded), ""
+    try:
+        load_from(sharded, "dp_reshardable", slices)
+    except SettingsError as error:
+        refused = str(error)
+    assert state(sharded) == before, "nothing is touched by what is refused"
+    return {
+        "unequal": [_unequal(first, other) for other in (second, third)],
+        "records": [step(job, 2) for job in (whole, again, sharded)],
+        "states": [state(job) for job in (whole, again)],
+        "steps": {float(each["step"]) for part in sharded.parts for each in part.optimizer.state.values()},
+        "refused": refused,
+    }
+
+
+def _unequal(one: str, other: str) -> list[str]:
+    """Keys of tensors that two checkpoints do not have alike, bit for bit."""
+    from megatron.core import dist_checkpointing
+
+    first, second = (dist_checkpointing.load_plain_tensors(folder) for folder in (one, other))
+    names = sorted(key for key, each in first.items() if isinstance(each, Tensor))
+    assert len(names) > 20
+    assert {key for key, each in second.items() if isinstance(each, Tensor)} == set(names)
+    return [name for name in names if not torch.equal(first[name], second[name])]
 
 
 def _made(folder: Path) -> str:
@@ -81,19 +125,23 @@ def differing(whole: Any, sharded: Any) -> list[str]:
         ]
         for index, (theirs, ours) in enumerate(zip(*mains, strict=True)):
             states = first.optimizer.state[theirs], second.optimizer.state[ours]
-            found += [f"master {index}"] if not same(theirs, ours) else []
+            # Where state is on the host, its tensors are this rank's pieces.
+            pair = master_value(first, theirs), master_value(second, ours)
+            found += [f"master {index}"] if not same(*pair, ours) else []
             assert states[0].keys() == states[1].keys()
-            found += [f"{key} {index}" for key in states[0] if not same(states[0][key], states[1][key])]
+            found += [f"{key} {index}" for key in states[0] if not same(states[0][key], states[1][key], ours)]
     return found
 
 
-def same(whole: Tensor, piece: Tensor) -> bool:
-    if isinstance(piece, DTensor) and not isinstance(whole, DTensor):
+def same(whole: Tensor, piece: Tensor, parameter: Tensor | None = None) -> bool:
+    """Whether ``piece`` is that of ``whole``; ``parameter`` is cut in the same way, if it has dimensions."""
+    parameter = piece if parameter is None else parameter
+    ours, theirs = local_of(piece), local_of(whole)
+    if isinstance(parameter, DTensor) and theirs.shape == parameter.shape:
         from mindspeed_dsa.parallel.fsdp2_shards import cut_of
 
-        cut = cut_of(piece)
-        whole = whole.chunk(cut.pieces, cut.dim)[cut.index]
-    ours, theirs = (getattr(each, "_local_tensor", each) for each in (piece, whole))
+        cut = cut_of(parameter)
+        theirs = theirs.chunk(cut.pieces, cut.dim)[cut.index]
     return torch.equal(ours, theirs)
 
 

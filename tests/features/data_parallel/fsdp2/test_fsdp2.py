@@ -7,12 +7,24 @@ import pytest
 CASES = "tests.features.data_parallel.fsdp2.cases"
 
 
+SWAPPED = {"swap_optimizer": True}
+MAPPED = {"virtual_optimizer": ["all"]}
+
+
 @pytest.mark.parametrize(
-    ("world_size", "sharding_size"),
-    [(2, None), *(pytest.param(4, size, marks=pytest.mark.full) for size in (2, None))],
+    ("world_size", "sharding_size", "switches"),
+    [
+        (2, None, {}),
+        (2, None, SWAPPED),
+        pytest.param(4, 2, {}, marks=pytest.mark.full),
+        pytest.param(4, None, {}, marks=pytest.mark.full),
+        pytest.param(4, 2, SWAPPED, marks=pytest.mark.full),
+        pytest.param(2, None, MAPPED, marks=pytest.mark.full),
+    ],
 )
-def test_checkpoints_go_from_ddp_and_back_and_resume(pool, tmp_path, world_size, sharding_size):
-    ranks = pool.run(f"{CASES}:life", world_size, folder=str(tmp_path), sharding_size=sharding_size)
+def test_checkpoints_go_from_ddp_and_back_and_resume(pool, tmp_path, world_size, sharding_size, switches):
+    arguments = {"folder": str(tmp_path), "sharding_size": sharding_size, **switches}
+    ranks = pool.run(f"{CASES}:life", world_size, **arguments)
     for rank in ranks:
         for with_ddp, sharded in rank["records"]:
             assert sharded["successful"]
@@ -32,6 +44,18 @@ def test_checkpoints_go_from_ddp_and_back_and_resume(pool, tmp_path, world_size,
         assert 0 < rank["whole"] < rank["of"] / 2, "experts, and what has no equal pieces"
     with_ddp, sharded = ranks[0]["contents"]
     assert sharded == with_ddp, "the same keys and shapes"
+
+
+def test_checkpoints_go_from_the_distributed_optimizer_and_back(pool, tmp_path):
+    for rank in pool.run(f"{CASES}:exchange", 2, folder=str(tmp_path)):
+        assert rank["unequal"] == [[], []], "weights, master weights and moments, in all three checkpoints"
+        whole, again, sharded = rank["records"]
+        assert again == whole
+        assert rank["states"][0] == rank["states"][1]
+        assert sharded["norm"] == pytest.approx(whole["norm"], rel=1e-6)
+        assert rank["steps"] == {3}
+        assert "distributed optimizer's state as dp_reshardable" in rank["refused"]
+        assert "--dist-ckpt-optim-fully-reshardable" in rank["refused"]
 
 
 def test_a_sharding_size_that_does_not_divide_is_refused(pool):

@@ -33,6 +33,7 @@ def problems(**arguments):
         ({"ckpt_format": "torch_dcp", "expert_model_parallel_size": 2}, "use torch_dist"),
         ({"experimental_attention_variant": "gated_delta_net"}, "omit --use-torch-fsdp2"),
         ({"tensor_model_parallel_size": 1, "tensor_parallel_num_weight_shards": 2}, "choose one"),
+        ({"dist_ckpt_optim_fully_reshardable": True, "bf16": False}, "or add --bf16"),
         ({"fsdp2_prefetch": -1}, "it must be 0 or more"),
         ({"fsdp2_sharding_size": 3, "data_parallel_size": 4}, "divide the 4 ranks"),
         ({"use_torch_fsdp2": False, "fsdp2_prefetch": 2}, "--fsdp2-prefetch has no effect without"),
@@ -135,3 +136,31 @@ def test_megatrons_checks_are_not_told_of_it_beside_experts():
     assert (
         validate(SimpleNamespace(use_torch_fsdp2=True, **{**sizes, "expert_model_parallel_size": 1})) is True
     )
+
+
+def test_a_checkpoint_names_the_format_of_the_distributed_optimizer():
+    from mindspeed_dsa.features.data_parallel.fsdp2.distributed_optimizer import say_format
+
+    said = say_format(lambda args: {"singleton_local_shards": False})
+    plain, asked = (
+        SimpleNamespace(use_torch_fsdp2=True, dist_ckpt_optim_fully_reshardable=asked)
+        for asked in (False, True)
+    )
+    assert said(plain) == {"singleton_local_shards": False}
+    assert said(asked) == {
+        "singleton_local_shards": False,
+        "distrib_optim_sharding_type": "fully_reshardable",
+    }
+
+
+def test_masters_of_float32_weights_are_refused_before_anything_is_read():
+    from mindspeed_dsa.features.data_parallel.fsdp2.distributed_optimizer import in_its_format
+
+    read = []
+    load = in_its_format(lambda *args, **kwargs: read.append(kwargs))
+    float32 = SimpleNamespace(optimizer=None)
+    with pytest.raises(SettingsError, match="--no-load-optim"):
+        load(float32, {}, is_loading=True, metadata={"distrib_optim_sharding_type": "fully_reshardable"})
+    assert not read
+    load(float32, {}, is_loading=True, metadata={})
+    assert read == [{"metadata": {}}]

@@ -46,7 +46,6 @@ def least(args: SimpleNamespace) -> int | None:
         ({"enable_cuda_graph": True}, "CUDA graphs"),
         ({"overlap_moe_expert_parallel_comm": True}, "takes apart"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp: weights"),
-        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2: weights"),
         (
             {"swap_modules": "self_attention,mlp"},
             "'mlp' cannot be swapped; use names out of input_norm, self_",
@@ -72,6 +71,7 @@ def test_what_is_refused(arguments, says):
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
         {"recompute_activation_function": True, "recompute_norm": True, **LARGE},
         {"overlap_moe_expert_parallel_comm": True, "moe_fb_overlap": True},
+        {"use_torch_fsdp2": True},
     ],
 )
 def test_what_goes_together(arguments):

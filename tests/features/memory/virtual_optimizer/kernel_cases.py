@@ -15,6 +15,7 @@ from torch.optim.adam import adam
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_dsa.features.memory.virtual_optimizer import kernel_moments
+from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.platforms import host_pool
 from mindspeed_dsa.platforms.cpu import CpuPlatform
 from mindspeed_dsa.platforms.npu import NpuPlatform
@@ -46,8 +47,8 @@ def _adamw(parameter: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -
     moments = [[state[key]] for key in ("exp_avg", "exp_avg_sq")]
     with mock.patch.object(_KernelsOnly, "__torch_dispatch__", _through):
         adam(
-            [parameter.detach()],
-            [parameter.grad],
+            [local_of(parameter).detach()],
+            [local_of(parameter.grad)],
             *moments,
             [],
             [state["step"]],

@@ -17,7 +17,7 @@ BUFFERS = {**ZERO, "ckpt_format": "torch", "moe_ffn_hidden_size": 64}
     [
         ({"add_bias_linear": True}, "--disable-bias-linear"),
         ({"fp8": "e4m3"}, "--fp8-format"),
-        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
+        ({"use_torch_fsdp2": True, "ckpt_format": "torch_dcp"}, "use torch_dist"),
         ({"optimizer": "dist_muon"}, "another optimizer"),
         ({"optimizer": "soap"}, "another optimizer"),
         ({**ZERO, "dist_ckpt_optim_fully_reshardable": False}, "--dist-ckpt-optim-fully-reshardable"),
@@ -41,6 +41,7 @@ def test_refusals_name_the_way_out(arguments, remedy):
     "arguments",
     [
         {},
+        {"use_torch_fsdp2": True, "ckpt_format": "torch_dist"},
         {**ZERO, "dist_ckpt_optim_fully_reshardable": True, "ckpt_format": "torch_dist"},
         {**ZERO, "dist_ckpt_optim_fully_reshardable": False, "no_save_optim": True},
         {"save": "here", "ckpt_format": "torch"},
