@@ -114,7 +114,7 @@ class Moments:
             MOMENTS[0] in state and "step" not in state for state in given.values()
         ):
             raise SettingsError(
-                "this checkpoint has moments and no count of steps, and Adam would begin at 0 again: Megatron "
+                "this checkpoint has moments and no count of steps, and Adam would begin at 0: Megatron "
                 "writes the count of rank 0 alone, whose pipeline stage has no such parameters; put some in "
                 "the first stage when it is saved, or add --no-load-optim to load the weights alone"
             )
