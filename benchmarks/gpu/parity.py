@@ -82,7 +82,8 @@ def outcomes(record: str) -> dict[str, Any]:
         wrong = case.find("error") if wrong is None else wrong
         if wrong is not None:
             name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
-            failures[name] = (wrong.get("message") or "").strip().splitlines()[0:1][0][:300]
+            lines = (wrong.get("message") or "").strip().splitlines()
+            failures[name] = lines[0][:300] if lines else "no message"
         elif case.find("skipped") is not None:
             skipped += 1
         else:

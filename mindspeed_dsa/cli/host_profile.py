@@ -131,7 +131,8 @@ def table(found: dict[str, Any]) -> list[str]:
         f"step {found['step']}, {found['layers']} passes of layers; for one pass, forward and backward:",
         *aligned(rows),
         f"a layer in all: {time_us:.0f} us, {summed['launches']:.0f} launches, {summed['waits']:.3g} waits",
-        f"lines of mindspeed_dsa itself: {library['share']:.2%} of all functions' time"
+        f"patches of mindspeed_dsa: {library['patches']:.2%} of all functions' time",
+        f"all lines of it, with those that do Megatron's work: {library['share']:.2%}"
         + (f" ({most})" if most else ""),
     ]
 

@@ -67,6 +67,11 @@ class Chunk:
         """How many keys."""
         return self.key.shape[1]
 
+    def tiles(self, widest: int) -> Iterator[slice]:
+        """The range in parts of so many keys, each counted from the range's first key."""
+        for first in range(0, self.width, widest):
+            yield slice(first, min(first + widest, self.width))
+
     def spread(self, entries: Tensor, scratch: Scratch) -> Tensor:
         """Numbers by entry, ``[g, n, topk]``, added up by key, ``[g, n, width]``; 0 where there is none."""
         by_key = scratch("spread", *self.columns.shape[:2], self.width + 1).zero_()
@@ -88,6 +93,7 @@ def over_chunks(
     topk_indices: Tensor,
     heads: int,
     work: Callable[[Iterator[Chunk], Scratch], Result],
+    widest: int | None = None,
 ) -> list[Result]:
     """Cut the rows of ``topk_indices`` into chunks and hand them to ``work``.
 
@@ -100,6 +106,7 @@ def over_chunks(
             are none.
         heads: scores per row and key.
         work: takes its chunks in order.
+        widest: keys whose scores it holds at once, if not those of the whole range.
 
     Returns:
         What ``work`` returned in each thread, in a fixed order.
@@ -109,8 +116,8 @@ def over_chunks(
     keys = key.detach().to(operand_dtype(key.dtype)).contiguous()
     workers = worker_count(batch * query_length * heads * key_length)
     threads = max(torch.get_num_threads() // workers, 1)
-    most = max(threads * _CHUNK_BYTES // (heads * key_length * dtype.itemsize), 1)
-    together, rows = rows_of_sequences(batch, most, _MOST_ROWS)
+    most = threads * _CHUNK_BYTES // (heads * min(widest or key_length, key_length) * dtype.itemsize)
+    together, rows = rows_of_sequences(batch, max(most, 1), _MOST_ROWS)
     positions, cuts = cut_rows(topk_indices, key_length, together, rows)
 
     def chunks(share: Sequence[Cut]) -> Iterator[Chunk]:

@@ -151,6 +151,8 @@ def _bf16_product(a: Tensor, b: Tensor, out: Tensor, scale: float, beta: float) 
     if gemm is None or b.dtype != torch.bfloat16 or out.dtype != torch.float32:
         raise TypeError(f"no product of {a.dtype} and {b.dtype} into {out.dtype} here: ask operand_dtype")
     (m, k), n = a.shape[-2:], b.shape[-1]
+    if n > 1 and out.stride(-1) != 1:
+        raise ValueError("a product of bf16 operands writes rows whose numbers are neighbours in memory")
     (a, a_order, a_gap), (b, b_order, b_gap) = _rows(a), _rows(b)
     gap = max(out.stride(-2), n)
     at, count, steps = (a.data_ptr(), b.data_ptr(), out.data_ptr()), 1, (0, 0, 0)

@@ -41,7 +41,9 @@ class Layout:
 def lay_out(parameter: nn.Parameter, layout: Layout) -> None:
     """Gather a weight into a layout that whoever reads it knows; before the weight is sharded.
 
-    PyTorch takes the memory for the plain tensor that it was: nothing else may read it.
+    PyTorch takes the memory for the plain tensor that it was: nothing else may read it. Units have to be made
+    by :func:`fsdp2_shards.shard`, and gather by messages or with :func:`in_one_pass` in place: others ignore
+    layouts.
     """
     setattr(parameter, _LAYOUT, layout)
 
@@ -106,6 +108,7 @@ def in_one_pass(original: _Function) -> _Function:
     def foreach_all_gather_copy_out(all_gather_result: Any, fsdp_params: list[Any], group: Any) -> None:
         output, event, work, _, _, sizes = all_gather_result
         if not _gains(output, fsdp_params, sizes, group.size()):
+            _refuse_layouts(fsdp_params)
             original(all_gather_result, fsdp_params, group)
             return
         if event is not None:
@@ -133,3 +136,15 @@ def _gains(output: Tensor, parameters: Sequence[Any], sizes: Sequence[int], rank
         )
         and any(each.fsdp_placement.dim != 0 or layout_of(each) is not None for each in parameters)
     )
+
+
+def _refuse_layouts(parameters: Sequence[Any]) -> None:
+    """Their readers would take plain weights for laid out ones."""
+    for each in parameters:
+        # What is kept on fewer ranks after forward is laid out already, and goes through as it is.
+        if each.sharded_state == ShardedState.SHARDED and layout_of(each) is not None:
+            raise ValueError(
+                f"fsdp2: a weight of shape {tuple(each._orig_size)} has a layout, and a unit with it has "
+                "parameters that are padded, of another type, or gathered in a way of their own; make these "
+                "a unit of their own"
+            )

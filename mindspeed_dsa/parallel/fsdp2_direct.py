@@ -129,6 +129,12 @@ class Reduction:
         self._messages.add(pieces, received)
         self._lots.append((owners, pieces, received))
 
+    def drop(self) -> None:
+        """Wait for the messages, and add nothing."""
+        for work in self._works:
+            work.wait()
+        kept.give_back(*(received for _, _, received in self._lots))
+
     @torch.no_grad()
     def finish(self) -> None:
         """Return when this rank's pieces of the sums are added to its gradients."""
@@ -177,6 +183,11 @@ class Reductions:
         """Return when all gradients are there."""
         while self._under_way:
             self._under_way.pop(0).finish()
+
+    def drop(self) -> None:
+        """Forget those of a step that failed."""
+        while self._under_way:
+            self._under_way.pop(0).drop()
 
 
 class DirectGroup(FSDPParamGroup):
@@ -228,6 +239,7 @@ class DirectGroup(FSDPParamGroup):
     def post_backward(self, *unused: Any) -> None:
         """Start to reduce the gradients that are there, and drop the weights."""
         stock = not self.reduce_grads or not self.all_reduce_grads or self._all_reduce_hook is not None
+        stock |= self._partial_reduce_output is not None  # sums that replicas still have to add up
         if stock or getattr(self, "reduce_scatter_unused_params", False):
             super().post_backward(*unused)
             return
@@ -246,6 +258,14 @@ class DirectGroup(FSDPParamGroup):
             self.wait_for_unshard()
             self._to_sharded()
         super().finalize_backward()
+
+    def _reset_iter_state(self) -> None:
+        self.reductions.drop()
+        if isinstance(self._all_gather_result, Gather):
+            self.wait_for_unshard()
+        for each in self.fsdp_params:
+            _take_gradient(each)  # FSDP2 would add it to the next step's
+        super()._reset_iter_state()
 
     def _wait_for_post_backward(self) -> None:
         self.reductions.finish()

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from types import CellType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from mindspeed_dsa.patches.errors import PatchDeclarationError
 from mindspeed_dsa.patches.proxies import is_a
@@ -20,6 +21,8 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 _Factory = TypeVar("_Factory", bound=Callable[..., Any])
 _METHODS = (staticmethod, classmethod)
 _DESCRIPTORS = (*_METHODS, property)
+_codes: WeakValueDictionary[int, CodeType] = WeakValueDictionary()
+"""Of all functions that were ever put in place of another, by identity: codes of two files can be equal."""
 
 
 def depends_on(part: Callable[[Any], Any]) -> Callable[[_Factory], _Factory]:
@@ -52,6 +55,11 @@ def with_context(decorate: Any, context: Any) -> Decorator:
         plain: Decorator = decorate
         return plain
     return lambda original: decorate(original, context)
+
+
+def is_patch(code: CodeType) -> bool:
+    """Whether a function of this code was put in place of another package's, or around it."""
+    return _codes.get(id(code)) is code
 
 
 def _takes_context(decorate: Any) -> bool:
@@ -126,6 +134,7 @@ def clone(function: Any, what: str) -> FunctionType:
             f"{what} is a {type(function).__name__}, but must be a plain Python function "
             "(proxies and callable objects break torch.compile, deepcopy and pickle)"
         )
+    _codes[id(function.__code__)] = function.__code__
     copy = FunctionType(
         function.__code__,
         function.__globals__,

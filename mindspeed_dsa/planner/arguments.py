@@ -58,12 +58,6 @@ def job_of(
     if training.batch == 0:
         training = _with_batch(training, training.micro * layout.dp)
     sharding = _sharding_of(options)
-    if sharding and not any_layout and layout.replicas % (sharding.ranks or 1):
-        raise SettingsError(
-            f"mindspeed_dsa plan: --fsdp2-sharding-size {sharding.ranks} does not divide the "
-            f"{layout.replicas} ranks of data and context parallelism; "
-            f"{math.gcd(sharding.ranks, layout.replicas)} does"
-        )
     features, notes = features_of(options), _notes(options, unknown)
     job = Job(model, layout, training, features, imbalance, sharding, notes)
     if not any_layout:
@@ -95,6 +89,8 @@ def _check_together(options: argparse.Namespace) -> None:
         problems.append("--use-torch-fsdp2 shards optimizer state itself: omit --use-distributed-optimizer")
     if options.use_torch_fsdp2 and not options.untie_embeddings_and_output_weights:
         problems.append("--use-torch-fsdp2 needs --untie-embeddings-and-output-weights")
+    if options.fsdp2_sharding_size is not None and options.fsdp2_sharding_size < 2:
+        problems.append(f"--fsdp2-sharding-size {options.fsdp2_sharding_size}: give 2 or more, or omit it")
     if options.fsdp2_config_path:
         problems.append("--fsdp2-config-path is not read by plans: give the same by --fsdp2-... flags")
     if options.num_experts and not options.disable_bias_linear:

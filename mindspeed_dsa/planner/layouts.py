@@ -187,6 +187,11 @@ def _problems(job: Job) -> Iterator[str]:
         yield "experts with tensor parallelism need --sequence-parallel"
     if layout.devices % least_devices(layout):
         yield f"{layout.devices} devices are no multiple of {least_devices(layout)}"
+    if layout.replicas % job.shards:
+        yield (
+            f"--fsdp2-sharding-size {job.shards} does not divide the {layout.replicas} ranks of data and "
+            f"context parallelism, {math.gcd(job.shards, layout.replicas)} does"
+        )
     counts = _counts(layout, model)
     if isinstance(counts, str):
         yield counts

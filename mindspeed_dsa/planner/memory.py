@@ -330,7 +330,7 @@ def _temporary(job: Job, rank: int, weights: Sequence[Weight], kinds: _Kinds) ->
         found["logits"] = number * tokens * model.vocabulary / layout.tp
     largest = max((_one_matrix(job, each) for each in weights), default=0.0)
     found["gradient of a weight"] = largest * number
-    if job.sharding:
+    if job.sharding and job.shards > 1:
         unit = max(_units(job, rank))
         found["gathered layers"] = (1 + job.sharding.prefetch) * unit * number
         found["gradients of a layer"] = unit * (number + training.grad_number)

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import __main__ as cli
 from benchmarks import gpu
-from benchmarks.dsa import rivals
+from benchmarks.dsa import cuda, rivals
 from benchmarks.dsa.floor import needed_flops
 from benchmarks.dsa.problem import Sizes
 from benchmarks.gpu import bounds, features, layer, parity, words
@@ -54,8 +54,26 @@ def test_without_a_gpu_it_says_why(built_with, sentence, monkeypatch):
         cli.main(["gpu", "--device", "cpu"])
 
 
+@pytest.mark.parametrize(
+    ("missing", "sentence"),
+    [
+        ("gcc", r"no C compiler; install gcc"),
+        ("Python.h", r"Python.h is missing; install .* python3\.\d+-dev"),
+    ],
+)
+def test_what_triton_builds_with_is_asked_for_first(missing, sentence, tmp_path, monkeypatch):
+    monkeypatch.setattr("mindspeed_dsa.platforms.detect", lambda device: "cuda")
+    monkeypatch.setattr("mindspeed_dsa.platforms.describe", lambda device: {"device": "GPU"})
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(gpu.shutil, "which", lambda name: None if missing == "gcc" else f"/usr/bin/{name}")
+    monkeypatch.setattr(gpu.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    with pytest.raises(SystemExit, match=sentence):
+        cli.main(["gpu"])
+
+
 def test_a_part_that_fails_costs_its_own_figures_only(tmp_path, monkeypatch, capsys):
     """And the command fails, but not before the report is written."""
+    timeouts = {}
     answers = {
         "parity": (0, [{"passed": 3, "skipped": 0, "failures": {"test_x::test_y": "not close"}}], ""),
         "operators": (1, [{"matmul_tflops": 700.0}], "Traceback\nRuntimeError: an illegal memory access"),
@@ -64,6 +82,7 @@ def test_a_part_that_fails_costs_its_own_figures_only(tmp_path, monkeypatch, cap
 
     def child(command, *, timeout, stdout, stderr, **options):
         name = command[command.index("benchmarks.gpu.part") + 1]
+        timeouts[name] = timeout
         if name == "features":
             print(json.dumps({"x": {"refused": "y"}}), '{"cut', sep="\n", end="", file=stdout, flush=True)
             raise subprocess.TimeoutExpired(command, timeout)
@@ -72,6 +91,7 @@ def test_a_part_that_fails_costs_its_own_figures_only(tmp_path, monkeypatch, cap
         print(complaint, file=stderr, flush=True)
         return subprocess.CompletedProcess(command, code)
 
+    monkeypatch.setattr(gpu, "why_no_kernels", lambda: None)
     monkeypatch.setattr(gpu.subprocess, "run", child)
     monkeypatch.setattr("mindspeed_dsa.platforms.detect", lambda device: "cuda")
     monkeypatch.setattr("mindspeed_dsa.platforms.describe", lambda device: {"device": "GPU"})
@@ -79,7 +99,7 @@ def test_a_part_that_fails_costs_its_own_figures_only(tmp_path, monkeypatch, cap
     metrics = json.loads(capsys.readouterr().out.splitlines()[-1])["metrics"]
     assert metrics["failed"] == {
         "operators": "it exited with 1: RuntimeError: an illegal memory access",
-        "features": f"it was ended after {gpu.PARTS['features']} s",
+        "features": f"it was ended after {timeouts['features']} s",
         "parity, test_x::test_y": "not close",
         "layer, b": "w",
         "features, x": "y",
@@ -89,7 +109,10 @@ def test_a_part_that_fails_costs_its_own_figures_only(tmp_path, monkeypatch, cap
     text = (tmp_path / "report.md").read_text()
     assert "3 passed, 1 failed" in text
     assert all(f"**{what}**: {why}" in text for what, why in metrics["failed"].items())
-    assert sum(gpu.PARTS.values()) <= 8 * 60
+    # Each part can have its time, and the last one what all others left.
+    assert sum(gpu.PARTS.values()) < gpu.LIMIT == 8 * 60
+    assert gpu.PARTS["parity"] - 60 < timeouts["parity"] <= gpu.PARTS["parity"]
+    assert sum(gpu.PARTS.values()) - 60 < timeouts["features"] <= sum(gpu.PARTS.values())
 
 
 def test_every_test_that_can_run_on_the_device_does():
@@ -106,9 +129,29 @@ def test_outcomes_are_read_from_pytests_record():
         <testcase classname="tests.ops.test_a" name="test_2"><skipped message="no"/></testcase>
         <testcase classname="tests.ops.test_b" name="test_3[x]"><failure message="no&#10;more"/></testcase>
         <testcase classname="tests.ops.test_b" name="test_4"><error message="OOM"/></testcase>
+        <testcase classname="tests.ops.test_b" name="test_5"><failure message=""/></testcase>
     </testsuite></testsuites>"""
-    failures = {"test_b::test_3[x]": "no", "test_b::test_4": "OOM"}
+    failures = {"test_b::test_3[x]": "no", "test_b::test_4": "OOM", "test_b::test_5": "no message"}
     assert parity.outcomes(record) == {"passed": 1, "skipped": 1, "failures": failures}
+
+
+def test_other_projects_are_measured_when_all_of_ours_is(monkeypatch):
+    """One that takes all the time, or leaves the device in a bad state, costs its own figures."""
+    told = []
+    for name, figure in {"matmul_call": (None, 1.0), "operator_calls": {"ours": {"forward": None}}}.items():
+        monkeypatch.setattr(cuda, name, lambda *options, figure=figure: figure)
+    monkeypatch.setattr(cuda, "needed_flops", lambda sizes: {"ours": {"forward": 1}, cuda.ATTENTION: {}})
+    monkeypatch.setattr(cuda, "_seconds", lambda call, rounds: 1.0)
+    monkeypatch.setattr(cuda, "_figures", lambda *options: {"ms": 1.0})
+
+    def broken(sizes, device):
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(cuda, "rivals", broken)
+    with pytest.raises(RuntimeError, match="illegal"):
+        cuda.run((4096, 8192), (16,), tell=lambda found: told.append(json.dumps(found)))
+    ours = {"ours": {"forward": {"ms": 1.0}}}
+    assert json.loads(told[-1]) == {"matmul_tflops": 1e-12, "S4096_H16": ours, "S8192_H16": ours}
 
 
 def test_seconds_of_the_model_are_operations_by_its_fractions():

@@ -1,4 +1,4 @@
-"""Ten steps of the main job with all fused operators are the training of one process without them."""
+"""Ten steps of the main job with fused operators, or compiled regions, are the training without them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.parity import EP2, PP2, TP2, VPP2, ZERO, Lab, Layout
 from tests.distributed.test_context_parallel_parity import cp
-from tests.support.memory_events import EVENTS, FUSED_OPERATORS, STARTED
+from tests.support.memory_events import BESIDE, EVENTS, FUSED_OPERATORS, REGIONS, STARTED
 
 ALL = {"fused_operators": ["all"]}
 SMALL = "--num-layers 4"  # what PP2 x VPP2 needs
@@ -44,3 +44,24 @@ def test_layout_trains_as_one_process(ten_steps: Lab, layout: Layout) -> None:
     for feature in ("recompute_norm", "recompute_activation_function", "swap_attention"):
         assert (outcome.memory[EVENTS[feature.replace("_", "-")]] > 0) == (feature in layout.switches)
     assert (outcome.memory[STARTED] > 0) == ("moe_alltoall_overlap_comm" in layout.switches)
+
+
+COMPILED = {"compile_regions": True}
+ABSORBED = {"use_fused_dsa": True, "use_dsa_absorb": True}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("compiled regions", 1, "", SMALL, switches=COMPILED),
+        Layout("compiled regions, absorbed, TP2+SP", 2, TP2, SMALL, switches={**COMPILED, **ABSORBED}),
+        Layout("all that saves host time", 1, "", SMALL, switches={**COMPILED, **ALL, "two_streams": True}),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_compiled_layers_train_as_they_are(ten_steps: Lab, layout: Layout) -> None:
+    outcome = ten_steps.check(layout)
+    assert not ten_steps.one_process(layout).memory[REGIONS]
+    assert outcome.memory[REGIONS] > 0
+    assert (outcome.memory[BESIDE] > 0) == ("two_streams" in layout.switches)

@@ -56,7 +56,7 @@ def test_indexer_equals_the_oracle(products, form, use_relu):
 
 
 def test_masked_index_gradients_reach_further(products):
-    shapes = (1, 1, 16, 8), (1, 96, 8), (1, 1, 16)
+    shapes = (1, 1, 16, 8), (1, 160, 8), (1, 1, 16)
     query, key, weights = (torch.randn(shape).to(BF16) for shape in shapes)
     entries = torch.arange(16).expand(1, 1, 16)
     found = {}
@@ -160,3 +160,10 @@ def test_what_is_asked_of_the_processor(monkeypatch):
 def test_operands_of_two_dtypes_are_refused(products):
     with pytest.raises(TypeError, match=r"bfloat16 and torch.float32 into"):
         cpu_products.product(torch.ones(2, 2, dtype=BF16), torch.ones(2, 2), torch.empty(2, 2))
+
+
+def test_a_result_whose_rows_have_gaps_is_refused(products):
+    """It would be written as if they had none."""
+    ones = torch.ones(2, 2, dtype=BF16)
+    with pytest.raises(ValueError, match="neighbours in memory"):
+        cpu_products.product(ones, ones, torch.empty(2, 2).t())

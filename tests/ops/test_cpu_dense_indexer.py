@@ -36,17 +36,18 @@ def form(request, monkeypatch, dense_calls):
 
 @pytest.fixture(params=["whole", "one row", "odd", "pairs"])
 def chunks(request, monkeypatch):
-    """How the dense form cuts: everything at once, or into chunks of rows of one or of several sequences."""
-    size, fewest, most, step = {
-        "whole": (1 << 30, 1, 10**6, 64),
-        "one row": (1, 1, 128, 1),
-        "odd": (1 << 30, 1, 7, 5),
-        "pairs": (2 * 11 * 5 * 45 * 8, 11, 11, 5),
+    """How the dense form cuts: not at all, or into rows of one or of several sequences, and into few keys."""
+    size, fewest, most, step, keys = {
+        "whole": (1 << 30, 1, 10**6, 64, 10**6),
+        "one row": (1, 1, 128, 1, 16),
+        "odd": (1 << 30, 1, 7, 5, 3),
+        "pairs": (2 * 11 * 5 * 20 * 8, 11, 11, 5, 20),
     }[request.param]
     monkeypatch.setattr(cpu_chunks, "_CHUNK_BYTES", size)
     monkeypatch.setattr(cpu_chunks, "_FEWEST_ROWS", fewest)
     monkeypatch.setattr(cpu_chunks, "_MOST_ROWS", most)
     monkeypatch.setattr(cpu_chunks, "_WIDTH_STEP", step)
+    monkeypatch.setattr(cpu_dense, "_TILE_KEYS", keys)
 
 
 @pytest.mark.parametrize("use_relu", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 from unittest import mock
 
@@ -172,8 +173,13 @@ def _mixed(dtype: torch.dtype, direct: bool, layout: Any = None) -> Any:
     return model
 
 
-def same_bits(dtype: torch.dtype) -> dict[str, Any]:
-    """What gathers and reductions by messages find, against FSDP2's own, over two microbatches."""
+def same_bits(dtype: torch.dtype, apart: bool = False) -> dict[str, Any]:
+    """What gathers and reductions by messages find, against FSDP2's own, over two microbatches.
+
+    Args:
+        dtype: of the weights.
+        apart: replicas add up their sums after the second microbatch alone.
+    """
     from mindspeed_dsa.parallel.fsdp2_direct import DirectGroup
 
     found = []
@@ -182,8 +188,9 @@ def same_bits(dtype: torch.dtype) -> dict[str, Any]:
         (group,) = model._get_fsdp_state()._fsdp_param_groups
         assert isinstance(group, DirectGroup) is direct
         noise = torch.Generator().manual_seed(dist.get_rank())
-        outputs = []
-        for _ in range(2):
+        outputs: list[torch.Tensor] = []
+        for last in (False, True):
+            model.set_requires_all_reduce(last or not apart)
             outputs.append(model(torch.randn(5, 192, generator=noise).to(dtype)))
             outputs[-1].float().square().sum().backward()
         gradients = [parameter.grad._local_tensor for parameter in model.parameters()]
@@ -193,6 +200,53 @@ def same_bits(dtype: torch.dtype) -> dict[str, Any]:
         "equal": [torch.equal(ours, theirs) for theirs, ours in zip(*found, strict=True)],
         "nonzero": all(bool(each.any()) for each in found[0]),
     }
+
+
+def failed_step() -> list[bool]:
+    """Whether gradients are those without a backward before them that failed half way and was given up."""
+    from mindspeed_dsa.parallel import fsdp2_shards
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    def fail_behind(layer: Any, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    found = []
+    for fails in (False, True):
+        model = Stack()
+        _shard(model, ahead=1)
+        if fails:
+            handle = model.layers[1].register_forward_hook(fail_behind)
+            with contextlib.suppress(ArithmeticError):
+                model(torch.ones(3, 8)).sum().backward()
+            handle.remove()
+            model.reset_iter_state()  # type: ignore[operator]
+            model.zero_grad()
+        model(torch.ones(3, 8)).sum().backward()
+        found.append(fsdp2_shards.sharded_gradients(model))
+    return [torch.equal(ours, theirs) for theirs, ours in zip(*found, strict=True)]
+
+
+def laid_out_beside_padded() -> str:
+    """What is said of a weight with a layout in one unit with rows that two ranks have no equal pieces of."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    from mindspeed_dsa.parallel import fsdp2_copy_out, fsdp2_shards
+
+    model = Mixed(torch.float32)
+    layout = fsdp2_copy_out.Layout(lambda *_: None, lambda whole, piece: whole.numel() > 1000)
+    fsdp2_copy_out.lay_out(model.linear.weight, layout)
+    mesh = fsdp2_shards.mesh_of(dist.group.WORLD, "cpu", 2)
+    plan = fsdp2_shards.Plan(mesh, dict.fromkeys(model.parameters(), 0), True, torch.float32, 2)
+    fsdp2_shards.shard(model, [], plan)
+    ours = fsdp2_copy_out.in_one_pass(groups.foreach_all_gather_copy_out)
+    with mock.patch.object(groups, "foreach_all_gather_copy_out", ours):
+        try:
+            model(torch.ones(1, 192))
+        except ValueError as error:
+            return str(error)
+    return ""
 
 
 class Written(TorchDispatchMode):

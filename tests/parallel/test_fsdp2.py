@@ -44,11 +44,25 @@ def test_parameters_are_shards_after_evaluation(pool):
         assert all(shards)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_messages_bring_the_bits_of_fsdp2s_collectives(pool, dtype):
-    for rank in pool.run("tests.parallel.fsdp2_cases:same_bits", 2, dtype=dtype):
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "apart"),
+    [(torch.float32, 2, False), (torch.bfloat16, 2, False), (torch.float32, 4, True)],
+    ids=["fp32", "bf16", "replicas added up once"],
+)
+def test_messages_bring_the_bits_of_fsdp2s_collectives(pool, dtype, ranks, apart):
+    for rank in pool.run("tests.parallel.fsdp2_cases:same_bits", ranks, dtype=dtype, apart=apart):
         assert all(rank["equal"])
         assert rank["nonzero"]
+
+
+def test_a_step_that_failed_leaves_nothing_behind(pool):
+    for equal in pool.run("tests.parallel.fsdp2_cases:failed_step", 2):
+        assert all(equal)
+
+
+def test_a_layout_is_refused_where_fsdp2_would_ignore_it(pool):
+    for said in pool.run("tests.parallel.fsdp2_cases:laid_out_beside_padded", 2):
+        assert "(512, 192) has a layout" in said
 
 
 def test_gathered_weights_are_copied_once_into_the_layout_that_their_reader_wants(pool):

@@ -14,7 +14,7 @@ import pytest
 import wrapt
 
 from mindspeed_dsa.patches import PatchDeclarationError, PatchError
-from mindspeed_dsa.patches.compose import compose
+from mindspeed_dsa.patches.compose import compose, is_patch
 from tests.patches.house import load, patch
 
 
@@ -53,6 +53,19 @@ def test_every_decorator_sees_the_targets_signature():
     for replacement in (None, stand_in):
         compose(original, replacement, [("looking", looking), ("looking", looking)])
     assert seen == [inspect.signature(original)] * 4
+
+
+def test_a_function_with_equal_code_elsewhere_is_no_patch():
+    def made_in(file):
+        namespace = {}
+        exec(compile("def stand_in(x):\n    return x\n", file, "exec"), namespace)
+        return namespace["stand_in"]
+
+    ours, other = made_in("ours.py"), made_in("other.py")
+    compose(original, ours, [])
+    assert ours.__code__ == other.__code__
+    assert is_patch(ours.__code__)
+    assert not is_patch(other.__code__)
 
 
 def test_a_missing_docstring_stays_missing():

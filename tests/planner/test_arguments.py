@@ -158,6 +158,11 @@ def test_flags_that_no_plan_needs_are_noted():
             "does not divide the 32 ranks",
             "8 does",
         ),
+        (
+            lambda: deepseek("--no-use-distributed-optimizer --use-torch-fsdp2 --fsdp2-sharding-size 1"),
+            "--fsdp2-sharding-size 1",
+            "2 or more",
+        ),
         (lambda: example("--fp16"), "--bf16 and --fp16", "one of them"),
         (lambda: example("--num-experts 0 --expert-model-parallel-size 2"), "size 2", "needs --num-experts"),
         (lambda: deepseek("--expert-model-parallel-size 7", None), "not divisible by expert", "EP8"),

@@ -88,6 +88,23 @@ def test_a_flag_changes_what_it_is_about():
         what_if.words_of("--lr 1")
 
 
+def test_a_search_leaves_out_ranks_that_cannot_share_a_copy_of_the_weights():
+    sharded = "--no-use-distributed-optimizer --use-torch-fsdp2 --untie-embeddings-and-output-weights"
+    job = example(f"{sharded} --fsdp2-sharding-size 4", 8, any_layout=True)
+    found = search.search(job, device("cpu"), best=100)
+    assert {each.plan.job.layout.replicas for each in found} == {4, 8}
+
+
+def test_one_replica_gathers_nothing():
+    sharded = "--no-use-distributed-optimizer --use-torch-fsdp2 --untie-embeddings-and-output-weights"
+    before, after = (
+        memory.of_job(example(f"{sharded} --pipeline-model-parallel-size 2", devices), 0.0)[0].temporary
+        for devices in (2, 4)
+    )
+    assert "gathered layers" not in before
+    assert "gathered layers" in after
+
+
 def test_a_search_finds_the_fastest_that_fits():
     given = "--seq-length 8192 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3"
     job, small = example(given, 8, any_layout=True), device("cpu", memory=0.3)

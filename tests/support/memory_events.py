@@ -45,6 +45,10 @@ FUSED_OPERATORS = {
     "mask-arithmetic": "fills by mask",
 }
 """And for each of the fused operators."""
+REGIONS = "regions run compiled"
+"""And for the parts of a layer that are compiled."""
+BESIDE = "started on the second stream"
+"""And for what runs beside the rest of a layer."""
 HELD = "experts held"
 """In all layers of all ranks, whatever is on: an expert that is sliced over two ranks counts for both."""
 
@@ -54,6 +58,7 @@ def counted() -> Iterator[Counter[str]]:
     """Count :data:`EVENTS` and the names above."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
+    from mindspeed_dsa.features.compilation.regions.region import Region
     from mindspeed_dsa.features.memory.checkpoint import _Output
     from mindspeed_dsa.features.memory.host_moments import Moments
     from mindspeed_dsa.features.memory.reuse_fp32_param.masters import Masters
@@ -63,6 +68,7 @@ def counted() -> Iterator[Counter[str]]:
     from mindspeed_dsa.features.moe.expert_placement.routing import _Columns
     from mindspeed_dsa.features.moe.load_report.counting import Counts
     from mindspeed_dsa.features.operators.mask_arithmetic import filling
+    from mindspeed_dsa.features.operators.two_streams import side
     from mindspeed_dsa.features.tensor_parallel.overlap import tuning
     from mindspeed_dsa.ops.grouped_matmul import cpu as grouped
     from mindspeed_dsa.ops.moe_permute import cpu as permutation
@@ -144,6 +150,8 @@ def counted() -> Iterator[Counter[str]]:
         stack.enter_context(counting(Counts, "add", lambda *_: COUNTED))
         stack.enter_context(mock.patch.object(MoELayer, "__init__", built))
         stack.enter_context(counting(_Output, "refill", refilled))
+        stack.enter_context(counting(Region, "__call__", lambda *_: REGIONS))
+        stack.enter_context(counting_calls(side, "start", BESIDE))
         stack.enter_context(counting(InFlight, "send", lambda *_: STARTED))
         for holder, name, feature in (
             (Masters, "to_master", "reuse-fp32-param"),

@@ -11,6 +11,8 @@ from mindspeed_dsa.ops.cpu_blocks import Scratch, sum_in_order
 from mindspeed_dsa.ops.cpu_chunks import Chunk, over_chunks, products_are_finite
 from mindspeed_dsa.ops.cpu_products import compute_dtype, operand_dtype, product
 
+# Keys of one product: what lies between the products of a chunk stays in cache, however many keys there are.
+_TILE_KEYS = 256
 # Large products of bf16 operands gain more than small ones do: with 16 heads and 8 times the selected keys,
 # gathering took twice the time of the whole attention's backward, on 16 cores of a Xeon with AMX.
 _MORE_IN_BF16 = 2
@@ -27,10 +29,10 @@ def takes(grad_scores: Tensor, query: Tensor, key: Tensor, weights: Tensor, topk
 def _most_keys(heads: int, topk: int) -> float:
     """Up to how many keys this form is the faster one.
 
-    Measured with causal rows on one thread, as a multiple of ``topk``: 16 with 4 heads, 10 with 8, 5 with 16
-    and 3 with 64.
+    Measured with causal rows on two busy cores of a Xeon, in processor time, as a multiple of ``topk``: 15
+    with 8 heads, 8 with 16 and nearly 3 with 64.
     """
-    return topk * min(16.0, 1.5 + 64 / heads)
+    return topk * min(16.0, 1.0 + 107 / heads)
 
 
 def score_gradients(
@@ -47,33 +49,39 @@ def score_gradients(
         for chunk in chunks:
             at = (chunk.batch, chunk.rows)
             some, rows = chunk.columns.shape[:2]
-            q = scratch("query", some, rows * heads, dim, dtype=operand)
             w = weights[at].to(dtype)[..., None]
-            slopes = scratch("slopes", some, rows * heads, chunk.width)
-            pulled = scratch("pulled", some, rows * heads, dim)
-            # [some, rows, heads, dim or width]
-            q_by_head, slopes_by_head, pulled_by_head = (
-                x.unflatten(1, (rows, heads)) for x in (q, slopes, pulled)
+            q, weighted = (
+                scratch(name, some, rows * heads, dim, dtype=operand) for name in ("q", "weighted")
             )
-            q_by_head.copy_(query[at])
+            # Gradient of the products without the weight of the head, times the keys: the gradients of query
+            # and weights are both one step from it.
+            pulled = scratch("pulled", some, rows * heads, dim)
+            # [some, rows, heads, dim]
+            by_head, weighted_by_head, pulled_by_head = (
+                x.unflatten(1, (rows, heads)) for x in (q, weighted, pulled)
+            )
+            by_head.copy_(query[at])
+            torch.mul(by_head, w, out=weighted_by_head)
             grad = chunk.spread(grad_scores[at].to(dtype), scratch)[:, :, None].expand(-1, -1, heads, -1)
-            # Gradient of the products without the weight of the head, and its product with the keys: the
-            # gradients of query and weights are both one step from it.
-            if use_relu:
-                product(q, chunk.key.mT, slopes)
-                # The derivative of relu at zero is zero.
-                torch.ops.aten.threshold_backward.grad_input(
-                    grad, slopes_by_head, 0, grad_input=slopes_by_head
-                )
-            else:
-                slopes_by_head.copy_(grad)
-            rounded = scratch.rounded("slopes", slopes, operand)
-            product(rounded, chunk.key, pulled)
-            grad_weights[at] = (q_by_head * pulled_by_head).sum(dim=-1)
+            total = grad_key[chunk.batch, chunk.keys]
+            for tile in chunk.tiles(_TILE_KEYS):
+                keys = chunk.key[:, tile]
+                slopes = scratch("slopes", some, rows * heads, keys.shape[1])
+                slopes_by_head = slopes.unflatten(1, (rows, heads))
+                if use_relu:
+                    product(q, keys.mT, slopes)
+                    # The derivative of relu at zero is zero.
+                    torch.ops.aten.threshold_backward.grad_input(
+                        grad[..., tile], slopes_by_head, 0, grad_input=slopes_by_head
+                    )
+                else:
+                    slopes_by_head.copy_(grad[..., tile])
+                rounded = scratch.rounded("slopes", slopes, operand)
+                product(rounded, keys, pulled, add=tile.start > 0)
+                product(rounded.mT, weighted, total[:, tile], add=True)
+            grad_weights[at] = (by_head * pulled_by_head).sum(dim=-1)
             grad_query[at] = pulled_by_head.mul_(w)
-            q_by_head.mul_(w)
-            product(rounded.mT, q, grad_key[chunk.batch, chunk.keys], add=True)
         return grad_key
 
-    grad_key = sum_in_order(over_chunks(key, topk_indices, heads, work))
+    grad_key = sum_in_order(over_chunks(key, topk_indices, heads, work, _TILE_KEYS))
     return grad_query, grad_key, grad_weights

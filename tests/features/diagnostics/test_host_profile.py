@@ -48,6 +48,17 @@ def test_operators_belong_to_the_modules_that_ran_them(record):
     assert record["library"]["functions"][0]["function"].count(".py:") == 1
 
 
+def test_what_the_library_costs(pool):
+    switches = {"compile_regions": True, "fused_operators": ["all"], "two_streams": True}
+    (on,) = pool.run(f"{CASES}:library", 1, switches=switches)
+    assert any("compilation/regions" in each["function"] for each in on["functions"])
+    # A hundredth of a layer's host time is the goal; this model's layers are small, and profiled.
+    assert 0 < on["patches"] <= 0.05, on
+    (off,) = pool.run(f"{CASES}:library_off", 1)
+    assert off["patches"] == 0
+    assert off["share"] == off["platform"], off["functions"]
+
+
 def test_launches_are_operators_that_do_the_work():
     linear, states = torch.nn.Linear(3, 3), torch.ones(2, 3)
     with torch.autograd.profiler.profile() as profile:
@@ -117,7 +128,7 @@ def test_the_command_prints_and_draws_what_a_job_recorded(record, tmp_path, caps
     out = capsys.readouterr().out
     assert "MLASelfAttention" in out
     assert "--compile-regions" in out
-    assert "lines of mindspeed_dsa itself" in out
+    assert "patches of mindspeed_dsa" in out
     assert json.loads(files["json"].read_text()) == record
     assert files["png"].read_bytes().startswith(b"\x89PNG") or "matplotlib" in out
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.ops.small_cases import Dispatched
@@ -79,6 +81,75 @@ def consumers() -> dict[str, Any]:
     found["sequence parallel"] = norm.weight.sequence_parallel
     mindspeed_dsa.disable()
     found["after"] = homes()
+    return found
+
+
+def experts() -> dict[str, Any]:
+    """Experts beside each other and one by one: activations, linear layers called, results and gradients."""
+    model.start({"fused_operators": ["swiglu"]})
+    from megatron.core.tensor_parallel import layers
+
+    from mindspeed_dsa.features.operators.swiglu import experts as together
+
+    module = model.gpt_model(model.config()).decoder.layers[-1].mlp.experts
+    generator = torch.Generator().manual_seed(1)
+    counts, found = torch.tensor([3, 0, 5, 1]), {}
+    states, scales = torch.randn(9, 32, generator=generator), torch.rand(9, generator=generator)
+    hooks = {"none": None, "on a linear layer": module.local_experts[1].linear_fc2}
+    hooks["on an expert"] = module.local_experts[1]
+    for name, hooked in {**hooks, "apart": None}.items():
+        handle = hooked.register_forward_hook(lambda *_: None) if hooked is not None else None
+        module.zero_grad()
+        inputs = states.clone().requires_grad_(), scales.clone().requires_grad_()
+        apart = mock.patch.object(together, "_can_be_one", return_value=False)
+        linear = layers.linear_with_grad_accumulation_and_async_allreduce
+        with (
+            apart if name == "apart" else nullcontext(),
+            memory_events.counted() as seen,
+            mock.patch.object(
+                layers, "linear_with_grad_accumulation_and_async_allreduce", wraps=linear
+            ) as called,
+        ):
+            output, _ = module(inputs[0], counts, inputs[1])
+            output.square().sum().backward()
+        if handle is not None:
+            handle.remove()
+        found[name] = {
+            "activations": seen[memory_events.FUSED_OPERATORS["swiglu"]],
+            "linear layers": called.call_count,
+            "tensors": [output.detach(), *(each.grad for each in (*inputs, *module.parameters()))],
+        }
+    return found
+
+
+def experts_that_differ() -> dict[str, list[list[Tensor]]]:
+    """Results and gradients of experts that are not one SwiGLU: with the feature, and one by one."""
+    model.start({"fused_operators": ["swiglu"]})
+    from megatron.core.transformer.mlp import MLP
+
+    from mindspeed_dsa.features.operators.swiglu import experts as together
+
+    class Adapted(MLP):
+        def forward(self, rows: Tensor, scale: Tensor | None = None) -> Any:
+            output, bias = MLP.forward(self, rows, scale)
+            return output + rows, bias
+
+    generator = torch.Generator().manual_seed(1)
+    states, scales = torch.randn(9, 32, generator=generator), torch.rand(9, generator=generator)
+    found: dict[str, list[list[Tensor]]] = {}
+    kinds: dict[str, Any] = {"a class of its own": F.silu, "GELU": F.gelu}
+    for name, activation in kinds.items():
+        module = model.gpt_model(model.config(activation_func=activation)).decoder.layers[-1].mlp.experts
+        if name == "a class of its own":
+            module.local_experts[1].__class__ = Adapted
+        for apart in (nullcontext(), mock.patch.object(together, "_can_be_one", return_value=False)):
+            module.zero_grad()
+            inputs = states.clone().requires_grad_(), scales.clone().requires_grad_()
+            with apart:
+                output, _ = module(inputs[0], torch.tensor([2, 2, 4, 1]), inputs[1])
+            output.square().sum().backward()
+            tensors = [output.detach(), *(each.grad for each in (*inputs, *module.parameters()))]
+            found.setdefault(name, []).append(tensors)
     return found
 
 

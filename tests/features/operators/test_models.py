@@ -76,6 +76,27 @@ def test_megatron_calls_ours_and_stock_is_restored(pool):
     assert found["sequence parallel"] is False
 
 
+def test_experts_have_one_activation_and_the_same_bits(pool):
+    (found,) = pool.run(f"{CASES}:experts", 1)
+    calls = {name: (each["activations"], each["linear layers"]) for name, each in found.items()}
+    # The backward of an activation with a scale runs the forward again; an expert without rows does nothing.
+    assert calls == {
+        "none": (2, 0),
+        "on a linear layer": (2, 4),
+        "on an expert": (6, 8),
+        "apart": (6, 8),
+    }
+    for name, each in found.items():
+        for ours, theirs in zip(each["tensors"], found["apart"]["tensors"], strict=True):
+            assert torch.equal(ours, theirs), name
+
+
+def test_experts_that_differ_in_more_than_weights_are_called_one_by_one(pool):
+    (found,) = pool.run(f"{CASES}:experts_that_differ", 1)
+    for name, (ours, theirs) in found.items():
+        assert all(map(torch.equal, ours, theirs)), name
+
+
 def test_documents_of_a_pack_begin_at_position_zero(pool):
     (found,) = pool.run(f"{CASES}:packs", 1)
     assert found["ours"].keys() == found["theirs"].keys()

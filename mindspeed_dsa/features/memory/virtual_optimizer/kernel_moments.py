@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ def apply_adamw(parameter: Tensor, state: dict[str, Any], group: Mapping[str, An
         beta1,
         beta2,
         group["eps"],
-        local_of(parameter.grad),
+        local_of(cast(Tensor, parameter.grad)),
         None,
         False,
         bool(group["maximize"]),

@@ -48,7 +48,7 @@ def fuse_in_mlp(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
     ) -> Any:
         config = self.config
-        if config.bias_activation_fusion or not _is_plain_swiglu(self, config):
+        if config.bias_activation_fusion or not is_plain_swiglu(self, config):
             return original(self, hidden_states, per_token_scale, **kwargs)
         if per_token_scale is not None and config.add_bias_linear:  # which Megatron's function refuses
             return original(self, hidden_states, per_token_scale, **kwargs)
@@ -58,7 +58,7 @@ def fuse_in_mlp(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _is_plain_swiglu(mlp: Any, config: Any) -> bool:
+def is_plain_swiglu(mlp: Any, config: Any) -> bool:
     """Whether the activation is SwiGLU without what releases have added to it: clamps, offsets, modules."""
     return (
         mlp.activation_func is F.silu

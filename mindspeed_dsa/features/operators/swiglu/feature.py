@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from mindspeed_dsa.declarations import Feature, Flag, Requires
 from mindspeed_dsa.features.operators.selection import FUSED_OPERATORS, selects
+from mindspeed_dsa.features.operators.swiglu.options import Options
 from mindspeed_dsa.features.operators.swiglu.validation import check_swiglu
 from mindspeed_dsa.integration import configuration, releases
 from mindspeed_dsa.patches.spec import Patch
 
-_IMPL = "mindspeed_dsa.features.operators.swiglu.activation"
+_ROOM = "mindspeed_dsa.features.operators.swiglu"
+_IMPL = f"{_ROOM}.activation"
 _FUSIONS = "megatron.core.fusions.fused_bias_swiglu"
 
 FEATURE = Feature(
@@ -42,9 +44,18 @@ FEATURE = Feature(
             versions=releases.SERVED,
             priority=-1,  # inside of what runs the forward in part, or knows the module by its identity
         ),
+        Patch(
+            "megatron.core.transformer.moe.experts:SequentialMLP.forward",
+            "wrap",
+            f"{_ROOM}.experts:activate_together",
+            "every expert has an activation of its own, of a few rows",
+            params=("permuted_local_hidden_states", "tokens_per_expert", "permuted_probs"),
+            versions=releases.SERVED,
+        ),
     ),
     requires=Requires(versions={"megatron-core": releases.SERVED}),
     active=selects("swiglu", "use_fused_swiglu"),
+    options=Options.of,
     validate=configuration.validate(check_swiglu),
     doc="fused-operators.md",
 )

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 
+from tests.features.operators import cases as operators
 from tests.support import model as job
 
 ROUTING = {
@@ -27,6 +28,7 @@ def train(
     tp: int = 1,
     overrides: Mapping[str, Any] | None = None,
     code: bool = False,
+    differentiated: bool = True,
     deterministic: bool = False,
 ) -> dict[str, Any]:
     """Losses and gradients of microbatches, an evaluation, and the regions' counts.
@@ -36,11 +38,12 @@ def train(
         tp: tensor parallel ranks, with sequence parallelism.
         overrides: of the configuration.
         code: generate code; otherwise compiled graphs run operator by operator, which takes no toolchain.
+        differentiated: graphs for backward too, where no code is generated.
         deterministic: with torch's deterministic algorithms.
     """
     job.start(switches, tp=tp)
     layout = {"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1}
-    with contextlib.nullcontext() if code else _operator_by_operator():
+    with contextlib.nullcontext() if code else operator_by_operator(differentiated):
         torch.use_deterministic_algorithms(deterministic)
         try:
             return _steps(job.config(**{**ROUTING, **layout, **(overrides or {})}))
@@ -48,13 +51,22 @@ def train(
             torch.use_deterministic_algorithms(False)
 
 
-def _operator_by_operator() -> Any:
+def operator_by_operator(differentiated: bool = False) -> Any:
+    """Compiled graphs run operator by operator for the duration, which takes no toolchain.
+
+    Args:
+        differentiated: with a graph for backward as well, as generated code has; it is the larger part of
+            what compiling costs.
+    """
     from torch._dynamo.backends.debugging import aot_eager
     from torch._inductor import compile_fx
 
-    return mock.patch.object(
-        compile_fx, "compile_fx", lambda graph, inputs, **options: aot_eager(graph, inputs)
-    )
+    run = aot_eager if differentiated else _as_it_is
+    return mock.patch.object(compile_fx, "compile_fx", lambda graph, inputs, **options: run(graph, inputs))
+
+
+def _as_it_is(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    return graph.forward
 
 
 def _steps(cfg: Any) -> dict[str, Any]:
@@ -146,7 +158,7 @@ def bypassed(name: str) -> tuple[list[str], bool]:
 def shared_expert(switches: Mapping[str, Any]) -> list[torch.Tensor]:
     """A shared expert's output, with Megatron's fusions and an activation function that is GELU."""
     job.start(switches)
-    with _operator_by_operator():
+    with operator_by_operator():
         cfg = job.config(activation_func=torch.nn.functional.gelu, bias_activation_fusion=True)
         expert = job.gpt_model(cfg).decoder.layers[-1].mlp.shared_experts
         states = torch.randn(5, 2, cfg.hidden_size, generator=torch.Generator().manual_seed(1))
@@ -156,10 +168,16 @@ def shared_expert(switches: Mapping[str, Any]) -> list[torch.Tensor]:
 def train_after_inference(switches: Mapping[str, Any]) -> torch.Tensor:
     """The loss of a step of training, whose angles an evaluation in inference mode has made."""
     job.start(switches)
-    with _operator_by_operator():
+    with operator_by_operator():
         model = job.gpt_model(job.config()).train()
         with torch.inference_mode():
             job.per_token_loss(model, job.samples(2))
         loss = job.per_token_loss(model, job.samples(2)).mean()
         loss.backward()
         return loss.detach()
+
+
+def pair(switches: Mapping[str, Any]) -> dict[str, Any]:
+    """Ten steps of the tiny model in bf16 with an optimizer, and what was counted."""
+    with operator_by_operator(differentiated=True):
+        return operators.pair(switches)

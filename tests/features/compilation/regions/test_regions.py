@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.features.memory.pairs import FEATURES as MEMORY
+from tests.support.memory_events import BESIDE, EVENTS, REGIONS
 from tests.support.model import assert_same_gradients
 
 torch = pytest.importorskip("torch")
@@ -18,10 +20,20 @@ BY_HEAD, ABSORBED = f"{PROLOG} by head", f"{PROLOG} in absorbed form"
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 UP = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
 LATENTS = f"{PROLOG}, latents"
+BF16 = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+STACKED = {"moe_grouped_gemm": True, "moe_permute_fusion": True}
+BESIDE_OTHERS = {
+    "fused operators": ({"fused_operators": ["all"]}, {}),
+    "fused DSA, absorbed, fused operators": ({**FUSED, "fused_operators": ["all"]}, {}),
+    "grouped experts, fused permutation": (STACKED, STACKED),
+    "two streams": ({"two_streams": True}, {}),
+}
 LAYOUTS = {
     "by head": (1, {}, {}, {BY_HEAD}),
     "absorbed": (1, FUSED, {}, {ABSORBED, EPILOG}),
     "by head, TP2+SP": (2, {}, {}, {LATENTS, f"{BY_HEAD}, heads"}),
+    "absorbed, TP2+SP": (2, FUSED, {}, {LATENTS, f"{ABSORBED}, heads", EPILOG}),
+    "by head, bf16": (1, {}, BF16, {BY_HEAD}),
     "absorbed, layers recomputed": (1, FUSED, FULL, {ABSORBED, EPILOG}),
     "by head, up-projections recomputed": (1, {}, UP, {LATENTS, f"{BY_HEAD}, heads"}),
 }
@@ -48,18 +60,48 @@ def check(off, on, expected, rtol):
         assert max(after["after evaluation"].values()) <= 2
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "absorbed",
-        pytest.param("by head", marks=pytest.mark.full),
-        pytest.param("by head, TP2+SP", marks=pytest.mark.full),
-        pytest.param("absorbed, layers recomputed", marks=pytest.mark.full),
-        pytest.param("by head, up-projections recomputed", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("name", ["absorbed"])
+def test_graphs_are_whole(pool, name):
+    check(*both(pool, name, differentiated=False), rtol=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [each for each in LAYOUTS if "bf16" not in each])
 def test_training_is_the_same_and_graphs_are_whole(pool, name):
     check(*both(pool, name), rtol=1e-6)
+
+
+@pytest.mark.full
+def test_bf16(pool):
+    check(*both(pool, "by head, bf16"), rtol=2e-3)
+
+
+@pytest.mark.full
+def test_every_memory_feature_changes_no_bit_of_compiled_layers(pool):
+    (alone,) = pool.run(f"{CASES}:pair", 1, switches=ON)
+    assert alone["counts"][REGIONS] > 0
+    for feature, switches in {**MEMORY, "two-streams": {"two_streams": True}}.items():
+        (together,) = pool.run(f"{CASES}:pair", 1, switches={**ON, **switches})
+        assert together["counts"][REGIONS] > 0, feature
+        for what in ("records", "weights", "masters", "moments"):
+            assert together[what] == alone[what], f"{feature}: {what} differ"
+        for name, event in {**EVENTS, "two-streams": BESIDE}.items():
+            assert (event in together["counts"]) == (name == feature), f"{feature}: {event}?"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(BESIDE_OTHERS))
+def test_beside_other_features(pool, name):
+    switches, overrides = BESIDE_OTHERS[name]
+    off, on = (
+        pool.run(f"{CASES}:train", 1, switches={**switches, **each}, overrides=overrides, timeout_s=900)
+        for each in ({}, ON)
+    )
+    torch.testing.assert_close(on[0]["losses"], off[0]["losses"], rtol=2e-6, atol=0)
+    assert_same_gradients(on[0]["gradients"], off[0]["gradients"], rtol=2e-5)
+    assert not on[0]["failures"]
+    assert on[0]["graph_breaks"] == 0
+    assert on[0]["counts"][-1].keys() >= REST
 
 
 @pytest.mark.full

@@ -20,8 +20,8 @@ from mindspeed_dsa.features.memory.swap_optimizer.options import Options
 from mindspeed_dsa.features.memory.swap_optimizer.state_on_host import SwappedState
 from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Pipeline
 from mindspeed_dsa.integration.whole_steps import WholeSteps
-from tests.features.memory.swap_optimizer.stream_order import OrderedPlatform, watched
 from tests.support.contexts import context
+from tests.support.stream_order import OrderedPlatform, watched
 
 SIZES = (300, 700, 24)
 RATES = {"lr": 0.1, "weight_decay": 0.1}

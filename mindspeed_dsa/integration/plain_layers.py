@@ -1,11 +1,12 @@
-"""Linear layers and norms, as a compiled graph can contain them.
+"""Linear layers and norms that can be computed without being called, as a compiled graph does.
 
-A layer that does more than multiply stays outside of graphs: one that communicates, adds the weight's
-gradient to ``main_grad`` itself, has hooks, or is of a class not known here, such as one with an adapter.
+A layer that does more than multiply has to be called: one that communicates, adds the weight's gradient to
+``main_grad`` itself, has hooks, or is of a class not known here, such as one with an adapter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,12 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.context import Megatron
-from mindspeed_dsa.integration.gathered_weights import wait_for_weights
+from mindspeed_dsa.integration.gathered_weights import wait_for_weights, waits_for_weights
 from mindspeed_dsa.integration.local_norms import SequenceParallelLayerNorm, SequenceParallelRMSNorm
 from mindspeed_dsa.parallel import port
-
-_OVERLAPPED_GATHERING = "core.distributed.distributed_data_parallel"
-"""Module of the hooks that wait for weights under ``--overlap-param-gather``."""
 
 
 class Norm(NamedTuple):
@@ -107,7 +105,7 @@ def linear_of(module: Any, megatron: Megatron) -> Linear | None:
 def _has_hooks(module: Any) -> bool:
     """Whether something else runs when a module does; what waits for its weights runs now."""
     waits = module._forward_pre_hooks
-    if waits and all(hook.__module__.endswith(_OVERLAPPED_GATHERING) for hook in waits.values()):
+    if waits and all(map(waits_for_weights, waits.values())):
         wait_for_weights(module)
         waits = {}
     return bool(
@@ -138,3 +136,14 @@ def _is_local(module: Any) -> bool:
         or getattr(config, "fp8", None)
         or getattr(config, "fp4", None)
     )
+
+
+def linears_of(modules: Sequence[Any], megatron: Megatron) -> list[Tensor] | None:
+    """The weights of linear layers that do nothing but multiply; ``None`` if one of them does more."""
+    found = []
+    for module in modules:
+        linear = linear_of(module, megatron)
+        if linear is None or linear.norm is not NO_NORM:
+            return None
+        found.append(linear.weight)
+    return found

@@ -84,11 +84,14 @@ class OrderedPlatform(cpu.CpuPlatform):
         races: what was found, each described.
         used: addresses of storages that side streams have used and that the allocator may give away before
             they are done, with the stream.
+        results: whether what functions return counts as written by them. It lies in new memory then, as on a
+            device, whose allocator gives a stream back what it has had itself.
     """
 
     asynchronous = True
 
-    def __init__(self) -> None:
+    def __init__(self, results: bool = False) -> None:
+        self.results = results
         self.host = OrderedStream()
         self.races: list[str] = []
         self.used: set[tuple[int, OrderedStream]] = set()
@@ -109,6 +112,13 @@ class OrderedPlatform(cpu.CpuPlatform):
             for each in self._accesses
             if each.stream is not stream or each.last <= first or last <= each.first
         ]
+
+    def made(self, what: str, tensor: Tensor) -> None:
+        """An operation has returned the tensor, in memory of its own."""
+        storage = tensor.untyped_storage()
+        first, last = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        self._accesses = [each for each in self._accesses if each.last <= first or last <= each.first]
+        self.saw(what, tensor, writes=True)
 
     def saw(self, what: str, tensor: Tensor, writes: bool) -> None:
         """An operation has read or written the tensor on the current stream."""
@@ -143,20 +153,27 @@ class _Watching(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         schema = function._schema.arguments
         given = {**dict(zip((each.name for each in schema), args, strict=False)), **(kwargs or {})}
+        known = {each.untyped_storage().data_ptr() for each in _tensors(given)}
         for argument in schema:
             alias = argument.alias_info
             if alias is not None and not alias.is_write:
                 continue  # a view: nothing is read
-            for tensor in torch.utils._pytree.tree_leaves(given.get(argument.name)):
-                if isinstance(tensor, Tensor):
-                    self._platform.saw(function.__name__, tensor, alias is not None)
+            for tensor in _tensors(given.get(argument.name)):
+                self._platform.saw(function.__name__, tensor, alias is not None)
+        for tensor in _tensors(result) if self._platform.results else ():
+            if tensor.untyped_storage().data_ptr() not in known:
+                self._platform.made(function.__name__, tensor)
         return result
 
 
+def _tensors(values: Any) -> list[Tensor]:
+    return [each for each in torch.utils._pytree.tree_leaves(values) if isinstance(each, Tensor)]
+
+
 @contextmanager
-def watched() -> Iterator[OrderedPlatform]:
+def watched(results: bool = False) -> Iterator[OrderedPlatform]:
     """The platform, in force for the length of a block."""
-    platform = OrderedPlatform()
+    platform = OrderedPlatform(results)
     with (
         mock.patch.object(platforms, "_current", platform),
         cpu.use_stream(platform.host),

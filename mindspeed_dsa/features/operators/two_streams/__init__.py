@@ -1,0 +1,1 @@
+"""A second stream for products that need not wait for their neighbours."""

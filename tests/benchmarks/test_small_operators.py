@@ -1,0 +1,28 @@
+"""The benchmark of small operators on a model too small to say anything: every metric is there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles for CPUs")
+def test_every_metric_is_measured():
+    from benchmarks import small_operators
+
+    found = small_operators.run("cpu", quick=True)
+    json.dumps(found)
+    assert found["failed"] == []
+    for metric in ("dispatches_per_layer", "host_us_per_layer"):
+        figures = found[metric]["small"]
+        assert figures["ratio"] == pytest.approx(figures["ours"] / figures["stock"])
+        assert figures["ours"] > 0
+    assert found["dispatches_per_layer"]["small"]["ratio"] < 0.75
+    assert found["saved_bytes_ratio"]["small"] <= 1
+    assert found["graph_breaks"]["small"] == found["recompilations"]["small"] == 0
+    assert found["regions"]["small"]
