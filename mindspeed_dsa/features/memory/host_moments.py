@@ -18,6 +18,7 @@ from torch import Tensor
 from mindspeed_dsa.integration.optimizer import OptimizerState, is_sharded
 from mindspeed_dsa.integration.whole_steps import WholeSteps
 from mindspeed_dsa.parallel.local_shards import local_of
+from mindspeed_dsa.patches.errors import SettingsError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -109,6 +110,14 @@ class Moments:
             if parameter in self.places
         }
         given: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
+        if is_torch_adam(self.optimizer) and any(
+            MOMENTS[0] in state and "step" not in state for state in given.values()
+        ):
+            raise SettingsError(
+                "this checkpoint has moments and no count of steps, and Adam would begin at 0: Megatron "
+                "writes the count of rank 0 alone, whose pipeline stage has no such parameters; put some in "
+                "the first stage when it is saved, or add --no-load-optim to load the weights alone"
+            )
         rest = {
             index: {key: value for key, value in state.items() if not (index in own and key in MOMENTS)}
             for index, state in given.items()

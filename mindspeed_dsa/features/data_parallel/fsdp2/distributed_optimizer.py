@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from mindspeed_dsa.context import Context
 from mindspeed_dsa.patches.errors import SettingsError
 
 _TYPE = "distrib_optim_sharding_type"
@@ -33,7 +35,7 @@ def say_format(original: Callable[..., Any]) -> Callable[..., Any]:
     return _build_sharded_state_dict_metadata
 
 
-def in_its_format(original: Callable[..., Any]) -> Callable[..., Any]:
+def in_its_format(original: Callable[..., Any], context: Context[Any]) -> Callable[..., Any]:
     """Decorate ``sharded_state_dict`` of the optimizers that FSDP2 works with."""
 
     def sharded_state_dict(
@@ -46,14 +48,31 @@ def in_its_format(original: Callable[..., Any]) -> Callable[..., Any]:
         if format_ is not None:
             _check(self, format_)
         state = original(self, model_sharded_state_dict, is_loading, metadata=metadata)
+        if not is_loading:
+            _count_for_all(self.optimizer, state.get("optimizer", state))
         if format_ is not None:
             for master in (each for group in state[_MASTERS] for each in group):
                 master.key = master.key.replace(_KEY, _KEY_THERE, 1)
             state["param_state_sharding_type"] = format_
             _count_in_groups(self.optimizer, state["optimizer"])
+        if _MASTERS in state and not any(state[_MASTERS]):
+            # Rank 0 would write that there are none, and ranks that have some could not read theirs.
+            own = context.megatron("core.dist_checkpointing.mapping").LocalNonpersistentObject
+            state[_MASTERS] = own(state[_MASTERS])
         return state
 
     return sharded_state_dict
+
+
+def _count_for_all(optimizer: Any, state: dict[str, Any]) -> None:
+    """Rank 0 alone writes the count, also where its stage has no experts and so none of them to count."""
+    if not _counts_beside_moments(optimizer):
+        return
+    counts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, state["state"].get("common_step"))
+    count = next((each for each in counts if each is not None), None)
+    if count is not None:
+        state["state"].setdefault("common_step", count)
 
 
 def _check(optimizer: Any, format_: str) -> None:

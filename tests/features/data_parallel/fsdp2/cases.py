@@ -87,6 +87,40 @@ def exchange(folder: str) -> dict[str, Any]:
     }
 
 
+def stages(folder: str, precision: str, way: str, **switches: Any) -> dict[str, Any]:
+    """Saved and resumed with two stages, of which the first has no experts; gradients are drawn."""
+    start({"use_torch_fsdp2": True, **switches}, pp=2, ep=2)
+    options: dict[str, Any] = {"precision": precision, "ep": 2, "fsdp2": True}
+    unbroken, resumed = (assemble(**options, overrides={"pipeline_model_parallel_size": 2}) for _ in range(2))
+    for number in range(2):
+        _step_with_drawn_gradients(unbroken, number)
+    save_to(unbroken, way, folder)
+    load_from(resumed, way, folder)
+    norms = [_step_with_drawn_gradients(job, 2) for job in (unbroken, resumed)]
+    return {
+        "numbers": [
+            sum(len(group["params"]) for group in part.optimizer.param_groups) for part in resumed.parts
+        ],
+        "norms": norms,
+        "states": [state(job) for job in (unbroken, resumed)],
+    }
+
+
+def _step_with_drawn_gradients(job: Any, number: int) -> float:
+    from mindspeed_dsa.parallel.fsdp2_shards import like
+
+    job.model.zero_grad_buffer()
+    job.optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(number)
+    for parameter in job.model.parameters():
+        drawn = torch.randn(local_of(parameter).shape, generator=generator)
+        if isinstance(parameter, DTensor):
+            parameter.grad = like(drawn, parameter)
+        else:
+            parameter.main_grad.copy_(drawn)
+    return float(job.optimizer.step()[1])
+
+
 def _unequal(one: str, other: str) -> list[str]:
     """Keys of tensors that two checkpoints do not have alike, bit for bit."""
     from megatron.core import dist_checkpointing

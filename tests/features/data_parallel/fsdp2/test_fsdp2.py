@@ -58,6 +58,27 @@ def test_checkpoints_go_from_the_distributed_optimizer_and_back(pool, tmp_path):
         assert "--dist-ckpt-optim-fully-reshardable" in rank["refused"]
 
 
+@pytest.mark.parametrize(
+    ("precision", "way", "switches"),
+    [
+        ("bf16", "fully_reshardable", {}),
+        pytest.param("bf16", "torch_dist", {}, marks=pytest.mark.full),
+        pytest.param("fp32", "torch_dist", SWAPPED, marks=pytest.mark.full),
+    ],
+)
+def test_a_first_stage_without_experts_leaves_those_of_others_their_state(
+    pool, tmp_path, precision, way, switches
+):
+    arguments = {"folder": str(tmp_path), "precision": precision, "way": way, **switches}
+    ranks = pool.run(f"{CASES}:stages", 4, timeout_s=60, **arguments)
+    assert [rank["numbers"][1] for rank in ranks[:2]] == [0, 0]
+    assert all(rank["numbers"][1] > 0 for rank in ranks[2:])
+    for rank in ranks:
+        unbroken, resumed = rank["norms"]
+        assert resumed == unbroken
+        assert rank["states"][0] == rank["states"][1], "weights, masters and moments after the next step"
+
+
 def test_a_sharding_size_that_does_not_divide_is_refused(pool):
     (said, _) = pool.run(f"{CASES}:refusal", 2, fsdp2_sharding_size=3)
     assert said.startswith(
