@@ -157,7 +157,7 @@ def test_masters_of_float32_weights_are_refused_before_anything_is_read():
     from mindspeed_dsa.features.data_parallel.fsdp2.distributed_optimizer import in_its_format
 
     read = []
-    load = in_its_format(lambda *args, **kwargs: read.append(kwargs))
+    load = in_its_format(lambda *args, **kwargs: read.append(kwargs) or {}, SimpleNamespace())
     float32 = SimpleNamespace(optimizer=None)
     with pytest.raises(SettingsError, match="--no-load-optim"):
         load(float32, {}, is_loading=True, metadata={"distrib_optim_sharding_type": "fully_reshardable"})
