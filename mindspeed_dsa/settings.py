@@ -150,12 +150,17 @@ def unique(flags: Iterable[Flag]) -> list[Flag]:
     """Each flag once, in order; two features may read the same one.
 
     Raises:
-        SettingsError: two different flags share a name.
+        SettingsError: two different flags share a name, or one's name is the other's alias.
     """
     found: dict[str, Flag] = {}
     for flag in flags:
         if not found.setdefault(flag.dest, flag).same_as(flag):
             raise SettingsError(f"flag {flag.name} is declared twice with different meanings; rename one")
+    owners: dict[str, Flag] = {}
+    for flag in found.values():
+        for name in (flag.name, *flag.aliases):
+            if (owner := owners.setdefault(name, flag)) is not flag:
+                raise SettingsError(f"{name} is declared by {owner.name} and by {flag.name}; rename one")
     return list(found.values())
 
 

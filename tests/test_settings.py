@@ -134,6 +134,9 @@ def test_all_refusals_come_in_one_message():
 def test_one_name_cannot_mean_two_things():
     with pytest.raises(SettingsError, match="--use-thing is declared twice"):
         settings.unique([SWITCH, Flag("--use-thing", "something else")])
+    other = Flag("--other", "another", aliases=("--use-thing",))
+    with pytest.raises(SettingsError, match="--use-thing is declared by --use-thing and by --other"):
+        settings.unique([SWITCH, other])
 
 
 def test_what_is_mentioned():

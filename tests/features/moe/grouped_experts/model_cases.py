@@ -12,7 +12,7 @@ SWITCHES = {"moe_grouped_gemm": True}
 GROUPED = {"moe_grouped_gemm": True}
 
 
-def losses(grouped: bool, steps: int = 5, build: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+def losses(grouped: bool, steps: int = 10, build: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
     """Loss and gradient norm of each step from Megatron's own initial weights."""
     options = dict(build or {})
     options["switches"] = {**SWITCHES, **options.pop("switches", {})}

@@ -23,7 +23,7 @@ def assert_same(ours, theirs, rtol):
 
 
 @pytest.mark.parametrize("training", TRAININGS.values(), ids=list(TRAININGS))
-def test_five_steps_from_initial_weights(pool, training):
+def test_ten_steps_from_initial_weights(pool, training):
     """fp32: the weights are drawn alike, every gradient is reduced once and the optimizer steps alike."""
     options = {**training, "precision": "fp32", "ep": 2}
     ours, theirs = (pool.run(f"{CASES}:losses", 2, grouped=on, build=options)[0] for on in (True, False))
@@ -70,15 +70,15 @@ def test_checkpoints_of_one_kind_are_those_of_the_other(pool, tmp_path, options,
     run = {"function": f"{JOB}:train", "world_size": 2, "ep": 2, **options}
     ours = {**run, "switches": {**run.get("switches", {}), **GROUPED["switches"], **layout}}
     ours["overrides"] = {**run.get("overrides", {}), **GROUPED["overrides"]}
-    saved = pool.run(**run, steps=2, save=(way, sequential))
+    saved = pool.run(**run, steps=3, save=(way, sequential))
     mine = pool.run(**ours, steps=0, load=(way, sequential), save=(way, grouped))
-    go_on = {"steps": 1, "first": 2}
+    go_on = {"steps": 2, "first": 3}
     theirs = pool.run(**run, **go_on, load=(way, sequential))
     back = pool.run(**run, **go_on, load=(way, grouped))
     for after, before, unbroken in zip(back, saved, theirs, strict=True):
         for what in ("weights", "masters", "moments"):
             assert after["loaded"][what] == before[what], what
-            assert after[what] == unbroken[what], f"{what} a step later"
+            assert after[what] == unbroken[what], f"{what} two steps later"
     by_parameter = BY_PARAMETER["distributed" in options]
     if way == by_parameter:
         going_on = pool.run(**ours, **go_on, load=(way, sequential))
