@@ -18,7 +18,12 @@ from tests.matrix.record import Note, features_at_work
 
 RECIPE = Path(__file__).parents[2] / "examples" / "megatron_lm"
 LAYOUT = "--tensor-model-parallel-size 2 --sequence-parallel"
-FEATURES = "--use-fused-dsa --recompute-activation-function --swap-attention --moe-permute-fusion"
+FEATURES = (
+    "--use-fused-dsa --recompute-activation-function --swap-attention "
+    "--accept-mindspeed-flags --use-fused-moe-token-permute-and-unpermute"
+)
+TRANSLATED = "moe-permute-fusion"
+"""What MindSpeed calls by the last of these names."""
 STEPS = 3
 
 
@@ -62,7 +67,7 @@ def pretrain(folder: Path, features: str) -> dict[str, Any]:
 @pytest.mark.skipif(checkout() is None, reason="MEGATRON_LM names no checkout of the installed release")
 def test_pretrain_gpt_trains_with_and_without(note: Note, tmp_path: Path) -> None:
     """From Megatron's own initial weights; memory and fusions change nothing but the last digits."""
-    note.begins("pretrain_gpt.py, TP2+SP", "step-metrics", "megatron-arguments")
+    note.begins("pretrain_gpt.py, TP2+SP", "step-metrics", "megatron-arguments", "accept-mindspeed-flags")
     folders = [tmp_path / name for name in ("plain", "features")]
     for folder in folders:
         folder.mkdir()
@@ -72,5 +77,6 @@ def test_pretrain_gpt_trains_with_and_without(note: Note, tmp_path: Path) -> Non
         assert mine["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-4)
         assert mine["indexer_loss"] == pytest.approx(theirs["indexer_loss"], rel=1e-2)
     assert ours["steps"][-1]["lm_loss"] < ours["steps"][0]["lm_loss"]
-    assert {"recompute-activation-function", "swap-attention"} <= set(ours["at work"]) - set(plain["at work"])
+    added = set(ours["at work"]) - set(plain["at work"])
+    assert {"recompute-activation-function", "swap-attention", TRANSLATED} <= added
     note.trained([ours])
