@@ -9,9 +9,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mindspeed_dsa.parallel.local_shards import local_of
 from tests.matrix import memory_cases
 from tests.matrix import model as tiny
 from tests.matrix.feature_cases import MODEL, job_of_any_release
@@ -77,6 +79,20 @@ def _gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     """Whole ones by their names in a model on one rank, put together from all shards."""
     found = {}
     for name, parameter in job.global_names(model).items():
-        gradient: Any = parameter.grad if isinstance(parameter, DTensor) else parameter.main_grad
-        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+        if isinstance(parameter, DTensor):
+            found[name] = _put_together(parameter.grad)
+        else:
+            found[name] = parameter.main_grad.clone()
     return found
+
+
+def _put_together(shard: Any) -> Tensor:
+    """As ``full_tensor()``, which looks for the groups of a mesh like this one that an earlier case had."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    (placement,) = shard.placements
+    own = local_of(shard).contiguous()
+    pieces = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(pieces, own, group=group)
+    return torch.cat(pieces, dim=placement.dim)

@@ -292,7 +292,7 @@ def test_a_profile_of_the_host(
     for record in (json.loads(each.read_text()) for each in (file, profile)):
         assert record["layers"] == 4 * 2  # microbatches
         assert record["classes"]["TopKRouter"]["calls"] == 2 * 2
-        assert record["classes"]["MLASelfAttention"]["launches"] > 10
+        assert record["classes"]["TopKRouter"]["launches"] > 2 * 2
     note.trained([ours])
 
 

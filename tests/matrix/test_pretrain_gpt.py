@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,28 @@ FEATURES = (
 TRANSLATED = "moe-permute-fusion"
 """What MindSpeed calls by the last of these names."""
 STEPS = 3
+INFO = "package_info.py"
 
 
 def checkout() -> str | None:
     """The one of the installed release; paths are separated as those of ``PATH`` are."""
     installed = versions.of_megatron()
     for folder in filter(None, os.environ.get("MEGATRON_LM", "").split(os.pathsep)):
-        info = Path(folder, "megatron", "core", "package_info.py")
-        if info.is_file() and versions.version_in_source(info.read_text(encoding="utf-8")) == installed:
+        info = Path(folder, "megatron", "core", INFO)
+        if info.is_file() and (
+            versions.version_in_source(info.read_text(encoding="utf-8")) == installed
+            or has_installed_sources(info.parent)
+        ):
             return folder
     return None
+
+
+def has_installed_sources(core: Path) -> bool:
+    """Whether a checkout differs from what is installed in its number alone: tag core_v0.19.0 says 0.19.1."""
+    (folder, *_) = find_spec("megatron").submodule_search_locations
+    files = [file for file in Path(folder, "core").rglob("*.py") if file.name != INFO]
+    pairs = ((file, core / file.relative_to(Path(folder, "core"))) for file in files)
+    return all(theirs.is_file() and filecmp.cmp(file, theirs, shallow=False) for file, theirs in pairs)
 
 
 def pretrain(folder: Path, features: str) -> dict[str, Any]:
