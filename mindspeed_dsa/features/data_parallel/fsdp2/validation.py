@@ -26,10 +26,9 @@ _REFUSED = {
     "data_parallel_random_init": "ranks would shard different weights; omit --data-parallel-random-init",
     "init_model_with_meta_device": "experts need their memory from the start; omit it",
     "check_weight_hash_across_dp_replicas_interval": "ranks have no equal weights to compare; omit it",
-    "overlap_moe_expert_parallel_comm": "it runs parts of layers, and weights come by whole layers; omit it",
     "delay_wgrad_compute": (
-        "Megatron delays weight gradients in a schedule that runs parts of layers, and weights come by whole "
-        "layers; omit --delay-wgrad-compute"
+        "Megatron leaves delayed weight gradients with Transformer Engine's layers, which know no shards; omit "
+        "--delay-wgrad-compute: --moe-fb-overlap delays those of attention here"
     ),
     "is_hybrid_model": _MAMBA,
     "hybrid_layer_pattern": _MAMBA,
