@@ -46,9 +46,8 @@ class Late:
     def __init__(self, unit: Any, without: Iterable[Any] = ()) -> None:
         self._groups = groups_of(unit)
         apart = set(without)
-        self._weights = [
-            each for group in self._groups for each in group.fsdp_params if each._module_info.module not in apart
-        ]
+        weights = [each for group in self._groups for each in group.fsdp_params]
+        self._weights = [each for each in weights if each._module_info.module not in apart]
         self._queue: list[tuple[Tensor, Gradient]] = []
 
     def ports(self) -> AbstractContextManager[Collection[Port]]:

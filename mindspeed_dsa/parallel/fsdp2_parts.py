@@ -1,4 +1,4 @@
-"""FSDP2's units in a schedule that runs parts of layers, a forward of one microbatch beside another's backward.
+"""FSDP2's units in a schedule that runs parts of layers, one microbatch's forward beside another's backward.
 
 FSDP2 gathers and reduces in hooks of modules' calls, and such a schedule calls parts of layers. So it says
 which units it is about to run, in one direction or both, and for them gathers, drops and reductions are done
@@ -188,5 +188,6 @@ def _ahead(state: Any, direction: TrainingState) -> list[Any]:
 
 
 def _issue(state: Any, direction: TrainingState) -> None:
+    name = "forward" if direction == TrainingState.FORWARD else "backward"
     for group in state._fsdp_param_groups:
-        FSDPParamGroup._prefetch_unshard(group, "forward" if direction == TrainingState.FORWARD else "backward")
+        FSDPParamGroup._prefetch_unshard(group, name)

@@ -107,6 +107,14 @@ FEATURE = Feature(
             for optimizer in (FLOAT16, FLOAT32)
         ),
         Patch(
+            "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",
+            "wrap",
+            f"{_HERE}.distributed_optimizer:count_in_all",
+            "a first stage without experts writes no count of their steps",
+            params=("state_dict",),
+            priority=1,  # outside of features that take states apart
+        ),
+        Patch(
             f"{FLOAT16}._collect_main_grad_data_for_unscaling",
             "wrap",
             f"{_HERE}.tensors:describe_whole_gradients",

@@ -17,8 +17,8 @@ _PARTS = "_mindspeed_dsa_fsdp2_parts"
 def follow(root: nn.Module, units: Iterable[nn.Module], megatron: Megatron) -> None:
     """Have schedule plans of the model in ``root`` find what they gather.
 
-    Weight gradients of attention and of dense MLPs wait for the end of a pair, as Megatron would have them do;
-    those of a shared expert are what the combine is hidden behind in backward.
+    Weight gradients of attention and of dense MLPs wait for the end of a pair; those of a shared expert are
+    what the combine is hidden behind in backward.
     """
     layers = megatron("core.transformer.transformer_layer").TransformerLayer
     moe = megatron("core.transformer.moe.moe_layer").MoELayer

@@ -13,9 +13,9 @@ from torch import nn
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.context import Context, Megatron
+from mindspeed_dsa.features.data_parallel.fsdp2 import schedule
 from mindspeed_dsa.features.data_parallel.fsdp2.options import Options
 from mindspeed_dsa.features.data_parallel.fsdp2.validation import check_sharding_size
-from mindspeed_dsa.features.data_parallel.fsdp2 import schedule
 from mindspeed_dsa.parallel import fsdp2_parts, fsdp2_prefetch, fsdp2_shards
 from mindspeed_dsa.patches.errors import SettingsError
 

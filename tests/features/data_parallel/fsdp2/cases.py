@@ -56,10 +56,11 @@ def life(folder: str, sharding_size: int | None, **switches: Any) -> dict[str, A
     }
 
 
-def exchange(folder: str) -> dict[str, Any]:
+def exchange(folder: str, precision: str) -> dict[str, Any]:
     """The distributed optimizer's checkpoint in FSDP2, and that of FSDP2 in the distributed optimizer."""
     start({"use_torch_fsdp2": True}, ep=2)
-    whole, sharded = assemble(**JOB, distributed=True), assemble(**JOB, fsdp2=True)
+    job = {**JOB, "precision": precision}
+    whole, sharded = assemble(**job, distributed=True), assemble(**job, fsdp2=True)
     for number in range(2):
         step(whole, number)
         step(sharded, 7)  # everything is something else before it is loaded
@@ -68,7 +69,7 @@ def exchange(folder: str) -> dict[str, Any]:
     save_to(whole, WAY, first)
     load_from(sharded, WAY, first)
     save_to(sharded, WAY, second)
-    again = assemble(**JOB, distributed=True)
+    again = assemble(**job, distributed=True)
     load_from(again, WAY, second)
     save_to(again, WAY, third)
     save_to(whole, "dp_reshardable", slices)
@@ -104,6 +105,20 @@ def stages(folder: str, precision: str, way: str, **switches: Any) -> dict[str, 
         "norms": norms,
         "states": [state(job) for job in (unbroken, resumed)],
     }
+
+
+def stages_of_ddp(folder: str) -> list[str]:
+    """The same of plain DDP's, in FSDP2: what is not equal there."""
+    start({"use_torch_fsdp2": True}, pp=2, ep=2)
+    options: dict[str, Any] = {"ep": 2, "overrides": {"pipeline_model_parallel_size": 2}}
+    whole, sharded = assemble(**options), assemble(**options, fsdp2=True)
+    _step_with_drawn_gradients(whole, 0)
+    save_to(whole, PLAIN, folder)
+    load_from(sharded, PLAIN, folder)
+    unequal = differing(whole, sharded)
+    _step_with_drawn_gradients(sharded, 1)
+    steps = {float(each["step"]) for part in sharded.parts for each in part.optimizer.state.values()}
+    return [*unequal, *([] if steps == {2} else ["steps"])]
 
 
 def _step_with_drawn_gradients(job: Any, number: int) -> float:
