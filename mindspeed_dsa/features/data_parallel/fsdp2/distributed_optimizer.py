@@ -1,7 +1,7 @@
 """The distributed optimizer's format ``fully_reshardable``, read and written by FSDP2's optimizers.
 
-Moments have the same keys and shapes in it as elsewhere. Master weights have another key, and those of float32
-weights, which are the weights, are there as well. Steps are counted in parameter groups, where other
+Moments have the same keys and shapes in it as elsewhere. Master weights have another key, and those of
+float32 weights, which are the weights, are there as well. Steps are counted in parameter groups, where other
 optimizers have one count beside the moments.
 """
 
