@@ -28,6 +28,7 @@ MTP = f"{SHALLOW} --mtp-num-layers 1"
 BF16 = f"{SHALLOW} --bf16"
 BF16_MTP = f"{MTP} --bf16"
 STACKED = "--moe-grouped-gemm"
+PAIRS = {"moe_fb_overlap": True}
 FOUR = "--micro-batch-size 1"  # microbatches, so that there are pairs
 
 
@@ -78,7 +79,7 @@ def test_layout_trains_as_with_ddp(lab: Lab, layout: Layout) -> None:
 def test_pairs_train_as_with_ddp(lab: Lab, layout: Layout) -> None:
     """As plain DDP does in Megatron's usual schedule."""
     with_ddp = lab.run(layout)
-    outcome = lab.check(with_fsdp2(layout, moe_fb_overlap=True), EXACT, reference=with_ddp)
+    outcome = lab.check(with_fsdp2(layout, **PAIRS), EXACT, reference=with_ddp)
     assert with_ddp.memory[STARTED] == with_ddp.memory[GATHERED] == 0
     assert outcome.memory[STARTED] > 0
     assert outcome.memory[GATHERED] > 0
@@ -104,6 +105,7 @@ WITH_VIRTUAL = {**ACTIVATIONS, "virtual_optimizer": ["all"]}
     [
         (Layout("PP2 x VPP2 x EP2", 4, f"{PP2} {VPP2} {EP2}", BF16), WITH_SWAP),
         (Layout("TP2+SP x DP2, MTP", 4, TP2, BF16_MTP), WITH_VIRTUAL),
+        (Layout("PP2 x VPP2 x EP2, pairs", 4, f"{PP2} {VPP2} {EP2} {FOUR}", BF16, switches=PAIRS), WITH_SWAP),
         (Layout("EP2, fp32, grouped experts", 2, f"{EP2} {STACKED}", SHALLOW), ON_HOST),
     ],
     ids=lambda value: value.name if isinstance(value, Layout) else "",

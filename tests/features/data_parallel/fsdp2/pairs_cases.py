@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from benchmarks.memory.measure import storage_bytes
@@ -17,7 +18,7 @@ from mindspeed_dsa.parallel.fsdp2_parts import Unit
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.parallel.weight_gradient import WeightGradient
 from tests.support import optimizer_job
-from tests.support.model import gpt_model, start
+from tests.support.model import gpt_model, per_token_loss, samples, start
 
 STEPS, MICROBATCHES = 3, 3
 # With the layer of multi-token prediction three: both directions run the second one at a time. That layer
@@ -33,7 +34,7 @@ def train(
     fails: bool = False,
     overrides: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Steps with an optimizer that clips.
+    """Steps with an optimizer that clips, and an evaluation before the last.
 
     Args:
         switches: of features.
@@ -58,7 +59,12 @@ def train(
         if fails:
             events.failed = _failed(job)
         stack.enter_context(events.recorded(job))
-        records = [optimizer_job.step(job, number) for number in range(STEPS)]
+        records = [optimizer_job.step(job, number) for number in range(STEPS - 1)]
+        gathers = Counter(events.gathers)
+        with torch.no_grad():
+            evaluated = per_token_loss(job.model, samples(2))
+        events.gathers = gathers
+        records.append({**optimizer_job.step(job, STEPS - 1), "evaluated": evaluated.flatten().tolist()})
     weights = {name: local_of(each).detach() for name, each in job.model.named_parameters()}
     return {"records": records, "weights": weights, **events.found()}
 
