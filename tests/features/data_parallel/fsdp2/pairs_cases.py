@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -48,7 +47,7 @@ def train(
     events = _Events()
     with ExitStack() as stack:
         for holder, name, value in (
-            (optimizer_job, "gpt_model", partial(gpt_model, mtp=True)),
+            (optimizer_job, "gpt_model", lambda cfg: gpt_model(cfg, mtp=bool(cfg.mtp_num_layers))),
             (optimizer_job, "MICROBATCHES", MICROBATCHES),
             *([] if direct else [(fsdp2_direct.DirectGroup, "takes", lambda group: False)]),
             *([] if late else [(fsdp2_delayed.Late, "ports", lambda self: nullcontext())]),
