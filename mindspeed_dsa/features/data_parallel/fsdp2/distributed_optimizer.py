@@ -8,6 +8,7 @@ optimizers have one count beside the moments.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -98,14 +99,10 @@ def _check(format_: str) -> None:
 def _copies(optimizer: Any, model_sharded_state_dict: Any, megatron: Megatron) -> dict[int, Any]:
     """Where float32 weights lie as masters, by their numbers in the optimizer."""
     checkpoints = megatron("core.dist_checkpointing.optimizer")
-    parameters = optimizer.get_parameters()
-    places = checkpoints.get_param_id_to_sharded_param_map(model_sharded_state_dict, parameters)
-    return {
-        index: checkpoints.make_sharded_optimizer_tensor(
-            places[index], parameter, prefix=_KEY_THERE.removesuffix(".")
-        )
-        for index, parameter in enumerate(parameters)
-    }
+    places = checkpoints.get_param_id_to_sharded_param_map(
+        model_sharded_state_dict, optimizer.get_parameters()
+    )
+    return {index: replace(place, key=_KEY_THERE + place.key) for index, place in places.items()}
 
 
 def _count_in_groups(optimizer: Any, state: dict[str, Any]) -> None:

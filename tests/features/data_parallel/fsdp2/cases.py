@@ -56,9 +56,9 @@ def life(folder: str, sharding_size: int | None, **switches: Any) -> dict[str, A
     }
 
 
-def exchange(folder: str, precision: str) -> dict[str, Any]:
+def exchange(folder: str, precision: str, **switches: Any) -> dict[str, Any]:
     """The distributed optimizer's checkpoint in FSDP2, and that of FSDP2 in the distributed optimizer."""
-    start({"use_torch_fsdp2": True}, ep=2)
+    start({"use_torch_fsdp2": True, **switches}, ep=2)
     job = {**JOB, "precision": precision}
     whole, sharded = assemble(**job, distributed=True), assemble(**job, fsdp2=True)
     for number in range(2):

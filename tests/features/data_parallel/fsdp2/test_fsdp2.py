@@ -46,9 +46,13 @@ def test_checkpoints_go_from_ddp_and_back_and_resume(pool, tmp_path, world_size,
     assert sharded == with_ddp, "the same keys and shapes"
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_checkpoints_go_from_the_distributed_optimizer_and_back(pool, tmp_path, precision):
-    for rank in pool.run(f"{CASES}:exchange", 2, folder=str(tmp_path), precision=precision):
+@pytest.mark.parametrize(
+    ("precision", "switches"),
+    [("bf16", {}), ("fp32", {}), pytest.param("fp32", SWAPPED, marks=pytest.mark.full)],
+)
+def test_checkpoints_go_from_the_distributed_optimizer_and_back(pool, tmp_path, precision, switches):
+    arguments = {"folder": str(tmp_path), "precision": precision, **switches}
+    for rank in pool.run(f"{CASES}:exchange", 2, **arguments):
         assert rank["unequal"] == [[], []], "weights, master weights and moments, in all three checkpoints"
         whole, again, sharded = rank["records"]
         assert again == whole
@@ -65,6 +69,7 @@ def test_checkpoints_go_from_the_distributed_optimizer_and_back(pool, tmp_path, 
         ("bf16", "fully_reshardable", {}),
         pytest.param("bf16", "torch_dist", {}, marks=pytest.mark.full),
         pytest.param("fp32", "torch_dist", SWAPPED, marks=pytest.mark.full),
+        pytest.param("fp32", "fully_reshardable", {}, marks=pytest.mark.full),
     ],
 )
 def test_a_first_stage_without_experts_leaves_those_of_others_their_state(
