@@ -131,7 +131,7 @@ def compatibility(
             cells.append(_shown(verdict, result, links))
             if verdict.reason:
                 remarks.setdefault(_remark(feature, verdict), []).append(release)
-            if result is not None and result.word.startswith(trained.FAILS):
+            if result is not None and _to_be_explained(verdict, result):
                 remarks.setdefault(f"{feature.name}: {result.word}", []).append(release)
         rows.append([links[feature.name], *cells])
     columns = map(_column(records), records.releases)
@@ -149,6 +149,12 @@ def _shown(verdict: Verdict, result: trained.Result | None, links: Mapping[str, 
     if result is not None and result.word == trained.TRAINED:
         return f"**trained**, {by}" if by else "**trained**"
     return by or verdict.word
+
+
+def _to_be_explained(verdict: Verdict, result: trained.Result) -> bool:
+    """Whether the static verdict does not tell what came of training."""
+    refused = result.word.startswith(trained.REFUSED) and verdict.word == "fits"
+    return refused or result.word.startswith(trained.FAILS)
 
 
 def _column(records: Records) -> Callable[[str], str]:

@@ -112,6 +112,7 @@ def test_files_of_another_release_are_refused(tmp_path):
 
 def test_the_page_says_trained_only_where_tests_have(tmp_path):
     results(tmp_path, "0.15.3", f={"fails": {"CP2": "it broke"}})
+    results(tmp_path, "0.16.1", f={"refused": {"EP2": "runs on npu"}})
     results(tmp_path, "main", version="0.20.0", f={"trained": {"EP2": ""}})
     table = trained.merge(Trained(), tmp_path, (FEATURE,), KNOWN)
     page = pages.compatibility((FEATURE,), KNOWN, table)
@@ -125,6 +126,7 @@ def test_the_page_says_trained_only_where_tests_have(tmp_path):
     assert cells["0.13.1"] == "not in this release"
     assert cells["main, 2026-08-22"] == "**trained**"
     assert "* f: fails: CP2: it broke (0.15.3)" in page
+    assert "* f: refused: runs on npu (0.16.1)" in page
     assert "| f | EP2 (main) |" in page
     assert "commit `cccccccccccc` of 2026-08-22, which declares 0.20.0" in page
 

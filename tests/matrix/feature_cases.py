@@ -17,6 +17,7 @@ from mindspeed_dsa import session
 from mindspeed_dsa.integration import moe_layers
 from mindspeed_dsa.ops import backend
 from tests.features.attention import cp_cases
+from tests.features.compilation.regions import cases as regions
 from tests.matrix import memory_cases
 from tests.matrix import model as tiny
 from tests.matrix.record import at_work
@@ -38,13 +39,19 @@ def step(
     overrides = {**MODEL, **(overrides or {})}
     layout = {name: arguments[name] for name in ("ep", "etp") if name in arguments}
     overrides |= {_FIELDS[name]: size for name, size in layout.items()}
+    compiles = (switches or {}).get("compile_regions", False)
     with job_of_any_release(arguments.get("cp", 1), (switches or {}).get("cp_block_rows", 0)):
         before = backend.calls()
-        with memory_events.counted() as counts, own_loop():
+        with (
+            memory_events.counted() as counts,
+            own_loop(),
+            regions.operator_by_operator() if compiles else contextlib.nullcontext(),
+        ):
             result = tiny.one_step(switches, overrides, **arguments)
         for (operator, _), calls in (backend.calls() - before).items():
             counts[f"operator {operator}"] += calls
-        return {**result, "counts": dict(counts), "ahead": ahead(), "at work": at_work()}
+        found = {**result, "counts": dict(counts), "ahead": ahead(), "at work": at_work()}
+        return {**found, "compiled": compiled() if compiles else []}
 
 
 _FIELDS = {"ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}
@@ -105,6 +112,29 @@ def ahead() -> int:
     from mindspeed_dsa.features.pipeline.recompute_ahead import ahead
 
     return sum(each.recomputed["ahead"] for each in ahead._followers.values())
+
+
+def compiled() -> list[str]:
+    """Regions that run compiled, all that have run."""
+    found = regions.regions()
+    assert not [each.failure for each in found if each.failure]
+    return [each.name for each in found if each.compilations]
+
+
+def steps(switches: Mapping[str, Any] | None = None) -> Iterator[list[float]]:
+    """Losses of the microbatches of two training steps, each step as soon as it is done."""
+    with job_of_any_release(1, 0):
+        job.start(switches)
+        cfg = tiny.config(**MODEL)
+        model = tiny.gpt_model(cfg)
+        for number in range(2):
+            reports = job.train_step(cfg, [model], list(job.samples(4, number).split(2)))
+            yield [float(each["lm loss"]) for each in reports]
+
+
+def two_steps(switches: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """:func:`steps`, and what was at work."""
+    return {"losses": list(steps(switches)), "at work": at_work()}
 
 
 def extended(**arguments: Any) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Note:
         """Say what the case is about. True if there is nothing to train.
 
         The release includes the change itself, or lacks the code that is changed; where the feature declares
-        which releases it needs, it is refused by name.
+        which releases or platforms it needs, and these are others, it is refused by name.
 
         Args:
             layout: in which it trains.
@@ -56,19 +56,18 @@ class Note:
         """
         self._layout, self._features = layout, features
         self._add("case", features, "")
-        if len(features) > 1 or _to_be_trained(feature := features[0]):
+        if len(features) > 1:
             return False
-        needed = _DECLARED[feature].requires.versions.get(versions.MEGATRON_DISTRIBUTION, "")
-        if SpecifierSet(needed).contains(str(versions.of_megatron()), prereleases=True):
-            return True
+        (feature,) = features
+        unmet = _unmet(_DECLARED[feature])
+        if not unmet:
+            return not _to_be_trained(feature)
         (error,) = self._pool.run(
             "tests.support.model:error_of", 1, case=START, switches=dict(switches or {})
         )
-        line = next((line.strip(" -") for line in error.splitlines() if needed in line), "")
-        assert line.startswith(feature), (
-            error or f"{feature} is not refused, and needs megatron-core {needed}"
-        )
-        self._add("refused", [feature], line[line.index("needs ") :].partition(";")[0])
+        line = next((line.strip(" -") for line in error.splitlines() if unmet in line), "")
+        assert line.startswith(feature), error or f"{feature} is not refused, but {unmet}"
+        self._add("refused", [feature], line[line.index(unmet) :].partition(";")[0])
         return True
 
     def trained(self, ranks: Sequence[Mapping[str, Any]]) -> None:
@@ -100,6 +99,17 @@ def features_at_work(on: Sequence[Feature], sites: Sequence[Mapping[str, Any]]) 
     supplied = {name for each in on if each.name in applied for name in each.supplies}
     without_patches = {each.name for each in on if not each.patches}
     return sorted(applied | ((supplied | without_patches) & {each.name for each in on}))
+
+
+def _unmet(feature: Feature) -> str:
+    """What it needs and has not here, in the words in which it is refused; empty if there is nothing."""
+    settings, _ = session.resolve({}, ())
+    if settings.platform not in feature.requires.platforms:
+        return f"runs on {', '.join(feature.requires.platforms)}"
+    needed = feature.requires.versions.get(versions.MEGATRON_DISTRIBUTION, "")
+    if SpecifierSet(needed).contains(str(versions.of_megatron()), prereleases=True):
+        return ""
+    return f"needs {versions.MEGATRON_DISTRIBUTION} {needed}"
 
 
 def _to_be_trained(feature: str) -> bool:

@@ -5,6 +5,8 @@ What these cases find is the record that `make test-matrix` keeps (``record.py``
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 from packaging.version import Version
 
 from mindspeed_dsa import session, versions
+from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.runs import expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
 from tests.features.attention.dense_context_parallel import cases as dense
@@ -34,6 +37,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "TP2+SP, EP2 over its ranks": {"tp": 2, "ep": 2, "etp": 1},
     "CP2": {"cp": 2},
 }
+SHARDED = "tests.matrix.fsdp2_cases"
 DENSE = "tests.features.attention.dense_context_parallel.cases"
 DSA = {"experimental_attention_variant": "dsa"}  # so that older releases know the tests' configuration
 FUSED = {"use_fused_dsa": True}
@@ -70,6 +74,8 @@ class Case:
 
 
 PERMUTED = {"moe_permute_fusion": True}
+TWO_LAYERS = {"num_layers": 2, "moe_layer_freq": [0, 1]}
+REGIONS = {"prolog of latent attention by head", "router", "shared expert"}
 RMS_NORM = {"normalization": "RMSNorm"}
 SWITCHED = (
     Case("dsa-absorb", "TP2+SP", {"use_dsa_absorb": True}, rtol=1e-4),
@@ -100,6 +106,9 @@ SWITCHED = (
         {"fused_operators": ["mask-arithmetic"]},
         events.FUSED_OPERATORS["mask-arithmetic"],
     ),
+    Case("two-streams", "EP2", {"two_streams": True}, events.BESIDE),
+    Case("compile-regions", "one process", {"compile_regions": True}, "compiled", TWO_LAYERS, rtol=1e-5),
+    Case("ascend-mc2", "TP2+SP", {"use_ascend_mc2": True}),  # its operators are torch_npu's
     Case("moe-fb-overlap", "PP2 x VPP2 x EP2", {"moe_fb_overlap": True}, events.STARTED, rtol=1e-5),
     Case("recompute-ahead", "PP2 x VPP2", {"recompute_in_bubble": True}, "ahead", overrides=FULL),
     Case("moe-router-load-report", "EP2", {"moe_router_load_report": "FOLDER"}, events.COUNTED),
@@ -166,6 +175,8 @@ def happened(case: Case, ranks: Sequence[Any], folder: Path) -> bool:
         return all(list(folder.glob(f"written/*{rank:05d}.json")) for rank in range(len(ranks)))
     if case.event == "ahead":
         return any(rank["ahead"] for rank in ranks)
+    if case.event == "compiled":
+        return all(set(rank["compiled"]) >= REGIONS for rank in ranks)
     if case.event:
         return any(rank["counts"].get(case.event, 0) for rank in ranks)
     attention = ranks[0]["counts"].get("operator sparse_flash_attention", 0)
@@ -230,6 +241,59 @@ def test_the_warmup_stage_trains_indexers_alone(pool: Any, note: Note) -> None:
     assert len(found["trained"]) == 4 * 5
     assert all(".indexer." in name for name in found["trained"])
     note.trained([found])
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes", "ahead"),
+    # Gathers until the first layer begins: embedding and final norm where they are, its own, two more units.
+    [("DP2", {}, [5, 5]), ("PP2 x EP2", {"pp": 2, "ep": 2}, [3, 3, 4, 4])],
+)
+def test_weights_that_fsdp2_shards(
+    pool: Any, note: Note, layout: str, sizes: Mapping[str, int], ahead: Sequence[int]
+) -> None:
+    switches = {"use_torch_fsdp2": True, "fsdp2_prefetch": 2}
+    if note.begins(layout, "fsdp2", switches=switches):
+        return
+    ranks = 2 * sizes.get("pp", 1)
+    theirs = pool.run(f"{SHARDED}:train", ranks, **sizes)
+    ours = pool.run(f"{SHARDED}:train", ranks, switches=switches, **sizes)
+    for having, without in zip(ours, theirs, strict=True):
+        assert_same_gradients(having["gradients"], without["gradients"], rtol=1e-5)
+        for step, other in zip(having["records"], without["records"], strict=True):
+            assert step["losses"] == pytest.approx(other["losses"], rel=1e-6)
+            assert step["norm"] == pytest.approx(other["norm"], rel=1e-6)
+        assert having["sharded"] > without["sharded"] == 0
+        assert having["counts"][events.GATHERED] > 0
+        assert events.GATHERED not in without["counts"]
+    assert [rank["gathered ahead"] for rank in ours] == ahead
+    note.trained(ours)
+
+
+def test_a_profile_of_the_host(
+    pool: Any, note: Note, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the switch, and by the command around a job."""
+    file, losses, profile = (tmp_path / name for name in ("own.json", "losses", "command.json"))
+    switches = {"host_profile": str(file), "host_profile_step": 1}
+    if note.begins("one process", "host-profile", switches=switches):
+        return
+    (theirs,) = pool.run(f"{CASES}:two_steps", 1)
+    (ours,) = pool.run(f"{CASES}:two_steps", 1, switches=switches)
+    assert ours["losses"] == theirs["losses"]
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.chdir(Path(__file__).parents[2])
+    command = [sys.executable, "-m", "tests.matrix.profiled_job", str(losses)]
+    assert main(["host-profile", "--step=1", f"--json={profile}", "--", *command]) == 0
+    assert "TransformerLayer" in capsys.readouterr().out
+    # The command ends the job as soon as the record is there.
+    printed = [json.loads(line) for line in losses.read_text().splitlines()]
+    assert printed in (theirs["losses"][:1], theirs["losses"])
+    for record in (json.loads(each.read_text()) for each in (file, profile)):
+        assert record["layers"] == 4 * 2  # microbatches
+        assert record["classes"]["TopKRouter"]["calls"] == 2 * 2
+        assert record["classes"]["TopKRouter"]["launches"] > 2 * 2
+    note.trained([ours])
 
 
 def test_tensor_parallel_ranks_with_whole_experts(pool: Any, note: Note) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +20,35 @@ from tests.matrix.record import Note, features_at_work
 
 RECIPE = Path(__file__).parents[2] / "examples" / "megatron_lm"
 LAYOUT = "--tensor-model-parallel-size 2 --sequence-parallel"
-FEATURES = "--use-fused-dsa --recompute-activation-function --swap-attention --moe-permute-fusion"
+FEATURES = (
+    "--use-fused-dsa --recompute-activation-function --swap-attention "
+    "--accept-mindspeed-flags --use-fused-moe-token-permute-and-unpermute"
+)
+TRANSLATED = "moe-permute-fusion"
+"""What MindSpeed calls by the last of these names."""
 STEPS = 3
+INFO = "package_info.py"
 
 
 def checkout() -> str | None:
     """The one of the installed release; paths are separated as those of ``PATH`` are."""
     installed = versions.of_megatron()
     for folder in filter(None, os.environ.get("MEGATRON_LM", "").split(os.pathsep)):
-        info = Path(folder, "megatron", "core", "package_info.py")
-        if info.is_file() and versions.version_in_source(info.read_text(encoding="utf-8")) == installed:
+        info = Path(folder, "megatron", "core", INFO)
+        if info.is_file() and (
+            versions.version_in_source(info.read_text(encoding="utf-8")) == installed
+            or has_installed_sources(info.parent)
+        ):
             return folder
     return None
+
+
+def has_installed_sources(core: Path) -> bool:
+    """Whether a checkout differs from what is installed in its number alone: tag core_v0.19.0 says 0.19.1."""
+    (folder, *_) = find_spec("megatron").submodule_search_locations
+    files = [file for file in Path(folder, "core").rglob("*.py") if file.name != INFO]
+    pairs = ((file, core / file.relative_to(Path(folder, "core"))) for file in files)
+    return all(theirs.is_file() and filecmp.cmp(file, theirs, shallow=False) for file, theirs in pairs)
 
 
 def pretrain(folder: Path, features: str) -> dict[str, Any]:
@@ -62,7 +81,7 @@ def pretrain(folder: Path, features: str) -> dict[str, Any]:
 @pytest.mark.skipif(checkout() is None, reason="MEGATRON_LM names no checkout of the installed release")
 def test_pretrain_gpt_trains_with_and_without(note: Note, tmp_path: Path) -> None:
     """From Megatron's own initial weights; memory and fusions change nothing but the last digits."""
-    note.begins("pretrain_gpt.py, TP2+SP", "step-metrics", "megatron-arguments")
+    note.begins("pretrain_gpt.py, TP2+SP", "step-metrics", "megatron-arguments", "accept-mindspeed-flags")
     folders = [tmp_path / name for name in ("plain", "features")]
     for folder in folders:
         folder.mkdir()
@@ -72,5 +91,6 @@ def test_pretrain_gpt_trains_with_and_without(note: Note, tmp_path: Path) -> Non
         assert mine["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-4)
         assert mine["indexer_loss"] == pytest.approx(theirs["indexer_loss"], rel=1e-2)
     assert ours["steps"][-1]["lm_loss"] < ours["steps"][0]["lm_loss"]
-    assert {"recompute-activation-function", "swap-attention"} <= set(ours["at work"]) - set(plain["at work"])
+    added = set(ours["at work"]) - set(plain["at work"])
+    assert {"recompute-activation-function", "swap-attention", TRANSLATED} <= added
     note.trained([ours])

@@ -216,7 +216,7 @@ FEATURE = Feature(
             required=False,
         ),
     ),
-    requires=Requires(versions={"megatron-core": ">=0.16,<0.20", "torch": ">=2.10"}),
+    requires=Requires(versions={"megatron-core": ">=0.16,<0.21", "torch": ">=2.10"}),
     conflicts=(
         Conflict("moe-batch-overlap", _WHOLE_LAYERS),
         Conflict("recompute-ahead", _OWN_ORDER),
