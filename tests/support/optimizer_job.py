@@ -75,8 +75,6 @@ def assemble(
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
-        TorchFullyShardedDataParallel,
-        TorchFullyShardedDataParallelConfig,
         finalize_model_grads,
     )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -99,7 +97,12 @@ def assemble(
             module.register_parameter("empty", torch.nn.Parameter(torch.empty(shape)))
     if precision != "fp32":
         model = Float16Module(cfg, model)
-    if fsdp2:
+    if fsdp2:  # which 0.12 has not
+        from megatron.core.distributed import (
+            TorchFullyShardedDataParallel,
+            TorchFullyShardedDataParallelConfig,
+        )
+
         ddp_config = TorchFullyShardedDataParallelConfig()
         model = TorchFullyShardedDataParallel(cfg, ddp_config, model)
     else:
