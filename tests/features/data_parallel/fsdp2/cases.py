@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.patches.errors import SettingsError
 from tests.support.checkpoints import PLAIN, load_from, save_to
-from tests.support.model import start
+from tests.support.model import DSA_ON, start
 from tests.support.optimizer_job import assemble, master_value, state, step
 
 WAY = "fully_reshardable"
@@ -108,12 +108,17 @@ def stages(folder: str, precision: str, way: str, **switches: Any) -> dict[str, 
 
 
 def stages_of_ddp(folder: str) -> list[str]:
-    """The same of plain DDP's, in FSDP2: what is not equal there."""
-    start({"use_torch_fsdp2": True}, pp=2, ep=2)
+    """The same of plain DDP's in a job without the feature, in FSDP2: what is not equal there."""
+    import mindspeed_dsa
+
+    start(pp=2, ep=2)
     options: dict[str, Any] = {"ep": 2, "overrides": {"pipeline_model_parallel_size": 2}}
-    whole, sharded = assemble(**options), assemble(**options, fsdp2=True)
+    whole = assemble(**options)
     _step_with_drawn_gradients(whole, 0)
     save_to(whole, PLAIN, folder)
+    mindspeed_dsa.disable()
+    mindspeed_dsa.enable(**DSA_ON, use_torch_fsdp2=True)
+    sharded = assemble(**options, fsdp2=True)
     load_from(sharded, PLAIN, folder)
     unequal = differing(whole, sharded)
     _step_with_drawn_gradients(sharded, 1)
