@@ -57,7 +57,7 @@ def check_fits(args: argparse.Namespace, checkpoint: Path) -> None:
         ) from error
     weights_only = args.finetune or args.no_load_optim
     names = _SHAPE if weights_only else (*_SHAPE, *_OPTIMIZER)
-    if args.bf16 and args.use_torch_fsdp2:
+    if args.use_torch_fsdp2:
         # FSDP2's optimizers read the distributed one's master weights and moments.
         names = tuple(name for name in names if name != "use_distributed_optimizer")
     here, there = (

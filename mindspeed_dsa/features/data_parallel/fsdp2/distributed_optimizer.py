@@ -113,19 +113,26 @@ def _count_in_groups(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def count_in_all(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``ChainedOptimizer.load_state_dict``: DDP's rank 0 may have had no experts' steps to count.
+    """Decorate ``ChainedOptimizer.load_state_dict``: rank 0 may have had no experts' steps to count.
 
-    All optimizers of a chain have done the same number.
+    All optimizers of a chain have done the same number. Fused ones count in their groups, and without a count
+    would begin anew.
     """
 
     def load_state_dict(self: Any, state_dict: Any) -> Any:
         parts = self.chained_optimizers
         states = [state_dict] if len(parts) == 1 else [state_dict[index] for index in range(len(parts))]
-        found = [each.get("optimizer", each).get("state", {}) for each in states]
+        inner = [each.get("optimizer", each) for each in states]
+        found = [each.get("state", {}) for each in inner]
         count = next((each["common_step"] for each in found if "common_step" in each), None)
         for part, each in zip(parts, found, strict=True):
             if count is not None and _counts_beside_moments(part.optimizer):
                 each.setdefault("common_step", count)
+        groups = [group for each in inner for group in each.get("param_groups", ())]
+        steps = next((group["step"] for group in groups if group.get("step") is not None), None)
+        for group in groups if steps is not None else ():
+            if group.get("step") is None:
+                group["step"] = steps
         return original(self, state_dict)
 
     return load_state_dict

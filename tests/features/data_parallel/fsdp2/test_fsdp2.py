@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+
+from mindspeed_dsa.features.data_parallel.fsdp2.distributed_optimizer import count_in_all
 
 CASES = "tests.features.data_parallel.fsdp2.cases"
 
@@ -88,6 +92,19 @@ def test_a_first_stage_without_experts_leaves_those_of_others_their_state(
 @pytest.mark.full
 def test_so_do_checkpoints_of_ddp(pool, tmp_path):
     assert pool.run(f"{CASES}:stages_of_ddp", 4, timeout_s=60, folder=str(tmp_path)) == [[]] * 4
+
+
+def test_an_optimizer_that_counts_in_its_groups_goes_on_where_rank_0_counted_nothing():
+    """As fused ones do: they pass over groups without parameters, and begin anew where there is no count."""
+    chain = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=object()) for _ in range(2)])
+    states = {
+        number: {"optimizer": {"state": {}, "param_groups": groups}}
+        for number, groups in enumerate(([{"step": 3}, {"step": 3}], [{}, {"step": None}]))
+    }
+    loaded = []
+    count_in_all(lambda self, found: loaded.append(found))(chain, states)
+    for state in loaded[0].values():
+        assert state["optimizer"] == {"state": {}, "param_groups": [{"step": 3}] * 2}
 
 
 def test_a_sharding_size_that_does_not_divide_is_refused(pool):
