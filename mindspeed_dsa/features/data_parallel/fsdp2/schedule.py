@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -10,16 +10,29 @@ from torch import nn
 from mindspeed_dsa.context import Megatron
 from mindspeed_dsa.integration.layer_pieces import transformer_layer
 from mindspeed_dsa.parallel import fsdp2_parts
+from mindspeed_dsa.patches.errors import SettingsError
 
 _PARTS = "_mindspeed_dsa_fsdp2_parts"
+_TAKEN_APART = ("TransformerBlock", "MoELayer", "MultiTokenPredictionBlock", "MultiTokenPredictionLayer")
+"""Megatron's modules that schedule plans take things from, and never call."""
 
 
-def follow(root: nn.Module, units: Iterable[nn.Module], megatron: Megatron) -> None:
+def follow(root: nn.Module, units: Collection[nn.Module], megatron: Megatron) -> None:
     """Have schedule plans of the model in ``root`` find what they gather.
 
     Weight gradients of attention and of dense MLPs wait for the end of a pair; those of a shared expert are
     what the combine is hidden behind in backward.
+
+    Raises:
+        SettingsError: a unit would never gather.
     """
+    for unit in units:
+        for name in (each.__name__ for each in type(unit).__mro__ if each.__name__ in _TAKEN_APART):
+            raise SettingsError(
+                f"fsdp2: a schedule of pairs never calls {name}, whose weights would not be gathered; drop "
+                "it from sub_modules_to_wrap in --fsdp2-config-path, or omit --moe-fb-overlap "
+                "(--overlap-moe-expert-parallel-comm)"
+            )
     layers = megatron("core.transformer.transformer_layer").TransformerLayer
     moe = megatron("core.transformer.moe.moe_layer").MoELayer
     found = {

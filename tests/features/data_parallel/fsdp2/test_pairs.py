@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.features.data_parallel.fsdp2.pairs_cases import MICROBATCHES, STEPS
+from tests.support.pool import CaseError
 
 CASES = "tests.features.data_parallel.fsdp2.pairs_cases"
 WITHOUT = {"fsdp2_prefetch": 0}
@@ -51,6 +52,17 @@ def assert_same_training(ours, whole):
         assert (ours["weights"][name] - weight).abs().max() < 1e-5, name  # of updates of 6e-3
 
 
+@pytest.mark.full
+def test_so_they_do_with_modules_recomputed(pool):
+    """Where a pair is of one layer, its ports are open while backward runs modules again."""
+    modules = ["core_attn", "mla_up_proj", "layernorm", "mlp", "shared_experts"]
+    again = {"recompute_granularity": "selective", "recompute_modules": modules}
+    paired = pool.run(f"{CASES}:train", 2, switches={**PAIRS, "recompute_verify": True}, overrides=again)
+    for whole, ours in zip(pool.run(f"{CASES}:train", 2, switches={}), paired, strict=True):
+        assert_same_training(ours, whole)
+        assert set(ours["late"]) == {FIRST, MIDDLE, LAST}
+
+
 def test_weights_go_before_their_gradients_come(paired):
     rounds = STEPS * MICROBATCHES
     for rank in paired:
@@ -92,6 +104,14 @@ def test_neither_delay_nor_gathers_change_a_bit(pool, tmp_path, paired, how):
         if how["switches"]:
             # The weights of two layers stay for the next pair, which runs them in the other direction.
             assert ours["gathers"][FIRST] < reference["gathers"][FIRST]
+
+
+def test_a_unit_that_no_pair_calls_is_refused(pool, tmp_path):
+    (file := tmp_path / "fsdp2.yaml").write_text(
+        "sub_modules_to_wrap: [megatron.core.transformer.moe.moe_layer.MoELayer]"
+    )
+    with pytest.raises(CaseError, match="SettingsError: fsdp2: a schedule of pairs never calls MoELayer"):
+        pool.run(f"{CASES}:train", 2, switches={**PAIRS, "fsdp2_config_path": str(file)})
 
 
 @pytest.mark.full
