@@ -12,9 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+
 from mindspeed_dsa.compare.job import last_lines, stop
+from mindspeed_dsa.features import built_in
 from mindspeed_dsa.features.diagnostics.host_profile.options import STEP
 from mindspeed_dsa.start_report import aligned
+from mindspeed_dsa.versions import MEGATRON_DISTRIBUTION
 
 _DESCRIPTION = """\
 Runs a training command until one step is recorded, ends it, and prints by class of module what the host did
@@ -119,7 +123,7 @@ def table(found: dict[str, Any]) -> list[str]:
                 f"{(row['forward_us'] + row['backward_us']) / layers:.0f}",
                 f"{row['launches'] / layers:.4g}",
                 f"{row['waits'] / layers:.4g}",
-                remedy(name, found["features_on"]),
+                remedy(name, found["features_on"], found["megatron_core"]),
             )
         )
     inside = [row for row in found["classes"].values() if row["in_layers"]]
@@ -141,10 +145,20 @@ def _ordered(found: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return sorted(found["classes"].items(), key=lambda each: -each[1]["forward_us"] - each[1]["backward_us"])
 
 
-def remedy(name: str, features_on: Sequence[str]) -> str:
-    """The flag that takes operators away from a class; empty if there is none, or it is on."""
-    found = (pair for part, pair in REMEDIES.items() if part in name)
-    return next((flag for feature, flag in found if feature not in features_on), "")
+def remedy(name: str, features_on: Sequence[str], release: str | None = None) -> str:
+    """The flag that takes operators away from a class; empty if there is none, it is on, or refused.
+
+    Args:
+        name: of the class.
+        features_on: by name.
+        release: of Megatron-core that the job runs on; None if it is not known.
+    """
+    needed = {each.name: each.requires.versions.get(MEGATRON_DISTRIBUTION, "") for each in built_in()}
+    for part, (feature, flag) in REMEDIES.items():
+        served = release is None or SpecifierSet(needed[feature], prereleases=True).contains(release)
+        if part in name and feature not in features_on and served:
+            return flag
+    return ""
 
 
 def draw(found: dict[str, Any], path: Path) -> bool:

@@ -53,3 +53,11 @@ class Passes(Pass):
         """The layer's output is there."""
         for each in self._passes:
             each.ends(output)
+
+
+def transformer_layer(layer: Any) -> Any:
+    """The layer itself, or the one in a layer of multi-token prediction."""
+    for name in ("transformer_layer", "mtp_model_layer"):
+        if hasattr(layer, name):
+            return getattr(layer, name)
+    return layer

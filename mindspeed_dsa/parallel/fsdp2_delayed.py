@@ -12,7 +12,7 @@ schedule that splits backward in two, such as a zero bubble pipeline, does::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -35,16 +35,64 @@ class _LatePort(Port):
         return self.weight.new_empty(0)
 
 
+class Late:
+    """Gradients of one unit's weights that backward leaves uncomputed.
+
+    Args:
+        unit: ``FSDPModule``.
+        without: modules inside it whose weights take their gradients as ever.
+    """
+
+    def __init__(self, unit: Any, without: Iterable[Any] = ()) -> None:
+        self._groups = groups_of(unit)
+        apart = set(without)
+        weights = [each for group in self._groups for each in group.fsdp_params]
+        self._weights = [each for each in weights if each._module_info.module not in apart]
+        self._queue: list[tuple[Tensor, Gradient]] = []
+
+    def ports(self) -> AbstractContextManager[Collection[Port]]:
+        """Functions that are called in the block leave them here; the weights are gathered."""
+        weights = [each.unsharded_param for each in self._weights]
+        return opened(weights, lambda weight: _LatePort(weight, self._queue))
+
+    def __len__(self) -> int:
+        """Gradients to be computed."""
+        return len(self._queue)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Compute them, and start to reduce all gradients that the unit has.
+
+        Its weights may be in use for another microbatch meanwhile.
+        """
+        while self._queue:
+            weight, gradient = self._queue.pop(0)  # each lets go of its operands as soon as it is done
+            found = gradient()
+            del gradient
+            weight.grad = found if weight.grad is None or found is None else weight.grad + found
+        for group in self._groups:
+            _reduce(group)
+
+    def wait(self) -> None:
+        """Return when this rank's pieces of the sums are in its gradients."""
+        for group in self._groups:
+            group._wait_for_post_backward()
+
+    def drop(self) -> None:
+        """Forget those of a step that failed."""
+        self._queue.clear()
+
+
 class Delayed:
     """Weight gradients that backward leaves uncomputed, from now on.
 
     Args:
-        units: ``FSDPModule``; all of their parameters that functions ask a port for.
+        units: ``FSDPModule``, in the order in which a forward pass runs them; all of their parameters that
+            functions ask a port for.
     """
 
     def __init__(self, units: Sequence[Any]) -> None:
-        self._groups = {unit: unit._get_fsdp_state()._fsdp_param_groups for unit in units}
-        self._queue: list[tuple[Tensor, Gradient]] = []
+        self._late = {unit: Late(unit) for unit in units}
         self._open: list[AbstractContextManager[Any]] = []
         for unit in units:
             # After FSDP2's own hook, which has gathered the weights.
@@ -52,8 +100,7 @@ class Delayed:
             unit.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, unit: Any, _: Any) -> None:
-        weights = [each.unsharded_param for group in self._groups[unit] for each in group.fsdp_params]
-        ports = opened(weights, lambda weight: _LatePort(weight, self._queue))
+        ports = self._late[unit].ports()
         ports.__enter__()
         self._open.append(ports)
 
@@ -62,34 +109,24 @@ class Delayed:
 
     def __len__(self) -> int:
         """Gradients to be computed."""
-        return len(self._queue)
+        return sum(map(len, self._late.values()))
 
-    @torch.no_grad()
     def run(self) -> None:
         """Compute them all, and return when this rank's pieces of their sums are in its gradients.
 
         Weights may be in use for another microbatch meanwhile. Every rank calls it at the same point.
         """
-        groups = [group for found in self._groups.values() for group in found]
-        of = {
-            id(each._unsharded_param): group
-            for group in groups
-            for each in group.fsdp_params
-            if hasattr(each, "_unsharded_param")
-        }
-        waiting: dict[Any, list[tuple[Tensor, Gradient]]] = {}
-        while self._queue:
-            weight, gradient = self._queue.pop(0)
-            waiting.setdefault(of[id(weight)], []).append((weight, gradient))
-        for group, gradients in waiting.items():
-            while gradients:
-                weight, gradient = gradients.pop(0)  # each lets go of its operands as soon as it is done
-                found = gradient()
-                del gradient
-                weight.grad = found if weight.grad is None or found is None else weight.grad + found
-            _reduce(group)
-        for group in waiting:
-            group._wait_for_post_backward()
+        waiting = [late for late in reversed(self._late.values()) if len(late)]
+        for late in waiting:
+            late.run()
+        for late in waiting:
+            late.wait()
+
+
+def groups_of(unit: Any) -> list[Any]:
+    """``FSDPParamGroup`` of a unit."""
+    found: list[Any] = unit._get_fsdp_state()._fsdp_param_groups
+    return found
 
 
 def _reduce(group: Any) -> None:

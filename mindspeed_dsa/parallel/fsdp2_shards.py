@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from mindspeed_dsa.parallel.fsdp2_direct import DirectGroup, Reductions
@@ -150,17 +150,18 @@ def shard(root: nn.Module, units: Collection[nn.Module], plan: Plan) -> None:
         for group in groups:
             if DirectGroup.takes(group):
                 DirectGroup.convert(group, reductions)
-    if plan.reshard is not True:
-        root.register_forward_hook(_drop_without_backward)
+    root.register_forward_hook(_drop_without_backward)
 
 
 def _drop_without_backward(root: nn.Module, *_: Any) -> None:
-    """What backward would do: parameters that are not shards are no optimizer's, and in no checkpoint."""
-    if torch.is_grad_enabled():
-        return
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    """What backward would do: parameters that are not shards are no optimizer's, and in no checkpoint.
+
+    Nor may a gather that turned out to be for nobody be taken for one of the next weights.
+    """
+    if not torch.is_grad_enabled():
+        for group in _groups(root):
+            group.wait_for_unshard()
+            group.reshard()
 
 
 def _groups(root: Any) -> list[Any]:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.distributed.parity import EP2, PP2, SHALLOW, TP2, VPP2, ZERO, Bounds, Lab, Layout
 from tests.distributed.test_memory_parity import ACTIVATIONS, WITH_SWAP, assert_same_bits
-from tests.support.memory_events import EVENTS, GATHERED, GROUPED
+from tests.support.memory_events import EVENTS, GATHERED, GROUPED, STARTED
 
 ON = {"use_torch_fsdp2": True}
 EXACT = Bounds(loss=1e-6, grad_norm=1e-6, first_gradient=1e-6, last_gradient=1e-4, update=1e-3)
@@ -28,6 +28,8 @@ MTP = f"{SHALLOW} --mtp-num-layers 1"
 BF16 = f"{SHALLOW} --bf16"
 BF16_MTP = f"{MTP} --bf16"
 STACKED = "--moe-grouped-gemm"
+PAIRS = {"moe_fb_overlap": True}
+FOUR = "--micro-batch-size 1"  # microbatches, so that there are pairs
 
 
 def layout_of(
@@ -65,6 +67,24 @@ def test_layout_trains_as_with_ddp(lab: Lab, layout: Layout) -> None:
         assert (counts[GROUPED] > 0) == (STACKED in layout.flags)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "layout",
+    [
+        layout_of("EP2, MTP, four microbatches", 2, f"{EP2} {FOUR}", MTP),
+        layout_of("PP2 x VPP2 x EP2, four microbatches", 4, f"{PP2} {VPP2} {EP2} {FOUR} {PER_TOKEN}"),
+        layout_of("TP2+SP x EP2 x DP2", 4, f"{TP2} {EP2} {FOUR} --expert-tensor-parallel-size 1"),
+    ],
+)
+def test_pairs_train_as_with_ddp(lab: Lab, layout: Layout) -> None:
+    """As plain DDP does in Megatron's usual schedule."""
+    with_ddp = lab.run(layout)
+    outcome = lab.check(with_fsdp2(layout, **PAIRS), EXACT, reference=with_ddp)
+    assert with_ddp.memory[STARTED] == with_ddp.memory[GATHERED] == 0
+    assert outcome.memory[STARTED] > 0
+    assert outcome.memory[GATHERED] > 0
+
+
 def with_fsdp2(layout: Layout, **switches: Any) -> Layout:
     return replace(
         layout,
@@ -85,6 +105,7 @@ WITH_VIRTUAL = {**ACTIVATIONS, "virtual_optimizer": ["all"]}
     [
         (Layout("PP2 x VPP2 x EP2", 4, f"{PP2} {VPP2} {EP2}", BF16), WITH_SWAP),
         (Layout("TP2+SP x DP2, MTP", 4, TP2, BF16_MTP), WITH_VIRTUAL),
+        (Layout("PP2 x VPP2 x EP2, pairs", 4, f"{PP2} {VPP2} {EP2} {FOUR}", BF16, switches=PAIRS), WITH_SWAP),
         (Layout("EP2, fp32, grouped experts", 2, f"{EP2} {STACKED}", SHALLOW), ON_HOST),
     ],
     ids=lambda value: value.name if isinstance(value, Layout) else "",

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from mindspeed_dsa.features.data_parallel.fsdp2.distributed_optimizer import with_common_step
+from mindspeed_dsa.features.data_parallel.fsdp2.distributed_optimizer import LOADED, with_common_step
 from mindspeed_dsa.parallel.fsdp2_shards import Cut, cut_of, like
 
 _CUT = "_mindspeed_dsa_cut"
@@ -107,8 +107,10 @@ def load_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
                 values = {name: like(each, there.get(name, parameters[key])) for name, each in values.items()}
             state[key] = values
         mains = "fp32_from_fp16_params"
+        if LOADED in state_dict:
+            state_dict = {**state_dict, mains: state_dict[LOADED]}
         found = {**inner, "state": state}
-        if "optimizer" in state_dict:
+        if hasattr(self, "fp32_from_float16_groups"):
             found = {**state_dict, "optimizer": found}
         if mains in found:
             found[mains] = [

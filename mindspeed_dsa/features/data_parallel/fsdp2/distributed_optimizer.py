@@ -1,23 +1,28 @@
 """The distributed optimizer's format ``fully_reshardable``, read and written by FSDP2's optimizers.
 
-Moments have the same keys and shapes in it as elsewhere. Master weights have another key, and steps are
-counted in parameter groups, where other optimizers have one count beside the moments.
+Moments have the same keys and shapes in it as elsewhere. Master weights have another key, and those of
+float32 weights, which are the weights, are there as well. Steps are counted in parameter groups, where other
+optimizers have one count beside the moments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.context import Context, Megatron
 from mindspeed_dsa.patches.errors import SettingsError
 
 _TYPE = "distrib_optim_sharding_type"
 _FORMAT = "fully_reshardable"
 _MASTERS = "fp32_from_fp16_params"
+LOADED = "masters"
+"""Where master weights are while they are loaded: DDP's rank 0 may have written that there are none."""
+_COPIES = "weights"
 _KEY, _KEY_THERE = "optimizer.state.fp32_param.", "optimizer.state.param."
 
 
@@ -46,19 +51,25 @@ def in_its_format(original: Callable[..., Any], context: Context[Any]) -> Callab
     ) -> Any:
         format_ = (metadata or {}).get(_TYPE)
         if format_ is not None:
-            _check(self, format_)
+            _check(format_)
         state = original(self, model_sharded_state_dict, is_loading, metadata=metadata)
         if not is_loading:
             _count_for_all(self.optimizer, state.get("optimizer", state))
         if format_ is not None:
-            for master in (each for group in state[_MASTERS] for each in group):
-                master.key = master.key.replace(_KEY, _KEY_THERE, 1)
+            if _MASTERS in state:
+                for master in (each for group in state[_MASTERS] for each in group):
+                    master.key = master.key.replace(_KEY, _KEY_THERE, 1)
+            else:
+                state = {"optimizer": state}
+                if not is_loading:  # they are the model's
+                    state[_COPIES] = _copies(self, model_sharded_state_dict, context.megatron)
             state["param_state_sharding_type"] = format_
             _count_in_groups(self.optimizer, state["optimizer"])
-        if _MASTERS in state and not any(state[_MASTERS]):
+        if _MASTERS in state:
+            masters = state.pop(_MASTERS)
             # Rank 0 would write that there are none, and ranks that have some could not read theirs.
             own = context.megatron("core.dist_checkpointing.mapping").LocalNonpersistentObject
-            state[_MASTERS] = own(state[_MASTERS])
+            state[LOADED if is_loading else _MASTERS] = masters if any(masters) else own(masters)
         return state
 
     return sharded_state_dict
@@ -75,19 +86,23 @@ def _count_for_all(optimizer: Any, state: dict[str, Any]) -> None:
         state["state"].setdefault("common_step", count)
 
 
-def _check(optimizer: Any, format_: str) -> None:
+def _check(format_: str) -> None:
     """Refuse what cannot be read, before anything is."""
-    remedy = "or add --no-load-optim to load the weights alone"
     if format_ != _FORMAT:
         raise SettingsError(
             f"fsdp2: this checkpoint has the distributed optimizer's state as {format_}, pieces of buffers "
-            f"that lie otherwise here; save it with --dist-ckpt-optim-fully-reshardable, {remedy}"
+            "that lie otherwise here; save it with --dist-ckpt-optim-fully-reshardable, or add "
+            "--no-load-optim to load the weights alone"
         )
-    if not hasattr(optimizer, "fp32_from_float16_groups"):
-        raise SettingsError(
-            f"fsdp2: the format {_FORMAT} has float32 weights a second time, as masters, of which there are "
-            f"none here; omit --dist-ckpt-optim-fully-reshardable when it is saved, {remedy}"
-        )
+
+
+def _copies(optimizer: Any, model_sharded_state_dict: Any, megatron: Megatron) -> dict[int, Any]:
+    """Where float32 weights lie as masters, by their numbers in the optimizer."""
+    checkpoints = megatron("core.dist_checkpointing.optimizer")
+    places = checkpoints.get_param_id_to_sharded_param_map(
+        model_sharded_state_dict, optimizer.get_parameters()
+    )
+    return {index: replace(place, key=_KEY_THERE + place.key) for index, place in places.items()}
 
 
 def _count_in_groups(optimizer: Any, state: dict[str, Any]) -> None:
@@ -95,6 +110,25 @@ def _count_in_groups(optimizer: Any, state: dict[str, Any]) -> None:
         steps = float(state["state"].get("common_step", 0))
         for group in state["param_groups"]:
             group["step"] = steps
+
+
+def count_in_all(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``ChainedOptimizer.load_state_dict``: DDP's rank 0 may have had no experts' steps to count.
+
+    All optimizers of a chain have done the same number.
+    """
+
+    def load_state_dict(self: Any, state_dict: Any) -> Any:
+        parts = self.chained_optimizers
+        states = [state_dict] if len(parts) == 1 else [state_dict[index] for index in range(len(parts))]
+        found = [each.get("optimizer", each).get("state", {}) for each in states]
+        count = next((each["common_step"] for each in found if "common_step" in each), None)
+        for part, each in zip(parts, found, strict=True):
+            if count is not None and _counts_beside_moments(part.optimizer):
+                each.setdefault("common_step", count)
+        return original(self, state_dict)
+
+    return load_state_dict
 
 
 def with_common_step(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ _WRAPPER = "megatron.core.distributed.torch_fully_sharded_data_parallel:TorchFul
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 _UTILS = "megatron.core.utils"
 _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+_PLAN = "megatron.core.models.common.model_chunk_schedule_plan"
 _WHOLE_LAYERS = "it runs parts of layers, and weights are gathered by whole layers; omit one of them"
 _OWN_ORDER = "it runs layers again at times of its own, when their weights are not gathered; omit one of them"
 
@@ -106,6 +107,14 @@ FEATURE = Feature(
             for optimizer in (FLOAT16, FLOAT32)
         ),
         Patch(
+            "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",
+            "wrap",
+            f"{_HERE}.distributed_optimizer:count_in_all",
+            "a first stage without experts writes no count of their steps",
+            params=("state_dict",),
+            priority=1,  # outside of features that take states apart
+        ),
+        Patch(
             f"{FLOAT16}._collect_main_grad_data_for_unscaling",
             "wrap",
             f"{_HERE}.tensors:describe_whole_gradients",
@@ -168,6 +177,21 @@ FEATURE = Feature(
             params=("all_gather_result", "fsdp_params", "group"),
         ),
         Patch(
+            f"{_PLAN}:TransformerLayerSchedulePlan.run",
+            "wrap",
+            f"{_HERE}.schedule:run_layers",
+            "it runs parts of layers, whose weights hooks of whole layers gather",
+            params=("f_layer", "b_layer", "f_input", "b_grad", "is_last_layer_in_bwd"),
+            priority=1,  # outside of features that run these parts in another order
+        ),
+        Patch(
+            f"{_PLAN}:TransformerModelChunkSchedulePlan.run",
+            "wrap",
+            f"{_HERE}.schedule:run_chunks",
+            "the end of each part's backward is not that of the model's",
+            params=("f_schedule_plan", "b_schedule_plan", "b_grad", "post_backward"),
+        ),
+        Patch(
             "megatron.training.arguments:validate_args",
             "wrap",
             f"{_HERE}.arguments:validate_beside_experts_and_pipelines",
@@ -194,7 +218,6 @@ FEATURE = Feature(
     ),
     requires=Requires(versions={"megatron-core": ">=0.16,<0.21", "torch": ">=2.10"}),
     conflicts=(
-        Conflict("moe-fb-overlap", _WHOLE_LAYERS),
         Conflict("moe-batch-overlap", _WHOLE_LAYERS),
         Conflict("recompute-ahead", _OWN_ORDER),
         Conflict(

@@ -26,10 +26,9 @@ _REFUSED = {
     "data_parallel_random_init": "ranks would shard different weights; omit --data-parallel-random-init",
     "init_model_with_meta_device": "experts need their memory from the start; omit it",
     "check_weight_hash_across_dp_replicas_interval": "ranks have no equal weights to compare; omit it",
-    "overlap_moe_expert_parallel_comm": "it runs parts of layers, and weights come by whole layers; omit it",
     "delay_wgrad_compute": (
-        "Megatron delays weight gradients in a schedule that runs parts of layers, and weights come by whole "
-        "layers; omit --delay-wgrad-compute"
+        "Megatron leaves delayed weight gradients with Transformer Engine's layers, which know no shards; "
+        "omit --delay-wgrad-compute: --moe-fb-overlap delays those of attention here"
     ),
     "is_hybrid_model": _MAMBA,
     "hybrid_layer_pattern": _MAMBA,
@@ -71,11 +70,6 @@ def check_fsdp2(args: Any, options: Options) -> Iterator[str]:
         yield f"{FLAG} and --tensor-parallel-num-weight-shards both shard weights; choose one"
     if (argument(args, "num_distributed_optimizer_instances") or 1) > 1:
         yield f"{FLAG}: use --fsdp2-sharding-size in place of --num-distributed-optimizer-instances"
-    if argument(args, "dist_ckpt_optim_fully_reshardable") and argument(args, "bf16") is False:
-        yield (
-            f"{FLAG}: the distributed optimizer's format has masters of float32 weights, of which there are "
-            "none here; omit --dist-ckpt-optim-fully-reshardable or add --bf16"
-        )
     weights = None if argument(args, "bf16") is None else "bf16" if argument(args, "bf16") else "fp32"
     if None not in (options.param_dtype, weights) and options.param_dtype != weights:
         yield (

@@ -13,9 +13,10 @@ from torch import nn
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.context import Context, Megatron
+from mindspeed_dsa.features.data_parallel.fsdp2 import schedule
 from mindspeed_dsa.features.data_parallel.fsdp2.options import Options
 from mindspeed_dsa.features.data_parallel.fsdp2.validation import check_sharding_size
-from mindspeed_dsa.parallel import discarded, fsdp2_prefetch, fsdp2_shards
+from mindspeed_dsa.parallel import fsdp2_parts, fsdp2_prefetch, fsdp2_shards
 from mindspeed_dsa.patches.errors import SettingsError
 
 _Function = Callable[..., Any]
@@ -138,19 +139,14 @@ def _shard(
     )
     fsdp2_shards.shard(self.module, units, plan)
     for unit in units:
-        unit.register_forward_pre_hook(_mark_gathered)
+        unit.register_forward_pre_hook(fsdp2_parts.mark_gathered)
     embeddings = context.megatron("core.models.common.embeddings.language_model_embedding")
     for unit in units:
         if isinstance(unit, embeddings.LanguageModelEmbedding):
             unit.set_unshard_in_backward(False)  # its backward reads no weight
     fsdp2_prefetch.prefetch(units, options.prefetch, self.module, asynchronous=not platform.asynchronous)
-
-
-def _mark_gathered(unit: Any, _: Any) -> None:
-    """The memory of gathered weights is freed and filled again: who moves saved tensors leaves it alone."""
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
-        for each in group.fsdp_params:
-            discarded.mark(each._unsharded_param)
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        schedule.follow(self.module, units, context.megatron)
 
 
 def _reduce_dtype(config: Any, options: Options) -> torch.dtype:

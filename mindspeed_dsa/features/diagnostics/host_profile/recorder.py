@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules import module as torch_modules
 
-from mindspeed_dsa import platforms
+from mindspeed_dsa import platforms, versions
 from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.diagnostics.host_profile import account
 from mindspeed_dsa.features.diagnostics.host_profile.options import Options
@@ -33,6 +33,7 @@ class Recorder(pipeline_steps.Follower):
     def __init__(self, context: Context[Options]) -> None:
         super().__init__(context.megatron)
         self._options, self._steps = context.options, 0
+        self._root = context.megatron.root
         self._profile: Any = None
         self._functions: cProfile.Profile | None = None
         self._hooks: list[Any] = []
@@ -75,6 +76,7 @@ class Recorder(pipeline_steps.Follower):
             "step": self._steps,
             "seconds": seconds,
             "features_on": self._options.features_on,
+            "megatron_core": versions.of_megatron(self._root),
             **account.of_events(self._profile.function_events),
         }
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.pipeline.fb_overlap.options import Options
 from mindspeed_dsa.features.pipeline.fb_overlap.pieces import Crossing, Pieces, Shared, until_dispatch
+from mindspeed_dsa.integration.layer_pieces import transformer_layer
 from mindspeed_dsa.integration.parted_transfers import arriving, departing
 from mindspeed_dsa.parallel.port import opened
 
@@ -44,7 +45,7 @@ def cut_at_transfers(original: Callable[..., None], context: Context[Options]) -
         self: Any, event: Any, comp_stream: Any, comm_stream: Any, extra_args: dict[str, Any]
     ) -> None:
         original(self, event, comp_stream, comp_stream, extra_args)
-        layer = _transformer_layer(self.layer)
+        layer = transformer_layer(self.layer)
         moe, shared = layer.mlp, None
         if hasattr(moe, "token_dispatcher"):
             crossing, router = Crossing(), until_dispatch(self)[-1]
@@ -71,14 +72,6 @@ def cut_at_transfers(original: Callable[..., None], context: Context[Options]) -
         self.pieces = Pieces(self, layer, shared)
 
     return _build_callable_nodes
-
-
-def _transformer_layer(layer: Any) -> Any:
-    """The layer itself, or the one in a layer of multi-token prediction."""
-    for name in ("transformer_layer", "mtp_model_layer"):
-        if hasattr(layer, name):
-            return getattr(layer, name)
-    return layer
 
 
 def _before_experts(router: _Step, dispatch: _Step, layer: Any, crossing: Crossing) -> _Step:

@@ -22,7 +22,6 @@ _REFUSED = {
     "moe_paged_stash": "moves activations by pieces that are cut elsewhere",
     "cpu_offloading": "moves activations by whole layers",
     "use_megatron_fsdp": "gathers weights by whole layers",
-    "use_torch_fsdp2": "gathers weights by whole layers",
 }
 """Arguments of Megatron that are refused when they are set, and why."""
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.patches.errors import SettingsError
 from tests.support.checkpoints import PLAIN, load_from, save_to
-from tests.support.model import start
+from tests.support.model import DSA_ON, start
 from tests.support.optimizer_job import assemble, master_value, state, step
 
 WAY = "fully_reshardable"
@@ -56,10 +56,11 @@ def life(folder: str, sharding_size: int | None, **switches: Any) -> dict[str, A
     }
 
 
-def exchange(folder: str) -> dict[str, Any]:
+def exchange(folder: str, precision: str, **switches: Any) -> dict[str, Any]:
     """The distributed optimizer's checkpoint in FSDP2, and that of FSDP2 in the distributed optimizer."""
-    start({"use_torch_fsdp2": True}, ep=2)
-    whole, sharded = assemble(**JOB, distributed=True), assemble(**JOB, fsdp2=True)
+    start({"use_torch_fsdp2": True, **switches}, ep=2)
+    job = {**JOB, "precision": precision}
+    whole, sharded = assemble(**job, distributed=True), assemble(**job, fsdp2=True)
     for number in range(2):
         step(whole, number)
         step(sharded, 7)  # everything is something else before it is loaded
@@ -68,7 +69,7 @@ def exchange(folder: str) -> dict[str, Any]:
     save_to(whole, WAY, first)
     load_from(sharded, WAY, first)
     save_to(sharded, WAY, second)
-    again = assemble(**JOB, distributed=True)
+    again = assemble(**job, distributed=True)
     load_from(again, WAY, second)
     save_to(again, WAY, third)
     save_to(whole, "dp_reshardable", slices)
@@ -104,6 +105,25 @@ def stages(folder: str, precision: str, way: str, **switches: Any) -> dict[str, 
         "norms": norms,
         "states": [state(job) for job in (unbroken, resumed)],
     }
+
+
+def stages_of_ddp(folder: str) -> list[str]:
+    """The same of plain DDP's in a job without the feature, in FSDP2: what is not equal there."""
+    import mindspeed_dsa
+
+    start(pp=2, ep=2)
+    options: dict[str, Any] = {"ep": 2, "overrides": {"pipeline_model_parallel_size": 2}}
+    whole = assemble(**options)
+    _step_with_drawn_gradients(whole, 0)
+    save_to(whole, PLAIN, folder)
+    mindspeed_dsa.disable()
+    mindspeed_dsa.enable(**DSA_ON, use_torch_fsdp2=True)
+    sharded = assemble(**options, fsdp2=True)
+    load_from(sharded, PLAIN, folder)
+    unequal = differing(whole, sharded)
+    _step_with_drawn_gradients(sharded, 1)
+    steps = {float(each["step"]) for part in sharded.parts for each in part.optimizer.state.values()}
+    return [*unequal, *([] if steps == {2} else ["steps"])]
 
 
 def _step_with_drawn_gradients(job: Any, number: int) -> float:

@@ -46,8 +46,13 @@ def test_checkpoints_go_from_ddp_and_back_and_resume(pool, tmp_path, world_size,
     assert sharded == with_ddp, "the same keys and shapes"
 
 
-def test_checkpoints_go_from_the_distributed_optimizer_and_back(pool, tmp_path):
-    for rank in pool.run(f"{CASES}:exchange", 2, folder=str(tmp_path)):
+@pytest.mark.parametrize(
+    ("precision", "switches"),
+    [("bf16", {}), ("fp32", {}), pytest.param("fp32", SWAPPED, marks=pytest.mark.full)],
+)
+def test_checkpoints_go_from_the_distributed_optimizer_and_back(pool, tmp_path, precision, switches):
+    arguments = {"folder": str(tmp_path), "precision": precision, **switches}
+    for rank in pool.run(f"{CASES}:exchange", 2, **arguments):
         assert rank["unequal"] == [[], []], "weights, master weights and moments, in all three checkpoints"
         whole, again, sharded = rank["records"]
         assert again == whole
@@ -64,6 +69,7 @@ def test_checkpoints_go_from_the_distributed_optimizer_and_back(pool, tmp_path):
         ("bf16", "fully_reshardable", {}),
         pytest.param("bf16", "torch_dist", {}, marks=pytest.mark.full),
         pytest.param("fp32", "torch_dist", SWAPPED, marks=pytest.mark.full),
+        pytest.param("fp32", "fully_reshardable", {}, marks=pytest.mark.full),
     ],
 )
 def test_a_first_stage_without_experts_leaves_those_of_others_their_state(
@@ -77,6 +83,11 @@ def test_a_first_stage_without_experts_leaves_those_of_others_their_state(
         unbroken, resumed = rank["norms"]
         assert resumed == unbroken
         assert rank["states"][0] == rank["states"][1], "weights, masters and moments after the next step"
+
+
+@pytest.mark.full
+def test_so_do_checkpoints_of_ddp(pool, tmp_path):
+    assert pool.run(f"{CASES}:stages_of_ddp", 4, timeout_s=60, folder=str(tmp_path)) == [[]] * 4
 
 
 def test_a_sharding_size_that_does_not_divide_is_refused(pool):

@@ -25,15 +25,13 @@ def problems(**arguments):
         ({"untie_embeddings_and_output_weights": False}, "add --untie-embeddings-and-output-weights"),
         ({"ckpt_format": "torch"}, "use torch_dist"),
         ({"data_parallel_random_init": True}, "omit --data-parallel-random-init"),
-        ({"overlap_moe_expert_parallel_comm": True}, "weights come by whole layers"),
-        ({"delay_wgrad_compute": True}, "omit --delay-wgrad-compute"),
+        ({"delay_wgrad_compute": True}, "omit --delay-wgrad-compute: --moe-fb-overlap delays"),
         ({"optimizer": "muon"}, "use adam or sgd"),
         ({"optimizer": "lion"}, "use adam or sgd"),
         ({"cuda_graph_impl": "local"}, "graphs read weights where they lay"),
         ({"ckpt_format": "torch_dcp", "expert_model_parallel_size": 2}, "use torch_dist"),
         ({"experimental_attention_variant": "gated_delta_net"}, "omit --use-torch-fsdp2"),
         ({"tensor_model_parallel_size": 1, "tensor_parallel_num_weight_shards": 2}, "choose one"),
-        ({"dist_ckpt_optim_fully_reshardable": True, "bf16": False}, "or add --bf16"),
         ({"fsdp2_prefetch": -1}, "it must be 0 or more"),
         ({"fsdp2_sharding_size": 3, "data_parallel_size": 4}, "divide the 4 ranks"),
         ({"use_torch_fsdp2": False, "fsdp2_prefetch": 2}, "--fsdp2-prefetch has no effect without"),
@@ -151,16 +149,3 @@ def test_a_checkpoint_names_the_format_of_the_distributed_optimizer():
         "singleton_local_shards": False,
         "distrib_optim_sharding_type": "fully_reshardable",
     }
-
-
-def test_masters_of_float32_weights_are_refused_before_anything_is_read():
-    from mindspeed_dsa.features.data_parallel.fsdp2.distributed_optimizer import in_its_format
-
-    read = []
-    load = in_its_format(lambda *args, **kwargs: read.append(kwargs) or {}, SimpleNamespace())
-    float32 = SimpleNamespace(optimizer=None)
-    with pytest.raises(SettingsError, match="--no-load-optim"):
-        load(float32, {}, is_loading=True, metadata={"distrib_optim_sharding_type": "fully_reshardable"})
-    assert not read
-    load(float32, {}, is_loading=True, metadata={})
-    assert read == [{"metadata": {}}]

@@ -1,0 +1,153 @@
+"""What runs inside the pool's workers: sharded weights in a schedule of pairs, EP2 without a pipeline."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks.memory.measure import storage_bytes
+from mindspeed_dsa.parallel import fsdp2_delayed, fsdp2_direct
+from mindspeed_dsa.parallel.fsdp2_parts import Unit
+from mindspeed_dsa.parallel.local_shards import local_of
+from mindspeed_dsa.parallel.weight_gradient import WeightGradient
+from tests.support import optimizer_job
+from tests.support.model import gpt_model, per_token_loss, samples, start
+
+STEPS, MICROBATCHES = 3, 3
+# With the layer of multi-token prediction three: both directions run the second one at a time. That layer
+# calls the embedding once more, between parts of others.
+MODEL = {"num_layers": 2, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
+
+
+def train(
+    switches: Mapping[str, Any],
+    precision: str = "fp32",
+    direct: bool = True,
+    late: bool = True,
+    fails: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Steps with an optimizer that clips, and an evaluation before the last.
+
+    Args:
+        switches: of features.
+        precision: ``fp32`` or ``bf16``.
+        direct: messages in place of FSDP2's collectives.
+        late: leave it to the feature when weight gradients are computed; else that is in backward.
+        fails: the first step fails when some gradients wait to be computed, and is begun again.
+        overrides: of the model.
+    """
+    start({"use_torch_fsdp2": True, **switches}, ep=2)
+    events = _Events()
+    with ExitStack() as stack:
+        for holder, name, value in (
+            (optimizer_job, "gpt_model", lambda cfg: gpt_model(cfg, mtp=bool(cfg.mtp_num_layers))),
+            (optimizer_job, "MICROBATCHES", MICROBATCHES),
+            *([] if direct else [(fsdp2_direct.DirectGroup, "takes", lambda group: False)]),
+            *([] if late else [(fsdp2_delayed.Late, "ports", lambda self: nullcontext())]),
+        ):
+            stack.enter_context(mock.patch.object(holder, name, value))
+        options: dict[str, Any] = {"precision": precision, "ep": 2, "clip": 0.1, "fsdp2": True}
+        job = optimizer_job.assemble(**options, overrides={**MODEL, **(overrides or {})})
+        if fails:
+            events.failed = _failed(job)
+        stack.enter_context(events.recorded(job))
+        records = [optimizer_job.step(job, number) for number in range(STEPS - 1)]
+        gathers = Counter(events.gathers)
+        with torch.no_grad():
+            evaluated = per_token_loss(job.model, samples(2))
+        events.gathers = gathers
+        records.append({**optimizer_job.step(job, STEPS - 1), "evaluated": evaluated.flatten().tolist()})
+    weights = {name: local_of(each).detach() for name, each in job.model.named_parameters()}
+    return {"records": records, "weights": weights, **events.found()}
+
+
+def _failed(job: Any) -> int:
+    """Gradients that waited when a step failed."""
+    waiting: list[int] = []
+    run = fsdp2_delayed.Late.run
+
+    def unlucky(self: Any) -> None:
+        if waiting:
+            raise ValueError("out of luck")
+        waiting.append(len(self))
+        run(self)
+
+    with mock.patch.object(fsdp2_delayed.Late, "run", unlucky):
+        try:
+            optimizer_job.forward_backward(job, 0)
+        except ValueError:
+            job.model.module.reset_iter_state()
+            return waiting[0]
+    return 0
+
+
+class _Events:
+    """Gathers and reductions by unit, and what was there when delayed gradients were computed."""
+
+    def __init__(self) -> None:
+        self.gathers: Counter[str] = Counter()
+        self.reductions: Counter[str] = Counter()
+        self.late: Counter[str] = Counter()
+        self.alive: list[int] = []
+        self.early: list[str] = []
+        self.failed = 0
+        self._units: list[Any] = []
+
+    def found(self) -> dict[str, Any]:
+        return {name: each for name, each in vars(self).items() if not name.startswith("_")}
+
+    @contextmanager
+    def recorded(self, job: Any) -> Iterator[None]:
+        self._units = [
+            each for module in job.model.modules() for each in vars(module).values() if isinstance(each, Unit)
+        ]
+        gather, reduce, add = fsdp2_direct.gather, fsdp2_direct.Reduction.__init__, WeightGradient.add
+
+        def gathered(parameters: Any, group: Any) -> Any:
+            self.gathers[_unit_name(parameters[0])] += 1
+            return gather(parameters, group)
+
+        def reduced(reduction: Any, group: Any, gradients: Any) -> None:
+            name = _unit_name(group.fsdp_params[0])
+            self.reductions[name] += 1
+            if any(len(unit.late) for unit in self._units if group in _groups(unit)):
+                self.early.append(name)
+            reduce(reduction, group, gradients)
+
+        def added(gradient: Any, *args: Any) -> None:
+            for unit in self._units:
+                if any(gradient._weight is each for each in _weights(unit)):
+                    self.late[_unit_name(_groups(unit)[0].fsdp_params[0])] += 1
+                    self.alive.append(storage_bytes(each for one in self._units for each in _weights(one)))
+            add(gradient, *args)
+
+        with (
+            mock.patch.object(fsdp2_direct, "gather", gathered),
+            mock.patch.object(fsdp2_direct.Reduction, "__init__", reduced),
+            mock.patch.object(WeightGradient, "add", added),
+        ):
+            yield
+
+
+def _groups(unit: Any) -> list[Any]:
+    groups: list[Any] = unit.module._get_fsdp_state()._fsdp_param_groups
+    return groups
+
+
+def _weights(unit: Any) -> list[Tensor]:
+    return [each._unsharded_param for group in _groups(unit) for each in group.fsdp_params]
+
+
+def _unit_name(parameter: Any) -> str:
+    """``decoder.layers.0``, ``embedding``, ``output_layer``; of what is left, ``rest``."""
+    parts = parameter._param_fqn.removeprefix("module.").split(".")
+    if parts[0] in ("embedding", "output_layer"):
+        return str(parts[0])
+    return ".".join(parts[:3]) if "layers" in parts and "eh_proj" not in parts else "rest"
