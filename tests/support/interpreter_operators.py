@@ -8,6 +8,7 @@ What is computed is the same to the bit, and integers that overflow are left to 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -137,7 +138,12 @@ def _swapped(ufunc: Any) -> Callable[..., Any]:
 
 
 def _with_numbers(ufunc: Callable[..., Any], kind: Any) -> Callable[[Any, Any], Any]:
-    return lambda data, number: ufunc(data, kind(number))
+    def compute(data: Any, number: Any) -> Any:
+        if number == 0 and math.copysign(1, number) < 0:  # older releases of Triton lose the sign
+            return None
+        return ufunc(data, kind(number))
+
+    return compute
 
 
 def _within(kind: Any, ufunc: Callable[..., Any]) -> Callable[[Any, Any], Any]:
