@@ -44,6 +44,6 @@ def backward(grad: Tensor, hidden: Tensor, weight: Tensor, rstd: Tensor) -> tupl
     product = grad * normal
     rows = tuple(range(hidden.dim() - 1))
     grad_weight = product.sum(rows) if rows else product
-    sums = (product @ weight.to(rstd.dtype)).unsqueeze(-1)
-    grad_hidden = (grad * weight).addcmul_(normal, sums, value=-1 / hidden.shape[-1]).mul_(rstd)
+    mean = (product * weight).mean(-1, keepdim=True)
+    grad_hidden = (grad * weight).addcmul_(normal, mean, value=-1).mul_(rstd)
     return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype)
