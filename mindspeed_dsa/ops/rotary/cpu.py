@@ -27,6 +27,8 @@ def tables(cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Te
     else:
         first, second = sin.chunk(2, -1)
         signed = torch.cat((-first, second), -1)
+    if layout == "pairs to halves":  # [..., 2, width / 2]: first coordinates, second ones
+        cos, signed = cos.unflatten(-1, (2, -1)), signed.unflatten(-1, (2, -1))
     return cos, signed, signed
 
 
@@ -35,8 +37,8 @@ def forward(tensor: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     if layout == "pairs to halves":
         halves = tensor.unflatten(-1, (-1, 2)).transpose(-1, -2)
         output = tensor.new_empty(halves.shape)
-        torch.mul(halves, _by_half(cos), out=output)
-        return output.add_(halves.flip(-2).mul_(_by_half(sin))).flatten(-2)
+        torch.mul(halves, cos, out=output)
+        return output.add_(halves.flip(-2).mul_(sin)).flatten(-2)
     return _swapped(tensor, layout).mul_(sin).add_(tensor * cos)
 
 
@@ -46,15 +48,10 @@ def backward(grad: Tensor, cos: Tensor, backward_sin: Tensor, layout: Layout) ->
         halves = grad.unflatten(-1, (2, -1))
         found = grad.new_empty((*halves.shape[:-2], halves.shape[-1], 2))  # pairs, which autograd gets
         output = found.transpose(-1, -2)
-        torch.mul(halves, _by_half(cos), out=output)
-        output.add_((halves * _by_half(backward_sin)).flip(-2))
+        torch.mul(halves, cos, out=output)
+        output.add_((halves * backward_sin).flip(-2))
         return found.flatten(-2)
     return _swapped(grad * backward_sin, layout).add_(grad * cos)
-
-
-def _by_half(table: Tensor) -> Tensor:
-    """``[..., width]`` as ``[..., 2, width / 2]``: first coordinates, second ones."""
-    return table.unflatten(-1, (2, -1))
 
 
 def _swapped(tensor: Tensor, layout: Layout) -> Tensor:
