@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.features.memory.pairs import FEATURES as MEMORY
+from tests.support import third_party
 from tests.support.memory_events import BESIDE, EVENTS, REGIONS
 from tests.support.model import assert_same_gradients
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
+third_party.or_skip("megatron.core")
 
 CASES = "tests.features.compilation.regions.cases"
 ON = {"compile_regions": True}
