@@ -45,6 +45,16 @@ sources.parse_once()
 pytest_plugins = ["tests.support.figures"]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Do not look for garbage while test modules are imported: there is none in what grows that much."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """Put torch and the rest out of the garbage collector's sight: tests go through all objects often."""
     from tests.support import third_party

@@ -201,10 +201,6 @@ COMMANDS: dict[str, Callable[[Job], dict[str, Any]]] = {
 def main(sizes: str, switches: str, device: str) -> None:
     """Serve commands until stdin ends."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    if json.loads(switches):
-        from torch._inductor import config
-
-        config.cpp.enable_kernel_profile = True  # kernels appear in profiles
     serve(Job(Sizes(**json.loads(sizes)), {**json.loads(switches), "mindspeed_platform": device}), COMMANDS)
 
 

@@ -119,18 +119,18 @@ def _has_hooks(module: Any) -> bool:
 
 def _is_held(weight: Tensor) -> bool:
     """Whether somebody else computes the weight's gradient, or keeps the weight in another form."""
-    return hasattr(weight, "__fsdp_param__") or port.is_open(weight)
+    return "__fsdp_param__" in vars(weight) or port.is_open(weight)
 
 
 def _is_local(module: Any) -> bool:
     """Whether one of Megatron's parallel layers has no other rank, and leaves the gradient to autograd."""
-    config = module.config
+    config, own = module.config, vars(module)  # asking a module for what it lacks is slow
     return not (
         config.tensor_model_parallel_size > 1
         or module.sequence_parallel
         or module.gradient_accumulation_fusion
-        or getattr(module, "explicit_expert_comm", False)
-        or getattr(module, "grad_output_buffer", None) is not None
+        or own.get("explicit_expert_comm", False)
+        or own.get("grad_output_buffer") is not None
         or getattr(config, "defer_embedding_wgrad_compute", False)
         or getattr(config, "cpu_offloading", False)
         or getattr(config, "fp8", None)

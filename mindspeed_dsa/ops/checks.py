@@ -6,6 +6,8 @@ checks run after :func:`set_debug_checks` only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -24,10 +26,13 @@ def enabled() -> bool:
     return _enabled
 
 
-def require(condition: bool, operator: str, problem: str) -> None:
-    """Raise ``ValueError`` naming the operator unless ``condition`` holds."""
+def require(condition: bool, operator: str, problem: str | Callable[[], str]) -> None:
+    """Raise ``ValueError`` naming the operator unless ``condition`` holds.
+
+    Operators that take hardly longer than the sentence give a function that makes it.
+    """
     if not condition:
-        raise ValueError(f"{operator}: {problem}")
+        raise ValueError(f"{operator}: {problem if isinstance(problem, str) else problem()}")
 
 
 def check_shape(

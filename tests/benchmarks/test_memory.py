@@ -13,9 +13,9 @@ from benchmarks import __main__ as cli
 from benchmarks import memory
 from benchmarks.memory import child, measure
 from benchmarks.memory.child import Child
-from tests.support import warm
+from tests.support import third_party, warm
 
-pytest.importorskip("megatron.core")
+third_party.or_skip("megatron.core")
 
 
 @pytest.mark.full

@@ -7,7 +7,9 @@ import shutil
 
 import pytest
 
-pytest.importorskip("megatron.core")
+from tests.support import third_party
+
+third_party.or_skip("megatron.core")
 
 
 @pytest.mark.full

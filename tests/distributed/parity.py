@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,7 @@ import torch
 
 from tests.support.example_job import RankOutcome
 from tests.support.figures import tell
-from tests.support.observe import Choices, Fault, Key
+from tests.support.observe import Choices, Fault, Key, put_together
 from tests.support.pool import WorkerPool
 
 STEPS = 5
@@ -194,19 +195,20 @@ class Lab:
     def run(self, layout: Layout, forced: Choices | None = None, fault: Fault | None = None) -> Outcome:
         """All steps from the initial weights of the layout's model."""
         self._runs += 1
-        final, gradients = (self._folder / f"{what}-{self._runs}" for what in ("final", "gradients"))
+        final = self._folder / f"final-{self._runs}"
         flags = (
             f"--train-iters {self._steps} --load {self._initial_weights(layout)} --finetune --save {final}"
         )
-        ranks = self._train(
-            layout, f"{layout.flags} {flags}", gradients=str(gradients), forced=forced, fault=fault
-        )
+        ranks = self._train(layout, f"{layout.flags} {flags}", gradients=True, forced=forced, fault=fault)
         assert len(ranks[0].records) == self._steps
-        tensors = self._read((final, self._steps), (gradients, 1), (gradients, self._steps))
+        first, last = (
+            _layer_by_layer(put_together(itertools.chain.from_iterable(pieces)))
+            for pieces in zip(*(rank.gradients for rank in ranks), strict=True)
+        )
         memory = sum((rank.memory for rank in ranks), Counter())
         signs = merge(ranks)
         choices = {key: signs.pop(key) for key in list(signs) if key[0] != "sign"}
-        return Outcome(ranks[0].records, *tensors, choices, signs, memory)
+        return Outcome(ranks[0].records, self._read(final, self._steps), first, last, choices, signs, memory)
 
     def resume(
         self, layout: Layout, step: int, into: Layout | None = None
@@ -236,7 +238,7 @@ class Lab:
         """Differences from the one process, or from another outcome."""
         saved = self._initial_weights(layout)
         if saved not in self._initial_tensors:
-            (self._initial_tensors[saved],) = self._read((saved, 0))
+            self._initial_tensors[saved] = self._read(saved, 0)
         reference = reference or self.one_process(layout)
         return compare(layout.name, outcome, reference, self._initial_tensors[saved])
 
@@ -282,12 +284,13 @@ class Lab:
             **arguments,
         )
 
-    def _read(self, *checkpoints: tuple[Path, int]) -> list[Tensors]:
-        named = [(str(folder), step) for folder, step in checkpoints]
-        contents = self._pool.run("tests.support.example_job:read", 1, checkpoints=named)[0]
-        return [
-            {name: value for stack in one.items() for name, value in _by_layer(*stack)} for one in contents
-        ]
+    def _read(self, folder: Path, step: int) -> Tensors:
+        named = [(str(folder), step)]
+        return _layer_by_layer(*self._pool.run("tests.support.example_job:read", 1, checkpoints=named)[0])
+
+
+def _layer_by_layer(tensors: Tensors) -> Tensors:
+    return {name: value for stack in tensors.items() for name, value in _by_layer(*stack)}
 
 
 def _by_layer(name: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

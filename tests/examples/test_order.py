@@ -3,13 +3,14 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
-from dsa_job.data import MicrobatchOrder
 
 
 def taken(
     consumed: int, size: int, ranks: int, microbatches: int, length: int = 1000
 ) -> list[list[list[int]]]:
     """Samples per rank and microbatch."""
+    from dsa_job.data import MicrobatchOrder  # imports Megatron
+
     return [
         list(islice(iter(MicrobatchOrder(length, consumed, size, rank, ranks)), microbatches))
         for rank in range(ranks)

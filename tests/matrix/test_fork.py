@@ -8,10 +8,10 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
-import megatron.core
 import pytest
+
+from tests.support import third_party
 
 TRAINING = {
     "__init__.py": "",
@@ -95,7 +95,7 @@ print(json.dumps({
 def findings(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fork")
     core = folder / "corp_megatron" / "core"
-    shutil.copytree(Path(megatron.core.__file__).parent, core, ignore=shutil.ignore_patterns("*.pyc"))
+    shutil.copytree(third_party.folder("megatron.core"), core, ignore=shutil.ignore_patterns("*.pyc"))
     for file in core.rglob("*.py"):
         text = file.read_text(encoding="utf-8")
         file.write_text(text.replace("megatron.core", "corp_megatron.core"), encoding="utf-8")

@@ -10,9 +10,10 @@ from types import ModuleType
 import pytest
 
 from mindspeed_dsa.patches import Claim, Patch, PatchManager
+from tests.support import third_party
 
 pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
+third_party.or_skip("megatron.core")
 
 IMPLEMENTATION = """
 CALLS = []

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from tests.support import dense, memory_events
-from tests.support.observe import Choices, Fault, Key, Observer, Place
+from tests.support.observe import Choices, Fault, Key, Observer, Piece, Place
 
 EXAMPLES = str(Path(__file__).absolute().parents[2] / "examples")
 
@@ -24,7 +24,8 @@ EXAMPLES = str(Path(__file__).absolute().parents[2] / "examples")
 class RankOutcome:
     """What one rank saw of a job: the job's own record of every step, the rank's choices, memory events.
 
-    ``rows`` says where its rows lie in the whole sequence, ``[microbatch, row]`` for each kind of choice.
+    ``rows`` says where its rows lie in the whole sequence, ``[microbatch, row]`` for each kind of choice;
+    ``gradients`` are the rank's pieces of those of the first and the last step, if they were asked for.
     """
 
     records: list[dict[str, Any]]
@@ -32,6 +33,7 @@ class RankOutcome:
     rows: dict[Key, npt.NDArray[np.int64]]
     choices: Choices
     memory: Counter[str]
+    gradients: list[list[Piece]]
 
 
 def train(
@@ -39,7 +41,7 @@ def train(
     *,
     stock: bool = False,
     switches: Mapping[str, Any] | None = None,
-    gradients: str | None = None,
+    gradients: bool = False,
     forced: Choices | None = None,
     fault: Fault | None = None,
     signs: bool = False,
@@ -101,7 +103,7 @@ def train(
     wants_fused = bool((switches or {}).get("use_fused_dsa"))
     assert (observer.fused_selections > 0) == wants_fused, f"{observer.fused_selections} fused selections"
     steps = [dict(record) for record in records]
-    return RankOutcome(steps, observer.place, observer.rows, observer.choices, memory)
+    return RankOutcome(steps, observer.place, observer.rows, observer.choices, memory, observer.gradients)
 
 
 def read(checkpoints: Sequence[tuple[str, int]]) -> list[dict[str, torch.Tensor]]:

@@ -7,10 +7,13 @@ take about a third of the time.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+from tests.support import interpreter_operators
 
 
 def speed_up() -> None:
@@ -20,7 +23,7 @@ def speed_up() -> None:
 
     _search_once_per_launch(interpreter)
     interpreter._get_np_dtype = _dtypes_looked_up(interpreter)
-    interpreter._patch_attr = _called_directly(interpreter)
+    interpreter._patch_builtin = _called_directly(interpreter)
     core._unwrap_if_constexpr = _unwrapped_by_type(core)
     core.dtype.__eq__ = _equal_to_itself(core.dtype.__eq__)
     core.block_type.__init__ = _shapes_kept(core.block_type)
@@ -62,16 +65,30 @@ def _search_once_per_launch(interpreter: Any) -> None:
 
 
 def _called_directly(interpreter: Any) -> Callable[..., None]:
-    """The original makes a second dictionary of the keywords at every call of a function."""
+    """Functions to replace are found and wrapped once, not at every launch.
 
-    def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    The original also makes a second dictionary of the keywords whenever one of them is called.
+    """
+    wrapped: dict[Any, dict[str, tuple[Any, Any]]] = {}
+
+    def calling(owner: Any, name: str, member: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = interpreter.interpreter_semantic
             return member(*args, **kwargs)
 
-        scope.set_attr(owner, name, call)
+        if owner is interpreter.tl.core.tensor and name in interpreter_operators.NAMES:
+            return interpreter_operators.at_once(interpreter, name, call)
+        return call
 
-    return patch_attr
+    def patch_builtin(owner: Any, builder: Any, scope: Any) -> None:
+        if owner not in wrapped:
+            members = inspect.getmembers(owner, interpreter.tl.core.is_builtin)
+            wrapped[owner] = {name: (member, calling(owner, name, member)) for name, member in members}
+        for name, (member, call) in wrapped[owner].items():
+            if getattr(owner, name) is member:  # else it is replaced already
+                scope.set_attr(owner, name, call)
+
+    return patch_builtin
 
 
 def _unwrapped_by_type(core: Any) -> Callable[[Any], Any]:

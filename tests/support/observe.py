@@ -11,9 +11,8 @@ import argparse
 import contextlib
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -55,6 +54,23 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A part of a tensor that is spread over ranks.
+
+    Attributes:
+        name: of the whole tensor.
+        shape: of the whole tensor.
+        place: where the part is in it, for each dimension an index or a slice.
+        data: the part.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    place: tuple[int | slice, ...]
+    data: Tensor
+
+
+@dataclass(frozen=True)
 class Fault:
     """A wrong gradient: that of every parameter whose name ends so is multiplied, in every step."""
 
@@ -67,8 +83,7 @@ class Observer:
 
     Args:
         args: the job's arguments.
-        gradients: folder for the gradients of the first and the last step, written as checkpoints: what
-            Megatron knows about the place of a shard within a whole parameter then holds for them as well.
+        gradients: whether to keep those of the first and the last step, in ``self.gradients``.
         forced: choices for the whole batch, to be made instead of the model's own.
         fault: a gradient to spoil.
         signs: whether to note the signs of indexers' products; forced ones are made by fused indexers only.
@@ -77,13 +92,14 @@ class Observer:
     def __init__(
         self,
         args: argparse.Namespace,
-        gradients: str | None,
+        gradients: bool,
         forced: Choices | None,
         fault: Fault | None,
         signs: bool = False,
     ) -> None:
-        self._args, self._gradients, self._forced, self._fault = args, gradients, forced, fault
-        self._signs = signs
+        self._args, self._forced, self._fault = args, forced, fault
+        self._signs, self._keeps_gradients = signs, gradients
+        self.gradients: list[list[Piece]] = []
         self._noted: dict[Key, list[npt.NDArray[np.bool_]]] = defaultdict(list)
         self._rows: dict[Key, list[npt.NDArray[np.int64]]] = defaultdict(list)
         self._uses: dict[tuple[Key, bool], int] = defaultdict(int)
@@ -261,8 +277,8 @@ class Observer:
                     if name.endswith(self._fault.parameter):
                         parameter.main_grad.mul_(self._fault.factor)
         self._step += 1
-        if self._gradients is not None and self._step in (1, self._args.train_iters):
-            _save_gradients(self._args, model, Path(self._gradients), self._step)
+        if self._keeps_gradients and self._step in (1, self._args.train_iters):
+            self.gradients.append(_pieces_of_gradients(self._args, model))
 
 
 class _ForcedRouting:
@@ -338,14 +354,43 @@ def _recomputing() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _save_gradients(args: argparse.Namespace, model: Sequence[Any], folder: Path, step: int) -> None:
+def _pieces_of_gradients(args: argparse.Namespace, model: Sequence[Any]) -> list[Piece]:
+    """This rank's pieces, by the places that Megatron's checkpoints have for the weights' own."""
     from dsa_job import checkpoint
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 
     for chunk in model:
         _gather_gradient_shards(chunk)
-    args = argparse.Namespace(**{**vars(args), "no_save_optim": True, "no_save_rng": True})
+    found = []
     with _gradients_as_parameters(model):
-        checkpoint.save(args, folder, checkpoint.Progress(iteration=step), list(model), None, None)
+        state = checkpoint._model_state(list(model), checkpoint._metadata(args))
+        apply_factories(state)
+        for part in nested_values(state):
+            if isinstance(part, ShardedTensor) and is_main_replica(part.replica_id):
+                place = part.global_slice()
+                found.append(Piece(part.key, part.global_shape, place, part.data.detach().clone()))
+    return found
+
+
+def put_together(pieces: Iterable[Piece]) -> dict[str, Tensor]:
+    """Tensors put together from the pieces of all ranks.
+
+    Raises:
+        AssertionError: a number of one of them is in no piece, or in several.
+    """
+    found: dict[str, Tensor] = {}
+    times: dict[str, Tensor] = {}
+    for piece in pieces:
+        if piece.name not in found:
+            found[piece.name] = torch.empty(piece.shape, dtype=piece.data.dtype)
+            times[piece.name] = torch.zeros(piece.shape, dtype=torch.uint8)
+        assert found[piece.name].shape == piece.shape, piece.name
+        found[piece.name][piece.place] = piece.data
+        times[piece.name][piece.place] += 1
+    for name, each in times.items():
+        assert bool((each == 1).all()), f"{name} is not put together of pieces that are there once"
+    return found
 
 
 def _gather_gradient_shards(chunk: Any) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 
 import mindspeed_dsa
-from tests.support import sources, third_party, worker
+from tests.support import scans, sources, third_party, worker
 
 __all__ = ["worker"]
 
@@ -20,10 +21,13 @@ _MEGATRON = (
     "megatron.core.transformer.experimental_attention_variant.dsa",
 )
 
+gc.disable()  # imports leave no garbage
 third_party.load(third_party.OF_CASES)
+scans.look_up_third_parties()
 sources.parse_once()
 sources.check_all()
 third_party.out_of_sight()
 with contextlib.redirect_stderr(io.StringIO()), mindspeed_dsa.enabled(mindspeed_platform="cpu"):
     # As in a job, so that what Megatron would compile stays eager.
     third_party.load(_MEGATRON)
+gc.enable()

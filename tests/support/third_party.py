@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.util
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 NAMES = (
     "torch",
@@ -45,3 +47,24 @@ def out_of_sight() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def or_skip(name: str) -> None:
+    """Skip the test module where a package is missing; importing it to see takes seconds.
+
+    Those that need Megatron in other processes alone never import it in this one.
+    """
+    with contextlib.suppress(ModuleNotFoundError):  # the package that it is in
+        if importlib.util.find_spec(name) is not None:
+            return
+    import pytest
+
+    pytest.skip(f"{name} is not installed", allow_module_level=True)
+
+
+def folder(name: str) -> Path:
+    """Where a package lies, which is not imported."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent

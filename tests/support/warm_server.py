@@ -93,11 +93,13 @@ def end(function, *arguments):
 
 
 if __name__ == "__main__":
-    load(sys.argv[2:])
     import gc
 
+    gc.disable()  # imports leave no garbage
+    load(sys.argv[2:])
     gc.collect()
     gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     main(socket.socket(fileno=int(sys.argv[1])))
     os._exit(0)  # Triton's library would complain of what a normal end leaves behind

@@ -39,7 +39,9 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, *, backend: str = "auto
     require(
         weight.dim() == 1 and hidden.shape[-1:] == weight.shape,
         OPERATOR,
-        f"weight must have the last size of hidden, got {list(weight.shape)} and {list(hidden.shape)}",
+        lambda: (
+            f"weight must have the last size of hidden, got {list(weight.shape)} and {list(hidden.shape)}"
+        ),
     )
     chosen: Norm = choose(OPERATOR, backend, ShapeClass.of(hidden, ("hidden", weight.shape[0])))
     chosen = unless_empty(OPERATOR, chosen, hidden)

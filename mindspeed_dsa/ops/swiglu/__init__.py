@@ -39,16 +39,22 @@ def swiglu(
     if torch.compiler.is_compiling():  # which fuses the operations by itself
         return reference.swiglu(gate_up, bias, scale)
     width = gate_up.shape[-1]
-    require(width % 2 == 0, OPERATOR, f"gate_up must have an even last size, got {list(gate_up.shape)}")
+    require(
+        width % 2 == 0,
+        OPERATOR,
+        lambda: f"gate_up must have an even last size, got {list(gate_up.shape)}",
+    )
     require(
         bias is None or bias.shape == (width,),
         OPERATOR,
-        f"bias must be [{width}], got {None if bias is None else list(bias.shape)}",
+        lambda: f"bias must be [{width}], got {None if bias is None else list(bias.shape)}",
     )
     require(
         scale is None or scale.shape == (*gate_up.shape[:-1], 1),
         OPERATOR,
-        f"scale must be {[*gate_up.shape[:-1], 1]}, got {None if scale is None else list(scale.shape)}",
+        lambda: (
+            f"scale must be {[*gate_up.shape[:-1], 1]}, got {None if scale is None else list(scale.shape)}"
+        ),
     )
     chosen: SwiGLU = choose(OPERATOR, backend, ShapeClass.of(gate_up, ("ffn", width // 2)))
     implementation = unless_empty(OPERATOR, chosen, gate_up)
@@ -72,6 +78,11 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         gate_up, bias, scale = ctx.saved_tensors
+        together = getattr(ctx.implementation, "backward_of_scaled", None)
+        learned = bias is None and scale is not None and ctx.needs_input_grad[3]
+        if together is not None and learned and _is_wide(grad, gate_up, scale):
+            grad_gate_up, grad_scale = together(grad, gate_up, scale)
+            return None, grad_gate_up, None, grad_scale
         biased = gate_up if bias is None else gate_up + bias
         grad_bias = grad_scale = None
         if scale is not None and ctx.needs_input_grad[3]:
@@ -82,3 +93,8 @@ class _SwiGLU(torch.autograd.Function):
         if bias is not None and ctx.needs_input_grad[2]:
             grad_bias = grad_biased.sum_to_size(bias.shape)
         return None, grad_biased, grad_bias, grad_scale
+
+
+def _is_wide(*tensors: Tensor) -> bool:
+    """Whether all are of one dtype whose products need not be formed in another one."""
+    return {each.dtype for each in tensors} in ({torch.float32}, {torch.float64})

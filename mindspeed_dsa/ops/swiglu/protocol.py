@@ -19,7 +19,11 @@ class AutogradSwiGLU(Backend, Protocol):
 
 
 class GradientSwiGLU(Backend, Protocol):
-    """A function beside which there is the one for its gradient; bias and scale are added around it."""
+    """A function beside which there is the one for its gradient; bias and scale are added around it.
+
+    A backend can have ``backward_of_scaled(grad, gate_up, scale)`` besides, for tensors of fp32 or of fp64,
+    which returns the gradients of ``gate_up`` and of ``scale``.
+    """
 
     KIND: Literal["gradients"]
 

@@ -6,11 +6,8 @@ import json
 import os
 import shutil
 import sys
-from pathlib import Path
 
-import megatron.core
-
-from tests.support import warm
+from tests.support import third_party, warm
 
 SCRIPT = """
 import contextlib, json, sys
@@ -24,7 +21,7 @@ print(json.dumps(findings))
 
 def test_every_site_is_applied_and_no_second_megatron_is_loaded(tmp_path):
     core = tmp_path / "corp_megatron" / "core"
-    shutil.copytree(Path(megatron.core.__file__).parent, core, ignore=shutil.ignore_patterns("*.pyc"))
+    shutil.copytree(third_party.folder("megatron.core"), core, ignore=shutil.ignore_patterns("*.pyc"))
     for file in core.rglob("*.py"):
         text = file.read_text(encoding="utf-8")
         file.write_text(text.replace("megatron.core", "corp_megatron.core"), encoding="utf-8")

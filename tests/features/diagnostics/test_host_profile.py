@@ -14,9 +14,10 @@ from mindspeed_dsa.cli import host_profile
 from mindspeed_dsa.features import all_features
 from mindspeed_dsa.features.diagnostics.host_profile import account
 from mindspeed_dsa.features.diagnostics.host_profile.validation import check_profile
+from tests.support import third_party
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
+third_party.or_skip("megatron.core")
 
 CASES = "tests.features.diagnostics.host_profile_cases"
 LAYERS, MICROBATCHES = 2, 2

@@ -20,6 +20,7 @@ from mindspeed_dsa.features.compilation.regions.latent_math import Down, Sizes
 from mindspeed_dsa.features.compilation.regions.options import Options
 from mindspeed_dsa.features.compilation.regions.region import Regions, open_rows, regions_of, rows_of
 from mindspeed_dsa.integration.compiled_attention import CompiledSteps, offer
+from mindspeed_dsa.integration.local_norms import norm_of_fused_layer
 from mindspeed_dsa.integration.plain_layers import NO_NORM, Linear, linear_of, norm_of
 
 PROLOG, EPILOG = "prolog of latent attention", "epilog of latent attention"
@@ -148,7 +149,7 @@ class _Layer:
             query_source = self.query_down(hidden)[0]
         if self.down.key is None:
             key_source = self.module.linear_kv_down_proj(hidden)[0]
-        region = regions.of(f"{PROLOG}, latents", latent_math.latents)
+        region = regions.of(f"{PROLOG}, latents", latent_math.latents, rows=2)
         rows = rows_of(hidden)
         found = region(
             rows if query_source is hidden else rows_of(query_source),
@@ -199,7 +200,7 @@ def _by_head(regions: Regions, megatron: Megatron, module: Any, hidden: Tensor) 
     latent_query = hidden if latent_query is None else latent_query
     rotary_key = layer.whole_rotary_key(rotary_key)
     cos, sin = _tables.of(module, rotary_key, rotary_key.size(0))
-    region = regions.of(f"{PROLOG} by head, heads", latent_math.by_head)
+    region = regions.of(f"{PROLOG} by head, heads", latent_math.by_head, rows=3)
 
     def derive(latent_query: Tensor, latent: Tensor, rotary_key: Tensor) -> Any:
         query_up, key_up = layer.up
@@ -222,28 +223,28 @@ def _absorbed(
     reason = _why_not(module) or layer.why_not()
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         reason = reason or "tensor parallel ranks sum its gradients without sequence parallelism"
-    # The key's up-projection is not called in this form, and its norm is part of the graph.
-    key_up = layer.up[1]
-    held = hasattr(module.linear_kv_up_proj, "layer_norm_weight")
-    if key_up is None and held:
-        reason = reason or "its key's up-projection holds a norm and communicates"
     if reason is not None:
         regions.declined(PROLOG, reason)
         return None
-    key_norm, sizes = (NO_NORM if key_up is None else key_up.norm), layer.sizes
-    if layer.is_whole:
+    # The key's up-projection is not called in this form; the norm that it may hold is part of the graph, or
+    # comes before what gathers the latents.
+    key_up, sizes = layer.up[1], layer.sizes
+    if layer.is_whole and key_up is not None:
         cos, sin = _tables.of(module, hidden, hidden.size(0))
         region = regions.of(f"{PROLOG} in absorbed form", latent_math.whole_absorbed)
         query, key, latent_query, latent = _split(
-            region(rows_of(hidden), layer.down, layer.up[0], key_norm, up_key, cos, sin, sizes), hidden
+            region(rows_of(hidden), layer.down, layer.up[0], key_up.norm, up_key, cos, sin, sizes), hidden
         )
         return query, key, hidden if latent_query is None else latent_query, latent
 
     latent_query, latent, rotary_key = layer.latents(regions, hidden)
     latent_query = hidden if latent_query is None else latent_query
-    rotary_key, whole_latent = layer.whole_rotary_key(rotary_key), layer.gathered(key_norm.of(latent))
+    normed = latent
+    if hasattr(module.linear_kv_up_proj, "layer_norm_weight"):
+        normed = norm_of_fused_layer(module.linear_kv_up_proj, latent, config)
+    rotary_key, whole_latent = layer.whole_rotary_key(rotary_key), layer.gathered(normed)
     cos, sin = _tables.of(module, rotary_key, rotary_key.size(0))
-    region = regions.of(f"{PROLOG} in absorbed form, heads", latent_math.absorbed)
+    region = regions.of(f"{PROLOG} in absorbed form, heads", latent_math.absorbed, rows=3)
 
     def derive(latent_query: Tensor, latent: Tensor, rotary_key: Tensor, up_key: Tensor) -> Any:
         query_up: Linear | None = layer.up[0]
@@ -268,7 +269,7 @@ def _epilog(regions: Regions, attended: Tensor, up_value: Tensor) -> Tensor:
 def _split(found: tuple[Tensor | None, ...], like: Tensor) -> Any:
     """Rows back to ``[s, b, ...]``, with the sequence and batch of another tensor."""
     shape = like.shape[:2]
-    return tuple(rows if rows is None else rows.unflatten(0, shape) for rows in found)
+    return tuple([rows if rows is None else rows.view(*shape, *rows.shape[1:]) for rows in found])
 
 
 class _Tables:

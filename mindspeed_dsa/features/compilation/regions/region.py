@@ -13,6 +13,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.compilation.regions import bypass, toolchain
+from mindspeed_dsa.features.compilation.regions.direct import Direct
 from mindspeed_dsa.features.compilation.regions.options import Options
 from mindspeed_dsa.log import Log
 
@@ -30,16 +31,23 @@ class Region:
     """
 
     def __init__(
-        self, name: str, function: Callable[..., Any], operators: tuple[bypass.Operator, ...], log: Log
+        self,
+        name: str,
+        function: Callable[..., Any],
+        rows: int,
+        operators: tuple[bypass.Operator, ...],
+        log: Log,
     ) -> None:
         self.name = name
         self.compilations = 0
         self.seconds = 0.0
         self.failure: str | None = None
         self._function = function
+        self._rows = rows
         self._bypassed = operators
         self._log = log
-        self._compiled = torch.compile(function, fullgraph=True, backend=self._backend)
+        self._direct = Direct(function)
+        self._compiled = torch.compile(self._direct.function, fullgraph=True, backend=self._backend)
 
     def __call__(self, *args: Any) -> Any:
         """The function's result, compiled where possible.
@@ -49,6 +57,11 @@ class Region:
         """
         if self.failure is not None or torch._C._len_torch_dispatch_stack():
             return self._function(*args)
+        if not torch.compiler.is_compiling():
+            if (form := self._direct.form(args)) is not None:
+                return form(*args)
+            for rows in args[: self._rows]:
+                open_rows(rows)
         try:
             return self._compiled(*args)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
@@ -79,6 +92,7 @@ class Region:
         from torch._inductor.compile_fx import compile_fx
 
         started = time.perf_counter()
+        device = next(each.device.type for each in inputs if isinstance(each, Tensor))
         # The cache of whole graphs does not know about bypassed operators; that of code does.
         caching: dict[str, Any] = {"enable_autograd_cache": False} if self._bypassed else {}
         with config.patch(force_non_lazy_backward_lowering=True, **caching):
@@ -86,7 +100,7 @@ class Region:
                 graph,
                 inputs,
                 # Round to bf16 where the operators do that are fused.
-                config_patches={"emulate_precision_casts": True},
+                config_patches={"emulate_precision_casts": True, **toolchain.settings(device)},
                 **bypass.arguments(self._bypassed),
             )
         self.compilations += 1
@@ -108,12 +122,12 @@ class Regions:
         self._regions: dict[str, Region] = {}
         self._usable: dict[str, bool] = {}
 
-    def of(self, name: str, function: Callable[..., Any]) -> Region:
-        """The region of that name."""
+    def of(self, name: str, function: Callable[..., Any], rows: int = 1) -> Region:
+        """The region of that name; so many of its function's first arguments come from :func:`rows_of`."""
         found = self._regions.get(name)
         if found is None:
             operators = bypass.resolve(self._options.bypass)
-            found = self._regions[name] = Region(name, function, operators, self._log)
+            found = self._regions[name] = Region(name, function, rows, operators, self._log)
         return found
 
     def all(self) -> tuple[Region, ...]:
@@ -146,14 +160,14 @@ def regions_of(context: Context[Options]) -> Regions:
 
 
 def rows_of(states: Tensor) -> Tensor:
-    """``[s, b, ...]`` as ``[s * b, ...]``, whose number of rows compiled code leaves open.
+    """``[s, b, ...]`` as ``[s * b, ...]``.
 
     Without gradients the rows need none, so that one compiled form serves all layers of a recomputed block.
     """
     rows = states.flatten(0, 1)
     if rows.requires_grad and not torch.is_grad_enabled():
         rows = rows.detach()
-    return open_rows(rows)
+    return rows
 
 
 def open_rows(rows: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ class Call(NamedTuple):
 class _Pass:
     """One forward of a router: what Megatron asks for, or what is ready for it."""
 
+    noted: dict[str, Call]
     calls: dict[str, Call] = field(default_factory=dict)
     logits: Tensor | None = None
     ready: dict[str, tuple[Call, tuple[Tensor, ...], Any]] = field(default_factory=dict)
@@ -50,13 +51,14 @@ def follow_router(original: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate ``TopKRouter.forward``."""
 
     def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        current = _Pass()
+        noted, learns = _noted.setdefault(self, {}), _learns(self)
+        current = _Pass(noted.get(learns, {}))
         token = _current.set(current)
         try:
             return original(self, input, *args, **kwargs)
         finally:
             _current.reset(token)
-            _noted.setdefault(self, {})[_learns(self)] = current.calls
+            noted[learns] = current.calls
 
     return forward
 
@@ -66,19 +68,19 @@ def compile_gating(original: Callable[..., Tensor], context: Context[Options]) -
     regions = regions_of(context)
 
     def gating(self: Any, input: Tensor) -> Tensor:
-        current, noted = _current.get(), _noted.get(self, {}).get(_learns(self))
-        if current is None or not noted or not regions.usable(input):
+        current = _current.get()
+        if current is None or not current.noted or not regions.usable(input):
             return original(self, input)
         if (reason := _why_not(self, context)) is not None:
             regions.declined(ROUTER, reason)
             return original(self, input)
-        calls = tuple(noted.values())
-        tensors = tuple(tuple(_tensor(self, name) for name in call.tensors) for call in calls)
+        calls = tuple(current.noted.values())
+        tensors = tuple([tuple([getattr(self, name) for name in call.tensors]) for call in calls])
         dtype = _DTYPES.get(self.config.moe_router_dtype, input.dtype)
         region = regions.of(ROUTER, route)
         logits, *found = region(rows_of(input), self.weight, self.bias, dtype, calls, tensors)
         current.logits = logits
-        current.ready = dict(zip(noted, zip(calls, tensors, found, strict=True), strict=True))
+        current.ready = dict(zip(current.noted, zip(calls, tensors, found, strict=True), strict=True))
         return logits.unflatten(0, input.shape[:-1])  # type: ignore[no-any-return]
 
     return gating
@@ -159,11 +161,6 @@ def _call(
     ):
         return None, ()
     return Call(function, tuple(plain.items()), tuple(tensors)), tuple(tensors.values())
-
-
-def _tensor(router: Any, name: str) -> Tensor:
-    found: Tensor = getattr(router, name)
-    return found
 
 
 def _is_same(logits: Tensor, computed: Tensor | None) -> bool:

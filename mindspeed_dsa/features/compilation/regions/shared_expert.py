@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,5 +93,9 @@ def _why_not(module: Any, context: Context[Options]) -> str | None:
 
 def _is_known(mlp: Any) -> bool:
     """Whether ``MLP.forward`` is Megatron's own, or a feature's that changes kernels or memory alone."""
-    code = mlp.MLP.forward.__code__.co_filename
-    return bool(code == mlp.__file__ or Path(code).is_relative_to(Path(__file__).parents[3]))
+    return _is_own(mlp.MLP.forward.__code__.co_filename, mlp.__file__)
+
+
+@cache
+def _is_own(file: str, megatrons: str) -> bool:
+    return file == megatrons or Path(file).is_relative_to(Path(__file__).parents[3])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -30,6 +30,7 @@ def train(
     code: bool = False,
     differentiated: bool = True,
     deterministic: bool = False,
+    direct: bool = True,
 ) -> dict[str, Any]:
     """Losses and gradients of microbatches, an evaluation, and the regions' counts.
 
@@ -40,18 +41,37 @@ def train(
         code: generate code; otherwise compiled graphs run operator by operator, which takes no toolchain.
         differentiated: graphs for backward too, where no code is generated.
         deterministic: with torch's deterministic algorithms.
+        direct: call what is compiled directly where its guards hold.
     """
     job.start(switches, tp=tp)
     layout = {"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1}
-    with contextlib.nullcontext() if code else operator_by_operator(differentiated):
+    with contextlib.nullcontext() if code else operator_by_operator(differentiated), _direct(direct) as calls:
         torch.use_deterministic_algorithms(deterministic)
         try:
-            return _steps(job.config(**{**ROUTING, **layout, **(overrides or {})}))
+            found = _steps(job.config(**{**ROUTING, **layout, **(overrides or {})}))
         finally:
             torch.use_deterministic_algorithms(False)
+    return {**found, "direct": len(calls)}
 
 
-def operator_by_operator(differentiated: bool = False) -> Any:
+@contextlib.contextmanager
+def _direct(allowed: bool) -> Iterator[list[Any]]:
+    """The direct calls of compiled code in the block, which may be prevented."""
+    from mindspeed_dsa.features.compilation.regions.direct import Direct
+
+    calls, original = [], Direct.form
+
+    def form(self: Direct, args: tuple[Any, ...]) -> Any:
+        found = original(self, args) if allowed else None
+        calls.extend([found] if found is not None else [])
+        return found
+
+    with mock.patch.object(Direct, "form", form):
+        yield calls
+
+
+@contextlib.contextmanager
+def operator_by_operator(differentiated: bool = False) -> Iterator[None]:
     """Compiled graphs run operator by operator for the duration, which takes no toolchain.
 
     Args:
@@ -61,8 +81,14 @@ def operator_by_operator(differentiated: bool = False) -> Any:
     from torch._dynamo.backends.debugging import aot_eager
     from torch._inductor import compile_fx
 
+    from mindspeed_dsa.features.compilation.regions import toolchain
+
     run = aot_eager if differentiated else _as_it_is
-    return mock.patch.object(compile_fx, "compile_fx", lambda graph, inputs, **options: run(graph, inputs))
+    with (
+        mock.patch.object(compile_fx, "compile_fx", lambda graph, inputs, **options: run(graph, inputs)),
+        mock.patch.object(toolchain, "settings", return_value={}),
+    ):
+        yield
 
 
 def _as_it_is(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -129,6 +155,28 @@ def train_and_fail(switches: Mapping[str, Any], what: str) -> dict[str, Any]:
     return {**found, "messages": messages}
 
 
+def tried(works: bool) -> tuple[dict[str, Any], list[str]]:
+    """Settings of Inductor's on a processor with two sets of vector instructions, and which were tried."""
+    from torch._inductor import cpu_vec_isa
+
+    from mindspeed_dsa.features.compilation.regions import toolchain
+
+    asked: list[str] = []
+
+    class Instructions(str):
+        def __bool__(self) -> bool:
+            asked.append(str(self))
+            return works
+
+    names = ("amx_tile", "avx512 avx512_vnni", "avx2")
+    with (
+        mock.patch.object(cpu_vec_isa, "supported_vec_isa_list", [Instructions(each) for each in names]),
+        mock.patch.object(cpu_vec_isa, "x86_isa_checker", return_value=["avx2", "avx512", "avx512_vnni"]),
+        mock.patch.object(toolchain.platform, "machine", return_value="x86_64"),
+    ):
+        return toolchain.settings.__wrapped__("cpu"), asked
+
+
 def bypassed(name: str) -> tuple[list[str], bool]:
     """What reaches the code generator of ``silu(x) * y`` with one operator bypassed; whether values agree."""
     from torch._inductor import compile_fx
@@ -153,6 +201,48 @@ def bypassed(name: str) -> tuple[list[str], bool]:
         found = torch.compile(function, fullgraph=True, backend=backend)(x, y)
     # Inductor's graphs return lists, which a plain graph's forward does as well.
     return seen, torch.equal(found, function(x, y))
+
+
+def guarded() -> dict[str, bool]:
+    """Whether code compiled for a norm of some rows is called directly, by what has changed since."""
+    from mindspeed_dsa.features.compilation.regions.direct import Direct
+    from mindspeed_dsa.integration.plain_layers import Norm
+
+    def normed(rows: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return norm.of(rows)
+
+    rows, norm = torch.randn(5, 4), Norm(torch.nn.Parameter(torch.rand(4)), None, 1e-5, True, False)
+    direct, found = Direct(normed), {}
+
+    def note(what: str, rows: torch.Tensor = rows, norm: Norm = norm) -> None:
+        form = direct.form((rows, norm))
+        found[what] = form is not None
+        assert form is None or torch.equal(form(rows, norm), normed(rows, norm))
+
+    note("nothing is compiled")
+    torch._dynamo.mark_dynamic(rows, 0)
+    torch.compile(direct.function, fullgraph=True, backend="eager")(rows, norm)
+    note("nothing")
+    note("other rows", torch.randn(3, 4))
+    note("one row", torch.randn(1, 4))
+    note("a number", norm=norm._replace(eps=1e-3))
+    note("dtype", rows.double(), norm._replace(weight=torch.nn.Parameter(torch.rand(4).double())))
+    note("strides", torch.randn(4, 5).t())
+    note("a frozen weight", norm=norm._replace(weight=torch.nn.Parameter(torch.rand(4), requires_grad=False)))
+    with torch.no_grad():
+        note("no gradients")
+    with torch.autocast("cpu"):
+        note("autocast")
+    torch.use_deterministic_algorithms(True)
+    note("deterministic algorithms")
+    torch.use_deterministic_algorithms(False)
+    with torch.compiler.set_stance("force_eager"):
+        note("stance")
+    found["another's"] = Direct(normed).form((rows, norm)) is not None
+    note("nothing again")
+    torch._dynamo.reset()
+    note("everything is forgotten")
+    return found
 
 
 def shared_expert(switches: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.features.memory.pairs import FEATURES as MEMORY
+from tests.support import third_party
 from tests.support.memory_events import BESIDE, EVENTS, REGIONS
 from tests.support.model import assert_same_gradients
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
+third_party.or_skip("megatron.core")
 
 CASES = "tests.features.compilation.regions.cases"
 ON = {"compile_regions": True}
@@ -63,6 +64,24 @@ def check(off, on, expected, rtol):
 @pytest.mark.parametrize("name", ["absorbed"])
 def test_graphs_are_whole(pool, name):
     check(*both(pool, name, differentiated=False), rtol=1e-6)
+
+
+def test_compiled_code_is_called_directly_where_its_guards_hold(pool):
+    ((on,), (off,)) = (
+        pool.run(f"{CASES}:train", 1, switches={**FUSED, **ON}, differentiated=False, direct=direct)
+        for direct in (True, False)
+    )
+    assert on["direct"] > len(on["counts"][-1]) * len(on["counts"])
+    assert off["direct"] == 0
+    assert on["counts"] == off["counts"]
+    assert torch.equal(on["losses"], off["losses"])
+    assert on["gradients"].keys() == off["gradients"].keys()
+    assert all(torch.equal(each, off["gradients"][name]) for name, each in on["gradients"].items())
+
+
+def test_guards_of_compiled_code_hold_for_what_it_was_compiled_for(pool):
+    (found,) = pool.run(f"{CASES}:guarded", 1)
+    assert [what for what, direct in found.items() if direct] == ["nothing", "other rows", "nothing again"]
 
 
 @pytest.mark.full
@@ -129,6 +148,11 @@ def test_without_a_compiler_it_runs_as_it_is_and_says_so_once(pool, what, messag
     own = [each for each in on["messages"] if message in each]
     assert len(own) == (1 if what == "toolchain" else len({BY_HEAD} | REST)) == len(set(own))
     assert not any(on["after evaluation"].values())
+
+
+@pytest.mark.parametrize(("works", "settings"), [(True, {"cpp.vec_isa_ok": True}), (False, {})])
+def test_the_first_vector_instructions_alone_are_tried(pool, works, settings):
+    assert pool.run(f"{CASES}:tried", 1, works=works) == [(settings, ["avx512 avx512_vnni"])]
 
 
 def test_a_bypassed_operator_stays_whole(pool):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("megatron.core")
+from tests.support import third_party
+
+third_party.or_skip("megatron.core")
 
 CASES = "tests.features.platform.cpu.group_cases"
 THREADS_OF_A_GROUP = 3

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
+from tests.support import third_party
+
+third_party.or_skip("megatron.core")
 
 CASES = "tests.features.platform.p2p_ordering.pipeline_cases"
 
