@@ -52,17 +52,6 @@ def assert_same_training(ours, whole):
         assert (ours["weights"][name] - weight).abs().max() < 1e-5, name  # of updates of 6e-3
 
 
-@pytest.mark.full
-def test_so_they_do_with_modules_recomputed(pool):
-    """Where a pair is of one layer, its ports are open while backward runs modules again."""
-    modules = ["core_attn", "mla_up_proj", "layernorm", "mlp", "shared_experts"]
-    again = {"recompute_granularity": "selective", "recompute_modules": modules}
-    paired = pool.run(f"{CASES}:train", 2, switches={**PAIRS, "recompute_verify": True}, overrides=again)
-    for whole, ours in zip(pool.run(f"{CASES}:train", 2, switches={}), paired, strict=True):
-        assert_same_training(ours, whole)
-        assert set(ours["late"]) == {FIRST, MIDDLE, LAST}
-
-
 def test_weights_go_before_their_gradients_come(paired):
     rounds = STEPS * MICROBATCHES
     for rank in paired:
