@@ -222,8 +222,8 @@ def test_the_flag_knows_the_backend(pool):
         ({"dsa_stage": "warmup"}, {}, "dsa-stage (switched on by API"),
         ({**ON, "dsa_fuse_kl_in_backward": True}, {}, "omit it"),
         ({}, {"dsa_kernel_backend": "mindspeed"}, "must be one of"),
-        # Megatron's own refusal: workers have imported it on the CPU platform, where it finds a device.
-        ({}, {"dsa_kernel_backend": "tilelang"}, "packages are not available: TileLang DSA indexer"),
+        # Megatron's own refusal.
+        ({}, {"dsa_kernel_backend": "tilelang"}, "dsa_kernel_backend=tilelang requires a CUDA device"),
     ],
 )
 def test_what_cannot_be_is_refused(pool, switches, overrides, message):

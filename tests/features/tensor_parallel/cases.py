@@ -247,11 +247,12 @@ def with_arguments_by_position(name: str, **given: Any) -> dict[str, int]:
 
     Args:
         name: of the function.
-        **given: what beyond the group is not ``None``.
+        **given: what beyond the group is not as it is where it is omitted.
     """
     from megatron.core.tensor_parallel import layers
 
-    beyond = list(inspect.signature(getattr(layers, name)).parameters)[6:]
+    beyond = list(inspect.signature(getattr(layers, name)).parameters.values())[6:]
+    defaults = {each.name: None if each.default is each.empty else each.default for each in beyond}
     import mindspeed_dsa
 
     mindspeed_dsa.enable(coc_parallel_num=2)
@@ -259,7 +260,7 @@ def with_arguments_by_position(name: str, **given: Any) -> dict[str, int]:
     from megatron.core import parallel_state
 
     given["tp_group"] = parallel_state.get_tensor_model_parallel_group()
-    rest = (None, False, True, True, *(given.get(each) for each in beyond))
+    rest = (None, False, True, True, *(given.get(each, default) for each, default in defaults.items()))
     with counted() as calls:
         getattr(layers, name)(torch.ones(6, 2, 5), torch.ones(7, 5), *rest)
     return dict(calls)
