@@ -26,8 +26,8 @@ def follow(root: nn.Module, units: Collection[nn.Module], megatron: Megatron) ->
     Raises:
         SettingsError: a unit would never gather.
     """
-    for unit in units:
-        for name in (each.__name__ for each in type(unit).__mro__ if each.__name__ in _TAKEN_APART):
+    for module in units:
+        for name in (each.__name__ for each in type(module).__mro__ if each.__name__ in _TAKEN_APART):
             raise SettingsError(
                 f"fsdp2: a schedule of pairs never calls {name}, whose weights would not be gathered; drop "
                 "it from sub_modules_to_wrap in --fsdp2-config-path, or omit --moe-fb-overlap "
