@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -194,7 +195,7 @@ def run_pair(original: Callable[..., Any]) -> Callable[..., Any]:
             result: tuple[Any, Any] = original(f_layer, b_layer, f_input, b_grad, is_last_layer_in_bwd)
             return result
         forward, backward = (None if plan is None else plan.pieces for plan in (f_layer, b_layer))
-        precision = contextlib.nullcontext if f_layer is None else f_layer.get_fp8_context
+        precision = contextlib.nullcontext if f_layer is None else _precision_of(f_layer)
         if backward:
             b_grad = backward.backward_after(b_grad)
         if forward:
@@ -213,6 +214,12 @@ def run_pair(original: Callable[..., Any]) -> Callable[..., Any]:
         return f_input, b_grad
 
     return run
+
+
+def _precision_of(layer: Any) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes the context that a layer computes in; fp8's alone, and called so, before 0.19.2."""
+    found: Any = getattr(layer, "get_low_precision_context", None)
+    return found or layer.get_fp8_context  # type: ignore[no-any-return]
 
 
 def release_pieces(original: Callable[..., None]) -> Callable[..., None]:
