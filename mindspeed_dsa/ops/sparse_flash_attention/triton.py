@@ -335,9 +335,10 @@ def _sum_tiles(query: Tensor, heads: int) -> dict[str, Any]:
 
 def _backward_keys_tiles(query: Tensor, heads: int) -> dict[str, Any]:
     """Programs hold a gradient of BLOCK_N x 576 in registers and stream query and output gradient."""
-    if query.dtype == torch.float32:
-        return _tiles(16, 16, 8, 1)
-    if shared_memory(query.device) < LARGE:
+    memory = shared_memory(query.device)
+    if query.dtype == torch.float32:  # queries and output gradients are 2 x BLOCK_H rows of shared memory
+        return _tiles(16 if memory > SMALL else 8, 16, 8, 1)
+    if memory < LARGE:
         # Products of single warps keep more in registers: with 64 keys a thread spills 5 KB.
         return _tiles(16, 32, 8, 2)
     return _tiles(16 if on_blackwell(query.device) else min(block(heads), 32), 64, 8, 2)
