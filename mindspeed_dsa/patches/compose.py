@@ -209,7 +209,9 @@ def parts(composed: Any, original: Any) -> Iterator[Any]:
             continue
         seen.add(id(thing))
         if is_a(thing, FunctionType):
-            if thing is not outermost and "<locals>" not in thing.__qualname__:
+            # A decorator may have given its function the original's name, as functools.wraps does.
+            own = thing is outermost or "<locals>" in thing.__qualname__ or is_patch(thing.__code__)
+            if not own:
                 continue
             homes.add(thing.__globals__.get("__name__"))
             stack += [thing.__closure__, thing.__defaults__, thing.__kwdefaults__, thing.__dict__]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import sys
@@ -180,6 +181,31 @@ def test_what_the_patch_itself_holds_is_no_holder(house):
     manager = house.armed(*rows)
     manager.finalize()
     assert (core.area(2), core.Room.unit(2)) == (4, 2)
+
+
+def test_a_patch_named_after_its_original_is_no_holder_below_another(house):
+    house.write(
+        {
+            "house_impl.py": """
+                import functools
+
+                def named(original):
+                    @functools.wraps(original)
+                    def wrapper(*args):
+                        return original(*args) + 1
+                    return wrapper
+
+                def around(original):
+                    def wrapper(*args):
+                        return 10 * original(*args)
+                    return wrapper
+                """
+        }
+    )
+    core = load("house.core")
+    inner, outer = (patch("core:area", impl=f"house_impl:{name}") for name in ("named", "around"))
+    house.armed(inner, dataclasses.replace(outer, priority=1)).finalize()
+    assert core.area(2) == 50
 
 
 def test_a_function_that_refers_to_itself_is_no_holder(house):
