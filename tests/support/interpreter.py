@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from tests.support import interpreter_operators
-
 
 def speed_up() -> None:
     """Replace the slowest parts of the interpreter; to be called once, after Triton's import."""
@@ -71,19 +69,17 @@ def _called_directly(interpreter: Any) -> Callable[..., None]:
     """
     wrapped: dict[Any, dict[str, tuple[Any, Any]]] = {}
 
-    def calling(owner: Any, name: str, member: Any) -> Any:
+    def calling(member: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = interpreter.interpreter_semantic
             return member(*args, **kwargs)
 
-        if owner is interpreter.tl.core.tensor and name in interpreter_operators.NAMES:
-            return interpreter_operators.at_once(interpreter, name, call)
         return call
 
     def patch_builtin(owner: Any, builder: Any, scope: Any) -> None:
         if owner not in wrapped:
             members = inspect.getmembers(owner, interpreter.tl.core.is_builtin)
-            wrapped[owner] = {name: (member, calling(owner, name, member)) for name, member in members}
+            wrapped[owner] = {name: (member, calling(member)) for name, member in members}
         for name, (member, call) in wrapped[owner].items():
             if getattr(owner, name) is member:  # else it is replaced already
                 scope.set_attr(owner, name, call)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import types
 from typing import Any
 
 import torch
@@ -48,38 +47,6 @@ def fall_asleep() -> None:
 
 def return_what_cannot_be_sent() -> Any:
     return lambda: None
-
-
-def names_that_are_bound() -> list[Any]:
-    """Modules' names for functions of torch, as sessions find them and by going through all modules.
-
-    Before a session, during one that patches some of the functions, and after it.
-    """
-    import mindspeed_dsa
-    from mindspeed_dsa.patches import hooks
-
-    functions = {id(value): value for value in vars(torch.cuda).values() if callable(value)}
-
-    def both() -> Any:
-        quick = {(id(space), name) for space, name, _ in hooks.bound_names(functions)}
-        modules = {
-            id(module): module for module in sys.modules.values() if isinstance(module, types.ModuleType)
-        }
-        slow = {
-            (id(vars(module)), name)
-            for module in modules.values()
-            for name, value in vars(module).copy().items()
-            if id(value) in functions
-        }
-        return len(slow), quick == slow
-
-    found = [both()]
-    with mindspeed_dsa.enabled(mindspeed_platform="cpu"):
-        found.append(both())
-        patches = {id(value): value for value in vars(torch.cuda).values() if callable(value)}
-        functions.update(patches)
-        found.append(both())
-    return [*found, both()]
 
 
 def change_everything() -> None:

@@ -7,7 +7,7 @@ import gc
 import io
 
 import mindspeed_dsa
-from tests.support import scans, sources, third_party, worker
+from tests.support import sources, third_party, worker
 
 __all__ = ["worker"]
 
@@ -23,7 +23,6 @@ _MEGATRON = (
 
 gc.disable()  # imports leave no garbage
 third_party.load(third_party.OF_CASES)
-scans.look_up_third_parties()
 sources.parse_once()
 sources.check_all()
 third_party.out_of_sight()

@@ -70,13 +70,6 @@ def test_more_ranks_than_workers_are_refused(pool: WorkerPool) -> None:
         pool.run(f"{CASES}:describe", 3, payload=torch.ones(1))
 
 
-def test_sessions_find_the_names_that_all_modules_have(pool: WorkerPool) -> None:
-    (found,) = pool.run(f"{CASES}:names_that_are_bound", 1)
-    (before, _), (patched, _), *_ = found
-    assert before > patched > 0
-    assert all(same for _, same in found)
-
-
 @pytest.mark.full
 def test_nothing_of_a_case_is_left_for_the_next(pool: WorkerPool) -> None:
     untouched = pool.run(f"{CASES}:what_is_left", 2)
