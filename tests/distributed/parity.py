@@ -38,7 +38,8 @@ import torch
 
 from tests.support.example_job import RankOutcome
 from tests.support.figures import tell
-from tests.support.observe import Choices, Fault, Key, put_together
+from tests.support.gradient_pieces import put_together
+from tests.support.observe import Choices, Fault, Key
 from tests.support.pool import WorkerPool
 
 STEPS = 5

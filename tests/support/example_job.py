@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 
 from tests.support import dense, memory_events
-from tests.support.observe import Choices, Fault, Key, Observer, Piece, Place
+from tests.support.gradient_pieces import Piece
+from tests.support.observe import Choices, Fault, Key, Observer, Place
 
 EXAMPLES = str(Path(__file__).absolute().parents[2] / "examples")
 

@@ -11,7 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -19,10 +19,10 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.context_parallel.layout import Layout, Zigzag
+from tests.support.gradient_pieces import Piece, pieces_of_gradients
 
 Key = tuple[str, int]
 """``("topk", layer)``, ``("sign", layer)`` or ``("router", layer)``; layers count from 1 as Megatron's."""
@@ -51,23 +51,6 @@ class Place:
     context: int
     context_size: int
     sequence_parallel: bool
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a tensor that is spread over ranks.
-
-    Attributes:
-        name: of the whole tensor.
-        shape: of the whole tensor.
-        place: where the part is in it, for each dimension an index or a slice.
-        data: the part.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    place: tuple[int | slice, ...]
-    data: Tensor
 
 
 @dataclass(frozen=True)
@@ -278,7 +261,7 @@ class Observer:
                         parameter.main_grad.mul_(self._fault.factor)
         self._step += 1
         if self._keeps_gradients and self._step in (1, self._args.train_iters):
-            self.gradients.append(_pieces_of_gradients(self._args, model))
+            self.gradients.append(pieces_of_gradients(self._args, model))
 
 
 class _ForcedRouting:
@@ -352,78 +335,3 @@ def selected_keys(topk_indices: Tensor, keys: int, positions: Tensor) -> Tensor:
 def _recomputing() -> bool:
     """Whether this runs inside a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _pieces_of_gradients(args: argparse.Namespace, model: Sequence[Any]) -> list[Piece]:
-    """This rank's pieces, by the places that Megatron's checkpoints have for the weights' own."""
-    from dsa_job import checkpoint
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
-
-    for chunk in model:
-        _gather_gradient_shards(chunk)
-    found = []
-    with _gradients_as_parameters(model):
-        state = checkpoint._model_state(list(model), checkpoint._metadata(args))
-        apply_factories(state)
-        for part in nested_values(state):
-            if isinstance(part, ShardedTensor) and is_main_replica(part.replica_id):
-                place = part.global_slice()
-                found.append(Piece(part.key, part.global_shape, place, part.data.detach().clone()))
-    return found
-
-
-def put_together(pieces: Iterable[Piece]) -> dict[str, Tensor]:
-    """Tensors put together from the pieces of all ranks.
-
-    Raises:
-        AssertionError: a number of one of them is in no piece, or in several.
-    """
-    found: dict[str, Tensor] = {}
-    times: dict[str, Tensor] = {}
-    for piece in pieces:
-        if piece.name not in found:
-            found[piece.name] = torch.empty(piece.shape, dtype=piece.data.dtype)
-            times[piece.name] = torch.zeros(piece.shape, dtype=torch.uint8)
-        assert found[piece.name].shape == piece.shape, piece.name
-        found[piece.name][piece.place] = piece.data
-        times[piece.name][piece.place] += 1
-    for name, each in times.items():
-        assert bool((each == 1).all()), f"{name} is not put together of pieces that are there once"
-    return found
-
-
-def _gather_gradient_shards(chunk: Any) -> None:
-    """With the distributed optimizer each rank has the reduced gradients of one shard: exchange them."""
-    if not chunk.ddp_config.use_distributed_optimizer:
-        return
-    for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-        ranks = group.intra_distributed_optimizer_instance_group
-        for bucket in group.buckets:
-            shard = bucket.grad_data.view(ranks.size(), -1)[ranks.rank()].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, shard, group=ranks)
-
-
-@contextlib.contextmanager
-def _gradients_as_parameters(model: Sequence[Any]) -> Iterator[None]:
-    parameters = [parameter for chunk in model for parameter in chunk.parameters()]
-    tensors = [local_part(parameter) for parameter in parameters]
-    weights = [tensor.data for tensor in tensors]
-    try:
-        for parameter, tensor in zip(parameters, tensors, strict=True):
-            tensor.data = gradient_of(parameter).to(tensor.dtype)
-        yield
-    finally:
-        for tensor, weight in zip(tensors, weights, strict=True):
-            tensor.data = weight
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """The piece of a sharded tensor that this rank has; a whole one itself."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
-def gradient_of(parameter: Tensor) -> Tensor:
-    """What the optimizer is going to use, or this rank's piece of it."""
-    gradient = getattr(parameter, "main_grad", parameter.grad)
-    return torch.zeros_like(local_part(parameter)) if gradient is None else local_part(gradient)
