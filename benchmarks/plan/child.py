@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.memory.measure import live_bytes
 from benchmarks.plan import counted
 from benchmarks.plan.layouts import flags_of
 
@@ -83,7 +82,7 @@ def _train(args: Any) -> dict[str, Any]:
     from megatron.core.transformer.moe.router import TopKRouter
 
     found: dict[str, Any] = {}
-    before = live_bytes()
+    before = counted.level()
     original = step.Stepper.train_step
 
     def train_step(self: Any, number: int, data: Any) -> Any:

@@ -15,6 +15,7 @@ from torch.autograd.profiler import record_function
 from torch.distributed.tensor import DTensor
 
 from benchmarks.memory.measure import live_bytes, profiled_levels, storage_bytes
+from mindspeed_dsa.parallel import kept
 
 GROUPS = {
     "TENSOR_MODEL_PARALLEL_GROUP": "TP",
@@ -31,13 +32,18 @@ GROUPS = {
 FORWARD = "benchmarks.plan: forward"
 
 
+def level() -> int:
+    """Bytes of live storages, without those that wait for the next transfer, a job's before this one too."""
+    return live_bytes() - storage_bytes(kept.held())
+
+
 def state(model: list[Any], optimizer: Any, before: int) -> dict[str, float]:
     """Bytes of weights, gradients and optimizer between steps.
 
     Args:
         model: chunks under data parallelism.
         optimizer: of all of them.
-        before: bytes of live storages before the model was built.
+        before: :func:`level` before the model was built.
     """
     from megatron.core import parallel_state
 
@@ -48,7 +54,7 @@ def state(model: list[Any], optimizer: Any, before: int) -> dict[str, float]:
     sums = [each for each in in_buffers if each is not None]
     gradients = storage_bytes([*sums, *_sharded_gradients(optimizer)])
     scratch = storage_bytes(parallel_state.get_global_memory_buffer().buffer.values())
-    rest = live_bytes() - before - weights - gradients - scratch
+    rest = level() - before - weights - gradients - scratch
     return {"weights": weights, "gradients": gradients, "optimizer": rest}
 
 

@@ -45,6 +45,11 @@ def give_back(*buffers: Tensor) -> None:
     del _kept[_MOST:]
 
 
+def held() -> tuple[Tensor, ...]:
+    """What :func:`take` could hand out."""
+    return tuple(_kept)
+
+
 def on_huge_pages(tensor: Tensor) -> Tensor:
     """The same tensor, whose memory, if it is new, the system may give in large pages."""
     storage = tensor.untyped_storage()
