@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops.cpu_products import compute_dtype, linear, one_by_one, operand_dtype, product
+from mindspeed_dsa.ops.cpu_products import compute_dtype
 from mindspeed_dsa.ops.cpu_threads import share_out, worker_count
 from mindspeed_dsa.ops.indices import names_key
 
@@ -34,7 +34,7 @@ class Scratch:
     """Buffers that live as long as one call and are reused from block to block."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         self._buffers: dict[str, Tensor] = {}
 
     def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -42,7 +42,7 @@ class Scratch:
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[name] = torch.empty(size, dtype=dtype or self._dtype)
+            buffer = self._buffers[name] = torch.empty(size, dtype=dtype or self.dtype)
         return buffer[:size].view(shape)
 
     def rounded(self, name: str, numbers: Tensor, dtype: torch.dtype) -> Tensor:
@@ -104,6 +104,7 @@ def over_blocks(
     key: Tensor,
     topk_indices: Tensor,
     scratch_per_entry: int,
+    operand: torch.dtype,
     work: Callable[[Iterator[Block], Scratch], Result],
 ) -> list[Result]:
     """Cut the rows of ``topk_indices`` into blocks and hand them to ``work``.
@@ -116,6 +117,7 @@ def over_blocks(
         topk_indices: ``[batch, query_length, topk]`` int32 or int64, any strides. Entries outside of the keys
             are none.
         scratch_per_entry: numbers that ``work`` holds per selected entry of a block.
+        operand: dtype of the gathered keys.
         work: takes its blocks in order. A block's width is the least that holds every valid entry of the
             block, rounded up, so that rows with few visible keys cost little.
 
@@ -123,7 +125,6 @@ def over_blocks(
         What ``work`` returned in each thread, in a fixed order.
     """
     batch, query_length, topk = topk_indices.shape
-    operand = operand_dtype(key.dtype)
     # The latent keys are small; in the dtype of the products they are gathered as is.
     keys = [one.detach().to(operand).contiguous() for one in key]
     tile_rows, rows = _tile_and_block_rows(topk * key.shape[2] * operand.itemsize, topk * scratch_per_entry)
@@ -161,30 +162,6 @@ def _tile_and_block_rows(key_bytes: int, scratch_numbers: int) -> tuple[int, int
     tile = threads * max(_TILE_BYTES // max(key_bytes, 1), 1)
     tiles = _BLOCK_BYTES * threads // max(4 * scratch_numbers * tile, 1)
     return tile, tile * min(max(tiles, 1), _TILES_PER_BLOCK)
-
-
-def add_to_keys(total: Tensor, indices: Tensor, a: Tensor, b: Tensor, scratch: Scratch) -> None:
-    """Add ``a[i].mT @ b[i]``, one row per selected key, to the keys' rows of ``total``, in a fixed order.
-
-    Args:
-        total: ``[key_length, dim]``.
-        indices: ``[n, width]`` int64, which rows.
-        a: ``[n, m, width]``; zero in the columns of invalid entries.
-        b: ``[n, m, dim]``.
-        scratch: where the products may lie.
-    """
-    if one_by_one(2 * a.shape[1] * a.shape[2] * b.shape[2], a.dtype):
-        for i in range(len(a)):
-            total.index_add_(0, indices[i], linear(a[i].t(), b[i].t()))
-    elif a.dtype == torch.bfloat16:
-        products = scratch("products", a.shape[2], b.shape[2])
-        for i in range(len(a)):
-            product(a[i].t(), b[i], products)
-            total.index_add_(0, indices[i], products)
-    else:
-        products = scratch("products", a.shape[0], a.shape[2], b.shape[2])
-        product(a.transpose(1, 2), b, products)
-        total.index_add_(0, indices.flatten(), products.flatten(0, 1))
 
 
 def sum_in_order(totals: Sequence[Tensor]) -> Tensor:

@@ -157,9 +157,10 @@ def cut_rows(topk_indices: Tensor, key_length: int, together: int, rows: int) ->
         for first in range(0, query_length, rows):
             part = slice(first, min(first + rows, query_length))
             low, high = min(lowest[part]), max(highest[part]) + 1
-            low = min(low // _WIDTH_STEP * _WIDTH_STEP, key_length - 1)
             high = min(max(-(-high // _WIDTH_STEP), 1) * _WIDTH_STEP, key_length)
-            cuts.append(Cut(group, part, min(low, high - 1), high, max(emptiest[part]) == key_length))
+            # Rows without keys have the lowest beyond the highest.
+            low = min(low, high - 1) // _WIDTH_STEP * _WIDTH_STEP
+            cuts.append(Cut(group, part, low, high, max(emptiest[part]) == key_length))
     return positions, cuts
 
 

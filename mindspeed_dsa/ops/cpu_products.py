@@ -12,33 +12,35 @@ from __future__ import annotations
 
 import ctypes
 import math
-import platform
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.ops.cpu_kernel import (
+    block_product,
+    has_kernel,
+    mkl_knows_processor,
+    of_torch,
+    on_x86,
+    pairs_of_rows,
+    processor_has_bf16,
+)
+
 # Below this much work per product, or above this many threads, one batched call is faster than a loop.
 _LOOP_MIN_FLOPS = 4_000_000
 _LOOP_MAX_THREADS = 4
+# From this many rows and columns on, laying out a bf16 operand for a kernel takes less time than it saves.
+_KERNEL_MIN_ROWS = 64
+# With fewer, reading a bf16 operand takes half the time and laying it out as much again.
+_FEWEST_ROWS_IN_BF16 = 16
 # Of CBLAS.
 _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED = 101, 111, 112
 
 
-def mkl_knows_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether there is MKL, and the processor is Intel's: on others it uses half of the vector width."""
-    if not torch.backends.mkl.is_available():
-        return False
-    try:
-        return "GenuineIntel" in cpuinfo.read_text()
-    except OSError:
-        return False
-
-
 def _onednn_linear() -> Any:
-    if platform.machine().lower() not in ("x86_64", "amd64") or not torch.backends.mkldnn.is_available():
+    if not on_x86() or not torch.backends.mkldnn.is_available():
         return None
     namespace = torch.ops.mkldnn
     return namespace._linear_pointwise.default if hasattr(namespace, "_linear_pointwise") else None
@@ -48,18 +50,26 @@ _LINEAR = _onednn_linear()
 _MKL_IS_FAST = mkl_knows_processor()
 
 
-@cache
 def multiplies_bf16() -> bool:
-    """Whether the processor multiplies bf16, and PyTorch has the product that keeps its sums in fp32.
+    """Whether the processor multiplies bf16, and PyTorch has fast products that keep their sums in fp32.
 
-    That is so on Intel's processors with AMX (the fourth generation of Xeon and later) or AVX512-BF16.
+    The processor does with AMX (Intel's Xeon since the fourth generation) or AVX512-BF16 (these, and AMD's
+    since Zen 4).
     """
-    return _processor_has_bf16() and mkl_knows_processor() and _gemm() is not None
+    if not processor_has_bf16() or _gemm() is None:
+        return False
+    return mkl_knows_processor() or has_kernel(torch.bfloat16)
 
 
-def operand_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what products take their operands: bf16 stays where :func:`multiplies_bf16`, else fp32 or fp64."""
-    if dtype == torch.bfloat16 and multiplies_bf16():
+def operand_dtype(dtype: torch.dtype, rows: float = math.inf) -> torch.dtype:
+    """In what products take their operands: bf16 stays where :func:`multiplies_bf16`, else fp32 or fp64.
+
+    Args:
+        dtype: of the numbers.
+        rows: of the first operand. For few, bf16 stays only where MKL multiplies it at its full rate.
+    """
+    enough = rows >= _FEWEST_ROWS_IN_BF16 or mkl_knows_processor()
+    if dtype == torch.bfloat16 and enough and multiplies_bf16():
         return dtype
     return compute_dtype(dtype)
 
@@ -80,7 +90,7 @@ def product(a: Tensor, b: Tensor, out: Tensor, scale: float = 1.0, add: bool = F
         add: whether to add.
     """
     if a.dtype == torch.bfloat16:
-        _bf16_product(a, b, out, scale, float(add))
+        _bf16_product(a, b, out, scale, add)
     elif one_by_one(2 * a.shape[-2] * a.shape[-1] * b.shape[-1], a.dtype):
         pairs = zip(a, b, out, strict=True) if a.dim() == 3 else ((a, b, out),)
         for one, other, result in pairs:
@@ -95,7 +105,7 @@ def linear(x: Tensor, weight: Tensor, relu: bool = False) -> Tensor:
     """``x @ weight.T``, optionally clamped at zero: ``[m, k]``, ``[n, k]`` -> ``[m, n]``, as a product."""
     if x.dtype == torch.bfloat16:
         out = x.new_empty(len(x), len(weight), dtype=torch.float32)
-        _bf16_product(x, weight.t(), out, 1.0, 0.0)
+        _bf16_product(x, weight.t(), out, 1.0, False)
         return out.relu_() if relu else out
     # For a weight with gaps between its rows oneDNN has only its unoptimised reference kernel.
     dense = weight.is_contiguous() or weight.t().is_contiguous()
@@ -104,16 +114,6 @@ def linear(x: Tensor, weight: Tensor, relu: bool = False) -> Tensor:
         out = _LINEAR(x, weight, None, "relu" if fused else "none", [], "")
         return out.relu_() if relu and not fused else out
     out = torch.mm(x, weight.t())
-    return out.relu_() if relu else out
-
-
-def linear_each(x: Tensor, weight: Tensor, relu: bool = False) -> Tensor:
-    """:func:`linear` of several pairs: ``[g, m, k]``, ``[g, n, k]`` -> ``[g, m, n]``."""
-    if len(x) == 1:
-        return linear(x[0], weight[0], relu)[None]
-    if x.dtype == torch.bfloat16 or _onednn_takes(x.dtype):
-        return torch.stack([linear(one, other, relu) for one, other in zip(x, weight, strict=True)])
-    out = torch.bmm(x, weight.mT)
     return out.relu_() if relu else out
 
 
@@ -146,13 +146,24 @@ def _onednn_takes(dtype: torch.dtype) -> bool:
     return bool(torch.backends.mkldnn.enabled)
 
 
-def _bf16_product(a: Tensor, b: Tensor, out: Tensor, scale: float, beta: float) -> None:
-    gemm = _gemm()
-    if gemm is None or b.dtype != torch.bfloat16 or out.dtype != torch.float32:
+def _bf16_product(a: Tensor, b: Tensor, out: Tensor, scale: float, add: bool) -> None:
+    if _gemm() is None or b.dtype != torch.bfloat16 or out.dtype != torch.float32:
         raise TypeError(f"no product of {a.dtype} and {b.dtype} into {out.dtype} here: ask operand_dtype")
     (m, k), n = a.shape[-2:], b.shape[-1]
     if n > 1 and out.stride(-1) != 1:
         raise ValueError("a product of bf16 operands writes rows whose numbers are neighbours in memory")
+    alone = torch.get_num_threads() == 1
+    if not alone or min(m, n) < _KERNEL_MIN_ROWS or k % 2 or not has_kernel(a.dtype):
+        _mkl_product(a, b, out, scale, add)
+    elif a.dim() == 2:
+        _kernel_product(a, b, out, scale, add)
+    else:
+        for one, other, result in zip(a, b, out, strict=True):
+            _kernel_product(one, other, result, scale, add)
+
+
+def _mkl_product(a: Tensor, b: Tensor, out: Tensor, scale: float, add: bool) -> None:
+    gemm, (m, k), n = _gemm(), a.shape[-2:], b.shape[-1]
     (a, a_order, a_gap), (b, b_order, b_gap) = _rows(a), _rows(b)
     gap = max(out.stride(-2), n)
     at, count, steps = (a.data_ptr(), b.data_ptr(), out.data_ptr()), 1, (0, 0, 0)
@@ -160,7 +171,26 @@ def _bf16_product(a: Tensor, b: Tensor, out: Tensor, scale: float, beta: float) 
         count, steps = len(a), (2 * a.stride(0), 2 * b.stride(0), out.element_size() * out.stride(0))
     for i in range(count):
         p, q, r = (start + i * step for start, step in zip(at, steps, strict=True))
-        gemm(_ROW_MAJOR, a_order, b_order, m, n, k, scale, p, a_gap, q, b_gap, beta, r, gap)
+        gemm(_ROW_MAJOR, a_order, b_order, m, n, k, scale, p, a_gap, q, b_gap, float(add), r, gap)
+
+
+def _kernel_product(a: Tensor, b: Tensor, out: Tensor, scale: float, add: bool) -> None:
+    # The kernel takes rows: of a transposed first operand it computes the transposed result.
+    turned = a.stride(1) != 1 and a.shape[0] > b.shape[1]
+    if turned:
+        a, b = b.t(), a.t()
+    pairs, apart = (torch.empty(len(b) // 2, b.shape[1], dtype=torch.int32) for _ in range(2))
+    packed = pairs_of_rows(b.contiguous(), pairs, apart)
+    if scale == 1 and not turned:
+        block_product(a.contiguous(), packed, out, add)
+        return
+    found = out.new_empty(len(a), b.shape[1])
+    block_product(a.contiguous(), packed, found)
+    found = found.t() if turned else found
+    if add:
+        out.add_(found, alpha=scale)
+    else:
+        torch.mul(found, scale, out=out)
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int]:
@@ -174,22 +204,13 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int]:
     return x.contiguous(), _AS_IT_IS, columns
 
 
-def _processor_has_bf16() -> bool:
-    """Asked of PyTorch, whose releases differ in what they call it."""
-    asked = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return any(bool(getattr(torch.cpu, name)()) for name in asked if hasattr(torch.cpu, name))
-
-
 @cache
 def _gemm() -> Any:
     """MKL's product in the library that PyTorch has loaded, or None."""
-    if platform.machine().lower() not in ("x86_64", "amd64") or not torch.backends.mkl.is_available():
+    if not on_x86() or not torch.backends.mkl.is_available():
         return None
-    try:
-        function = ctypes.CDLL(
-            str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
-        ).cblas_gemm_bf16bf16f32
-    except (OSError, AttributeError):
+    function = of_torch("cblas_gemm_bf16bf16f32")
+    if function is None:
         return None
     sizes = [ctypes.c_int] * 6
     address, gap, factor = ctypes.c_void_p, ctypes.c_int, ctypes.c_float

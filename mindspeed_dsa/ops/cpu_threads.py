@@ -25,8 +25,15 @@ _MAX_WORKERS = 8
 # Up to so many intermediate numbers, calls are so short that threads of ours mostly wait for that lock.
 _SMALL = 4 << 20
 
+_thread = threading.local()
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 _pools_lock = threading.Lock()
+
+
+def multiplies_alone() -> bool:
+    """Whether a product that one thread computes keeps no other thread from helping, here or in a share."""
+    threads = torch.get_num_threads()
+    return threads == 1 if getattr(_thread, "is_ours", False) else threads <= _MAX_WORKERS
 
 
 def worker_count(numbers: float = math.inf) -> int:
@@ -92,6 +99,7 @@ def _enter(threads: int, everyone: threading.Barrier) -> None:
     # The first look at the number makes it the common one; only then a number of its own stays.
     torch.get_num_threads()
     torch.set_num_threads(threads)
+    _thread.is_ours = True
     everyone.wait()
 
 

@@ -1,14 +1,14 @@
-"""bf16 operands with sums in fp32: where a processor has them, and on any other, slowly, in these tests."""
+"""bf16 operands with sums in fp32: by MKL on any processor, if slowly, and by kernels where it has them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mindspeed_dsa.ops import cpu_products
+from mindspeed_dsa.ops import cpu_kernel, cpu_products
 from mindspeed_dsa.ops.lightning_indexer import cpu_dense as index_dense
 from mindspeed_dsa.ops.sparse_flash_attention import cpu_dense
-from tests.ops import oracle, test_indexer_kl_loss, test_memory
+from tests.ops import cases, oracle, test_indexer_kl_loss, test_memory
 from tests.ops import test_lightning_indexer as indexer
 from tests.ops import test_sparse_attention_by_head as by_head
 from tests.ops import test_sparse_flash_attention as attention
@@ -19,19 +19,37 @@ pytestmark = pytest.mark.skipif(
 BF16 = torch.bfloat16
 
 
-@pytest.fixture
-def products(monkeypatch):
+@pytest.fixture(params=["mkl", "kernels"])
+def products(request, monkeypatch):
     """The shapes of all products of bf16 operands, as on a processor that multiplies them."""
-    calls = []
-    original = cpu_products._bf16_product
-
-    def counted(a, b, out, *others):
-        calls.append((tuple(a.shape), tuple(b.shape)))
-        return original(a, b, out, *others)
-
+    calls, threads = [], torch.get_num_threads()
     monkeypatch.setattr(cpu_products, "multiplies_bf16", lambda: True)
-    monkeypatch.setattr(cpu_products, "_bf16_product", counted)
-    return calls
+    monkeypatch.setattr(cpu_products, "_FEWEST_ROWS_IN_BF16", 1)
+    if request.param == "mkl":
+        cases.use_libraries(monkeypatch)
+        original = cpu_products._mkl_product
+
+        def counted(a, b, out, *others):
+            calls.append((tuple(a.shape), tuple(b.shape)))
+            return original(a, b, out, *others)
+
+        monkeypatch.setattr(cpu_products, "_mkl_product", counted)
+    else:
+        # A kernel is for products that one thread computes.
+        torch.set_num_threads(1)
+        cases.use_kernels(monkeypatch, BF16)
+        kernel = cpu_kernel._kernel
+
+        def counted_kernel(dtype):
+            def call(m, n, k, *others):
+                calls.append(((m, k), (k, n)))
+                kernel(dtype)(m, n, k, *others)
+
+            return call if dtype == BF16 else kernel(dtype)
+
+        monkeypatch.setattr(cpu_kernel, "_kernel", counted_kernel)
+    yield calls
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=["gathered", "dense"])
@@ -55,15 +73,18 @@ def test_indexer_equals_the_oracle(products, form, use_relu):
     assert products
 
 
-def test_masked_index_gradients_reach_further(products):
+def test_masked_index_gradients_reach_further_with_mkl(monkeypatch):
+    monkeypatch.setattr(cpu_products, "multiplies_bf16", lambda: True)
     shapes = (1, 1, 16, 8), (1, 160, 8), (1, 1, 16)
     query, key, weights = (torch.randn(shape).to(BF16) for shape in shapes)
     entries = torch.arange(16).expand(1, 1, 16)
-    found = {}
-    for dtype in (torch.float32, BF16):
-        operands = (x.to(dtype) for x in (query, key, weights))
-        found[dtype] = index_dense.takes(torch.ones(1, 1, 16), *operands, entries)
-    assert found == {torch.float32: False, BF16: True}
+    for of_intel in (True, False):
+        monkeypatch.setattr(index_dense, "mkl_knows_processor", lambda answer=of_intel: answer)
+        found = {}
+        for dtype in (torch.float32, BF16):
+            operands = (x.to(dtype) for x in (query, key, weights))
+            found[dtype] = index_dense.takes(torch.ones(1, 1, 16), *operands, entries)
+        assert found == {torch.float32: False, BF16: of_intel}
 
 
 def test_selection_is_that_of_exact_scores(products):
@@ -91,7 +112,8 @@ def test_attention_by_head_equals_the_oracle(products):
 @pytest.mark.parametrize("run", ["indexer", "attention", "heads", "loss"])
 def test_stale_scratch_is_never_read(products, form, run, monkeypatch):
     monkeypatch.setattr(test_memory, "DTYPE", BF16)
-    test_memory.test_stale_scratch_is_never_read(run, 3, monkeypatch)
+    threads = 1 if torch.get_num_threads() == 1 else 3
+    test_memory.test_stale_scratch_is_never_read(run, threads, monkeypatch)
     assert products
 
 
@@ -133,28 +155,25 @@ def test_sums_keep_more_than_bf16_does(products):
 
 
 def test_what_is_asked_of_the_processor(monkeypatch):
-    cpu_products.multiplies_bf16.cache_clear()
     asked = {"_is_amx_tile_supported": False, "_is_avx512_bf16_supported": False}
     for name in asked:
         monkeypatch.setattr(torch.cpu, name, lambda name=name: asked[name], raising=False)
-    try:
-        for vendor in (True, False):
-            monkeypatch.setattr(cpu_products, "mkl_knows_processor", lambda vendor=vendor: vendor)
-            for has in [None, *asked]:
-                asked.update({name: name == has for name in asked})
-                cpu_products.multiplies_bf16.cache_clear()
-                wanted = vendor and has is not None
-                assert cpu_products.multiplies_bf16() == wanted
-                assert cpu_products.operand_dtype(BF16) == (BF16 if wanted else torch.float32)
-                assert cpu_products.operand_dtype(torch.float32) == torch.float32
-        # A release of PyTorch that cannot be asked is one without.
-        for name in asked:
-            monkeypatch.delattr(torch.cpu, name)
-        monkeypatch.setattr(cpu_products, "mkl_knows_processor", lambda: True)
-        cpu_products.multiplies_bf16.cache_clear()
-        assert not cpu_products.multiplies_bf16()
-    finally:
-        cpu_products.multiplies_bf16.cache_clear()
+    for vendor, kernels in ((True, False), (False, True), (False, False)):
+        monkeypatch.setattr(cpu_products, "mkl_knows_processor", lambda vendor=vendor: vendor)
+        monkeypatch.setattr(cpu_products, "has_kernel", lambda _, kernels=kernels: kernels)
+        for has in [None, *asked]:
+            asked.update({name: name == has for name in asked})
+            wanted = has is not None and (vendor or kernels)
+            assert cpu_products.multiplies_bf16() == wanted
+            assert cpu_products.operand_dtype(BF16) == (BF16 if wanted else torch.float32)
+            of_few_rows = BF16 if wanted and vendor else torch.float32
+            assert cpu_products.operand_dtype(BF16, 15) == of_few_rows
+            assert cpu_products.operand_dtype(torch.float32) == torch.float32
+    # A release of PyTorch that cannot be asked is one without.
+    for name in asked:
+        monkeypatch.delattr(torch.cpu, name)
+    monkeypatch.setattr(cpu_products, "mkl_knows_processor", lambda: True)
+    assert not cpu_products.multiplies_bf16()
 
 
 def test_operands_of_two_dtypes_are_refused(products):

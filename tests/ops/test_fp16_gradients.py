@@ -12,9 +12,9 @@ from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from tests.ops import oracle
 from tests.ops.cases import indexer_inputs, random_indices
 from tests.ops.test_indexer_kl_loss import main_inputs
+from tests.ops.triton_backend import DEVICE
 
 UPSTREAM = (1.0, 1e-4, 1e-6, 1e-7)
-pytest.importorskip("triton", reason="triton is not installed; it comes with the extra 'test' on Linux")
 
 
 def leaves_of(inputs, *, factor):
@@ -33,11 +33,7 @@ def check(narrow, wide):
 
 
 def device_of(backend):
-    if backend == "cpu":
-        return "cpu"
-    from tests.ops.triton_backend import DEVICE
-
-    return DEVICE
+    return "cpu" if backend == "cpu" else DEVICE
 
 
 @pytest.mark.parametrize("backend", ["cpu", "triton"])

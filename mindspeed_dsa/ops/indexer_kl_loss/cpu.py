@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.cpu_blocks import Block, Scratch, over_blocks
+from mindspeed_dsa.ops.cpu_gathered import scores_with
 from mindspeed_dsa.ops.cpu_products import compute_dtype, linear, operand_dtype, product
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient as divergence_and_gradient
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_of_rows
@@ -34,7 +35,8 @@ def attention_sum(
     query: Tensor, key: Tensor, topk_indices: Tensor, lse: Tensor | None, softmax_scale: float
 ) -> Tensor:
     """Main attention over the selected keys, summed over heads: ``[batch, query_length, topk]``."""
-    heads, dtype, operand = query.shape[2], compute_dtype(query.dtype), operand_dtype(query.dtype)
+    heads, dtype = query.shape[2], compute_dtype(query.dtype)
+    operand = operand_dtype(query.dtype, heads)
     summed = torch.zeros(topk_indices.shape, dtype=dtype)
 
     def work(blocks: Iterator[Block], scratch: Scratch) -> None:
@@ -43,7 +45,7 @@ def attention_sum(
             q = scratch("query", *query[at].shape, dtype=operand).copy_(query[at])
             scores = scratch("scores", rows, heads, width)
             for keys, _, _, (q_, scores_) in block.tiles(q, scores):
-                product(q_, keys.mT, scores_, softmax_scale)
+                scores_with(keys, q_, scores_, scratch, softmax_scale)
             if lse is not None:
                 scores.sub_(lse[at][..., None]).exp_()
             else:
@@ -54,7 +56,7 @@ def attention_sum(
             if block.invalid is not None:
                 probabilities.masked_fill_(block.invalid, 0)
 
-    over_blocks(key, topk_indices, 2 * heads, work)
+    over_blocks(key, topk_indices, 2 * heads, operand, work)
     return summed
 
 

@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
-from mindspeed_dsa.ops.cpu_blocks import Block, Scratch, add_to_keys, over_blocks, sum_in_order
+from mindspeed_dsa.ops.cpu_blocks import Block, Scratch, over_blocks, sum_in_order
 from mindspeed_dsa.ops.cpu_chunks import rows_of_sequences
-from mindspeed_dsa.ops.cpu_products import compute_dtype, linear_each, operand_dtype, product
+from mindspeed_dsa.ops.cpu_gathered import add_to_keys, scores_with, sums_of
+from mindspeed_dsa.ops.cpu_packed import Packed, first_operand, multiply, pack
+from mindspeed_dsa.ops.cpu_products import compute_dtype, operand_dtype
 from mindspeed_dsa.ops.cpu_threads import share_out, worker_count
 from mindspeed_dsa.ops.lightning_indexer import cpu_dense
 
@@ -49,7 +51,9 @@ def select(
     topk_indices = torch.empty(batch, query_length, topk, dtype=torch.int32)
     dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype)
     topk_scores = torch.empty(batch, query_length, topk, dtype=dtype)
-    keys = key.detach().to(operand).contiguous()
+    keep = Scratch(dtype)
+    # [dim, key_length] of each sequence
+    keys = [pack(one.t(), operand, keep, f"keys {b}") for b, one in enumerate(key.detach())]
     products_per_row = query.shape[2] * key.shape[1]
     most = min(max(_PRODUCT_ELEMENTS // max(products_per_row, 1), _FEWEST_ROWS), _MOST_TOGETHER)
     together, rows = rows_of_sequences(batch, most, _MOST_ROWS)
@@ -62,6 +66,7 @@ def select(
         slabs += [_Slab(keys[group], *part) for part in parts]
 
     def work(share: Sequence[_Slab]) -> None:
+        scratch = Scratch(dtype)
         for slab in share:
             low, high, fewest = slab.bounds
             high = min(key.shape[1], low + -(-(high - low) // _SLAB_STEP) * _SLAB_STEP)
@@ -72,9 +77,7 @@ def select(
             if kept == 0:
                 continue
             # -0.0 equals 0.0 as a score but not as bits.
-            scores = _scores(
-                slab.query.to(operand), slab.keys[:, low:high], slab.weights.to(dtype), use_relu
-            ).add_(0.0)
+            scores = _scores(slab, slice(low, high), operand, use_relu, scratch).add_(0.0)
             position = torch.arange(low, high, dtype=torch.int32)
             chosen = _choose(scores, slab.starts, slab.ends, position, kept)
             hidden = None
@@ -106,8 +109,8 @@ class _Bounds(NamedTuple):
 class _Slab(NamedTuple):
     """The same rows of some sequences: inputs, and where the results go."""
 
-    keys: Tensor
-    """``[g, key_length, dim]``, all of the sequences'."""
+    keys: Sequence[Packed]
+    """``[dim, key_length]`` of each, all of the sequence's."""
     query: Tensor
     """``[g, rows, heads, dim]``."""
     weights: Tensor
@@ -128,17 +131,24 @@ def _bounds(starts: Tensor, ends: Tensor, rows: int) -> list[_Bounds]:
     return [_Bounds(*slab) for slab in torch.stack([low.minimum(high), high, fewest], dim=-1).tolist()]
 
 
-def _scores(query: Tensor, key: Tensor, weights: Tensor, use_relu: bool) -> Tensor:
-    """``[g, rows, heads, dim]``, ``[g, keys, dim]``, ``[g, rows, heads]`` -> ``[g, rows, keys]``."""
-    some, rows, heads, dim = query.shape
-    width = max(_WIDTH_STEP, _PRODUCT_ELEMENTS // (some * rows * heads) // _WIDTH_STEP * _WIDTH_STEP)
-    flat, weights = query.reshape(some, rows * heads, dim), weights.reshape(some * rows, 1, heads)
-    parts = []
-    for part in key.split(width, dim=1):
-        # [g * rows, heads, width], in cache
-        products = linear_each(flat, part, relu=use_relu).view(some * rows, heads, -1)
-        parts.append(torch.bmm(weights, products).view(some, rows, -1))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+def _scores(slab: _Slab, seen: slice, operand: torch.dtype, use_relu: bool, scratch: Scratch) -> Tensor:
+    """Of a slab's rows with a range of keys: ``[g, rows, keys]``."""
+    some, rows, heads, dim = slab.query.shape
+    weights = slab.weights.to(scratch.dtype)[:, :, None]
+    scores = weights.new_empty(some, rows, seen.stop - seen.start)
+    width = max(_WIDTH_STEP, _PRODUCT_ELEMENTS // (rows * heads) // _WIDTH_STEP * _WIDTH_STEP)
+    for query, keys, weight, out in zip(slab.query, slab.keys, weights, scores, strict=True):
+        flat = first_operand(query.reshape(rows * heads, dim), operand, scratch, "query")
+        for first in range(seen.start, seen.stop, width):
+            part = slice(first, min(first + width, seen.stop))
+            # [rows, heads, width], in cache
+            products = scratch("products", rows * heads, part.stop - first)
+            multiply(flat, keys.columns(part), products)
+            if use_relu:
+                products.relu_()
+            summed = torch.bmm(weight, products.view(rows, heads, -1))
+            out[:, first - seen.start : part.stop - seen.start] = summed[:, 0]
+    return scores
 
 
 def _choose(scores: Tensor, starts: Tensor, ends: Tensor, position: Tensor, topk: int) -> Tensor:
@@ -174,7 +184,8 @@ def _choose(scores: Tensor, starts: Tensor, ends: Tensor, position: Tensor, topk
 
 def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool) -> Tensor:
     """Scores at given entries: ``[batch, query_length, topk]``."""
-    heads, dtype, operand = query.shape[2], compute_dtype(query.dtype), operand_dtype(query.dtype)
+    heads, dtype = query.shape[2], compute_dtype(query.dtype)
+    operand = operand_dtype(query.dtype, heads)
     out = torch.full(topk_indices.shape, -torch.inf, dtype=dtype)
 
     def work(blocks: Iterator[Block], scratch: Scratch) -> None:
@@ -182,7 +193,7 @@ def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor,
             at, (rows, width) = (block.batch, block.rows), block.indices.shape
             products, q = scratch("products", rows, heads, width), query[at].to(operand)
             for keys, _, _, (q_, products_) in block.tiles(q, products):
-                product(q_, keys.mT, products_)
+                scores_with(keys, q_, products_, scratch)
             if use_relu:
                 products.relu_()
             scores = torch.bmm(weights[at].to(dtype)[:, None], products)[:, 0]
@@ -190,7 +201,7 @@ def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor,
                 scores.masked_fill_(block.invalid, -torch.inf)
             out[at][:, :width] = scores
 
-    over_blocks(key, topk_indices, heads, work)
+    over_blocks(key, topk_indices, heads, operand, work)
     return out
 
 
@@ -200,7 +211,8 @@ def score_gradients(
     """Gradients of the scores at ``topk_indices`` with respect to query, key and weights."""
     if cpu_dense.takes(grad_scores, query, key, weights, topk_indices):
         return cpu_dense.score_gradients(grad_scores, query, key, weights, topk_indices, use_relu)
-    heads, dtype, operand = query.shape[2], compute_dtype(query.dtype), operand_dtype(query.dtype)
+    heads, dtype = query.shape[2], compute_dtype(query.dtype)
+    operand = operand_dtype(query.dtype, heads)
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     grad_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)
 
@@ -223,18 +235,18 @@ def score_gradients(
                 if use_relu:
                     # The derivative of relu at zero is zero.
                     products = scratch("key products", *slopes.shape)
-                    product(q_, keys.mT, products)
+                    scores_with(keys, q_, products, scratch)
                     torch.ops.aten.threshold_backward.grad_input(
                         grad_.expand_as(products), products, 0, grad_input=slopes
                     )
                 else:
                     slopes.copy_(grad_.expand_as(slopes))
                 rounded = scratch.rounded("slopes", slopes, operand)
-                product(rounded, keys, pulled_)
+                sums_of(keys, rounded, pulled_, scratch)
                 add_to_keys(grad_key[block.batch], indices, rounded, weighted_, scratch)
             grad_weights[at] = (q * pulled).sum(dim=-1)
             grad_query[at] = pulled.mul_(w)
         return grad_key
 
-    grad_key = sum_in_order(over_blocks(key, topk_indices, heads, work))
+    grad_key = sum_in_order(over_blocks(key, topk_indices, heads, operand, work))
     return grad_query, grad_key, grad_weights

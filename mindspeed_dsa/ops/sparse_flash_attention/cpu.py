@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
-from mindspeed_dsa.ops.cpu_blocks import Block, Scratch, add_to_keys, over_blocks, sum_in_order
-from mindspeed_dsa.ops.cpu_products import compute_dtype, operand_dtype, product
+from mindspeed_dsa.ops.cpu_blocks import Block, Scratch, over_blocks, sum_in_order
+from mindspeed_dsa.ops.cpu_gathered import add_to_keys, scores_with, sums_of
+from mindspeed_dsa.ops.cpu_products import compute_dtype, operand_dtype
 from mindspeed_dsa.ops.sparse_flash_attention import cpu_dense
 
 KIND: Literal["gradients"] = "gradients"
@@ -43,7 +44,7 @@ def forward(
             query, key_value, topk_indices, softmax_scale, value_dim, return_attention_sum
         )
     batch, query_length, heads, dim = query.shape
-    dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype)
+    dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype, heads)
     out = torch.empty(batch, query_length, heads, value_dim, dtype=query.dtype)
     lse = torch.empty(batch, query_length, heads, dtype=dtype)
     attention_sum = torch.zeros(topk_indices.shape, dtype=dtype) if return_attention_sum else None
@@ -57,12 +58,12 @@ def forward(
             )
             full = scratch("out", rows, heads, dim)
             for keys, _, invalid, (q_, s_, p_, o_) in block.tiles(q, scores, probabilities, full):
-                product(q_, keys.mT, s_, softmax_scale)
+                scores_with(keys, q_, s_, scratch, softmax_scale)
                 if invalid is not None:
                     s_.masked_fill_(invalid[:, None], -torch.inf)
                 torch.softmax(s_, dim=-1, out=p_)
                 # The value is a slice of the key; the product with the dense key is faster.
-                product(scratch.rounded("probabilities", p_, operand), keys, o_)
+                sums_of(keys, scratch.rounded("probabilities", p_, operand), o_, scratch)
             out[at] = full[..., :value_dim]
             # The most probable key has exp(0) / sum: log(sum) needs no second exponential.
             lse[at] = scores.amax(dim=-1) - probabilities.amax(dim=-1).log_()
@@ -76,7 +77,7 @@ def forward(
                 if attention_sum is not None:
                     attention_sum[at].masked_fill_(empty[:, None], 0)
 
-    over_blocks(key_value, topk_indices, 2 * heads, work)
+    over_blocks(key_value, topk_indices, 2 * heads, operand, work)
     return out, lse, attention_sum
 
 
@@ -100,7 +101,7 @@ def backward(
         )
     heads, dim = query.shape[2:]
     value_dim = out.shape[3]
-    dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype)
+    dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype, heads)
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     attention_sum = torch.zeros(topk_indices.shape, dtype=dtype) if return_attention_sum else None
 
@@ -122,7 +123,7 @@ def backward(
             for keys, indices, invalid, (stacked_, both_, p_, minus_lse, delta_, grad_q_) in block.tiles(
                 stacked, both, probabilities, lse[at][..., None].neg(), delta, grad_q
             ):
-                product(stacked_, keys.mT, both_)
+                scores_with(keys, stacked_, both_, scratch)
                 scores, grad_p = both_.split(heads, dim=1)
                 torch.add(minus_lse, scores, alpha=softmax_scale, out=p_).exp_()
                 if invalid is not None:
@@ -131,12 +132,12 @@ def backward(
                 torch.mul(grad_p.sub_(delta_), p_, out=scores).mul_(softmax_scale)
                 grad_p.copy_(p_)
                 slopes = scratch.rounded("both", both_, operand)
-                product(slopes[:, :heads], keys, grad_q_)
+                sums_of(keys, slopes[:, :heads], grad_q_, scratch)
                 add_to_keys(total, indices, slopes, stacked_, scratch)
             grad_query[at] = grad_q
             if attention_sum is not None:
                 torch.sum(probabilities, dim=1, out=attention_sum[at][:, :width])
         return grad_key_value
 
-    grad_key_value = sum_in_order(over_blocks(key_value, topk_indices, 3 * heads, work))
+    grad_key_value = sum_in_order(over_blocks(key_value, topk_indices, 3 * heads, operand, work))
     return grad_query, grad_key_value, attention_sum

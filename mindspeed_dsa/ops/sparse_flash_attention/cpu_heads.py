@@ -17,11 +17,13 @@ from torch import Tensor
 
 from mindspeed_dsa.ops.cpu_blocks import Scratch
 from mindspeed_dsa.ops.cpu_chunks import Cut, cut_rows, products_are_finite
-from mindspeed_dsa.ops.cpu_products import compute_dtype, operand_dtype, product
+from mindspeed_dsa.ops.cpu_packed import first_operand, multiply, pack
+from mindspeed_dsa.ops.cpu_products import compute_dtype, operand_dtype
 from mindspeed_dsa.ops.cpu_threads import share_out, worker_count
 
 # Bytes of the scores of a chunk, of which there are two or three tensors. With fewer rows they would be in a
-# cache of the second level, but products take a fifth longer, because each packs its keys.
+# cache of the second level, but the gradients of keys are read and written once for every chunk, and
+# libraries lay out the keys anew for every product.
 _CHUNK_BYTES = 4 << 20
 _FEWEST_ROWS, _MOST_ROWS = 32, 256
 # Heads of one pass over the rows in backward, which share its masks. Their keys should stay in cache.
@@ -53,12 +55,19 @@ def forward(
         softmax_scale: factor of the scores.
         return_attention_sum: whether to return the sum, ``[batch, query_length, topk]``.
     """
-    _, _, heads, dim = query.shape
+    batch, _, heads, _ = query.shape
     value_dim, dtype, operand = value.shape[3], compute_dtype(query.dtype), operand_dtype(query.dtype)
     out = query.new_empty(*query.shape[:3], value_dim)
     attention_sum = torch.empty(topk_indices.shape, dtype=dtype) if return_attention_sum else None
-    # [batch, heads, key_length, dim]
-    keys, values = (x.detach().to(operand).transpose(1, 2).contiguous() for x in (key, value))
+    keep = Scratch(dtype)
+    # [dim, key_length] and [key_length, value_dim] of every head
+    keys, values = (
+        [
+            [pack(side(x[b, :, h].contiguous()), operand, keep, f"{name} {b} {h}") for h in range(heads)]
+            for b in range(batch)
+        ]
+        for name, x, side in (("keys", key.detach(), Tensor.t), ("values", value.detach(), _as_it_is))
+    )
     chunks, workers = _cut(topk_indices, key.shape[1], heads, dtype)
 
     def work(share: Sequence[_Chunk]) -> None:
@@ -71,10 +80,12 @@ def forward(
             total = scratch("total", rows, width).zero_() if attention_sum is not None else None
             full = scratch("out", rows, value_dim)
             for h in range(heads):
-                q = scratch("query", rows, dim, dtype=operand).copy_(query[b, part, h])
-                product(q, keys[b, h, chunk.keys].t(), scores, softmax_scale)
-                torch.softmax(scores.add_(mask), dim=-1, out=scores)
-                product(scratch.rounded("probabilities", scores, operand), values[b, h, chunk.keys], full)
+                q = first_operand(query[b, part, h], operand, scratch, "query")
+                multiply(q, keys[b][h].columns(chunk.keys), scores)
+                torch.add(mask, scores, alpha=softmax_scale, out=scores)
+                torch.softmax(scores, dim=-1, out=scores)
+                probabilities = first_operand(scores, operand, scratch, "probabilities")
+                multiply(probabilities, values[b][h].rows(chunk.keys), full)
                 out[b, part, h] = full
                 if total is not None:
                     total.add_(scores)
@@ -94,8 +105,8 @@ def backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, topk_indices: Tensor, softmax_scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
-    batch, _, heads, dim = query.shape
-    value_dim, dtype, operand = value.shape[3], compute_dtype(query.dtype), operand_dtype(query.dtype)
+    batch, _, heads, _ = query.shape
+    dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype)
     grad_query, grad_key, grad_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
@@ -108,49 +119,91 @@ def backward(
     def work(share: Sequence[tuple[int, range]]) -> None:
         scratch = Scratch(dtype)
         for b, group in share:
-            at = (b, slice(None), slice(group.start, group.stop))
-            # [group, key_length, dim]
-            keys, values = (
-                scratch(name, len(group), *x.shape[1::2], dtype=operand).copy_(x[at].transpose(0, 1))
-                for name, x in (("keys", key), ("values", value))
-            )
-            to_keys, to_values = (
-                scratch(name, len(group), *x.shape[1::2]).zero_()
-                for name, x in (("to_keys", key), ("to_values", value))
-            )
+            of_heads = [
+                _Head(key[b, :, h], value[b, :, h], softmax_scale, operand, scratch, h - group.start)
+                for h in group
+            ]
             for chunk in chunks:
                 if chunk.at[0] != b:
                     continue
-                part, mask, seen = chunk.at[1], chunk.mask(scratch), chunk.keys
-                rows, width = mask.shape
-                scores, grad_scores = (scratch(name, rows, width) for name in ("scores", "grad_scores"))
-                q, grad = (
-                    scratch(name, rows, size, dtype=operand)
-                    for name, size in (("query", dim), ("grad", value_dim))
-                )
-                grad_q = scratch("grad_query", rows, dim)
-                for i, h in enumerate(group):
-                    q.copy_(query[b, part, h])
-                    grad.copy_(grad_out[b, part, h])
+                part, mask = chunk.at[1], chunk.mask(scratch)
+                for h, of_head in zip(group, of_heads, strict=True):
+                    grad = grad_out[b, part, h]
                     if chunk.names_none is not None:
-                        grad.masked_fill_(chunk.names_none.all(-1)[:, None], 0)
-                    product(q, keys[i, seen].t(), scores, softmax_scale)
-                    torch.softmax(scores.add_(mask), dim=-1, out=scores)
-                    product(grad, values[i, seen].t(), grad_scores)
-                    probabilities = scratch.rounded("probabilities", scores, operand)
-                    product(probabilities.t(), grad, to_values[i, seen], add=True)
-                    torch.ops.aten._softmax_backward_data.out(
-                        grad_scores, scores, -1, dtype, grad_input=grad_scores
-                    )
-                    slopes = scratch.rounded("slopes", grad_scores, operand)
-                    product(slopes, keys[i, seen], grad_q, softmax_scale)
-                    product(slopes.t(), q, to_keys[i, seen], softmax_scale, add=True)
-                    grad_query[b, part, h] = grad_q
-            grad_key[at] = to_keys.transpose(0, 1)
-            grad_value[at] = to_values.transpose(0, 1)
+                        grad = grad.masked_fill(chunk.names_none.all(-1)[:, None], 0)
+                    grad_query[b, part, h] = of_head.gradients(query[b, part, h], grad, mask, chunk.keys)
+            for h, of_head in zip(group, of_heads, strict=True):
+                grad_key[b, :, h] = of_head.to_keys.mul_(softmax_scale).t()
+                grad_value[b, :, h] = of_head.to_values.t()
 
     share_out(groups, work, workers)
     return grad_query, grad_key, grad_value
+
+
+class _Head:
+    """A head's keys and values, laid out for products, and their gradients, to which chunks of rows add."""
+
+    def __init__(
+        self,
+        key: Tensor,
+        value: Tensor,
+        softmax_scale: float,
+        operand: torch.dtype,
+        scratch: Scratch,
+        number: int,
+    ) -> None:
+        self._scale, self._operand, self._scratch = softmax_scale, operand, scratch
+        key, value = key.contiguous(), value.contiguous()
+        # [dim, key_length], [key_length, dim] and [value_dim, key_length]
+        self._keys, self._keys_by_row, self._values = (
+            pack(x, operand, scratch, f"{name} {number}")
+            for name, x in (("keys", key.t()), ("keys by row", key), ("values", value.t()))
+        )
+        self.to_keys = scratch(f"to_keys {number}", *reversed(key.shape)).zero_()
+        """``[dim, key_length]``, without the scale of the scores."""
+        self.to_values = scratch(f"to_values {number}", *reversed(value.shape)).zero_()
+        """``[value_dim, key_length]``"""
+
+    def gradients(self, query: Tensor, grad_out: Tensor, mask: Tensor, seen: slice) -> Tensor:
+        """Add what these rows give to keys and values, and return the query's gradient, ``[rows, dim]``.
+
+        Args:
+            query: ``[rows, dim]``.
+            grad_out: ``[rows, value_dim]``.
+            mask: ``[rows, keys of the range]``, see :meth:`_Chunk.mask`.
+            seen: the range of keys.
+        """
+        operand, scratch, rows = self._operand, self._scratch, len(mask)
+        scores, grad_scores = (scratch(name, *mask.shape) for name in ("scores", "grad_scores"))
+        multiply(first_operand(query, operand, scratch, "query"), self._keys.columns(seen), scores)
+        torch.add(mask, scores, alpha=self._scale, out=scores)
+        torch.softmax(scores, dim=-1, out=scores)
+        multiply(first_operand(grad_out, operand, scratch, "grad"), self._values.columns(seen), grad_scores)
+        # Transposed, [value_dim, rows] times [rows, keys], so that the second operand is the one to lay out.
+        multiply(
+            first_operand(grad_out.t().contiguous(), operand, scratch, "grad transposed"),
+            pack(scores, operand, scratch, "probabilities"),
+            self.to_values[:, seen],
+            add=True,
+        )
+        # In place: gradients of the scores with their scale, which waits for what is smaller.
+        torch.ops.aten._softmax_backward_data.out(
+            grad_scores, scores, -1, scores.dtype, grad_input=grad_scores
+        )
+        slopes = first_operand(grad_scores, operand, scratch, "slopes")
+        grad_query = scratch("grad_query", rows, query.shape[1])
+        multiply(slopes, self._keys_by_row.rows(seen), grad_query)
+        multiply(
+            first_operand(query.t().contiguous(), operand, scratch, "query transposed"),
+            pack(slopes[:, : mask.shape[1]], operand, scratch, "slopes by column"),
+            self.to_keys[:, seen],
+            add=True,
+        )
+        return grad_query.mul_(self._scale)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 class _Chunk:
