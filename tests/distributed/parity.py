@@ -16,8 +16,8 @@ nothing in the loss or in the norm of all gradients together.
 A near tie in a router's or an indexer's top-k may fall to the other side by rounding alone, and then the
 sides differ by more than rounding. So may a product close to zero below the indexer's ReLU: its score stays
 the same to rounding, but whether a head gets a gradient does not. Such flips are counted and printed. A
-layout that misses a bound and has flips is run again with the choices, and in fused indexers the signs, of
-the one process forced upon it; the bounds stay.
+layout that misses a bound and has flips is run again with the choices and signs of the one process forced
+upon it; the bounds stay.
 """
 
 from __future__ import annotations

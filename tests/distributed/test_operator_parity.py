@@ -27,7 +27,6 @@ LAYOUTS = [
     layout_of(
         "PP2 x VPP2, attention swapped", 2, f"{PP2} {VPP2}", swap_attention=True, swap_attention_min_bytes=0
     ),
-    # Fused indexers can be given the other side's signs where products are close to zero.
     layout_of("EP2, fused DSA, overlapped", 2, EP2, use_fused_dsa=True, moe_alltoall_overlap_comm=True),
     layout_of("TP2+SP, fused DSA, chunks", 2, TP2, use_fused_dsa=True, coc_parallel_num=2),
     layout_of("CP2", 2, CP2, **IN_CP2),

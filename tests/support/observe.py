@@ -69,7 +69,7 @@ class Observer:
         gradients: whether to keep those of the first and the last step, in ``self.gradients``.
         forced: choices for the whole batch, to be made instead of the model's own.
         fault: a gradient to spoil.
-        signs: whether to note the signs of indexers' products; forced ones are made by fused indexers only.
+        signs: whether to note the signs of indexers' products.
     """
 
     def __init__(
@@ -129,23 +129,30 @@ class Observer:
     def _watch_indexer(self, indexer: Any, key: Key) -> None:
         original, compute = indexer.forward_with_scores, indexer._compute_index_scores
         projected: list[Tensor] = []
+        # Of the call that is running, if they are forced: the chosen keys, and their signs.
+        given: list[Tensor] = []
 
         def compute_scores(query: Tensor, weights: Tensor, index_key: Tensor) -> Any:
             projected[:] = query.detach().transpose(0, 1), index_key.detach().transpose(0, 1)
+            if len(given) == 2:
+                return _scores_with_signs(query, weights, index_key, *given)
             return compute(query, weights, index_key)
 
         def forward_with_scores(*args: Any, **kwargs: Any) -> Any:
+            signs = ("sign", key[1])
+            forced = self._forced or {}
+            given[:] = [torch.from_numpy(self._next_forced(name)) for name in (key, signs) if name in forced]
             scores, indices = original(*args, **kwargs)
-            if self._forced is not None:
+            if given:
                 # [batch, query, key] -> [batch, query, topk]; rows with fewer visible keys than topk are
                 # filled up with future ones, which the caller masks, as it does with the model's own
-                chosen = torch.from_numpy(self._next_forced(key))
-                indices = chosen.float().topk(indices.shape[-1], dim=-1).indices
+                indices = given[0].float().topk(indices.shape[-1], dim=-1).indices
             keys, topk = scores.shape[-1], indices.shape[-1]
             chosen = selected_keys(indices, keys, self._own_rows(keys))
             self._note(key, chosen, keys)
             if self._signs:
-                self._note(("sign", key[1]), products(*projected, in_order(chosen, topk)) > 0, keys)
+                positive = given[1] if len(given) == 2 else products(*projected, in_order(chosen, topk)) > 0
+                self._note(signs, positive, keys)
             return scores, indices
 
         indexer.forward_with_scores = forward_with_scores
@@ -294,6 +301,27 @@ def _chosen_instead(selection: Any, chosen: Tensor, positive: Tensor | None) -> 
         clamped = products(query, key, indices) * positive
         scores = (clamped * weights[:, :, None]).sum(-1).masked_fill(indices < 0, -torch.inf)
     return dataclasses.replace(selection, topk_indices=indices, topk_scores=scores)
+
+
+def _scores_with_signs(
+    query: Tensor, weights: Tensor, index_key: Tensor, chosen: Tensor, positive: Tensor
+) -> Tensor:
+    """Megatron's index scores, ``[batch, query, key]``, where the ReLU passes these signs of chosen keys.
+
+    Args:
+        query: ``[query, batch, head, dim]``.
+        weights: ``[query, batch, head]``.
+        index_key: ``[key, batch, dim]``.
+        chosen: ``[batch, query, key]`` booleans.
+        positive: ``[batch, query, topk, head]`` booleans, of the chosen keys in ascending order.
+    """
+    found = torch.einsum("sbhd,tbd->bsht", query.float(), index_key.float())
+    # One more column takes the entries that name no key.
+    passed = torch.cat([found > 0, torch.zeros_like(found[..., :1], dtype=torch.bool)], dim=-1)
+    indices = in_order(chosen, positive.shape[2]).long()
+    columns = indices.where(indices >= 0, found.shape[-1])[:, :, None].expand(-1, -1, found.shape[2], -1)
+    passed.scatter_(-1, columns, positive.transpose(-1, -2))
+    return (found * passed[..., :-1] * weights.float().transpose(0, 1)[..., None]).sum(2)
 
 
 def in_order(chosen: Tensor, topk: int) -> Tensor:
