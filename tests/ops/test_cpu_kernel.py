@@ -111,7 +111,7 @@ def test_an_operand_without_columns_or_summands(way, dtype):
         a, b = operands((m, k), (k, n), dtype=dtype)
         out = torch.full((m, n), 7.0)
         multiply(a, pack(b, a.dtype, Scratch(torch.float32), "b"), out)
-        close(out, torch.zeros(m, n)) if out.numel() else None
+        assert not out.count_nonzero()
 
 
 def test_nan_and_infinity_stay_in_their_rows(monkeypatch):
