@@ -140,8 +140,10 @@ class Observer:
 
         def forward_with_scores(*args: Any, **kwargs: Any) -> Any:
             signs = ("sign", key[1])
-            forced = self._forced or {}
-            given[:] = [torch.from_numpy(self._next_forced(name)) for name in (key, signs) if name in forced]
+            given.clear()
+            if self._forced is not None:
+                names = (key, signs) if signs in self._forced else (key,)
+                given[:] = [torch.from_numpy(self._next_forced(name)) for name in names]
             scores, indices = original(*args, **kwargs)
             if given:
                 # [batch, query, key] -> [batch, query, topk]; rows with fewer visible keys than topk are
