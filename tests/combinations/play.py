@@ -1,0 +1,146 @@
+"""Plays a draw: the job without features, with them, and continued from its middle in another layout."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.combinations.draw import LAYOUTS, Draw
+from tests.support import warm
+
+SCRIPT = str(Path(__file__).parents[2] / "examples" / "pretrain_dsa.py")
+TOLERANCE = {"lm_loss": 1e-3, "grad_norm": 2e-2, "indexer_loss": 5e-2}
+"""Largest relative difference in fp32, four times that in bf16: above what one other choice of a key or an
+expert does to so small a model, below what a lost microbatch (an eighth) or a wrong scale does."""
+SECONDS = 280.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a draw ended.
+
+    Attributes:
+        verdict: ``same``, ``refused``, ``different``, ``traceback``, ``hang``, or ``no job`` where the
+            layout and the model do not even fit without features.
+        stage: ``plain``, ``features`` or ``resumed``.
+        detail: the message of a refusal, the last lines of an error, or the largest difference.
+    """
+
+    verdict: str
+    stage: str
+    detail: str
+
+
+class Ended(Exception):
+    """A job that did not train."""
+
+    def __init__(self, verdict: str, detail: str) -> None:
+        super().__init__(detail)
+        self.verdict, self.detail = verdict, detail
+
+
+def play(draw: Draw, folder: Path) -> Outcome:
+    """Run the three jobs of a draw below ``folder``, which is removed if all is well."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stage = "plain"
+    try:
+        train(draw.start(), "1", folder / "start", ["--save", str(folder / "start" / "checkpoints")])
+        start = ["--load", str(folder / "start" / "checkpoints"), "--finetune"]
+        argv = draw.argv(draw.layout, features=False)
+        plain = train(argv, draw.layout, folder / "plain", [*start, "--no-save"])
+        stage = "features"
+        run = folder / "features"
+        featured = train(draw.argv(draw.layout, features=True), draw.layout, run, start)
+        first = deviation(plain, featured, draw.dtype)
+        if first > 1:
+            return Outcome("different", stage, f"{first:.3g} of what is allowed")
+        stage = "resumed"
+        load = ["--load", str(run / "checkpoints"), "--ckpt-step", "2", "--no-save"]
+        resumed = train(draw.argv(draw.resumed, features=True), draw.resumed, folder / "resumed", load)
+        second = deviation([record for record in featured if record["step"] > 2], resumed, draw.dtype)
+        if second > 1:
+            return Outcome("different", stage, f"{second:.3g} of what is allowed")
+    except Ended as ended:
+        verdict = "no job" if stage == "plain" and ended.verdict == "refused" else ended.verdict
+        return Outcome(verdict, stage, ended.detail)
+    shutil.rmtree(folder)
+    return Outcome("same", stage, f"{max(first, second):.2g} of what is allowed")
+
+
+def train(argv: Sequence[str], layout: str, output: Path, more: Sequence[str]) -> list[dict[str, Any]]:
+    """Run one job on the ranks of its layout and return its records of steps.
+
+    Raises:
+        Ended: it was refused, failed, or did not end in time.
+    """
+    ranks = LAYOUTS[layout][0]
+    cache = str(output.parent / "data-cache")
+    command = [sys.executable, SCRIPT, *argv, "--output-dir", str(output), "--data-cache-path", cache, *more]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    with ExitStack() as files:
+        outputs = [
+            files.enter_context(open(f"{output}-{rank}.txt", "w+", encoding="utf-8")) for rank in range(ranks)
+        ]
+        started = []
+        for rank, text in enumerate(outputs):
+            environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            if ranks > 1:
+                environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+                environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            started.append(warm.popen(command, stdout=text, stderr=subprocess.STDOUT, env=environ))
+        codes = []
+        for process in started:
+            try:
+                codes.append(process.wait(SECONDS))
+            except subprocess.TimeoutExpired:
+                for other in started:
+                    other.kill()
+                raise Ended("hang", f"no end after {SECONDS:.0f} s") from None
+        texts = []
+        for text in outputs:
+            text.seek(0)
+            texts.append(text.read())
+    if any(codes):
+        raise judged(codes, texts)
+    metrics = output / "metrics.jsonl"
+    return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+
+
+def judged(codes: Sequence[int], texts: Sequence[str]) -> Ended:
+    """Tell a refusal, which every rank ends with code 2 and rank 0 alone explains, from an error."""
+    refused = all(code == 2 for code in codes) and not any("Traceback" in text for text in texts)
+    if refused:
+        _, found, said = texts[0].partition("pretrain_dsa.py:")
+        if found and not any("pretrain_dsa.py:" in text for text in texts[1:]):
+            return Ended("refused", " / ".join(line.strip() for line in said.splitlines()))
+    worst = max(texts, key=lambda text: "Traceback" in text)
+    return Ended("traceback", f"exit codes {list(codes)}: " + " | ".join(worst.splitlines()[-4:]))
+
+
+def deviation(expected: Sequence[dict[str, Any]], actual: Sequence[dict[str, Any]], dtype: str) -> float:
+    """Return the largest difference of losses and gradient norms, as a share of what is allowed."""
+    if [record["step"] for record in expected] != [record["step"] for record in actual] or not expected:
+        return math.inf
+    worst = 0.0
+    for before, after in zip(expected, actual, strict=True):
+        for name, allowed in TOLERANCE.items():
+            left, right = before[name], after[name]
+            if (left is None) != (right is None):
+                return math.inf
+            if left is not None:
+                difference = abs(left - right) / max(abs(left), abs(right), 1e-12)
+                share = difference / (allowed * (4 if dtype == "bf16" else 1))
+                worst = max(worst, share if math.isfinite(share) else math.inf)
+    return worst
