@@ -21,7 +21,7 @@ from dsa_job.distributed import from_rank_0
 from dsa_job.errors import UsageError
 from dsa_job.flags import FLAGS
 from dsa_job.model import unwrapped
-from mindspeed_dsa.integration.expert_optimizer import fitted
+from mindspeed_dsa.integration.across_layouts import fitted
 from mindspeed_dsa.runs import checkpoints
 from mindspeed_dsa.runs.torch_dist import save_in_this_process
 
