@@ -21,6 +21,7 @@ from dsa_job.distributed import from_rank_0
 from dsa_job.errors import UsageError
 from dsa_job.flags import FLAGS
 from dsa_job.model import unwrapped
+from mindspeed_dsa.integration.across_layouts import fitted
 from mindspeed_dsa.runs import checkpoints
 from mindspeed_dsa.runs.torch_dist import save_in_this_process
 
@@ -125,7 +126,7 @@ def load(
     for index, chunk in enumerate(model):
         chunk.load_state_dict(state[_key(index, len(model))], strict=True)
     if not weights_only:
-        optimizer.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict(fitted(optimizer.chained_optimizers, state["optimizer"]))
         scheduler.load_state_dict(state["opt_param_scheduler"])
     else:
         optimizer.reload_model_params()

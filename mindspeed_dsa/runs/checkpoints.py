@@ -6,6 +6,8 @@ name when it is on disk, and the tracker names it last.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import shutil
@@ -16,6 +18,7 @@ from mindspeed_dsa.runs.errors import RunError
 from mindspeed_dsa.runs.files import number, sync, sync_tree, write_atomically
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_ATTEMPTS = 3
 _SHOWN = 40  # characters of a damaged file that a message repeats
 _PARTIAL = re.compile(r"\.(?P<name>iter_\d+)\.(?P<host>.+)-(?P<pid>\d+)\.(?P<kind>partial|replaced)")
 
@@ -36,7 +39,7 @@ def latest(folder: Path) -> int | None:
             "checkpoints"
         ) from error
     step = number(text)
-    if step is None or not is_complete(folder_of(folder, step)):
+    if step is None or not _is_there(folder, step):
         shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
         raise RunError(
             f"{folder / TRACKER} says {shown!r}, and there is no complete checkpoint of that name; "
@@ -53,7 +56,7 @@ def choose(folder: Path, step: int | None = None) -> Path:
         RunError: it is missing or incomplete.
     """
     wanted = latest(folder) if step is None else step
-    if wanted is None or not is_complete(folder_of(folder, wanted)):
+    if wanted is None or not _is_there(folder, wanted):
         raise RunError(
             f"{folder} has no complete checkpoint{'' if wanted is None else f' of step {wanted}'}; "
             f"complete ones: {complete_steps(folder) or 'none'}"
@@ -75,6 +78,13 @@ def folder_of(folder: Path, step: int) -> Path:
 def is_complete(checkpoint: Path) -> bool:
     """Whether a ``torch_dist`` checkpoint was written to its end; Megatron writes ``metadata.json`` last."""
     return (checkpoint / "metadata.json").is_file() and (checkpoint / "common.pt").is_file()
+
+
+def _is_there(folder: Path, step: int) -> bool:
+    """Whether there is a complete checkpoint of a step, or one that gets its name back."""
+    if not is_complete(folder_of(folder, step)):
+        _give_names_back(folder)
+    return is_complete(folder_of(folder, step))
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -102,13 +112,39 @@ def publish(partial: Path, step: int) -> Path:
 def _rename(partial: Path, final: Path) -> None:
     # An old one was left by a process killed before the tracker named it, or by an earlier run of the same
     # steps; the tracker does not change until the new one is in place.
-    old = partial.with_suffix(".replaced") if final.exists() else None
-    if old:
-        os.rename(final, old)
-    os.rename(partial, final)
-    if old:
-        shutil.rmtree(old, ignore_errors=True)
-    sync(final.parent)
+    old = partial.with_suffix(".replaced")
+    for attempt in range(_ATTEMPTS):
+        if final.exists():
+            os.rename(final, old)
+        try:
+            os.rename(partial, final)
+            break
+        except OSError as error:
+            # A job on another machine came between the two, and gave the old one its name back.
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or attempt == _ATTEMPTS - 1:
+                raise
+    sync(final.parent)  # or a power cut might undo the renames and not the removal
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _give_names_back(folder: Path) -> None:
+    """Give checkpoints that were moved away for one that was never published their names back.
+
+    Whoever moved them, on whatever machine, was killed between two renames: a process that runs is there only
+    for an instant, and moves them away once more.
+    """
+    for path in sorted(folder.glob(".iter_*.replaced"), key=_written, reverse=True):  # the newest first
+        match = _PARTIAL.fullmatch(path.name)
+        if match and not (folder / match["name"]).exists() and is_complete(path) and not _runs_here(match):
+            with contextlib.suppress(OSError):  # a folder of others, or another job was faster
+                path.rename(folder / match["name"])
+
+
+def _written(checkpoint: Path) -> float:
+    try:
+        return (checkpoint / "metadata.json").stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def remove_partial(folder: Path) -> list[str]:
@@ -116,17 +152,19 @@ def remove_partial(folder: Path) -> list[str]:
 
     A checkpoint that was moved away for one that was never published gets its name back.
     """
+    _give_names_back(folder)
     removed = []
     for path in folder.glob(".iter_*"):
         match = _PARTIAL.fullmatch(path.name)
-        if match and match["host"] == socket.gethostname() and not _is_alive(int(match["pid"])):
-            final = folder / match["name"]
-            if match["kind"] == "replaced" and not final.exists() and is_complete(path):
-                path.rename(final)
-                continue
+        if match and match["host"] == socket.gethostname() and not _runs_here(match):
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path.name)
     return removed
+
+
+def _runs_here(match: re.Match[str]) -> bool:
+    """Whether what a name was made by is a process of this machine that still runs."""
+    return match["host"] == socket.gethostname() and _is_alive(int(match["pid"]))
 
 
 def _is_alive(pid: int) -> bool:

@@ -15,7 +15,8 @@ A token counts once for each expert that it was sent to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,19 +93,49 @@ def read(path: Path) -> list[Record]:
         RunError: there is no such file, or it holds something else.
     """
     file = path / FILE if path.is_dir() else path
-    try:
+    with _explained(file):
         records = metrics.read(file)
         if not records:
             raise ValueError("it is empty")
         for each in records:
             for layer in each["layers"]:
                 _check(layer)
+    return records
+
+
+def recent(path: Path, count: int) -> tuple[list[Record], int]:
+    """The last records of a report, without reading what is before them.
+
+    Args:
+        path: as for :func:`read`.
+        count: how many at most; fewer, or none, if there are not so many.
+
+    Returns:
+        The records by step; and how many damaged lines among them were left out.
+
+    Raises:
+        RunError: there is no such file, or it holds something else.
+    """
+    file = path / FILE if path.is_dir() else path
+    with _explained(file):
+        records, broken = metrics.latest(file, count)
+        if broken and not records:
+            raise ValueError(f"none of its {broken} lines is a record of a step")
+        for each in records:
+            for layer in each["layers"]:
+                _check(layer)
+    return records, broken
+
+
+@contextmanager
+def _explained(file: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
             f"{file} is not a report of --moe-router-load-report ({error}); name the folder that was given "
             f"to that flag, or the {FILE} in it"
         ) from error
-    return records
 
 
 def _check(layer: Mapping[str, Any]) -> None:

@@ -8,40 +8,127 @@ reads it. A step's record has ``step``, ``lm_loss`` and ``indexer_loss`` (nats p
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mindspeed_dsa.runs.files import write_atomically
 
 FILE = "metrics.jsonl"
+_BLOCK = 1 << 20  # bytes that are read at a time from the end of a file
+_SHOWN = 40  # characters of a line that a message repeats
 Record = Mapping[str, Any]
 
 
 def append(path: Path, record: Record) -> None:
-    """Add one record; a killed process leaves complete lines and at most one unfinished at the end."""
+    """Add one record; a killed process leaves complete lines and at most one unfinished at the end.
+
+    What an earlier process, or a full disk, has left unfinished there is cut off first.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    with path.open("a+b") as file:
+        _end_line(file)
+        file.write((json.dumps(record) + "\n").encode())
+
+
+def _end_line(file: IO[bytes]) -> None:
+    """Make the next record begin a line."""
+    end = file.seek(0, os.SEEK_END)
+    if not end or _ends_line(file, end):
+        return
+    tail = next(_lines_from_end(file))
+    torn = tail.strip(b"\0")  # a power cut leaves zeros in some file systems
+    if _step(torn) is not None or (torn and not torn.startswith(b"{")):
+        file.write(b"\n")  # a whole record, or none of ours
+    else:
+        file.truncate(end - len(tail))
+
+
+def _ends_line(file: IO[bytes], end: int) -> bool:
+    file.seek(end - 1)
+    return file.read(1) == b"\n"
+
+
+def _lines_from_end(file: IO[bytes]) -> Iterator[bytes]:
+    """Lines, the last one first, without their ends; no more than one of them is held."""
+    position, rest = file.seek(0, os.SEEK_END), b""
+    if position and _ends_line(file, position):
+        position -= 1
+    while position:
+        start = max(position - _BLOCK, 0)
+        file.seek(start)
+        rest = file.read(position - start) + rest
+        position = start
+        while (cut := rest.rfind(b"\n")) >= 0:
+            yield rest[cut + 1 :]
+            rest = rest[:cut]
+    yield rest
+
+
+def _step(text: bytes) -> tuple[int, Record] | None:
+    """A line's step and record; ``None`` if it is not one."""
+    try:
+        record = json.loads(text)
+        return int(record["step"]), record
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
 
 
 def read(path: Path) -> list[Record]:
     """Records by step; if a step was repeated after a resume, the later record.
 
+    A last line without an end is left out unless it is a record: a killed process has left it.
+
     Raises:
-        ValueError: a line is not a record.
+        ValueError: another line is not a record.
     """
     found: dict[int, Record] = {}
-    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            record = json.loads(text)
-            found[int(record["step"])] = record
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, text in enumerate(lines, start=1):
+        record = _step(text)
+        if record is not None:
+            found[record[0]] = record[1]
+        elif number < len(lines) or text.endswith((b"\n", b"\r")):
             raise ValueError(
-                f"{path}, line {number}: not a record of a step ({error!r}); the job must write one JSON "
-                "object per line into that file, and nothing else"
-            ) from None
+                f"{path}, line {number}: not a record of a step ({_shown(text)}); the job must write one "
+                "JSON object per line into that file, and nothing else"
+            )
     return [found[step] for step in sorted(found)]
+
+
+def _shown(text: bytes) -> str:
+    return repr(text[:_SHOWN].decode(errors="replace")) + ("..." if len(text) > _SHOWN else "")
+
+
+def latest(path: Path, count: int) -> tuple[list[Record], int]:
+    """The last records of a file, which is read from its end, and no further than they reach.
+
+    Steps that were repeated after a resume are taken from the last time that the job came to them, and the
+    later ones of the times before are left out.
+
+    Args:
+        path: the file.
+        count: how many at most.
+
+    Returns:
+        The records by step; and how many lines among them are not records, not counted an unfinished last
+        one.
+    """
+    found: list[tuple[int, Record]] = []
+    broken = 0
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        unfinished = bool(end) and not _ends_line(file, end)
+        for number, text in enumerate(_lines_from_end(file)):
+            record = _step(text)
+            if record is None:
+                broken += bool(end) and not (unfinished and number == 0)
+            elif not found or record[0] < found[-1][0]:
+                found.append(record)
+            if len(found) == count:
+                break
+    return [record for _, record in reversed(found)], broken
 
 
 def truncate(path: Path, step: int, required: Sequence[str]) -> tuple[list[Record], str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -206,14 +205,29 @@ def entropy(counts: npt.NDArray[Any]) -> float:
 
 
 def _documents(source: Source) -> Iterator[bytes]:
-    """One document per file; few files are cut at line ends, so that there is something to hold out."""
+    """One document per file; few files are cut at line ends, so that there is something to hold out.
+
+    Raises:
+        RunError: files of the list cannot be read any more; without them the cache would hold less than the
+            list says, for all later jobs.
+    """
     pieces = -(-FEWEST_DOCUMENTS // len(source.files))
+    failures: list[OSError] = []
     for name, size, _ in source.files:
-        with contextlib.suppress(OSError):  # gone since the list was made
+        try:
             text = source.path(name).read_bytes()
-            if b"\0" in text:  # beyond the bytes that were looked at before
-                continue
-            yield from cut(text, -(-size // pieces)) if pieces > 1 else ([text] if text else [])
+        except OSError as error:
+            failures.append(error)
+            continue
+        if failures or b"\0" in text:  # beyond the bytes that were looked at before
+            continue
+        yield from cut(text, -(-size // pieces)) if pieces > 1 else ([text] if text else [])
+    if failures:
+        raise RunError(
+            f"{len(failures)} of {len(source.files)} text files below {source.root} cannot be read, first "
+            f"{failures[0].filename} ({failures[0].strerror}); nothing was indexed: start again, and the "
+            "text is listed anew, or name other text"
+        )
 
 
 def cut(text: bytes, length: int) -> Iterator[bytes]:

@@ -86,3 +86,62 @@ def test_only_what_dead_processes_left_is_removed(tmp_path: Path) -> None:
     whole = checkpoint(tmp_path, 2)
     assert sorted(files.remove_partial(tmp_path)) == sorted(left)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, whole.name])
+
+
+def test_a_checkpoint_that_made_room_in_vain_comes_back_on_another_machine(tmp_path: Path) -> None:
+    """Killed between the two renames, and started again elsewhere: nobody knows that process there."""
+    (tmp_path / files.TRACKER).write_text("4")
+    for host, content in (("elsewhere", b"old"), ("nowhere", b"older")):
+        old = checkpoint(tmp_path, 4).rename(tmp_path / f".iter_0000004.{host}-1.replaced")
+        (old / "common.pt").write_bytes(content)
+        os.utime(old / "metadata.json", (0, 2e9 if content == b"old" else 1e9))
+    half = checkpoint(tmp_path, 4, whole=False).rename(tmp_path / ".iter_0000004.elsewhere-1.partial")
+    assert files.choose(tmp_path, 4) == files.folder_of(tmp_path, 4)
+    assert files.latest(tmp_path) == 4
+    assert (files.folder_of(tmp_path, 4) / "common.pt").read_bytes() == b"old"
+    assert half.exists()
+
+
+def test_what_made_room_for_a_process_that_runs_stays_where_it_is(tmp_path: Path) -> None:
+    running = f".iter_0000004.{socket.gethostname()}-{os.getppid()}.replaced"
+    checkpoint(tmp_path, 4).rename(tmp_path / running)
+    with pytest.raises(RunError, match="no complete checkpoint of step 4"):
+        files.choose(tmp_path, 4)
+    assert (tmp_path / running).is_dir()
+
+
+def test_a_checkpoint_is_replaced_although_another_machine_gives_the_old_its_name_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkpoint(tmp_path, 4) / "common.pt").write_bytes(b"old")
+    partial = files.begin(tmp_path, 4)
+    for name in ("common.pt", "metadata.json"):
+        (partial / name).write_bytes(b"new")
+    rename, met = os.rename, []
+
+    def met_between(source: Path, target: Path) -> None:
+        if source == partial and not met:
+            met.append(source)
+            rename(partial.with_suffix(".replaced"), files.folder_of(tmp_path, 4))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", met_between)
+    files.publish(partial, 4)
+    assert met
+    assert (files.folder_of(tmp_path, 4) / "common.pt").read_bytes() == b"new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000004", files.TRACKER]
+
+
+def test_names_are_on_the_disk_before_the_old_checkpoint_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint(tmp_path, 4)
+    partial = files.begin(tmp_path, 4)
+    done: list[str] = []
+    delete = files.shutil.rmtree
+    monkeypatch.setattr(files, "sync", lambda path: done.append(f"sync {path.name}"))
+    monkeypatch.setattr(
+        files.shutil, "rmtree", lambda path, **how: done.append("delete") or delete(path, **how)
+    )
+    files.publish(partial, 4)
+    assert done.index(f"sync {tmp_path.name}") < done.index("delete")

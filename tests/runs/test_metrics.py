@@ -43,3 +43,72 @@ def test_records_without_an_indexer_loss_are_drawn(tmp_path: Path) -> None:
     plot.draw(tmp_path / "loss.png", records, [{"step": 2, "heldout_loss": 1.0}], {"unigram entropy": 2.0})
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert plot.points(records, "indexer_loss") == ([], [])
+
+
+def torn(path: Path, *steps: int) -> bytes:
+    """A file of records, the last of which a kill has torn; what is left of that."""
+    for step in steps:
+        metrics.append(path, {"step": step, "lm_loss": 1.0})
+    content = path.read_bytes()[:-9]
+    path.write_bytes(content)
+    return content.splitlines()[-1]
+
+
+@pytest.mark.parametrize("rest", [b"", b"\0" * 100], ids=["torn", "zeros after a power cut"])
+def test_a_record_that_a_kill_has_torn_is_left_out_and_cut_off(tmp_path: Path, rest: bytes) -> None:
+    path = tmp_path / metrics.FILE
+    assert torn(path, 1, 2, 3).startswith(b'{"step": 3')
+    path.write_bytes(path.read_bytes() + rest)
+    assert [record["step"] for record in metrics.read(path)] == [1, 2]
+    assert [record["step"] for record in metrics.latest(path, 2)[0]] == [1, 2]
+    for step in (3, 4):
+        metrics.append(path, {"step": step})
+    assert [record["step"] for record in metrics.read(path)] == [1, 2, 3, 4]
+    assert len(path.read_bytes().splitlines()) == 4
+
+
+def test_a_record_without_the_end_of_its_line_is_one(tmp_path: Path) -> None:
+    path = tmp_path / metrics.FILE
+    path.write_text('{"step": 1}\n{"step": 2}')
+    assert metrics.read(path) == [{"step": 1}, {"step": 2}]
+    assert metrics.latest(path, 1) == ([{"step": 2}], 0)
+    metrics.append(path, {"step": 3})
+    assert metrics.read(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+def test_what_others_wrote_is_not_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / metrics.FILE
+    path.write_text("notes")
+    metrics.append(path, {"step": 1})
+    assert path.read_text() == 'notes\n{"step": 1}\n'
+
+
+def test_the_last_records_are_read_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / metrics.FILE
+    for step in range(1, 2001):
+        metrics.append(path, {"step": step, "filler": "x" * (step % 97)})
+    monkeypatch.setattr(metrics, "_BLOCK", 256)
+    parsed = []
+    whole = metrics.json.loads
+    monkeypatch.setattr(metrics.json, "loads", lambda text: parsed.append(text) or whole(text))
+    records, broken = metrics.latest(path, 5)
+    assert [record["step"] for record in records] == [1996, 1997, 1998, 1999, 2000]
+    assert broken == 0
+    assert len(parsed) == 5
+    monkeypatch.undo()
+    assert [record["step"] for record in metrics.latest(path, 10_000)[0]] == list(range(1, 2001))
+    assert metrics.latest(path, 10_000)[0] == metrics.read(path)
+
+
+def test_the_last_records_are_of_the_last_time_that_a_job_came_to_a_step(tmp_path: Path) -> None:
+    path = tmp_path / metrics.FILE
+    for step in (1, 2, 3, 4, 5, 3, 4):
+        metrics.append(path, {"step": step, "lm_loss": float(len(path.read_bytes()) if step > 1 else 0)})
+    with path.open("a") as file:
+        file.write("broken\n[1]\n")
+    metrics.append(path, {"step": 5, "lm_loss": 0.5})
+    records, broken = metrics.latest(path, 4)
+    assert [record["step"] for record in records] == [2, 3, 4, 5]
+    assert records[-1]["lm_loss"] == 0.5
+    assert records[1]["lm_loss"] > records[0]["lm_loss"] + 100  # the second time
+    assert broken == 2

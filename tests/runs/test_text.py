@@ -164,3 +164,29 @@ def test_a_size_that_was_counted_is_called_so() -> None:
         corpus.check_size("95,5", 32, 99)
     with pytest.raises(RunError, match=r"^the data has no more than 99 tokens; a part of 5.0%"):
         corpus.check_size("95,5", 32, 99, counted=False)
+
+
+def test_a_text_that_cannot_be_read_is_an_error_and_leaves_no_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what is left of the text would be taken for the whole of it by all later jobs."""
+    pytest.importorskip("megatron.core")
+    folder, cache = tmp_path / "text", tmp_path / "cache"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"{number}.txt").write_text(f"text {number}\n" * 9)
+    source = corpus.find_text(str(folder))
+    read = Path.read_bytes
+
+    def failing(path: Path) -> bytes:
+        if path.name in ("1.txt", "2.txt"):
+            raise OSError(5, "Input/output error", str(path))
+        return read(path)
+
+    with monkeypatch.context() as once:
+        once.setattr(Path, "read_bytes", failing)
+        with pytest.raises(
+            RunError, match=r"2 of 3 text files below .*text cannot be read, first .*[12]\.txt"
+        ):
+            corpus.build(source, ByteTokenizer(), cache)
+    assert corpus.build(source, ByteTokenizer(), cache).text_bytes == source.size

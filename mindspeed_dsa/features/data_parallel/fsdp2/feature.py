@@ -5,7 +5,7 @@ from __future__ import annotations
 from mindspeed_dsa.declarations import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.features.data_parallel.fsdp2.options import Options
 from mindspeed_dsa.features.data_parallel.fsdp2.validation import check_fsdp2, wanted
-from mindspeed_dsa.integration import configuration
+from mindspeed_dsa.integration import across_layouts, configuration
 from mindspeed_dsa.integration.optimizer import FLOAT16, FLOAT32
 from mindspeed_dsa.patches.spec import Patch
 
@@ -114,6 +114,7 @@ FEATURE = Feature(
             params=("state_dict",),
             priority=1,  # outside of features that take states apart
         ),
+        *across_layouts.ROWS,
         Patch(
             f"{FLOAT16}._collect_main_grad_data_for_unscaling",
             "wrap",

@@ -78,7 +78,15 @@ def _read(context: Context[Options], ranks: int) -> Placement | None:
         log.info("experts are placed as %s says, over %d ranks", options.file, ranks)
         return placement
     report = next((each for each in options.reports if (each / expert_load.FILE).is_file()), None)
-    if report is None:
+    records, broken = expert_load.recent(report, _RECENT) if report is not None else ([], 0)
+    if broken:
+        log.warning(
+            "%s auto: %d lines among the last of %s are damaged and left out",
+            FLAG,
+            broken,
+            report,
+        )
+    if not records:
         looked = ", ".join(map(str, options.reports)) or "nowhere: no --load, --save or load report was given"
         log.warning(
             "%s auto: there is no report of experts' load (looked in %s); every expert stays in its own slot",
@@ -86,7 +94,7 @@ def _read(context: Context[Options], ranks: int) -> Placement | None:
             looked,
         )
         return None
-    loads = expert_load.totals(expert_load.read(report)[-_RECENT:])
+    loads = expert_load.totals(records)
     placement = expert_placement.place(loads, ranks)
     for layer, order in placement.orders.items():
         before, after = expert_placement.improvement(loads[layer], order, ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mindspeed_dsa.declarations import Feature, Flag
 from mindspeed_dsa.features.moe.tp_extend_ep.arguments import extend
 from mindspeed_dsa.features.moe.tp_extend_ep.validation import check_tp_extend_ep
+from mindspeed_dsa.integration import across_layouts
 from mindspeed_dsa.integration.configuration import validate
 
 FEATURE = Feature(
@@ -17,6 +18,7 @@ FEATURE = Feature(
             "Spread the experts over TP x EP ranks instead of slicing each over TP of them.",
         ),
     ),
+    patches=across_layouts.ROWS,
     rewrite=extend,
     validate=validate(check_tp_extend_ep),
     on_finalize="mindspeed_dsa.features.moe.tp_extend_ep.validation:require_whole_experts",

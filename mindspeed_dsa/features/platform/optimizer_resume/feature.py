@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mindspeed_dsa.declarations import Feature, on_platform
+from mindspeed_dsa.integration import across_layouts
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.settings import PLATFORM
 
@@ -35,6 +36,7 @@ FEATURE = Feature(
             "no format of the moments has a valid step count; float32 weights require gradients",
             params=("model_param", "tensors"),
         ),
+        *across_layouts.ROWS,
     ),
     active=on_platform("cpu"),
     doc="cpu-platform",

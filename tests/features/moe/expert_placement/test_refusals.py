@@ -12,6 +12,7 @@ from mindspeed_dsa.features.moe.expert_placement.options import Options
 from mindspeed_dsa.features.moe.expert_placement.validation import check_expert_placement
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.runs import expert_load, expert_placement, metrics
+from mindspeed_dsa.runs.errors import RunError
 from mindspeed_dsa.runs.expert_load import LayerLoad
 from mindspeed_dsa.runs.expert_placement import Placement
 from tests.support.contexts import context
@@ -116,3 +117,38 @@ def test_auto_takes_the_first_report_there_is_or_says_that_there_is_none(tmp_pat
         placement = placing._read(own, 2)
     assert placement == Placement(4, 2, {2: [0, 2, 1, 3]})
     assert "layer 2: most loaded rank over the mean 1.80 -> 1.00" in caplog.text
+
+
+def test_auto_goes_on_from_a_report_that_a_kill_has_torn(tmp_path, caplog):
+    own = context(
+        "moe-expert-placement",
+        Options.of(
+            SimpleNamespace(
+                moe_expert_placement="auto", moe_router_load_report=str(tmp_path), load=None, save=None
+            )
+        ),
+    )
+    file = tmp_path / expert_load.FILE
+    file.write_text('{"step": 1, "layers": [{"la')
+    assert placing._read(own, 2) is None  # the first record was torn: there is none
+    for step in (1, 2):
+        metrics.append(file, expert_load.record(step, [LayerLoad(2, 0, [9, 9, 1, 1], [[18, 2]])]))
+    file.write_text(file.read_text().replace('"step": 1', '"pets": 1') + '{"step": 3, "lay')
+    with caplog.at_level("INFO", logger="mindspeed_dsa"):
+        assert placing._read(own, 2) == Placement(4, 2, {2: [0, 2, 1, 3]})
+    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert sum("1 lines among the last" in each for each in warnings) == 1
+
+
+def test_auto_refuses_a_file_that_is_no_report(tmp_path):
+    own = context(
+        "moe-expert-placement",
+        Options.of(
+            SimpleNamespace(
+                moe_expert_placement="auto", moe_router_load_report=str(tmp_path), load=None, save=None
+            )
+        ),
+    )
+    (tmp_path / expert_load.FILE).write_text("notes\n")
+    with pytest.raises(RunError, match="is not a report of --moe-router-load-report"):
+        placing._read(own, 2)
