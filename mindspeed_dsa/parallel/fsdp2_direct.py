@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, Traini
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from mindspeed_dsa.parallel import kept, pairwise
-from mindspeed_dsa.parallel.fsdp2_copy_out import by_rank, layout_of, place, written_unseen
+from mindspeed_dsa.parallel.fsdp2_copy_out import by_rank, place, written_unseen
 
 _SMALL = 2**16
 """Bytes of a piece: smaller ones share a message, which costs more than copies of them."""
@@ -42,7 +42,7 @@ class Gather:
             (shard,) = each.all_gather_inputs
             each.init_all_gather_outputs([shard.numel()], [shard.dtype], ranks, each.device)
             each.alloc_all_gather_outputs()
-            if each.fsdp_placement.dim or shard.nbytes < _SMALL or layout_of(each) is not None:
+            if each.fsdp_placement.dim or shard.nbytes < _SMALL:
                 self._packed.append(each)
                 packed.append(shard)
             else:
