@@ -161,14 +161,17 @@ class Mixed(nn.Module):
 
 
 def _mixed(dtype: torch.dtype, direct: bool) -> Any:
+    return _mixed_with_first_gradients(dtype, direct)[0]
+
+
+def _mixed_with_first_gradients(dtype: torch.dtype, direct: bool) -> tuple[Any, Any]:
     from mindspeed_dsa.parallel import fsdp2_shards
 
     model = Mixed(dtype)
     mesh = fsdp2_shards.mesh_of(dist.group.WORLD, "cpu", 2)
     placements = {p: fsdp2_shards.dimension(p.shape, 2) for p in model.parameters()}
     plan = fsdp2_shards.Plan(mesh, placements, True, torch.float32, 2, direct=direct)  # type: ignore[arg-type]
-    fsdp2_shards.shard(model, [], plan)
-    return model
+    return model, fsdp2_shards.shard(model, [], plan)
 
 
 def same_bits(dtype: torch.dtype, apart: bool = False) -> dict[str, Any]:
@@ -224,6 +227,119 @@ def failed_step() -> list[bool]:
         model(torch.ones(3, 8)).sum().backward()
         found.append(fsdp2_shards.sharded_gradients(model))
     return [torch.equal(ours, theirs) for theirs, ours in zip(*found, strict=True)]
+
+
+def renamed() -> dict[str, str]:
+    """What is said of private names of FSDP2's that are not what they were, by what has become of them."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    from mindspeed_dsa.parallel import fsdp2_parts
+    from mindspeed_dsa.patches.errors import SettingsError
+
+    def another(self: Any, reason: str) -> None:
+        raise AssertionError(reason)
+
+    @contextlib.contextmanager
+    def gone(base: Any, name: str) -> Any:
+        method = vars(base)[name]
+        delattr(base, name)
+        try:
+            yield
+        finally:
+            setattr(base, name, method)
+
+    def convert() -> None:
+        _mixed(torch.float32, direct=True)
+
+    def in_parts() -> None:
+        model = _mixed(torch.float32, direct=False)
+        fsdp2_parts.Model(model, [])
+
+    said = {}
+    for what, change, use in (
+        ("as it is", contextlib.nullcontext(), convert),
+        ("as it is, in parts", contextlib.nullcontext(), in_parts),
+        ("method", gone(FSDPParamGroup, "finalize_backward"), convert),
+        ("parameters", mock.patch.object(FSDPParamGroup, "unshard", another), convert),
+        ("of a state", gone(FSDPState, "_root_post_backward_final_callback"), in_parts),
+    ):
+        said[what] = ""
+        with change:
+            try:
+                use()
+            except SettingsError as error:
+                said[what] = str(error)
+    return said
+
+
+def first_gradients() -> dict[str, str]:
+    """What is said after the first backward, by what FSDP2 no longer does."""
+    from mindspeed_dsa.parallel import fsdp2_shards
+    from mindspeed_dsa.parallel.fsdp2_direct import DirectGroup
+    from mindspeed_dsa.patches.errors import SettingsError
+
+    # Stand for what nobody calls or reads any more.
+    def not_called(self: Any) -> None: ...
+
+    def reduces_nothing(self: Any, *unused: Any) -> None: ...
+
+    def has_no_effect(dtype: torch.dtype, groups: Any) -> None: ...
+
+    said = {}
+    for what, direct, change in (
+        ("messages", True, contextlib.nullcontext()),
+        ("collectives", False, contextlib.nullcontext()),
+        ("end not called", True, mock.patch.object(DirectGroup, "finalize_backward", not_called)),
+        ("reduction not called", True, mock.patch.object(DirectGroup, "post_backward", reduces_nothing)),
+        ("type not read", False, mock.patch.object(fsdp2_shards, "_keep_sums_in", has_no_effect)),
+    ):
+        said[what] = ""
+        with change:
+            model, first = _mixed_with_first_gradients(torch.bfloat16, direct)
+            first.check()  # nothing is there yet
+            model(torch.ones(5, 192, dtype=torch.bfloat16)).float().square().sum().backward()
+            try:
+                first.check()
+            except SettingsError as error:
+                said[what] = str(error)
+    return said
+
+
+def untried() -> dict[str, Any]:
+    """A release that nobody has tried: what its groups are, what is said, and the bits."""
+    import logging
+
+    from mindspeed_dsa import log
+    from mindspeed_dsa.parallel.fsdp2_direct import DirectGroup
+
+    log.forget()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("mindspeed_dsa.fsdp2")
+    logger.addHandler(handler)
+    try:
+        known = _mixed(torch.float32, direct=True)
+        with mock.patch.object(torch, "__version__", "9.0.0"):
+            models = [_mixed(torch.float32, direct=True) for _ in range(2)]
+    finally:
+        logger.removeHandler(handler)
+    gradients = []
+    for model in (known, *models):
+        model(torch.ones(5, 192)).square().sum().backward()
+        gradients.append([parameter.grad._local_tensor for parameter in model.parameters()])
+    return {
+        "direct": [
+            isinstance(group, DirectGroup)
+            for model in (known, *models)
+            for group in model._get_fsdp_state()._fsdp_param_groups
+        ],
+        "said": said,
+        "equal": [
+            torch.equal(*pair) for each in gradients[1:] for pair in zip(gradients[0], each, strict=True)
+        ],
+    }
 
 
 class Written(TorchDispatchMode):
