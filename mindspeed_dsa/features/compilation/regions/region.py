@@ -13,7 +13,6 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.compilation.regions import bypass, toolchain
-from mindspeed_dsa.features.compilation.regions.direct import Direct
 from mindspeed_dsa.features.compilation.regions.options import Options
 from mindspeed_dsa.log import Log
 
@@ -46,8 +45,7 @@ class Region:
         self._rows = rows
         self._bypassed = operators
         self._log = log
-        self._direct = Direct(function)
-        self._compiled = torch.compile(self._direct.function, fullgraph=True, backend=self._backend)
+        self._compiled = torch.compile(function, fullgraph=True, backend=self._backend)
 
     def __call__(self, *args: Any) -> Any:
         """The function's result, compiled where possible.
@@ -58,8 +56,6 @@ class Region:
         if self.failure is not None or torch._C._len_torch_dispatch_stack():
             return self._function(*args)
         if not torch.compiler.is_compiling():
-            if (form := self._direct.form(args)) is not None:
-                return form(*args)
             for rows in args[: self._rows]:
                 open_rows(rows)
         try:
