@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
+from mindspeed_dsa import versions
+
+_unsafe_preserve_version_counter = versions.private(
+    "torch.autograd.grad_mode:_unsafe_preserve_version_counter", "FSDP2"
+)
 _Function = Callable[..., Any]
 
 
@@ -56,12 +59,14 @@ def in_one_pass(original: _Function) -> _Function:
     """Decorate ``foreach_all_gather_copy_out``, which splits only, and leaves the rest to further copies."""
 
     def foreach_all_gather_copy_out(all_gather_result: Any, fsdp_params: list[Any], group: Any) -> None:
-        output, event, work, _, _, sizes = all_gather_result
+        output = all_gather_result.all_gather_output
+        event, work = all_gather_result.all_gather_event, all_gather_result.all_gather_work
+        sizes = all_gather_result.all_gather_input_split_sizes
         if not _gains(output, fsdp_params, sizes, group.size()):
             original(all_gather_result, fsdp_params, group)
             return
         if event is not None:
-            _get_device_handle(output.device.type).current_stream().wait_event(event)
+            torch.get_device_module(output.device).current_stream().wait_event(event)
         if work is not None:
             work.wait()
         for each, size in zip(fsdp_params, sizes, strict=True):

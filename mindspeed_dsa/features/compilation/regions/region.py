@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
+from mindspeed_dsa import versions
 from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.compilation.regions import bypass, toolchain
 from mindspeed_dsa.features.compilation.regions.options import Options
 from mindspeed_dsa.log import Log
 
+_modes = versions.private("torch._C:_len_torch_dispatch_stack", "--compile-regions")
 _NOT_COMPILED = "torch.compile with fullgraph=True found no compiled frames"
 
 
@@ -53,7 +55,7 @@ class Region:
         A mode that watches operators, such as a counter of operations, sees nothing of compiled code, and
         torch does not compile under one: the function runs as it is for the duration.
         """
-        if self.failure is not None or torch._C._len_torch_dispatch_stack():
+        if self.failure is not None or _modes():
             return self._function(*args)
         if not torch.compiler.is_compiling():
             for rows in args[: self._rows]:
