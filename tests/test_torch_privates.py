@@ -75,9 +75,12 @@ def defined(tree: ast.Module) -> Iterator[str]:
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in ("self", "cls"):
-            if isinstance(node.ctx, ast.Store):
-                yield node.attr
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and getattr(node.value, "id", "") in ("self", "cls")
+        ):
+            yield node.attr
 
 
 @pytest.fixture(scope="module")
