@@ -12,7 +12,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 MEGATRON_DISTRIBUTION = "megatron-core"
-TORCH_TRIED = ">=2.6,<2.15"
+TORCH_TRIED = ">=2.7,<2.15"
 """Releases of torch from the oldest to the newest that the tests were run on (docs/compatibility.md)."""
 
 
