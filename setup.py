@@ -7,11 +7,12 @@ from setuptools import find_packages, setup
 README = Path(__file__).with_name("README.md")
 
 EXTRAS = {
-    # What megatron-core imports on a machine without an accelerator. `tokenizers` reads the Hugging
+    # What megatron-core imports on a machine without an accelerator; torch from the oldest to the newest
+    # release that the tests were run on (docs/compatibility.md). `tokenizers` reads the Hugging
     # Face tokenizer file that the example job accepts.
-    "megatron": ["torch>=2.6", "megatron-core>=0.12.1,<0.20", "numpy", "tokenizers"],
+    "megatron": ["torch>=2.7,<2.15", "megatron-core>=0.12.1,<0.20", "numpy", "tokenizers"],
     "triton": ["triton>=3.3; platform_system == 'Linux'"],
-    "npu": ["torch_npu>=2.6; platform_system == 'Linux'"],
+    "npu": ["torch_npu>=2.7,<2.15; platform_system == 'Linux'"],
     # Fused RMSNorm and SwiGLU on GPUs.
     "liger": ["liger-kernel>=0.8.5; platform_system == 'Linux'"],
     "viz": ["matplotlib", "tensorboard", "tqdm"],

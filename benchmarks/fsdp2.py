@@ -129,41 +129,26 @@ class _Passes(TorchDispatchMode):
 def copy_out_passes(sizes: Sizes) -> dict[str, float]:
     """Over a weight that is cut on its second dimension, out of the buffer that FSDP2 gathers into.
 
-    To copy is two passes. With a layout, blocks of 16 x 16; by FSDP2 they would be a copy of their own.
+    To copy is two passes.
     """
-
-    def blocks(pieces: Tensor) -> Tensor:
-        """``[..., rows, columns]`` to ``[columns / 16, ..., rows / 16, 16, 16]``."""
-        return pieces.unflatten(-1, (-1, 16)).unflatten(-3, (-1, 16)).movedim(-2, 0)
-
-    def write(gathered: Tensor, first: int, end: int, whole: Tensor) -> None:
-        pieces = gathered[:, first:end].view(gathered.size(0), -1, whole.size(-1))
-        from_blocks = blocks(pieces)
-        whole.view(from_blocks.shape).copy_(from_blocks)
-
-    layout = fsdp2_copy_out.Layout(write, lambda whole, piece: True)
     ours = fsdp2_copy_out.in_one_pass(_fsdp_param_group.foreach_all_gather_copy_out)
     found = {}
-    for name, dim, laid_out, function in (
-        ("FSDP2", 1, None, _fsdp_param_group.foreach_all_gather_copy_out),
-        ("one pass", 1, None, ours),
-        ("one pass, blocks", 0, layout, ours),
+    for name, function in (
+        ("FSDP2", _fsdp_param_group.foreach_all_gather_copy_out),
+        ("one pass", ours),
     ):
         stack = Stack(replace(sizes, layers=1))
         (weight,) = stack.parameters()
         expected = weight.detach().clone()
-        if laid_out is not None:
-            fsdp2_copy_out.lay_out(weight, laid_out)
-            expected = blocks(expected).contiguous()
         mesh = fsdp2_shards.mesh_of(dist.group.WORLD, "cpu", dist.get_world_size())
-        plan = fsdp2_shards.Plan(mesh, {weight: dim}, True, torch.float32, mesh.size())
+        plan = fsdp2_shards.Plan(mesh, {weight: 1}, True, torch.float32, mesh.size())
         fsdp2_shards.shard(stack, [], plan)
         (group,) = cast(Any, stack)._get_fsdp_state()._fsdp_param_groups
         with torch.no_grad(), mock.patch.object(_fsdp_param_group, "foreach_all_gather_copy_out", function):
             group.unshard()
             with _Passes() as passes:
                 group.wait_for_unshard()
-        torch.testing.assert_close(stack.layers[0].weight.flatten(), expected.flatten(), rtol=0, atol=0)
+        torch.testing.assert_close(stack.layers[0].weight, expected, rtol=0, atol=0)
         found[name] = passes.elements / expected.numel()
     return found
 

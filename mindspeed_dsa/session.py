@@ -347,6 +347,8 @@ def _start(api: Mapping[str, Any], argv: Sequence[str]) -> None:
     for plugin in features.broken_plugins():
         log.get().warning("%s", plugin.message, once=True)
     start_report.announce_platform(resolved)
+    if active:
+        start_report.warn_of_untried_torch()
     _await_no_fork()
     if active and resolved.setting(settings.MEGATRON_ROOT.dest).source == "default":
         _watch = forks.Watch(_adopt)

@@ -30,6 +30,17 @@ def announce_platform(settings: Settings) -> None:
         _log.info("no accelerator in use, Megatron runs on the CPU platform (gloo)", once=True)
 
 
+def warn_of_untried_torch() -> None:
+    """One line where torch is older or newer than what the tests were run on."""
+    if (version := versions.untried_torch()) is not None:
+        _log.warning(
+            "torch %s was not tried with this release (%s was); compare a few steps with the features off",
+            version,
+            versions.TORCH_TRIED,
+            once=True,
+        )
+
+
 def publish(
     settings: Settings, features: Sequence[Feature], sites: Sequence[SiteReport], folder: str | None
 ) -> None:

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import ast
 import platform
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
 
 MEGATRON_DISTRIBUTION = "megatron-core"
+TORCH_TRIED = ">=2.7,<2.15"
+"""Releases of torch from the oldest to the newest that the tests were run on (docs/compatibility.md)."""
+
+
+def untried_torch() -> str | None:
+    """The installed release of torch, if the tests were run on neither it nor on an older and a newer one."""
+    version = of_package("torch")
+    tried = version is None or SpecifierSet(TORCH_TRIED).contains(version, prereleases=True)
+    return None if tried else version
 
 
 def of_package(package: str, root: str = "megatron") -> str | None:
@@ -43,6 +55,28 @@ def of_megatron(root: str = "megatron") -> str | None:
         return metadata.version(MEGATRON_DISTRIBUTION) if root == "megatron" else None
     except metadata.PackageNotFoundError:
         return None
+
+
+def private(path: str, who: str) -> Any:
+    """A private name of torch, looked for where a module that needs it is imported, before anything trains.
+
+    All of them are listed in docs/torch-privates.md.
+
+    Args:
+        path: ``"package.module:name"``.
+        who: what needs it, to say in the message.
+
+    Raises:
+        ImportError: this torch has no such name.
+    """
+    module, _, name = path.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"mindspeed_dsa: torch {of_package('torch')} has no {module}.{name}, which {who} needs; use a "
+            f"torch release in {TORCH_TRIED}, or switch that off"
+        ) from error
 
 
 def version_in_source(text: str) -> str | None:

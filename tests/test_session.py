@@ -18,7 +18,9 @@ from mindspeed_dsa import (
     Requires,
     SettingsError,
     features,
+    log,
     session,
+    versions,
 )
 from tests.support import fork
 
@@ -70,6 +72,22 @@ def test_enable_reaches_the_consumer_in_both_import_orders(megatron, imported_fi
     assert consumer.use(3) == 6
     assert calls() == [(3,)], "a call after disable() still went through the patch"
     assert consumer.rescale is sys.modules["corp_megatron.core.layers"].scale
+
+
+@pytest.mark.parametrize(
+    ("version", "warned"), [("2.5.1", True), ("2.13.0+cpu", False), ("99.0.0", True), (None, False)]
+)
+def test_a_torch_that_was_not_tried_is_warned_of_once(megatron, monkeypatch, version, warned):
+    known = versions.of_package
+    monkeypatch.setattr(versions, "of_package", lambda name: version if name == "torch" else known(name))
+    said = []
+    monkeypatch.setattr(log.get().logger, "callHandlers", lambda record: said.append(record.getMessage()))
+    log.forget()
+    megatron()
+    mindspeed_dsa.enable(use_counting=True)
+    mindspeed_dsa.enable(use_counting=True)
+    found = [text for text in said if text.startswith(f"torch {version} was not tried")]
+    assert len(found) == warned
 
 
 def test_nothing_on_patches_nothing(megatron):

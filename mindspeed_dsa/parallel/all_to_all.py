@@ -69,7 +69,10 @@ class InFlight:
         assert self.received is not None
         node = self.received.grad_fn
         if node is not None and earlier.place is not None:
-            node._set_sequence_nr(earlier.place)  # type: ignore[attr-defined]
+            # Without it the gradients are the same, and less is hidden.
+            set_place = getattr(node, "_set_sequence_nr", None)
+            if set_place is not None:
+                set_place(earlier.place)
 
     def send(self, rows: Tensor, reverse: bool = False) -> Pending:
         """Launch a transfer of ``[sum(splits), ...]``; with ``reverse``, from receivers to senders."""
@@ -96,8 +99,9 @@ def start(
     """
     flight = InFlight(output_splits, input_splits, group)
     flight.received = _Start.apply(rows, flight, after)
-    if flight.received.grad_fn is not None:
-        flight.place = flight.received.grad_fn._sequence_nr()
+    place = getattr(flight.received.grad_fn, "_sequence_nr", None)
+    if place is not None:
+        flight.place = place()
     return flight
 
 

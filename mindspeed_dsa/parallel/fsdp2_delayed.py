@@ -1,18 +1,13 @@
 """Weight gradients of FSDP2's units, computed when a schedule has time for them.
 
 A weight's gradient needs the layer's input and the gradient of its output, and not the weight: backward drops
-the gathered weight as ever, and what is computed later is reduced to its owners like any other gradient. A
-schedule that splits backward in two, such as a zero bubble pipeline, does::
-
-    delayed = Delayed(units)     # once
-    output = model(rows)         # linear functions leave their weight gradients at ports, see port.py
-    output.backward(gradient)    # gradients of activations, and of weights of functions that know no ports
-    delayed.run()                # any time later, before the optimizer's step
+the gathered weight as ever, and what is computed later is reduced to its owners like any other gradient.
+Linear functions leave theirs at ports, see port.py; :class:`Late` has those of one unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -73,54 +68,9 @@ class Late:
         for group in self._groups:
             _reduce(group)
 
-    def wait(self) -> None:
-        """Return when this rank's pieces of the sums are in its gradients."""
-        for group in self._groups:
-            group._wait_for_post_backward()
-
     def drop(self) -> None:
         """Forget those of a step that failed."""
         self._queue.clear()
-
-
-class Delayed:
-    """Weight gradients that backward leaves uncomputed, from now on.
-
-    Args:
-        units: ``FSDPModule``, in the order in which a forward pass runs them; all of their parameters that
-            functions ask a port for.
-    """
-
-    def __init__(self, units: Sequence[Any]) -> None:
-        self._late = {unit: Late(unit) for unit in units}
-        self._open: list[AbstractContextManager[Any]] = []
-        for unit in units:
-            # After FSDP2's own hook, which has gathered the weights.
-            unit.register_forward_pre_hook(self._enter)
-            unit.register_forward_hook(self._leave, always_call=True)
-
-    def _enter(self, unit: Any, _: Any) -> None:
-        ports = self._late[unit].ports()
-        ports.__enter__()
-        self._open.append(ports)
-
-    def _leave(self, *_: Any) -> None:
-        self._open.pop().__exit__(None, None, None)
-
-    def __len__(self) -> int:
-        """Gradients to be computed."""
-        return sum(map(len, self._late.values()))
-
-    def run(self) -> None:
-        """Compute them all, and return when this rank's pieces of their sums are in its gradients.
-
-        Weights may be in use for another microbatch meanwhile. Every rank calls it at the same point.
-        """
-        waiting = [late for late in reversed(self._late.values()) if len(late)]
-        for late in waiting:
-            late.run()
-        for late in waiting:
-            late.wait()
 
 
 def groups_of(unit: Any) -> list[Any]:

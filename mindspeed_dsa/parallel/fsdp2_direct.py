@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from mindspeed_dsa.parallel import kept, pairwise
-from mindspeed_dsa.parallel.fsdp2_copy_out import by_rank, layout_of, place, written_unseen
+from mindspeed_dsa.parallel import fsdp2_checks, kept, pairwise
+from mindspeed_dsa.parallel.fsdp2_copy_out import by_rank, place, written_unseen
+from mindspeed_dsa.parallel.local_shards import local_of
 
 _SMALL = 2**16
 """Bytes of a piece: smaller ones share a message, which costs more than copies of them."""
@@ -42,7 +43,7 @@ class Gather:
             (shard,) = each.all_gather_inputs
             each.init_all_gather_outputs([shard.numel()], [shard.dtype], ranks, each.device)
             each.alloc_all_gather_outputs()
-            if each.fsdp_placement.dim or shard.nbytes < _SMALL or layout_of(each) is not None:
+            if each.fsdp_placement.dim or shard.nbytes < _SMALL:
                 self._packed.append(each)
                 packed.append(shard)
             else:
@@ -162,7 +163,7 @@ def _accumulate(each: Any, part: Tensor) -> None:
     if parameter.grad is None:
         parameter.grad = each.to_sharded_dtensor(part)
     else:
-        parameter.grad._local_tensor += part
+        local_of(parameter.grad).add_(part)
     for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
         hook(parameter)
 
@@ -172,6 +173,10 @@ class Reductions:
 
     def __init__(self) -> None:
         self._under_way: list[Reduction] = []
+
+    def __len__(self) -> int:
+        """Those that nobody has waited for."""
+        return len(self._under_way)
 
     def start(self, unit: DirectGroup, gradients: Sequence[tuple[Any, Tensor]]) -> None:
         """Every rank of the group calls it in the same order."""
@@ -212,7 +217,15 @@ class DirectGroup(FSDPParamGroup):
 
     @classmethod
     def convert(cls, group: Any, reductions: Reductions) -> None:
-        """Make an ``FSDPParamGroup`` one of these, with whatever refers to it."""
+        """Make an ``FSDPParamGroup`` one of these, with whatever refers to it.
+
+        Raises:
+            SettingsError: its methods are not those that are overridden here.
+        """
+        fsdp2_checks.require_overrides(cls)
+        fsdp2_checks.require_names(group, ("_training_state", "_all_gather_result"))
+        for each in group.fsdp_params:
+            fsdp2_checks.require_names(each, ("_unsharded_param", "unsharded_accumulated_grad"))
         group.__class__ = cls
         group.reductions = reductions
 

@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from mindspeed_dsa.parallel import discarded
+from mindspeed_dsa.parallel import discarded, fsdp2_checks
 from mindspeed_dsa.parallel.fsdp2_delayed import Late, groups_of
 
 
@@ -91,6 +91,9 @@ class Model:
     Args:
         root: the outermost ``FSDPModule``.
         units: those that are run in parts.
+
+    Raises:
+        SettingsError: FSDP2's states are not those that this was written for.
     """
 
     def __init__(self, root: Any, units: Iterable[Unit]) -> None:
@@ -99,7 +102,10 @@ class Model:
         root_state = root._get_fsdp_state()
         root_state._lazy_init()
         self._states: list[Any] = root_state._state_ctx.all_states
+        fsdp2_checks.require_overrides(_State)
+        fsdp2_checks.require_names(root_state._state_ctx, ("post_backward_final_callback_queued",))
         for state in self._states:
+            fsdp2_checks.require_names(state, ("_training_state",))
             state.__class__ = _State
             state.model = self
 

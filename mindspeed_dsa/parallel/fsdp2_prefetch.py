@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
+from mindspeed_dsa import versions
+
+_graph_task_id = versions.private("torch._C:_current_graph_task_id", "FSDP2's prefetch")
 
 
 class _InForward(list[Any]):
     """Units that follow in forward; none for a layer that backward runs again, where they have been used."""
 
     def __iter__(self) -> Iterator[Any]:
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = _graph_task_id() != -1
         return iter(()) if in_backward else super().__iter__()
 
 

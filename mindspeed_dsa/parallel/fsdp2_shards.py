@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from mindspeed_dsa.parallel import fsdp2_checks
 from mindspeed_dsa.parallel.fsdp2_direct import DirectGroup, Reductions
+from mindspeed_dsa.parallel.local_shards import local_of
+from mindspeed_dsa.patches.errors import SettingsError
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def like(value: Any, sharded: Any) -> Any:
     """``value``, as a shard of what ``sharded`` is one of, if it is a plain tensor of the shard's size."""
     if not isinstance(sharded, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
         return value
-    if value.shape != sharded._local_tensor.shape:
+    if value.shape != local_of(sharded).shape:
         return value
     return DTensor.from_local(
         value.detach(),
@@ -97,7 +99,8 @@ class Plan:
         reshard: drop gathered weights after forward; a number: keep them on so many ranks.
         reduce_dtype: of the sums of gradients, over ranks and microbatches.
         divide_by: what sums of gradients are divided by.
-        direct: move weights and gradients with :class:`DirectGroup`, on processors.
+        direct: move weights and gradients with :class:`DirectGroup`, on processors, where this release of
+            torch was tried with it.
     """
 
     mesh: DeviceMesh
@@ -114,7 +117,34 @@ def dimension(shape: Sequence[int], pieces: int, dims: Iterable[int] | None = No
     return next((dim for dim in chosen if shape[dim] and shape[dim] % pieces == 0), None)
 
 
-def shard(root: nn.Module, units: Collection[nn.Module], plan: Plan) -> None:
+class FirstGradients:
+    """What the first backward has left, to be looked at once.
+
+    Args:
+        root: a model that :func:`shard` has sharded.
+        dtype: of sums of gradients.
+        reductions: those of the model that travel as messages.
+    """
+
+    def __init__(self, root: nn.Module, dtype: torch.dtype, reductions: Reductions) -> None:
+        self._left: tuple[nn.Module, torch.dtype, Reductions] | None = (root, dtype, reductions)
+
+    def check(self) -> None:
+        """Compare them with what was asked for, once there are any.
+
+        Raises:
+            SettingsError: from :func:`fsdp2_checks.require_reduced`.
+        """
+        if self._left is None:
+            return
+        root, dtype, reductions = self._left
+        shards = [(name, each) for name, each in root.named_parameters() if isinstance(each, DTensor)]
+        fsdp2_checks.require_reduced(_groups(root), shards, dtype, len(reductions))
+        if any(each.grad is not None for _, each in shards):
+            self._left = None
+
+
+def shard(root: nn.Module, units: Collection[nn.Module], plan: Plan) -> FirstGradients:
     """Make ``FSDPModule`` of the units and of ``root``, which has the parameters that no unit has.
 
     Attributes of parameters survive. Classes and hooks of the modules stay for their lifetime.
@@ -123,6 +153,13 @@ def shard(root: nn.Module, units: Collection[nn.Module], plan: Plan) -> None:
         root: the whole model.
         units: modules inside it, in any order.
         plan: placements and types.
+
+    Returns:
+        What to call after a backward.
+
+    Raises:
+        SettingsError: FSDP2's classes are not those that this was written for, or a shard does not take an
+            attribute of its parameter.
     """
     attributes = {name: dict(vars(parameter)) for name, parameter in root.named_parameters()}
     ignored = {parameter for parameter in root.parameters() if parameter not in plan.placements}
@@ -141,16 +178,22 @@ def shard(root: nn.Module, units: Collection[nn.Module], plan: Plan) -> None:
         module.set_gradient_divide_factor(plan.divide_by)
     for name, parameter in root.named_parameters():
         for key, value in attributes[name].items():
-            with contextlib.suppress(AttributeError):  # read-only ones
+            try:
                 setattr(parameter, key, value)
+            except AttributeError as error:
+                raise SettingsError(
+                    f"fsdp2: parameter {name} has an attribute {key}, which a shard does not take ({error}); "
+                    "give the attribute another name"
+                ) from error
     groups = _groups(root)
     _keep_sums_in(plan.reduce_dtype, groups)
-    if plan.direct:
-        reductions = Reductions()
+    reductions = Reductions()
+    if plan.direct and fsdp2_checks.was_tried():
         for group in groups:
             if DirectGroup.takes(group):
                 DirectGroup.convert(group, reductions)
     root.register_forward_hook(_drop_without_backward)
+    return FirstGradients(root, plan.reduce_dtype, reductions)
 
 
 def _drop_without_backward(root: nn.Module, *_: Any) -> None:
@@ -173,9 +216,12 @@ def _groups(root: Any) -> list[Any]:
 def _keep_sums_in(dtype: torch.dtype, groups: Iterable[Any]) -> None:
     """FSDP2 would round every microbatch's sum to the parameter's type."""
     for group in groups:
+        fsdp2_checks.require_names(group, ("_orig_dtype",))
         if group._orig_dtype is not None and group._orig_dtype != dtype:
             group._orig_dtype = dtype
             for each in group.fsdp_params:
+                fsdp2_checks.require_names(each.sharded_param, ("grad_dtype",))
+                fsdp2_checks.require_names(each, ("to_sharded_dtensor",))
                 each.sharded_param.grad_dtype = dtype
                 # It would describe a gradient as being of the parameter's type.
                 each.to_sharded_dtensor = partial(_shard_like, each)
@@ -188,7 +234,7 @@ def _shard_like(each: Any, tensor: Tensor) -> Any:
 def sharded_gradients(root: nn.Module) -> list[Tensor]:
     """This rank's pieces of all gradients that are there."""
     return [
-        parameter.grad._local_tensor  # type: ignore[attr-defined]
+        local_of(parameter.grad)
         for parameter in root.parameters()
         if isinstance(parameter, DTensor) and parameter.grad is not None
     ]

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's piece of a ``DTensor``, the same object at each call; any other tensor itself."""
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
+    """This rank's piece of a ``DTensor``, the same object at each call; any other tensor itself.
+
+    Raises:
+        AttributeError: this torch keeps the piece elsewhere; the ``DTensor`` is no piece of itself.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    try:
+        return tensor._local_tensor
+    except AttributeError as error:
+        raise AttributeError(
+            f"mindspeed_dsa: a DTensor of torch {torch.__version__} has no _local_tensor, the rank's own "
+            "piece of a sharded weight; use a torch release that docs/compatibility.md lists as tried"
+        ) from error

@@ -160,17 +160,18 @@ class Mixed(nn.Module):
         return self.linear(x).tanh() @ self.odd.t()
 
 
-def _mixed(dtype: torch.dtype, direct: bool, layout: Any = None) -> Any:
-    from mindspeed_dsa.parallel import fsdp2_copy_out, fsdp2_shards
+def _mixed(dtype: torch.dtype, direct: bool) -> Any:
+    return _mixed_with_first_gradients(dtype, direct)[0]
+
+
+def _mixed_with_first_gradients(dtype: torch.dtype, direct: bool) -> tuple[Any, Any]:
+    from mindspeed_dsa.parallel import fsdp2_shards
 
     model = Mixed(dtype)
-    if layout is not None:
-        fsdp2_copy_out.lay_out(model.linear.weight, layout)
     mesh = fsdp2_shards.mesh_of(dist.group.WORLD, "cpu", 2)
     placements = {p: fsdp2_shards.dimension(p.shape, 2) for p in model.parameters()}
     plan = fsdp2_shards.Plan(mesh, placements, True, torch.float32, 2, direct=direct)  # type: ignore[arg-type]
-    fsdp2_shards.shard(model, [], plan)
-    return model
+    return model, fsdp2_shards.shard(model, [], plan)
 
 
 def same_bits(dtype: torch.dtype, apart: bool = False) -> dict[str, Any]:
@@ -228,25 +229,117 @@ def failed_step() -> list[bool]:
     return [torch.equal(ours, theirs) for theirs, ours in zip(*found, strict=True)]
 
 
-def laid_out_beside_padded() -> str:
-    """What is said of a weight with a layout in one unit with rows that two ranks have no equal pieces of."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+def renamed() -> dict[str, str]:
+    """What is said of private names of FSDP2's that are not what they were, by what has become of them."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-    from mindspeed_dsa.parallel import fsdp2_copy_out, fsdp2_shards
+    from mindspeed_dsa.parallel import fsdp2_parts
+    from mindspeed_dsa.patches.errors import SettingsError
 
-    model = Mixed(torch.float32)
-    layout = fsdp2_copy_out.Layout(lambda *_: None, lambda whole, piece: whole.numel() > 1000)
-    fsdp2_copy_out.lay_out(model.linear.weight, layout)
-    mesh = fsdp2_shards.mesh_of(dist.group.WORLD, "cpu", 2)
-    plan = fsdp2_shards.Plan(mesh, dict.fromkeys(model.parameters(), 0), True, torch.float32, 2)
-    fsdp2_shards.shard(model, [], plan)
-    ours = fsdp2_copy_out.in_one_pass(groups.foreach_all_gather_copy_out)
-    with mock.patch.object(groups, "foreach_all_gather_copy_out", ours):
+    def another(self: Any, reason: str) -> None:
+        raise AssertionError(reason)
+
+    @contextlib.contextmanager
+    def gone(base: Any, name: str) -> Any:
+        method = vars(base)[name]
+        delattr(base, name)
         try:
-            model(torch.ones(1, 192))
-        except ValueError as error:
-            return str(error)
-    return ""
+            yield
+        finally:
+            setattr(base, name, method)
+
+    def convert() -> None:
+        _mixed(torch.float32, direct=True)
+
+    def in_parts() -> None:
+        model = _mixed(torch.float32, direct=False)
+        fsdp2_parts.Model(model, [])
+
+    said = {}
+    for what, change, use in (
+        ("as it is", contextlib.nullcontext(), convert),
+        ("as it is, in parts", contextlib.nullcontext(), in_parts),
+        ("method", gone(FSDPParamGroup, "finalize_backward"), convert),
+        ("parameters", mock.patch.object(FSDPParamGroup, "unshard", another), convert),
+        ("of a state", gone(FSDPState, "_root_post_backward_final_callback"), in_parts),
+    ):
+        said[what] = ""
+        with change:
+            try:
+                use()
+            except SettingsError as error:
+                said[what] = str(error)
+    return said
+
+
+def first_gradients() -> dict[str, str]:
+    """What is said after the first backward, by what FSDP2 no longer does."""
+    from mindspeed_dsa.parallel import fsdp2_shards
+    from mindspeed_dsa.parallel.fsdp2_direct import DirectGroup
+    from mindspeed_dsa.patches.errors import SettingsError
+
+    # Stand for what nobody calls or reads any more.
+    def not_called(self: Any) -> None: ...
+
+    def reduces_nothing(self: Any, *unused: Any) -> None: ...
+
+    def has_no_effect(dtype: torch.dtype, groups: Any) -> None: ...
+
+    said = {}
+    for what, direct, change in (
+        ("messages", True, contextlib.nullcontext()),
+        ("collectives", False, contextlib.nullcontext()),
+        ("end not called", True, mock.patch.object(DirectGroup, "finalize_backward", not_called)),
+        ("reduction not called", True, mock.patch.object(DirectGroup, "post_backward", reduces_nothing)),
+        ("type not read", False, mock.patch.object(fsdp2_shards, "_keep_sums_in", has_no_effect)),
+    ):
+        said[what] = ""
+        with change:
+            model, first = _mixed_with_first_gradients(torch.bfloat16, direct)
+            first.check()  # nothing is there yet
+            model(torch.ones(5, 192, dtype=torch.bfloat16)).float().square().sum().backward()
+            try:
+                first.check()
+            except SettingsError as error:
+                said[what] = str(error)
+    return said
+
+
+def untried() -> dict[str, Any]:
+    """A release that nobody has tried: what its groups are, what is said, and the bits."""
+    import logging
+
+    from mindspeed_dsa import log
+    from mindspeed_dsa.parallel.fsdp2_direct import DirectGroup
+
+    log.forget()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("mindspeed_dsa.fsdp2")
+    logger.addHandler(handler)
+    try:
+        known = _mixed(torch.float32, direct=True)
+        with mock.patch.object(torch, "__version__", "9.0.0"):
+            models = [_mixed(torch.float32, direct=True) for _ in range(2)]
+    finally:
+        logger.removeHandler(handler)
+    gradients = []
+    for model in (known, *models):
+        model(torch.ones(5, 192)).square().sum().backward()
+        gradients.append([parameter.grad._local_tensor for parameter in model.parameters()])
+    return {
+        "direct": [
+            isinstance(group, DirectGroup)
+            for model in (known, *models)
+            for group in model._get_fsdp_state()._fsdp_param_groups
+        ],
+        "said": said,
+        "equal": [
+            torch.equal(*pair) for each in gradients[1:] for pair in zip(gradients[0], each, strict=True)
+        ],
+    }
 
 
 class Written(TorchDispatchMode):
@@ -267,121 +360,29 @@ class Written(TorchDispatchMode):
             self.elements += sum(each.numel() for each in pytree.tree_leaves(value))
 
 
-def blocks_of(weight: torch.Tensor) -> torch.Tensor:
-    """Blocks of 16 x 16, column of blocks by column of blocks."""
-    rows, columns = weight.shape
-    return weight.view(rows // 16, 16, columns // 16, 16).permute(2, 0, 1, 3)
-
-
 def copy_out() -> dict[str, Any]:
-    """Weights and passes over them, out of FSDP2's buffer and of messages, with and without a layout."""
+    """Weights and passes over them, out of FSDP2's buffer and of messages."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
-    from mindspeed_dsa.parallel.fsdp2_copy_out import Layout, in_one_pass
+    from mindspeed_dsa.parallel.fsdp2_copy_out import in_one_pass
 
-    def write(gathered: torch.Tensor, first: int, end: int, whole: torch.Tensor) -> None:
-        blocks = whole.view(192 // 16, 512 // 16, 16, 16)
-        # Blocks do not reach across ranks, whose rows follow each other.
-        pieces = gathered[:, first:end].view(2, 256 // 16, 16, 192 // 16, 16).permute(3, 0, 1, 2, 4)
-        blocks.view(192 // 16, 2, 256 // 16, 16, 16).copy_(pieces)
-
-    layout = Layout(write, lambda whole, piece: whole.numel() > 1000 and piece[0] % 16 == 0)
     plain, found = Mixed(torch.float32), {}
-    for name, direct, function, laid_out in (
-        ("FSDP2", False, groups.foreach_all_gather_copy_out, None),
-        ("one pass", False, in_one_pass(groups.foreach_all_gather_copy_out), None),
-        ("one pass, blocks", False, in_one_pass(groups.foreach_all_gather_copy_out), layout),
-        ("messages, blocks", True, None, layout),
+    for name, direct, function in (
+        ("FSDP2", False, groups.foreach_all_gather_copy_out),
+        ("one pass", False, in_one_pass(groups.foreach_all_gather_copy_out)),
+        ("messages", True, groups.foreach_all_gather_copy_out),
     ):
-        model = _mixed(torch.float32, direct, laid_out)
+        model = _mixed(torch.float32, direct)
         (group,) = model._get_fsdp_state()._fsdp_param_groups
-        function = function or groups.foreach_all_gather_copy_out
         with torch.no_grad(), mock.patch.object(groups, "foreach_all_gather_copy_out", function):
             group.unshard()
             with Written() as written:
                 group.wait_for_unshard()
-            weight = model.linear.weight
-            expected = plain.linear.weight if laid_out is None else blocks_of(plain.linear.weight)
             found[name] = {
                 "written": written.elements / sum(each.numel() for each in plain.parameters()),
-                "weight": torch.equal(weight.flatten(), expected.flatten()),
+                "weight": torch.equal(model.linear.weight, plain.linear.weight),
                 "odd": torch.equal(model.odd, plain.odd),
                 "bias": torch.equal(model.linear.bias, plain.linear.bias),
             }
             model.reshard()
     return found
-
-
-class Ported(nn.Module):
-    """A linear layer that leaves its weight's gradient at a port where one is open, and a gain."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(192, 192) / 14)
-        self.gain = nn.Parameter(torch.ones(192))
-        self.seen: Any = None
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        from mindspeed_dsa.parallel import port
-
-        if self.seen is not None:
-            self.seen()
-        found = port.port_of(self.weight)
-        if found is None:
-            product = torch.nn.functional.linear(rows, self.weight)
-        else:
-            product = port.linear(rows, found, None, False, mock.Mock())
-        return torch.tanh(product * self.gain)
-
-
-def delayed(direct: bool) -> dict[str, Any]:
-    """Two microbatches; the first one's weight gradients are computed in the forward pass of the second."""
-    from mindspeed_dsa.parallel import fsdp2_delayed, fsdp2_prefetch, fsdp2_shards
-    from mindspeed_dsa.parallel.weight_gradient import WeightGradient
-
-    def build() -> Any:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(Ported() for _ in range(3)))
-        mesh = fsdp2_shards.mesh_of(dist.group.WORLD, "cpu", 2)
-        plan = fsdp2_shards.Plan(
-            mesh, dict.fromkeys(model.parameters(), 0), True, torch.float32, 2, direct=direct
-        )
-        fsdp2_shards.shard(model, list(model), plan)
-        fsdp2_prefetch.prefetch(list(model), 1, model, asynchronous=True)
-        return model
-
-    at_once, late = build(), build()
-    noise = torch.Generator().manual_seed(dist.get_rank())
-    batches = [torch.randn(7, 192, generator=noise) for _ in range(2)]
-    for batch in batches:
-        at_once(batch).square().sum().backward()
-    queue = fsdp2_delayed.Delayed(list(late))
-    storages: list[int] = []
-    add = WeightGradient.add
-
-    def recorded(self: Any, *args: Any) -> None:
-        storages.append(self._weight.untyped_storage().size())
-        add(self, *args)
-
-    waiting = []
-    with mock.patch.object(WeightGradient, "add", recorded):
-        late(batches[0]).square().sum().backward()
-        waiting.append(len(queue))
-        without = [parameter.grad is None for parameter in late.parameters()]
-        late[1].seen = queue.run  # while the middle one's weights are in use, and the last one's on their way
-        output = late(batches[1])
-        late[1].seen = None
-        in_use, storages[:] = list(storages), []
-        output.square().sum().backward()
-        waiting.append(len(queue))
-        queue.run()
-    return {
-        "waiting": waiting,
-        "without": without,
-        "in use": in_use,
-        "storages": storages,
-        "equal": [
-            torch.equal(ours.grad._local_tensor, theirs.grad._local_tensor)
-            for ours, theirs in zip(late.parameters(), at_once.parameters(), strict=True)
-        ],
-    }

@@ -85,7 +85,8 @@ def share_device() -> None:
             return type.__instancecheck__(ProcessGroupGloo, thing)
 
     class OnSharedDevice(ProcessGroupGloo, metaclass=StandsForBoth):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
+            # torch 2.14 says more, none of which these groups want.
             options = ProcessGroupGloo._Options()
             options._devices, options._timeout = [device], timeout
             super().__init__(store, rank, size, options)

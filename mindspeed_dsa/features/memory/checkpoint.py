@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mindspeed_dsa import versions
 from mindspeed_dsa.context import Megatron
 from mindspeed_dsa.parallel import discarded
 from mindspeed_dsa.parallel.discarded import bytes_of
 
+_is_checkpoint_valid = versions.private("torch.autograd:_is_checkpoint_valid", "recomputation of outputs")
 _where: ContextVar[str] = ContextVar("where", default="a layer")
 
 
@@ -179,7 +181,7 @@ class _Pending:
                 f"mindspeed_dsa: {self._where}: a second backward through a recomputed output; use one "
                 "backward, or switch off --recompute-activation-function and --recompute-norm"
             )
-        if not torch.autograd._is_checkpoint_valid():
+        if not _is_checkpoint_valid():
             raise RuntimeError(
                 f"mindspeed_dsa: {self._where}: torch.autograd.grad and backward(inputs=...) do not reach "
                 "what a recomputed output depends on; use backward(), or switch off "

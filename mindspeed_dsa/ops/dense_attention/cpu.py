@@ -8,6 +8,8 @@ from torch import Tensor
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.dense_attention.heads import padded, repeated, summed
 
+_FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
+_OPERATORS = (_FORWARD, f"{_FORWARD}_backward")
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -15,6 +17,8 @@ def unsupported(shape: ShapeClass) -> str | None:
     """Why this backend cannot take calls of this shape, or None."""
     if shape.device != "cpu":
         return "it runs on CPU tensors only"
+    if not all(hasattr(torch.ops.aten, name) for name in _OPERATORS):
+        return "this torch has no flash attention for CPUs under the name that is called here"
     return None if shape.dtype in _DTYPES else f"PyTorch's flash attention does not take {shape.dtype}"
 
 

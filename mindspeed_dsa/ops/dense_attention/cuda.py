@@ -8,6 +8,7 @@ from torch import Tensor
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.dense_attention.heads import padded
 
+_OPERATORS = ("_flash_attention_forward", "_flash_attention_backward")
 _DTYPES = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD = 256
 # Heads are made of so many numbers, or of zeros up to there.
@@ -18,6 +19,8 @@ def unsupported(shape: ShapeClass) -> str | None:
     """Why this backend cannot take calls of this shape, or None."""
     if shape.device != "cuda":
         return "it runs on CUDA tensors only"
+    if not all(hasattr(torch.ops.aten, name) for name in _OPERATORS):
+        return "this torch has no flash attention under the name that is called here"
     if shape.dtype not in _DTYPES:
         return "flash attention takes bfloat16 and float16 only"
     if max(shape["dim"], shape["value_dim"]) > _LARGEST_HEAD:

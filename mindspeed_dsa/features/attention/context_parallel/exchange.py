@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mindspeed_dsa import versions
 from mindspeed_dsa.context import Megatron
 from mindspeed_dsa.context_parallel.gather import GatheredRows, freed_until_backward
 from mindspeed_dsa.context_parallel.key_gather import KeyGather
@@ -23,6 +24,7 @@ from mindspeed_dsa.context_parallel.layout import Layout, Zigzag
 from mindspeed_dsa.features.attention.dsa.options import Options
 from mindspeed_dsa.features.attention.pack_rows import PackRows
 
+_graph_task_id = versions.private("torch._C:_current_graph_task_id", "DSA's context parallelism")
 ATTRIBUTE = "_key_exchange"
 """Of a core attention that shares keys."""
 
@@ -123,7 +125,7 @@ class KeyExchange:
 
         A layer that is recomputed in backward keeps it: its own backward comes next.
         """
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = _graph_task_id() != -1
         if self.keeps or in_backward or not out.requires_grad or not gathered:
             return out
         self._freed = gathered

@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 
+from mindspeed_dsa import versions
 from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.compilation.regions.options import Options
 from mindspeed_dsa.patches.errors import SettingsError
 
 Operator = torch._ops.OpOverload
+_USER = "--compile-bypass"
+_all_op_names = versions.private("torch._C:_dispatch_get_all_op_names", _USER)
+_has_kernel_for = versions.private("torch._C:_dispatch_has_kernel_for_dispatch_key", _USER)
 _NAMESPACE = "mindspeed_dsa_bypass"
 
 
@@ -63,7 +67,7 @@ def _overloads(name: str) -> Sequence[Operator]:
 
 
 def _all_names() -> list[str]:
-    names: list[str] = torch._C._dispatch_get_all_op_names()
+    names: list[str] = _all_op_names()
     return [name for name in names if name.startswith("aten::") and not name.startswith("aten::_")]
 
 
@@ -73,7 +77,8 @@ def _is_pure(operator: Operator) -> bool:
 
 
 def _is_made_of_others(operator: Operator) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
+    composite: bool = _has_kernel_for(operator.name(), "CompositeImplicitAutograd")
+    return composite
 
 
 def arguments(operators: Sequence[Operator]) -> dict[str, Any]:

@@ -98,7 +98,7 @@ FEATURE = Feature(
             priority=_INNERMOST,
         ),
     ),
-    requires=Requires(versions={"megatron-core": _RELEASES, "torch": ">=2.6"}),
+    requires=Requires(versions={"megatron-core": _RELEASES, "torch": ">=2.7"}),
     active=regions_wanted,
     options=Options.of,
     validate=check_regions,

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
+from mindspeed_dsa import versions
 from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.compilation.regions import bypass, toolchain
-from mindspeed_dsa.features.compilation.regions.direct import Direct
 from mindspeed_dsa.features.compilation.regions.options import Options
 from mindspeed_dsa.log import Log
 
+_modes = versions.private("torch._C:_len_torch_dispatch_stack", "--compile-regions")
 _NOT_COMPILED = "torch.compile with fullgraph=True found no compiled frames"
 
 
@@ -46,8 +47,7 @@ class Region:
         self._rows = rows
         self._bypassed = operators
         self._log = log
-        self._direct = Direct(function)
-        self._compiled = torch.compile(self._direct.function, fullgraph=True, backend=self._backend)
+        self._compiled = torch.compile(function, fullgraph=True, backend=self._backend)
 
     def __call__(self, *args: Any) -> Any:
         """The function's result, compiled where possible.
@@ -55,11 +55,9 @@ class Region:
         A mode that watches operators, such as a counter of operations, sees nothing of compiled code, and
         torch does not compile under one: the function runs as it is for the duration.
         """
-        if self.failure is not None or torch._C._len_torch_dispatch_stack():
+        if self.failure is not None or _modes():
             return self._function(*args)
         if not torch.compiler.is_compiling():
-            if (form := self._direct.form(args)) is not None:
-                return form(*args)
             for rows in args[: self._rows]:
                 open_rows(rows)
         try:

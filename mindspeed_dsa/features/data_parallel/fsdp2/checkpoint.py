@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from mindspeed_dsa.features.data_parallel.fsdp2.distributed_optimizer import LOADED, with_common_step
 from mindspeed_dsa.parallel.fsdp2_shards import Cut, cut_of, like
+from mindspeed_dsa.parallel.local_shards import local_of
 
 _CUT = "_mindspeed_dsa_cut"
 _WHOLE = "_mindspeed_dsa_whole"
@@ -22,7 +23,7 @@ def place_shard(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(tensor, DTensor):
             return original(tensor, *args, **kwargs)
         # The piece taken for the whole of what this tensor parallel rank has.
-        whole = original(tensor._local_tensor, *args, **kwargs)
+        whole = original(local_of(tensor), *args, **kwargs)
         cut = cut_of(tensor)
         placed = _cut(whole, cut)
         setattr(placed, _CUT, cut)

@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from mindspeed_dsa.parallel.fsdp2_shards import shard_axis
+from mindspeed_dsa.parallel.local_shards import local_of
 
 
 def to_local_if_dtensor(tensor: Any) -> Any:
     """Replaces the function of this name and ``_unshard_if_dtensor``: this rank's piece, one object."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local_of(tensor)
 
 
 def shard_group_if_dtensor(tensor: Any, data_parallel_group: Any = None) -> Any:

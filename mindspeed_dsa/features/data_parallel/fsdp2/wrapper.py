@@ -26,9 +26,15 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class _Whole:
-    """What reduces the gradients of parameters that are not sharded; not a module, which would own them."""
+    """What reduces the gradients of parameters that are not sharded; not a module, which would own them.
+
+    Attributes:
+        ddp: Megatron's; None where there are no such parameters.
+        sharded: what looks at the first gradients of the others; None where there are no others.
+    """
 
     ddp: Any = None
+    sharded: fsdp2_shards.FirstGradients | None = None
 
 
 def build(original: _Function, context: Context[Options]) -> _Function:
@@ -57,8 +63,8 @@ def build(original: _Function, context: Context[Options]) -> _Function:
         placements = _placements(module, config, self.device_mesh.size(-1), megatron, options)
         whole = {name: each for name, each in module.named_parameters() if each not in placements}
         trains_shards = any(parameter.requires_grad for parameter in placements)
-        _shard(self, placements, sub_modules_to_wrap or _usual_units(megatron), context)
-        setattr(self, _WHOLE, _Whole(_ddp_of(whole, self, trains_shards, megatron, options)))
+        sharded = _shard(self, placements, sub_modules_to_wrap or _usual_units(megatron), context)
+        setattr(self, _WHOLE, _Whole(_ddp_of(whole, self, trains_shards, megatron, options), sharded))
 
     return __init__
 
@@ -68,7 +74,8 @@ def _mesh(group: Any, options: Options) -> Any:
     size = options.sharding_size or ranks
     if options.sharding_size is not None and (found := list(check_sharding_size(size, ranks))):
         raise SettingsError(f"fsdp2: {found[0]}")
-    if platform.device_type not in {device.type for device in group._device_types}:
+    devices = getattr(group, "_device_types", None)  # where torch says it elsewhere, it refuses for itself
+    if devices is not None and platform.device_type not in {device.type for device in devices}:
         raise SettingsError(
             f"fsdp2: data parallel ranks talk over {dist.get_backend(group)}, which does not move tensors of "
             f"{platform.device_type}; use --distributed-backend {platform.backend}"
@@ -114,9 +121,9 @@ def _placements(
 
 def _shard(
     self: Any, placements: dict[nn.Parameter, int], classes: Iterable[type], context: Context[Options]
-) -> None:
+) -> fsdp2_shards.FirstGradients | None:
     if not placements:
-        return
+        return None
     config, options, platform = self.config, context.options, platforms.current()
     units = list(_units(self.module, config, classes, context))
     units = [unit for unit in units if any(parameter in placements for parameter in unit.parameters())]
@@ -137,7 +144,7 @@ def _shard(
         divide_by=1.0 if config.calculate_per_token_loss else float(self.process_group.size()),
         direct=not platform.asynchronous,
     )
-    fsdp2_shards.shard(self.module, units, plan)
+    first_gradients = fsdp2_shards.shard(self.module, units, plan)
     for unit in units:
         unit.register_forward_pre_hook(fsdp2_parts.mark_gathered)
     embeddings = context.megatron("core.models.common.embeddings.language_model_embedding")
@@ -147,6 +154,7 @@ def _shard(
     fsdp2_prefetch.prefetch(units, options.prefetch, self.module, asynchronous=not platform.asynchronous)
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
         schedule.follow(self.module, units, context.megatron)
+    return first_gradients
 
 
 def _reduce_dtype(config: Any, options: Options) -> torch.dtype:
@@ -220,8 +228,11 @@ def reduce_whole_gradients(original: _Function) -> _Function:
     """Decorate ``finish_grad_sync``; what is sharded has been reduced during backward."""
 
     def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-        if (ddp := getattr(self, _WHOLE).ddp) is not None:
-            ddp.finish_grad_sync(*args, **kwargs)
+        whole = getattr(self, _WHOLE)
+        if whole.sharded is not None:
+            whole.sharded.check()
+        if whole.ddp is not None:
+            whole.ddp.finish_grad_sync(*args, **kwargs)
 
     return finish_grad_sync
 

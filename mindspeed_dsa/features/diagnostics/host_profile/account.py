@@ -12,8 +12,12 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-import torch
+from mindspeed_dsa import versions
 
+_USER = "the account of a host profile"
+_schemas = versions.private("torch._C:_jit_get_schemas_for_operator", _USER)
+_has_kernel = versions.private("torch._C:_dispatch_has_kernel", _USER)
+_has_kernel_for = versions.private("torch._C:_dispatch_has_kernel_for_dispatch_key", _USER)
 PREFIX = "module::"
 _BACKWARD = "autograd::engine::evaluate_function"
 _LAYER = "TransformerLayer"
@@ -121,16 +125,15 @@ def _computes(name: str) -> bool:
         return False
     if not name.startswith("aten::"):
         return True
-    schemas = torch._C._jit_get_schemas_for_operator(name)
+    schemas = _schemas(name)
     if any(out.alias_info and not out.alias_info.is_write for each in schemas for out in each.returns):
         return False  # a view
     own = [each.overload_name for each in schemas if not each.overload_name.endswith("out")]
     full = [f"{name}.{each}" if each else name for each in own]
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return any(
-        not has_kernel(each, "CompositeImplicitAutograd") or has_kernel(each, "CPU")
+        not _has_kernel_for(each, "CompositeImplicitAutograd") or _has_kernel_for(each, "CPU")
         for each in full
-        if torch._C._dispatch_has_kernel(each)  # others are TorchScript's alone, such as sizes
+        if _has_kernel(each)  # others are TorchScript's alone, such as sizes
     )
 
 

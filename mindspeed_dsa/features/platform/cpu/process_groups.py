@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
-from torch.distributed import ProcessGroup, barrier, destroy_process_group, distributed_c10d
+from torch.distributed import ProcessGroup, barrier, destroy_process_group
 
 from mindspeed_dsa.context import Context, Megatron
 
@@ -66,7 +67,7 @@ def destroy_groups(original: _Function, context: Context[None]) -> _Function:
         original()
         for group in groups:
             # Others were destroyed before: by the caller, by Megatron just now, or with the world.
-            if group in distributed_c10d._world.pg_map:
+            with contextlib.suppress(ValueError):
                 destroy_process_group(group)
         _forget(state, groups)
 

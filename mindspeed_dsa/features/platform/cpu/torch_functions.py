@@ -5,15 +5,15 @@ Every function here takes the arguments of the one it replaces.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable
+from importlib import import_module
 from types import FunctionType
 from typing import Any
 
 import torch
-import torch.jit._builtins
-import torch.utils._device
 
 from mindspeed_dsa.platforms import cpu, host_memory
 from mindspeed_dsa.platforms.cpu import CpuEvent, CpuStream
@@ -23,11 +23,23 @@ __all__ = ["CpuEvent", "CpuStream"]  # named by patch rows
 _CPU = torch.device("cpu")
 _Function = Callable[..., Any]
 
-# Two tables that torch fills on first use, from the current values of its names: the functions that
-# `with torch.device(...)` acts on, and the operators that torch.jit.script knows. They must hold the
-# originals, which is what torch passes to the first and what remains when the patches are undone.
-torch.utils._device._device_constructors()
-torch.jit._builtins._get_builtin_table()
+_TABLES = ("torch.utils._device:_device_constructors", "torch.jit._builtins:_get_builtin_table")
+
+
+def fill_tables() -> None:
+    """Have torch fill two tables now that it would fill on first use, from the current values of its names.
+
+    They are the functions that ``with torch.device(...)`` acts on, and the operators that
+    ``torch.jit.script`` knows. They must hold the originals, which is what torch passes to the first and what
+    remains when the patches are undone. A torch without such a table has nothing to fill.
+    """
+    for table in _TABLES:
+        module, _, name = table.partition(":")
+        with contextlib.suppress(ImportError, AttributeError):
+            getattr(import_module(module), name)()
+
+
+fill_tables()
 
 
 # -- device --------------------------------------------------------------------------------------
@@ -318,5 +330,5 @@ def _builtin_behind(function: Any) -> Any:
     """The operator that a redirected factory calls; ``None`` for anything else."""
     name = getattr(function, "__name__", "")
     if isinstance(function, FunctionType) and vars(torch).get(name) is function:
-        return getattr(torch._C._VariableFunctions, name, None)
+        return getattr(getattr(torch._C, "_VariableFunctions", None), name, None)
     return None

@@ -30,7 +30,6 @@ def train(
     code: bool = False,
     differentiated: bool = True,
     deterministic: bool = False,
-    direct: bool = True,
 ) -> dict[str, Any]:
     """Losses and gradients of microbatches, an evaluation, and the regions' counts.
 
@@ -41,33 +40,16 @@ def train(
         code: generate code; otherwise compiled graphs run operator by operator, which takes no toolchain.
         differentiated: graphs for backward too, where no code is generated.
         deterministic: with torch's deterministic algorithms.
-        direct: call what is compiled directly where its guards hold.
     """
     job.start(switches, tp=tp)
     layout = {"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1}
-    with contextlib.nullcontext() if code else operator_by_operator(differentiated), _direct(direct) as calls:
+    with contextlib.nullcontext() if code else operator_by_operator(differentiated):
         torch.use_deterministic_algorithms(deterministic)
         try:
             found = _steps(job.config(**{**ROUTING, **layout, **(overrides or {})}))
         finally:
             torch.use_deterministic_algorithms(False)
-    return {**found, "direct": len(calls)}
-
-
-@contextlib.contextmanager
-def _direct(allowed: bool) -> Iterator[list[Any]]:
-    """The direct calls of compiled code in the block, which may be prevented."""
-    from mindspeed_dsa.features.compilation.regions.direct import Direct
-
-    calls, original = [], Direct.form
-
-    def form(self: Direct, args: tuple[Any, ...]) -> Any:
-        found = original(self, args) if allowed else None
-        calls.extend([found] if found is not None else [])
-        return found
-
-    with mock.patch.object(Direct, "form", form):
-        yield calls
+    return found
 
 
 @contextlib.contextmanager
@@ -201,48 +183,6 @@ def bypassed(name: str) -> tuple[list[str], bool]:
         found = torch.compile(function, fullgraph=True, backend=backend)(x, y)
     # Inductor's graphs return lists, which a plain graph's forward does as well.
     return seen, torch.equal(found, function(x, y))
-
-
-def guarded() -> dict[str, bool]:
-    """Whether code compiled for a norm of some rows is called directly, by what has changed since."""
-    from mindspeed_dsa.features.compilation.regions.direct import Direct
-    from mindspeed_dsa.integration.plain_layers import Norm
-
-    def normed(rows: torch.Tensor, norm: Norm) -> torch.Tensor:
-        return norm.of(rows)
-
-    rows, norm = torch.randn(5, 4), Norm(torch.nn.Parameter(torch.rand(4)), None, 1e-5, True, False)
-    direct, found = Direct(normed), {}
-
-    def note(what: str, rows: torch.Tensor = rows, norm: Norm = norm) -> None:
-        form = direct.form((rows, norm))
-        found[what] = form is not None
-        assert form is None or torch.equal(form(rows, norm), normed(rows, norm))
-
-    note("nothing is compiled")
-    torch._dynamo.mark_dynamic(rows, 0)
-    torch.compile(direct.function, fullgraph=True, backend="eager")(rows, norm)
-    note("nothing")
-    note("other rows", torch.randn(3, 4))
-    note("one row", torch.randn(1, 4))
-    note("a number", norm=norm._replace(eps=1e-3))
-    note("dtype", rows.double(), norm._replace(weight=torch.nn.Parameter(torch.rand(4).double())))
-    note("strides", torch.randn(4, 5).t())
-    note("a frozen weight", norm=norm._replace(weight=torch.nn.Parameter(torch.rand(4), requires_grad=False)))
-    with torch.no_grad():
-        note("no gradients")
-    with torch.autocast("cpu"):
-        note("autocast")
-    torch.use_deterministic_algorithms(True)
-    note("deterministic algorithms")
-    torch.use_deterministic_algorithms(False)
-    with torch.compiler.set_stance("force_eager"):
-        note("stance")
-    found["another's"] = Direct(normed).form((rows, norm)) is not None
-    note("nothing again")
-    torch._dynamo.reset()
-    note("everything is forgotten")
-    return found
 
 
 def shared_expert(switches: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -66,24 +66,6 @@ def test_graphs_are_whole(pool, name):
     check(*both(pool, name, differentiated=False), rtol=1e-6)
 
 
-def test_compiled_code_is_called_directly_where_its_guards_hold(pool):
-    ((on,), (off,)) = (
-        pool.run(f"{CASES}:train", 1, switches={**FUSED, **ON}, differentiated=False, direct=direct)
-        for direct in (True, False)
-    )
-    assert on["direct"] > len(on["counts"][-1]) * len(on["counts"])
-    assert off["direct"] == 0
-    assert on["counts"] == off["counts"]
-    assert torch.equal(on["losses"], off["losses"])
-    assert on["gradients"].keys() == off["gradients"].keys()
-    assert all(torch.equal(each, off["gradients"][name]) for name, each in on["gradients"].items())
-
-
-def test_guards_of_compiled_code_hold_for_what_it_was_compiled_for(pool):
-    (found,) = pool.run(f"{CASES}:guarded", 1)
-    assert [what for what, direct in found.items() if direct] == ["nothing", "other rows", "nothing again"]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", [each for each in LAYOUTS if "bf16" not in each])
 def test_training_is_the_same_and_graphs_are_whole(pool, name):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -54,6 +55,20 @@ def life(folder: str, sharding_size: int | None, **switches: Any) -> dict[str, A
         "of": len(whole),
         "units": [type(each).__name__ for each in sharded.model.modules() if isinstance(each, FSDPModule)],
     }
+
+
+def late_gradients() -> str:
+    """What a job's first step says where FSDP2 no longer calls the end of a backward."""
+    from mindspeed_dsa.parallel.fsdp2_direct import DirectGroup
+
+    start({"use_torch_fsdp2": True}, ep=2)
+    sharded = assemble(**JOB, fsdp2=True)
+    with mock.patch.object(DirectGroup, "finalize_backward"):  # nothing is waited for
+        try:
+            step(sharded, 0)
+        except SettingsError as error:
+            return str(error)
+    return "nothing"
 
 
 def exchange(folder: str, precision: str, **switches: Any) -> dict[str, Any]:

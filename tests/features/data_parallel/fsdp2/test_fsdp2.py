@@ -50,6 +50,11 @@ def test_checkpoints_go_from_ddp_and_back_and_resume(pool, tmp_path, world_size,
     assert sharded == with_ddp, "the same keys and shapes"
 
 
+def test_a_gradient_that_would_come_a_step_late_stops_the_first_step(pool):
+    for said in pool.run(f"{CASES}:late_gradients", 2):
+        assert "sums of gradients are still on their way" in said
+
+
 @pytest.mark.parametrize(
     ("precision", "switches"),
     [("bf16", {}), ("fp32", {}), pytest.param("fp32", SWAPPED, marks=pytest.mark.full)],

@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import shutil
+import sys
 
 import pytest
 import torch
@@ -51,6 +52,18 @@ def test_the_device_context_still_reaches_the_factories(redirected):
     with torch.device("meta"):
         assert torch.zeros(2).device.type == "meta"
         assert torch.tensor(1.0).device.type == "meta"
+
+
+def test_a_torch_without_torchscript_has_no_table_to_fill(monkeypatch):
+    from mindspeed_dsa.features.platform.cpu import torch_functions
+
+    filled = []
+    monkeypatch.setattr(torch.utils._device, "_device_constructors", lambda: filled.append("constructors"))
+    monkeypatch.setitem(sys.modules, "torch.jit._builtins", None)  # an ImportError, as where it is gone
+    torch_functions.fill_tables()
+    assert filled == ["constructors"]
+    monkeypatch.delattr(torch.utils._device, "_device_constructors")
+    torch_functions.fill_tables()
 
 
 @pytest.mark.full

@@ -1,0 +1,178 @@
+"""Private names of torch that the package uses, against the list in docs/torch-privates.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mindspeed_dsa
+from mindspeed_dsa import versions
+from mindspeed_dsa.parallel.local_shards import local_of
+
+FOLDER = Path(mindspeed_dsa.__file__).parent
+PAGE = FOLDER.parent / "docs" / "torch-privates.md"
+
+NOT_TORCHS = {
+    # argparse
+    *("_ActionsContainer", "_actions", "_option_string_actions"),
+    # named tuples, import specs
+    *("_asdict", "_replace", "_initializing"),
+    # Megatron and Transformer Engine
+    *("_BaseDataParallel", "_buffer", "_compute_index_scores", "_forward_impl", "_fork_rng", "_fsdp_modules"),
+    *("_get_all_rng_states", "_get_model_param_range_map", "_replace_state_dict_keys_with_sharded_keys"),
+    *("_set_all_rng_states", "_set_checkpointing", "_unset_checkpointing"),
+    # attributes that this package gives to foreign objects
+    *("_depends_on", "_plain_expert"),
+}
+"""Private attributes of other packages' objects that the package reads, by whose they are."""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def uses(tree: ast.Module) -> Iterator[str]:
+    """Dotted private names of torch in a module: imported, written out, or in a string of the engine's."""
+    known = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "torch":
+                    known[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+                    yield alias.name
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            for alias in node.names:
+                known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                yield f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"torch(\.\w+)+(:\w[\w.]*)?", str(node.value)):
+            yield str(node.value).replace(":", ".")
+    for node in ast.walk(tree):
+        path: list[str] = []
+        inner: ast.AST = node
+        while isinstance(inner, ast.Attribute):
+            path.append(inner.attr)
+            inner = inner.value
+        if path and isinstance(inner, ast.Name) and inner.id in known:
+            yield ".".join([known[inner.id], *reversed(path)])
+
+
+def attributes(tree: ast.Module) -> Iterator[str]:
+    """Private attributes of any object, by name or by a string of ``getattr`` and its like."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
+            yield from (each.value for each in node.args[1:2] if isinstance(each, ast.Constant))
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and getattr(node.value, "id", "") in ("self", "cls")
+        ):
+            yield node.attr
+
+
+@pytest.fixture(scope="module")
+def trees() -> list[ast.Module]:
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.rglob("*.py"))]
+
+
+def listed(heading: str) -> list[str]:
+    _, _, section = PAGE.read_text(encoding="utf-8").partition(f"## {heading}\n")
+    rows = [
+        line.split("|")[1] for line in section.partition("\n## ")[0].splitlines() if line.startswith("| `")
+    ]
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+
+
+def covers(entry: str, name: str) -> bool:
+    """Whether a row speaks of a name: of itself, what it holds, or all that is below it."""
+    entry = entry.removesuffix(".*")
+    return name == entry or name.startswith(f"{entry}.")
+
+
+def unlisted(trees: list[ast.Module], entries: list[str]) -> set[str]:
+    private = {
+        name for tree in trees for name in uses(tree) if any(is_private(each) for each in name.split("."))
+    }
+    parents = {"torch._C"}  # on the way to the names that are listed
+    return {name for name in private - parents if not any(covers(entry, name) for entry in entries)}
+
+
+def test_every_private_name_of_torch_is_listed(trees):
+    entries = listed("Names of modules")
+    assert unlisted(trees, entries) == set()
+    used = {name for tree in trees for name in uses(tree)}
+    used |= {
+        f"torch.{space}.{name}"  # by getattr and hasattr
+        for space in ("_C", "ops.mkldnn")
+        for tree in trees
+        for name in attributes(tree)
+    }
+    # Names of operators are looked for by string before they are called.
+    assert [entry for entry in entries if not any(covers(entry, name) for name in used)] == []
+
+
+def test_every_private_attribute_is_listed_or_another_packages(trees):
+    entries = listed("Attributes of objects")
+    own = {name for tree in trees for name in defined(tree)}
+    below = {part for entry in listed("Names of modules") for part in entry.split(".")}
+    found = {
+        name
+        for tree in trees
+        for name in attributes(tree)
+        if isinstance(name, str) and is_private(name) and name not in own
+    }
+    assert found - set(entries) - NOT_TORCHS - below == set()
+    assert sorted((set(entries) | NOT_TORCHS) - found - own) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch._C._new_thing()",
+        "from torch._new import thing",
+        "import torch.nn._new",
+        "from torch import _new as thing",
+        "from torch.autograd import graph\ngraph._new()",
+        "load('torch._new.module')",
+        "private('torch.autograd:_new', 'x')",
+    ],
+)
+def test_a_new_use_is_seen(source):
+    assert len(unlisted([ast.parse(source)], listed("Names of modules"))) == 1
+
+
+def test_a_name_that_is_gone_is_reported_with_who_needs_it():
+    assert versions.private("torch.autograd:_is_checkpoint_valid", "a test")() in (True, False)
+    with pytest.raises(
+        ImportError, match=r"has no torch\._C\._gone, which a test needs; use a torch release"
+    ):
+        versions.private("torch._C:_gone", "a test")
+    with pytest.raises(ImportError, match=r"has no torch\._gone\.name, which a test needs"):
+        versions.private("torch._gone:name", "a test")
+
+
+def test_a_dtensor_is_never_its_own_piece(monkeypatch):
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    plain = torch.ones(2)
+    assert local_of(plain) is plain
+    sharded = torch.Tensor._make_subclass(DTensor, torch.ones(2))
+    sharded._local_tensor = plain
+    assert local_of(sharded) is plain
+    del sharded._local_tensor  # as where torch renames it
+    with pytest.raises(AttributeError, match="has no _local_tensor, the rank's own piece"):
+        local_of(sharded)
