@@ -100,9 +100,7 @@ def test_megatrons_recomputed_norms(pool, name):
     off = pool.baseline(
         f"{CASES}:layer_step", ranks, switches={}, overrides=layers, num_microbatches=2, **layout
     )
-    on = pool.run(
-        f"{CASES}:layer_step", ranks, switches=modules, overrides=own, num_microbatches=2, **layout
-    )
+    on = pool.run(f"{CASES}:layer_step", ranks, switches=modules, overrides=own, num_microbatches=2, **layout)
     for without, having in zip(off, on, strict=True):
         assert having["losses"] == without["losses"]
         assert having["gradients"].keys() == without["gradients"].keys()

@@ -33,4 +33,6 @@ def check_outputs(args: Any, options: Options) -> Iterator[str]:
         yield from check_precision_and_graphs(args, "--recompute-verify")
     elif recomputes_without_engine(args) and argument(args, "recompute_granularity") == "selective":
         modules = " ".join(_modules(args))
-        yield from check_precision_and_graphs(args, f"--recompute-modules {modules} without Transformer Engine")
+        yield from check_precision_and_graphs(
+            args, f"--recompute-modules {modules} without Transformer Engine"
+        )
