@@ -34,6 +34,7 @@ _QUICK = """
 _TRAINING = """
     --tensor-model-parallel-size 2 --sequence-parallel --lr 1e-4 --min-lr 1e-4 --lr-warmup-iters 0
     --lr-decay-style constant --eval-iters 0 --save-interval 0 --no-save --no-plot --no-tensorboard
+    --no-deterministic-mode
 """
 WAYS = ("stock", "overlapped")
 _LOSSES = 1e-6

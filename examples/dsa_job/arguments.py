@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import mindspeed_dsa
 from dsa_job.errors import UsageError
 from dsa_job.flags import GROUPS
+from mindspeed_dsa import platforms, session
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -74,11 +75,19 @@ def derive(args: argparse.Namespace) -> None:
     args.accumulate_allreduce_grads_in_fp32 &= not args.grad_reduce_in_bf16
     if args.lr_warmup_iters is None:
         args.lr_warmup_iters = max(0, min(10, (args.lr_decay_iters or args.train_iters) // 10))
+    if args.deterministic_mode is None:  # before anything is validated: features ask for it
+        args.deterministic_mode = _platform(args) == "cpu"
     args.virtual_pipeline_model_parallel_size = _virtual_stages(args)
     if args.virtual_pipeline_model_parallel_size is None:
         # Only the interleaved schedule can overlap point-to-point communication or align the stages.
         args.overlap_p2p_comm = False
         args.align_param_gather = False
+
+
+def _platform(args: argparse.Namespace) -> str:
+    """The session's, and without one, that of the flag."""
+    running = session.current()
+    return platforms.detect(args.mindspeed_platform) if running is None else running.settings.platform
 
 
 def _virtual_stages(args: argparse.Namespace) -> int | None:

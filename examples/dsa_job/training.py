@@ -54,8 +54,6 @@ def train(
         chosen = distributed.from_rank_0(lambda: _complete(args, run))
         resumed = chosen.pop("resumed")
         args = argparse.Namespace(**{**vars(args), **chosen})
-        if args.deterministic_mode is None:
-            args.deterministic_mode = distributed.device().type == "cpu"
         with _deterministic(args), distributed.model_parallel(args), _ctrl_c() as interrupts:
             records = _Job(args, run, resumed, interrupts, quiet).run(on_end)
     except (JobError, mindspeed_dsa.MindSpeedDSAError):  # raised on every rank

@@ -9,7 +9,7 @@ the transfer in both directions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -24,54 +24,29 @@ from mindspeed_dsa.parallel import discarded, kept, pairwise
 from mindspeed_dsa.parallel.collectives import reduce_scatter_tensor
 
 
-@dataclass(frozen=True)
-class Members:
-    """The ranks of a group, and which rows of the sequence each of them has.
+class HeldRows:
+    """Which rows of a sequence each member of a group has; of no group, so that it keeps none alive.
 
-    Attributes:
-        group: process group.
+    Args:
         rows: ``[members, rows]`` int64 on the CPU, positions in the order in which each member holds them.
     """
 
-    group: ProcessGroup
-    rows: Tensor
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+        self._parts: dict[tuple[int, int], HeldRows] = {}
+        self._on_device: dict[torch.device, Tensor] = {}
 
-    @classmethod
-    def of(cls, group: ProcessGroup, layout: Layout, length: int) -> Members:
-        """Context parallel ranks, or these times tensor parallel ranks that have equal parts of their rows.
+    def part(self, index: int, step: int) -> HeldRows:
+        """Those of every ``step``-th member, from this one on."""
+        if (index, step) not in self._parts:
+            self._parts[index, step] = HeldRows(self.rows[index::step])
+        return self._parts[index, step]
 
-        Args:
-            group: with more members than the layout has ranks, tensor parallel ones run fastest.
-            layout: of context parallel ranks.
-            length: rows of the whole sequence.
-        """
-        return cls(group, rows_of_all(layout, length).view(group.size(), -1))
-
-    def part(self, group: ProcessGroup, index: int) -> Members:
-        """The members of a smaller group of this rank's: one of each neighbours, all at the same place.
-
-        Args:
-            group: context parallel ranks, of members that are these times tensor parallel ones.
-            index: tensor parallel rank.
-        """
-        if (group, index) not in self._parts:
-            rows = self.rows[index :: self.group.size() // group.size()]
-            self._parts[group, index] = Members(group, rows)
-        return self._parts[group, index]
-
-    @cached_property
-    def _parts(self) -> dict[tuple[ProcessGroup, int], Members]:
-        return {}
-
-    def rows_on(self, device: torch.device) -> Tensor:
+    def on(self, device: torch.device) -> Tensor:
         """:attr:`rows` of all members in a row, on a device, where they stay."""
         if device not in self._on_device:
             self._on_device[device] = self.rows.flatten().to(device)
         return self._on_device[device]
-
-    @cached_property
-    def _on_device(self) -> dict[torch.device, Tensor]:
-        return {}
 
     @cached_property
     def runs(self) -> list[list[int]]:
@@ -87,6 +62,65 @@ class Members:
             if torch.equal(by_run, begins + torch.arange(count // runs)):
                 return begins.squeeze(-1).t().tolist()
         return []
+
+
+LATEST = 16
+"""Sequences whose rows stay known, each some bytes for a row on the host and on the device. Lengths that are
+never met again go; what is in flight holds its own."""
+
+
+@lru_cache(maxsize=LATEST)
+@torch.inference_mode(False)  # what an evaluation finds first, training uses as well
+def _held(layout: Layout, length: int, members: int) -> HeldRows:
+    """One for all layers and groups."""
+    return HeldRows(rows_of_all(layout, length).view(members, -1))
+
+
+@dataclass(frozen=True)
+class Members:
+    """The ranks of a group, and which rows of the sequence each of them has.
+
+    Attributes:
+        group: process group.
+        held: by member.
+    """
+
+    group: ProcessGroup
+    held: HeldRows
+
+    @classmethod
+    def of(cls, group: ProcessGroup, layout: Layout, length: int) -> Members:
+        """Context parallel ranks, or these times tensor parallel ranks that have equal parts of their rows.
+
+        Args:
+            group: with more members than the layout has ranks, tensor parallel ones run fastest.
+            layout: of context parallel ranks.
+            length: rows of the whole sequence.
+        """
+        return cls(group, _held(layout, length, group.size()))
+
+    @property
+    def rows(self) -> Tensor:
+        """See :class:`HeldRows`."""
+        return self.held.rows
+
+    def part(self, group: ProcessGroup, index: int) -> Members:
+        """The members of a smaller group of this rank's: one of each neighbours, all at the same place.
+
+        Args:
+            group: context parallel ranks, of members that are these times tensor parallel ones.
+            index: tensor parallel rank.
+        """
+        return Members(group, self.held.part(index, self.group.size() // group.size()))
+
+    def rows_on(self, device: torch.device) -> Tensor:
+        """See :meth:`HeldRows.on`."""
+        return self.held.on(device)
+
+    @property
+    def runs(self) -> list[list[int]]:
+        """See :attr:`HeldRows.runs`."""
+        return self.held.runs
 
     def parts_of(self, whole: Tensor) -> list[list[Tensor]]:
         """Each member's runs of the sequence's rows, as views; the members must have runs."""

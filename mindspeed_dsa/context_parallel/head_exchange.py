@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from mindspeed_dsa.context_parallel.carried import Carried, FromLatents
 from mindspeed_dsa.context_parallel.dense import DenseAttention
-from mindspeed_dsa.context_parallel.gather import GatheredRows, Members
+from mindspeed_dsa.context_parallel.gather import GatheredRows, HeldRows, Members
 from mindspeed_dsa.context_parallel.layout import Layout, Zigzag, rows_of_all
 from mindspeed_dsa.context_parallel.ring import CarryingStrategy, PackedRows, ring_attention
 from mindspeed_dsa.context_parallel.turns import turns_of_pack
@@ -41,7 +41,6 @@ class HeadExchange(CarryingStrategy):
         super().__init__(group)
         self._heads = group if heads is None else heads
         self._across = across
-        self._members: dict[int, Members] = {}
         self._of_pack: Members | None = None
 
     def attend_carried(
@@ -84,9 +83,7 @@ class HeadExchange(CarryingStrategy):
         if order is not None:
             members = self._of_pack = _members_of_order(self._heads, order)
         else:
-            if rows not in self._members:
-                self._members[rows] = Members.of(self._heads, Zigzag(ranks), rows)
-            members = self._members[rows]
+            members = Members.of(self._heads, Zigzag(ranks), rows)
         (weight,) = carried.weights
         own, part = expansion.of_heads(weight, self._heads.rank(), ranks)
         latents = GatheredRows(carried.rows, members).wait()
@@ -109,7 +106,7 @@ else holds goes, and its threads with it."""
 def _members_of_order(group: ProcessGroup, order: Tensor) -> Members:
     found = _shared.get((id(group), order))
     if found is None:
-        found = Members(group, order.argsort().view(group.size(), -1))
+        found = Members(group, HeldRows(order.argsort().view(group.size(), -1)))
         _shared[id(group), order] = found
     return found
 

@@ -6,21 +6,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mindspeed_dsa.context_parallel.gather import GatheredRows, Members
-from mindspeed_dsa.context_parallel.layout import Layout
 from mindspeed_dsa.context_parallel.strategy import ContextParallelStrategy, Exchanged
 
 
 class KeyGather(ContextParallelStrategy):
-    """Gathers keys and values, in any layout of rows; ``kvallgather_cp_algo``.
-
-    Args:
-        group: context parallel ranks.
-        layout: which rows each of them holds; default: Megatron's zigzag.
-    """
-
-    def __init__(self, group: ProcessGroup, layout: Layout | None = None) -> None:
-        super().__init__(group, layout)
-        self._members: dict[tuple[ProcessGroup, int], Members] = {}
+    """Gathers keys and values, in any layout of rows; ``kvallgather_cp_algo``."""
 
     def members(self, length: int, group: ProcessGroup | None = None) -> Members:
         """Who has which rows of a sequence.
@@ -30,11 +20,7 @@ class KeyGather(ContextParallelStrategy):
             group: default: the context parallel ranks; or these times tensor parallel ranks, which have
                 equal parts of their rows under sequence parallelism.
         """
-        group = self.group if group is None else group
-        key = group, length
-        if key not in self._members:
-            self._members[key] = Members.of(group, self.layout, length)
-        return self._members[key]
+        return Members.of(self.group if group is None else group, self.layout, length)
 
     def exchange(self, query: Tensor, key: Tensor, value: Tensor) -> Exchanged:
         """See :meth:`ContextParallelStrategy.exchange`; key and value may be any number of dimensions."""

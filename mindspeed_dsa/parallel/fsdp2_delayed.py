@@ -64,7 +64,8 @@ class Late:
             weight, gradient = self._queue.pop(0)  # each lets go of its operands as soon as it is done
             found = gradient()
             del gradient
-            weight.grad = found if weight.grad is None or found is None else weight.grad + found
+            if found is not None:
+                weight.grad = found if weight.grad is None else weight.grad + found
         for group in self._groups:
             _reduce(group)
 

@@ -68,7 +68,8 @@ class _Port(torch.autograd.Function):
         total: Tensor | None = None
         while ctx.gradients:
             found = ctx.gradients.pop(0)()  # each lets go of its operands as soon as it is done
-            total = found if total is None or found is None else total + found
+            if found is not None:  # else main_grad has it
+                total = found if total is None else total + found
         return total, None
 
 

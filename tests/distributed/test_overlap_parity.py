@@ -18,7 +18,7 @@ BESIDE_STOCK = Bounds(loss=1e-6, grad_norm=1e-6, first_gradient=1e-6, last_gradi
 
 LAYOUTS = (
     Layout("overlapped, 2 chunks, input kept: TP2+SP", 2, TP2, switches=KEPT),
-    Layout("overlapped, tuned: TP2+SP", 2, TP2, switches=TUNED),
+    Layout("overlapped, tuned: TP2+SP", 2, f"{TP2} --no-deterministic-mode", switches=TUNED),
     Layout("overlapped, 4 chunks: TP4+SP", 4, TP4, switches=CHUNKS),
     Layout("overlapped, 4 chunks: TP2+SP, PP2", 4, f"{TP2} {PP2}", switches=CHUNKS),
     Layout("overlapped, 4 chunks: TP2+SP, EP2", 4, f"{TP2} {EP2}", switches=CHUNKS),

@@ -57,6 +57,22 @@ def test_fused_dsa_in_a_model_without_dsa_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    "flags",
+    [
+        "--expert-model-parallel-size 2 --balanced-moe-experts",
+        "--expert-model-parallel-size 2 --moe-batch-overlap",
+        "--tensor-model-parallel-size 2 --sequence-parallel --use-ascend-coc",
+    ],
+    ids=["rates", "halves", "chunks"],
+)
+def test_what_is_measured_is_refused_before_anything_is_built(flags: str) -> None:
+    """On a CPU the job is deterministic unless it is told otherwise, and features know when they check."""
+    with pytest.raises(mindspeed_dsa.SettingsError, match="which --deterministic-mode rules out"):
+        enabled(*flags.split())
+    enabled(*flags.split(), "--no-deterministic-mode")
+
+
+@pytest.mark.parametrize(
     ("flags", "fused"),
     [
         ([], "absorbed MLA, Lightning Indexer, Sparse Flash Attention, indexer loss"),

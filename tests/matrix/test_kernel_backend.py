@@ -74,6 +74,24 @@ def test_layers_that_share_a_choice_take_the_hooks_one_by_one(pool):
     same(result, step(pool, {}, overrides))
 
 
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    ],
+    ids=["full", "core_attn"],
+)
+@pytest.mark.parametrize("switches", [{}, ON], ids=["Megatron's kernels", "ours"])
+def test_layers_that_share_a_choice_are_not_recomputed(pool, switches, recompute):
+    """A later microbatch's choice would be read; where every layer chooses, nothing is refused."""
+    case = {"case": f"{CASE}:step", "switches": switches}
+    overrides = {**recompute, "dsa_indexer_topk_freq": 2}
+    (error,) = pool.run("tests.support.model:error_of", 1, **case, overrides=overrides)
+    assert "--dsa-indexer-topk-freq 2 cannot be used with --recompute-" in error
+    same(step(pool, switches, recompute), step(pool, {}))
+
+
 def test_tensor_and_sequence_parallel(pool):
     ranks = pool.run(f"{CASE}:step", 2, switches=ON, tp=2)
     same({**ranks[0], "gradients": put_together(ranks)}, step(pool, ON))

@@ -87,3 +87,24 @@ def test_layers(pool, note, feature, name):
         assert_only(having["counts"], feature)
         assert_only(without["counts"])
     note.trained(on)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_megatrons_recomputed_norms(pool, name):
+    """Its own module, without Transformer Engine."""
+    layout = LAYOUTS[name]
+    ranks = layout.get("tp", 1) * layout.get("pp", 1)
+    layers = {"num_layers": 4, "moe_layer_freq": [0, 1, 0, 1]}
+    modules = {"recompute_modules": ["layernorm"]}
+    own = {**layers, "recompute_granularity": "selective", **modules}
+    off = pool.baseline(
+        f"{CASES}:layer_step", ranks, switches={}, overrides=layers, num_microbatches=2, **layout
+    )
+    on = pool.run(f"{CASES}:layer_step", ranks, switches=modules, overrides=own, num_microbatches=2, **layout)
+    for without, having in zip(off, on, strict=True):
+        assert having["losses"] == without["losses"]
+        assert having["gradients"].keys() == without["gradients"].keys()
+        for name, gradient in without["gradients"].items():
+            assert torch.equal(having["gradients"][name], gradient), name
+        assert_only(having["counts"], "recompute-norm")  # by the name that their outputs have there
+        assert "recompute-outputs" in having["at work"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +52,31 @@ def test_combinations_that_are_refused(arguments, says):
     for check in (check_activation, check_norm):
         (problem,) = check(args)
         assert says in problem
+
+
+@pytest.mark.parametrize("engine", [False, True], ids=["without Transformer Engine", "with it"])
+@pytest.mark.parametrize("module", ["layernorm", "moe_act", "gdn_norm_out", "gdp_qkv"])
+def test_modules_that_need_the_checkpoint(monkeypatch, module, engine):
+    """Megatron's own runs with Transformer Engine, in fp8 too, and is then left alone."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "mindspeed_dsa.features.memory.recompute_outputs.validation.find_spec",
+        lambda name: object() if engine and name == "transformer_engine" else found(name),
+    )
+    args = SimpleNamespace(
+        recompute_granularity="selective", recompute_modules=["core_attn", module], recompute_verify=False
+    )
+    assert OUTPUTS.is_active(args) is not engine
+    assert check_outputs(args) == []
+    args.fp8 = "hybrid"
+    problems = check_outputs(args)
+    assert len(problems) == (0 if engine else 1)
+    assert all(f"--recompute-modules {module} without Transformer Engine" in problem for problem in problems)
+
+
+def test_modules_whose_checkpoint_knows_that_there_is_no_fp8():
+    args = SimpleNamespace(recompute_modules=["core_attn", "mla_up_proj", "mlp", "moe", "shared_experts"])
+    assert not OUTPUTS.is_active(args)
 
 
 @pytest.mark.parametrize(

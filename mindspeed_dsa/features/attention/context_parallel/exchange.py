@@ -8,9 +8,9 @@ Imports Megatron only when called: these functions are fetched while Megatron is
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from mindspeed_dsa import versions
 from mindspeed_dsa.context import Megatron
-from mindspeed_dsa.context_parallel.gather import GatheredRows, freed_until_backward
+from mindspeed_dsa.context_parallel.gather import LATEST, GatheredRows, freed_until_backward
 from mindspeed_dsa.context_parallel.key_gather import KeyGather
 from mindspeed_dsa.context_parallel.layout import Layout, Zigzag
 from mindspeed_dsa.features.attention.dsa.options import Options
@@ -54,7 +54,6 @@ class KeyExchange:
         self._tensor, self._everyone = tensor, everyone
         self._pending: GatheredRows | None = None
         self._freed: list[GatheredRows] = []
-        self._ends: dict[tuple[int, torch.device], Tensor] = {}
 
     @property
     def ranks(self) -> int:
@@ -68,7 +67,7 @@ class KeyExchange:
 
     def share(self, layout: Layout | None) -> None:
         """Take this layout of rows from now on; None: that of whole sequences."""
-        self.strategy = self._whole if layout is None else _gather_in(self._whole.group, layout)
+        self.strategy = self._whole if layout is None else KeyGather(self._whole.group, layout)
 
     @property
     def parts(self) -> int:
@@ -81,9 +80,7 @@ class KeyExchange:
 
     def ends(self, rows: int, device: torch.device) -> Tensor:
         """For each of this rank's queries, one past the last visible key: ``[rows]`` int32."""
-        if (rows, device) not in self._ends:
-            self._ends[rows, device] = (self.strategy.positions(rows) + 1).to(device, torch.int32)
-        return self._ends[rows, device]
+        return _ends(self.strategy.layout, self.strategy.rank, rows, device)
 
     def runs(self, rows: int) -> list[tuple[int, int, int, int]]:
         """This rank's rows in runs of neighbours: first row, end, first and one past the last visible key."""
@@ -146,6 +143,13 @@ class KeyExchange:
         output.register_hook(start)
 
 
+@lru_cache(maxsize=LATEST)
+@torch.inference_mode(False)  # what an evaluation finds first, training uses as well
+def _ends(layout: Layout, rank: int, rows: int, device: torch.device) -> Tensor:
+    """Of all layers."""
+    return (layout.rows_of_rank(rank, rows * layout.ranks) + 1).to(device, torch.int32)
+
+
 def key_exchange(
     attention: Any, options: Options, megatron: Megatron, documents: PackRows | None = None
 ) -> KeyExchange | None:
@@ -170,17 +174,4 @@ def key_exchange(
         found = KeyExchange(groups.cp, options.cp_block_rows, groups.tp, everyone, options.keep_gathered)
         vars(attention)[ATTRIBUTE] = found
     found.share(None if documents is None else documents.layout)
-    return found
-
-
-_gathers: WeakValueDictionary[tuple[int, Layout], KeyGather] = WeakValueDictionary()
-"""By the group's identity and the layout, as long as a layer holds it: a group that nobody else holds goes,
-and its threads with it."""
-
-
-def _gather_in(group: ProcessGroup, layout: Layout) -> KeyGather:
-    """All layers gather a pack alike."""
-    found = _gathers.get((id(group), layout))
-    if found is None:
-        found = _gathers[id(group), layout] = KeyGather(group, layout)
     return found

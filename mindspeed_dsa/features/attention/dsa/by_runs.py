@@ -52,8 +52,9 @@ def attend_by_runs(
             results.append(_nothing(part, index if loss is not None else None))
             continue
         inputs = None if index is None else index.of(slice(first, end), slice(low, high))
-        share = None
-        if loss is not None:
+        share = loss
+        if loss is not None and not loss.per_token:
+            # Of the run's mean in that of all rows; sums over runs add up as they are.
             weight = (end - first) * operands.query.shape[1] * groups.context_ranks / all_rows
             share = replace(loss, coefficient=loss.coefficient * weight)
         ends = torch.arange(keys - (end - first), keys, dtype=torch.int32, device=part.query.device) + 1

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from mindspeed_dsa.declarations import Feature, Flag, Requires
 from mindspeed_dsa.features.memory.recompute_outputs.options import Options
-from mindspeed_dsa.features.memory.recompute_outputs.validation import check_outputs, recomputes_experts
+from mindspeed_dsa.features.memory.recompute_outputs.validation import (
+    check_outputs,
+    recomputes_without_engine,
+)
 from mindspeed_dsa.features.memory.switches import any_of, wanted
 from mindspeed_dsa.integration import configuration, releases
 from mindspeed_dsa.patches.spec import Patch
@@ -36,7 +39,7 @@ FEATURE = Feature(
         wanted("recompute_activation_function", "recompute_activation_function_num_layers"),
         wanted("recompute_norm", "recompute_norm_num_layers"),
         wanted("recompute_verify"),
-        recomputes_experts,
+        recomputes_without_engine,
     ),
     options=Options.of,
     validate=configuration.validate(check_outputs, Options.of),

@@ -7,6 +7,7 @@ from typing import Any
 
 from mindspeed_dsa.features.moe.balanced_experts.options import Options
 from mindspeed_dsa.integration.configuration import argument
+from mindspeed_dsa.integration.measured import check_measured
 
 _FLAG = "--balanced-moe-experts"
 _REFUSED = {
@@ -71,11 +72,10 @@ def _check_options(args: Any, options: Options) -> Iterator[str]:
     for name, rate in rates.items():
         if rate is not None and not rate > 0:
             yield f"--balanced-moe-{name}-rate {rate}: give a positive rate, or omit it to have it measured"
-    if argument(args, "deterministic_mode") and None in rates.values():
-        yield (
-            f"{_FLAG}: with measured rates two runs may move different experts and differ in the last bits, "
-            "which --deterministic-mode rules out; give --balanced-moe-matmul-rate and "
-            "--balanced-moe-link-rate, or train without --deterministic-mode"
+    if None in rates.values():
+        missing = [f"--balanced-moe-{name}-rate" for name, rate in rates.items() if rate is None]
+        yield from check_measured(
+            args, _FLAG, "the rates that decide which experts move", f"give {' and '.join(missing)}"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mindspeed_dsa.declarations import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.features.moe.batch_overlap.options import Options, wanted
-from mindspeed_dsa.features.moe.batch_overlap.validation import check_halves
+from mindspeed_dsa.features.moe.batch_overlap.validation import check_arguments
 from mindspeed_dsa.integration import configuration, ports, transfers
 from mindspeed_dsa.patches.spec import Patch
 
@@ -113,7 +113,7 @@ FEATURE = Feature(
     ),
     active=wanted,
     options=Options.of,
-    validate=configuration.validate(check_halves, Options.of),
+    validate=configuration.validate(check_arguments, Options.of),
     doc="moe-batch-overlap.md",
 )
 FEATURES = (FEATURE,)

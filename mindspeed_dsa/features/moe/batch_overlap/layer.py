@@ -21,7 +21,8 @@ from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.moe.batch_overlap.choice import choose
 from mindspeed_dsa.features.moe.batch_overlap.halves import Half, Way, run
 from mindspeed_dsa.features.moe.batch_overlap.options import Options
-from mindspeed_dsa.features.moe.batch_overlap.validation import check_halves
+from mindspeed_dsa.features.moe.batch_overlap.validation import check_choice, check_halves
+from mindspeed_dsa.integration.configuration import require
 from mindspeed_dsa.integration.shared_output import SharedOutput, is_recomputed
 from mindspeed_dsa.integration.stand_in import StandIn
 
@@ -61,6 +62,7 @@ def choose_way(original: Callable[..., Any], context: Context[Options]) -> Calla
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         dispatcher = self.token_dispatcher
         if self.training and dispatcher not in _ways and _is_served(self, context):
+            require(context, check_choice, self.config)
             _ways[dispatcher] = "interleaved"
             if not context.options.always:
                 random = context.megatron("core.tensor_parallel.random")

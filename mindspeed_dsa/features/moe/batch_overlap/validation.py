@@ -7,6 +7,7 @@ from typing import Any
 
 from mindspeed_dsa.features.moe.batch_overlap.options import Options
 from mindspeed_dsa.integration.configuration import argument
+from mindspeed_dsa.integration.measured import check_measured
 
 _FLAG = "--moe-batch-overlap"
 _ALWAYS = "--moe-batch-overlap-always"
@@ -50,12 +51,19 @@ def check_halves(args: Any, options: Options) -> Iterator[str]:
         yield from _check_measurement(args)
 
 
+def check_arguments(args: Any, options: Options) -> Iterator[str]:
+    """What in a job's arguments does not combine with the feature."""
+    yield from check_halves(args, options)
+    yield from check_choice(args, options)
+
+
+def check_choice(args: Any, options: Options) -> Iterator[str]:
+    """Whether it may be measured if halves pay."""
+    if options.switched_on and not options.always:
+        yield from check_measured(args, _FLAG, "whether halves pay", f"add {_ALWAYS}")
+
+
 def _check_measurement(args: Any) -> Iterator[str]:
-    if argument(args, "deterministic_mode"):
-        yield (
-            f"{_FLAG} measures whether halves pay, so that two runs may differ in the last bits, which "
-            f"--deterministic-mode rules out; add {_ALWAYS}"
-        )
     if argument(args, "moe_enable_routing_replay"):
         yield (
             f"{_FLAG} measures with forwards that --moe-enable-routing-replay would count as the step's; add "

@@ -22,6 +22,8 @@ from mindspeed_dsa.features.tensor_parallel.overlap.autograd import (
     row_backward,
 )
 from mindspeed_dsa.features.tensor_parallel.overlap.options import Options
+from mindspeed_dsa.features.tensor_parallel.overlap.validation import check_tuned
+from mindspeed_dsa.integration.configuration import require
 from mindspeed_dsa.parallel.weight_gradient import WeightGradient
 
 
@@ -181,6 +183,7 @@ def _row_plan(layer: Any, input: Tensor, group: Any, context: Context[Options]) 
     if context.options.fused:
         return plan if plan.sequence_parallel and _taken(plan, weight, context) else None
     if plan.forward == 0:
+        require(context, check_tuned, layer.config)
         # Megatron's forward scatters a full input, after this.
         mine = input if parallel else input.narrow(-1, group.rank() * width, width)
         plan = _tuned_row(plan, mine, weight, context)

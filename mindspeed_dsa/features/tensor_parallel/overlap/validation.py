@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mindspeed_dsa import log
+from mindspeed_dsa.integration.measured import check_measured
 
 
 def check_sequence_parallel(args: Any, flag: str) -> Iterator[str]:
@@ -74,12 +75,16 @@ def check_coc(args: Any) -> Sequence[str]:
     report_transformer_engine(args, "--use-ascend-coc")
     if getattr(args, "coc_fused_kernel", False):
         found += check_sequence_parallel(args, "--coc-fused-kernel")
-    elif getattr(args, "deterministic_mode", False) and not getattr(args, "coc_parallel_num", None):
-        found.append(
-            "--use-ascend-coc: a tuned number of chunks may differ from run to run, and the last bits "
-            "with it, which --deterministic-mode rules out; fix it, for example with --coc-parallel-num 4"
-        )
+    elif not getattr(args, "coc_parallel_num", None):
+        found += check_tuned(args)
     return found
+
+
+def check_tuned(args: Any, options: Any = None) -> Iterator[str]:
+    """Whether the number of chunks may be tuned, in arguments or in a layer's configuration."""
+    return check_measured(
+        args, "--use-ascend-coc", "the best number of chunks", "fix it, for example with --coc-parallel-num 4"
+    )
 
 
 def check_mc2(args: Any) -> Sequence[str]:

@@ -112,6 +112,16 @@ def test_megatrons_own_modules_are_verified_too(pool):
     assert "recomputed values differ" in error
 
 
+def test_megatrons_own_module_trains_without_transformer_engine(pool):
+    """Named among the modules it is enough: Megatron's checkpoint needs Transformer Engine, ours does not."""
+    named = {"recompute_modules": ["layernorm"]}
+    off = run(pool, "train", switches={}, overrides={**EXPERTS, **LAYER_NORM})
+    own = {**EXPERTS, **LAYER_NORM, "recompute_granularity": "selective", **named}
+    on = run(pool, "train", switches=named, overrides=own)
+    assert_same(off, on)
+    assert on[0]["discarded"] == 3 * LAYERS * 2
+
+
 def test_random_states_of_a_norm_are_not_touched(pool):
     (on,) = run(pool, "train", switches=CHECKED, overrides={**PLAIN, **LAYER_NORM})
     (off,) = run(pool, "train", switches={}, overrides={**PLAIN, **LAYER_NORM})

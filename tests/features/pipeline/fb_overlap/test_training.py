@@ -47,6 +47,7 @@ RUNS = {
     "recomputed modules": (2, {}, 3, {"num_layers": 3, **SELECTIVE}, VERIFIED),
     "recomputed modules, gated": (2, {}, 2, {**SELECTIVE, "moe_shared_expert_gate": True}, VERIFIED),
     "recomputed modules, none shared": (2, {}, 2, {**SELECTIVE, **NO_SHARED}, VERIFIED),
+    "recomputed layernorm": (2, {}, 2, SELECTIVE, {"recompute_modules": SELECTIVE["recompute_modules"]}),
     "recomputed norms and activations": (2, {}, 3, {"num_layers": 3}, RECOMPUTED),
     "recomputed, PP2 x VPP2": (4, INTERLEAVED, 4, {"num_layers": 4, "mtp_num_layers": 1}, RECOMPUTED),
     "swapped": (2, {}, 3, {"num_layers": 3}, SWAPPED),

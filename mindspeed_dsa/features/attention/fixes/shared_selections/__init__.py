@@ -1,0 +1,1 @@
+"""Recomputed layers that share a selection of keys."""
