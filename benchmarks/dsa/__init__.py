@@ -17,7 +17,7 @@ from benchmarks.dsa.child import Child, measure
 from benchmarks.dsa.floor import floor_multiples
 from benchmarks.dsa.problem import Sizes, require_same_results
 from benchmarks.registry import Metrics
-from mindspeed_dsa.ops.cpu_products import multiplies_bf16
+from mindspeed_dsa.ops.cpu_bf16 import operand_dtype
 
 COMPARED = Sizes()
 LENGTHS = (2048, 4096, 8192, 16384)
@@ -49,7 +49,9 @@ def run(device: str, quick: bool = False) -> Metrics:
         floor_multiple_bf16=bf16["multiple"],
         matmul_gflops={"fp32": fp32["matmul_gflops"], "bf16": bf16["matmul_gflops"]},
         threads=torch.get_num_threads(),
-        bf16_operands="multiplied as they are" if multiplies_bf16() else "widened to fp32",
+        bf16_operands={torch.float32: "widened to fp32"}.get(
+            operand_dtype(torch.bfloat16), "multiplied as they are"
+        ),
     )
     if "multiple_onednn" in fp32:
         found["floor_multiple_onednn"] = fp32["multiple_onednn"]

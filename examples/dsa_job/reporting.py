@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,8 @@ class Account:
         modules = [module for chunk in model for module in chunk.modules()]
         layers = [module for module in modules if type(module).__name__ == "DSAttention"]
         self._calls, self._layers = 0, len(layers)
-        self._before = backend.calls()
+        self._before, self._seconds_before = backend.calls(), backend.seconds()
+        self._start = time.perf_counter()
         for layer in layers:
             layer.register_forward_hook(self._count)
 
@@ -200,4 +202,12 @@ class Account:
         if called:
             counts = (f"{operator} {count:,} on {name}" for (operator, name), count in called)
             lines.append(f"calls of operators on rank 0: {', '.join(counts)}")
+        # Of one process, forward and backward; the longest first, so that it shows what to look at.
+        taken = backend.seconds()
+        seconds = {name: taken[name] - self._seconds_before.get(name, 0.0) for name in taken}
+        longest = sorted((-spent, name) for name, spent in seconds.items() if spent > 0)
+        if longest:
+            wall = time.perf_counter() - self._start
+            shares = (f"{name} {-spent:.1f} s ({-100 * spent / wall:.0f} %)" for spent, name in longest)
+            lines.append(f"time of operators on rank 0, of {wall:.1f} s: {', '.join(shares)}")
         return lines

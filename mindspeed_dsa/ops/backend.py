@@ -10,11 +10,16 @@ mypy checks the modules.
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import torch
@@ -81,6 +86,7 @@ class Backend(Protocol):
 
 _Backend = TypeVar("_Backend", bound=Backend)
 _calls: Counter[tuple[str, str]] = Counter()
+_seconds: defaultdict[str, float] = defaultdict(float)
 
 
 def takes_every_call(*facts: Any) -> None:
@@ -187,6 +193,25 @@ def calls() -> Counter[tuple[str, str]]:
     return _calls.copy()
 
 
+@contextmanager
+def spent(operator: str, place: torch.device) -> Iterator[None]:
+    """Add the time of an operator's work on a CPU to what it took so far; elsewhere nothing is known of it.
+
+    Forward and backward; of a backend that autograd differentiates forward alone.
+    """
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        if place.type == "cpu":
+            _seconds[operator] += time.perf_counter() - start
+
+
+def seconds() -> dict[str, float]:
+    """How long operators have worked on CPUs in this process, by name: see :func:`spent`."""
+    return dict(_seconds)
+
+
 def warn_once(message: str) -> None:
     """Log a warning the first time that it comes up."""
     _log.warning("%s", message, once=True, ranks="all")
@@ -215,6 +240,18 @@ def _exists(operator: str, name: str) -> bool:
     return bool(name) and find_spec(f"{__package__}.{operator}.{name}") is not None
 
 
+def _is_foreign(error: Exception) -> bool:
+    """Whether what an import met is of another package: what it names, or else where it was raised."""
+    if isinstance(error, ImportError) and error.name:
+        name = error.name
+    elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
+        name = error.obj.__name__
+    else:
+        frames = list(traceback.walk_tb(error.__traceback__))
+        name = frames[-1][0].f_globals.get("__name__", "")
+    return name.partition(".")[0] != __name__.partition(".")[0]
+
+
 def _load(operator: str, name: str, shape: ShapeClass) -> tuple[Any, str | None]:
     """The backend's module, or None and the reason."""
     path = f"{__package__}.{operator}.{name}"
@@ -224,5 +261,11 @@ def _load(operator: str, name: str, shape: ShapeClass) -> tuple[Any, str | None]
         if error.name == path:
             return None, f"{operator} has no {name} implementation"
         return None, f"the package {error.name!r} is not installed"
+    except Exception as error:
+        # Of another release of a package, from which a name or a module has gone, or that does not load here;
+        # not of ours, whose faults are not to look like a missing package.
+        if not _is_foreign(error):
+            raise
+        return None, f"its module cannot be imported: {type(error).__name__}: {error}"
     reason = module.unsupported(shape)
     return (module, None) if reason is None else (None, reason)

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops.cpu_products import compute_dtype
+from mindspeed_dsa.ops.cpu_products import compute_dtype, linear, one_by_one, product
 from mindspeed_dsa.ops.cpu_threads import share_out, worker_count
 from mindspeed_dsa.ops.indices import names_key
 
@@ -162,6 +162,31 @@ def _tile_and_block_rows(key_bytes: int, scratch_numbers: int) -> tuple[int, int
     tile = threads * max(_TILE_BYTES // max(key_bytes, 1), 1)
     tiles = _BLOCK_BYTES * threads // max(4 * scratch_numbers * tile, 1)
     return tile, tile * min(max(tiles, 1), _TILES_PER_BLOCK)
+
+
+def add_to_keys(total: Tensor, indices: Tensor, a: Tensor, b: Tensor, scratch: Scratch) -> None:
+    """Add ``a[i].mT @ b[i]``, one row per selected key, to the keys' rows of ``total``, in a fixed order.
+
+    Args:
+        total: ``[key_length, dim]``.
+        indices: ``[n, width]`` int64, which rows.
+        a: ``[n, m, width]``; zero in the columns of invalid entries.
+        b: ``[n, m, dim]``, contiguous.
+        scratch: where the products may lie.
+    """
+    n, m, width = a.shape
+    if one_by_one(2 * m * width * b.shape[2], a.dtype):
+        for i in range(n):
+            total.index_add_(0, indices[i], linear(a[i].t(), b[i].t()))
+    elif a.dtype == torch.bfloat16:
+        products = scratch("products", width, b.shape[2])
+        for i in range(n):
+            product(a[i].t(), b[i], products)
+            total.index_add_(0, indices[i], products)
+    else:
+        products = scratch("products", n, width, b.shape[2])
+        product(a.transpose(1, 2), b, products)
+        total.index_add_(0, indices.flatten(), products.flatten(0, 1))
 
 
 def sum_in_order(totals: Sequence[Tensor]) -> Tensor:

@@ -19,8 +19,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.ops.cpu_bf16 import operand_dtype
 from mindspeed_dsa.ops.cpu_blocks import Scratch
-from mindspeed_dsa.ops.cpu_products import compute_dtype, operand_dtype
+from mindspeed_dsa.ops.cpu_products import compute_dtype
 from mindspeed_dsa.ops.cpu_threads import share_out, worker_count
 from mindspeed_dsa.ops.indices import names_key
 

@@ -3,44 +3,48 @@
 * fp32: PyTorch's own products go to the BLAS that it was built with. On x86 that is MKL, which uses half of
   the vector width where the processor is not Intel's; oneDNN, which PyTorch also carries, does not. Where it
   is, MKL takes half of oneDNN's time for products as small as these.
-* bf16, where the processor multiplies bf16: sums are in fp32, and so is the result. PyTorch's own products
-  would round it to bf16, too coarse for scores. MKL's ``cblas_gemm_bf16bf16f32`` does not; it is called in
-  the library that PyTorch has loaded.
+* bf16, where ``cpu_bf16.py`` finds that faster than widening: sums are in fp32, and so is the result.
+  PyTorch's own products would round it to bf16, too coarse for scores. MKL's ``cblas_gemm_bf16bf16f32`` does
+  not; it is called in the library that PyTorch has loaded, after a probe.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+import platform
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops.cpu_kernel import (
-    block_product,
-    has_kernel,
-    mkl_knows_processor,
-    of_torch,
-    on_x86,
-    pairs_of_rows,
-    processor_has_bf16,
-)
-
 # Below this much work per product, or above this many threads, one batched call is faster than a loop.
 _LOOP_MIN_FLOPS = 4_000_000
 _LOOP_MAX_THREADS = 4
-# From this many rows and columns on, laying out a bf16 operand for a kernel takes less time than it saves.
-_KERNEL_MIN_ROWS = 64
-# With fewer, reading a bf16 operand takes half the time and laying it out as much again.
-_FEWEST_ROWS_IN_BF16 = 16
 # Of CBLAS.
 _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED = 101, 111, 112
+_LARGEST_INT = 2**31 - 1
+
+
+@cache
+def mkl_knows_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether there is MKL, and the processor is Intel's: on others it uses half of the vector width."""
+    if not torch.backends.mkl.is_available():
+        return False
+    try:
+        return "GenuineIntel" in cpuinfo.read_text()
+    except OSError:
+        return False
+
+
+def _on_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
 
 
 def _onednn_linear() -> Any:
-    if not on_x86() or not torch.backends.mkldnn.is_available():
+    if not _on_x86() or not torch.backends.mkldnn.is_available():
         return None
     namespace = torch.ops.mkldnn
     return namespace._linear_pointwise.default if hasattr(namespace, "_linear_pointwise") else None
@@ -48,30 +52,6 @@ def _onednn_linear() -> Any:
 
 _LINEAR = _onednn_linear()
 _MKL_IS_FAST = mkl_knows_processor()
-
-
-def multiplies_bf16() -> bool:
-    """Whether the processor multiplies bf16, and PyTorch has fast products that keep their sums in fp32.
-
-    The processor does with AMX (Intel's Xeon since the fourth generation) or AVX512-BF16 (these, and AMD's
-    since Zen 4).
-    """
-    if not processor_has_bf16() or _gemm() is None:
-        return False
-    return mkl_knows_processor() or has_kernel(torch.bfloat16)
-
-
-def operand_dtype(dtype: torch.dtype, rows: float = math.inf) -> torch.dtype:
-    """In what products take their operands: bf16 stays where :func:`multiplies_bf16`, else fp32 or fp64.
-
-    Args:
-        dtype: of the numbers.
-        rows: of the first operand. For few, bf16 stays only where MKL multiplies it at its full rate.
-    """
-    enough = rows >= _FEWEST_ROWS_IN_BF16 or mkl_knows_processor()
-    if dtype == torch.bfloat16 and enough and multiplies_bf16():
-        return dtype
-    return compute_dtype(dtype)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -83,7 +63,7 @@ def product(a: Tensor, b: Tensor, out: Tensor, scale: float = 1.0, add: bool = F
     """``scale * (a @ b)`` into ``out``, or added to it.
 
     Args:
-        a: ``[m, k]`` or ``[g, m, k]``, in bf16 (where :func:`multiplies_bf16`), fp32 or fp64.
+        a: ``[m, k]`` or ``[g, m, k]``, in bf16 (where :func:`has_bf16_product`), fp32 or fp64.
         b: ``[k, n]`` or ``[g, k, n]``, likewise.
         out: ``[m, n]`` or ``[g, m, n]`` in :func:`compute_dtype`.
         scale: factor.
@@ -91,10 +71,16 @@ def product(a: Tensor, b: Tensor, out: Tensor, scale: float = 1.0, add: bool = F
     """
     if a.dtype == torch.bfloat16:
         _bf16_product(a, b, out, scale, add)
-    elif one_by_one(2 * a.shape[-2] * a.shape[-1] * b.shape[-1], a.dtype):
+        return
+    if a.dim() == 3 and len(a) == 1:
+        a, b, out = a[0], b[0], out[0]
+    if one_by_one(2 * a.shape[-2] * a.shape[-1] * b.shape[-1], a.dtype):
         pairs = zip(a, b, out, strict=True) if a.dim() == 3 else ((a, b, out),)
         for one, other, result in pairs:
             _onednn_product(one, other, result, scale, add)
+    elif a.dim() == 3 and add and not out.is_contiguous():
+        # PyTorch would multiply one by one, each by all threads: far slower than together.
+        out.add_(torch.bmm(a, b), alpha=scale)
     elif a.dim() == 3:
         torch.baddbmm(out, a, b, beta=float(add), alpha=scale, out=out)
     else:
@@ -146,51 +132,51 @@ def _onednn_takes(dtype: torch.dtype) -> bool:
     return bool(torch.backends.mkldnn.enabled)
 
 
+@cache
+def has_bf16_product() -> bool:
+    """Whether this PyTorch has a product of bf16 operands with sums and results in fp32, and it is right."""
+    gemm = _gemm()
+    if gemm is None:
+        return False
+    # What is called with a C signature that nobody checks has to show it: all sizes differ, so that a library
+    # that reads them in another width, or another function of that name, gives other numbers.
+    m, k, n = 3, 7, 5
+    a, b = ((torch.arange(rows * gap) % 5 - 2.0).view(rows, gap) for rows, gap in ((m, k + 2), (n, k + 4)))
+    out = torch.ones(m, n + 1)
+    _call(gemm, a[:, :k].bfloat16(), b.bfloat16()[:, :k].t(), out[:, :n], 0.5, True)
+    expected = torch.ones(m, n + 1)
+    expected[:, :n] += 0.5 * (a[:, :k] @ b[:, :k].t())
+    return torch.equal(out, expected)
+
+
 def _bf16_product(a: Tensor, b: Tensor, out: Tensor, scale: float, add: bool) -> None:
-    if _gemm() is None or b.dtype != torch.bfloat16 or out.dtype != torch.float32:
+    if b.dtype != torch.bfloat16 or out.dtype != torch.float32 or not has_bf16_product():
         raise TypeError(f"no product of {a.dtype} and {b.dtype} into {out.dtype} here: ask operand_dtype")
-    (m, k), n = a.shape[-2:], b.shape[-1]
-    if n > 1 and out.stride(-1) != 1:
+    _call(_gemm(), a, b, out, scale, add)
+
+
+def _call(gemm: Any, a: Tensor, b: Tensor, out: Tensor, scale: float, add: bool) -> None:
+    (*count, m, k), n = a.shape, b.shape[-1]
+    # The library reads and writes where it is told to.
+    if a.dim() not in (2, 3) or b.shape != (*count, k, n) or out.shape != (*count, m, n):
+        raise ValueError(f"{[*a.shape]} times {[*b.shape]} does not give {[*out.shape]}")
+    # It takes a gap between rows as large as a row at least, and as one of rows that do not overlap.
+    if (n > 1 and out.stride(-1) != 1) or (m > 1 and out.stride(-2) < n):
         raise ValueError("a product of bf16 operands writes rows whose numbers are neighbours in memory")
-    alone = torch.get_num_threads() == 1
-    if not alone or min(m, n) < _KERNEL_MIN_ROWS or k % 2 or not has_kernel(a.dtype):
-        _mkl_product(a, b, out, scale, add)
-    elif a.dim() == 2:
-        _kernel_product(a, b, out, scale, add)
-    else:
-        for one, other, result in zip(a, b, out, strict=True):
-            _kernel_product(one, other, result, scale, add)
-
-
-def _mkl_product(a: Tensor, b: Tensor, out: Tensor, scale: float, add: bool) -> None:
-    gemm, (m, k), n = _gemm(), a.shape[-2:], b.shape[-1]
+    if not k and not add:
+        out.zero_()
+    if not a.numel() or not b.numel():
+        return
     (a, a_order, a_gap), (b, b_order, b_gap) = _rows(a), _rows(b)
-    gap = max(out.stride(-2), n)
-    at, count, steps = (a.data_ptr(), b.data_ptr(), out.data_ptr()), 1, (0, 0, 0)
-    if a.dim() == 3:
-        count, steps = len(a), (2 * a.stride(0), 2 * b.stride(0), out.element_size() * out.stride(0))
-    for i in range(count):
+    gap = max(out.stride(-2), n) if m > 1 else n
+    if max(m, n, k, a_gap, b_gap, gap) > _LARGEST_INT:
+        raise ValueError(f"{[*a.shape]} times {[*b.shape]}: sizes or strides of 2^31 and more")
+    at, steps = (a.data_ptr(), b.data_ptr(), out.data_ptr()), (0, 0, 0)
+    if count:
+        steps = (2 * a.stride(0), 2 * b.stride(0), 4 * out.stride(0))
+    for i in range(*count or (1,)):
         p, q, r = (start + i * step for start, step in zip(at, steps, strict=True))
         gemm(_ROW_MAJOR, a_order, b_order, m, n, k, scale, p, a_gap, q, b_gap, float(add), r, gap)
-
-
-def _kernel_product(a: Tensor, b: Tensor, out: Tensor, scale: float, add: bool) -> None:
-    # The kernel takes rows: of a transposed first operand it computes the transposed result.
-    turned = a.stride(1) != 1 and a.shape[0] > b.shape[1]
-    if turned:
-        a, b = b.t(), a.t()
-    pairs, apart = (torch.empty(len(b) // 2, b.shape[1], dtype=torch.int32) for _ in range(2))
-    packed = pairs_of_rows(b.contiguous(), pairs, apart)
-    if scale == 1 and not turned:
-        block_product(a.contiguous(), packed, out, add)
-        return
-    found = out.new_empty(len(a), b.shape[1])
-    block_product(a.contiguous(), packed, found)
-    found = found.t() if turned else found
-    if add:
-        out.add_(found, alpha=scale)
-    else:
-        torch.mul(found, scale, out=out)
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int]:
@@ -207,10 +193,12 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int]:
 @cache
 def _gemm() -> Any:
     """MKL's product in the library that PyTorch has loaded, or None."""
-    if not on_x86() or not torch.backends.mkl.is_available():
+    if not _on_x86() or not torch.backends.mkl.is_available():
         return None
-    function = of_torch("cblas_gemm_bf16bf16f32")
-    if function is None:
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        function = library.cblas_gemm_bf16bf16f32
+    except (OSError, AttributeError):
         return None
     sizes = [ctypes.c_int] * 6
     address, gap, factor = ctypes.c_void_p, ctypes.c_int, ctypes.c_float

@@ -23,17 +23,12 @@ Result = TypeVar("Result")
 # One call into PyTorch takes some 50 us, a tenth of which holds the interpreter lock.
 _MAX_WORKERS = 8
 # Up to so many intermediate numbers, calls are so short that threads of ours mostly wait for that lock.
-_SMALL = 4 << 20
+# Beyond, they win: MKL computes small batches in one thread, and takes up to 25 times as long for a small
+# product of many summands in two as in one.
+_SMALL = 1 << 19
 
-_thread = threading.local()
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 _pools_lock = threading.Lock()
-
-
-def multiplies_alone() -> bool:
-    """Whether a product that one thread computes keeps no other thread from helping, here or in a share."""
-    threads = torch.get_num_threads()
-    return threads == 1 if getattr(_thread, "is_ours", False) else threads <= _MAX_WORKERS
 
 
 def worker_count(numbers: float = math.inf) -> int:
@@ -99,7 +94,6 @@ def _enter(threads: int, everyone: threading.Barrier) -> None:
     # The first look at the number makes it the common one; only then a number of its own stays.
     torch.get_num_threads()
     torch.set_num_threads(threads)
-    _thread.is_ours = True
     everyone.wait()
 
 

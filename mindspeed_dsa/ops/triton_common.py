@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from packaging.version import Version
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.indices import names_key
@@ -124,7 +123,7 @@ def product(a, b, acc, WIDEN: tl.constexpr):
 
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter: TRITON_INTERPRET was 1 when they were defined."""
-    return isinstance(row_lengths_kernel, InterpretedFunction)
+    return not isinstance(row_lengths_kernel, triton.JITFunction)
 
 
 def unsupported_here(shape: ShapeClass) -> str | None:

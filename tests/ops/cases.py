@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
-
-from mindspeed_dsa.ops import cpu_gathered, cpu_kernel, cpu_products
 
 BACKENDS = ("reference", "chunked", "cpu")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -71,16 +68,3 @@ def random_indices(
     counts = torch.randint(1, topk + 1, (batch, rows, 1), generator=generator)
     counts[:, list(empty_rows)] = 0
     return torch.where(torch.arange(topk) < counts, order, -1).int()
-
-
-def use_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPU, multiply with MKL and oneDNN only."""
-    monkeypatch.setattr(cpu_kernel, "_kernel", lambda dtype: None)
-
-
-def use_kernels(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """On CPU, multiply operands of any number of rows with kernels for single blocks, if there are any."""
-    if not cpu_kernel.has_kernel(dtype):
-        pytest.skip(f"there are no kernels for {dtype} here")
-    monkeypatch.setattr(cpu_gathered, "_FEWEST_ROWS", 1)
-    monkeypatch.setattr(cpu_products, "_KERNEL_MIN_ROWS", 1)

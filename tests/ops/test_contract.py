@@ -16,7 +16,7 @@ from mindspeed_dsa.ops.indexer_kl_loss import (
 from mindspeed_dsa.ops.indexer_kl_loss import npu as loss_npu
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
-from tests.ops.cases import BACKENDS, indexer_inputs, random_indices, use_libraries
+from tests.ops.cases import BACKENDS, indexer_inputs, random_indices
 
 SCALE = 0.3
 
@@ -357,7 +357,6 @@ def test_both_lists_of_keys_are_equally_long():
 
 
 def test_one_oneDNN_call_per_product_treats_them_alike(monkeypatch):
-    use_libraries(monkeypatch)
     monkeypatch.setattr(cpu_products, "_LOOP_MIN_FLOPS", 0)
     monkeypatch.setattr(cpu_products, "_MKL_IS_FAST", False)
     test_indices_outside_of_the_keys_are_no_keys("cpu", torch.int64)

@@ -14,7 +14,7 @@ from mindspeed_dsa.ops.indexer_kl_loss import (
 )
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
-from tests.ops.cases import indexer_inputs, random_indices, use_libraries
+from tests.ops.cases import indexer_inputs, random_indices
 
 SEEDS = range(12)
 BATCH, ROWS, KEYS, HEADS, DIM = 2, 19, 90, 5, 12
@@ -151,11 +151,9 @@ def results(call, case, plain, backend):
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("backend", ["cpu", "cpu, libraries", "cpu, looped", "chunked"])
+@pytest.mark.parametrize("backend", ["cpu", "cpu, looped", "chunked"])
 def test_layouts_change_nothing(call, backend, monkeypatch):
     name, _, products = backend.partition(", ")
-    if products:
-        use_libraries(monkeypatch)
     if products == "looped":
         # One oneDNN call per product, as for large ones on processors that MKL does not know.
         monkeypatch.setattr(cpu_products, "_LOOP_MIN_FLOPS", 0)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mindspeed_dsa.ops import cpu_products
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from tests.ops import oracle
-from tests.ops.cases import BACKENDS, DTYPES, random_indices, use_kernels, use_libraries
+from tests.ops.cases import BACKENDS, DTYPES, random_indices
 
 SHAPES = [
     # heads, dim, value_dim, topk
@@ -128,15 +128,11 @@ def test_keys_that_nobody_selected_are_not_touched(backend):
         assert torch.isfinite(tensor).all()
 
 
-@pytest.mark.parametrize("way", ["mkl", "onednn", "kernels"])
+@pytest.mark.parametrize("way", ["mkl", "onednn"])
 @pytest.mark.parametrize("threads", [1, 2, 8])
 def test_every_way_to_multiply_gives_the_same(threads, way, monkeypatch):
     """Thread counts decide whether products are batched or looped over, and how rows are cut."""
-    if way == "kernels":
-        use_kernels(monkeypatch, torch.float32)
-    else:
-        use_libraries(monkeypatch)
-        monkeypatch.setattr(cpu_products, "_MKL_IS_FAST", way == "mkl")
+    monkeypatch.setattr(cpu_products, "_MKL_IS_FAST", way == "mkl")
     query, key_value = attention_inputs(1, 40, 600, 16, 576, torch.float32)
     indices = random_indices(1, 40, 600, 512)
     before = torch.get_num_threads()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.ops.backend import check_name, choose, count_call, plan, unless_empty, warn_once
+from mindspeed_dsa.ops.backend import check_name, choose, count_call, plan, spent, unless_empty, warn_once
 from mindspeed_dsa.ops.checks import check_shape, check_topk_indices
 from mindspeed_dsa.ops.indexer_kl_loss.arguments import (
     OPERATOR,
@@ -127,7 +127,8 @@ def indexer_kl_loss(
         )
     with torch.no_grad():
         if attention_sum is None:
-            attention_sum = implementation.attention_sum(query, key, topk_indices, lse, softmax_scale)
+            with spent(OPERATOR, query.device):
+                attention_sum = implementation.attention_sum(query, key, topk_indices, lse, softmax_scale)
             if tp_group is not None:
                 dist.all_reduce(attention_sum, group=tp_group)
         else:
@@ -303,9 +304,10 @@ class _Divergence(torch.autograd.Function):
         valid: Tensor,
         row_weights: Tensor,
     ) -> Tensor:
-        loss, gradient = implementation.divergence_and_gradient(
-            topk_scores, attention_sum, valid, row_weights, ctx.needs_input_grad[1]
-        )
+        with spent(OPERATOR, topk_scores.device):
+            loss, gradient = implementation.divergence_and_gradient(
+                topk_scores, attention_sum, valid, row_weights, ctx.needs_input_grad[1]
+            )
         ctx.save_for_backward(gradient)
         return loss
 
@@ -328,9 +330,10 @@ class _Dense(torch.autograd.Function):
         index_weights: Tensor,
         arguments: tuple[Any, ...],
     ) -> Tensor:
-        loss, gradients = implementation.dense_loss_and_gradients(
-            index_query, index_key, index_weights, *arguments, with_gradients=any(ctx.needs_input_grad)
-        )
+        with spent(OPERATOR, index_query.device):
+            loss, gradients = implementation.dense_loss_and_gradients(
+                index_query, index_key, index_weights, *arguments, with_gradients=any(ctx.needs_input_grad)
+            )
         if gradients is not None:
             ctx.save_for_backward(*gradients)
         ctx.dtypes = index_query.dtype, index_key.dtype, index_weights.dtype

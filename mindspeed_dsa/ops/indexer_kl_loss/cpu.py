@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
+from mindspeed_dsa.ops.cpu_bf16 import operand_dtype
 from mindspeed_dsa.ops.cpu_blocks import Block, Scratch, over_blocks
-from mindspeed_dsa.ops.cpu_gathered import scores_with
-from mindspeed_dsa.ops.cpu_products import compute_dtype, linear, operand_dtype, product
+from mindspeed_dsa.ops.cpu_products import compute_dtype, linear, product
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient as divergence_and_gradient
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_of_rows
 from mindspeed_dsa.ops.precision import gradient_dtype
@@ -45,7 +45,7 @@ def attention_sum(
             q = scratch("query", *query[at].shape, dtype=operand).copy_(query[at])
             scores = scratch("scores", rows, heads, width)
             for keys, _, _, (q_, scores_) in block.tiles(q, scores):
-                scores_with(keys, q_, scores_, scratch, softmax_scale)
+                product(q_, keys.mT, scores_, softmax_scale)
             if lse is not None:
                 scores.sub_(lse[at][..., None]).exp_()
             else:

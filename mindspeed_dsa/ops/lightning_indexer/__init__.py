@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.ops.backend import ShapeClass, choose, count_call, plan, unless_empty
+from mindspeed_dsa.ops.backend import ShapeClass, choose, count_call, plan, spent, unless_empty
 from mindspeed_dsa.ops.checks import (
     check_float,
     check_heads,
@@ -174,9 +174,10 @@ class _Select(torch.autograd.Function):
         found: tuple[Any, ...],
         key_receiver: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        topk_indices, topk_scores = implementation.select(
-            query, key, weights, topk, starts, ends, use_relu, *found
-        )
+        with spent(OPERATOR, query.device):
+            topk_indices, topk_scores = implementation.select(
+                query, key, weights, topk, starts, ends, use_relu, *found
+            )
         ctx.implementation, ctx.use_relu, ctx.found = implementation, use_relu, found
         ctx.receives = key_receiver is not None
         ctx.save_for_backward(query, key, weights, topk_indices)
@@ -190,7 +191,7 @@ class _Select(torch.autograd.Function):
         if grad_scores is None:
             return (None,) * 10
         query, key, weights, topk_indices = ctx.saved_tensors
-        with without_autocast(grad_scores.device.type):
+        with without_autocast(grad_scores.device.type), spent(OPERATOR, grad_scores.device):
             grad_query, grad_key, grad_weights = ctx.implementation.score_gradients(
                 grad_scores, query, key, weights, topk_indices, ctx.use_relu, *ctx.found
             )
@@ -212,13 +213,14 @@ class _ScoresAt(torch.autograd.Function):
     ) -> Tensor:
         ctx.implementation, ctx.use_relu = implementation, use_relu
         ctx.save_for_backward(query, key, weights, topk_indices)
-        return implementation.scores_at(query, key, weights, topk_indices, use_relu)
+        with spent(OPERATOR, query.device):
+            return implementation.scores_at(query, key, weights, topk_indices, use_relu)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_scores: Tensor) -> tuple[Any, ...]:
         query, key, weights, topk_indices = ctx.saved_tensors
-        with without_autocast(grad_scores.device.type):
+        with without_autocast(grad_scores.device.type), spent(OPERATOR, grad_scores.device):
             grad_query, grad_key, grad_weights = ctx.implementation.score_gradients(
                 grad_scores, query, key, weights, topk_indices, ctx.use_relu
             )

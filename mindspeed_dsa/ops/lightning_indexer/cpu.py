@@ -17,11 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
-from mindspeed_dsa.ops.cpu_blocks import Block, Scratch, over_blocks, sum_in_order
+from mindspeed_dsa.ops.cpu_bf16 import operand_dtype
+from mindspeed_dsa.ops.cpu_blocks import Block, Scratch, add_to_keys, over_blocks, sum_in_order
 from mindspeed_dsa.ops.cpu_chunks import rows_of_sequences
-from mindspeed_dsa.ops.cpu_gathered import add_to_keys, scores_with, sums_of
-from mindspeed_dsa.ops.cpu_packed import Packed, first_operand, multiply, pack
-from mindspeed_dsa.ops.cpu_products import compute_dtype, operand_dtype
+from mindspeed_dsa.ops.cpu_products import compute_dtype, product
 from mindspeed_dsa.ops.cpu_threads import share_out, worker_count
 from mindspeed_dsa.ops.lightning_indexer import cpu_dense
 
@@ -51,9 +50,7 @@ def select(
     topk_indices = torch.empty(batch, query_length, topk, dtype=torch.int32)
     dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype)
     topk_scores = torch.empty(batch, query_length, topk, dtype=dtype)
-    keep = Scratch(dtype)
-    # [dim, key_length] of each sequence
-    keys = [pack(one.t(), operand, keep, f"keys {b}") for b, one in enumerate(key.detach())]
+    keys = key.detach().to(operand).contiguous()
     products_per_row = query.shape[2] * key.shape[1]
     most = min(max(_PRODUCT_ELEMENTS // max(products_per_row, 1), _FEWEST_ROWS), _MOST_TOGETHER)
     together, rows = rows_of_sequences(batch, most, _MOST_ROWS)
@@ -109,8 +106,8 @@ class _Bounds(NamedTuple):
 class _Slab(NamedTuple):
     """The same rows of some sequences: inputs, and where the results go."""
 
-    keys: Sequence[Packed]
-    """``[dim, key_length]`` of each, all of the sequence's."""
+    keys: Tensor
+    """``[g, key_length, dim]``: all of each sequence's."""
     query: Tensor
     """``[g, rows, heads, dim]``."""
     weights: Tensor
@@ -134,20 +131,19 @@ def _bounds(starts: Tensor, ends: Tensor, rows: int) -> list[_Bounds]:
 def _scores(slab: _Slab, seen: slice, operand: torch.dtype, use_relu: bool, scratch: Scratch) -> Tensor:
     """Of a slab's rows with a range of keys: ``[g, rows, keys]``."""
     some, rows, heads, dim = slab.query.shape
-    weights = slab.weights.to(scratch.dtype)[:, :, None]
+    weights = slab.weights.to(scratch.dtype).reshape(some * rows, 1, heads)
     scores = weights.new_empty(some, rows, seen.stop - seen.start)
-    width = max(_WIDTH_STEP, _PRODUCT_ELEMENTS // (rows * heads) // _WIDTH_STEP * _WIDTH_STEP)
-    for query, keys, weight, out in zip(slab.query, slab.keys, weights, scores, strict=True):
-        flat = first_operand(query.reshape(rows * heads, dim), operand, scratch, "query")
-        for first in range(seen.start, seen.stop, width):
-            part = slice(first, min(first + width, seen.stop))
-            # [rows, heads, width], in cache
-            products = scratch("products", rows * heads, part.stop - first)
-            multiply(flat, keys.columns(part), products)
-            if use_relu:
-                products.relu_()
-            summed = torch.bmm(weight, products.view(rows, heads, -1))
-            out[:, first - seen.start : part.stop - seen.start] = summed[:, 0]
+    width = max(_WIDTH_STEP, _PRODUCT_ELEMENTS // (some * rows * heads) // _WIDTH_STEP * _WIDTH_STEP)
+    flat = scratch.rounded("query", slab.query.reshape(some, rows * heads, dim), operand)
+    for first in range(seen.start, seen.stop, width):
+        part = slice(first, min(first + width, seen.stop))
+        # [g, rows * heads, width], in cache
+        products = scratch("products", some, rows * heads, part.stop - first)
+        product(flat, slab.keys[:, part].mT, products)
+        if use_relu:
+            products.relu_()
+        summed = torch.bmm(weights, products.view(some * rows, heads, -1))
+        scores[..., first - seen.start : part.stop - seen.start] = summed.view(some, rows, -1)
     return scores
 
 
@@ -193,7 +189,7 @@ def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor,
             at, (rows, width) = (block.batch, block.rows), block.indices.shape
             products, q = scratch("products", rows, heads, width), query[at].to(operand)
             for keys, _, _, (q_, products_) in block.tiles(q, products):
-                scores_with(keys, q_, products_, scratch)
+                product(q_, keys.mT, products_)
             if use_relu:
                 products.relu_()
             scores = torch.bmm(weights[at].to(dtype)[:, None], products)[:, 0]
@@ -235,14 +231,14 @@ def score_gradients(
                 if use_relu:
                     # The derivative of relu at zero is zero.
                     products = scratch("key products", *slopes.shape)
-                    scores_with(keys, q_, products, scratch)
+                    product(q_, keys.mT, products)
                     torch.ops.aten.threshold_backward.grad_input(
                         grad_.expand_as(products), products, 0, grad_input=slopes
                     )
                 else:
                     slopes.copy_(grad_.expand_as(slopes))
                 rounded = scratch.rounded("slopes", slopes, operand)
-                sums_of(keys, rounded, pulled_, scratch)
+                product(rounded, keys, pulled_)
                 add_to_keys(grad_key[block.batch], indices, rounded, weighted_, scratch)
             grad_weights[at] = (q * pulled).sum(dim=-1)
             grad_query[at] = pulled.mul_(w)

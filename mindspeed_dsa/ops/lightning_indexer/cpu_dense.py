@@ -7,22 +7,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.ops.cpu_bf16 import operand_dtype
 from mindspeed_dsa.ops.cpu_blocks import Scratch, sum_in_order
 from mindspeed_dsa.ops.cpu_chunks import Chunk, over_chunks, products_are_finite
-from mindspeed_dsa.ops.cpu_kernel import mkl_knows_processor
-from mindspeed_dsa.ops.cpu_products import compute_dtype, operand_dtype, product
+from mindspeed_dsa.ops.cpu_products import compute_dtype, product
 
 # Keys of one product: what lies between the products of a chunk stays in cache, however many keys there are.
 _TILE_KEYS = 256
-# In MKL, large products of bf16 operands gain more than small ones do: with 16 heads and 8 times the selected
+# Large products of bf16 operands gain more than small ones do: with 16 heads and 8 times the selected
 # keys, gathering took twice the time of the whole attention's backward, on 16 cores of a Xeon with AMX.
 _MORE_IN_BF16 = 2
 
 
 def takes(grad_scores: Tensor, query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor) -> bool:
     """Whether this form is right for a call, and faster than gathering keys."""
-    large = operand_dtype(query.dtype) == torch.bfloat16 and mkl_knows_processor()
-    more = _MORE_IN_BF16 if large else 1
+    more = _MORE_IN_BF16 if operand_dtype(query.dtype) == torch.bfloat16 else 1
     if key.shape[1] > more * _most_keys(query.shape[2], topk_indices.shape[2]):
         return False
     return products_are_finite(grad_scores, query, key, weights)

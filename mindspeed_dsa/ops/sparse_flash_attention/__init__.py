@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.ops.backend import ShapeClass, choose, count_call, plan, unless_empty
+from mindspeed_dsa.ops.backend import ShapeClass, choose, count_call, plan, spent, unless_empty
 from mindspeed_dsa.ops.checks import check_float, check_heads, check_shape, check_topk_indices, require
 from mindspeed_dsa.ops.chunks import wide
 from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
@@ -158,9 +158,10 @@ class _Attention(torch.autograd.Function):
         found: tuple[Any, ...],
         key_receiver: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        out, lse, attention_sum = implementation.forward(
-            query, key_value, topk_indices, softmax_scale, value_dim, return_attention_sum, *found
-        )
+        with spent(OPERATOR, query.device):
+            out, lse, attention_sum = implementation.forward(
+                query, key_value, topk_indices, softmax_scale, value_dim, return_attention_sum, *found
+            )
         ctx.implementation, ctx.softmax_scale = implementation, softmax_scale
         ctx.hooked, ctx.found = receiver is not None, found
         ctx.receives = key_receiver is not None
@@ -177,7 +178,7 @@ class _Attention(torch.autograd.Function):
             if not ctx.hooked:
                 return (None,) * 10
             grad_out = torch.zeros_like(out)
-        with without_autocast(query.device.type):
+        with without_autocast(query.device.type), spent(OPERATOR, query.device):
             grad_query, grad_key_value, attention_sum = ctx.implementation.backward(
                 grad_out, query, key_value, topk_indices, out, lse, ctx.softmax_scale, ctx.hooked, *ctx.found
             )

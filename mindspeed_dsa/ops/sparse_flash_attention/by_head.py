@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.ops.backend import ShapeClass, choose, count_call
+from mindspeed_dsa.ops.backend import ShapeClass, choose, count_call, spent
 from mindspeed_dsa.ops.checks import check_float, check_heads, check_shape, check_topk_indices
 from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
 from mindspeed_dsa.ops.sparse_flash_attention import cpu_heads, sparse_flash_attention
@@ -153,9 +153,10 @@ class _ByHead(torch.autograd.Function):
         softmax_scale: float,
         return_attention_sum: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        out, attention_sum = cpu_heads.forward(
-            query, key, value, topk_indices, softmax_scale, return_attention_sum
-        )
+        with spent(_SHARED, query.device):
+            out, attention_sum = cpu_heads.forward(
+                query, key, value, topk_indices, softmax_scale, return_attention_sum
+            )
         ctx.softmax_scale = softmax_scale
         ctx.save_for_backward(query, key, value, topk_indices)
         if attention_sum is not None:
@@ -169,7 +170,7 @@ class _ByHead(torch.autograd.Function):
         if grad_out is None:
             return (None,) * 6
         query, key, value, topk_indices = ctx.saved_tensors
-        with without_autocast(query.device.type):
+        with without_autocast(query.device.type), spent(_SHARED, query.device):
             finite = cpu_heads.takes(grad_out, key, value, ctx.softmax_scale)
             backward = cpu_heads.backward if finite else _gradients_of_each_head
             gradients = backward(grad_out, query, key, value, topk_indices, ctx.softmax_scale)

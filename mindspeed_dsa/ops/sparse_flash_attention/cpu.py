@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
-from mindspeed_dsa.ops.cpu_blocks import Block, Scratch, over_blocks, sum_in_order
-from mindspeed_dsa.ops.cpu_gathered import add_to_keys, scores_with, sums_of
-from mindspeed_dsa.ops.cpu_products import compute_dtype, operand_dtype
+from mindspeed_dsa.ops.cpu_bf16 import operand_dtype
+from mindspeed_dsa.ops.cpu_blocks import Block, Scratch, add_to_keys, over_blocks, sum_in_order
+from mindspeed_dsa.ops.cpu_products import compute_dtype, product
 from mindspeed_dsa.ops.sparse_flash_attention import cpu_dense
 
 KIND: Literal["gradients"] = "gradients"
@@ -58,12 +58,12 @@ def forward(
             )
             full = scratch("out", rows, heads, dim)
             for keys, _, invalid, (q_, s_, p_, o_) in block.tiles(q, scores, probabilities, full):
-                scores_with(keys, q_, s_, scratch, softmax_scale)
+                product(q_, keys.mT, s_, softmax_scale)
                 if invalid is not None:
                     s_.masked_fill_(invalid[:, None], -torch.inf)
                 torch.softmax(s_, dim=-1, out=p_)
                 # The value is a slice of the key; the product with the dense key is faster.
-                sums_of(keys, scratch.rounded("probabilities", p_, operand), o_, scratch)
+                product(scratch.rounded("probabilities", p_, operand), keys, o_)
             out[at] = full[..., :value_dim]
             # The most probable key has exp(0) / sum: log(sum) needs no second exponential.
             lse[at] = scores.amax(dim=-1) - probabilities.amax(dim=-1).log_()
@@ -123,7 +123,7 @@ def backward(
             for keys, indices, invalid, (stacked_, both_, p_, minus_lse, delta_, grad_q_) in block.tiles(
                 stacked, both, probabilities, lse[at][..., None].neg(), delta, grad_q
             ):
-                scores_with(keys, stacked_, both_, scratch)
+                product(stacked_, keys.mT, both_)
                 scores, grad_p = both_.split(heads, dim=1)
                 torch.add(minus_lse, scores, alpha=softmax_scale, out=p_).exp_()
                 if invalid is not None:
@@ -132,7 +132,7 @@ def backward(
                 torch.mul(grad_p.sub_(delta_), p_, out=scores).mul_(softmax_scale)
                 grad_p.copy_(p_)
                 slopes = scratch.rounded("both", both_, operand)
-                sums_of(keys, slopes[:, :heads], grad_q_, scratch)
+                product(slopes[:, :heads], keys, grad_q_)
                 add_to_keys(total, indices, slopes, stacked_, scratch)
             grad_query[at] = grad_q
             if attention_sum is not None:

@@ -2,7 +2,8 @@
 
 Heads with keys of their own are a third as wide as absorbed ones, and nothing is gathered for them: the other
 keys of the range are masked. That is less work than the absorbed form as long as the keys are not many times
-the selected ones. Softmax and its gradient are one pass each over scores that stay in cache.
+the selected ones. Softmax and its gradient are one pass each over scores that stay in cache. Of short
+sequences several heads, and several sequences, are taken in one call: calls cost more than their work.
 
 Forward goes by rows, because the probabilities are summed over heads; backward by heads, each of which one
 thread takes: nothing is added up over threads.
@@ -10,15 +11,16 @@ thread takes: nothing is added up over threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.ops.cpu_bf16 import operand_dtype
 from mindspeed_dsa.ops.cpu_blocks import Scratch
 from mindspeed_dsa.ops.cpu_chunks import Cut, cut_rows, products_are_finite
-from mindspeed_dsa.ops.cpu_packed import first_operand, multiply, pack
-from mindspeed_dsa.ops.cpu_products import compute_dtype, operand_dtype
+from mindspeed_dsa.ops.cpu_products import compute_dtype, product
 from mindspeed_dsa.ops.cpu_threads import share_out, worker_count
 
 # Bytes of the scores of a chunk, of which there are two or three tensors. With fewer rows they would be in a
@@ -55,49 +57,38 @@ def forward(
         softmax_scale: factor of the scores.
         return_attention_sum: whether to return the sum, ``[batch, query_length, topk]``.
     """
-    batch, _, heads, _ = query.shape
-    value_dim, dtype, operand = value.shape[3], compute_dtype(query.dtype), operand_dtype(query.dtype)
+    heads, value_dim, dtype = query.shape[2], value.shape[3], compute_dtype(query.dtype)
+    operand = operand_dtype(query.dtype)
     out = query.new_empty(*query.shape[:3], value_dim)
     attention_sum = torch.empty(topk_indices.shape, dtype=dtype) if return_attention_sum else None
-    keep = Scratch(dtype)
-    # [dim, key_length] and [key_length, value_dim] of every head
-    keys, values = (
-        [
-            [pack(side(x[b, :, h].contiguous()), operand, keep, f"{name} {b} {h}") for h in range(heads)]
-            for b in range(batch)
-        ]
-        for name, x, side in (("keys", key.detach(), Tensor.t), ("values", value.detach(), _as_it_is))
-    )
-    chunks, workers = _cut(topk_indices, key.shape[1], heads, dtype)
+    keys, values = (_by_head(x.detach(), operand) for x in (key, value))
+    plan = _Plan.of(topk_indices, key.shape[1], heads, dtype)
 
     def work(share: Sequence[_Chunk]) -> None:
         scratch = Scratch(dtype)
         for chunk in share:
-            b, part = chunk.at
-            rows, width, selected = chunk.rows, chunk.keys.stop - chunk.keys.start, chunk.columns
-            mask = chunk.mask(scratch)
-            scores = scratch("scores", rows, width)
-            total = scratch("total", rows, width).zero_() if attention_sum is not None else None
-            full = scratch("out", rows, value_dim)
-            for h in range(heads):
-                q = first_operand(query[b, part, h], operand, scratch, "query")
-                multiply(q, keys[b][h].columns(chunk.keys), scores)
-                torch.add(mask, scores, alpha=softmax_scale, out=scores)
+            at, mask = chunk.at, chunk.mask(scratch)
+            some, rows, width = mask.shape
+            total = scratch("total", some, rows, width).zero_() if attention_sum is not None else None
+            for part in _parts(range(heads), plan.heads):
+                q = _rows_by_head(query[at][:, :, part], operand, scratch, "query")
+                scores = _masked_scores(q, keys[at[0], part, chunk.keys], mask, softmax_scale, scratch)
                 torch.softmax(scores, dim=-1, out=scores)
-                probabilities = first_operand(scores, operand, scratch, "probabilities")
-                multiply(probabilities, values[b][h].rows(chunk.keys), full)
-                out[b, part, h] = full
+                probabilities = scratch.rounded("probabilities", scores, operand)
+                full = scratch("out", *q.shape[:2], rows, value_dim)
+                _multiply(probabilities, values[at[0], part, chunk.keys], full)
+                out[at][:, :, part] = full.transpose(1, 2)
                 if total is not None:
-                    total.add_(scores)
+                    total.add_(scores[:, 0] if scores.shape[1] == 1 else scores.sum(1))
             if attention_sum is not None and total is not None:
-                torch.gather(total, 1, selected, out=attention_sum[b, part])
+                torch.gather(total, 2, chunk.columns, out=attention_sum[at])
             # A row without a key has attended to one so far, and one with few lists its first for none.
             if chunk.names_none is not None:
-                out[b, part].masked_fill_(chunk.names_none.all(-1)[:, None, None], 0)
+                out[at].masked_fill_(chunk.names_none.all(-1)[..., None, None], 0)
                 if attention_sum is not None:
-                    attention_sum[b, part].masked_fill_(chunk.names_none, 0)
+                    attention_sum[at].masked_fill_(chunk.names_none, 0)
 
-    share_out(chunks, work, workers)
+    share_out(plan.chunks, work, plan.workers)
     return out, attention_sum
 
 
@@ -105,138 +96,143 @@ def backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, topk_indices: Tensor, softmax_scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
-    batch, _, heads, _ = query.shape
-    dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype)
+    batch, key_length, heads, dim = key.shape
+    value_dim, dtype, operand = value.shape[3], compute_dtype(query.dtype), operand_dtype(query.dtype)
     grad_query, grad_key, grad_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
-    chunks, workers = _cut(topk_indices, key.shape[1], heads, dtype)
-    together = max(1, min(_HEADS_TOGETHER, heads // workers))
+    plan = _Plan.of(topk_indices, key_length, heads, dtype)
+    shares = -(-plan.workers // batch)
+    several = max(min(max(plan.heads, _HEADS_TOGETHER), heads // shares), 1)
     groups = [
-        (b, range(h, min(h + together, heads))) for b in range(batch) for h in range(0, heads, together)
+        (slice(b, min(b + plan.sequences, batch)), group)
+        for b in range(0, batch, plan.sequences)
+        for group in _parts(range(heads), several)
     ]
 
-    def work(share: Sequence[tuple[int, range]]) -> None:
+    def work(share: Sequence[tuple[slice, slice]]) -> None:
         scratch = Scratch(dtype)
-        for b, group in share:
-            of_heads = [
-                _Head(key[b, :, h], value[b, :, h], softmax_scale, operand, scratch, h - group.start)
-                for h in group
-            ]
-            for chunk in chunks:
-                if chunk.at[0] != b:
+        for of, group in share:
+            shape = (of.stop - of.start, group.stop - group.start, key_length)
+            keys, values = (
+                scratch(name, *shape, x.shape[3], dtype=operand).copy_(x[of, :, group].transpose(1, 2))
+                for name, x in (("keys", key), ("values", value))
+            )
+            to_keys, to_values = (
+                scratch(name, *shape, size).zero_()
+                for name, size in (("to_keys", dim), ("to_values", value_dim))
+            )
+            for chunk in plan.chunks:
+                if chunk.at[0] != of:
                     continue
-                part, mask = chunk.at[1], chunk.mask(scratch)
-                for h, of_head in zip(group, of_heads, strict=True):
-                    grad = grad_out[b, part, h]
+                at, mask = chunk.at, chunk.mask(scratch)
+                for part in _parts(range(group.start, group.stop), min(plan.heads, several)):
+                    here = slice(part.start - group.start, part.stop - group.start)
+                    q = _rows_by_head(query[at][:, :, part], operand, scratch, "query")
+                    grad = _rows_by_head(grad_out[at][:, :, part], operand, scratch, "grad")
                     if chunk.names_none is not None:
-                        grad = grad.masked_fill(chunk.names_none.all(-1)[:, None], 0)
-                    grad_query[b, part, h] = of_head.gradients(query[b, part, h], grad, mask, chunk.keys)
-            for h, of_head in zip(group, of_heads, strict=True):
-                grad_key[b, :, h] = of_head.to_keys.mul_(softmax_scale).t()
-                grad_value[b, :, h] = of_head.to_values.t()
+                        grad.masked_fill_(chunk.names_none.all(-1)[:, None, :, None], 0)
+                    key_range, value_range = keys[:, here, chunk.keys], values[:, here, chunk.keys]
+                    scores = _masked_scores(q, key_range, mask, softmax_scale, scratch)
+                    torch.softmax(scores, dim=-1, out=scores)
+                    probabilities = scratch.rounded("operand", scores, operand)
+                    _multiply(probabilities.mT, grad, to_values[:, here, chunk.keys], add=True)
+                    grad_scores = scratch("grad_scores", *scores.shape)
+                    _multiply(grad, value_range.mT, grad_scores)
+                    # In place: gradients of the scores with their scale, which waits for what is smaller.
+                    torch.ops.aten._softmax_backward_data.out(
+                        grad_scores, scores, -1, dtype, grad_input=grad_scores
+                    )
+                    slopes = scratch.rounded("operand", grad_scores, operand)
+                    full = scratch("grad_query", *q.shape)
+                    _multiply(slopes, key_range, full, softmax_scale)
+                    grad_query[at][:, :, part] = full.transpose(1, 2)
+                    _multiply(slopes.mT, q, to_keys[:, here, chunk.keys], softmax_scale, add=True)
+            grad_key[of, :, group] = to_keys.transpose(1, 2)
+            grad_value[of, :, group] = to_values.transpose(1, 2)
 
-    share_out(groups, work, workers)
+    share_out(groups, work, plan.workers)
     return grad_query, grad_key, grad_value
 
 
-class _Head:
-    """A head's keys and values, laid out for products, and their gradients, to which chunks of rows add."""
-
-    def __init__(
-        self,
-        key: Tensor,
-        value: Tensor,
-        softmax_scale: float,
-        operand: torch.dtype,
-        scratch: Scratch,
-        number: int,
-    ) -> None:
-        self._scale, self._operand, self._scratch = softmax_scale, operand, scratch
-        key, value = key.contiguous(), value.contiguous()
-        # [dim, key_length], [key_length, dim] and [value_dim, key_length]
-        self._keys, self._keys_by_row, self._values = (
-            pack(x, operand, scratch, f"{name} {number}")
-            for name, x in (("keys", key.t()), ("keys by row", key), ("values", value.t()))
-        )
-        self.to_keys = scratch(f"to_keys {number}", *reversed(key.shape)).zero_()
-        """``[dim, key_length]``, without the scale of the scores."""
-        self.to_values = scratch(f"to_values {number}", *reversed(value.shape)).zero_()
-        """``[value_dim, key_length]``"""
-
-    def gradients(self, query: Tensor, grad_out: Tensor, mask: Tensor, seen: slice) -> Tensor:
-        """Add what these rows give to keys and values, and return the query's gradient, ``[rows, dim]``.
-
-        Args:
-            query: ``[rows, dim]``.
-            grad_out: ``[rows, value_dim]``.
-            mask: ``[rows, keys of the range]``, see :meth:`_Chunk.mask`.
-            seen: the range of keys.
-        """
-        operand, scratch, rows = self._operand, self._scratch, len(mask)
-        scores, grad_scores = (scratch(name, *mask.shape) for name in ("scores", "grad_scores"))
-        multiply(first_operand(query, operand, scratch, "query"), self._keys.columns(seen), scores)
-        torch.add(mask, scores, alpha=self._scale, out=scores)
-        torch.softmax(scores, dim=-1, out=scores)
-        multiply(first_operand(grad_out, operand, scratch, "grad"), self._values.columns(seen), grad_scores)
-        # Transposed, [value_dim, rows] times [rows, keys], so that the second operand is the one to lay out.
-        multiply(
-            first_operand(grad_out.t().contiguous(), operand, scratch, "grad transposed"),
-            pack(scores, operand, scratch, "probabilities"),
-            self.to_values[:, seen],
-            add=True,
-        )
-        # In place: gradients of the scores with their scale, which waits for what is smaller.
-        torch.ops.aten._softmax_backward_data.out(
-            grad_scores, scores, -1, scores.dtype, grad_input=grad_scores
-        )
-        slopes = first_operand(grad_scores, operand, scratch, "slopes")
-        grad_query = scratch("grad_query", rows, query.shape[1])
-        multiply(slopes, self._keys_by_row.rows(seen), grad_query)
-        multiply(
-            first_operand(query.t().contiguous(), operand, scratch, "query transposed"),
-            pack(slopes[:, : mask.shape[1]], operand, scratch, "slopes by column"),
-            self.to_keys[:, seen],
-            add=True,
-        )
-        return grad_query.mul_(self._scale)
+def _by_head(x: Tensor, operand: torch.dtype) -> Tensor:
+    """``[batch, length, heads, dim]`` -> ``[batch, heads, length, dim]``, contiguous, as operands."""
+    return x.transpose(1, 2).to(operand, memory_format=torch.contiguous_format).contiguous()
 
 
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
+def _rows_by_head(x: Tensor, operand: torch.dtype, scratch: Scratch, name: str) -> Tensor:
+    """``[g, rows, heads, dim]`` -> ``[g, heads, rows, dim]``, a copy in scratch, as an operand."""
+    some, rows, heads, dim = x.shape
+    return scratch(name, some, heads, rows, dim, dtype=operand).copy_(x.transpose(1, 2))
+
+
+def _masked_scores(
+    query: Tensor, key: Tensor, mask: Tensor, softmax_scale: float, scratch: Scratch
+) -> Tensor:
+    """``softmax_scale * query @ key.mT + mask``, ``[g, heads, rows, keys]``; the mask has no heads."""
+    some, rows, width = mask.shape
+    scores = scratch("scores", some, query.shape[1], rows, width).copy_(mask[:, None])
+    _multiply(query, key.mT, scores, softmax_scale, add=True)
+    return scores
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, scale: float = 1.0, add: bool = False) -> None:
+    """As :func:`product`, of ``[g, heads, m, k]`` and ``[g, heads, k, n]``, whose first axes lie as one."""
+    product(_flat(a), _flat(b), _flat(out), scale, add)
+
+
+def _flat(x: Tensor) -> Tensor:
+    some, heads = x.shape[:2]
+    return x.view(some * heads, *x.shape[2:])
+
+
+def _parts(heads: range, most: int) -> Iterator[slice]:
+    for first in range(heads.start, heads.stop, most):
+        yield slice(first, min(first + most, heads.stop))
 
 
 class _Chunk:
-    """Some rows of a sequence and the range of keys that they selected from."""
+    """The same rows of some sequences and the range of keys that they selected from."""
 
     def __init__(self, cut: Cut, positions: Tensor, key_length: int) -> None:
-        self.at = (cut.batch.start, cut.rows)
+        self.at = (cut.batch, cut.rows)
         self.keys = slice(cut.low, cut.high)
         of_rows = positions[self.at]
         none = of_rows == key_length
         self.names_none = none if bool(none.any()) else None
-        """``[rows, topk]``: entries that name no key; None: there is no such entry."""
+        """``[g, rows, topk]``: entries that name no key; None: there is no such entry."""
         # The row's first key stands for entries that name none, wherever they are: a mask shows it already.
-        first = of_rows.amin(1, keepdim=True).clamp_max(cut.high - 1)
+        first = of_rows.amin(-1, keepdim=True).clamp_max(cut.high - 1)
         self.columns = of_rows.where(~none, first).to(torch.int64).sub_(cut.low)
-        """``[rows, topk]``, counted from the range's first key."""
-
-    @property
-    def rows(self) -> int:
-        return self.columns.shape[0]
+        """``[g, rows, topk]``, counted from the range's first key."""
 
     def mask(self, scratch: Scratch) -> Tensor:
-        """``[rows, keys of the range]``: 0 where a row selected the key, what hides a score elsewhere."""
-        mask = scratch("mask", self.rows, self.keys.stop - self.keys.start).fill_(_HIDES)
+        """``[g, rows, keys of the range]``: 0 where a row selected the key, what hides a score elsewhere."""
+        some, rows, _ = self.columns.shape
+        mask = scratch("mask", some, rows, self.keys.stop - self.keys.start).fill_(_HIDES)
         # With a tensor, though it is all the same number, it takes a third of the time.
-        return mask.scatter_(1, self.columns, mask.new_zeros(1, 1).expand_as(self.columns))
+        return mask.scatter_(2, self.columns, mask.new_zeros(1, 1, 1).expand_as(self.columns))
 
 
-def _cut(topk_indices: Tensor, key_length: int, heads: int, dtype: torch.dtype) -> tuple[list[_Chunk], int]:
-    """All chunks, and how many threads should share them."""
-    batch, query_length, _ = topk_indices.shape
-    workers = worker_count(batch * query_length * heads * key_length)
-    threads = max(torch.get_num_threads() // workers, 1)
-    most = threads * _CHUNK_BYTES // (key_length * dtype.itemsize)
-    positions, cuts = cut_rows(topk_indices, key_length, 1, min(max(most, _FEWEST_ROWS), _MOST_ROWS))
-    return [_Chunk(cut, positions, key_length) for cut in cuts], workers
+class _Plan(NamedTuple):
+    """How a call is cut."""
+
+    chunks: list[_Chunk]
+    sequences: int
+    """Of a chunk; of several all heads are taken together."""
+    heads: int
+    """Taken together in one product."""
+    workers: int
+    """Threads that should share the work."""
+
+    @classmethod
+    def of(cls, topk_indices: Tensor, key_length: int, heads: int, dtype: torch.dtype) -> _Plan:
+        batch, query_length, _ = topk_indices.shape
+        workers = worker_count(batch * query_length * heads * key_length)
+        most = max(torch.get_num_threads() // workers, 1) * _CHUNK_BYTES // (key_length * dtype.itemsize)
+        rows = min(max(most, _FEWEST_ROWS), _MOST_ROWS, query_length)
+        together = max(most // rows, 1)
+        sequences = max(min(together // heads, batch), 1) if workers == 1 else 1
+        positions, cuts = cut_rows(topk_indices, key_length, sequences, rows)
+        chunks = [_Chunk(cut, positions, key_length) for cut in cuts]
+        return cls(chunks, sequences, min(together, heads), workers)

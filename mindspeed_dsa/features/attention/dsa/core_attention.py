@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_dsa import platforms
 from mindspeed_dsa.context import Context, Megatron
 from mindspeed_dsa.context_parallel.gather import GatheredRows
 from mindspeed_dsa.features.attention.context_parallel.exchange import KeyExchange, key_exchange
@@ -27,6 +28,7 @@ from mindspeed_dsa.features.attention.dsa.sparse_attention import OURS, Result, 
 from mindspeed_dsa.features.attention.indexer_loss import coefficient, indexer_loss
 from mindspeed_dsa.features.attention.pack_rows import PackRows
 from mindspeed_dsa.integration.compiled_attention import steps_of
+from mindspeed_dsa.ops import cpu_bf16
 
 
 def fuse_core_attention(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
@@ -70,6 +72,18 @@ def fuse_core_attention(original: Callable[..., Tensor], context: Context[Option
         return attend(self, query, key, value, x, qr, context.options, context.megatron, packed_seq_params)
 
     return forward
+
+
+def settle_bf16(context: Context[Options]) -> None:
+    """Take the way to multiply bf16 on CPUs that ``--dsa-cpu-bf16`` names, or one for all ranks.
+
+    Called before the model is built; a collective call if the choice is open and there are several ranks.
+    Tensor parallel ranks sum their probabilities over keys that each has selected for itself, so near-ties
+    must be decided alike.
+    """
+    if platforms.current().name == "cpu":
+        cpu_bf16.use(context.options.cpu_bf16)
+        cpu_bf16.agree()
 
 
 def refuse_unknown(attn_mask_type: Any, attention_bias: Tensor | None, others: dict[str, Any]) -> None:

@@ -52,6 +52,15 @@ _BACKEND = Flag(
     default="auto",
     choices=("auto", "reference", "chunked", "cpu", "triton", "npu"),
 )
+_CPU_BF16 = Flag(
+    "--dsa-cpu-bf16",
+    "How the DSA operators multiply bf16 on CPUs: 'native' as it is, 'widened' in fp32; 'auto' measures both "
+    "once, takes the faster on all ranks and logs it, and widens under deterministic algorithms, which rule "
+    "out a measured choice.",
+    kind="value",
+    default="auto",
+    choices=("auto", "native", "widened"),
+)
 _FUSE_KL = Flag(
     "--dsa-fuse-kl-in-backward",
     "Collect the indexer loss's target inside the attention's backward pass, where the probabilities are "
@@ -71,6 +80,7 @@ FUSED = Feature(
     flags=(
         *_SWITCHES,
         _BACKEND,
+        _CPU_BF16,
         _FUSE_KL,
         EXPERIMENTAL_ATTENTION_VARIANT,
         megatron_flag("--dsa-indexer-loss-coeff", float),
@@ -78,6 +88,7 @@ FUSED = Feature(
     active=fused_wanted,
     options=Options.of,
     validate=check_fused,
+    on_finalize=f"{_IMPL}.core_attention:settle_bf16",
     doc="fused-dsa.md",
     patches=(
         Patch(

@@ -28,6 +28,7 @@ class Options:
     Attributes:
         absorb: the absorbed form may be taken.
         absorb_always: it is, whatever the length.
+        cpu_bf16: how CPUs multiply bf16, see :data:`mindspeed_dsa.ops.cpu_bf16.Way`.
     """
 
     absorb: bool
@@ -40,6 +41,7 @@ class Options:
     fuse_kl_in_backward: bool
     cp_block_rows: int
     keep_gathered: bool
+    cpu_bf16: str
 
     @property
     def any(self) -> bool:
@@ -68,6 +70,7 @@ class Options:
             fuse_kl_in_backward=bool(getattr(settings, "dsa_fuse_kl_in_backward", False)),
             cp_block_rows=getattr(settings, "cp_block_rows", None) or 0,
             keep_gathered=bool(getattr(settings, "cp_keep_gathered", False)),
+            cpu_bf16=getattr(settings, "dsa_cpu_bf16", None) or "auto",
         )
 
 

@@ -30,6 +30,7 @@ def check_fused(args: Any) -> Sequence[str]:
             "or use --dsa-backend auto"
         )
     problems += _platform_problems(chosen.backend)
+    problems += bf16_problems(chosen.cpu_bf16)
     if chosen.fuse_kl_in_backward:
         problems += _fuse_problems(chosen, args)
     if getattr(args, "delay_wgrad_compute", False) and chosen.absorb:
@@ -51,6 +52,18 @@ def _platform_problems(backend: str) -> list[str]:
         interpreter = ", or set TRITON_INTERPRET=1 to run its kernels in the interpreter (slow, for tests)"
     problem = f"--dsa-backend {backend} runs on platform {home}, and this is {platform}"
     return [f"{problem}; use --dsa-backend auto{interpreter}"]
+
+
+def bf16_problems(way: str) -> list[str]:
+    """Report a way to multiply bf16 on CPUs that this process cannot go."""
+    if way == "auto":
+        return []
+    if platforms.current().name != "cpu":
+        return [f"--dsa-cpu-bf16 {way} is for platform cpu, and this is {platforms.current().name}; omit it"]
+    from mindspeed_dsa.ops.cpu_bf16 import why_not_native
+
+    problem = why_not_native() if way == "native" else ""
+    return [f"--dsa-cpu-bf16 {way}: {problem}"] if problem else []
 
 
 def _fuse_problems(chosen: Options, args: Any) -> list[str]:

@@ -17,7 +17,7 @@ _HERE = "mindspeed_dsa.features.attention.adapters.kernel_hooks"
 _ABSORBED = f"{DSA.rpartition('.')[0]}.absorbed_mla:AbsorbedMLASelfAttention"
 _CONFIG = "megatron.core.transformer.transformer_config"
 _RELEASES = ">=0.19,<0.21"
-_BACKEND = next(flag for flag in FUSED.flags if flag.dest == "dsa_backend")
+_OF_OPERATORS = tuple(flag for flag in FUSED.flags if flag.dest in ("dsa_backend", "dsa_cpu_bf16"))
 
 FEATURE = Feature(
     name="dsa-kernel-backend",
@@ -26,12 +26,13 @@ FEATURE = Feature(
         megatron_flag("--dsa-kernel-backend"),
         USE_FUSED_DSA,
         *(flag for flag in FUSED.flags if flag.dest.startswith("use_") and flag != USE_FUSED_DSA),
-        _BACKEND,
+        *_OF_OPERATORS,
         EXPERIMENTAL_ATTENTION_VARIANT,
     ),
     active=kernel_hooks_wanted,
     options=Options.of,
     validate=check_kernel_hooks,
+    on_finalize=FUSED.on_finalize,
     doc="dsa-kernel-backend.md",
     patches=(
         Patch(
