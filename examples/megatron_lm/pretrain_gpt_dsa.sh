@@ -8,7 +8,7 @@
 # README.md says what to change on GPUs and NPUs.
 set -euo pipefail
 
-: "${MEGATRON_LM:?set MEGATRON_LM to a checkout of Megatron-LM, tag core_v0.16.1}"
+: "${MEGATRON_LM:?set MEGATRON_LM to a checkout of Megatron-LM, such as its tag core_v0.16.1}"
 here=$(cd "$(dirname "$0")" && pwd)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Megatron's argument checks ask for one connection beside tensor and context parallelism, whatever the device,
