@@ -8,10 +8,15 @@
 # README.md says what to change on GPUs and NPUs.
 set -euo pipefail
 
-: "${MEGATRON_LM:?set MEGATRON_LM to a checkout of Megatron-LM, tag core_v0.16.1}"
+: "${MEGATRON_LM:?set MEGATRON_LM to a checkout of Megatron-LM, such as its tag core_v0.16.1}"
 here=$(cd "$(dirname "$0")" && pwd)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron's argument checks ask for it, whatever the device
+# Megatron's argument checks ask for one connection beside tensor and context parallelism, whatever the device,
+# and refuse it beside FSDP.
+case " $* " in
+    *' --use-torch-fsdp2 '* | *' --use-megatron-fsdp '*) ;;
+    *) export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} ;;
+esac
 
 attention=(
     --multi-latent-attention --q-lora-rank 64 --kv-lora-rank 64
@@ -56,7 +61,12 @@ if [ -n "${TEXT:-}" ]; then
         --vocab-file "$TEXT/vocab.json" --merge-file "$TEXT/merges.txt"
     )
 else
-    data=(--mock-data --tokenizer-type NullTokenizer --vocab-size 255)
+    # Before 0.16 mock data are numbers up to 4094, whatever the vocabulary.
+    vocabulary=4095
+    if grep -q '% self.vocab_size' "$MEGATRON_LM/megatron/core/datasets/gpt_dataset.py"; then
+        vocabulary=255
+    fi
+    data=(--mock-data --tokenizer-type NullTokenizer --vocab-size "$vocabulary")
 fi
 
 exec "${PYTHON:-python3}" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-1}" \

@@ -146,7 +146,8 @@ MOE = [
     *not_needed("moe-permutation-async-comm", "Counts of tokens are exchanged without waiting in any case."),
     *not_needed(
         "gemm-gradient-accumulation-fusion",
-        "Weight gradients of grouped experts go where Megatron's gradient accumulation puts them.",
+        "Grouped experts add their weight gradients where Megatron accumulates them; its own fusion for "
+        "other layers needs an extension for CUDA, and the result is the same without.",
     ),
     Row("--use-fused-moe-token-permute-and-unpermute", "megatron", name="--moe-permute-fusion"),
     Row(
@@ -231,7 +232,7 @@ TRAINING = [
     Row(
         "--optimizer-selection",
         "not needed",
-        "Megatron's --optimizer decides; Adam's implementation is the platform's.",
+        "Megatron's --optimizer decides; its Adam is Transformer Engine's, Apex' or else PyTorch's.",
         refused={"fused_ema_adamw": "Averaged weights are not here."},
     ),
     *different("use-ema", "Averaged weights are not here."),

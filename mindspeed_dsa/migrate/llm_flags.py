@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from mindspeed_dsa.migrate.rows import Row, different, kept, not_needed, renamed, slower
 
-_CONVERTED = "Megatron reads and writes its own checkpoints; convert those of Hugging Face with its tools."
+_CONVERTED = (
+    "Megatron writes its own checkpoints; Hugging Face's are made of them afterwards, by another program."
+)
 _OTHER_MODEL = "Of a model that Megatron's GPT does not build."
 _GATED = (
     "Of Qwen3-Next's linear attention; Megatron's --experimental-attention-variant gated_delta_net is it."
@@ -124,7 +126,8 @@ ATTENTION = [
     *not_needed("mla-mm-split", "Up-projections lie in one weight each; the function is the same."),
     *not_needed(
         "mla-fa-without-pad mla-fa-divide-qk padded-base-length",
-        "Heads of unequal width are attended as they are.",
+        "How MindSpeed-LLM lays heads of unequal width out for its operator; here each operator pads where "
+        "its device asks for it, and the result is the same.",
     ),
     *slower(
         "mla-up-proj-tp-overlap recompute-mla-up-proj mla-zero-memory mla-swap-core-attn-out",
@@ -157,7 +160,9 @@ TRAINING = [
     *different("no-shuffle padded-samples", "Megatron's data sets draw samples in their own order."),
     *different(
         "enable-hf2mg-convert",
-        "Convert the weights of --load with Megatron's tools/checkpoint before, and omit this flag.",
+        "Convert the weights of --load to Megatron's format before, and omit this flag. Megatron's own "
+        "tools/checkpoint has no loader for DeepSeek, GLM or Qwen3; NVIDIA's Megatron-Bridge converts more "
+        "models, and needs Transformer Engine.",
     ),
     *slower(
         "enable-mg2hf-convert hf-save-dir mg-save-dir only-convert-last-checkpoint save-layer-by-layer",

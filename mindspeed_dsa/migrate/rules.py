@@ -164,13 +164,34 @@ def _sparse_attention(job: Job) -> None:
     flag = "--enable-dsa-indexer"
     if flag not in job:
         return
-    variant = [_flag("--experimental-attention-variant", "dsa"), _flag("--dsa-indexer-use-sparse-loss")]
-    defaults = [_flag(name, value) for old, (name, value) in _INDEXER.items() if old not in job]
+    query = "latent query before its norm there"
+    if "--enable-mla-absorb" in job:
+        query = "latent query after its norm there, as DeepSeek's does"
+    elif not job.before("0.19"):
+        why = (
+            f"Without --enable-mla-absorb the indexer reads the {query}, and from Megatron-core 0.19 on "
+            "after it: add --enable-mla-absorb, which is DeepSeek's way, or take an older release."
+        )
+        job.is_dropped(flag, why, results=True)
+        return
+    now = [_flag("--experimental-attention-variant", "dsa"), _flag("--dsa-indexer-use-sparse-loss")]
+    now += [_flag(name, value) for old, (name, value) in _INDEXER.items() if old not in job]
+    if job.before("0.19"):  # later ones have DeepSeek's layout and norm in any case, and refuse these flags
+        now.append(_flag("--dsa-indexer-rope-first"))
+        if "--enable-mla-absorb" in job:
+            now.append(_flag("--dsa-indexer-normalised-query"))
     why = (
         "The rotated dimensions come first there; which of them form pairs is another order of weights. "
-        "The latent query is read before its norm there, and with --transformer-impl local after it."
+        f"The indexer reads the {query}."
     )
-    job.becomes(flag, [*variant, *defaults, _flag("--dsa-indexer-rope-first")], why)
+    job.becomes(flag, now, why)
+
+
+def _flash_attention(job: Job) -> None:
+    flag = "--use-flash-attn"
+    if flag in job:
+        why = "Megatron's core models do not read it; their --attention-backend is for Transformer Engine."
+        job.is_kept(flag, "unchanged", why)
 
 
 def _weights(job: Job) -> None:
@@ -317,6 +338,7 @@ RULES: tuple[Callable[[Job], None], ...] = (
     _rotary,
     _router,
     _sparse_attention,
+    _flash_attention,
     _weights,
     _documents,
     _masks,

@@ -90,6 +90,57 @@ def test_bad_command_lines_are_refused_in_one_line(checkout, tmp_path):
     assert "npu" in done.stderr
 
 
+@pytest.fixture
+def recipe(tmp_path):
+    """Runs the recipe with a Python that prints what it is given; says which data the checkout has."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "${CUDA_DEVICE_MAX_CONNECTIONS-unset}"\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    for name in ("training/arguments.py", "core/datasets/gpt_dataset.py"):
+        file = tmp_path / "megatron" / name
+        file.parent.mkdir(parents=True)
+        file.write_text("(numpy.arange(length - 1) + 1) % self.vocab_size\n" if "core" in name else "")
+
+    def run(*argv, tokens_wrap=True, **environment):
+        if not tokens_wrap:
+            (tmp_path / "megatron/core/datasets/gpt_dataset.py").write_text("numpy.arange(length - 1) + 1\n")
+        inherited = {
+            name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"
+        }
+        environment = {**inherited, "MEGATRON_LM": str(tmp_path), "PYTHON": str(python), **environment}
+        command = ["bash", str(RECIPE / "pretrain_gpt_dsa.sh"), *argv]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+        assert done.returncode == 0, done.stderr
+        connections, *words = done.stdout.splitlines()
+        return connections, words
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "connections"),
+    [
+        ([], {}, "1"),
+        ([], {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "8"),
+        (["--use-torch-fsdp2"], {}, "unset"),
+        (["--use-megatron-fsdp", "--seed", "2"], {}, "unset"),
+        (["--use-torch-fsdp2"], {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, "32"),
+    ],
+)
+def test_connections_are_those_that_megatron_asks_for_or_the_users(recipe, flags, environment, connections):
+    """Tensor parallelism asks for one, which FSDP refuses."""
+    found, words = recipe(*flags, **environment)
+    assert found == connections
+    assert words[len(words) - len(flags) :] == flags
+
+
+def test_the_vocabulary_has_room_for_mock_data(recipe):
+    """Before 0.16 they are numbers up to 4094, whatever the vocabulary; the last token ends documents."""
+    for wrap, size in ((True, "255"), (False, "4095")):
+        _, words = recipe(tokens_wrap=wrap)
+        assert words[words.index("--vocab-size") + 1] == size
+
+
 _MARKS = (
     pytest.mark.full,
     pytest.mark.timeout(900),
@@ -166,6 +217,33 @@ def test_pretrain_gpt_agrees_with_one_process_and_resumes(tmp_path, flags, data)
     resume = [*flags.split(), "--load", tmp_path / "kept", "--ckpt-step", "4", "--train-iters", "6"]
     resumed = run("resumed", *resume, nproc=nproc)
     assert [resumed[step]["lm_loss"] for step in (5, 6)] == [there[step]["lm_loss"] for step in (5, 6)]
+
+
+@with_checkout
+def test_layouts_start_from_the_same_weights_through_a_checkpoint(tmp_path):
+    """Weights that two layouts draw differ; those that the first step of one process saves are its own."""
+    flags = ["--use-fused-dsa", "--use-cpu-initialization", "--train-iters", "1"]
+    parallel = ["--context-parallel-size", "2"]
+
+    def run(name, *more, nproc=1):
+        digests = tmp_path / name
+        _, steps = pretrain(
+            tmp_path / f"{name}.jsonl", *flags, "--initial-weights-dir", digests, *more, nproc=nproc
+        )
+        return steps[1], json.loads((digests / "weights-rank00000.json").read_text())["parameters"]
+
+    kept = ["--save", tmp_path / "kept", "--save-interval", "1"]
+    _, drawn = run("one", *kept)
+    _, others = run("two", *parallel, nproc=2)
+    assert drawn.keys() == others.keys()
+    assert drawn != others, "Megatron's warm-up draws the same in every layout now: say so on the page"
+
+    start = ["--load", tmp_path / "kept", "--finetune"]
+    step, loaded = run("one-loaded", *start)
+    there, loaded_there = run("two-loaded", *start, *parallel, nproc=2)
+    assert loaded == loaded_there == drawn
+    assert there["lm_loss"] == pytest.approx(step["lm_loss"], rel=1e-6)
+    assert there["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-3)
 
 
 # Counts what the features do in the script itself, whose process is not ours.

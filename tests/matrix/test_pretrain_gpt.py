@@ -24,6 +24,7 @@ FEATURES = (
     "--use-fused-dsa --recompute-activation-function --swap-attention "
     "--accept-mindspeed-flags --use-fused-moe-token-permute-and-unpermute"
 )
+SHARDED = "--use-torch-fsdp2 --fsdp2-prefetch 2"
 TRANSLATED = "moe-permute-fusion"
 """What MindSpeed calls by the last of these names."""
 STEPS = 3
@@ -51,9 +52,10 @@ def has_installed_sources(core: Path) -> bool:
     return all(theirs.is_file() and filecmp.cmp(file, theirs, shallow=False) for file, theirs in pairs)
 
 
-def pretrain(folder: Path, features: str) -> dict[str, Any]:
+def pretrain(folder: Path, features: str, layout: str = LAYOUT) -> dict[str, Any]:
     """Some steps of the recipe on two ranks: what each step recorded, and which features were at work."""
-    command = ["bash", str(RECIPE / "pretrain_gpt_dsa.sh"), *LAYOUT.split(), *features.split()]
+    folder.mkdir()
+    command = ["bash", str(RECIPE / "pretrain_gpt_dsa.sh"), *layout.split(), *features.split()]
     command += f"--train-iters {STEPS} --lr-decay-iters 50 --eval-interval 100 --eval-iters 1".split()
     command += ["--step-metrics-file", str(folder / "steps.jsonl"), "--mindspeed-report-dir", str(folder)]
     # The dataset helpers are compiled in the checkout, for the Python whose python3-config comes first.
@@ -82,10 +84,7 @@ def pretrain(folder: Path, features: str) -> dict[str, Any]:
 def test_pretrain_gpt_trains_with_and_without(note: Note, tmp_path: Path) -> None:
     """From Megatron's own initial weights; memory and fusions change nothing but the last digits."""
     note.begins("pretrain_gpt.py, TP2+SP", "step-metrics", "megatron-arguments", "accept-mindspeed-flags")
-    folders = [tmp_path / name for name in ("plain", "features")]
-    for folder in folders:
-        folder.mkdir()
-    plain, ours = (pretrain(folder, flags) for folder, flags in zip(folders, ("", FEATURES), strict=True))
+    plain, ours = pretrain(tmp_path / "plain", ""), pretrain(tmp_path / "features", FEATURES)
     assert [record["step"] for record in ours["steps"]] == list(range(1, STEPS + 1))
     for mine, theirs in zip(ours["steps"], plain["steps"], strict=True):
         assert mine["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-4)
@@ -93,4 +92,22 @@ def test_pretrain_gpt_trains_with_and_without(note: Note, tmp_path: Path) -> Non
     assert ours["steps"][-1]["lm_loss"] < ours["steps"][0]["lm_loss"]
     added = set(ours["at work"]) - set(plain["at work"])
     assert {"recompute-activation-function", "swap-attention", TRANSLATED} <= added
+    note.trained([ours])
+
+
+@pytest.mark.timeout(1100)
+@pytest.mark.skipif(checkout() is None, reason="MEGATRON_LM names no checkout of the installed release")
+@pytest.mark.parametrize(
+    ("name", "layout"), [("DP2", ""), ("EP2", "--expert-model-parallel-size 2")], ids=["dp2", "ep2"]
+)
+def test_pretrain_gpt_shards_with_fsdp2(note: Note, tmp_path: Path, name: str, layout: str) -> None:
+    """Alone Megatron completes the arguments itself; beside experts it is not told of FSDP2."""
+    if note.begins(f"pretrain_gpt.py, {name}", "fsdp2", switches={"use_torch_fsdp2": True}):
+        return
+    plain, ours = pretrain(tmp_path / "plain", "", layout), pretrain(tmp_path / "ours", SHARDED, layout)
+    assert [record["step"] for record in ours["steps"]] == list(range(1, STEPS + 1))
+    for mine, theirs in zip(ours["steps"], plain["steps"], strict=True):
+        assert mine["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+    assert "fsdp2" in set(ours["at work"]) - set(plain["at work"])
     note.trained([ours])

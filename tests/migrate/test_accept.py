@@ -8,6 +8,7 @@ import logging
 import pytest
 
 import mindspeed_dsa
+from mindspeed_dsa import session
 from mindspeed_dsa.features.platform.mindspeed_flags.arguments import switch_off_missing_fusions
 from mindspeed_dsa.migrate import accept
 from mindspeed_dsa.patches.errors import SettingsError
@@ -82,6 +83,17 @@ def test_the_release_of_the_job_decides(monkeypatch):
     for root in ("--megatron-root corp", "--megatron-root=corp"):
         with pytest.raises(SettingsError, match=r"Megatron-core 0\.12\.1 does not have it"):
             accepted(f"{FLAG} {root} --shared-expert-gate")
+
+
+def test_absorbed_attention_switches_the_normalised_query_on(monkeypatch):
+    """The function of every pretraining script with DSA that MindSpeed-LLM has, at the job's own switches."""
+    monkeypatch.setattr(accept.versions, "of_megatron", lambda root="megatron": "0.16.1")
+    on = {}
+    for absorb in ("", " --enable-mla-absorb"):
+        argv = accepted(f"{FLAG} --enable-dsa-indexer --mindspeed-platform cpu{absorb}")
+        on[absorb] = {feature.name for feature in session.resolve({}, argv)[1]}
+    assert "dsa-normalised-query" in on[" --enable-mla-absorb"] - on[""]
+    assert "dsa-rope-first" in on[""]
 
 
 def test_code_is_told_where_the_switch_belongs():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from mindspeed_dsa import features
 from mindspeed_dsa.migrate.job import split
 from mindspeed_dsa.migrate.translate import quoted, translate, words
 
@@ -170,18 +172,70 @@ def test_the_new_command_line(old, new):
     assert command(old) == new
 
 
-def test_the_indexer_gets_what_mindspeed_llm_has_by_default():
-    new = command(
-        "--enable-dsa-indexer --index-topk 1024 --use-sparse-flash-attn --use-fused-lightning-indexer-loss"
-    )
+INDEXER = "--enable-dsa-indexer --index-topk 1024"
+OF_THE_INDEXER = (
+    "--experimental-attention-variant dsa --dsa-indexer-use-sparse-loss --dsa-indexer-n-heads 64 "
+    "--dsa-indexer-head-dim 128 --dsa-indexer-loss-coeff 1.0"
+)
+
+
+@pytest.mark.parametrize("release", ["0.12.1", "0.16.1", "0.18.2"])
+def test_the_indexer_gets_what_mindspeed_llm_has_by_default(release):
+    new = command(f"{INDEXER} --use-sparse-flash-attn --use-fused-lightning-indexer-loss", release)
     assert new == (
-        "--experimental-attention-variant dsa --dsa-indexer-use-sparse-loss --dsa-indexer-n-heads 64 "
-        "--dsa-indexer-head-dim 128 --dsa-indexer-loss-coeff 1.0 --dsa-indexer-rope-first "
-        "--dsa-indexer-topk 1024 "
+        f"{OF_THE_INDEXER} --dsa-indexer-rope-first --dsa-indexer-topk 1024 "
         "--use-fused-sparse-flash-attention --use-fused-lightning-indexer-kl-loss"
     )
-    assert command(new) == new
-    assert not translated(new, "0.12.1").problems  # this library adds DSA's flags there
+    assert command(new, release) == new  # this library adds DSA's flags to 0.12.1
+
+
+@pytest.mark.parametrize(
+    ("release", "layout"),
+    [
+        ("0.12.1", " --dsa-indexer-rope-first --dsa-indexer-normalised-query"),
+        ("0.16.1", " --dsa-indexer-rope-first --dsa-indexer-normalised-query"),
+        ("0.18.2", " --dsa-indexer-rope-first --dsa-indexer-normalised-query"),
+        ("0.19.0", ""),
+        (None, ""),
+    ],
+)
+def test_absorbed_the_indexer_reads_the_normalised_query(release, layout):
+    """As MindSpeed-LLM's does there; Megatron 0.19 does so itself, and refuses the flags."""
+    text = f"{INDEXER} --enable-mla-absorb"
+    assert command(text, release) == f"{OF_THE_INDEXER}{layout} --dsa-indexer-topk 1024 --use-dsa-absorb"
+    (outcome,) = (
+        each for each in translated(text, release).outcomes if each.given.flag == INDEXER.split()[0]
+    )
+    assert "latent query after its norm" in outcome.why
+    refused = [
+        name
+        for name in ("dsa-rope-first", "dsa-normalised-query")
+        if not SpecifierSet(_feature(name).requires.versions["megatron-core"]).contains(release or "0.19.0")
+    ]
+    assert bool(refused) == (not layout), "no release is given a flag that it refuses"
+
+
+def _feature(name):
+    return next(feature for feature in features.all_features() if feature.name == name)
+
+
+def test_what_is_read_before_the_norm_is_refused_where_megatron_reads_it_after():
+    assert "before its norm" in translated(INDEXER, "0.16.1").outcomes[0].why
+    for release in ("0.19.0", None):
+        (refused,) = translated(INDEXER, release).refused
+        assert refused.given.flag == "--enable-dsa-indexer"
+        assert "add --enable-mla-absorb" in refused.why
+
+
+def test_reasons_name_what_there_is():
+    def why(text):
+        return translated(text, "0.16.1").outcomes[-1].why
+
+    assert "no loader for DeepSeek, GLM or Qwen3" in why("--load /w --enable-hf2mg-convert")
+    assert "core models do not read it" in why("--use-flash-attn")
+    assert command("--use-flash-attn", "0.16.1") == "--use-flash-attn"
+    assert "PyTorch's" in why("--optimizer-selection fused_adamw")
+    assert "needs an extension for CUDA" in why("--gemm-gradient-accumulation-fusion")
 
 
 def test_older_releases_read_yarn_elsewhere():

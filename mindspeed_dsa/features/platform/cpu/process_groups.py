@@ -1,4 +1,4 @@
-"""Destroys process groups with Megatron's parallel state; a dropped gloo group keeps its threads."""
+"""Process groups over gloo: made without NCCL's options, destroyed with Megatron's parallel state."""
 
 from __future__ import annotations
 
@@ -33,6 +33,14 @@ def remember_group(original: _Function, context: Context[None]) -> _Function:
         return group
 
     return create_group
+
+
+def no_nccl_options(pg_name: str, nccl_comm_cfgs: Any) -> None:
+    """Replaces ``get_nccl_options``: groups are gloo's, whatever is asked of NCCL.
+
+    Megatron asks for a stream of high priority with ``--use-torch-fsdp2``, ``--high-priority-stream-groups``
+    and ``--nccl-communicator-config-path``.
+    """
 
 
 def set_up_together(original: _Function) -> _Function:

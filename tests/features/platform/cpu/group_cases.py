@@ -43,6 +43,20 @@ def rounds(enabled: bool) -> list[tuple[int, int]]:
     return found
 
 
+def with_a_stream_of_high_priority() -> tuple[str, float]:
+    """Backend of the group that Megatron is told to give a stream of high priority, and a sum over it."""
+    from megatron.core import parallel_state
+
+    with mindspeed_dsa.enabled(mindspeed_platform="cpu"):
+        parallel_state.initialize_model_parallel(high_priority_stream_groups=["dp_cp"])
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        ones = torch.ones(1)
+        dist.all_reduce(ones, group=group)
+        backend = dist.get_backend(group)
+        parallel_state.destroy_model_parallel()
+        return backend, ones.item()
+
+
 def without_a_list() -> list[tuple[int, int]]:
     """The same where Megatron keeps no list of its groups, with two that no variable holds; two ranks."""
     from megatron.core import parallel_state

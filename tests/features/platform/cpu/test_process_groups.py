@@ -26,6 +26,11 @@ def test_threads_grow_without_the_platform(pool):
         assert threads[-1] - threads[0] >= 9 * THREADS_OF_A_GROUP
 
 
+def test_groups_with_options_of_nccl_are_gloos(pool):
+    """``--use-torch-fsdp2`` asks for them; a torch without NCCL has no class of such options."""
+    assert pool.run(f"{CASES}:with_a_stream_of_high_priority", 2) == [("gloo", 2.0)] * 2
+
+
 def test_a_release_that_keeps_no_list_of_its_groups(pool):
     for left in pool.run(f"{CASES}:without_a_list", 2):
         assert {groups for _, groups in left} == {1}
