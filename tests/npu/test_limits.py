@@ -81,10 +81,22 @@ def test_limits_of_a_shape(npu_kernels, operator, changes, sentence):
         choose(operator, "npu", shape_class(operator, **changes))
 
 
+def _no_operator(self, name):
+    raise AttributeError(name)
+
+
 def test_torch_npu_that_is_missing_broken_or_old(npu_kernels, monkeypatch):
     names = ("npu_lightning_indexer", "npu_no_such_operator")
     assert npu_device.unavailable("cpu", *names[:1]) is None
-    assert npu_device.unavailable("cpu", *names) == "torch_npu 2.13.0 has no npu_no_such_operator"
+    assert npu_device.unavailable("cpu", *names) == (
+        "torch_npu 2.13.0 has no npu_no_such_operator; no release of torch_npu has npu_no_such_operator"
+    )
+    monkeypatch.delattr(torch.ops.npu, "npu_lightning_indexer")
+    monkeypatch.setattr(type(torch.ops.npu), "__getattr__", _no_operator)
+    assert npu_device.unavailable("cpu", *names) == (
+        "torch_npu 2.13.0 has no npu_lightning_indexer; npu_lightning_indexer needs torch_npu 2.6.0.post5, "
+        "2.7.1.post2, 2.8.0.post2 or 2.9.0 with CANN 8.5.0, or newer ones"
+    )
 
     def broken(name):
         raise ImportError("libascendcl.so: cannot open shared object file")
@@ -185,9 +197,9 @@ def test_a_wrong_keyword_raises_in_torch_npus_schema(npu_kernels):
     """What stands behind the operators here cannot hide a call that a device would refuse."""
     query, key, weights = (x.detach() for x in inputs_of())
     with pytest.raises(RuntimeError, match="Unknown keyword argument 'topk'"):
-        torch.ops.npu.npu_lightning_indexer(query, key[:, :, None], weights, topk=12)
+        torch.ops.npu.npu_lightning_indexer.default(query, key[:, :, None], weights, topk=12)
     wrong = SimpleNamespace(sum=torch.tensor([45, 90]))
     with pytest.raises(RuntimeError, match="actual_seq_qlen"):
-        torch.ops.npu.npu_dense_lightning_indexer_softmax_lse(
+        torch.ops.npu.npu_dense_lightning_indexer_softmax_lse.default(
             query.flatten(0, 1), key.flatten(0, 1)[:, None], weights.flatten(0, 1), actual_seq_qlen=wrong
         )
