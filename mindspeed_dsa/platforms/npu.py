@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -55,16 +56,21 @@ class NpuPlatform(CudaPlatform):
     def release_pinned(self) -> None:
         """torch_npu keeps it."""
 
-    def empty_mapped(self, numel: int, dtype: torch.dtype, owner: object) -> torch.Tensor:
+    def empty_mapped(self, size: Sequence[int], dtype: torch.dtype, owner: object) -> torch.Tensor:
         """torch_npu's swapped memory: the driver's, not the pool's."""
         swapped: torch.Tensor = _torch_npu().empty_with_swapped_memory(
-            [numel], dtype=dtype, device=self.device
+            list(size), dtype=dtype, device=self.device
         )
         return swapped
 
     def read_mapped(self, mapped: torch.Tensor) -> torch.Tensor:
-        """A copy on the host, by way of the device: swapped memory is no source of a copy."""
-        return (mapped * 1).cpu()
+        """A copy on the host, by way of the device: swapped memory is no source of a copy.
+
+        The factor of a tensor of the device is the form in which torch_npu's manual reads it.
+        """
+        import torch
+
+        return torch.ones(mapped.shape, dtype=mapped.dtype, device=mapped.device).mul_(mapped).cpu()
 
     def write_mapped(self, mapped: torch.Tensor, values: torch.Tensor) -> None:
         """By multiplication: swapped memory is no destination of a copy."""
