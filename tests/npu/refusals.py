@@ -1,4 +1,4 @@
-"""What a device refuses and gloo and a CPU would do: for the length of a ``with`` block it is refused here too.
+"""What a device refuses, and gloo and a CPU do: for the length of a ``with`` block it is refused here too.
 
 * :func:`hccl`: reductions of dtypes that HCCL does not reduce, and an operator that communicates by itself
   beside a collective of its communicator that nobody has waited for (:func:`require_idle`).

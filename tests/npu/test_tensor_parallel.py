@@ -37,7 +37,7 @@ def _rank(rank: int, ranks: int, rendezvous: str) -> None:
     dist.destroy_process_group()
 
 
-def _check(rank: int, ranks: int, per_head: bool, heads: int = 32) -> None:
+def _check(rank: int, ranks: int, per_head: bool, heads: int = 64) -> None:
     inputs = indexer_leaves(2, 40)
     query, key = main_inputs(2, 40, heads, torch.bfloat16, per_head=per_head)
     indices = causal_indices(2, 40, 40, 40)
