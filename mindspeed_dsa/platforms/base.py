@@ -159,6 +159,10 @@ class Platform(abc.ABC):
     def reset_peak_memory(self) -> None:
         """Let :attr:`MemoryFigures.peak` start again from what is held now."""
 
+    def facts(self) -> dict[str, Any]:
+        """What else ``doctor`` says of the device; a dictionary among the values has lines of its own."""
+        return {}
+
     @abc.abstractmethod
     def prepare(self) -> None:
         """Whatever has to happen once, before Megatron is imported."""

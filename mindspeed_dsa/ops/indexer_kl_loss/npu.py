@@ -81,7 +81,8 @@ def plan_fused(
         return f"{_SPARSE} takes bfloat16 and float16, one of them for all inputs"
     if query.shape[3] != _LATENT + _ROPE:
         return f"{_SPARSE} has {_LATENT} latent and {_ROPE} rotary dimensions only"
-    reason = _unsupported_indexer(_SPARSE, *index_query.shape[2:], product().loss_index_heads)
+    index_heads, index_dim = index_query.shape[2:]
+    reason = _unsupported_indexer(_SPARSE, index_heads, index_dim, product().loss_index_heads)
     if reason is not None:
         return reason
     reason = unsupported_width(_SPARSE, topk_indices.shape[2], key_length)
