@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from mindspeed_dsa import log
+from mindspeed_dsa.platforms.npu_operators import BY_NAME, needs
+from mindspeed_dsa.platforms.npu_products import PRODUCTS, UNKNOWN, Product, product_of
+
+_log = log.get("ops")
 DTYPES = (torch.bfloat16, torch.float16)
 # Widths that the manual of npu_sparse_flash_attention_grad and of the sparse loss lists.
 TOPK_WIDTHS = tuple(range(1024, 8193, 1024))
+# CANN's own libraries of operators; newer releases have them by field.
+_LIBRARIES = (
+    *(f"libopapi_{field}.so" for field in ("math", "nn", "cv", "transformer", "legacy")),
+    "libopapi.so",
+)
 
 
 def takes_device(device: str) -> bool:
@@ -33,10 +47,70 @@ def unavailable(device: str, *names: str) -> str | None:
         torch_npu = import_module("torch_npu")
     except (ImportError, OSError, RuntimeError) as error:
         return f"torch_npu does not load ({error})"
-    missing = [name for name in names if not hasattr(torch.ops.npu, name)]
-    if missing:
-        return f"torch_npu {torch_npu.__version__} has no {', '.join(missing)}"
+    for name in names:
+        if not hasattr(torch.ops.npu, name):
+            return f"torch_npu {torch_npu.__version__} has no {name}; {needs(name)}"
+        if absent := absent_symbols(name):
+            return (
+                f"CANN's operator library has no {' or '.join(absent)}, which torch_npu "
+                f"{torch_npu.__version__} calls; {needs(name)}"
+            )
     return None
+
+
+@cache
+def absent_symbols(name: str) -> tuple[str, ...]:
+    """Functions of CANN of which an operator wants one and none is there; empty where nothing says so.
+
+    torch_npu looks them up when it calls them, and raises then: a torch_npu that is newer than CANN has
+    operators that cannot run.
+    """
+    wanted = BY_NAME[name].symbols if name in BY_NAME else ()
+    found = operator_libraries()
+    if any(hasattr(library, f"{symbol}GetWorkspaceSize") for library in found for symbol in wanted):
+        return ()
+    return wanted if found else ()
+
+
+@cache
+def operator_libraries() -> tuple[ctypes.CDLL, ...]:
+    """The libraries in which torch_npu looks up CANN's operators, those of users first.
+
+    Empty where CANN's own cannot be loaded, as in an environment without CANN: then nothing is known.
+    """
+    own = [library for name in _LIBRARIES if (library := _loaded(name)) is not None]
+    if not own:
+        return ()
+    folders = [*filter(None, os.environ.get("ASCEND_CUSTOM_OPP_PATH", "").split(":"))]
+    if base := os.environ.get("ASCEND_OPP_PATH"):
+        folders += [str(vendor) for vendor in Path(base, "vendors").glob("*")]
+    of_users = (_loaded(f"{folder}/op_api/lib/libcust_opapi.so") for folder in folders)
+    return (*filter(None, of_users), *own)
+
+
+def _loaded(library: str) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(library)
+    except OSError:
+        return None
+
+
+@cache
+def product() -> Product:
+    """The product that this process runs on; one that is unknown has the narrowest limits, said once."""
+    try:
+        name = str(import_module("torch_npu").npu.get_device_name())
+    except Exception as error:  # torch_npu without a device raises a TypeError, among others
+        name = f"({error!r})"
+    found = product_of(name)
+    if found is UNKNOWN:
+        _log.warning(
+            "npu: the device's name %s is none of %s; operators take the narrowest limits of these",
+            name,
+            ", ".join(each.name for each in PRODUCTS),
+            once=True,
+        )
+    return found
 
 
 def unsupported_width(operator: str, topk: int, key_length: int) -> str | None:

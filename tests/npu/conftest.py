@@ -32,9 +32,12 @@ def npu_kernels(monkeypatch):
     kernels.register()
     monkeypatch.setattr(logging.getLogger(log.NAME), "propagate", True)  # caplog listens at the root
     monkeypatch.setattr(npu_device, "takes_device", lambda device: device == "cpu")
+    monkeypatch.setattr("torch.npu.get_device_name", lambda device=None: "Ascend910B3")
+    npu_device.product.cache_clear()
     choose.cache_clear()
     log.forget()
     kernel_parts.calls.clear()
     yield kernel_parts.calls
+    npu_device.product.cache_clear()
     choose.cache_clear()
     log.forget()

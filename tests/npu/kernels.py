@@ -1,8 +1,9 @@
 """What torch_npu's operators compute, on CPU tensors, from their manuals and not from our backend.
 
-Registered under the real operators: a call goes through torch_npu's schema first, and its result is held
-against torch_npu's own meta kernel. Documented limits raise. Like the device's kernels, these take the first
-``min(topk, visible)`` entries of a row of indices; a -1 among them raises here.
+Registered under the real operators: a call goes through the schemas of other releases (``schemas.py``) and
+torch_npu's own first, and its result is held against torch_npu's meta kernel. Documented limits raise. Like
+the device's kernels, these take the first ``min(topk, visible)`` entries of a row of indices; a -1 among them
+raises here.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from tests.npu import (
     grouped_kernels,
     loss_kernels,
     permutation_kernels,
+    schemas,
     small_kernels,
 )
 
 _library: torch.library.Library | None = None
+called: list[str] = []
+"""Operators that our code has called, through either of their names."""
 
 
 def register() -> None:
     """Put the kernels behind torch_npu's operators, once per process."""
-    global _library
+    global _library, called
     if _library is not None:
         return
     import torch_npu  # noqa: F401
@@ -58,12 +62,14 @@ def register() -> None:
         small_kernels.npu_rotary_mul,
     ):
         _library.impl(kernel.__name__, _held_against_meta(kernel), "CPU")
+    called = schemas.hold_calls()
 
 
 def _held_against_meta(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    operator = getattr(torch.ops.npu, kernel.__name__)
+
     def run(*args: Any, **kwargs: Any) -> Any:
         results = kernel(*args, **kwargs)
-        operator = getattr(torch.ops.npu, kernel.__name__)
         to_meta = torch.utils._pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
         expected = operator(*to_meta[0], **to_meta[1])
         each = [(one,) if isinstance(one, Tensor) else one for one in (results, expected)]

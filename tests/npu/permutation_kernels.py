@@ -72,13 +72,16 @@ def npu_moe_finalize_routing(
 ) -> Tensor:
     name = "npu_moe_finalize_routing"
     assert drop_pad_mode == 0, f"{name}: the manual names mode 0 alone"
-    assert (skip2, bias, scales, export_for_source_row) == (None,) * 4, name
+    assert (skip2, bias, export_for_source_row) == (None,) * 3, name
     assert expanded_src_to_dst_row.dtype == torch.int32, name
-    assert k, name
+    assert k == 1, f"{name}: a CANN without aclnnMoeFinalizeRoutingV4 takes no k"
+    # [rows, k]; without them every row has one expert.
+    assert scales is not None, name
+    assert scales.dtype == expanded_permuted_rows.dtype, name
+    rows, k = scales.shape
     # The index of row i's j-th expert is at i + j * rows.
-    rows = len(expanded_src_to_dst_row) // k
     at = expanded_src_to_dst_row.view(k, rows).long()
-    total = expanded_permuted_rows[at].float().sum(0)
+    total = (expanded_permuted_rows[at].float() * scales.t()[..., None].float()).sum(0)
     if skip1 is not None:
         assert skip1.shape == total.shape, name
         assert skip1.dtype == expanded_permuted_rows.dtype, name

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.ops import npu_device
+from mindspeed_dsa.ops import backend, npu_device
 from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass, choose
 from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from tests.npu.cases import causal_indices
+from tests.npu.counting import counted
 from tests.npu.test_indexer_kl_loss import indexer_leaves, main_inputs
 from tests.npu.test_lightning_indexer import inputs_of
 from tests.npu.test_sparse_flash_attention import SCALE, attention_inputs
@@ -81,10 +82,22 @@ def test_limits_of_a_shape(npu_kernels, operator, changes, sentence):
         choose(operator, "npu", shape_class(operator, **changes))
 
 
+def _no_operator(self, name):
+    raise AttributeError(name)
+
+
 def test_torch_npu_that_is_missing_broken_or_old(npu_kernels, monkeypatch):
     names = ("npu_lightning_indexer", "npu_no_such_operator")
     assert npu_device.unavailable("cpu", *names[:1]) is None
-    assert npu_device.unavailable("cpu", *names) == "torch_npu 2.13.0 has no npu_no_such_operator"
+    assert npu_device.unavailable("cpu", *names) == (
+        "torch_npu 2.13.0 has no npu_no_such_operator; no release of torch_npu has npu_no_such_operator"
+    )
+    monkeypatch.delattr(torch.ops.npu, "npu_lightning_indexer")
+    monkeypatch.setattr(type(torch.ops.npu), "__getattr__", _no_operator)
+    assert npu_device.unavailable("cpu", *names) == (
+        "torch_npu 2.13.0 has no npu_lightning_indexer; npu_lightning_indexer needs torch_npu 2.6.0.post5, "
+        "2.7.1.post2, 2.8.0.post2 or 2.9.0 with CANN 8.5.0, or newer ones"
+    )
 
     def broken(name):
         raise ImportError("libascendcl.so: cannot open shared object file")
@@ -167,11 +180,17 @@ def test_calls_that_are_declined(npu_kernels, name):
 
 
 @pytest.mark.parametrize("name", ["zigzag", "hole", "row-mask"])
-def test_auto_falls_back_to_the_reference_and_says_so_once(npu_kernels, monkeypatch, caplog, name):
+def test_auto_falls_back_to_bounded_memory_and_says_so_once(npu_kernels, monkeypatch, caplog, name):
     call, options, sentence = CALLS[name]
-    monkeypatch.setattr("mindspeed_dsa.ops.backend._PREFERENCE", {"cpu": ("npu", "reference")})
-    with caplog.at_level(logging.WARNING):
+    monkeypatch.setattr("mindspeed_dsa.ops.backend._PREFERENCE", {"cpu": backend._PREFERENCE["npu"]})
+    before = backend.calls()
+    with caplog.at_level(logging.WARNING), counted() as counts:
         results = [call("auto", **options) for _ in range(2)]
+    took = backend.calls() - before
+    assert {name for _, name in took} == {"chunked"}
+    # None of what an NPU leaves to its processor.
+    assert not counts.doubles, counts.told("doubles")
+    assert not counts.ai_cpu, counts.told("ai_cpu")
     expected = call("reference", **options)
     assert not npu_kernels
     for result in results:
@@ -185,9 +204,9 @@ def test_a_wrong_keyword_raises_in_torch_npus_schema(npu_kernels):
     """What stands behind the operators here cannot hide a call that a device would refuse."""
     query, key, weights = (x.detach() for x in inputs_of())
     with pytest.raises(RuntimeError, match="Unknown keyword argument 'topk'"):
-        torch.ops.npu.npu_lightning_indexer(query, key[:, :, None], weights, topk=12)
+        torch.ops.npu.npu_lightning_indexer.default(query, key[:, :, None], weights, topk=12)
     wrong = SimpleNamespace(sum=torch.tensor([45, 90]))
     with pytest.raises(RuntimeError, match="actual_seq_qlen"):
-        torch.ops.npu.npu_dense_lightning_indexer_softmax_lse(
+        torch.ops.npu.npu_dense_lightning_indexer_softmax_lse.default(
             query.flatten(0, 1), key.flatten(0, 1)[:, None], weights.flatten(0, 1), actual_seq_qlen=wrong
         )

@@ -9,6 +9,7 @@ from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.grouped_matmul.groups import Groups
 from mindspeed_dsa.ops.npu_device import DTYPES, npu_op, unavailable
 
+_ADD = "npu_grouped_matmul_add_"
 # What the operator cuts by groups: rows of the product's left side, or what both sides are summed over.
 _ROWS, _SUMMED = 0, 2
 # One tensor goes in and one comes out; group lists hold prefix sums.
@@ -49,14 +50,15 @@ def weight_gradient(
         rows, grad_output, into = grad_output, rows, into.transpose(1, 2)
     if accumulate and _adds_in_place(into):
         ends = groups.ends(rows.device).long()
-        npu_op("npu_grouped_matmul_add_")(into, rows, grad_output, ends, group_list_type=_PREFIX_SUMS)
+        # Prefix sums are what it takes by default; older releases have no parameter that says so.
+        npu_op(_ADD)(into, rows, grad_output, ends)
         return
     product = _call(rows.T, grad_output, groups, _SUMMED)
     into.add_(product) if accumulate else into.copy_(product)
 
 
 def _adds_in_place(into: Tensor) -> bool:
-    known = hasattr(torch.ops.npu, "npu_grouped_matmul_add_")
+    known = unavailable(into.device.type, _ADD) is None
     return known and into.dtype == torch.float32 and into.is_contiguous()
 
 

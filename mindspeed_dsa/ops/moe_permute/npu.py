@@ -102,7 +102,10 @@ def unpermute(
     topk = len(permuted) // tokens
     # The operator wants the first row of every token, then the second of every token, and so on.
     by_choice = unpack(row_map, tokens, len(permuted)).rows.view(tokens, topk).t().reshape(-1)
-    total: Tensor = npu_op(_FINALIZE)(permuted, addend, None, None, None, by_choice, None, 0, topk)
+    # How many rows a token has it takes from the scales. A parameter for this is in some releases only, and
+    # wants a CANN newer than most that they run with.
+    scales = permuted.new_ones(tokens, topk)
+    total: Tensor = npu_op(_FINALIZE)(permuted, addend, None, None, scales, by_choice, None)
     return total
 
 

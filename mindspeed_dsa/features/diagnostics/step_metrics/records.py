@@ -101,8 +101,8 @@ def _lm_loss(losses: Mapping[str, Any]) -> float | None:
 def _largest_over_ranks(value: int) -> int:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
-    # Exact: float64 holds integers up to 2**53.
-    largest = torch.tensor(float(value), dtype=torch.float64, device=platforms.current().device)
+    # HCCL reduces no float64 on most products.
+    largest = torch.tensor(value, dtype=torch.int64, device=platforms.current().device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return int(largest)
 
