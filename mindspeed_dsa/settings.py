@@ -69,8 +69,15 @@ class Settings:
     the names of the features found active so far.
     """
 
-    def __init__(self, values: Mapping[str, Setting], mentioned: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Setting],
+        mentioned: Sequence[str] = (),
+        overruled: Mapping[str, str] | None = None,
+    ) -> None:
         self._values = dict(values)
+        self.overruled = dict(overruled or {})
+        """Flags on the command line that have another value, each with the variable that sets it."""
         self.mentioned = tuple(mentioned)
         """Our own flags, near misses of them, and requests for help on the command line."""
         self.platform = ""
@@ -125,6 +132,7 @@ def read(
     from_argv, mentioned, argv_problems = _read_argv(flags, argv)
     problems += argv_problems
     values: dict[str, Setting] = {}
+    overruled: dict[str, str] = {}
     for flag in flags:
         try:
             if flag.dest in api:
@@ -133,6 +141,8 @@ def read(
             elif flag.env in environ:
                 text = environ[flag.env]
                 values[flag.dest] = Setting(_from_text(flag, text), "environment", f"{flag.env}={text}")
+                if from_argv.get(flag.dest, values[flag.dest].value) != values[flag.dest].value:
+                    overruled[flag.name] = values[flag.dest].detail
             elif flag.dest in from_argv:
                 values[flag.dest] = Setting(from_argv[flag.dest], "argv", flag.name)
             elif fork is not None and flag is MEGATRON_ROOT:
@@ -143,7 +153,7 @@ def read(
             problems.append(str(error))
     if problems:
         raise SettingsError("mindspeed_dsa: " + "; ".join(problems))
-    return Settings(values, mentioned)
+    return Settings(values, mentioned, overruled)
 
 
 def unique(flags: Iterable[Flag]) -> list[Flag]:
