@@ -100,9 +100,10 @@ def unheard(args: Any, armed: Settings, told: bool = False) -> Iterator[str]:
         if flag.megatron:
             if setting.source == "environment" and not hasattr(args, flag.dest):
                 yield without_effect(flag, setting)
-            elif not told and hasattr(args, flag.dest) and setting.source in ("API", "environment"):
-                if _plain(wanted) != _plain(setting.value):
-                    yield _told_apart(flag, wanted, setting)
+            elif told or not hasattr(args, flag.dest) or setting.source not in ("API", "environment"):
+                continue
+            elif _plain(wanted) != _plain(setting.value):
+                yield _told_apart(flag, wanted, setting)
         elif wanted != flag.unset and wanted != setting.value:
             yield _told_apart(flag, wanted, setting)
 
@@ -127,9 +128,9 @@ def for_megatron(armed: Settings) -> dict[str, Any]:
 def not_passed_on(armed: Settings) -> list[str]:
     """Variables for Megatron's own flags, in a job whose arguments have not got their values."""
     return [
-        f"environment variable {setting.detail} is for Megatron's own {flag.name}, and this job has passed its "
-        f"arguments neither through Megatron's parser nor to mindspeed_dsa.apply_environment(args): unset "
-        f"{flag.env}, and set the job's own configuration"
+        f"environment variable {setting.detail} is for Megatron's own {flag.name}, and this job's arguments "
+        "have not got it: they come neither from Megatron's parser nor through "
+        f"mindspeed_dsa.apply_environment(args); unset {flag.env}, and set it where the job is configured"
         for flag in features.all_flags()
         if flag.megatron and (setting := armed.setting(flag.dest)).source == "environment"
     ]

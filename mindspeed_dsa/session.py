@@ -87,7 +87,7 @@ class Session:
 
     def _services(self) -> list[Claim]:
         """The session's own rows; without an active feature or a flag of ours nothing is patched."""
-        overruled = bool(checks.for_megatron(self.settings))  # Megatron has to hear it, whether a feature is on or not
+        overruled = bool(checks.for_megatron(self.settings))  # with every feature off, too
         wanted = {
             "megatron-arguments": bool(self.settings.mentioned or self.features) or overruled,
             "verify-before-model": bool(self.features) or overruled,
@@ -302,7 +302,7 @@ def apply_environment(args: Any) -> None:
 
 
 def _put(resolved: Settings, args: Any, sources: Sequence[str]) -> None:
-    """Write what these sources have set into a job's arguments; Megatron's flags only where they are known."""
+    """Write what these sources have set into a job's arguments; Megatron's flags only where it has them."""
     megatron = {flag.dest for flag in features.all_flags() if flag.megatron}
     for dest, setting in resolved.chosen().items():
         if setting.source in sources and (dest not in megatron or hasattr(args, dest)):

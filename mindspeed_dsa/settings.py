@@ -192,21 +192,19 @@ def mentions(argv: Iterable[str], flags: Iterable[Flag], known: Iterable[Flag] =
     return [token for token in tokens if token.partition("=")[0] in names]
 
 
-def _own_names(flags: Iterable[Flag]) -> set[str]:
-    names = {name for flag in flags if not flag.megatron for name in (flag.name, *flag.aliases)}
+def all_names(flags: Iterable[Flag]) -> set[str]:
+    """All spellings of flags on a command line, negations included."""
+    names = {name for flag in flags for name in (flag.name, *flag.aliases)}
     return names | {"--no-" + name[2:] for name in names}
 
 
-def near_misses(tokens: Iterable[str], flags: Iterable[Flag], megatron: bool = False) -> dict[str, str]:
-    """Misspelt flags of ours among the tokens of a command line, each with what was meant.
+def _own_names(flags: Iterable[Flag]) -> set[str]:
+    return all_names(flag for flag in flags if not flag.megatron)
 
-    Args:
-        tokens: the command line.
-        flags: what there is.
-        megatron: whether Megatron's flags that we read count as well.
-    """
-    names = {name for flag in flags for name in (flag.name, *flag.aliases) if megatron or not flag.megatron}
-    names |= {"--no-" + name[2:] for name in names}
+
+def near_misses(tokens: Iterable[str], flags: Iterable[Flag]) -> dict[str, str]:
+    """Misspelt flags of ours among the tokens of a command line, each with what was meant."""
+    names = _own_names(flags)
     found = {}
     for token in tokens:
         name = token.partition("=")[0]
