@@ -69,7 +69,7 @@ def _how_to_get(name: str) -> str:
     if known is None:
         return "which is not installed"
     if known.when:
-        return f"which is on for {known.when}"
+        return f"which is on for {known.when}; train such a model, or omit the flag"
     own = [flag.name for flag in known.flags[:1] if not flag.megatron]
     return f"which is off; add {own[0]}" if own else f"which is off; see its page, {known.doc}"
 

@@ -171,7 +171,7 @@ def _check_model(args: argparse.Namespace, world: World) -> Iterator[str]:
         if dims < args.qk_pos_emb_head_dim:
             yield (
                 f"--dsa-indexer-head-dim {dims} is smaller than --qk-pos-emb-head-dim "
-                f"{args.qk_pos_emb_head_dim}, which is part of the indexer's heads"
+                f"{args.qk_pos_emb_head_dim}, which is part of the indexer's heads; make it at least as large"
             )
     pattern = args.moe_layer_freq
     if isinstance(pattern, list) and (len(pattern) != args.num_layers or set(pattern) - {0, 1}):
