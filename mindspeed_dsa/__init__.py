@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from mindspeed_dsa.features import register, unregister
     from mindspeed_dsa.parsers import add_arguments
     from mindspeed_dsa.patches import MindSpeedDSAError, Patch, PatchError, SettingsError
-    from mindspeed_dsa.session import disable, enable, enabled, finalize, report, validate
+    from mindspeed_dsa.session import (
+        apply_environment,
+        disable,
+        enable,
+        enabled,
+        finalize,
+        report,
+        validate,
+    )
 
 _HOME = {
     "register": "features",
@@ -27,6 +35,7 @@ _HOME = {
     "PatchError": "patches",
     "SettingsError": "patches",
     "add_arguments": "parsers",
+    "apply_environment": "session",
     "disable": "session",
     "enable": "session",
     "enabled": "session",
@@ -45,6 +54,7 @@ __all__ = [
     "Requires",
     "SettingsError",
     "add_arguments",
+    "apply_environment",
     "disable",
     "enable",
     "enabled",

@@ -10,8 +10,8 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa import features, versions
-from mindspeed_dsa.declarations import Feature
-from mindspeed_dsa.settings import GENERAL_FLAGS, Settings
+from mindspeed_dsa.declarations import Feature, Flag
+from mindspeed_dsa.settings import GENERAL_FLAGS, Setting, Settings
 
 
 def mindspeed() -> str | None:
@@ -31,13 +31,11 @@ def mindspeed() -> str | None:
 
 
 def problems(active: Sequence[Feature], settings: Settings) -> list[str]:
-    """Every unmet requirement and every conflict, each with a fix."""
+    """Every conflict, and everything that the machine lacks, each with a fix."""
     found: list[str] = []
     names = {feature.name for feature in active}
     for feature in active:
-        switch = f" (switched on by {_who(feature, settings)})"
-        if feature.distribution:
-            switch = f" (plug-in {feature.distribution}){switch}"
+        switch = _switched_on_by(feature, settings)
         requires = feature.requires
         if settings.platform not in requires.platforms:
             found.append(
@@ -61,9 +59,6 @@ def problems(active: Sequence[Feature], settings: Settings) -> list[str]:
         for package, command in requires.packages.items():
             if find_spec(package) is None:
                 found.append(f"{feature.name}{switch} needs the package {package}: {command}")
-        for other in requires.features:
-            if other not in names:
-                found.append(f"{feature.name}{switch} needs the feature {other}; switch it on too")
         for conflict in feature.conflicts:
             if conflict.feature in names:
                 found.append(
@@ -72,24 +67,115 @@ def problems(active: Sequence[Feature], settings: Settings) -> list[str]:
     return found
 
 
+def missing_features(active: Sequence[Feature], settings: Settings) -> list[str]:
+    """Every feature that another one needs and that is not on, with what switches it on.
+
+    Apart from :func:`problems`: what a command line leaves out, the job may say later, from code.
+    """
+    names = {feature.name for feature in active}
+    return [
+        f"{feature.name}{_switched_on_by(feature, settings)} needs the feature {other}, {_how_to_get(other)}"
+        for feature in active
+        for other in feature.requires.features
+        if other not in names
+    ]
+
+
+def _how_to_get(name: str) -> str:
+    known = next((feature for feature in features.all_features() if feature.name == name), None)
+    if known is None:
+        return "which is not installed"
+    if known.when:
+        return f"which is on for {known.when}; train such a model, or omit the flag"
+    own = [flag.name for flag in known.flags[:1] if not flag.megatron]
+    return f"which is off; add {own[0]}" if own else f"which is off; see its page, {known.doc}"
+
+
+def _switched_on_by(feature: Feature, settings: Settings) -> str:
+    plugin = f" (plug-in {feature.distribution})" if feature.distribution else ""
+    return f"{plugin} (switched on by {_who(feature, settings)})"
+
+
 def _who(feature: Feature, settings: Settings) -> str:
     chosen = settings.chosen()
     setters = [chosen[flag.dest].who for flag in feature.flags if flag.dest in chosen]
     return ", ".join(setters) if setters else "default"
 
 
-def unheard(args: Any, armed: Settings) -> Iterator[str]:
-    """Switches that a job's parser has read but the session has not: they would silently have no effect."""
+def unheard(args: Any, armed: Settings, told: bool = False) -> Iterator[str]:
+    """Switches of which a job's arguments and the session have different values: one would have no effect.
+
+    Args:
+        args: the job's arguments.
+        armed: the session's settings.
+        told: whether the arguments have got the values of API and environment; what Megatron has made of its
+            own flags since is its own affair.
+    """
     for flag in features.all_flags():
+        setting = armed.setting(flag.dest)
         wanted = getattr(args, flag.dest, flag.unset)
-        if flag.megatron or wanted == flag.unset or wanted == getattr(armed, flag.dest):
-            continue
-        yield (
-            f"the job's arguments have {flag.dest}={wanted!r}, and mindspeed_dsa was set up with "
-            f"{getattr(armed, flag.dest)!r} ({armed.setting(flag.dest).who}). API and environment override "
-            "the command line, which is the process's own; where the arguments come from elsewhere, call "
-            f"mindspeed_dsa.enable({flag.dest}={wanted!r})"
+        if flag.megatron:
+            if setting.source == "environment" and not hasattr(args, flag.dest):
+                yield without_effect(flag, setting)
+            elif told or not hasattr(args, flag.dest) or setting.source not in ("API", "environment"):
+                continue
+            elif _plain(wanted) != _plain(setting.value):
+                yield _told_apart(flag, wanted, setting)
+        elif wanted != flag.unset and wanted != setting.value:
+            yield _told_apart(flag, wanted, setting)
+
+
+def without_effect(flag: Flag, setting: Setting) -> str:
+    """The problem of a variable for a flag of Megatron's that the job's arguments do not have."""
+    return (
+        f"environment variable {setting.detail} is for Megatron's own {flag.name}, which this job does not "
+        f"read; unset {flag.env}"
+    )
+
+
+def for_megatron(armed: Settings) -> dict[str, Any]:
+    """Values of Megatron's own flags that API or environment set, by ``dest``."""
+    return {
+        flag.dest: setting.value
+        for flag in features.all_flags()
+        if flag.megatron and (setting := armed.setting(flag.dest)).source in ("API", "environment")
+    }
+
+
+def not_passed_on(armed: Settings) -> list[str]:
+    """Variables for Megatron's own flags, in a job whose arguments have not got their values."""
+    return [
+        f"environment variable {setting.detail} is for Megatron's own {flag.name}, and this job's arguments "
+        "have not got it: they come neither from Megatron's parser nor through "
+        f"mindspeed_dsa.apply_environment(args); unset {flag.env}, and set it where the job is configured"
+        for flag in features.all_flags()
+        if flag.megatron and (setting := armed.setting(flag.dest)).source == "environment"
+    ]
+
+
+def _told_apart(flag: Flag, wanted: Any, setting: Setting) -> str:
+    found = (
+        f"the job's arguments have {flag.dest}={wanted!r}, and mindspeed_dsa was set up with "
+        f"{setting.value!r} ({setting.who}): "
+    )
+    if setting.source == "environment":
+        return (
+            f"{found}unset {flag.env}, or omit {flag.name}, or have the job call "
+            "mindspeed_dsa.apply_environment(args) when it has parsed its arguments"
         )
+    if setting.source == "API":
+        return f"{found}give the job's arguments and mindspeed_dsa.enable() the same value"
+    return (
+        f"{found}arguments that do not come from the process's command line need "
+        f"mindspeed_dsa.enable({flag.dest}={wanted!r})"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A value of Megatron's: ``none`` and nothing are the same, and so are one word and a list of it."""
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        return value[0]
+    return None if value in (False, "none", [], ()) else value
 
 
 def with_own_switches(args: Any, armed: Settings) -> Any:

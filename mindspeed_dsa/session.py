@@ -63,6 +63,8 @@ class Session:
             static_check=compat.static_check(root),
         )
         self._finalized = False
+        # Whether the job's arguments have got what API and environment say about Megatron's own flags.
+        self._told = False
         # What finalize() raised: every patch is undone, and no model may be built.
         self._refused: PatchError | None = None
         # After a refusal: keeps the patch that lets every further model raise it again.
@@ -85,9 +87,10 @@ class Session:
 
     def _services(self) -> list[Claim]:
         """The session's own rows; without an active feature or a flag of ours nothing is patched."""
+        overruled = bool(checks.for_megatron(self.settings))  # with every feature off, too
         wanted = {
-            "megatron-arguments": bool(self.settings.mentioned or self.features),
-            "verify-before-model": bool(self.features),
+            "megatron-arguments": bool(self.settings.mentioned or self.features) or overruled,
+            "verify-before-model": bool(self.features) or overruled,
         }
         return [
             Claim(service.name, patch, len(self.features), self)
@@ -109,6 +112,10 @@ class Session:
 
     def finalize(self, report_dir: str | None = None) -> None:
         """Verify every patch site; see the module's :func:`finalize`."""
+        missing = checks.missing_features(self.features, self.settings)
+        missing += [] if self._told else checks.not_passed_on(self.settings)
+        if missing:
+            raise SettingsError(_listed("no model can be built:", missing))
         try:
             self._require_alone()
             self._manager.finalize()
@@ -174,15 +181,20 @@ class Session:
     def write_back(self, namespace: argparse.Namespace) -> None:
         """Make a job's argument namespace agree with the settings: API and environment override argv.
 
+        A flag of Megatron's that the namespace lacks is left to :meth:`validate`: nobody would read it.
         A job whose own argument provider calls :func:`enable` replaces the session while its parser runs; the
         namespace then agrees with the new one.
         """
         running = _current if self.superseded else self
         if running is None:
             return
-        for dest, setting in running.settings.chosen().items():
-            if setting.source in ("API", "environment"):
-                setattr(namespace, dest, setting.value)
+        _put(running.settings, namespace, ("API", "environment"))
+        running._told = True
+
+    def carry_on(self, previous: Session) -> None:
+        """Take over what the session before this one has told the job's arguments, if it is still true."""
+        ours, theirs = checks.for_megatron(self.settings), checks.for_megatron(previous.settings)
+        self._told = previous._told and ours == theirs
 
     def rewrite(self, args: Any) -> None:
         """Let every active feature change the job's arguments, and say what it has changed."""
@@ -194,9 +206,14 @@ class Session:
         """Let every active feature change and check a job's arguments; see the module's :func:`validate`."""
         self.rewrite(args)
         self.log_folder = getattr(args, "tensorboard_dir", None) or getattr(args, "save", None)
-        problems = [*checks.unheard(args, self.settings), *self.problems(args)]
+        problems = [
+            *checks.unheard(args, self.settings, self._told),
+            *checks.missing_features(self.features, self.settings),
+            *self.problems(args),
+        ]
         if problems:
             raise SettingsError(_listed("these arguments cannot be used:", problems))
+        self._told = True
 
     def problems(self, args: Any) -> list[str]:
         """Problems that the features find in these arguments, each with the feature's name.
@@ -237,11 +254,13 @@ def enable(**switches: Any) -> None:
 def enable_from_argv(argv: Sequence[str]) -> None:
     """What ``import mindspeed_dsa.megatron_adaptor`` does; raises as :func:`enable` does.
 
+    A feature that another one needs may still follow from code, as in a job that names its model itself:
+    :func:`validate` and :func:`finalize` refuse it if it does not.
     A flag that looks like a misspelt one of ours is only reported: it might belong to the job's own parser,
     which decides whether to refuse it.
     """
     with _lock:
-        _start(_api, tuple(argv))
+        _start(_api, tuple(argv), complete=False)
     start_report.warn_of_near_misses(settings.near_misses(argv, features.all_flags()))
 
 
@@ -267,7 +286,36 @@ def enabled(**switches: Any) -> Iterator[None]:
         with _lock:
             disable()
             if was_on:
-                _start(api, argv)
+                _start(api, argv, complete=False)
+
+
+def apply_environment(args: Any) -> None:
+    """Give a job's arguments the values that environment variables set, which outrank the command line.
+
+    For jobs with a parser of their own, which call it when they have parsed; in Megatron's parser it is done.
+
+    Raises:
+        SettingsError: a variable is unknown, has an invalid value, or is for a flag of Megatron's that these
+        arguments do not have.
+    """
+    flags = [*settings.GENERAL_FLAGS, *features.all_flags()]
+    resolved = settings.read(flags)
+    lacking = [
+        checks.without_effect(flag, resolved.setting(flag.dest))
+        for flag in flags
+        if flag.megatron and flag.dest in resolved.chosen() and not hasattr(args, flag.dest)
+    ]
+    if lacking:
+        raise SettingsError(_listed("these variables cannot be used:", lacking))
+    _put(resolved, args, ("environment",))
+
+
+def _put(resolved: Settings, args: Any, sources: Sequence[str]) -> None:
+    """Write what these sources have set into a job's arguments; Megatron's flags only where it has them."""
+    megatron = {flag.dest for flag in features.all_flags() if flag.megatron}
+    for dest, setting in resolved.chosen().items():
+        if setting.source in sources and (dest not in megatron or hasattr(args, dest)):
+            setattr(args, dest, setting.value)
 
 
 def current() -> Session | None:
@@ -275,8 +323,15 @@ def current() -> Session | None:
     return _current
 
 
-def resolve(api: Mapping[str, Any], argv: Sequence[str]) -> tuple[Settings, list[Feature]]:
+def resolve(
+    api: Mapping[str, Any], argv: Sequence[str], complete: bool = True
+) -> tuple[Settings, list[Feature]]:
     """Settings and active features; imports torch only to detect the platform.
+
+    Args:
+        api: values by ``dest``.
+        argv: the command line.
+        complete: whether everything is said, so that a feature that another one needs is on, or missing.
 
     Raises:
         SettingsError: as :func:`enable`.
@@ -304,6 +359,7 @@ def resolve(api: Mapping[str, Any], argv: Sequence[str]) -> tuple[Settings, list
             active.append(feature)
             resolved.features_on = (*resolved.features_on, feature.name)
     problems = checks.problems(active, resolved)
+    problems += checks.missing_features(active, resolved) if complete else []
     if problems:
         raise SettingsError(_listed("features cannot be switched on:", problems))
     return resolved, active
@@ -331,10 +387,10 @@ def _platform(requested: str) -> str:
     return platforms.detect(requested)
 
 
-def _start(api: Mapping[str, Any], argv: Sequence[str]) -> None:
+def _start(api: Mapping[str, Any], argv: Sequence[str], complete: bool = True) -> None:
     global _current, _api, _argv, _fork, _watch
     _fork = _fork or forks.imported()
-    resolved, active = resolve(api, argv)  # raises before the old session is changed
+    resolved, active = resolve(api, argv, complete)  # raises before the old session is changed
     if active and (problem := checks.mindspeed()) is not None:
         raise SettingsError(problem)
     previous = _current
@@ -353,6 +409,7 @@ def _start(api: Mapping[str, Any], argv: Sequence[str]) -> None:
         raise
     if previous is not None:
         started.log_folder = previous.log_folder
+        started.carry_on(previous)
     _current = started
     _api, _argv = dict(api), tuple(argv)
     for plugin in features.broken_plugins():
@@ -360,6 +417,7 @@ def _start(api: Mapping[str, Any], argv: Sequence[str]) -> None:
     start_report.announce_platform(resolved)
     if active:
         start_report.warn_of_untried_torch()
+    start_report.warn_of_overruled(resolved.overruled)
     _await_no_fork()
     if active and resolved.setting(settings.MEGATRON_ROOT.dest).source == "default":
         _watch = forks.Watch(_adopt)
@@ -377,7 +435,7 @@ def _adopt(root: str) -> None:
     global _fork
     with _lock:
         _fork = root
-        _start(_api, _argv)
+        _start(_api, _argv, complete=False)
     log.get().info("this job's Megatron is %s; --megatron-root %s says so from the beginning", root, root)
 
 

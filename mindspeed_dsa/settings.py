@@ -69,8 +69,15 @@ class Settings:
     the names of the features found active so far.
     """
 
-    def __init__(self, values: Mapping[str, Setting], mentioned: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Setting],
+        mentioned: Sequence[str] = (),
+        overruled: Mapping[str, str] | None = None,
+    ) -> None:
         self._values = dict(values)
+        self.overruled = dict(overruled or {})
+        """Flags on the command line that have another value, each with the variable that sets it."""
         self.mentioned = tuple(mentioned)
         """Our own flags, near misses of them, and requests for help on the command line."""
         self.platform = ""
@@ -125,6 +132,7 @@ def read(
     from_argv, mentioned, argv_problems = _read_argv(flags, argv)
     problems += argv_problems
     values: dict[str, Setting] = {}
+    overruled: dict[str, str] = {}
     for flag in flags:
         try:
             if flag.dest in api:
@@ -133,6 +141,8 @@ def read(
             elif flag.env in environ:
                 text = environ[flag.env]
                 values[flag.dest] = Setting(_from_text(flag, text), "environment", f"{flag.env}={text}")
+                if from_argv.get(flag.dest, values[flag.dest].value) != values[flag.dest].value:
+                    overruled[flag.name] = values[flag.dest].detail
             elif flag.dest in from_argv:
                 values[flag.dest] = Setting(from_argv[flag.dest], "argv", flag.name)
             elif fork is not None and flag is MEGATRON_ROOT:
@@ -143,7 +153,7 @@ def read(
             problems.append(str(error))
     if problems:
         raise SettingsError("mindspeed_dsa: " + "; ".join(problems))
-    return Settings(values, mentioned)
+    return Settings(values, mentioned, overruled)
 
 
 def unique(flags: Iterable[Flag]) -> list[Flag]:
@@ -182,21 +192,19 @@ def mentions(argv: Iterable[str], flags: Iterable[Flag], known: Iterable[Flag] =
     return [token for token in tokens if token.partition("=")[0] in names]
 
 
-def _own_names(flags: Iterable[Flag]) -> set[str]:
-    names = {name for flag in flags if not flag.megatron for name in (flag.name, *flag.aliases)}
+def all_names(flags: Iterable[Flag]) -> set[str]:
+    """All spellings of flags on a command line, negations included."""
+    names = {name for flag in flags for name in (flag.name, *flag.aliases)}
     return names | {"--no-" + name[2:] for name in names}
 
 
-def near_misses(tokens: Iterable[str], flags: Iterable[Flag], megatron: bool = False) -> dict[str, str]:
-    """Misspelt flags of ours among the tokens of a command line, each with what was meant.
+def _own_names(flags: Iterable[Flag]) -> set[str]:
+    return all_names(flag for flag in flags if not flag.megatron)
 
-    Args:
-        tokens: the command line.
-        flags: what there is.
-        megatron: whether Megatron's flags that we read count as well.
-    """
-    names = {name for flag in flags for name in (flag.name, *flag.aliases) if megatron or not flag.megatron}
-    names |= {"--no-" + name[2:] for name in names}
+
+def near_misses(tokens: Iterable[str], flags: Iterable[Flag]) -> dict[str, str]:
+    """Misspelt flags of ours among the tokens of a command line, each with what was meant."""
+    names = _own_names(flags)
     found = {}
     for token in tokens:
         name = token.partition("=")[0]

@@ -24,6 +24,12 @@ def warn_of_near_misses(found: Mapping[str, str]) -> None:
         _log.warning("%s is not a flag of mindspeed_dsa and has no effect; did you mean %s?", typed, meant)
 
 
+def warn_of_overruled(found: Mapping[str, str]) -> None:
+    """One line for each flag on the command line that a variable outranks."""
+    for flag, variable in found.items():
+        _log.warning("environment variable %s outranks %s of the command line", variable, flag, once=True)
+
+
 def announce_platform(settings: Settings) -> None:
     """Report once that Megatron runs on the CPU in place of an accelerator."""
     if settings.platform == "cpu":

@@ -375,3 +375,70 @@ def test_without_any_megatron_the_message_names_the_forks_flag(megatron, monkeyp
     megatron(requires=Requires(versions={"megatron-core": ">=0.12.1"}))
     with pytest.raises(SettingsError, match="or name your fork's package with --megatron-root"):
         mindspeed_dsa.enable(use_counting=True)
+
+
+LAYERS = Flag("--num-layers", "Megatron's", kind="value", type=int, megatron=True)
+UNREAD = Flag("--num-heads", "Megatron's, in another release", kind="value", type=int, megatron=True)
+
+
+def test_a_variable_for_megatrons_flag_is_heard_with_everything_off(megatron, monkeypatch):
+    megatron(flags=(Flag("--use-counting", "switch"), LAYERS))
+    monkeypatch.setenv("MINDSPEED_DSA_NUM_LAYERS", "6")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--num-layers", "4"])
+    session.enable_from_argv(sys.argv[1:])
+    from corp_megatron.training.initialize import initialize
+
+    assert initialize().num_layers == 6
+
+
+def test_a_variable_for_a_flag_that_megatron_lacks_is_refused(megatron, monkeypatch):
+    megatron(flags=(Flag("--use-counting", "switch"), UNREAD))
+    monkeypatch.setenv("MINDSPEED_DSA_NUM_HEADS", "6")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--num-layers", "4", "--use-counting"])
+    session.enable_from_argv(sys.argv[1:])
+    from corp_megatron.training.initialize import initialize
+
+    with pytest.raises(
+        SettingsError, match="--num-heads, which this job does not read; unset MINDSPEED_"
+    ):
+        initialize()
+
+
+def test_a_variable_that_nobody_passes_on_stops_the_first_model(megatron, monkeypatch):
+    megatron(flags=(Flag("--use-counting", "switch"), LAYERS))
+    monkeypatch.setenv("MINDSPEED_DSA_NUM_LAYERS", "6")
+    mindspeed_dsa.enable(use_counting=True)
+    from corp_megatron.core.models.common.language_module.language_module import LanguageModule
+
+    for _ in range(2):
+        with pytest.raises(
+            SettingsError, match="NUM_LAYERS=6 is for Megatron's own --num-layers, and"
+        ):
+            LanguageModule("config")
+    args = SimpleNamespace(use_counting=True, num_layers=4)
+    with pytest.raises(SettingsError, match=r"unset MINDSPEED_DSA_NUM_LAYERS, or omit --num-layers"):
+        mindspeed_dsa.validate(args)
+    mindspeed_dsa.apply_environment(args)
+    assert args.num_layers == 6
+    mindspeed_dsa.validate(args)
+    assert LanguageModule("config").config == "config"
+
+
+def test_a_feature_that_another_needs_may_follow_from_code(megatron):
+    megatron("needy", requires=Requires(features=("counting",)))
+    megatron()
+    session.enable_from_argv(["--use-needy"])
+    for refuse in (lambda: mindspeed_dsa.validate(SimpleNamespace()), mindspeed_dsa.finalize):
+        with pytest.raises(
+            SettingsError, match="the feature counting, which is off; add --use-counting"
+        ):
+            refuse()
+    mindspeed_dsa.enable(use_counting=True)
+    mindspeed_dsa.validate(SimpleNamespace())
+    mindspeed_dsa.finalize()
+
+
+@pytest.mark.parametrize("error", [SettingsError("no"), PatchError(["no"]), PatchError(["no", "never"])])
+def test_megatron_adds_no_modules_to_our_errors(error):
+    again = type(error)(f"{error} when instantiating MoELayer when instantiating TransformerLayer")
+    assert str(again) == str(error)

@@ -16,6 +16,7 @@ from dsa_job.arguments import parse_args
 from dsa_job.errors import Interrupted, JobError, UsageError
 from dsa_job.validation import World, check, padded_vocab_size
 from mindspeed_dsa import session
+from mindspeed_dsa.patches.errors import say_once
 from mindspeed_dsa.runs import checkpoints
 from mindspeed_dsa.runs.folders import Run
 from mindspeed_dsa.runs.text import FEWEST_DOCUMENTS, check_size, find_text
@@ -40,9 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         train(args, run=run, quiet=world.rank != 0)
     except (JobError, mindspeed_dsa.MindSpeedDSAError) as error:
-        if world.local_rank == 0:  # all ranks come to the same verdict; one per machine prints it
-            problems = error.problems if isinstance(error, UsageError) else [str(error)]
-            print("\n".join(f"pretrain_dsa.py: {text}" for text in problems), file=sys.stderr, flush=True)
+        problems = error.problems if isinstance(error, UsageError) else [str(error)]
+        say_once("\n".join(f"pretrain_dsa.py: {text}" for text in problems))
         return error.exit_code if isinstance(error, JobError) else UsageError.exit_code
     except KeyboardInterrupt:
         print("pretrain_dsa.py: stopped at once by Ctrl-C", file=sys.stderr, flush=True)
@@ -74,6 +74,9 @@ def enable_features(args: argparse.Namespace) -> None:
 
 def prepare(args: argparse.Namespace, world: World) -> Run | None:
     """Check all files before there is a process group, and choose the run's folder on rank 0."""
+    from dsa_job.model import check_config  # torch and Megatron, after all that needs neither
+
+    check_config(args)
     args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(args.tokenizer_model).vocab_size)
     if args.train_iters:
         source = find_text(args.data)

@@ -14,8 +14,12 @@ from mindspeed_dsa import platforms, session
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line and derive what follows from it; UsageError if it cannot be read."""
+    """Read the command line and derive what follows from it; UsageError if it cannot be read.
+
+    Variables of the library outrank it, also those for Megatron's own flags.
+    """
     args = build_parser().parse_args(argv)
+    mindspeed_dsa.apply_environment(args)
     derive(args)
     return args
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib
 import inspect
+import traceback
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+import mindspeed_dsa
+from dsa_job.errors import UsageError
 
 
 def from_args(kind: Any, args: argparse.Namespace, **more: Any) -> Any:
@@ -52,6 +56,17 @@ def model_config(args: argparse.Namespace) -> MLATransformerConfig:
         deterministic_mode=bool(args.deterministic_mode),
         **moe,
     )
+
+
+def check_config(args: argparse.Namespace) -> None:
+    """Have Megatron check the configuration, which needs no process group; a UsageError has what it says."""
+    try:
+        model_config(args)
+    except (AssertionError, ValueError, TypeError) as error:
+        if isinstance(error, mindspeed_dsa.MindSpeedDSAError):
+            raise
+        line = traceback.extract_tb(error.__traceback__)[-1].line  # of an assertion without a text
+        raise UsageError(f"Megatron refuses this model: {error if str(error) else line}") from error
 
 
 def build_model(args: argparse.Namespace, config: MLATransformerConfig) -> list[Any]:

@@ -180,7 +180,10 @@ class Account:
         self._calls += 1
 
     def lines(self) -> list[str]:
-        """For the summary: features with their patches, and what computed sparse attention."""
+        """For the summary: features with their patches, and, by calls, what computed sparse attention.
+
+        A patched place may still pass a call on; the calls are what shows work.
+        """
         running = session.current()
         if running is None:
             return ["mindspeed_dsa: no feature was on"]
@@ -188,8 +191,8 @@ class Account:
         for site in mindspeed_dsa.report():
             for name in patched.keys() & site["features"]:
                 patched[name] += site["state"] == "applied"
-        at_work = ", ".join(f"{name} ({count} patched)" for name, count in patched.items() if count)
-        lines = [f"mindspeed_dsa: {len(patched)} features on; at work: {at_work or 'none'}"]
+        places = ", ".join(f"{name} ({count})" for name, count in patched.items() if count)
+        lines = [f"mindspeed_dsa: {len(patched)} features on; places patched: {places or 'none'}"]
         if self._layers:
             everything = running.settings.use_fused_dsa
             chosen = [(part, getattr(running.settings, name)) for name, part in FUSED_PARTS.items()]

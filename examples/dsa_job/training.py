@@ -272,6 +272,8 @@ def _build(args: argparse.Namespace, config: Any) -> list[Any]:
     """The model; where Megatron cannot build it without a fix, the error names the switch that is off."""
     try:
         return build_model(args, config)
+    except mindspeed_dsa.MindSpeedDSAError:
+        raise
     except (ValueError, AssertionError) as error:
         default_of = build_parser().get_default
         off = [

@@ -61,6 +61,8 @@ def check(args: argparse.Namespace, world: World) -> None:
     problems = []
     for dest, flag in FLAGS.items():
         value = getattr(args, dest)
+        if flag.choices and value is not None and value not in flag.choices:  # from the environment
+            problems.append(f"{flag.name} is {value!r}; choose from {', '.join(flag.choices)}")
         if flag.least is not None and value is not None and not value >= flag.least:  # false for NaN too
             problems.append(f"{flag.name} is {value}; it must be at least {flag.least}")
     if not problems:  # the rest divides by these numbers
@@ -169,7 +171,7 @@ def _check_model(args: argparse.Namespace, world: World) -> Iterator[str]:
         if dims < args.qk_pos_emb_head_dim:
             yield (
                 f"--dsa-indexer-head-dim {dims} is smaller than --qk-pos-emb-head-dim "
-                f"{args.qk_pos_emb_head_dim}, which is part of the indexer's heads"
+                f"{args.qk_pos_emb_head_dim}, which is part of the indexer's heads; make it at least as large"
             )
     pattern = args.moe_layer_freq
     if isinstance(pattern, list) and (len(pattern) != args.num_layers or set(pattern) - {0, 1}):
@@ -193,6 +195,11 @@ def _check_combinations(args: argparse.Namespace, world: World) -> Iterator[str]
         yield "--recompute-method is for --recompute-granularity full; add that or omit it"
     if args.recompute_modules and args.recompute_granularity != "selective":
         yield "--recompute-modules is for --recompute-granularity selective; add it"
+    if "moe_act" in (args.recompute_modules or ()) and not args.moe_grouped_gemm:
+        yield (
+            "--recompute-modules moe_act is for experts in one grouped GEMM; add --moe-grouped-gemm, or omit "
+            "moe_act"
+        )
     if args.grad_reduce_in_bf16 and not args.bf16:
         yield "--grad-reduce-in-bf16 needs --bf16"
     steps = args.lr_decay_iters or args.train_iters

@@ -30,15 +30,14 @@ def main() -> None:
     sys.path[:] = [os.path.dirname(script), *(entry for entry in sys.path if os.path.abspath(entry) != here)]
 
     try:
-        from mindspeed_dsa import MindSpeedDSAError
+        from mindspeed_dsa.patches.errors import REFUSED, MindSpeedDSAError, say_once
     except ModuleNotFoundError as error:
         sys.exit(f"run_megatron.py: {error}; install it with: pip install 'mindspeed_dsa[megatron]'")
     try:
         import_module("mindspeed_dsa.megatron_adaptor")
     except MindSpeedDSAError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks come to the same verdict
-            print(error, file=sys.stderr)
-        sys.exit(2)
+        say_once(f"{os.path.basename(script)}: {error}")
+        sys.exit(REFUSED)
     runpy.run_path(script, run_name="__main__")
 
 

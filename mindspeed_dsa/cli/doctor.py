@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -11,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from mindspeed_dsa import features, session, settings, start_report, versions
+from mindspeed_dsa.migrate import megatron_flags
 from mindspeed_dsa.migrate.accept import accept
 from mindspeed_dsa.patches import MindSpeedDSAError, PatchError, SiteReport
 from mindspeed_dsa.settings import ACCEPT_MINDSPEED
@@ -23,7 +26,7 @@ def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_dsa doctor",
         description="Examines this installation. Flags of features, and Megatron's own, may follow: "
-        "doctor shows their effect.",
+        "doctor shows their effect. Flags of the job's own parser may follow --, and are not looked at.",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
     parser.add_argument("--all", action="store_true", help="list the platform's redirections as well")
@@ -43,10 +46,6 @@ def examine(argv: Sequence[str]) -> dict[str, Any]:
         argv += [ACCEPT_MINDSPEED.name] if accept(argv) else []
     except MindSpeedDSAError as error:
         problems.append(str(error))
-    problems += [
-        f"{typed} is not a flag of this library or one that it reads; did you mean {meant}?"
-        for typed, meant in settings.near_misses(argv, features.all_flags(), megatron=True).items()
-    ]
     before = session.current()
     sites: list[SiteReport] = []
     try:
@@ -62,6 +61,7 @@ def examine(argv: Sequence[str]) -> dict[str, Any]:
         except MindSpeedDSAError as error:
             problems.append(str(error))
         problems += _verify(running)
+        problems += _unknown_flags(argv, running.settings.megatron_root)
         sites = running.report()
         problems += [f"{s.target}: {s.reason}" for s in sites if s.state == "foreign"]
     findings = {
@@ -80,6 +80,29 @@ def _as_arguments(resolved: settings.Settings) -> argparse.Namespace:
     chosen = resolved.chosen()
     known = [flag.dest for flag in features.all_flags() if not flag.megatron or flag.dest in chosen]
     return argparse.Namespace(**{dest: getattr(resolved, dest) for dest in known})
+
+
+def _unknown_flags(argv: Sequence[str], root: str) -> list[str]:
+    """Flags that neither this library nor Megatron has, each with what it resembles."""
+    own = settings.all_names([*settings.GENERAL_FLAGS, *features.all_flags()])
+    try:
+        megatron, whose = set(megatron_flags.installed(root)), "Megatron's parser"
+    except Exception:  # only its core is here, or it cannot be imported without its own requirements
+        megatron, whose = set(megatron_flags.record()), "Megatron-LM"
+    found = []
+    for token in itertools.takewhile(lambda token: token != "--", argv):
+        name = token.partition("=")[0]
+        if not name.startswith("--") or name in own | megatron:
+            continue
+        close = difflib.get_close_matches(name, sorted(own | megatron), n=1, cutoff=0.75)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        having = megatron_flags.record().get(name, ())
+        hint = f"; Megatron-LM {having[0]} to {having[-1]} has it" if having else hint
+        found.append(
+            f"{name} is a flag neither of this library nor of {whose}{hint} (flags of the job's own parser "
+            "belong after --)"
+        )
+    return found
 
 
 def _verify(running: session.Session) -> list[str]:

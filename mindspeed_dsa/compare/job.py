@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import site
 import subprocess
@@ -19,6 +20,8 @@ from mindspeed_dsa.runs.metrics import FILE as METRICS
 WEIGHTS = "weights"
 OUT = "{out}"
 """Placeholder of the run's folder in a job's command."""
+_LAUNCHERS_LINE = re.compile(r"[IWE]\d{4} \S+ \d+ \S*torch/distributed/(run|elastic/\S*)\.py:\d+\]")
+_LAUNCHERS_REPORT = re.compile(_LAUNCHERS_LINE.pattern + r" failed \(exitcode: ")
 _PATIENCE_S = 30.0
 _PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 EXAMPLE = _PACKAGE_PARENT / "examples" / "pretrain_dsa.py"
@@ -217,11 +220,14 @@ def ours(folder: Path) -> dict[str, str]:
 
 
 def last_lines(path: Path, count: int = 30) -> list[str]:
-    """The end of a log."""
+    """The end of what a job has written to a log, without the report that torchrun writes below it."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
+    report = next((at for at, line in enumerate(lines) if _LAUNCHERS_REPORT.match(line)), len(lines))
+    words = [line for line in lines[:report] if not _LAUNCHERS_LINE.match(line)]
+    return (words or lines)[-count:]
 
 
 def _is_installed() -> bool:

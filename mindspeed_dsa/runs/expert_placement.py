@@ -127,17 +127,24 @@ def read(path: Path) -> Placement:
     Raises:
         RunError: there is no such file, or it holds something else.
     """
+    write_one = (
+        f"write one with: python -m mindspeed_dsa experts REPORT --placement {path} "
+        "--expert-model-parallel-size N"
+    )
     try:
-        content = json.loads(path.read_bytes())
+        text = path.read_bytes()
+    except FileNotFoundError as error:
+        raise RunError(f"there is no file {path}; {write_one}") from error
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror or error}") from error
+    try:
+        content = json.loads(text)
         orders = {int(layer): [int(expert) for expert in order] for layer, order in content["layers"].items()}
         placement = Placement(int(content["num_experts"]), int(content["expert_model_parallel_size"]), orders)
         every = list(range(placement.experts))
         wrong = [layer for layer, order in orders.items() if sorted(order) != every]
         if wrong or not orders:
             raise ValueError(f"layers {wrong} do not hold each of {placement.experts} experts once")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(
-            f"{path} is not a placement of experts ({error}); write one with: python -m mindspeed_dsa "
-            f"experts REPORT --placement {path} --expert-model-parallel-size N"
-        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{path} is not a placement of experts ({error}); {write_one}") from error
     return placement

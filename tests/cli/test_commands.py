@@ -131,3 +131,12 @@ def test_a_refused_switch_stops_the_script_with_one_clear_message(tmp_path):
     assert "went on" not in done.stdout
     assert "npu" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_doctor_says_which_flags_nobody_knows():
+    argv = ["--foo-bar-baz", "--num-layers", "4", "--num-layrs=4", "--no-use-dsa-absorb", "--", "--my-own"]
+    done = command("doctor", "--json", *argv)
+    assert done.returncode == 1
+    problems = json.loads(done.stdout)["problems"]
+    assert [problem.partition(" is ")[0] for problem in problems] == ["--foo-bar-baz", "--num-layrs"]
+    assert "did you mean --num-layers?" in problems[1]

@@ -16,7 +16,7 @@ import pytest
 import mindspeed_dsa
 from mindspeed_dsa import Feature, Flag
 from mindspeed_dsa.__main__ import main
-from mindspeed_dsa.compare import plot, sides
+from mindspeed_dsa.compare import job, plot, sides
 from mindspeed_dsa.compare.job import EXAMPLE, CommandJob, ExampleJob
 
 JOB = str(Path(__file__).with_name("fake_job.py"))
@@ -381,3 +381,15 @@ def test_the_example_for_real(compare, tmp_path, capsys):
     found = run("--a", "", "--b", "--seed 4321")
     assert found["initial_weights"]["same"] is True
     assert found["compared"]["lm_loss"]["first_step"] == 1
+
+
+def test_the_last_words_are_the_jobs_and_not_its_launchers(tmp_path):
+    log = tmp_path / "stderr.txt"
+    at = "1123 23:01:31.577000 28043 /env/lib/python3.11/site-packages/torch/distributed/"
+    log.write_text(
+        f"W{at}run.py:874] *****\npretrain_dsa.py: 2 processes cannot be split\n"
+        f"W{at}elastic/multiprocessing/api.py:1028] Sending process 28692 closing signal SIGTERM\n"
+        f"E{at}elastic/multiprocessing/api.py:1002] failed (exitcode: 2) local_rank: 0 (pid: 28691)\n"
+        "Traceback (most recent call last):\n" + "a line of the launcher's\n" * 40
+    )
+    assert job.last_lines(log) == ["pretrain_dsa.py: 2 processes cannot be split"]

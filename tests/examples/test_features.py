@@ -9,7 +9,7 @@ from dsa_job.app import enable_features
 from dsa_job.arguments import parse_args
 
 import mindspeed_dsa
-from mindspeed_dsa import session
+from mindspeed_dsa import log, session
 
 from .conftest import JobServer, records
 
@@ -90,7 +90,80 @@ def test_a_job_says_at_its_end_what_the_library_did(
     operators = "indexer_kl_loss 8 on cpu, lightning_indexer 8 on cpu, sparse_flash_attention 8 on cpu"
     assert (f"calls of operators on rank 0: {operators}\n" in after) == (not flags)
     assert ("calls of operators" in after) == (not flags)
-    (line,) = (line for line in after.splitlines() if line.startswith("mindspeed_dsa:") and "at work" in line)
+    assert "at work" not in after, "a patched place may pass every call on"
+    (line,) = (line for line in after.splitlines() if " features on; places patched: " in line)
     assert (" fused-dsa (" in line) == (not flags)
-    assert "dsa-hadamard (1 patched)" in line
+    assert "dsa-hadamard (1)" in line
     assert len(records(tmp_path / "run")) == 2
+
+
+def test_variables_for_megatrons_own_flags_reach_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the library would say that something is on, and the job would train without it."""
+    monkeypatch.setenv("MINDSPEED_DSA_USE_TORCH_FSDP2", "1")
+    monkeypatch.setenv("MINDSPEED_DSA_RECOMPUTE_MODULES", "mlp moe_act")
+    args = parse_args([])
+    assert args.use_torch_fsdp2 is True
+    assert args.recompute_modules == ["mlp", "moe_act"]
+    enable_features(args)
+    running = session.current()
+    assert running is not None
+    assert "fsdp2" in {feature.name for feature in running.features}
+
+
+def test_a_variable_outranks_megatrons_own_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MINDSPEED_DSA_USE_TORCH_FSDP2", "0")
+    argv = ["--use-torch-fsdp2"]
+    log.forget()
+    session.enable_from_argv(argv)
+    told = "MINDSPEED_DSA_USE_TORCH_FSDP2=0 outranks --use-torch-fsdp2 of the command line"
+    assert told in capsys.readouterr().err
+    args = parse_args(argv)
+    enable_features(args)
+    assert args.use_torch_fsdp2 is False
+    running = session.current()
+    assert running is not None
+    assert "fsdp2" not in {feature.name for feature in running.features}
+
+
+def test_a_variable_that_the_job_does_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINDSPEED_DSA_MULTI_LATENT_ATTENTION", "0")
+    with pytest.raises(
+        mindspeed_dsa.SettingsError, match="this job does not read; unset MINDSPEED_"
+    ):
+        parse_args([])
+
+
+def test_the_environment_outranks_our_own_flag_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINDSPEED_DSA_DSA_STAGE", "sparse")
+    argv = ["--dsa-stage", "warmup"]
+    session.enable_from_argv(argv)
+    args = parse_args(argv)
+    enable_features(args)
+    assert args.dsa_stage == "sparse"
+
+
+def test_the_api_cannot_say_what_the_job_does_not_do() -> None:
+    args = parse_args([])
+    mindspeed_dsa.enable(use_torch_fsdp2=True)
+    with pytest.raises(mindspeed_dsa.SettingsError, match=r"use_torch_fsdp2=False, .* the same value"):
+        enable_features(args)
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ("moe_act", "--recompute-modules moe_act is for experts in one grouped GEMM; add --moe-grouped-gemm"),
+        ("moe_axt", "Megatron refuses this model: Invalid choices for recompute_modules: {'moe_axt'}"),
+    ],
+)
+def test_modules_that_cannot_be_recomputed_are_refused_in_one_message(
+    jobs: JobServer, tmp_path: Path, modules: str, message: str
+) -> None:
+    flags = ["--recompute-granularity", "selective", "--recompute-modules", modules]
+    done = jobs.run(tmp_path / "run", *flags)
+    assert done.code == 2
+    assert f"pretrain_dsa.py: {message}" in done.output
+    assert "Traceback" not in done.output
+    assert "a process group" not in done.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -91,3 +92,14 @@ def test_ctrl_c_under_torchrun_saves(jobs: JobServer, tmp_path: Path) -> None:
     saved = int((run / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     assert saved == records(run)[-1]["step"]
     assert f"stopped by Ctrl-C after step {saved}" in output.read_text()
+
+
+def test_a_refusal_at_import_is_said_once_with_status_2(jobs: JobServer, tmp_path: Path) -> None:
+    """Also where the ranks that say nothing are ahead: torchrun ends all with the first that has ended."""
+    output = tmp_path / "output.txt"
+    process = torchrun(2, jobs.arguments(tmp_path / "run", "--coc-parallel-num", "x"), output)
+    assert process.wait(timeout=200) != 0
+    text = output.read_text()
+    assert text.count("invalid int value: 'x'") == 1, text
+    assert "pretrain_dsa.py: mindspeed_dsa: argument --coc-parallel-num" in text
+    assert re.search(r"local_rank: 0\)\s+exitcode  : 2 ", text), text

@@ -22,16 +22,16 @@ from tests.support import sources  # noqa: E402
 sources.parse_once()
 sources.check_all()
 
-import mindspeed_dsa.megatron_adaptor  # noqa: E402
+from mindspeed_dsa import session  # noqa: E402
 
-mindspeed_dsa.enable(experimental_attention_variant="dsa")
+session.enable_from_argv(["--experimental-attention-variant", "dsa"])
 
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402  what the first optimizer imports
 from dsa_job import checkpoint, step, training  # noqa: E402
 from dsa_job.app import main  # noqa: E402
 
-from mindspeed_dsa import features, session  # noqa: E402
+from mindspeed_dsa import features  # noqa: E402
 from mindspeed_dsa.migrate.accept import accept  # noqa: E402
 from mindspeed_dsa.runs import checkpoints  # noqa: E402
 from mindspeed_dsa.settings import ACCEPT_MINDSPEED  # noqa: E402

@@ -44,8 +44,13 @@ def is_named(args: Any, operator: str, switch: str) -> bool:
 
 
 def check_selection(args: Any, operator: str, switch: str = "") -> Iterator[str]:
-    """A list that says none, and something else as well."""
-    if "none" not in (argument(args, FUSED_OPERATORS.dest) or ()):
+    """A list that says none, and something else as well: what somebody wrote, and once."""
+    chosen = argument(args, FUSED_OPERATORS.dest) or ()
+    if "none" not in chosen:
+        return
+    if "all" in chosen:
+        if operator == OPERATORS[0]:
+            yield "--fused-operators has both all and none; drop one of them"
         return
     own = switch and argument(args, switch)
     other = f"--{switch.replace('_', '-')}" if own else f"{operator} in the same list"

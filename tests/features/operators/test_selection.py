@@ -91,7 +91,7 @@ def problems(name: str, **given):
         ),
         (
             "mask-arithmetic",
-            {"fused_operators": ["none", "all"]},
+            {"fused_operators": ["none", "mask-arithmetic"]},
             "none contradicts mask-arithmetic in the same",
         ),
     ],
@@ -103,6 +103,12 @@ def test_what_contradicts_the_model_is_refused(name, given, problem):
     if "none" not in given.get("fused_operators", ()):
         named = {key: value for key, value in given.items() if not key.startswith(("use_fused", "fused_op"))}
         assert problems(name, **named, fused_operators=["all"]) == []
+
+
+def test_all_and_none_is_said_once_without_names_that_nobody_wrote():
+    names = ("mask-arithmetic", "fused-rmsnorm", "fused-rotary-pos-emb", "fused-swiglu")
+    found = [text for name in names for text in problems(name, fused_operators=["all", "none"])]
+    assert found == ["--fused-operators has both all and none; drop one of them"]
 
 
 def test_gpus_need_the_library(monkeypatch):

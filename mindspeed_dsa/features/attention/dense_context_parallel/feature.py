@@ -29,6 +29,8 @@ FEATURE = Feature(
         megatron_flag("--transformer-impl"),
     ),
     active=wanted,
+    when="latent attention on Megatron's own modules (--multi-latent-attention, --transformer-impl local), "
+    "and for --context-parallel-size above 1, both without --experimental-attention-variant dsa",
     options=Options.of,
     rewrite=without_mask,
     validate=validate(check_dense_attention, Options.of),

@@ -72,11 +72,14 @@ def _fuse_problems(chosen: Options, args: Any) -> list[str]:
         return [f"{problem}; omit it"]
     problems = []
     chosen_parts = (chosen.absorb, chosen.indexer, chosen.attention, chosen.kl_loss)
-    missing = ["--" + name.replace("_", "-") for name, on in zip(PARTS, chosen_parts, strict=True) if not on]
+    missing = [name for name, on in zip(PARTS, chosen_parts, strict=True) if not on]
     if missing:
+        ways = [] if getattr(args, "use_fused_dsa", False) else ["add --use-fused-dsa"]
+        refused = [_flag("no_" + name) for name in missing if getattr(args, name, None) is False]
+        ways += [f"omit {', '.join(refused)}"] if refused else []
         problems.append(
-            f"--dsa-fuse-kl-in-backward needs all four fused parts, and {', '.join(missing)} is off; add "
-            "--use-fused-dsa and omit --no-use-..."
+            f"--dsa-fuse-kl-in-backward needs all four fused parts, and {', '.join(map(_flag, missing))} "
+            f"{'is' if len(missing) == 1 else 'are'} off; {' and '.join(ways)}"
         )
     if not getattr(args, "dsa_indexer_use_sparse_loss", True):
         problems.append(
@@ -84,6 +87,10 @@ def _fuse_problems(chosen: Options, args: Any) -> list[str]:
             "--dsa-indexer-use-sparse-loss or omit it"
         )
     return problems
+
+
+def _flag(dest: str) -> str:
+    return "--" + dest.replace("_", "-")
 
 
 def check_stage(args: Any) -> Sequence[str]:

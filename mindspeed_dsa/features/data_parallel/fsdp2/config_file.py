@@ -74,6 +74,10 @@ def _load(path: str) -> dict[Any, Any]:
         raise SettingsError("--fsdp2-config-path needs PyYAML; pip install pyyaml") from error
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise SettingsError(
+            f"--fsdp2-config-path: there is no file {path}; name one, or omit the flag"
+        ) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SettingsError(f"--fsdp2-config-path {path} cannot be read: {error}") from error
     if content is None:

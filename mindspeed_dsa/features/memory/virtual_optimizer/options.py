@@ -57,5 +57,5 @@ def gibibytes(word: str | float) -> float:
     with contextlib.suppress(ValueError):
         quota = math.inf if word == "all" else float(word)
     if not quota > 0 or (quota == math.inf and word != "all"):
-        raise ValueError(f"--virtual-optimizer {word}: a quota is 'all' or a number of GiB above 0")
+        raise ValueError(f"--virtual-optimizer {word}: give 'all' or a number of GiB above 0 as quota")
     return quota

@@ -266,7 +266,12 @@ DSA = {"experimental_attention_variant": "dsa"}
         (
             {"use_fused_lightning_indexer": True, "dsa_fuse_kl_in_backward": True},
             DSA,
-            "and --use-dsa-absorb, --use-fused-sparse-flash-attention, .* is off; add --use-fused-dsa",
+            "and --use-dsa-absorb, --use-fused-sparse-flash-attention, .* are off; add --use-fused-dsa$",
+        ),
+        (
+            IN_BACKWARD | {"use_dsa_absorb": False},
+            DSA,
+            "and --use-dsa-absorb is off; omit --no-use-dsa-absorb$",
         ),
         ({"dsa_fuse_kl_in_backward": True}, DSA, "needs all four fused parts"),
         (IN_BACKWARD, DSA | {"dsa_indexer_use_sparse_loss": False}, "add --dsa-indexer-use-sparse-loss"),

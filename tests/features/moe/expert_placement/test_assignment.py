@@ -58,7 +58,6 @@ def test_a_file_is_what_was_written(tmp_path):
 @pytest.mark.parametrize(
     "content",
     [
-        None,
         "{}",
         "[]",
         '{"num_experts": 2, "expert_model_parallel_size": 2, "layers": {}}',
@@ -67,10 +66,16 @@ def test_a_file_is_what_was_written(tmp_path):
 )
 def test_other_files_are_no_placements(tmp_path, content):
     file = tmp_path / "p.json"
-    if content is not None:
-        file.write_text(content)
+    file.write_text(content)
     with pytest.raises(RunError, match=r"is not a placement of experts .*write one with: python -m"):
         expert_placement.read(file)
+
+
+def test_a_missing_file_is_called_missing(tmp_path):
+    with pytest.raises(RunError, match=r"^there is no file .*p.json; write one with: python -m"):
+        expert_placement.read(tmp_path / "p.json")
+    with pytest.raises(RunError, match="cannot be read"):
+        expert_placement.read(tmp_path)
 
 
 def test_the_command_makes_a_placement_of_a_report(tmp_path, capsys):

@@ -25,7 +25,8 @@ def check_dsa_model(args: Any) -> Sequence[str]:
     head, rotary = given.get("dsa_indexer_head_dim"), given.get("qk_pos_emb_head_dim")
     if head is not None and rotary is not None and head < rotary:
         problems.append(
-            f"--dsa-indexer-head-dim {head} has no room for the --qk-pos-emb-head-dim {rotary} in it"
+            f"--dsa-indexer-head-dim {head} has no room for the --qk-pos-emb-head-dim {rotary} in "
+            "it; make it at least as large"
         )
     release = versions.of_megatron(getattr(args, "megatron_root", "megatron"))
     lacks_fused_rope = release is not None and release in SpecifierSet("<0.19", prereleases=True)
