@@ -19,8 +19,8 @@ from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.chunks import attention_sum as attention_sum
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient as divergence_and_gradient
 from mindspeed_dsa.ops.npu_device import DTYPES, TOPK_WIDTHS, listed, npu_op, unavailable, unsupported_width
-from mindspeed_dsa.ops.npu_layout import Layout, layout_of_indices, layout_of_ranges
-from mindspeed_dsa.ops.row_ranges import Ranges
+from mindspeed_dsa.ops.npu_layout import Layout, layout_of_ranges, layout_of_selection
+from mindspeed_dsa.ops.row_ranges import Ranges, RowForm
 
 _SPARSE = "npu_sparse_lightning_indexer_grad_kl_loss"
 _DENSE_LSE = "npu_dense_lightning_indexer_softmax_lse"
@@ -63,6 +63,7 @@ def plan_fused(
     row_mask: Tensor | None,
     tp_group: dist.ProcessGroup | None,
     use_relu: bool,
+    form: RowForm | None,
 ) -> Layout | str:
     """The layout of a call for the fused operator of the sparse form, or why it cannot take the call."""
     if query.dtype not in DTYPES or index_query.dtype != query.dtype:
@@ -81,7 +82,7 @@ def plan_fused(
         return f"{_SPARSE} sums over all rows (row_mask must be None)"
     if torch.are_deterministic_algorithms_enabled():
         return f"{_SPARSE} adds to keys in no fixed order"
-    layout = layout_of_indices(topk_indices, key_length)
+    layout = layout_of_selection("indexer_kl_loss", topk_indices, key_length, form)
     return _unsupported_rows(_SPARSE, query, layout, tp_group, use_relu) or layout
 
 
