@@ -1,4 +1,4 @@
-"""``--use-flash-attn`` without Transformer Engine: the operator in place of Megatron's scores of all pairs."""
+"""``--use-flash-attn`` without Transformer Engine: an operator in place of the scores of all pairs."""
 
 from __future__ import annotations
 
