@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, npu, selected_scores
+from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY
+from tests.npu.counting import counted
 from tests.npu.kernel_parts import Call
 from tests.ops import oracle
 from tests.ops.cases import indexer_inputs, packed_ranges
@@ -52,6 +54,31 @@ def test_selection_and_scores(npu_kernels, dtype, ranges):
     # The operator returns scores in 16 bits.
     assert oracle.relative_error(scores[valid], expected.topk_scores[valid]) < 4e-3
     assert (scores[~valid] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("key_length", [60, 2**24], ids=["fp32", "int32"])
+def test_keys_are_sorted_where_the_vector_units_can(npu_kernels, monkeypatch, key_length):
+    """Integers are sorted by the few processor cores of the device; nobody need sort what nobody reads."""
+    monkeypatch.setattr(npu, "_EXACT_IN_FP32", 61 if key_length == 60 else 60)
+    inputs = [x.detach() for x in inputs_of(keys=60)]
+    rows = {"ends": torch.arange(16, 61), "form": TO_LAST_KEY, "backend": "npu"}
+    with counted() as counts:
+        indices, scores = lightning_indexer(*inputs, 12, **rows)
+    assert [event.what for event in counts.ai_cpu] == ([] if key_length == 60 else ["sort"])
+    with counted() as counts:
+        unsorted, of_unsorted = lightning_indexer(*inputs, 12, in_order=False, **rows)
+    assert not counts.ai_cpu
+    assert not torch.equal(unsorted, indices)
+    again, order = unsorted.sort(dim=-1)
+    assert torch.equal(again, indices)
+    assert torch.equal(of_unsorted.gather(-1, order), scores)
+
+
+def test_tail_without_order(npu_kernels):
+    indices, scores = lightning_indexer(*inputs_of(rows=9), 2048, in_order=False, backend="npu")
+    assert torch.equal((indices >= 0).sum(-1), torch.arange(1, 10).expand(2, 9))
+    assert (indices[..., 1:] < 0).ge(indices[..., :-1] < 0).all()
+    assert torch.equal(scores == -torch.inf, indices < 0)
 
 
 def test_topk_above_the_number_of_keys(npu_kernels):

@@ -29,7 +29,7 @@ from mindspeed_dsa.ops.indexer_kl_loss.protocol import FusedLoss, GradientLoss, 
 from mindspeed_dsa.ops.indices import names_key
 from mindspeed_dsa.ops.lightning_indexer import selected_scores
 from mindspeed_dsa.ops.precision import outside_autocast
-from mindspeed_dsa.ops.row_ranges import visible_ranges
+from mindspeed_dsa.ops.row_ranges import RowForm, visible_ranges
 
 _LAST_KEY = 2**31  # Where the number of keys is not known, any int32 may be one.
 
@@ -51,6 +51,7 @@ def indexer_kl_loss(
     reduction: str = "mean",
     tp_group: dist.ProcessGroup | None = None,
     use_relu: bool = True,
+    form: RowForm | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Loss of the sparse stage: both distributions live on the selected keys.
@@ -80,6 +81,7 @@ def indexer_kl_loss(
         reduction: ``"mean"`` over the rows that count, or their ``"sum"``.
         tp_group: tensor-parallel process group whose ranks hold the other heads.
         use_relu: whether the indexer clamps the product of each head at zero.
+        form: as for :func:`mindspeed_dsa.ops.sparse_flash_attention.sparse_flash_attention`.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
@@ -104,7 +106,7 @@ def indexer_kl_loss(
     if attention_sum is None and not only_scores and implementation.KIND == "fused":
         key_length = key.shape[1]
         found = implementation.plan_fused(
-            index_query, query, topk_indices, key_length, lse, row_mask, tp_group, use_relu
+            index_query, query, topk_indices, key_length, lse, row_mask, tp_group, use_relu, form
         )
         if not isinstance(found, str):
             return implementation.fused_loss(
@@ -242,6 +244,7 @@ def dense_indexer_kl_loss(
     reduction: str = "mean",
     tp_group: dist.ProcessGroup | None = None,
     use_relu: bool = True,
+    form: RowForm | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Loss of the warm-up stage: both distributions live on every visible key.
@@ -265,6 +268,7 @@ def dense_indexer_kl_loss(
         reduction: ``"mean"`` over the rows that count, or their ``"sum"``.
         tp_group: tensor-parallel process group whose ranks hold the other heads, equally many each.
         use_relu: whether the indexer clamps the product of each head at zero.
+        form: what the host knows of ``starts`` and ``ends``: npu then need not read them.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
@@ -277,7 +281,7 @@ def dense_indexer_kl_loss(
     Source: DeepSeek-V3.2-Exp report, section 2.1, equation 3.
     """
     rows = check_inputs(index_query, index_key, index_weights, query, key, True)
-    ranges = visible_ranges(OPERATOR, *rows, key.shape[1], starts, ends, query.device)
+    ranges = visible_ranges(OPERATOR, *rows, key.shape[1], starts, ends, query.device, form)
     shape = shape_class(index_query, query, 0, query.shape[2] if key.dim() == 4 else 1)
     chosen: Loss = choose(OPERATOR, backend, shape)
     implementation = unless_empty(OPERATOR, chosen, query, key)

@@ -28,8 +28,8 @@ from mindspeed_dsa.ops.npu_device import (
     unavailable,
     unsupported_width,
 )
-from mindspeed_dsa.ops.npu_layout import Layout, layout_of_indices, layout_of_ranges
-from mindspeed_dsa.ops.row_ranges import Ranges
+from mindspeed_dsa.ops.npu_layout import Layout, layout_of_ranges, layout_of_selection
+from mindspeed_dsa.ops.row_ranges import Ranges, RowForm
 
 _SPARSE = "npu_sparse_lightning_indexer_grad_kl_loss"
 _DENSE_LSE = "npu_dense_lightning_indexer_softmax_lse"
@@ -75,6 +75,7 @@ def plan_fused(
     row_mask: Tensor | None,
     tp_group: dist.ProcessGroup | None,
     use_relu: bool,
+    form: RowForm | None,
 ) -> Layout | str:
     """The layout of a call for the fused operator of the sparse form, or why it cannot take the call."""
     if query.dtype not in DTYPES or index_query.dtype != query.dtype:
@@ -97,7 +98,7 @@ def plan_fused(
     reason = _unsupported_heads(_SPARSE, query, tp_group, use_relu, _SPARSE_HEADS)
     if reason is not None:
         return reason
-    layout = layout_of_indices(topk_indices, key_length)
+    layout = layout_of_selection("indexer_kl_loss", topk_indices, key_length, form)
     if isinstance(layout, str):
         return layout
     # Packed sequences go in as many calls as it takes.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import Backend
-from mindspeed_dsa.ops.row_ranges import Ranges
+from mindspeed_dsa.ops.row_ranges import Ranges, RowForm
 
 
 class _Loss(Backend, Protocol):
@@ -119,6 +119,7 @@ class FusedLoss(_Loss, _AutogradDense, _SparseGradient, Protocol):
         row_mask: Tensor | None,
         tp_group: dist.ProcessGroup | None,
         use_relu: bool,
+        form: RowForm | None,
         /,
     ) -> Any:
         """Why the operator cannot take the call, a sentence, or what it wants as ``found``."""

@@ -16,6 +16,7 @@ from mindspeed_dsa.ops.backend import ShapeClass, choose, count_call, plan, spen
 from mindspeed_dsa.ops.checks import check_float, check_heads, check_shape, check_topk_indices, require
 from mindspeed_dsa.ops.chunks import wide
 from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
+from mindspeed_dsa.ops.row_ranges import RowForm
 from mindspeed_dsa.ops.sparse_flash_attention.protocol import Attention, GradientAttention
 
 OPERATOR = "sparse_flash_attention"
@@ -45,6 +46,7 @@ def sparse_flash_attention(
     topk_scores: Tensor | None = None,
     score_gradient: Callable[[Tensor], Tensor] | None = None,
     key_receiver: Tensor | None = None,
+    form: RowForm | None = None,
     backend: str = "auto",
 ) -> SparseAttentionOutput:
     """Attention of every query head over the keys its row selected, with one shared key-value head.
@@ -83,6 +85,8 @@ def sparse_flash_attention(
         key_receiver: as large as ``key_value`` and wider, never read: gets the gradient of ``key_value`` in
             its place, which is then not rounded to the dtype of ``key_value``. A backend that autograd
             differentiates does not use it.
+        form: of rows that list as many keys as they see, at most ``topk``, as the indexer's do, where the
+            host knows it: npu then need not read the indices. None: it reads them.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Raises:
@@ -112,7 +116,7 @@ def sparse_flash_attention(
     chosen: Attention = choose(OPERATOR, backend, shape)
     chosen = unless_empty(OPERATOR, chosen, query, key_value)
     implementation, found = plan(
-        OPERATOR, backend, chosen, chosen.plan_call(topk_indices, key_value.shape[1])
+        OPERATOR, backend, chosen, chosen.plan_call(topk_indices, key_value.shape[1], form)
     )
     count_call(OPERATOR, implementation)
     # Without a consumer of its gradient the sum is not formed.

@@ -10,7 +10,8 @@ from torch import Tensor
 from mindspeed_dsa.ops import chunks
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.npu_device import DTYPES, TOPK_WIDTHS, listed, npu_op, unavailable, unsupported_width
-from mindspeed_dsa.ops.npu_layout import Layout, layout_of_indices
+from mindspeed_dsa.ops.npu_layout import Layout, layout_of_selection
+from mindspeed_dsa.ops.row_ranges import RowForm
 
 _LATENT, _ROPE = 512, 64
 _HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -37,13 +38,13 @@ def unsupported(shape: ShapeClass) -> str | None:
     return None
 
 
-def plan_call(topk_indices: Tensor, key_length: int) -> Layout | str:
+def plan_call(topk_indices: Tensor, key_length: int, form: RowForm | None) -> Layout | str:
     """The layout of a call of a shape that this backend takes, or why it cannot take the call."""
     batch, length, topk = topk_indices.shape
     reason = unsupported_width("npu_sparse_flash_attention_grad", topk, key_length)
     if reason is not None:
         return reason
-    layout = layout_of_indices(topk_indices, key_length)
+    layout = layout_of_selection("sparse_flash_attention", topk_indices, key_length, form)
     if isinstance(layout, str):
         return layout
     sequences = batch if layout.sequences is None else len(layout.sequences)

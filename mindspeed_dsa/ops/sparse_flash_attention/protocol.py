@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import Backend
+from mindspeed_dsa.ops.row_ranges import RowForm
 
 
 class _Attention(Backend, Protocol):
-    def plan_call(self, topk_indices: Tensor, key_length: int, /) -> Any:
+    def plan_call(self, topk_indices: Tensor, key_length: int, form: RowForm | None, /) -> Any:
         """See :func:`mindspeed_dsa.ops.backend.plan`; what it finds are the other functions' ``found``."""
 
 

@@ -75,6 +75,7 @@ def sparse_loss(
         reduction=reduction,
         tp_group=groups.tensor,
         use_relu=inputs.use_relu,
+        form=selection.form,
         backend=backend,
     )
     return value * factor
@@ -97,6 +98,7 @@ def dense_loss(
         reduction=reduction,
         tp_group=groups.tensor,
         use_relu=inputs.use_relu,
+        form=rows.form,
         backend=backend,
     )
     return value * factor

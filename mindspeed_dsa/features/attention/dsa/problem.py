@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mindspeed_dsa.features.attention.pack_rows import PackRows
+from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY, RowForm
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,8 @@ class Rows:
         count: rows that count on all context parallel ranks, where that is known.
         longest: the most keys that a row sees, where the host knows it.
         end: the rows from this one on are padding, and so are their keys; None: none are, or only others.
+        known: the form of the rows before ``end``, where the host knows it: no device is asked for what the
+            tensors hold. Without starts and ends it is known.
     """
 
     starts: Tensor | None = None
@@ -125,6 +128,7 @@ class Rows:
     count: int | None = None
     longest: int | None = None
     end: int | None = None
+    known: RowForm | None = None
 
     @classmethod
     def of_pack(cls, rows: PackRows, device: torch.device) -> Rows:
@@ -137,7 +141,15 @@ class Rows:
             rows.pack.tokens,
             rows.pack.longest,
             rows.end,
+            None if rows.sequences is None else RowForm(rows.sequences),
         )
+
+    @property
+    def form(self) -> RowForm | None:
+        """What the host knows of all rows, for the operators."""
+        if self.starts is None and self.ends is None:
+            return TO_LAST_KEY
+        return self.known if self.end is None else None
 
     def first(self, rows: int) -> Rows:
         """Without the rows from this one on, none of which counts."""
@@ -206,12 +218,14 @@ class Selection:
     """The selected keys, and the scores that the indexer loss needs."""
 
     topk_indices: Tensor
-    """``[batch, sequence, topk]`` int32, ascending, -1 at the tail."""
+    """``[batch, sequence, topk]`` int32, in any order, -1 at the tail."""
     topk_scores: Tensor
     """``[batch, sequence, topk]``, differentiable; -inf where the index is -1."""
     inputs: IndexInputs
     scores: Tensor | None = None
     """``[batch, sequence, sequence]``, only if Megatron's own indexer computed them."""
+    form: RowForm | None = None
+    """Under which rows list as many keys as they see, at most ``topk``; None: the host does not know."""
 
 
 @dataclass(frozen=True)
