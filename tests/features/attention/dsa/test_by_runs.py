@@ -15,6 +15,7 @@ from mindspeed_dsa.features.attention.dsa.problem import Groups, IndexInputs, Lo
 from mindspeed_dsa.features.attention.dsa.sparse_attention import sparse_attention
 from mindspeed_dsa.features.attention.pack_rows import PackRows
 from mindspeed_dsa.integration.packs import Pack
+import itertools
 
 LENGTH, TOPK = 48, 6
 HEADS, LATENT, ROPE, VALUE, INDEX_HEADS, INDEX = 2, 8, 4, 6, 8, 8
@@ -53,7 +54,7 @@ def whole_and_runs(layout, rank, loss):
         rows, all_rows = Rows(ends=(own + 1).int()), LENGTH * batch
         breaks = ((own.diff() != 1).nonzero().flatten() + 1).tolist()
         bounds = [0, *breaks, len(own)]
-        runs = [(a, b, 0, int(own[b - 1]) + 1) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        runs = [(a, b, 0, int(own[b - 1]) + 1) for a, b in itertools.pairwise(bounds)]
     else:
         documents = PackRows(pack, dealt, rank)
         rows, all_rows = Rows.of_pack(documents, torch.device("cpu")), pack.tokens
