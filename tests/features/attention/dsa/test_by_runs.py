@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,7 +16,6 @@ from mindspeed_dsa.features.attention.dsa.problem import Groups, IndexInputs, Lo
 from mindspeed_dsa.features.attention.dsa.sparse_attention import sparse_attention
 from mindspeed_dsa.features.attention.pack_rows import PackRows
 from mindspeed_dsa.integration.packs import Pack
-import itertools
 
 LENGTH, TOPK = 48, 6
 HEADS, LATENT, ROPE, VALUE, INDEX_HEADS, INDEX = 2, 8, 4, 6, 8, 8
