@@ -113,9 +113,7 @@ def test_a_variable_outranks_megatrons_own_flag(
 
 def test_a_variable_that_the_job_does_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINDSPEED_DSA_MULTI_LATENT_ATTENTION", "0")
-    with pytest.raises(
-        mindspeed_dsa.SettingsError, match="this job does not read; unset MINDSPEED_"
-    ):
+    with pytest.raises(mindspeed_dsa.SettingsError, match="this job does not read; unset MINDSPEED_"):
         parse_args([])
 
 
