@@ -15,7 +15,7 @@ from tests.npu.counting import Counts, counted
 from tests.npu.test_indexer_kl_loss import SCALE
 from tests.ops.cases import indexer_inputs
 
-LENGTH, TOPK, HEADS, VALUE_DIM = 40, 2048, 32, 16
+LENGTH, TOPK, HEADS, VALUE_DIM = 40, 2048, 64, 16
 # Rows of context parallel rank 0 of 2, in two runs.
 RUNS = [(0, 10, 0, 10), (10, 20, 0, LENGTH)]
 
