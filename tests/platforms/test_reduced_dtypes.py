@@ -1,0 +1,75 @@
+"""HCCL reduces integers, fp16, bf16 and fp32: no feature asks it for more."""
+
+from __future__ import annotations
+
+import ast
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mindspeed_dsa
+from mindspeed_dsa.features.diagnostics.step_metrics import records
+from mindspeed_dsa.features.moe.balanced_experts import rates
+
+FOLDER = Path(mindspeed_dsa.__file__).parent
+# Backends of operators on other devices.
+ELSEWHERE = ("cpu", "triton", "hopper", "cuda")
+REDUCING = {"all_reduce", "reduce_scatter", "reduce_scatter_tensor", "_all_reduce_coalesced"}
+WIDE = {"float64", "double"}
+
+
+@contextmanager
+def as_hccl(other_ranks):
+    """Two ranks: what the other one gives to a maximum; and a refusal of fp64."""
+
+    def all_reduce(tensor, op=None, group=None):
+        assert tensor.dtype in (torch.int64, torch.int32, torch.float32), f"HCCL reduces no {tensor.dtype}"
+        assert op == dist.ReduceOp.MAX
+        tensor.copy_(torch.maximum(tensor, torch.tensor(other_ranks, dtype=tensor.dtype)))
+
+    with (
+        mock.patch.object(dist, "is_initialized", return_value=True),
+        mock.patch.object(dist, "get_world_size", return_value=2),
+        mock.patch.object(dist, "all_reduce", all_reduce),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("mine", [3, 2**53 + 2])
+def test_the_largest_peak_of_memory_is_exact(mine):
+    theirs = 2**53 + 1  # which no float64 holds
+    with as_hccl(theirs):
+        assert records._largest_over_ranks(mine) == max(mine, theirs)
+
+
+def test_the_slowest_rank():
+    with as_hccl(1e9), mock.patch.object(rates, "timed", return_value=0.5):
+        assert rates._slowest(lambda: None, SimpleNamespace()) == 1e9
+
+
+def names_in(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Name):
+            yield node.id
+
+
+def test_no_function_that_reduces_makes_fp64():
+    wrong, seen = [], 0
+    for file in FOLDER.rglob("*.py"):
+        if file.stem.partition("_")[0] in ELSEWHERE or "platform/cpu" in file.as_posix():
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                names = set(names_in(node))
+                seen += bool(names & REDUCING)
+                if names & REDUCING and names & WIDE:
+                    wrong.append(f"{file.relative_to(FOLDER)}: {node.name}")
+    assert seen > 10
+    assert not wrong, "HCCL refuses to reduce fp64"
