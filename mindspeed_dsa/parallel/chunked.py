@@ -21,7 +21,10 @@ from mindspeed_dsa.parallel.collectives import exchange, reduce_scatter_tensor
 from mindspeed_dsa.parallel.gather import Allocate, Gather, bounds
 from mindspeed_dsa.parallel.handles import Pending
 
-__all__ = ["Gather", "gather_matmul", "matmul_reduce", "matmul_scatter"]
+__all__ = ["BESIDE_COLLECTIVES", "Gather", "gather_matmul", "matmul_reduce", "matmul_scatter"]
+
+BESIDE_COLLECTIVES = True
+"""Whether they may start while a collective of the group is in flight: they are collectives too."""
 
 
 def gather_matmul(

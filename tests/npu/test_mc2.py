@@ -24,19 +24,21 @@ def test_two_ranks_equal_one(tmp_path):
 
 
 def _rank(rank, ranks, rendezvous):
-    from tests.npu import collective_kernels, kernels
+    from tests.npu import collective_kernels, kernels, refusals
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
     kernels.register()
-    with mock.patch.object(mc2, "communicator", collective_kernels.communicator):
+    with mock.patch.object(mc2, "communicator", collective_kernels.communicator), refusals.hccl():
         for frozen in (False, True):
             for keep in (False, True):
                 _column(rank, ranks, frozen, keep)
             _row(rank, ranks, frozen)
     gather, scatter = "npu_all_gather_base_mm", "npu_mm_reduce_scatter_base"
-    assert collective_kernels.calls == [*[gather, scatter] * 2, scatter, gather] * 2
+    # Where the input is gathered again, its gradient is multiplied and scattered beside that.
+    trained = [gather, gather, scatter, scatter, gather]
+    assert collective_kernels.calls == [*trained, *[gather, scatter] * 2, scatter, gather]
     dist.destroy_process_group()
 
 
@@ -97,13 +99,15 @@ def _require(actual, expected):
     assert oracle.relative_error(actual, expected) < TOLERANCE
 
 
+@pytest.mark.usefixtures("npu_kernels")
 @pytest.mark.parametrize(
     ("shape", "dtype", "ranks", "reason"),
     [
         ((512, 512), torch.bfloat16, 2, ""),
         ((256, 65534), torch.float16, 8, ""),
         ((512, 512), torch.float32, 2, "fp16 and bf16, not float32"),
-        ((512, 512), torch.bfloat16, 3, "2, 4, 8, 16 ranks, not 3"),
+        ((512, 512), torch.bfloat16, 3, "2, 4 or 8 ranks on this device, Atlas A2, not 3"),
+        ((512, 512), torch.bfloat16, 16, "2, 4 or 8 ranks on this device, Atlas A2, not 16"),
         ((512, 255), torch.bfloat16, 2, "widths of 256 to 65534, not 255"),
         ((65535, 512), torch.bfloat16, 2, "widths of 256 to 65534, not 65535"),
     ],
@@ -113,6 +117,24 @@ def test_layers_that_the_operators_do_not_take(shape, dtype, ranks, reason):
     said = mc2.declines(weight, SimpleNamespace(size=lambda: ranks))
     assert reason in said
     assert bool(said) == bool(reason)
+
+
+@pytest.mark.usefixtures("npu_kernels")
+def test_ranks_of_another_product(monkeypatch):
+    monkeypatch.setattr("torch.npu.get_device_name", lambda device=None: "Ascend910_9391")
+    weight = torch.empty(512, 512, dtype=torch.bfloat16, device="meta")
+    groups = [SimpleNamespace(size=lambda ranks=ranks: ranks) for ranks in range(2, 65)]
+    assert [group.size() for group in groups if not mc2.declines(weight, group)] == [2, 4, 8, 16, 32]
+
+
+def test_a_product_too_large_for_the_operator_is_scattered_by_a_collective(monkeypatch):
+    taken = []
+    monkeypatch.setattr(mc2, "_torch_npu", lambda: pytest.fail("4 GiB at most"))
+    monkeypatch.setattr(mc2.chunked, "matmul_scatter", lambda *given: taken.append(given))
+    whole = torch.empty(1 << 17, 512, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(512, (1 << 14) + 1, dtype=torch.bfloat16, device="meta")
+    mc2.matmul_scatter(whole, weight, None, 4)
+    assert taken == [(whole, weight, None, 1)]
 
 
 def test_the_communicator_is_asked_for_by_global_rank():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.parallel import chunked
 from mindspeed_dsa.parallel.gather import Allocate
 from mindspeed_dsa.parallel.own_weights import own
 from mindspeed_dsa.parallel.weight_gradient import WeightGradient
@@ -22,7 +23,8 @@ class Plan:
     """How one layer communicates in one call.
 
     Attributes:
-        backend: has ``Gather``, ``gather_matmul`` and ``matmul_scatter``, and for layers without sequence
+        backend: has ``Gather``, ``gather_matmul`` and ``matmul_scatter``, ``BESIDE_COLLECTIVES``, which says
+        whether these may start while a collective of the group is in flight, and for layers without sequence
         parallelism, which fused operators do not support, ``matmul_reduce``.
         group: tensor parallel group.
         sequence_parallel: whether ranks hold different rows outside of the layer.
@@ -122,11 +124,13 @@ def column_backward(
         if gradient is not None:
             gradient.add(grad, gradient.rows)
     else:
-        gather = None
+        gather, backend = None, plan.backend
         if gradient is not None and gradient.rows.size(0) != grad.size(0):
             # The link is idle until the first chunk is multiplied, and only the last matmul reads this.
-            gather = plan.backend.Gather(gradient.rows, plan.group, 1, plan.passing(gradient.rows))
-        pending = plan.backend.matmul_scatter(grad, weight, plan.group, plan.backward)
+            gather = backend.Gather(gradient.rows, plan.group, 1, plan.passing(gradient.rows))
+            # Two collectives keep their order; an operator that communicates by itself has no place in it.
+            backend = backend if backend.BESIDE_COLLECTIVES else chunked
+        pending = backend.matmul_scatter(grad, weight, plan.group, plan.backward)
         if gradient is not None:
             gradient.add(grad, gradient.rows if gather is None else gather.wait())
     return pending.wait(), None if gradient is None else gradient.result(grad.dtype)

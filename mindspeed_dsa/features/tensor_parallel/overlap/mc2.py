@@ -14,13 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_dsa.ops.npu_device import listed, product
+from mindspeed_dsa.parallel import chunked
 from mindspeed_dsa.parallel.gather import Allocate, Gather
 from mindspeed_dsa.parallel.handles import Pending
 
-__all__ = ["Gather", "declines", "gather_matmul", "matmul_scatter"]
+__all__ = ["BESIDE_COLLECTIVES", "Gather", "declines", "gather_matmul", "matmul_scatter"]
 
-_RANKS = (2, 4, 8, 16)
+BESIDE_COLLECTIVES = False
+"""All operators of a communicator use its one buffer, and HCCL wants them called one after the other."""
 _WIDTHS = range(256, 65535)
+# Of what is summed over ranks.
+_MOST_BYTES = 4 << 30
 
 
 def declines(weight: Tensor, group: Any) -> str:
@@ -32,8 +37,9 @@ def declines(weight: Tensor, group: Any) -> str:
     """
     if weight.dtype not in (torch.float16, torch.bfloat16):
         return f"they support fp16 and bf16, not {str(weight.dtype)[6:]}"
-    if group.size() not in _RANKS:
-        return f"they support {', '.join(map(str, _RANKS))} ranks, not {group.size()}"
+    ranks = product().fused_ranks
+    if group.size() not in ranks:
+        return f"they support {listed(ranks)} ranks on this device, {product().name}, not {group.size()}"
     if outside := [width for width in weight.shape if width not in _WIDTHS]:
         return f"they support widths of {_WIDTHS.start} to {_WIDTHS.stop - 1}, not {outside[0]}"
     return ""
@@ -70,12 +76,15 @@ def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pe
         chunks: ignored, the operator chooses.
 
     Returns:
-        ``[rows, n]``; the only wait is that for the device's stream.
+        ``[rows, n]``; the only wait is that for the device's stream, unless the product is larger than the
+        operator takes: then it is multiplied first and scattered then.
     """
-    product = _torch_npu().npu_mm_reduce_scatter_base(
+    if whole.size(0) * weight.size(1) * whole.itemsize > _MOST_BYTES:
+        return chunked.matmul_scatter(whole, weight, group, 1)
+    mine = _torch_npu().npu_mm_reduce_scatter_base(
         whole, weight, communicator(group), group.size(), reduce_op="sum", bias=None
     )
-    return Pending(product, [], [])
+    return Pending(mine, [], [])
 
 
 @lru_cache(maxsize=64)

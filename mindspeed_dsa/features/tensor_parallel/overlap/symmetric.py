@@ -14,7 +14,10 @@ from torch import Tensor
 from mindspeed_dsa.parallel.gather import Allocate, Gather
 from mindspeed_dsa.parallel.handles import Pending
 
-__all__ = ["Gather", "declines", "gather_matmul", "matmul_scatter"]
+__all__ = ["BESIDE_COLLECTIVES", "Gather", "declines", "gather_matmul", "matmul_scatter"]
+
+BESIDE_COLLECTIVES = True
+"""They exchange through memory of their own, not through NCCL's communicator."""
 
 
 def declines(weight: Tensor, group: Any) -> str:
