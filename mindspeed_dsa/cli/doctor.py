@@ -128,7 +128,12 @@ def as_text(findings: dict[str, Any], every_site: bool = False) -> str:
     """The findings as text; sites of a platform's redirections only on request or with a problem."""
     lines = ["versions:"]
     lines += [f"  {name}: {version or 'not installed'}" for name, version in findings["versions"].items()]
-    lines += ["", "platform: " + ", ".join(f"{key} {value}" for key, value in findings["platform"].items())]
+    facts = findings["platform"]
+    plain = {key: value for key, value in facts.items() if not isinstance(value, dict)}
+    lines += ["", "platform: " + ", ".join(f"{key} {value}" for key, value in plain.items())]
+    for name, table in facts.items():
+        if isinstance(table, dict):
+            lines += [f"  {name}:", *(f"    {key}: {value}" for key, value in table.items())]
     decided = [row for row in findings["features"] if row["on"] is not None]
     if decided:
         rows = [("feature", "state", "switch", "set by")]

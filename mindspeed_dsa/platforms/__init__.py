@@ -115,4 +115,5 @@ def describe(name: str) -> dict[str, Any]:
         "backend": platform.backend,
         "memory_total_bytes": memory.total,
         "memory_free_bytes": memory.free,
+        **platform.facts(),
     }

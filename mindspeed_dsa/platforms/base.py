@@ -7,6 +7,7 @@ gloo, NCCL and HCCL with one code path.
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -77,7 +78,9 @@ class Platform(abc.ABC):
     asynchronous: ClassVar[bool]
     """Whether work on a side stream can run at the same time as work on the current one."""
     mapped_by_kernels_only: ClassVar[bool] = False
-    """Whether :meth:`empty_mapped` gives memory that some kernels read and write and copies do not."""
+    """Whether :meth:`empty_mapped` gives memory that some kernels read and write and copies do not.
+
+    They take whole tensors: a view of such memory is copied to the device and back."""
 
     @abc.abstractmethod
     def is_available(self) -> bool:
@@ -133,16 +136,16 @@ class Platform(abc.ABC):
         """Give pinned memory back to the system that was freed and is kept for reuse below this library."""
 
     @abc.abstractmethod
-    def empty_mapped(self, numel: int, dtype: torch.dtype, owner: object) -> torch.Tensor:
+    def empty_mapped(self, size: Sequence[int], dtype: torch.dtype, owner: object) -> torch.Tensor:
         """Uninitialised memory of the host that kernels of the device read and write where it is.
 
         Args:
-            numel: how many elements.
-            dtype: their type.
+            size: shape.
+            dtype: type of the elements.
             owner: as long as it lives, the memory counts as in use.
 
         Returns:
-            ``[numel]``, a tensor of this device.
+            A tensor of this device; where :attr:`mapped_by_kernels_only`, no view.
 
         Raises:
             SettingsError: the device does not address it.
@@ -155,6 +158,10 @@ class Platform(abc.ABC):
     @abc.abstractmethod
     def reset_peak_memory(self) -> None:
         """Let :attr:`MemoryFigures.peak` start again from what is held now."""
+
+    def facts(self) -> dict[str, Any]:
+        """What else ``doctor`` says of the device; a dictionary among the values has lines of its own."""
+        return {}
 
     @abc.abstractmethod
     def prepare(self) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import platform as host
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_dsa.platforms.base import MemoryFigures, Platform
@@ -185,9 +186,9 @@ class CpuPlatform(Platform):
     def release_pinned(self) -> None:
         """Nothing to do: pages go back with their tensor."""
 
-    def empty_mapped(self, numel: int, dtype: torch.dtype, owner: object) -> torch.Tensor:
+    def empty_mapped(self, size: Sequence[int], dtype: torch.dtype, owner: object) -> torch.Tensor:
         """Memory of the pool that stands for the host's."""
-        return shared.keep(numel * dtype.itemsize, owner).view(dtype)
+        return shared.keep(math.prod(size) * dtype.itemsize, owner).view(dtype).view(*size)
 
     def memory(self) -> MemoryFigures:
         return process_memory()

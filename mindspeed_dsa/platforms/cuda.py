@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -100,18 +102,18 @@ class CudaPlatform(Platform):
         if release is not None:
             release()
 
-    def empty_mapped(self, numel: int, dtype: torch.dtype, owner: object) -> torch.Tensor:
+    def empty_mapped(self, size: Sequence[int], dtype: torch.dtype, owner: object) -> torch.Tensor:
         """Pinned memory of the pool: with unified addressing its pointer is valid on the device, too."""
         import torch
 
-        memory = shared.keep(numel * dtype.itemsize, owner)
+        memory = shared.keep(math.prod(size) * dtype.itemsize, owner)
         mapped = torch.as_tensor(_OnDevice(memory), device=self.device)
         if mapped.data_ptr() == memory.data_ptr():  # else it is a copy
             memory[-1] = 0
             mapped[-1:].fill_(1)
             self.synchronize()
             if int(memory[-1]) == 1:
-                return mapped.view(dtype)
+                return mapped.view(dtype).view(*size)
         raise SettingsError(
             f"platform {self.name}: {self.device_name()} does not address pinned memory of the host by the "
             "host's pointers; omit --virtual-optimizer"

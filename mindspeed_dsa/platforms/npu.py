@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.platforms.cuda import CudaPlatform
+from mindspeed_dsa.platforms.npu_products import product_of
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +20,16 @@ _CANN = (
     "install the CANN toolkit and source its set_env.sh (it puts CANN's libraries on "
     "LD_LIBRARY_PATH), and check the driver with npu-smi info"
 )
+
+
+ENVIRONMENT = {
+    "TASK_QUEUE_ENABLE": "2 lets the host run ahead of the device by a second queue",
+    "HCCL_OP_EXPANSION_MODE": "AIV starts collectives from the vector cores",
+    "CPU_AFFINITY_CONF": "1 binds each process to processor cores near its device",
+    "STREAMS_PER_DEVICE": "32 where features use many streams",
+    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True against fragments",
+}
+"""Variables of torch_npu and CANN that decide speed and memory, and what to consider."""
 
 
 class NpuPlatform(CudaPlatform):
@@ -46,6 +59,12 @@ class NpuPlatform(CudaPlatform):
             raise SettingsError(f"platform npu: torch_npu is there but sees no NPU; {_CANN}")
         import_module("torch_npu.contrib.transfer_to_npu")
 
+    def facts(self) -> dict[str, Any]:
+        """The product, the limits of its operators, and what of the environment is set."""
+        product = product_of(self.device_name())
+        settings = {name: os.environ.get(name, f"not set; {advice}") for name, advice in ENVIRONMENT.items()}
+        return {"product": product.name, "limits": product.limits(), "environment": settings}
+
     def empty_pinned(self, size: Any, dtype: torch.dtype) -> torch.Tensor:
         """torch_npu's pinned memory; whatever it rounds the size up to is not seen."""
         import torch
@@ -55,16 +74,21 @@ class NpuPlatform(CudaPlatform):
     def release_pinned(self) -> None:
         """torch_npu keeps it."""
 
-    def empty_mapped(self, numel: int, dtype: torch.dtype, owner: object) -> torch.Tensor:
+    def empty_mapped(self, size: Sequence[int], dtype: torch.dtype, owner: object) -> torch.Tensor:
         """torch_npu's swapped memory: the driver's, not the pool's."""
         swapped: torch.Tensor = _torch_npu().empty_with_swapped_memory(
-            [numel], dtype=dtype, device=self.device
+            list(size), dtype=dtype, device=self.device
         )
         return swapped
 
     def read_mapped(self, mapped: torch.Tensor) -> torch.Tensor:
-        """A copy on the host, by way of the device: swapped memory is no source of a copy."""
-        return (mapped * 1).cpu()
+        """A copy on the host, by way of the device: swapped memory is no source of a copy.
+
+        The factor of a tensor of the device is the form in which torch_npu's manual reads it.
+        """
+        import torch
+
+        return torch.ones(mapped.shape, dtype=mapped.dtype, device=mapped.device).mul_(mapped).cpu()
 
     def write_mapped(self, mapped: torch.Tensor, values: torch.Tensor) -> None:
         """By multiplication: swapped memory is no destination of a copy."""

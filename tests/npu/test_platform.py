@@ -62,18 +62,32 @@ assert torch.cuda.current_device.__module__.startswith("torch_npu")
 
 
 def test_describe_asks_torch_npu():
-    run("""
+    run(
+        """
 import torch, torch_npu
 from mindspeed_dsa import platforms
 torch.npu.get_device_name = lambda: "Ascend910B"
 torch.npu.mem_get_info = lambda: (30, 64)
 torch.npu.memory_allocated, torch.npu.max_memory_allocated = lambda: 5, lambda: 7
-assert platforms.describe("npu") == {
-    "device": "Ascend910B", "backend": "hccl", "memory_total_bytes": 64, "memory_free_bytes": 30
+facts = platforms.describe("npu")
+assert facts.pop("limits")["tensor parallel ranks of MC2"] == "2, 4, 8"
+assert facts.pop("environment")["TASK_QUEUE_ENABLE"] == "2"
+assert facts == {
+    "device": "Ascend910B", "backend": "hccl", "memory_total_bytes": 64, "memory_free_bytes": 30,
+    "product": "Atlas A2",
 }
+from mindspeed_dsa.cli import doctor
+findings = {"versions": {}, "features": [], "sites": [], "problems": []}
+told = doctor.as_text({**findings, "platform": platforms.describe("npu")}).splitlines()
+assert "  limits:" in told and "    tensor parallel ranks of MC2: 2, 4, 8" in told
+assert "    TASK_QUEUE_ENABLE: 2" in told
+torch.npu.get_device_name = lambda: "Ascend310P3"
+assert platforms.describe("npu")["product"] == "unknown product"
 memory = platforms.get("npu").memory()
 assert (memory.current, memory.peak) == (5, 7)
-""")
+""",
+        TASK_QUEUE_ENABLE="2",
+    )
 
 
 @pytest.mark.parametrize(

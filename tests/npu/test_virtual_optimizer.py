@@ -84,7 +84,7 @@ def test_swapped_memory_is_asked_for_on_the_device(monkeypatch):
     monkeypatch.setattr(torch_npu, "empty_with_swapped_memory", swapped)
     monkeypatch.setattr(NpuPlatform, "device", torch.device("cpu"))
     platform = NpuPlatform()
-    memory = platform.empty_mapped(6, torch.float32, owner=SimpleNamespace())
+    memory = platform.empty_mapped([6], torch.float32, owner=SimpleNamespace())
     assert asked == [(([6],), {"dtype": torch.float32, "device": torch.device("cpu")})]
     values = torch.tensor([0.0, -1.5, 3e-39, float("inf"), 1e38, 2.0])
     platform.write_mapped(memory, values)

@@ -113,9 +113,17 @@ class MappedMoments(StateWithMoments):
         return kernel_moments.copied(self._inner, self.moments, **options)
 
     def _places(self, chosen: list[Tensor]) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+        platform = platforms.current()
+        if platform.mapped_by_kernels_only:
+            # Kernels copy a view to the device and back. What is saved of these are copies, see _copied().
+            for parameter in chosen:
+                size = local_of(parameter).shape
+                first, second = (platform.empty_mapped(size, torch.float32, owner=self) for _ in range(2))
+                yield parameter, (first.zero_(), second.zero_())
+            return
         numel = self.nbytes // 4
         # A padding number: Megatron's writer assumes that a tensor which fills its storage is never changed.
-        memory = platforms.current().empty_mapped(numel + 1, torch.float32, owner=self)
+        memory = platform.empty_mapped([numel + 1], torch.float32, owner=self)
         first, second = memory.zero_()[:numel].view(2, numel // 2)
         start = 0
         for parameter in chosen:
@@ -126,8 +134,8 @@ class MappedMoments(StateWithMoments):
 
 
 def _of_kind(parameter: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Moments of a shard are shards too where the optimizer's own step takes both; kernels take pieces."""
-    if local_of(parameter) is parameter or platforms.current().mapped_by_kernels_only:
+    """Moments of a shard are shards too, as the optimizer's own step takes them."""
+    if local_of(parameter) is parameter:
         return first, second
     from mindspeed_dsa.parallel.fsdp2_shards import like  # torch has what that imports since 2.6
 
