@@ -38,16 +38,18 @@ class Halves(NamedTuple):
 
 
 def split(words: Tensor) -> Halves:
-    """Split float32 ``[n]``, contiguous; the result shares no memory with it."""
+    """Split float32 ``[n]``, contiguous, on a little-endian machine; the result shares no memory with it."""
     bits = words.view(torch.int32)
-    weight, low = words.to(torch.bfloat16), bits.to(torch.int16)  # int16 keeps the lower half
+    # The lower halves as they lie in memory: whether a conversion to int16 wraps is up to the device.
+    halves = words.view(torch.int16)
+    weight, low = words.to(torch.bfloat16), halves[0::2].clone(memory_format=torch.contiguous_format)
     where = _inexact(bits, weight, low)
     if where.numel() and bool(words[where].isnan().any()):
         # A NaN keeps sign and payload, whichever NaN torch's rounding gives: few are to be listed then.
-        high = (bits >> 16).to(torch.int16)
+        high = halves[1::2]
         weight = torch.where(words.isnan(), high | _QUIET, weight.view(torch.int16)).view(torch.bfloat16)
         where = _inexact(bits, weight, low)
-    return Halves(weight, low, where, (bits[where] >> 16).to(torch.int16))
+    return Halves(weight, low, where, halves[1::2][where])
 
 
 def _inexact(bits: Tensor, weight: Tensor, low: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ class LayerPass:
         former = self._saved.get(storage.data_ptr())
         if former is not None and former.is_as_saved(tensor):
             return _Swapped(tensor, self.name, former.swapped)
-        swapped = SwappedStorage(storage, self._of_any_stream)
+        swapped = SwappedStorage(storage, tensor.dtype, self._of_any_stream)
         self._leaving.append(swapped)
         saved = self._saved[storage.data_ptr()] = _Swapped(tensor, self.name, swapped)
         return saved

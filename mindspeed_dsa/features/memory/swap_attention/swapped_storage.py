@@ -39,6 +39,8 @@ class SwappedStorage:
 
     Args:
         storage: a ``torch.UntypedStorage`` on the device, not empty.
+        dtype: of the tensors on it: torch_npu describes a storage in numbers of the type that it was made
+            with, and copies tensors whose shape does not fit that description.
         of_any_stream: it may have been allocated while another stream than the current one was, whose later
             work does not wait for the copy. The allocator then keeps the memory until it sees the copy done,
             which is later than the current stream needs where the host runs ahead of the device.
@@ -47,9 +49,11 @@ class SwappedStorage:
         SettingsError: the host has no memory left.
     """
 
-    def __init__(self, storage: Any, of_any_stream: bool = False) -> None:
+    def __init__(self, storage: Any, dtype: torch.dtype, of_any_stream: bool = False) -> None:
         self.nbytes: int = storage.nbytes()
         self._device = storage.device
+        # A storage may have a few bytes more than whole numbers.
+        self._dtype = dtype if self.nbytes % dtype.itemsize == 0 else torch.uint8
         self._storage: Any = storage
         self._former: ref[Any] = ref(storage)
         self._last_copy: Event | None = None
@@ -87,8 +91,10 @@ class SwappedStorage:
         _, stream = _streams(platform)
         # Allocated for the current stream, which is the one that uses it; the copy waits until memory
         # that the allocator hands out again is no longer in use there.
-        place = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
-        self._last_copy = _copy_behind_current(platform, stream, place, self._buffer.tensor)
+        numbers = self.nbytes // self._dtype.itemsize
+        place = torch.empty(numbers, dtype=self._dtype, device=self._device)
+        source = self._buffer.tensor.view(self._dtype)
+        self._last_copy = _copy_behind_current(platform, stream, place, source)
         self._back, self._consumer = self._last_copy, platform.current_stream()
         self._storage = place.untyped_storage()
 

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_dsa.features.memory.reuse_fp32_param.bf16_split import join, split
 from mindspeed_dsa.features.memory.reuse_fp32_param.shared_storage import (
@@ -222,3 +223,27 @@ def test_writing_in_the_middle_of_a_step_is_refused():
     storage.to_master()
     with pytest.raises(RuntimeError, match="in the middle of an optimizer step"):
         storage.write(0, torch.ones(4))
+
+
+class Saturating(TorchDispatchMode):
+    """A device whose conversions to int16 saturate: no manual of CANN's says that they wrap."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.int16:
+            args = (args[0].clamp(-(2**15), 2**15 - 1), *args[1:])
+        return function(*args, **kwargs)
+
+
+def test_nothing_hangs_on_how_a_device_narrows_integers():
+    words = shuffled(4096)
+    with Saturating():
+        halves = split(words)
+        joined = join(halves)
+    plain = split(words)
+    assert all(
+        torch.equal(one.view(torch.int16), other.view(torch.int16))
+        for one, other in zip(halves[:2], plain[:2], strict=True)
+    )
+    assert len(halves.where) == len(plain.where), "a number more in the list costs ten bytes"
+    assert_same_bits(joined, words)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_dsa import log, platforms
 from mindspeed_dsa.context import Context, Megatron
@@ -84,7 +85,7 @@ def test_context_parallel_layers_allocate_on_any_stream(recorded, context_parall
 
 def test_another_stream_that_reads_what_has_come_back_keeps_it(recorded):
     tensor = torch.arange(64.0)
-    swapped = SwappedStorage(tensor.untyped_storage())
+    swapped = SwappedStorage(tensor.untyped_storage(), tensor.dtype)
     swapped.leave()
     del tensor
     swapped.come_back()
@@ -96,3 +97,41 @@ def test_another_stream_that_reads_what_has_come_back_keeps_it(recorded):
     assert torch.empty(0).set_(back).equal(torch.arange(64.0))
     del swapped
     assert in_use() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool], ids=str)
+def test_a_storage_comes_back_with_numbers_of_the_type_that_left(recorded, dtype):
+    """torch_npu describes a storage by the tensor that it was made with, and some operators go by that."""
+    made = []
+
+    class Births(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if function.overloadpacket is torch.ops.aten.empty and result.numel():
+                made.append((tuple(result.shape), result.dtype))
+            return result
+
+    tensor = torch.arange(48).reshape(6, 8).to(dtype)
+    expected = tensor.clone()
+    swapped = SwappedStorage(tensor.untyped_storage(), dtype)
+    swapped.leave()
+    del tensor
+    with Births():
+        back = swapped.on_device()
+    assert made == [((48,), dtype)]
+    assert torch.empty(0, dtype=dtype).set_(back, 0, (6, 8)).equal(expected)
+
+
+def test_a_layers_tensors_keep_their_type(recorded, monkeypatch):
+    seen = []
+    original = SwappedStorage.__init__
+    monkeypatch.setattr(
+        SwappedStorage, "__init__", lambda self, *given: seen.append(given[1]) or original(self, *given)
+    )
+    x = torch.randn(8, 8, dtype=torch.bfloat16).requires_grad_()
+    layer_pass = LayerPass("layer 1", 0, iter(()))
+    with layer_pass.whole_layer(), layer_pass.hooks():
+        y = (2 * x).sin()
+    assert seen == [torch.bfloat16]
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert gradient.equal(2 * (2 * x.detach()).cos())
