@@ -27,12 +27,14 @@ _log = log.get("ops")
 BackendName = Literal["auto", "reference", "chunked", "cpu", "cuda", "triton", "npu"]
 
 # What `auto` tries on each type of device, best first, of what an operator has. The second takes every shape;
-# `chunked` does so in bounded memory, where the reference would gather more than a GPU holds.
+# `chunked` does so in bounded memory, where the reference would gather more than a device holds; operators
+# without one have the reference.
 _PREFERENCE: dict[str, tuple[str, str]] = {
     "cpu": ("cpu", "reference"),
     "cuda": ("triton", "chunked"),
-    "npu": ("npu", "reference"),
+    "npu": ("npu", "chunked"),
 }
+_BOUNDED = "chunked"
 # PyTorch's own kernels, for operators that have no others for this device.
 _OF_TORCH = {"cuda": "cuda"}
 
@@ -117,6 +119,8 @@ def choose(operator: str, requested: str, shape: ShapeClass) -> Any:
     else:
         tried = _PREFERENCE.get(shape.device, ())
     for name in (*tried, "reference"):
+        if name == _BOUNDED and not _exists(operator, name):
+            continue
         module, reason = _load(operator, name, shape)
         if module is not None:
             _report(operator, name)
@@ -173,6 +177,8 @@ def plan(
             "(in training with --dsa-backend)"
         )
     fallback = dict(_PREFERENCE.values()).get(name, "reference")
+    if not _exists(operator, fallback):
+        fallback = "reference"
     warn_once(f"{operator}: backend {name!r} is skipped for {fallback!r}: {found}")
     return _module(operator, fallback), ()
 

@@ -99,9 +99,9 @@ def _loaded(library: str) -> ctypes.CDLL | None:
 def product() -> Product:
     """The product that this process runs on; one that is unknown has the narrowest limits, said once."""
     try:
-        name = str(torch.npu.get_device_name())
-    except (AttributeError, AssertionError, RuntimeError) as error:
-        name = f"of an NPU that does not say ({str(error).splitlines()[0] if str(error) else error!r})"
+        name = str(import_module("torch_npu").npu.get_device_name())
+    except Exception as error:  # torch_npu without a device raises a TypeError, among others
+        name = f"({error!r})"
     found = product_of(name)
     if found is UNKNOWN:
         _log.warning(

@@ -10,6 +10,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.ops import npu_device
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -35,6 +37,11 @@ def outside_autocast(function: Function) -> Function:
         return function(*args, **kwargs)
 
     return cast(Function, run)
+
+
+def total_dtype(device: torch.device) -> torch.dtype:
+    """In what sums over all rows are kept: fp64, and fp32 on NPUs, whose vector units have no other."""
+    return torch.float32 if npu_device.takes_device(device.type) else torch.float64
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -229,6 +229,8 @@ class _Operators(TorchDispatchMode):
         return results
 
     def _count(self, name: str, func: Any, inputs: list[Tensor], made: list[Tensor]) -> None:
+        if not (inputs or made):
+            return  # such as the type of a sum
         watch = self.watch
         like = (inputs or made)[0]
         masked = name in ("index", "index_put", "index_put_") and any(

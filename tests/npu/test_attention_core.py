@@ -37,8 +37,8 @@ def out_and_loss(backend, inputs, query, key, up_value):
 
 def test_loss_takes_the_lse_of_the_attention(npu_kernels, monkeypatch):
     inputs = indexer_leaves(2, 40)
-    query, key = main_inputs(2, 40, 32, torch.bfloat16)
-    up_value = torch.randn(32, 16, 512, generator=torch.Generator().manual_seed(2))
+    query, key = main_inputs(2, 40, 64, torch.bfloat16)
+    up_value = torch.randn(64, 16, 512, generator=torch.Generator().manual_seed(2))
     reference = widened(inputs)
     expected = out_and_loss("reference", reference, query.float(), key.float(), up_value)
     for module in (chunks, npu):
@@ -61,7 +61,7 @@ def test_how_often_a_whole_layer_waits_for_the_device(npu_kernels, monkeypatch):
     """Once in each forward that takes indices, never in the indexer of causal rows nor in a backward."""
     reads = watch_reads(monkeypatch)
     inputs = indexer_leaves(2, 40)
-    query, key = (x.requires_grad_() for x in main_inputs(2, 40, 32, torch.bfloat16))
+    query, key = (x.requires_grad_() for x in main_inputs(2, 40, 64, torch.bfloat16))
     indices, scores = lightning_indexer(*inputs, 2048, backend="npu")
     assert len(reads) == 0
     attention = sparse_flash_attention(query, key, indices, SCALE, value_dim=512, backend="npu")
@@ -78,7 +78,7 @@ def test_how_often_a_whole_layer_waits_for_the_device(npu_kernels, monkeypatch):
 def test_indices_changed_behind_our_back_are_looked_at_again(npu_kernels, change):
     """A row that lists fewer keys than the operators take would be computed from whatever lies in memory."""
     inputs = indexer_leaves(2, 40)
-    query, key = main_inputs(2, 40, 32, torch.bfloat16)
+    query, key = main_inputs(2, 40, 64, torch.bfloat16)
     indices = lightning_indexer(*inputs, 2048, backend="npu").topk_indices
     sparse_flash_attention(query, key, indices, SCALE, value_dim=512, backend="npu")
     changed = indices.data if change == "data" else indices.numpy()

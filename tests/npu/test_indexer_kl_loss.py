@@ -7,8 +7,11 @@ import logging
 import pytest
 import torch
 
-from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_loss
+from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_loss, npu
+from mindspeed_dsa.ops.indexer_kl_loss.npu_parts import parts_of
+from mindspeed_dsa.ops.npu_layout import Layout
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
+from tests.npu import loss_kernels
 from tests.npu.cases import causal_indices, packed_indices
 from tests.npu.kernel_parts import Call
 from tests.ops import oracle
@@ -64,7 +67,7 @@ def sparse_losses(inputs, query, key, indices, backend="reference", **options):
 def test_mean_is_over_batch_and_rows(npu_kernels, dtype, reduction):
     """With two sequences: a division by the rows of one would give twice the loss."""
     inputs = indexer_leaves(2, 40, dtype=dtype)
-    query, key = main_inputs(2, 40, 32, dtype)
+    query, key = main_inputs(2, 40, 64, dtype)
     indices = causal_indices(2, 40, 40, 40)
     loss, expected, reference = sparse_losses(inputs, query, key, indices, reduction=reduction)
     check(loss, inputs, expected, reference)
@@ -73,7 +76,7 @@ def test_mean_is_over_batch_and_rows(npu_kernels, dtype, reduction):
 
 def test_more_keys_than_rows(npu_kernels):
     inputs = indexer_leaves(1, 30, heads=16, keys=50)
-    query, key = main_inputs(1, 30, 32, torch.bfloat16, keys=50)
+    query, key = main_inputs(1, 30, 64, torch.bfloat16, keys=50)
     loss, expected, reference = sparse_losses(inputs, query, key, causal_indices(1, 30, 50, 50))
     check(loss, inputs, expected, reference)
     assert npu_kernels == [Call(SPARSE, "BSND", (30,))]
@@ -81,17 +84,61 @@ def test_more_keys_than_rows(npu_kernels):
 
 def test_packed_sequences(npu_kernels):
     inputs = indexer_leaves(2, 45)
-    query, key = main_inputs(2, 45, 32, torch.bfloat16)
+    query, key = main_inputs(2, 45, 64, torch.bfloat16)
     indices = torch.stack([packed_indices((20, 1, 24), 45), packed_indices((7, 38), 45)])
     loss, expected, reference = sparse_losses(inputs, query, key, indices)
     check(loss, inputs, expected, reference)
     assert npu_kernels == [Call(SPARSE, "TND", (20, 1, 24, 7, 38))]
 
 
+# What each call gets, in order, where 16 rows of a sequence are the most.
+CUT = {
+    "causal": (2, 40, 40, None, [(16, 16)] * 2 + [(8, 8)]),
+    "more keys than rows": (1, 30, 50, None, [(16,), (14,)]),
+    "packed": (1, 45, 45, ((20, 1, 15, 9),), [(16,), (4,), (1, 15, 9)]),
+    "packed, long ones last": (
+        *(2, 45, 45, ((3, 4, 38), (7, 38))),
+        [(3, 4), (16,), (16,), (6,), (7,), (16,), (16,), (6,)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_sequences_longer_than_the_manual_allows_are_cut_into_calls(npu_kernels, monkeypatch, name):
+    batch, length, keys, packed, calls = CUT[name]
+    monkeypatch.setattr(npu, "_LONGEST_QUERY", 16)
+    monkeypatch.setattr(loss_kernels, "LONGEST", 16)
+    inputs = indexer_leaves(batch, length, keys=keys)
+    query, key = main_inputs(batch, length, 64, torch.bfloat16, keys=keys)
+    indices = (
+        causal_indices(batch, length, keys, keys)
+        if packed is None
+        else torch.stack([packed_indices(lengths, keys) for lengths in packed])
+    )
+    loss, expected, reference = sparse_losses(inputs, query, key, indices)
+    check(loss, inputs, expected, reference)
+    assert [call.queries for call in npu_kernels] == calls
+
+
+def test_one_call_where_nothing_is_too_long():
+    """At the sizes of the manual."""
+
+    def parts(length, sequences=None, keys=None):
+        layout = Layout(1, length, keys or length, sequences, torch.device("cpu"))
+        return parts_of(layout, npu._LONGEST_QUERY, 256)
+
+    assert len(parts(8192, keys=131072)) == 1
+    assert [(part.rows.stop, part.keys.stop) for part in parts(20000, keys=30000)] == [
+        *((8192, 18192), (16384, 26384), (20000, 30000))
+    ]
+    assert len(parts(8192 * 4, (8192,) * 4)) == 1
+    assert [len(part.ends) for part in parts(300, (1,) * 300)] == [256, 44]
+
+
 @pytest.mark.parametrize("lengths", [None, (1030, 20)], ids=["BSND", "TND"])
 def test_rows_that_see_more_than_topk(npu_kernels, lengths):
     inputs = indexer_leaves(1, 1050)
-    query, key = main_inputs(1, 1050, 32, torch.bfloat16)
+    query, key = main_inputs(1, 1050, 64, torch.bfloat16)
     indices = causal_indices(1, 1050, 1050, 1024) if lengths is None else packed_indices(lengths, 1024)[None]
     loss, expected, reference = sparse_losses(inputs, query, key, indices, backend="cpu")
     check(loss, inputs, expected, reference)
@@ -103,7 +150,7 @@ def test_rows_that_see_more_than_topk(npu_kernels, lengths):
 )
 def test_what_the_operator_does_not_take_is_computed_in_chunks(npu_kernels, caplog, why):
     inputs = indexer_leaves(2, 40)
-    query, key = main_inputs(2, 40, 4 if why == "heads" else 32, torch.bfloat16)
+    query, key = main_inputs(2, 40, 32 if why == "heads" else 64, torch.bfloat16)
     indices = causal_indices(2, 40, 40, 40)
     if why == "rows":
         indices[:, 7] = -1
@@ -140,7 +187,7 @@ def test_what_the_operator_does_not_take_is_computed_in_chunks(npu_kernels, capl
     sentences = {
         "row_mask": "row_mask must be None",
         "lse": "needs the lse",
-        "heads": "takes 32, 64 or 128 heads",
+        "heads": "takes 64 or 128 heads",
         "rows": "some row lists another number of keys",
         "relu": "always clamps",
         "deterministic": "no fixed order",
@@ -153,7 +200,7 @@ def test_what_the_operator_does_not_take_is_computed_in_chunks(npu_kernels, capl
 def test_gradient_that_only_the_scores_want(npu_kernels):
     """Scores handed over by a caller that detached the indexer's inputs: the loss goes through them."""
     inputs = [x.detach() for x in indexer_leaves(1, 40)]
-    query, key = main_inputs(1, 40, 32, torch.bfloat16)
+    query, key = main_inputs(1, 40, 64, torch.bfloat16)
     indices = causal_indices(1, 40, 40, 40)
     scores = torch.randn(1, 40, 40).masked_fill(indices < 0, -torch.inf).requires_grad_()
     lse = sparse_flash_attention(query.float(), key.float(), indices, SCALE, value_dim=512, backend="cpu").lse

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.ops import npu_device
+from mindspeed_dsa.ops import backend, npu_device
 from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass, choose
 from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from tests.npu.cases import causal_indices
+from tests.npu.counting import counted
 from tests.npu.test_indexer_kl_loss import indexer_leaves, main_inputs
 from tests.npu.test_lightning_indexer import inputs_of
 from tests.npu.test_sparse_flash_attention import SCALE, attention_inputs
@@ -179,11 +180,17 @@ def test_calls_that_are_declined(npu_kernels, name):
 
 
 @pytest.mark.parametrize("name", ["zigzag", "hole", "row-mask"])
-def test_auto_falls_back_to_the_reference_and_says_so_once(npu_kernels, monkeypatch, caplog, name):
+def test_auto_falls_back_to_bounded_memory_and_says_so_once(npu_kernels, monkeypatch, caplog, name):
     call, options, sentence = CALLS[name]
-    monkeypatch.setattr("mindspeed_dsa.ops.backend._PREFERENCE", {"cpu": ("npu", "reference")})
-    with caplog.at_level(logging.WARNING):
+    monkeypatch.setattr("mindspeed_dsa.ops.backend._PREFERENCE", {"cpu": backend._PREFERENCE["npu"]})
+    before = backend.calls()
+    with caplog.at_level(logging.WARNING), counted() as counts:
         results = [call("auto", **options) for _ in range(2)]
+    took = backend.calls() - before
+    assert {name for _, name in took} == {"chunked"}
+    # None of what an NPU leaves to its processor.
+    assert not counts.doubles, counts.told("doubles")
+    assert not counts.ai_cpu, counts.told("ai_cpu")
     expected = call("reference", **options)
     assert not npu_kernels
     for result in results:

@@ -28,7 +28,10 @@ def _rank(rank: int, ranks: int, rendezvous: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
     kernels.register()
-    with mock.patch.object(npu_device, "takes_device", lambda device: device == "cpu"):
+    with (
+        mock.patch.object(npu_device, "takes_device", lambda device: device == "cpu"),
+        mock.patch.object(torch.npu, "get_device_name", return_value="Ascend910_9391"),
+    ):
         for per_head in (False, True):
             _check(rank, ranks, per_head)
         # 2 x 8 heads are none of the operator's numbers: the sum over heads is reduced instead.
@@ -37,7 +40,7 @@ def _rank(rank: int, ranks: int, rendezvous: str) -> None:
     dist.destroy_process_group()
 
 
-def _check(rank: int, ranks: int, per_head: bool, heads: int = 32) -> None:
+def _check(rank: int, ranks: int, per_head: bool, heads: int = 64) -> None:
     inputs = indexer_leaves(2, 40)
     query, key = main_inputs(2, 40, heads, torch.bfloat16, per_head=per_head)
     indices = causal_indices(2, 40, 40, 40)

@@ -16,7 +16,7 @@ from mindspeed_dsa.ops.chunks import attention_sum as attention_sum
 from mindspeed_dsa.ops.chunks import wide
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient as divergence_and_gradient
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_of_rows
-from mindspeed_dsa.ops.precision import gradient_dtype
+from mindspeed_dsa.ops.precision import gradient_dtype, total_dtype
 
 # Bytes that the scores of the dense form's chunk may take. A constant of the algorithm, not of the machine:
 # with tensor parallelism every rank must cut its rows at the same places.
@@ -52,7 +52,8 @@ def dense_loss_and_gradients(
     (batch, query_length, heads), key_length = query.shape[:3], key.shape[1]
     # What either side is in: the sides may differ.
     dtype, device = torch.promote_types(wide(index_query.dtype), wide(query.dtype)), query.device
-    loss = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.promote_types(dtype, total_dtype(device))
+    loss = torch.zeros((), dtype=total, device=device)
     grad_query, grad_weights = (
         torch.zeros(x.shape, dtype=gradient_dtype(x.dtype), device=device)
         for x in (index_query, index_weights)
@@ -75,7 +76,7 @@ def dense_loss_and_gradients(
             if use_relu:
                 product = product.relu_()
             per_row, grad = divergence_of_rows(torch.bmm(w[:, None], product)[:, 0], target, seen)
-            loss += (per_row * row_weights[at]).sum(dtype=torch.float64)
+            loss += (per_row * row_weights[at]).sum(dtype=total)
             if not with_gradients:
                 continue
             grad *= row_weights[at][:, None]

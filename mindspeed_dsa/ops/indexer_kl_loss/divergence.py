@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.ops.precision import total_dtype
+
 # Entries of a block: what is held beside the result stays small, and in cache on a CPU.
 _BLOCK = 256 * 1024
 
@@ -13,7 +15,8 @@ def divergence_and_gradient(
     topk_scores: Tensor, attention_sum: Tensor, valid: Tensor, row_weights: Tensor, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The loss, and its gradient with respect to ``topk_scores``, ``[batch, query_length, topk]``."""
-    loss = torch.zeros((), dtype=torch.float64, device=topk_scores.device)
+    total = torch.promote_types(topk_scores.dtype, total_dtype(topk_scores.device))
+    loss = torch.zeros((), dtype=total, device=topk_scores.device)
     gradient = None
     if with_gradient:
         # Parts of it are written below.
@@ -24,7 +27,7 @@ def divergence_and_gradient(
     parts = None if gradient is None else gradient.flatten(0, 1).split(rows)
     for number, (scores, summed, names, weights) in enumerate(zip(*tensors, strict=True)):
         per_row, r_minus_p = divergence_of_rows(scores, summed, names)
-        loss += (per_row * weights).sum(dtype=torch.float64)
+        loss += (per_row * weights).sum(dtype=total)
         if parts is not None:
             torch.mul(r_minus_p, weights[:, None], out=parts[number])
     return loss.to(topk_scores.dtype), gradient

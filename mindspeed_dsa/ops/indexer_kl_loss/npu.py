@@ -6,7 +6,7 @@ factor that makes a mean of it is that of all rows of the batch, not of a sequen
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,16 @@ from mindspeed_dsa.ops import chunks
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.chunks import attention_sum as attention_sum
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient as divergence_and_gradient
-from mindspeed_dsa.ops.npu_device import DTYPES, TOPK_WIDTHS, listed, npu_op, unavailable, unsupported_width
+from mindspeed_dsa.ops.indexer_kl_loss.npu_parts import Part, parts_of
+from mindspeed_dsa.ops.npu_device import (
+    DTYPES,
+    TOPK_WIDTHS,
+    listed,
+    npu_op,
+    product,
+    unavailable,
+    unsupported_width,
+)
 from mindspeed_dsa.ops.npu_layout import Layout, layout_of_indices, layout_of_ranges
 from mindspeed_dsa.ops.row_ranges import Ranges
 
@@ -28,10 +37,13 @@ _DENSE = "npu_dense_lightning_indexer_grad_kl_loss"
 
 _LATENT, _NOPE, _ROPE = 512, 128, 64
 _INDEX_DIM = 128
-_HEADS = (32, 64, 128)
-_INDEX_HEADS = (8, 16, 32, 64)
+# The manual lists 32 heads for both; a tiling of CANN's for the sparse form does not have them.
+_SPARSE_HEADS, _DENSE_HEADS = (64, 128), (32, 64, 128)
+_DENSE_INDEX_HEADS = (8, 16, 32, 64)
 _MOST_SEQUENCES = 256
-_LONGEST_QUERY = 32 * 1024
+_LONGEST_DENSE_QUERY = 32 * 1024
+# The manual's of the sparse form: longer sequences are cut into calls.
+_LONGEST_QUERY, _LONGEST_KEY = 8 * 1024, 128 * 1024
 
 KIND: Literal["fused"] = "fused"
 
@@ -51,7 +63,7 @@ def unsupported(shape: ShapeClass) -> str | None:
             f"{_DENSE} takes a key for every head, with {_NOPE} + {_ROPE} dimensions, that is, MLA that is "
             "not absorbed"
         )
-    return _unsupported_indexer(_DENSE, shape["index_heads"], shape["index_dim"])
+    return _unsupported_indexer(_DENSE, shape["index_heads"], shape["index_dim"], _DENSE_INDEX_HEADS)
 
 
 def plan_fused(
@@ -69,7 +81,8 @@ def plan_fused(
         return f"{_SPARSE} takes bfloat16 and float16, one of them for all inputs"
     if query.shape[3] != _LATENT + _ROPE:
         return f"{_SPARSE} has {_LATENT} latent and {_ROPE} rotary dimensions only"
-    reason = _unsupported_indexer(_SPARSE, *index_query.shape[2:])
+    index_heads, index_dim = index_query.shape[2:]
+    reason = _unsupported_indexer(_SPARSE, index_heads, index_dim, product().loss_index_heads)
     if reason is not None:
         return reason
     reason = unsupported_width(_SPARSE, topk_indices.shape[2], key_length)
@@ -81,8 +94,18 @@ def plan_fused(
         return f"{_SPARSE} sums over all rows (row_mask must be None)"
     if torch.are_deterministic_algorithms_enabled():
         return f"{_SPARSE} adds to keys in no fixed order"
+    reason = _unsupported_heads(_SPARSE, query, tp_group, use_relu, _SPARSE_HEADS)
+    if reason is not None:
+        return reason
     layout = layout_of_indices(topk_indices, key_length)
-    return _unsupported_rows(_SPARSE, query, layout, tp_group, use_relu) or layout
+    if isinstance(layout, str):
+        return layout
+    # Packed sequences go in as many calls as it takes.
+    batch = layout.batch if layout.sequences is None else 1
+    longest = layout.key_length if layout.sequences is None else max(layout.sequences)
+    if batch > product().loss_sequences or longest > _LONGEST_KEY:
+        return f"{_SPARSE} takes up to {product().loss_sequences} sequences of up to {_LONGEST_KEY} keys"
+    return layout
 
 
 def plan_dense(
@@ -99,31 +122,34 @@ def plan_dense(
         return f"{_DENSE} takes bfloat16 and float16, one of them for all inputs"
     if row_mask is not None:
         return f"{_DENSE} sums over all rows (row_mask must be None)"
+    reason = _unsupported_heads(_DENSE, query, tp_group, use_relu, _DENSE_HEADS)
+    if reason is not None:
+        return reason
     layout = layout_of_ranges(ranges, key_length)
-    return _unsupported_rows(_DENSE, query, layout, tp_group, use_relu) or layout
-
-
-def _unsupported_indexer(operator: str, index_heads: int, index_dim: int) -> str | None:
-    if index_dim != _INDEX_DIM:
-        return f"{operator} has index_dim {_INDEX_DIM} only"
-    if index_heads not in _INDEX_HEADS:
-        return f"{operator} takes {listed(_INDEX_HEADS)} index heads"
-    return None
-
-
-def _unsupported_rows(
-    operator: str, query: Tensor, layout: Layout | str, tp_group: dist.ProcessGroup | None, use_relu: bool
-) -> str | None:
-    if not use_relu:
-        return f"{operator} always clamps the products at zero (use_relu=True)"
-    if query.shape[2] * _ranks(tp_group) not in _HEADS:
-        return f"{operator} takes {listed(_HEADS)} heads, counted over all tensor-parallel ranks"
     if isinstance(layout, str):
         return layout
     sequences = layout.batch if layout.sequences is None else len(layout.sequences)
     longest = layout.query_length if layout.sequences is None else max(layout.sequences)
-    if sequences > _MOST_SEQUENCES or longest > _LONGEST_QUERY:
-        return f"{operator} takes up to {_MOST_SEQUENCES} sequences of up to {_LONGEST_QUERY} rows"
+    if sequences > _MOST_SEQUENCES or longest > _LONGEST_DENSE_QUERY:
+        return f"{_DENSE} takes up to {_MOST_SEQUENCES} sequences of up to {_LONGEST_DENSE_QUERY} rows"
+    return layout
+
+
+def _unsupported_indexer(operator: str, heads: int, dim: int, known: tuple[int, ...]) -> str | None:
+    if dim != _INDEX_DIM:
+        return f"{operator} has index_dim {_INDEX_DIM} only"
+    if heads not in known:
+        return f"{operator} takes {listed(known)} index heads"
+    return None
+
+
+def _unsupported_heads(
+    operator: str, query: Tensor, group: dist.ProcessGroup | None, use_relu: bool, known: tuple[int, ...]
+) -> str | None:
+    if not use_relu:
+        return f"{operator} always clamps the products at zero (use_relu=True)"
+    if query.shape[2] * _ranks(group) not in known:
+        return f"{operator} takes {listed(known)} heads, counted over all tensor-parallel ranks"
     return None
 
 
@@ -160,25 +186,54 @@ def fused_loss(
     query_latent, query_rope = _split(layout, _all_heads(query.detach(), tp_group), _LATENT)
     latent, key_rope = _split(layout, key.detach()[:, :, None], _LATENT)
     maximum = layout.pack_statistics(_all_heads(lse.detach(), tp_group))
+    indices = layout.pack_widened(topk_indices, TOPK_WIDTHS[0])
+    # The rows of packed tensors; statistics have heads before them.
+    axis = 1 if layout.sequences is None else 0
 
-    def run(index_query: Tensor, index_key: Tensor, index_weights: Tensor) -> tuple[Tensor, ...]:
-        return npu_op(_SPARSE)(
-            query_latent,
-            latent,
-            index_query,
-            index_key,
-            index_weights,
-            layout.pack_widened(topk_indices, TOPK_WIDTHS[0]),
-            maximum,
-            torch.ones_like(maximum),
+    def call(part: Part, index_query: Tensor, index_key: Tensor, index_weights: Tensor) -> list[Tensor]:
+        def rows(tensor: Tensor, axis: int = axis) -> Tensor:
+            return part.of(tensor, axis, part.rows)
+
+        def keys(tensor: Tensor) -> Tensor:
+            return part.of(tensor, axis, part.keys)
+
+        statistics = rows(maximum, axis + 1)
+        results = npu_op(_SPARSE)(
+            rows(query_latent),
+            keys(latent),
+            rows(index_query),
+            keys(index_key),
+            rows(index_weights),
+            rows(indices),
+            statistics,
+            torch.ones_like(statistics),
             softmax_scale,
-            query_rope=query_rope,
-            key_rope=key_rope,
-            actual_seq_qlen=layout.prefix_sums,
-            actual_seq_klen=layout.prefix_sums,
-            layout=layout.name,
+            query_rope=rows(query_rope),
+            key_rope=keys(key_rope),
+            actual_seq_qlen=part.ends,
+            actual_seq_klen=part.ends,
+            layout="BSND" if part.ends is None else "TND",
             sparse_mode=3,
         )
+        *gradients, loss = results[:4]
+        return [*(gradient[0] if part.alone else gradient for gradient in gradients), loss]
+
+    def run(index_query: Tensor, index_key: Tensor, index_weights: Tensor) -> list[Tensor]:
+        parts = parts_of(layout, _LONGEST_QUERY, product().loss_sequences)
+        found = [call(part, index_query, index_key, index_weights) for part in parts]
+        if len(found) == 1:
+            return found[0]
+        of_query, _, of_weights = (torch.cat(each, dim=axis) for each in list(zip(*found, strict=True))[:3])
+        # A key may be seen from several parts.
+        of_key = torch.zeros_like(index_key, dtype=torch.float32)
+        for part, (_, gradient, _, _) in zip(parts, found, strict=True):
+            of_key.narrow(axis, part.keys.start, part.keys.stop - part.keys.start).add_(gradient)
+        return [
+            of_query,
+            of_key.to(index_key.dtype),
+            of_weights,
+            torch.stack([one[3] for one in found]).sum(0),
+        ]
 
     weights = index_weights.to(query.dtype)
     loss: Tensor = _Fused.apply(run, layout, row_weight, index_query, index_key, weights)
@@ -245,7 +300,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        run: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]],
+        run: Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]],
         layout: Layout,
         row_weight: Tensor,
         index_query: Tensor,

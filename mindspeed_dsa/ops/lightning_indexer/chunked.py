@@ -17,7 +17,6 @@ from mindspeed_dsa.ops.chunks import wide
 
 # Bytes that the scores of a slab and their order may take, and the products of some of its keys.
 _SLAB_BYTES = 256 << 20
-_HIDDEN = torch.iinfo(torch.int64).min
 
 KIND: Literal["gradients"] = "gradients"
 plan_call = takes_every_call
@@ -46,10 +45,7 @@ def select(
             at = (b, slice(first, first + rows))
             scores = _scores(query[at].to(dtype), key[b], weights[at].to(dtype), use_relu)
             seen = (position >= starts[at][:, None]) & (position < ends[at][:, None])
-            # Stable: equal scores stay in ascending order of position.
-            best, chosen = _order(scores).masked_fill_(~seen, _HIDDEN).sort(descending=True, stable=True)
-            chosen = chosen[:, :topk].masked_fill(best[:, :topk] == _HIDDEN, key_length).sort().values
-            hidden = chosen == key_length
+            chosen, hidden = _ascending(*_best(scores, seen, topk), key_length)
             topk_scores[at] = scores.gather(-1, chosen.masked_fill(hidden, 0)).masked_fill_(
                 hidden, -torch.inf
             )
@@ -72,9 +68,23 @@ def _scores(query: Tensor, key: Tensor, weights: Tensor, use_relu: bool) -> Tens
     return scores
 
 
-def _order(scores: Tensor) -> Tensor:
-    """int64 in the order of the scores: -0.0 and 0.0 give the same one, NaN one below that of -inf."""
-    bits = (scores.double() + 0.0).view(torch.int64)
-    # In two's complement, flipping the magnitude of negative floats makes the integer order the float order.
-    ordered = bits ^ ((bits >> 63) & torch.iinfo(torch.int64).max)
-    return ordered.masked_fill_(scores.isnan(), _HIDDEN + 1)
+def _best(scores: Tensor, seen: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """Positions of the best keys of each row, best first, and whether they are seen: ``[rows, topk]`` each.
+
+    Numbers in their order, NaN, and keys that are not seen come one after the other. Two stable sorts of
+    floats say this exactly, and equal scores stay in ascending order of position: some devices sort no
+    integers.
+    """
+    no_number = scores.isnan()
+    order = scores.masked_fill(~seen | no_number, -torch.inf).sort(descending=True, stable=True).indices
+    kinds = seen.to(torch.float32) - (seen & no_number).to(torch.float32) / 2
+    kinds, places = kinds.gather(-1, order).sort(descending=True, stable=True)
+    return order.gather(-1, places[:, :topk]), kinds[:, :topk] > 0
+
+
+def _ascending(chosen: Tensor, seen: Tensor, key_length: int) -> tuple[Tensor, Tensor]:
+    """Positions in ascending order, ``key_length`` at the tail, and where that is."""
+    # fp32 holds so large a number.
+    exact = torch.float32 if key_length <= 1 << 24 else torch.int64
+    ascending = chosen.masked_fill(~seen, key_length).to(exact).sort().values.to(torch.int64)
+    return ascending, ascending == key_length

@@ -10,7 +10,7 @@ from torch import Tensor
 from mindspeed_dsa.ops import chunks
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.indices import names_key
-from mindspeed_dsa.ops.npu_device import DTYPES, TOPK_WIDTHS, npu_op, unavailable
+from mindspeed_dsa.ops.npu_device import DTYPES, TOPK_WIDTHS, listed, npu_op, product, unavailable
 from mindspeed_dsa.ops.npu_layout import Layout, layout_of_indices, layout_of_ranges
 from mindspeed_dsa.ops.precision import raising_factor
 from mindspeed_dsa.ops.row_ranges import Ranges
@@ -38,6 +38,9 @@ def unsupported(shape: ShapeClass) -> str | None:
         return f"npu_lightning_indexer has head_dim {_HEAD_DIM} only"
     if shape["heads"] > _MOST_HEADS:
         return f"npu_lightning_indexer takes at most {_MOST_HEADS} heads"
+    if shape["heads"] not in product().indexer_heads:
+        heads = listed(product().indexer_heads)
+        return f"npu_lightning_indexer takes {heads} heads on this device, {product().name}"
     if shape["topk"] > _ANY_TOPK and shape["topk"] not in TOPK_WIDTHS:
         return f"npu_lightning_indexer takes topk up to {_ANY_TOPK} and multiples of 1024 up to 8192"
     return None
@@ -111,6 +114,7 @@ def score_gradients(
     of the selection; it is found from indices that come from elsewhere.
     """
     fits = (query.shape[2], topk_indices.shape[2]) == (_GRAD_HEADS, _GRAD_TOPK)
+    fits = fits and product().indexer_gradient
     if use_relu and fits and not torch.are_deterministic_algorithms_enabled():
         if layout is None:
             layout = layout_of_indices(topk_indices, key.shape[1])
