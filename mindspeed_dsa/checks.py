@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -11,6 +12,22 @@ from packaging.specifiers import SpecifierSet
 from mindspeed_dsa import features, versions
 from mindspeed_dsa.declarations import Feature
 from mindspeed_dsa.settings import GENERAL_FLAGS, Settings
+
+
+def mindspeed() -> str | None:
+    """What to do about patches that MindSpeed has put into this process, or None where there are none.
+
+    Both libraries patch the same functions and know flags of the same names.
+    """
+    manager = getattr(sys.modules.get("mindspeed.patch_utils"), "MindSpeedPatchesManager", None)
+    patched = getattr(manager, "patches_info", None)
+    if not patched:
+        return None
+    return (
+        f"mindspeed_dsa: MindSpeed has patched {len(patched)} functions of this process, and only one of the "
+        "two libraries can be in it: remove `import mindspeed.megatron_adaptor` (or that of mindspeed_llm) "
+        "from the training script, see docs/migrate.md, or train without mindspeed_dsa"
+    )
 
 
 def problems(active: Sequence[Feature], settings: Settings) -> list[str]:

@@ -110,6 +110,7 @@ class Session:
     def finalize(self, report_dir: str | None = None) -> None:
         """Verify every patch site; see the module's :func:`finalize`."""
         try:
+            self._require_alone()
             self._manager.finalize()
         except PatchError as error:
             self._stay_refused(error)
@@ -120,6 +121,13 @@ class Session:
         self._finalized = True
         folder = report_dir or self.settings.mindspeed_report_dir or self.log_folder
         start_report.publish(self.settings, self.features, self.report(), folder)
+
+    def _require_alone(self) -> None:
+        """MindSpeed may have come after us: its replacements drop ours, and flags of both act twice."""
+        problem = checks.mindspeed() if self.features else None
+        if problem is not None:
+            self._manager.undo()
+            raise PatchError([problem], "no model can be built, all patches were undone")
 
     def _stay_refused(self, error: PatchError) -> None:
         """Everything is undone, and a retry must not quietly build its model on stock Megatron."""
@@ -152,6 +160,7 @@ class Session:
         Raises:
             PatchError: as :meth:`finalize` does.
         """
+        self._require_alone()
         self._manager.finalize(thorough=True)
 
     def report(self) -> list[SiteReport]:
@@ -326,6 +335,8 @@ def _start(api: Mapping[str, Any], argv: Sequence[str]) -> None:
     global _current, _api, _argv, _fork, _watch
     _fork = _fork or forks.imported()
     resolved, active = resolve(api, argv)  # raises before the old session is changed
+    if active and (problem := checks.mindspeed()) is not None:
+        raise SettingsError(problem)
     previous = _current
     if previous is not None:
         previous.end()

@@ -269,6 +269,46 @@ def test_a_switch_that_only_the_jobs_parser_has_heard_of_is_refused():
 
 
 @pytest.fixture
+def mindspeed(monkeypatch):
+    """MindSpeed's engine as it is seen from outside: a module that knows what it has patched."""
+
+    def patches(*targets):
+        manager = SimpleNamespace(patches_info=dict.fromkeys(targets))
+        module = SimpleNamespace(MindSpeedPatchesManager=manager)
+        monkeypatch.setitem(sys.modules, "mindspeed.patch_utils", module)
+
+    return patches
+
+
+def test_mindspeed_that_came_first_is_refused_at_once(megatron, mindspeed):
+    megatron()
+    mindspeed("megatron.core.layers.scale", "megatron.training.arguments.parse_args")
+    with pytest.raises(SettingsError, match="MindSpeed has patched 2 functions of this process") as refused:
+        mindspeed_dsa.enable(use_counting=True)
+    assert "remove `import mindspeed.megatron_adaptor`" in str(refused.value)
+    assert "docs/migrate.md" in str(refused.value)
+    assert mindspeed_dsa.report() == []
+    mindspeed_dsa.enable()  # nothing of ours is on
+
+
+def test_mindspeed_that_comes_second_is_refused_before_the_first_model(megatron, mindspeed):
+    megatron()
+    mindspeed()  # imported, and idle
+    mindspeed_dsa.enable(use_counting=True)
+    import corp_megatron.core.consumer as consumer
+    from corp_megatron.core.models.common.language_module.language_module import LanguageModule
+
+    mindspeed("megatron.core.layers.scale")
+    for _ in range(2):
+        with pytest.raises(PatchError, match="MindSpeed has patched 1 functions of this process"):
+            LanguageModule()
+    assert consumer.use(3) == 6
+    assert calls() == [], "everything is undone"
+    mindspeed_dsa.disable()
+    assert LanguageModule("config").config == "config"
+
+
+@pytest.fixture
 def unnamed(megatron, tmp_path, monkeypatch):
     """The fork, whose root nobody has named, in a process that has imported no other Megatron."""
     monkeypatch.delenv("MINDSPEED_DSA_MEGATRON_ROOT")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal
 
-from mindspeed_dsa.patches import compose, hooks, signatures
+from mindspeed_dsa.patches import compose, hooks, reach, signatures
 from mindspeed_dsa.patches.errors import PatchDeclarationError
 from mindspeed_dsa.patches.proxies import is_a
 from mindspeed_dsa.patches.spec import Claim, Patch
@@ -278,8 +278,11 @@ class Site:
 
     @property
     def lost(self) -> bool:
-        """Whether other code restored the original."""
-        return self.state == "foreign" and self._live() is self.raw
+        """Whether other code restored the original, or put a function there that does not reach ours."""
+        if self.state != "foreign":
+            return False
+        live = self._live()
+        return live is self.raw or (self.composed and not reach.reaches(live, self.installed))
 
     def refresh(self) -> None:
         """Detect that other code has patched over us, or has undone that."""
@@ -296,6 +299,8 @@ class Site:
             self.reason = f"other code restored the original after {', '.join(self.features)}"
         else:
             self.reason = f"other code re-patched it with {live!r} after {', '.join(self.features)}"
+            if self.lost:
+                self.reason += ", which does not call what it replaced"
 
     def _live(self) -> Any:
         """The object that a lookup of the target by name finds."""
