@@ -15,9 +15,12 @@ from mindspeed_dsa.compat.verdicts import Verdict, judge
 from mindspeed_dsa.declarations import Feature, Flag
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.patches.spec import Patch
+from mindspeed_dsa.platforms.npu_operators import OPERATORS
+from mindspeed_dsa.platforms.npu_products import PRODUCTS, UNKNOWN
 from mindspeed_dsa.versions import MEGATRON_DISTRIBUTION
 
 TABLE = "compatibility.md"
+NPU = "npu.md"
 _NOTHING_TRAINED = trained.Trained()
 
 _HEADER = """\
@@ -90,6 +93,7 @@ def expected(docs: Path) -> tuple[dict[Path, str], list[str]]:
     """Path to the text that it should have, and the problems with pages that are written by hand."""
     pages = {docs / TABLE: compatibility(shipped(), load(), trained.load())}
     problems: list[str] = []
+    _fill(pages, problems, docs / NPU, {"operators": npu_operators(), "products": npu_products()})
     by_page: dict[Path, list[Feature]] = {}
     for feature in shipped():
         if feature.doc:
@@ -100,16 +104,41 @@ def expected(docs: Path) -> tuple[dict[Path, str], list[str]]:
             names = ", ".join(feature.name for feature in features)
             problems.append(f"  - write docs/features/{page.name} for {names}")
             continue
-        text = _read(page)
-        for section, content in (("flags", flag_table(features)), ("patched", patched_tables(features))):
-            begin, end = f"<!-- {section}:begin -->", f"<!-- {section}:end -->"
-            if text.count(begin) != 1 or text.count(end) != 1:
-                problems.append(f"  - docs/features/{page.name} must hold the lines {begin} and {end} once")
-                continue
-            before, _, rest = text.partition(begin)
-            text = f"{before}{begin}\n{content}{end}{rest.partition(end)[2]}"
-        pages[page] = text
+        _fill(pages, problems, page, {"flags": flag_table(features), "patched": patched_tables(features)})
     return pages, problems
+
+
+def _fill(pages: dict[Path, str], problems: list[str], page: Path, sections: Mapping[str, str]) -> None:
+    """Put generated sections between their markers on a page that is written by hand."""
+    if not page.is_file():
+        problems.append(f"  - write docs/{page.name}")
+        return
+    text = _read(page)
+    for section, content in sections.items():
+        begin, end = f"<!-- {section}:begin -->", f"<!-- {section}:end -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            name = f"docs/{'features/' * (page.parent.name == 'features')}{page.name}"
+            problems.append(f"  - {name} must hold the lines {begin} and {end} once")
+            continue
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{content}{end}{rest.partition(end)[2]}"
+    pages[page] = text
+
+
+def npu_operators() -> str:
+    """Operators of torch_npu with the first releases that have them."""
+    rows = [
+        [f"`{each.name}`", each.part, ", ".join(each.since.torch_npu), each.since.cann] for each in OPERATORS
+    ]
+    return _table(["Operator", "For", "torch_npu, first wheel for each PyTorch", "CANN"], rows)
+
+
+def npu_products() -> str:
+    """Limits that differ between products."""
+    products = (*PRODUCTS, UNKNOWN)
+    rows = [[limit, *(product.limits()[limit] for product in products)] for limit in UNKNOWN.limits()]
+    header = [f"{product.name} (`{product.devices[0]}`...)" for product in PRODUCTS]
+    return _table(["Limit", *header, "any other"], rows)
 
 
 def _read(path: Path) -> str:

@@ -1,8 +1,8 @@
 """What torch_npu's operators compute, on CPU tensors, from their manuals and not from our backend.
 
-Registered under the real operators: a call goes through torch_npu's schema first, and those of other releases
-(``schemas.py``), and its result is held against torch_npu's own meta kernel. Documented limits raise. Like the
-device's kernels, these take the first ``min(topk, visible)`` entries of a row of indices; a -1 among them
+Registered under the real operators: a call goes through the schemas of other releases (``schemas.py``) and
+torch_npu's own first, and its result is held against torch_npu's meta kernel. Documented limits raise. Like
+the device's kernels, these take the first ``min(topk, visible)`` entries of a row of indices; a -1 among them
 raises here.
 """
 
