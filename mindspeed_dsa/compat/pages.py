@@ -127,6 +127,9 @@ def expected(docs: Path) -> tuple[dict[Path, str], list[str]]:
 
 def _fill(pages: dict[Path, str], problems: list[str], page: Path, sections: Mapping[str, str]) -> None:
     """Put generated sections between their markers on a page that is written by hand."""
+    if not page.is_file():
+        problems.append(f"  - write docs/{page.name}")
+        return
     text = _read(page)
     for section, content in sections.items():
         begin, end = f"<!-- {section}:begin -->", f"<!-- {section}:end -->"

@@ -7,6 +7,7 @@ import torch
 
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, npu, selected_scores
 from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY
+from tests.npu import attention_kernels
 from tests.npu.counting import counted
 from tests.npu.kernel_parts import Call
 from tests.ops import oracle
@@ -112,17 +113,23 @@ def test_gradient_of_scores_outside_of_the_operators_sizes(npu_kernels, ranges):
 
 
 @pytest.mark.parametrize("layout", ["BSND", "TND"])
-def test_gradient_of_scores_by_the_operator(npu_kernels, layout):
-    """At its one size: 64 heads, 2048 entries; rows see fewer keys than that, and more."""
+def test_gradient_of_scores_by_the_operator(npu_kernels, monkeypatch, layout):
+    """At its one size: 64 heads, 2048 entries; rows see fewer keys than that, and more.
+
+    Packed sequences have all their rows: they are tested with an operator that takes fewer entries.
+    """
+    topk = 2048 if layout == "BSND" else 64
+    monkeypatch.setattr(npu, "_GRAD_TOPK", topk)
+    monkeypatch.setattr(attention_kernels, "GRAD_TOPK", topk)
     if layout == "BSND":
         queries, some = (40, 40), torch.arange(40)
         inputs = inputs_of(40, 2060, heads=64, batch=2)
         starts, ends = None, torch.arange(2021, 2061)
     else:
-        queries, some = (2052, 2048), torch.tensor([0, 3, 700, 2047, 2048, 2051, 2052, 2053, 4099])
-        inputs = inputs_of(4100, heads=64, batch=1)
+        queries, some = (68, 64), torch.tensor([0, 3, 20, 63, 64, 67, 68, 69, 131])
+        inputs = inputs_of(132, heads=64, batch=1)
         starts, ends = packed_ranges(*queries)
-    indices, scores = lightning_indexer(*inputs, 2048, starts=starts, ends=ends, backend="npu")
+    indices, scores = lightning_indexer(*inputs, topk, starts=starts, ends=ends, backend="npu")
 
     # The reference differentiates a few rows: the others get no gradient.
     reference = widened(inputs)
