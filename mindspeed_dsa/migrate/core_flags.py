@@ -231,7 +231,7 @@ TRAINING = [
     Row(
         "--optimizer-selection",
         "not needed",
-        "Megatron's --optimizer decides; Adam's implementation is the platform's.",
+        "Megatron's --optimizer decides; on NPUs Adam's step is one operator (--fused-adam).",
         refused={"fused_ema_adamw": "Averaged weights are not here."},
     ),
     *different("use-ema", "Averaged weights are not here."),

@@ -128,7 +128,7 @@ def test_queries_in_two_parts_pass_through_megatrons_layer(pool, switches, overr
     assert ours["in two parts"] == [True] * 2 * passes
     assert ours["loss"] == whole["loss"]
     torch.testing.assert_close(ours["tracked"], whole["tracked"], rtol=0, atol=0)
-    assert_same_gradients(ours["gradients"], whole["gradients"], 1e-6)
+    assert_same_gradients(ours["gradients"], whole["gradients"], 1e-5)
 
 
 def calls(pool, mode, switches=FUSED, **overrides):
