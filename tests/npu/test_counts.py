@@ -29,10 +29,12 @@ def leaves(rows: int, dtype: torch.dtype) -> list[Tensor]:
     return [x.detach().to(dtype).requires_grad_() for x in (*main, *index)]
 
 
-def layer(form: str, backend: str, given: list[Tensor], loss: LossOptions | None) -> list[Tensor]:
+def layer(
+    form: str, backend: str, given: list[Tensor], loss: LossOptions | None, rope: Tensor | None = None
+) -> list[Tensor]:
     """Output, loss, and their gradients."""
     query, key, up_value, *index = given
-    operands, inputs = Operands(query, key, up_value, SCALE), IndexInputs(*index)
+    operands, inputs = Operands(query, key, up_value, SCALE, query_rope=rope), IndexInputs(*index)
     if form == "runs":
         result = by_runs.attend_by_runs(operands, inputs, TOPK, RUNS, LENGTH, Groups(), loss, backend)
     else:
@@ -43,7 +45,8 @@ def layer(form: str, backend: str, given: list[Tensor], loss: LossOptions | None
         result = sparse_attention.sparse_attention(operands, inputs, TOPK, rows, Groups(), loss, backend)
     assert result.loss is not None
     total = result.out.float().square().sum() + 100 * result.loss
-    return [result.out, result.loss, *torch.autograd.grad(total, given)]
+    asked = given if rope is None else [*given, rope]
+    return [result.out, result.loss, *torch.autograd.grad(total, asked)]
 
 
 @pytest.fixture
@@ -69,3 +72,22 @@ def test_the_host_waits_for_nothing_and_the_ai_cpu_has_nothing_to_do(npu_kernels
     assert not counts.host_reads, counts.told("host_reads")
     assert not counts.ai_cpu, counts.told("ai_cpu")
     assert not counts.doubles, counts.told("doubles")
+
+
+def test_a_query_in_two_parts_is_not_copied(npu_kernels, counts_of):
+    """Nor put together for the loss; in one piece it is split three times, and its gradient put together."""
+    given = leaves(LENGTH, torch.bfloat16)
+    wanted = LossOptions(0.5, on_chosen_keys=True)
+    with counted() as counts:
+        whole = layer("causal", "npu", given, wanted)
+    copies = [event for event in counts.copies if event.shape[-2:] in ((HEADS, 64), (HEADS, 576))]
+    assert len(copies) == 4, counts.told("copies")
+    latent, rope = (x.detach().contiguous().requires_grad_() for x in given[0].split([512, 64], dim=-1))
+    with counted() as counts:
+        apart = layer("causal", "npu", [latent, *given[1:]], wanted, rope)
+    copies = [event for event in counts.copies if event.shape[-2:] in ((HEADS, 64), (HEADS, 576))]
+    assert not copies, counts.told("copies")
+    of_query, *others = whole[2:]
+    assert torch.equal(torch.cat([apart[2], apart[-1]], dim=-1), of_query)
+    for one, other in zip((*apart[:2], *apart[3:-1]), (*whole[:2], *others), strict=True):
+        assert torch.equal(one, other)

@@ -129,7 +129,7 @@ class FusedLoss(_Loss, _AutogradDense, _SparseGradient, Protocol):
         index_query: Tensor,
         index_key: Tensor,
         index_weights: Tensor,
-        query: Tensor,
+        query_parts: tuple[Tensor, ...],
         key: Tensor,
         topk_indices: Tensor,
         softmax_scale: float,
@@ -139,7 +139,10 @@ class FusedLoss(_Loss, _AutogradDense, _SparseGradient, Protocol):
         found: Any,
         /,
     ) -> Tensor:
-        """The sparse form, differentiable with respect to the indexer's three inputs."""
+        """The sparse form, differentiable with respect to the indexer's three inputs.
+
+        The query comes in one piece, or as its latent and its rotary part.
+        """
 
 
 Loss = AutogradLoss | GradientLoss | FusedLoss

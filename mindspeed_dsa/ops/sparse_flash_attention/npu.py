@@ -22,6 +22,10 @@ _MOST_SEQUENCES = 256
 _LONGEST_QUERY = 128 * 1024
 
 KIND: Literal["gradients"] = "gradients"
+TAKES_PARTS = True
+
+Query = Tensor | tuple[Tensor, Tensor]
+"""Latent and rotary part in one tensor, or apart."""
 
 
 def unsupported(shape: ShapeClass) -> str | None:
@@ -58,7 +62,7 @@ def plan_call(topk_indices: Tensor, key_length: int, form: RowForm | None) -> La
 
 
 def forward(
-    query: Tensor,
+    query: Query,
     key_value: Tensor,
     topk_indices: Tensor,
     softmax_scale: float,
@@ -67,7 +71,7 @@ def forward(
     layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The three parts of :class:`SparseAttentionOutput`."""
-    query_latent, query_rope = (layout.pack(part) for part in query.split([_LATENT, _ROPE], dim=-1))
+    query_latent, query_rope = _query_parts(layout, query)
     latent, key_rope = _key_parts(layout, key_value)
     out, maximum, total = npu_op("npu_sparse_flash_attention")(
         query_latent,
@@ -89,13 +93,13 @@ def forward(
     lse = layout.unpack_statistics(maximum + total.log())
     attention_sum = None
     if return_attention_sum:
-        attention_sum = chunks.attention_sum(query, key_value, topk_indices, lse, softmax_scale)
+        attention_sum = chunks.attention_sum(_whole(query), key_value, topk_indices, lse, softmax_scale)
     return layout.unpack(out), lse, attention_sum
 
 
 def backward(
     grad_out: Tensor,
-    query: Tensor,
+    query: Query,
     key_value: Tensor,
     topk_indices: Tensor,
     out: Tensor,
@@ -103,13 +107,13 @@ def backward(
     softmax_scale: float,
     return_attention_sum: bool,
     layout: Layout,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Query, Tensor, Tensor | None]:
     """Gradients of query and key_value, from the ``out`` and ``lse`` that :func:`forward` returned.
 
     The third part is the sum of the probabilities over heads, as in :func:`forward`, or None. The operator
     does not return it: it is a pass of its own.
     """
-    query_latent, query_rope = (layout.pack(part) for part in query.split([_LATENT, _ROPE], dim=-1))
+    query_latent, query_rope = _query_parts(layout, query)
     latent, key_rope = _key_parts(layout, key_value)
     # exp(score - maximum) / total with (lse, 1) is what the pair of the forward gives.
     maximum = layout.pack_statistics(lse)
@@ -135,13 +139,25 @@ def backward(
     grad_latent_query, grad_key, grad_value, grad_query_rope, grad_key_rope = map(layout.unpack, grads)
     attention_sum = None
     if return_attention_sum:
-        attention_sum = chunks.attention_sum(query, key_value, topk_indices, lse, softmax_scale)
+        attention_sum = chunks.attention_sum(_whole(query), key_value, topk_indices, lse, softmax_scale)
+    apart = not isinstance(query, Tensor)
     return (
-        torch.cat([grad_latent_query, grad_query_rope], dim=-1),
+        (grad_latent_query, grad_query_rope)
+        if apart
+        else torch.cat([grad_latent_query, grad_query_rope], dim=-1),
         # Key and value are one tensor.
         torch.cat([grad_key + grad_value, grad_key_rope], dim=-1).squeeze(2),
         attention_sum,
     )
+
+
+def _whole(query: Query) -> Tensor:
+    return query if isinstance(query, Tensor) else torch.cat(query, dim=-1)
+
+
+def _query_parts(layout: Layout, query: Query) -> tuple[Tensor, Tensor]:
+    latent, rope = query.split([_LATENT, _ROPE], dim=-1) if isinstance(query, Tensor) else query
+    return layout.pack(latent), layout.pack(rope)
 
 
 def _key_parts(layout: Layout, key_value: Tensor) -> tuple[Tensor, Tensor]:

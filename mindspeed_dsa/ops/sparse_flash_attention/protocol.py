@@ -34,13 +34,17 @@ class AutogradAttention(_Attention, Protocol):
 
 
 class GradientAttention(_Attention, Protocol):
-    """Forward and backward."""
+    """Forward and backward.
+
+    Where ``TAKES_PARTS``, a query may come as its latent and its rotary part, and its gradient goes so too.
+    """
 
     KIND: Literal["gradients"]
+    TAKES_PARTS: bool
 
     def forward(
         self,
-        query: Tensor,
+        query: Any,
         key_value: Tensor,
         topk_indices: Tensor,
         softmax_scale: float,
@@ -55,7 +59,7 @@ class GradientAttention(_Attention, Protocol):
     def backward(
         self,
         grad_out: Tensor,
-        query: Tensor,
+        query: Any,
         key_value: Tensor,
         topk_indices: Tensor,
         out: Tensor,
@@ -65,7 +69,7 @@ class GradientAttention(_Attention, Protocol):
         /,
         *found: Any,
         **options: Any,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Any, Tensor, Tensor | None]:
         """Gradients of ``query`` and ``key_value``, and if asked for the probabilities summed over heads.
 
         That of ``key_value``, a sum over rows, may be wider than that is.

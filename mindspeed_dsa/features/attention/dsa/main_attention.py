@@ -48,6 +48,7 @@ def attend_sparsely(
             return_attention_sum=with_sum,
             topk_scores=topk_scores,
             score_gradient=score_gradient,
+            query_rope=None if operands.query_rope is None else operands.query_rope.transpose(0, 1),
             key_receiver=None if receiver is None else receiver.squeeze(2).transpose(0, 1),
             form=form,
             backend=backend,
@@ -78,10 +79,11 @@ def attend_densely(operands: Operands, rows: Rows, backend: str) -> Attended:
     after the other. Absorbed heads are too wide for that on accelerators; there the sparse operator gets
     every visible key.
     """
-    query, key, value = operands.query, operands.key, operands.value
+    query, key = operands.query, operands.key
     if operands.absorbed and query.device.type != "cpu":
         visible = all_visible(query.shape[1], key.shape[0], query.device, rows)
         return attend_sparsely(operands, visible, backend, False, form=rows.form)
+    query, value = operands.whole().query, operands.value
     if operands.absorbed:
         key = expanded_key(operands)
         value = key[..., : operands.latent]

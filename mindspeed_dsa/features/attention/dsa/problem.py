@@ -23,7 +23,8 @@ class Operands:
     up-projection ``[heads, value_dim, latent]``, which is applied to the attention output. Under
     context parallelism the query has this rank's rows, the key those of the whole sequence in its own order.
     ``key_receiver``, if there is one, takes the gradient of an absorbed key in fp32, to be summed over ranks.
-    ``epilog``, if there is one, is the compiled form of the value's up-projection.
+    ``epilog``, if there is one, is the compiled form of the value's up-projection. ``query_rope``, if there
+    is one, is the rotary part of an absorbed query, ``[s, b, heads, rope]``, and ``query`` the latent one.
     """
 
     query: Tensor
@@ -32,6 +33,13 @@ class Operands:
     softmax_scale: float
     key_receiver: Tensor | None = None
     epilog: Callable[[Tensor, Tensor], Tensor] | None = None
+    query_rope: Tensor | None = None
+
+    def whole(self) -> Operands:
+        """The same with the query in one piece."""
+        if self.query_rope is None:
+            return self
+        return replace(self, query=torch.cat([self.query, self.query_rope], dim=-1), query_rope=None)
 
     def first(self, rows: int) -> Operands:
         """Without the rows from this one on."""
@@ -41,7 +49,9 @@ class Operands:
     def of(self, rows: slice, keys: slice) -> Operands:
         """Some rows and some keys; in absorbed form, whose value belongs to no row."""
         receiver = None if self.key_receiver is None else self.key_receiver[keys]
-        return replace(self, query=self.query[rows], key=self.key[keys], key_receiver=receiver)
+        rope = None if self.query_rope is None else self.query_rope[rows]
+        query, key = self.query[rows], self.key[keys]
+        return replace(self, query=query, key=key, key_receiver=receiver, query_rope=rope)
 
     @property
     def absorbed(self) -> bool:
@@ -63,6 +73,42 @@ class Operands:
         """Detached query ``[b, s, heads, dim]`` and key ``[b, s, dim]``, by head ``[b, s, heads, dim]``."""
         key = self.key.detach().transpose(0, 1)
         return self.query.detach().transpose(0, 1), key.squeeze(2) if self.absorbed else key
+
+
+def keeps_parts_apart(device: torch.device) -> bool:
+    """Whether this device's operators want the latent and the rotary part of a query apart."""
+    return device.type == "npu"
+
+
+def query_and_key(query: Tensor, query_rope: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """What passes for query and key through Megatron's layer and checkpoints, in absorbed form.
+
+    One query, or where parts stay apart the latent one, and the rotary one, a ninth of it, behind the key.
+
+    Args:
+        query: ``[s, b, heads, latent]``.
+        query_rope: ``[s, b, heads, rope]``.
+        key: ``[s, b, 1, latent + rope]``.
+    """
+    if keeps_parts_apart(query.device):
+        return query, torch.cat([key, query_rope.flatten(2).unsqueeze(2)], dim=-1)
+    return torch.cat([query, query_rope], dim=-1), key
+
+
+def parts_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The key, and the query's rotary part if it lies behind that: see :func:`query_and_key`.
+
+    Args:
+        query: of any form; the latent part, if parts are apart.
+        key: of any form.
+        value: ``[heads, value_dim, latent]``, or by head.
+    """
+    latent, heads = value.shape[-1], query.shape[2]
+    if value.dim() != 3 or query.shape[-1] != latent:
+        return key, None
+    rope = (key.shape[-1] - latent) // (1 + heads)
+    key, of_query = key.split([latent + rope, heads * rope], dim=-1)
+    return key, of_query.squeeze(2).unflatten(-1, (heads, rope))
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,33 @@ def test_a_cpu_attends_by_head_where_that_is_faster(pool, stock, switches, by_he
     assert ours["by head"] == {"forward": by_head, "backward": by_head}
 
 
+AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+UP_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+ABSORBED = FUSED | {"use_dsa_absorb": True}
+
+
+@pytest.mark.parametrize(
+    ("switches", "overrides", "passes"),
+    [
+        (ABSORBED, {}, 1),
+        (IN_BACKWARD | {"use_dsa_absorb": True}, AGAIN, 2),
+        (ABSORBED, UP_AGAIN, 1),
+        (ABSORBED, SHORT, 1),
+        (ABSORBED, DENSE_LOSS, 1),
+        (ABSORBED | {"use_fused_sparse_flash_attention": False}, {}, 1),
+    ],
+    ids=str,
+)
+def test_queries_in_two_parts_pass_through_megatrons_layer(pool, switches, overrides, passes):
+    """As on NPUs; here the operators put them together. Gradients of the key are added in another order."""
+    whole = step(pool, switches, overrides)
+    (ours,) = pool.run(f"{CASES}:step_in_two_parts", 1, switches=switches, overrides=overrides)
+    assert ours["in two parts"] == [True] * 2 * passes
+    assert ours["loss"] == whole["loss"]
+    torch.testing.assert_close(ours["tracked"], whole["tracked"], rtol=0, atol=0)
+    assert_same_gradients(ours["gradients"], whole["gradients"], 1e-5)
+
+
 def calls(pool, mode, switches=FUSED, **overrides):
     (result,) = pool.run(f"{CASES}:operator_calls", 1, mode=mode, switches=switches, overrides=overrides)
     return result
