@@ -122,7 +122,7 @@ def test_losses_are_those_without(stock: dict[str, Run], tmp_path: Path, layout:
 @pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="MEGATRON_LM names no checkout of Megatron-LM")
 @pytest.mark.parametrize("first", [TP2, EXTENDED], ids=["on", "off"])
 def test_the_layout_of_experts_may_change_at_a_checkpoint(tmp_path: Path, first: str) -> None:
-    """By the flag alone, with all of the optimizer's state: Megatron-LM's own loop goes on as if it had not."""
+    """By the flag alone, with the optimizer's state: Megatron-LM's own loop goes on as if it had not."""
     second = EXTENDED if first == TP2 else TP2
     keep = f"--ckpt-format torch_dist --save {tmp_path / 'kept'} --save-interval 2"
     whole = pretrain(tmp_path / "whole", f"{first} {RESHARDABLE} {keep}")
