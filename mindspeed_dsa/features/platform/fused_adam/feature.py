@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mindspeed_dsa.declarations import Conflict, Feature, Flag
+from mindspeed_dsa.features.platform.fused_adam.activation import wanted
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.settings import PLATFORM
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _STEP = "mindspeed_dsa.features.platform.fused_adam.step:step_in_one_operator"
 _WHY = "torch's Adam makes temporary tensors as large as all weights, one operation after another"
-_OTHERS = ("swap_optimizer", "virtual_optimizer", "use_torch_fsdp2")
-
-
-def _active(settings: Any) -> bool:
-    if settings.fused_adam is not None:
-        return bool(settings.fused_adam)
-    return settings.platform == "npu" and not any(getattr(settings, name, False) for name in _OTHERS)
-
 
 FEATURE = Feature(
     name="fused-adam",
@@ -39,6 +30,6 @@ FEATURE = Feature(
         Patch(f"{_OPTIMIZER}:{name}.step_with_ready_grads", "wrap", _STEP, _WHY)
         for name in ("MixedPrecisionOptimizer", "FP32Optimizer")
     ),
-    active=_active,
+    active=wanted,
     doc="fused-adam.md",
 )
