@@ -91,7 +91,7 @@ def test_a_job_says_how_it_multiplies_bf16(
     if not has_bf16_product():
         pytest.skip("this PyTorch has no product of bf16 operands with a fp32 result")
     finished = jobs.run(
-        tmp_path / "run", "--train-iters", "1", "--eval-iters", "0", "--no-save", "--bf16", *flags
+        tmp_path / "run", "--train-iters", "2", "--eval-iters", "0", "--no-save", "--bf16", *flags
     )
     assert finished.code == 0, finished.output
     text = "bf16 operands of products with many rows are multiplied "
