@@ -303,6 +303,7 @@ def first_gradients() -> dict[str, str]:
                 first.check()
             except SettingsError as error:
                 said[what] = str(error)
+        model.reset_iter_state()  # messages under way write to memory that would go with the model
     return said
 
 
