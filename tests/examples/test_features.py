@@ -75,7 +75,7 @@ def test_a_job_says_how_it_multiplies_bf16(
     if not has_bf16_product():
         pytest.skip("this PyTorch has no product of bf16 operands with a fp32 result")
     finished = jobs.run(
-        tmp_path / "run", "--train-iters", "1", "--eval-iters", "0", "--no-save", "--bf16", *flags
+        tmp_path / "run", "--train-iters", "2", "--eval-iters", "0", "--no-save", "--bf16", *flags
     )
     assert finished.code == 0, finished.output
     text = "bf16 operands of products with many rows are multiplied "
@@ -107,7 +107,7 @@ def test_a_job_says_at_its_end_what_the_library_did(
     if times is not None:
         taken = dict(re.findall(r"(\w+) (\S+) s \(\d+ %\)", times[2]))
         assert set(taken) == {"indexer_kl_loss", "lightning_indexer", "sparse_flash_attention"}
-        assert 0 < sum(float(seconds) for seconds in taken.values()) <= float(times[1])
+        assert sum(float(seconds) for seconds in taken.values()) <= float(times[1]) + 0.1
     (line,) = (line for line in after.splitlines() if line.startswith("mindspeed_dsa:") and "at work" in line)
     assert (" fused-dsa (" in line) == (not flags)
     assert "dsa-hadamard (1 patched)" in line
