@@ -211,6 +211,6 @@ class Account:
         longest = sorted((-spent, name) for name, spent in seconds.items() if spent > 0)
         if longest:
             wall = time.perf_counter() - self._start
-            shares = (f"{name} {-spent:.1f} s ({-100 * spent / wall:.0f} %)" for spent, name in longest)
+            shares = (f"{name} {-spent:.2f} s ({-100 * spent / wall:.0f} %)" for spent, name in longest)
             lines.append(f"time of operators on rank 0, of {wall:.1f} s: {', '.join(shares)}")
         return lines
