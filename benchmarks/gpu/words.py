@@ -15,7 +15,7 @@ def report(found: Mapping[str, Any], device: str) -> str:
         found: metrics of the case ``gpu``.
         device: the GPU's name.
     """
-    parts = (_summary, _model, _operators, _layer, _features, _trace)
+    parts = (_summary, _model, _operators, layers, features, _trace)
     lines = [f"# {device}", ""]
     for part in parts:
         lines += [*part(found), ""]
@@ -80,7 +80,8 @@ def _figures(row: Mapping[str, float]) -> tuple[Any, ...]:
     )
 
 
-def _layer(found: Mapping[str, Any]) -> Iterator[str]:
+def layers(found: Mapping[str, Any]) -> Iterator[str]:
+    """Steps of whole layers, of the part ``layer``."""
     layer = rows_of(found, "layer")
     if not layer:
         return
@@ -106,9 +107,10 @@ def _layer(found: Mapping[str, Any]) -> Iterator[str]:
                 yield f"* {name}, {side}: {sides[side]}"
 
 
-def _features(found: Mapping[str, Any]) -> Iterator[str]:
-    features = {name: row for name, row in rows_of(found, "features").items() if "apart" in row}
-    if not features:
+def features(found: Mapping[str, Any]) -> Iterator[str]:
+    """Features off and on, of the part ``features``."""
+    cases = {name: row for name, row in rows_of(found, "features").items() if "apart" in row}
+    if not cases:
         return
     yield "## Features"
     yield ""
@@ -121,7 +123,7 @@ def _features(found: Mapping[str, Any]) -> Iterator[str]:
         return (name, *cells, f"{figures['step_ratio']:.2f}", f"{figures['apart']['lm_loss']:.1e}")
 
     head = ("", "peak MiB off", "on", "at rest MiB off", "on", "time on / off", "loss apart")
-    yield from table(head, (row(name, figures) for name, figures in features.items()))
+    yield from table(head, (row(name, figures) for name, figures in cases.items()))
 
 
 def _trace(found: Mapping[str, Any]) -> Iterator[str]:
