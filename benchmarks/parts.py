@@ -5,7 +5,6 @@ A part that fails, or leaves the device in a bad state, costs its own figures on
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -96,26 +95,32 @@ def _part(
                 last = [line for line in messages.read_text(encoding="utf-8").splitlines() if line.strip()]
                 error = f"it exited with {done.returncode}: {''.join(last[-1:])}"
     # Each line holds all that was found until then; the last one may be cut short.
-    lines = [line for line in answers.read_text(encoding="utf-8").split("\n")[:-1] if line]
+    lines = [line for line in answers.read_text(encoding="utf-8").split("\n")[:-1] if line.startswith("{")]
     found: dict[str, Any] = json.loads(lines[-1]) if lines else {}
     if error:
         found["error"] = error
     return {**found, "seconds": round(time.monotonic() - started, 1)}
 
 
-def serve(parts: Mapping[str, Part]) -> None:
+def serve(parts: Mapping[str, Part], prepare: Callable[[], None] = lambda: None) -> None:
     """Run one part: ``python -m MODULE NAME FOLDER QUICK SECONDS``.
 
-    Each line of its output is one JSON object, of all that was found until then.
+    Each line of its output is one JSON object, of all that was found until then. What else is printed, by
+    libraries too, goes to the log.
+
+    Args:
+        parts: by name.
+        prepare: called first.
     """
     name, folder, quick, seconds = sys.argv[1:]
-    answers = sys.stdout
+    sys.stdout.flush()
+    with open(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)
 
-    def tell(found: Any) -> None:
-        print(json.dumps(found), file=answers, flush=True)
+        def tell(found: Any) -> None:
+            print(json.dumps(found), file=answers, flush=True)
 
-    # What Megatron prints goes to the log.
-    with contextlib.redirect_stdout(sys.stderr):
+        prepare()
         tell(parts[name](Path(folder), quick == "1", float(seconds), tell))
 
 

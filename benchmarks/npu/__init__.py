@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,18 @@ from benchmarks.npu import stand_ins, words
 from benchmarks.registry import Metrics
 
 OPERATOR_PARTS = ("indexer", "attention", "loss", "dense_loss", "dense", "experts", "small")
+_STEPS = ("layer", "memory")
 PARTS = {
     "machine": 60,
     **dict.fromkeys(OPERATOR_PARTS, 240),
-    "layer": 480,
-    "memory": 480,
+    **dict.fromkeys(_STEPS, 480),
     "profile": 240,
 }
 """Seconds that each has for certain. What others leave, or did not ask for, is added."""
 LIMIT = 3600
 """Seconds of all together, the report included."""
 _REPORT = 10
+_DEVICE_ONLY = "profile"
 
 
 def run(device: str, quick: bool = False, report: str | None = None, only: str | None = None) -> Metrics:
@@ -54,6 +55,8 @@ def run(device: str, quick: bool = False, report: str | None = None, only: str |
     if device != "npu":
         environment |= stand_ins.environment()
     names = parts.chosen("npu", PARTS, only)
+    if device != "npu" and only is None:
+        names.remove(_DEVICE_ONLY)
     folder = Path(report or "runs/npu").absolute()
     folder.mkdir(parents=True, exist_ok=True)
     found = parts.run(
@@ -65,7 +68,7 @@ def run(device: str, quick: bool = False, report: str | None = None, only: str |
         seconds=LIMIT - _REPORT - (time.monotonic() - started),
         environment=environment,
     )
-    found |= verdict(found)
+    found |= verdict(found, {name: skipped(folder / f"{name}.log") for name in _STEPS if name in names})
     name = _device_name() if device == "npu" else "Stand-ins for an NPU: figures mean nothing"
     (folder / "report.md").write_text(words.report(found, name, OPERATOR_PARTS), encoding="utf-8")
     print(f"report: {folder / 'report.md'}", file=sys.stderr, flush=True)
@@ -76,7 +79,7 @@ def why_no_npu() -> str:
     """A sentence for a machine on which there is no NPU."""
     if find_spec("torch_npu") is None:
         return (
-            f"npu: torch_npu is not installed for {sys.executable}; on a machine with an Ascend NPU and CANN, "
+            f"npu: torch_npu is not installed for {sys.executable}; on a machine with an Ascend NPU and CANN "
             "make npu installs it into .venv-npu"
         )
     return (
@@ -86,8 +89,19 @@ def why_no_npu() -> str:
     )
 
 
-def verdict(found: Mapping[str, Any]) -> dict[str, Any]:
-    """``failed``, ``slower``, ``refused`` and ``not_compared``, each by what it is about."""
+def skipped(log: Path) -> list[str]:
+    """What a part's log says of operators that fell back to PyTorch, each once."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return list(dict.fromkeys(line.partition(": ")[2] for line in lines if " is skipped for " in line))
+
+
+def verdict(found: Mapping[str, Any], fallbacks: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """``failed``, ``slower``, ``refused`` and ``not_compared``, each by what it is about.
+
+    Args:
+        found: what each part found.
+        fallbacks: by part of training steps what :func:`skipped` returns.
+    """
     failed = {name: found[name]["error"] for name in PARTS if "error" in found.get(name, {})}
     slower: dict[str, str] = {}
     refused: dict[str, str] = {}
@@ -107,7 +121,9 @@ def verdict(found: Mapping[str, Any]) -> dict[str, Any]:
                     slower[f"{what}, {direction}"] = (
                         f"{figures['ms']:.3g} ms, {row['reference']} {figures['reference_ms']:.3g} ms"
                     )
-    for part in ("layer", "memory"):
+    for part in _STEPS:
+        for number, reason in enumerate(fallbacks.get(part, ()), 1):
+            refused[f"{part}, {number}"] = reason
         for case, row in parts.rows_of(found, part).items():
             if "refused" in row:
                 failed[f"{part}, {case}"] = row["refused"]

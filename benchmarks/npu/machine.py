@@ -11,7 +11,7 @@ from mindspeed_dsa.platforms.npu_operators import OPERATORS
 
 
 def run() -> dict[str, Any]:
-    """``versions``, ``device``, ``product`` with its ``limits``, ``environment``, and ``missing`` operators."""
+    """``versions``, ``product`` with its ``limits``, ``environment``, and ``missing`` operators."""
     device = platforms.current().device
     product = npu_device.product()
     reasons = {each.name: npu_device.unavailable(device.type, each.name) for each in OPERATORS}

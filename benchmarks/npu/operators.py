@@ -113,7 +113,7 @@ class Problem:
 
 
 class _Draw:
-    """Normally distributed bf16 tensors on the device, drawn on the host so that every device has the same."""
+    """Normally distributed bf16 tensors on the device, drawn on the host: the same ones everywhere."""
 
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(0)
@@ -258,9 +258,7 @@ def permutation(model: Model, rows: int) -> Problem:
     count = rows * model.chosen_experts
 
     def forward(backend: str) -> Outputs:
-        moved = permute(
-            inputs["tokens"], routing, rows=count, topk=model.chosen_experts, backend=backend
-        )
+        moved = permute(inputs["tokens"], routing, rows=count, topk=model.chosen_experts, backend=backend)
         back = unpermute(moved.tokens, moved.row_map, rows, backend=backend)
         return {"back": back, "permuted": moved.tokens}
 

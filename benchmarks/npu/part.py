@@ -56,7 +56,8 @@ def by_name() -> dict[str, Part]:
     return {f.__name__: f for f in others} | {name: partial(operators, name) for name in OPERATOR_PARTS}
 
 
-if __name__ == "__main__":
+def prepare() -> None:
+    """Make the device, or what stands in for it, the current platform."""
     from mindspeed_dsa import platforms
 
     if os.environ.get(stand_ins.ASKED_FOR):
@@ -64,4 +65,7 @@ if __name__ == "__main__":
         platforms.prepare("cpu", needed=False)
     else:
         platforms.prepare(platforms.detect("npu"))
-    parts.serve(by_name())
+
+
+if __name__ == "__main__":
+    parts.serve(by_name(), prepare)

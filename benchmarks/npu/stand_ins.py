@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-ASKED_FOR = "MINDSPEED_DSA_NPU_STAND_INS"
+ASKED_FOR = "NPU_STAND_INS"
 """Set in the environment of a process that is to have them."""
 
 
@@ -36,6 +36,8 @@ def install() -> None:
     kernels.register()
     npu_device.takes_device = lambda device: device == "cpu"
     backend._PREFERENCE["cpu"] = backend._PREFERENCE["npu"]
+    # What torch_npu's part of torch.optim asks for, among others.
+    torch.npu.current_device = lambda: 0
     torch.npu.get_device_name = lambda device=None: "Ascend910B3"
     # A shape function asks the device for its kind, once, for a warning.
     _meta_registrations._npu_fusion_attention_warning_printed = True

@@ -31,8 +31,17 @@ def report(found: Mapping[str, Any], device: str, operator_parts: Sequence[str])
         lines += [f"* **{what}**: {why}" for what, why in entries.items()] if entries else ["Nothing."]
         lines.append("")
     operators = {what: row for part in operator_parts for what, row in rows_of(found, part).items()}
-    for part in (_machine(found), _operators(operators), of_gpu.layers(found), _memory(found), _profile(found)):
-        lines += [*part, ""]
+    sections = (
+        _machine(found),
+        _operators(operators),
+        of_gpu.layers(found),
+        _backends(found),
+        of_gpu.features({"features": found.get("memory", {})}),
+        _profile(found),
+    )
+    for section in sections:
+        if text := list(section):
+            lines += [*text, ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -75,8 +84,12 @@ def _operators(operators: Mapping[str, Any]) -> Iterator[str]:
     yield from table(head, iter(rows))
 
 
-def _memory(found: Mapping[str, Any]) -> Iterator[str]:
-    yield from of_gpu.features({"features": found.get("memory", {})})
+def _backends(found: Mapping[str, Any]) -> Iterator[str]:
+    """Which backends the fused steps' operators ran on."""
+    for name, sides in rows_of(found, "layer").items():
+        fused = sides["fused"]
+        if not isinstance(fused, str):
+            yield f"* {name}, fused: {', '.join(fused['calls'])}"
 
 
 def _profile(found: Mapping[str, Any]) -> Iterator[str]:

@@ -54,8 +54,8 @@ def _at_least(seconds: int) -> Callable[[str], bool]:
 VARIABLES: tuple[Variable, ...] = (
     Variable(
         "TASK_QUEUE_ENABLE",
-        "hands operators to a second thread of the host, which launches them; 2 moves their workspaces there, "
-        "too. It does nothing beside `ASCEND_LAUNCH_BLOCKING=1`",
+        "hands operators to a second thread of the host, which launches them; 2 moves their workspaces "
+        "there, too. It does nothing beside `ASCEND_LAUNCH_BLOCKING=1`",
         "2",
         "the host runs ahead of the device; the peak of memory may rise",
         (_MANUAL, _SCRIPT),
