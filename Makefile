@@ -70,7 +70,7 @@ $(NPU_STAMP): setup.py constraints.txt
 test-npu: $(NPU_STAMP)  ## the NPU backend through the real torch_npu, without an NPU (x86-64 Linux, gcc)
 	stubs=$$($(NPU_BIN)/python tests/npu/stubs.py) && \
 		LD_LIBRARY_PATH="$$stubs$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}" TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
-		$(NPU_BIN)/python -m pytest tests/npu $(ARGS)
+		$(NPU_BIN)/python -m pytest $(XDIST) tests/npu $(ARGS)
 
 # Releases of Megatron-core, each with what Megatron-LM imports beside what it declares. All of them run one case
 # for each feature and layout, which is what the compatibility page calls trained; a few are tested closely.

@@ -111,17 +111,20 @@ def unheard(args: Any, armed: Settings, told: bool = False) -> Iterator[str]:
         told: whether the arguments have got the values of API and environment; what Megatron has made of its
             own flags since is its own affair.
     """
+    chosen = armed.chosen()
     for flag in features.all_flags():
-        setting = armed.setting(flag.dest)
         wanted = getattr(args, flag.dest, flag.unset)
-        if flag.megatron:
-            if setting.source == "environment" and not hasattr(args, flag.dest):
+        if not flag.megatron:
+            if wanted != flag.unset and wanted != getattr(armed, flag.dest):
+                yield _told_apart(flag, wanted, armed.setting(flag.dest))
+            continue
+        setting = chosen.get(flag.dest)
+        if setting is None or setting.source not in ("API", "environment"):
+            continue
+        if not hasattr(args, flag.dest):
+            if setting.source == "environment":  # the API may say what a job always does
                 yield without_effect(flag, setting)
-            elif told or not hasattr(args, flag.dest) or setting.source not in ("API", "environment"):
-                continue
-            elif _plain(wanted) != _plain(setting.value):
-                yield _told_apart(flag, wanted, setting)
-        elif wanted != flag.unset and wanted != setting.value:
+        elif not told and _plain(wanted) != _plain(setting.value):
             yield _told_apart(flag, wanted, setting)
 
 
@@ -135,21 +138,23 @@ def without_effect(flag: Flag, setting: Setting) -> str:
 
 def for_megatron(armed: Settings) -> dict[str, Any]:
     """Values of Megatron's own flags that API or environment set, by ``dest``."""
+    chosen = armed.chosen()
     return {
-        flag.dest: setting.value
+        flag.dest: chosen[flag.dest].value
         for flag in features.all_flags()
-        if flag.megatron and (setting := armed.setting(flag.dest)).source in ("API", "environment")
+        if flag.megatron and flag.dest in chosen and chosen[flag.dest].source in ("API", "environment")
     }
 
 
 def not_passed_on(armed: Settings) -> list[str]:
     """Variables for Megatron's own flags, in a job whose arguments have not got their values."""
+    chosen = armed.chosen()
     return [
         f"environment variable {setting.detail} is for Megatron's own {flag.name}, and this job's arguments "
         "have not got it: they come neither from Megatron's parser nor through "
         f"mindspeed_dsa.apply_environment(args); unset {flag.env}, and set it where the job is configured"
         for flag in features.all_flags()
-        if flag.megatron and (setting := armed.setting(flag.dest)).source == "environment"
+        if flag.megatron and (setting := chosen.get(flag.dest)) and setting.source == "environment"
     ]
 
 

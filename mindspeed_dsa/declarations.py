@@ -117,7 +117,7 @@ class Feature:
             all; doctor and the benchmarks count them apart from features that a user switched on.
         on_finalize: lazy ``"module:function"``; called with the feature's context right before the model
             is built, after all sites are verified.
-        when: of a feature without a switch of its own: when it is on, after "on for" or "on where".
+        when: of a feature without a switch of its own: what it is on for, in words.
         supplies: of a backport: names of the features whose effect its own code has in the releases that
             it serves; the compatibility table says so.
         distribution: name and version of the plug-in that ships the feature; set when it is loaded.

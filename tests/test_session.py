@@ -398,9 +398,7 @@ def test_a_variable_for_a_flag_that_megatron_lacks_is_refused(megatron, monkeypa
     session.enable_from_argv(sys.argv[1:])
     from corp_megatron.training.initialize import initialize
 
-    with pytest.raises(
-        SettingsError, match="--num-heads, which this job does not read; unset MINDSPEED_"
-    ):
+    with pytest.raises(SettingsError, match="--num-heads, which this job does not read; unset MINDSPEED_"):
         initialize()
 
 
@@ -411,9 +409,7 @@ def test_a_variable_that_nobody_passes_on_stops_the_first_model(megatron, monkey
     from corp_megatron.core.models.common.language_module.language_module import LanguageModule
 
     for _ in range(2):
-        with pytest.raises(
-            SettingsError, match="NUM_LAYERS=6 is for Megatron's own --num-layers, and"
-        ):
+        with pytest.raises(SettingsError, match="NUM_LAYERS=6 is for Megatron's own --num-layers, and"):
             LanguageModule("config")
     args = SimpleNamespace(use_counting=True, num_layers=4)
     with pytest.raises(SettingsError, match=r"unset MINDSPEED_DSA_NUM_LAYERS, or omit --num-layers"):
@@ -429,9 +425,7 @@ def test_a_feature_that_another_needs_may_follow_from_code(megatron):
     megatron()
     session.enable_from_argv(["--use-needy"])
     for refuse in (lambda: mindspeed_dsa.validate(SimpleNamespace()), mindspeed_dsa.finalize):
-        with pytest.raises(
-            SettingsError, match="the feature counting, which is off; add --use-counting"
-        ):
+        with pytest.raises(SettingsError, match="the feature counting, which is off; add --use-counting"):
             refuse()
     mindspeed_dsa.enable(use_counting=True)
     mindspeed_dsa.validate(SimpleNamespace())

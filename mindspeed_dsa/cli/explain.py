@@ -43,6 +43,7 @@ def run(argv: Sequence[str]) -> int:
 def explain(feature: Feature) -> str:
     """All of a feature's declaration, in words."""
     lines = [feature.label, f"  {feature.summary}"]
+    lines += [f"  on for {feature.when}"] if feature.when else []
     for flag in feature.flags:
         lines += ["", *(f"  {line}" for line in _flag_lines(flag))]
     requires = feature.requires

@@ -18,7 +18,7 @@ from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.platforms.npu_environment import UNSET, VARIABLES
 from mindspeed_dsa.platforms.npu_operators import OPERATORS
 from mindspeed_dsa.platforms.npu_products import PRODUCTS, UNKNOWN
-from mindspeed_dsa.versions import MEGATRON_DISTRIBUTION
+from mindspeed_dsa.versions import MEGATRON_DISTRIBUTION, TORCH_TRIED
 
 TABLE = "compatibility.md"
 NPU = "npu.md"
@@ -50,6 +50,24 @@ Which feature works with which release of Megatron-core. A cell says what was fo
 
 Reasons are listed below the table.
 """
+
+_TORCH = (
+    "\n## Releases of torch\n\n"
+    "Everything above was run with the torch that is named there. The package allows "
+    f"`torch{TORCH_TRIED}`: from the oldest to the newest release that its quick tests were run on, with "
+    "megatron-core 0.16.1 and Python 3.11 on CPUs. Outside of that it warns once.\n\n"
+    "| torch | Triton | tests of | outcome |\n| --- | --- | --- | --- |\n"
+    "| 2.7.1 | 3.3.1 | `patches`, `parallel`, CPU platform, nine tenths of `ops` | pass, with NumPy 2.2 for "
+    "Triton's interpreter, but for: what needs a later Triton (Gluon, `triton.knobs`, limits of kernels); a "
+    "reduce-scatter whose sizes do not fit, where gloo ends the process instead of raising; one test of "
+    "process groups that did not end in time. FSDP2 is refused below 2.10, compile-regions below 2.13 |\n"
+    "| 2.13.0 | 3.9.0 | everything | pass; the release that this repository is developed with |\n"
+    "| 2.14.1 | 3.8.0 | `patches`, `ops`, `parallel`, CPU platform, FSDP2, compile-regions | pass |\n\n"
+    "2.7.1 and 2.14.1 were CUDA builds on a machine without a GPU, 2.7.1 with empty stand-ins for the CUDA "
+    "libraries. 2.6 is below the bound: its Inductor works with Triton 3.2 alone, and the kernels here need "
+    "3.3. On CPUs, FSDP2 with messages in place of its collectives was tried with 2.13 and 2.14; others have "
+    "FSDP2's own. Private names of torch are in [one list](torch-privates.md).\n"
+)
 
 
 def docs_folder() -> Path:
@@ -112,6 +130,9 @@ def expected(docs: Path) -> tuple[dict[Path, str], list[str]]:
 
 def _fill(pages: dict[Path, str], problems: list[str], page: Path, sections: Mapping[str, str]) -> None:
     """Put generated sections between their markers on a page that is written by hand."""
+    if not page.is_file():
+        problems.append(f"  - write docs/{page.name}")
+        return
     text = _read(page)
     for section, content in sections.items():
         begin, end = f"<!-- {section}:begin -->", f"<!-- {section}:end -->"
@@ -176,7 +197,7 @@ def compatibility(
     if remarks:
         lines = [f"* {remark} ({', '.join(releases)})" for remark, releases in remarks.items()]
         text += "\n## Remarks\n\n" + "\n".join(lines) + "\n"
-    return text + (layouts(features, matrix) if matrix.ran_with else "")
+    return text + (layouts(features, matrix) if matrix.ran_with else "") + _TORCH
 
 
 def _shown(verdict: Verdict, result: trained.Result | None, links: Mapping[str, str]) -> str:

@@ -43,7 +43,6 @@ ROWS = (
 
 _EXPERTS = "is_expert_parallel"
 _IDENTITY = ("wd_mult", "lr_mult", _EXPERTS, "is_decoupled_lr")  # of releases before 0.14
-_TYPE = "distrib_optim_sharding_type"
 _SLICES = ("dp_reshardable", "dp_zero_gather_scatter", "fully_sharded_bucket_space")
 _NOT_COMMON = ("state", "param_groups", "fp32_from_fp16_params")
 
@@ -192,21 +191,32 @@ def _layout(args: Any) -> dict[str, int]:
 
 
 def _check_format(saved: State, args: Any, megatron: Megatron) -> None:
-    """Refuse slices of buffers that lie otherwise here."""
-    if not args.use_distributed_optimizer or args.finetune or args.no_load_optim:
+    """Refuse slices of buffers that lie otherwise here, and names that tell which optimizer saved."""
+    if args.finetune or args.no_load_optim:
         return
     there, here = _layout(saved["args"]), _layout(args)
     differ = [name for name in ("expert", "expert tensor") if there[name] != here[name]]
+    if not differ:
+        return
     read = getattr(megatron("core.dist_checkpointing"), "load_content_metadata", None)  # from 0.14 on
-    format_ = ((read(preloaded_state_dict=saved["common"]) if read else None) or {}).get(_TYPE)
-    if differ and format_ in _SLICES:
-        sizes = ", ".join(f"{name} parallel {there[name]} there and {here[name]} here" for name in differ)
-        raise SettingsError(
-            f"mindspeed_dsa: checkpoint {saved['folder']} has the distributed optimizer's state as "
-            f"{format_}, slices of buffers that another layout of experts cannot put together ({sizes}); "
-            "save it with --dist-ckpt-optim-fully-reshardable, or add --no-load-optim to load the weights "
-            "alone"
+    facts = (read(preloaded_state_dict=saved["common"]) if read else None) or {}
+    format_ = facts.get("distrib_optim_sharding_type")
+    if args.use_distributed_optimizer and format_ in _SLICES:
+        why = f"the distributed optimizer's state is saved as {format_}, slices of buffers"
+        way = (
+            "save it with --dist-ckpt-optim-fully-reshardable (before Megatron 0.15: "
+            "--ckpt-fully-parallel-save)"
         )
+    elif not facts.get("chained_optim_avoid_prefix") and (there["expert"] > 1) != (here["expert"] > 1):
+        why = "a Megatron before 0.14 has saved it, which names the optimizer's state by optimizer"
+        way = "resume it with the expert parallel size that it has"
+    else:
+        return
+    sizes = ", ".join(f"{name} parallel {there[name]} there and {here[name]} here" for name in differ)
+    raise SettingsError(
+        f"mindspeed_dsa: checkpoint {saved['folder']} has an optimizer's state that this layout of experts "
+        f"cannot read ({sizes}): {why}; {way}, or add --no-load-optim to load the weights alone"
+    )
 
 
 def _check_generators(folder: Any, args: Any, wanted: dict[str, Any], context: Context[Any]) -> None:

@@ -9,22 +9,26 @@ They know two forms of rows, both causal from the lower right (``sparse_mode=3``
 An operator takes ``min(topk, visible keys)`` entries of a row of indices and does not look whether they are
 -1. A row that lists fewer keys than that would be computed from whatever lies in memory, so it is refused.
 
-What a tensor holds is not remembered with the tensor: collectives, ``.data`` and ``.numpy()`` change it
-without a trace. A call finds its layout once and hands it on, to its own backward too.
+Which keys rows see the host mostly knows (:class:`mindspeed_dsa.ops.row_ranges.RowForm`): a layout made of
+that costs nothing. Otherwise it is read from the device, which the host then waits for. What a tensor holds
+is not remembered with the tensor: collectives, ``.data`` and ``.numpy()`` change it without a trace. A call
+finds its layout once and hands it on, to its own backward too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mindspeed_dsa.ops import checks
+from mindspeed_dsa.ops.checks import require
 from mindspeed_dsa.ops.indices import names_key
-from mindspeed_dsa.ops.row_ranges import Ranges
+from mindspeed_dsa.ops.row_ranges import Ranges, RowForm
 
 _BEHIND_ALL = 2**31 - 1
 
@@ -76,8 +80,9 @@ class Layout:
         return begins.repeat_interleave(lengths).to(device=self.device, dtype=torch.int32)[:, None]
 
     def _lengths(self, length: int) -> Tensor:
-        values = [length] * self.batch if self.prefix_sums is None else self.prefix_sums
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
+        if self.prefix_sums is None:
+            return torch.full((self.batch,), length, dtype=torch.int32, device=self.device)
+        return torch.tensor(self.prefix_sums, dtype=torch.int32, device=self.device)
 
     def pack(self, tensor: Tensor) -> Tensor:
         """``[batch, length, ...]`` as the operators want it, contiguous."""
@@ -124,27 +129,67 @@ class Layout:
         return self.unpack(packed)
 
 
+@lru_cache(maxsize=16)
+def layout_of_form(
+    batch: int, query_length: int, key_length: int, form: RowForm, device: torch.device
+) -> Layout:
+    """The layout of rows of this form, one for all layers: what it brings to the device it brings once."""
+    sequences = form.sequences
+    if sequences == (query_length,) * batch:
+        sequences = None
+    return Layout(batch, query_length, key_length, sequences, device)
+
+
+def layout_of_selection(
+    operator: str, topk_indices: Tensor, key_length: int, form: RowForm | None
+) -> Layout | str:
+    """The layout of rows that list their keys in ``topk_indices``, or why there is none.
+
+    Args:
+        operator: who to name in an error.
+        topk_indices: ``[batch, query_length, topk]``, valid entries first.
+        key_length: number of keys.
+        form: of rows that list as many keys as they see, at most ``topk``; with debug checks on the indices
+            are read and held against it. None: they are read, see :func:`layout_of_indices`.
+
+    Raises:
+        ValueError: the form is not that of these rows.
+    """
+    if form is None:
+        return layout_of_indices(topk_indices, key_length)
+    batch, length, _ = topk_indices.shape
+    form.check(operator, batch, length, key_length)
+    layout = layout_of_form(batch, length, key_length, form, topk_indices.device)
+    if checks.enabled():
+        found = layout_of_indices(topk_indices, key_length)
+        require(
+            found == layout,
+            operator,
+            f"topk_indices do not list what rows of the form that came with them see, {form}",
+        )
+    return layout
+
+
 def layout_of_ranges(ranges: Ranges, key_length: int) -> Layout | str:
     """The layout of rows that see these ranges, or a sentence that says why there is none.
 
-    Reads them from the device unless they are the causal default.
+    Reads them from the device unless the host knows their form.
 
     Args:
         ranges: ``[batch, query_length]`` each.
         key_length: number of keys.
     """
-    starts, ends, plain_causal = ranges
+    starts, ends, _, form = ranges
     batch, length = ends.shape
+    if form is not None:
+        return layout_of_form(batch, length, key_length, form, ends.device)
     layout: Layout | None = None
-    if plain_causal:
+    begin, end = torch.stack([starts, ends]).cpu()
+    position = torch.arange(length, dtype=torch.int32)
+    if (begin == 0).all() and _ends_at_last_key(end, position, key_length):
         layout = Layout(batch, length, key_length, None, ends.device)
-    else:
-        begin, end = torch.stack([starts, ends]).cpu()
-        position = torch.arange(length, dtype=torch.int32)
-        if (begin == 0).all() and _ends_at_last_key(end, position, key_length):
-            layout = Layout(batch, length, key_length, None, ends.device)
-        elif length == key_length and (end == position + 1).all():
-            layout = _packed(begin == position, begin, ends.device)
+    elif length == key_length and (end == position + 1).all():
+        layout = _packed(begin == position, begin, ends.device)
     if layout is None:
         return (
             "torch_npu's operators see causal rows that end at the last key, or whole sequences packed one "

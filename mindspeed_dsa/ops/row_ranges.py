@@ -2,12 +2,75 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.ops import checks
 from mindspeed_dsa.ops.checks import require
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """Which keys the rows of a call see, as the host knows it that laid them out.
+
+    With it no operator has to read starts, ends or indices from a device. Without sequences every row of the
+    batch is causal up to the last key: row ``t`` of ``query_length`` sees the keys
+    ``0 .. t + key_length - query_length``.
+    """
+
+    sequences: tuple[int, ...] | None = None
+    """Lengths of the packed sequences of the whole batch, one after the other, each of them causal."""
+
+    def check(self, operator: str, batch: int, query_length: int, key_length: int) -> None:
+        """Raise ``ValueError`` unless a call may have so many rows and keys."""
+        if self.sequences is None:
+            require(
+                query_length <= key_length,
+                operator,
+                f"{query_length} rows cannot be causal up to the last of {key_length} keys; pass no form",
+            )
+            return
+        lengths = self.sequences
+        require(
+            query_length == key_length
+            and min(lengths, default=0) > 0
+            and _fill(lengths, batch, query_length),
+            operator,
+            lambda: (
+                f"sequences of {lengths} rows do not fill {batch} times {query_length} rows and {key_length} "
+                "keys; pass no form"
+            ),
+        )
+
+    def ranges(self, batch: int, query_length: int, key_length: int, device: torch.device) -> Tensor:
+        """``[2, batch, query_length]`` int32: starts and ends of what the rows see."""
+        if self.sequences is None:
+            ends = torch.arange(key_length - query_length + 1, key_length + 1, dtype=torch.int32)
+            starts = torch.zeros_like(ends)
+            return torch.stack([starts, ends]).to(device)[:, None].expand(-1, batch, -1)
+        lengths = torch.tensor(self.sequences)
+        starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths).view(batch, query_length)
+        starts = starts % query_length
+        ends = torch.arange(1, query_length + 1).expand(batch, -1)
+        return torch.stack([starts, ends]).to(device, torch.int32)
+
+
+TO_LAST_KEY = RowForm()
+"""Causal rows, the last of which sees every key."""
+
+
+def _fill(lengths: tuple[int, ...], batch: int, query_length: int) -> bool:
+    """Whether sequences fill every row of the batch, none of them lying in two."""
+    at = 0
+    for length in lengths:
+        at += length
+        if at > query_length:
+            return False
+        at %= query_length
+    return at == 0 and sum(lengths) == batch * query_length
 
 
 class Ranges(NamedTuple):
@@ -19,6 +82,8 @@ class Ranges(NamedTuple):
     """``[batch, query_length]`` int32, at most the number of keys."""
     plain_causal: bool
     """Whether both are the causal default: known without reading them from a device. False says nothing."""
+    form: RowForm | None = None
+    """What the host knows of them."""
 
 
 def visible_ranges(
@@ -29,6 +94,7 @@ def visible_ranges(
     starts: Tensor | None,
     ends: Tensor | None,
     device: torch.device,
+    form: RowForm | None = None,
 ) -> Ranges:
     """Check the ranges of a call and fill in the causal default.
 
@@ -40,11 +106,17 @@ def visible_ranges(
         starts: ``[query_length]`` or ``[batch, query_length]``, first visible key of each row, or None for 0.
         ends: same shape, one past the last visible key, or None for causal rows.
         device: where the result lives.
+        form: what the host knows of starts and ends; with debug checks on they are read and held against it.
 
     Returns:
         The ranges, cut to ``0 <= starts`` and ``ends <= key_length``. A row with ``starts >= ends`` sees
         nothing.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or the form is not that of such rows.
     """
+    if form is not None:
+        form.check(operator, batch, query_length, key_length)
     plain = starts is None and ends is None
     if ends is None:
         require(
@@ -66,4 +138,13 @@ def visible_ranges(
         # Cut first: what int32 does not hold would come out as another position.
         bound = bound.to(device=device, dtype=torch.int64).clamp(0, key_length).to(torch.int32)
         rows.append(bound.expand(batch, query_length))
-    return Ranges(rows[0], rows[1], plain)
+    if plain:
+        form = TO_LAST_KEY
+    elif form is not None and checks.enabled():
+        said = form.ranges(batch, query_length, key_length, device)
+        require(
+            torch.equal(torch.stack(rows), said),
+            operator,
+            f"starts and ends are not those of the form that came with them, {form}",
+        )
+    return Ranges(rows[0], rows[1], plain, form)

@@ -278,11 +278,19 @@ class Site:
 
     @property
     def lost(self) -> bool:
-        """Whether other code restored the original, or put a function there that does not reach ours."""
+        """Whether other code restored the original, or put a function there that does not reach ours.
+
+        The latter is harmless where every patch of the site says so of callers that go past it.
+        """
         if self.state != "foreign":
             return False
         live = self._live()
-        return live is self.raw or (self.composed and not reach.reaches(live, self.installed))
+        return live is self.raw or self._passed_over(live)
+
+    def _passed_over(self, live: Any) -> bool:
+        if not self.composed or self.stale_is_harmless:
+            return False
+        return not reach.reaches(live, self.installed)
 
     def refresh(self) -> None:
         """Detect that other code has patched over us, or has undone that."""

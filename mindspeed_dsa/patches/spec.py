@@ -40,7 +40,8 @@ class Patch:
         key: the dictionary key of an ``entry``.
         stale: what a reference to the original that cannot be rebound (a default argument, a
             closure, a container) means for a required site: ``error``, or ``report`` where the
-            target's own package keeps such tables and they do no harm.
+            target's own package keeps such tables and they do no harm; likewise what other code that replaces
+            the patch means.
         factory: for kinds other than ``wrap``: ``impl`` is a function that is called once with the
             claim's context and returns the object to assign. (A ``wrap`` decorator gets the context if
             it takes a second positional parameter.)

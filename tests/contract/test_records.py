@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 from packaging.specifiers import SpecifierSet
@@ -267,8 +268,12 @@ def test_stale_and_missing_pages_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "shipped", lambda: (Feature("f", "does f", doc="f.md"),))
     assert pages.stale(tmp_path) == [
         "compatibility.md is out of date; run make docs",
+        "  - write docs/npu.md",
         "  - write docs/features/f.md for f",
     ]
+    (tmp_path / "npu.md").write_text("<!-- operators:begin -->\n<!-- operators:end -->\n")
+    assert any("products:begin" in text for text in pages.stale(tmp_path))
+    shutil.copy(pages.docs_folder() / "npu.md", tmp_path)
     page = tmp_path / "features" / "f.md"
     page.parent.mkdir()
     page.write_text("# F\n\n<!-- patched:begin -->old<!-- patched:end -->\n\nLimits\n")

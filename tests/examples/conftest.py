@@ -111,7 +111,7 @@ class JobServer:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(timeout=60)
+        self._process.wait(timeout=300)
 
 
 @pytest.fixture(scope="session")
@@ -137,7 +137,7 @@ def results(run: Path) -> list[tuple[Any, ...]]:
     return [tuple(record[key] for key in keys) for record in records(run)]
 
 
-def wait_for(happened: Callable[[], bool], seconds: float = 60) -> None:
+def wait_for(happened: Callable[[], bool], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < end, "it did not happen in time"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from dsa_job.arguments import parse_args
 
 import mindspeed_dsa
 from mindspeed_dsa import log, session
+from mindspeed_dsa.ops.cpu_products import has_bf16_product
 
 from .conftest import JobServer, records
 
@@ -73,6 +75,31 @@ def test_what_is_measured_is_refused_before_anything_is_built(flags: str) -> Non
 
 
 @pytest.mark.parametrize(
+    ("flags", "way"),
+    [
+        (["--dsa-cpu-bf16", "native"], "as they are: as asked for"),
+        ([], "widened to fp32: deterministic algorithms are on, which rule out a measured choice"),
+        pytest.param(
+            ["--no-deterministic-mode"], r"(as they are|widened to fp32): \S+ ms, and \S+ ms widened"
+        ),
+    ],
+    ids=["native", "deterministic", "measured"],
+)
+def test_a_job_says_how_it_multiplies_bf16(
+    jobs: JobServer, tmp_path: Path, flags: list[str], way: str
+) -> None:
+    if not has_bf16_product():
+        pytest.skip("this PyTorch has no product of bf16 operands with a fp32 result")
+    finished = jobs.run(
+        tmp_path / "run", "--train-iters", "2", "--eval-iters", "0", "--no-save", "--bf16", *flags
+    )
+    assert finished.code == 0, finished.output
+    text = "bf16 operands of products with many rows are multiplied "
+    (line,) = (line for line in finished.output.splitlines() if text in line)
+    assert re.search(way, line), line
+
+
+@pytest.mark.parametrize(
     ("flags", "fused"),
     [
         ([], "absorbed MLA, Lightning Indexer, Sparse Flash Attention, indexer loss"),
@@ -90,6 +117,13 @@ def test_a_job_says_at_its_end_what_the_library_did(
     operators = "indexer_kl_loss 8 on cpu, lightning_indexer 8 on cpu, sparse_flash_attention 8 on cpu"
     assert (f"calls of operators on rank 0: {operators}\n" in after) == (not flags)
     assert ("calls of operators" in after) == (not flags)
+    # Which part costs how much.
+    times = re.search(r"time of operators on rank 0, of (\S+) s: (.*)\n", after)
+    assert (times is not None) == (not flags)
+    if times is not None:
+        taken = dict(re.findall(r"(\w+) (\S+) s \(\d+ %\)", times[2]))
+        assert set(taken) == {"indexer_kl_loss", "lightning_indexer", "sparse_flash_attention"}
+        assert 0 < sum(float(seconds) for seconds in taken.values()) <= float(times[1])
     assert "at work" not in after, "a patched place may pass every call on"
     (line,) = (line for line in after.splitlines() if " features on; places patched: " in line)
     assert (" fused-dsa (" in line) == (not flags)
@@ -129,9 +163,7 @@ def test_a_variable_outranks_megatrons_own_flag(
 
 def test_a_variable_that_the_job_does_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINDSPEED_DSA_MULTI_LATENT_ATTENTION", "0")
-    with pytest.raises(
-        mindspeed_dsa.SettingsError, match="this job does not read; unset MINDSPEED_"
-    ):
+    with pytest.raises(mindspeed_dsa.SettingsError, match="this job does not read; unset MINDSPEED_"):
         parse_args([])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,17 +43,14 @@ def test_a_gradient_that_overflows_stops_the_run(jobs: JobServer, tmp_path: Path
 
 def test_when_one_rank_dies_the_other_ends(jobs: JobServer, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    died: list[float] = []
 
     def kill(pids: Sequence[int], output: Path) -> None:
         wait_for(lambda: "step     1/" in output.read_text())
         os.kill(pids[1], signal.SIGKILL)
-        died.append(time.monotonic())
 
     first, second = jobs.start(
         run, "--pipeline-model-parallel-size", "2", "--train-iters", "100000", ranks=2, while_running=kill
     )
-    assert time.monotonic() - died[0] < 60
     assert second.code == -signal.SIGKILL
     assert first.code == 1, first.output
     assert "rank 0 failed:" in first.output

@@ -333,6 +333,18 @@ def test_dense_attention_on_context_parallel_ranks(
     note.trained(ranks)
 
 
+def test_dense_attention_by_the_operator(pool: Any, note: Note) -> None:
+    note.begins("TP2+SP", "flash-attention")
+    (alone,) = pool.baseline(f"{DENSE}:step", 1, attention="grouped")
+    case = {"case": f"{DENSE}:step", "attention": "grouped", "tp": 2, "more": {"use_flash_attn": True}}
+    ranks = [rank["found"] | rank for rank in pool.run(f"{CASES}:beside", 2, **case)]
+    assert all(rank["calls"] > 0 for rank in ranks)
+    found = dense.in_one_group(ranks, 1, 2)
+    torch.testing.assert_close(found["losses"], alone["losses"], rtol=1e-5, atol=0)
+    assert_same_gradients(found["gradients"], alone["gradients"], rtol=1e-5)
+    note.trained(ranks)
+
+
 def test_latent_attention_by_rows_and_heads(pool: Any, note: Note) -> None:
     note.begins("TP2+SP", "mla-sp-tp-sp")
     (alone,) = pool.baseline(f"{DENSE}:step", 1, attention="latent")

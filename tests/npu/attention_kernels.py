@@ -63,6 +63,10 @@ def npu_lightning_indexer(
     return indices.view(shape), values.view(shape).to(query.dtype)
 
 
+GRAD_TOPK = 2048
+"""Entries of a row, by the manual of the gradient, and the fewest keys of a sequence."""
+
+
 def npu_lightning_indexer_grad(
     query: Tensor,
     key: Tensor,
@@ -80,7 +84,7 @@ def npu_lightning_indexer_grad(
         name,
         [query, key, dy, weights],
         heads=query.shape[-2] == 64 and key.shape[-2:] == (1, 128),
-        topk=dy.shape[-1] == 2048 and sparse_indices.shape == dy.shape,
+        topk=dy.shape[-1] == GRAD_TOPK and sparse_indices.shape == dy.shape,
         mode=sparse_mode == 3,
         lengths=layout == "TND" or actual_seq_lengths_query is actual_seq_lengths_key is None,
     )
@@ -89,7 +93,7 @@ def npu_lightning_indexer_grad(
     grads = [torch.full_like(x, torch.nan) for x in (q, k, w)]
     indices, dy = rows(sparse_indices, layout), rows(dy, layout).float()
     for s in sequences(name, layout, query, key, actual_seq_lengths_query, actual_seq_lengths_key):
-        assert s.keys.stop - s.keys.start >= 2048, f"{name}: fewer keys than topk"
+        assert s.keys.stop - s.keys.start >= GRAD_TOPK, f"{name}: fewer keys than topk"
         mask = selected(name, indices, s)
         here = indices[s.rows].long()
         grad = torch.zeros(mask.shape).scatter_add_(1, here.clamp_min(0), dy[s.rows] * (here >= 0))

@@ -77,7 +77,7 @@ def npu_fusion_attention_grad(
         assert statistic.is_contiguous()
     for states in (dy, attention_in):
         assert states.is_contiguous()
-        assert (states.shape[:3], states.dtype) == (query.shape[:3], query.dtype)
+        assert (states.shape, states.dtype) == ((*query.shape[:3], value.shape[3]), query.dtype)
     probabilities = (scores - softmax_max[..., :1]).exp() / softmax_sum[..., :1]
     keys, values, grad = _repeated(key, head_num), _repeated(value, head_num), dy.float()
     delta = (grad * attention_in.float()).sum(-1).transpose(1, 2)[..., None]
@@ -106,7 +106,9 @@ def _scores(
     assert layout == "BSND"
     assert all(one.is_contiguous() and one.dtype == query.dtype for one in (query, key, value))
     assert query.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    assert key.shape == value.shape, "one shape"
+    # The manual also says that both have one shape, which MindSpeed's calls and the meta kernel do not mind.
+    assert key.shape[:3] == value.shape[:3]
+    assert key.shape[3] >= value.shape[3], "Dk >= Dv"
     assert (query.shape[0], query.shape[3]) == (key.shape[0], key.shape[3])
     assert query.shape[2] == heads <= 256
     assert heads % key.shape[2] == 0

@@ -12,7 +12,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    _check("npu_rms_norm", self, gamma)
+    _check("npu_rms_norm", self)
+    assert gamma.dtype in (self.dtype, torch.float32)
     assert 2 <= self.dim() <= 8
     wide = self.float()
     rstd = (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt()
@@ -21,7 +22,8 @@ def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Te
 
 
 def npu_rms_norm_backward(dy: Tensor, self: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    _check("npu_rms_norm_backward", dy, self, gamma)
+    _check("npu_rms_norm_backward", dy, self)
+    assert gamma.dtype in (self.dtype, torch.float32)
     assert rstd.dtype == torch.float32
     normal, weighted = self.float() * rstd, dy.float() * gamma.float()
     grad = rstd * (weighted - normal * (weighted * normal).mean(-1, keepdim=True))

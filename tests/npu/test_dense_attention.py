@@ -7,8 +7,10 @@ import torch
 
 from mindspeed_dsa.ops import npu_device
 from mindspeed_dsa.ops.backend import ShapeClass
-from mindspeed_dsa.ops.dense_attention import npu
+from mindspeed_dsa.ops.dense_attention import npu, reference
 from tests.npu import dense_kernels
+from tests.npu.counting import counted
+from tests.ops import oracle
 from tests.ops.dense_cases import SHAPES, check
 
 _meta_registrations = pytest.importorskip("torch_npu.op_plugin.meta._meta_registrations")
@@ -43,3 +45,23 @@ def test_limits_have_names(monkeypatch):
     assert "at most 768 dimensions" in refused(dim=769)
     monkeypatch.setattr(npu_device, "takes_device", lambda device: False)
     assert refused() == "it runs on NPU tensors only"
+
+
+@pytest.mark.parametrize(("dim", "value_dim", "copies"), [(192, 128, 0), (128, 192, 4)])
+def test_values_are_not_filled_up_to_the_width_of_keys(dim, value_dim, copies):
+    """Keys and queries are, forward and backward, in the rare case that values are wider."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 12, 4, dim), (2, 12, 2, dim), (2, 12, 2, value_dim))
+    query, key, value = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    with counted() as counts:
+        out, lse = npu.forward(query, key, value, 0.1, True)
+        gradients = npu.backward(torch.ones_like(out), query, key, value, out, lse, 0.1, True)
+    padded = [event for event in counts.copies if event.what == "constant_pad_nd"]
+    assert len(padded) == copies, counts.told("copies")
+    assert out.shape == (2, 12, 4, value_dim)
+    wide = [x.float() for x in (query, key, value)]
+    expected, of_expected = reference.forward(*wide, 0.1, True)
+    assert oracle.relative_error(out, expected) < 1e-2
+    wanted = reference.backward(torch.ones_like(expected), *wide, expected, of_expected, 0.1, True)
+    for found, other in zip(gradients, wanted, strict=True):
+        assert oracle.relative_error(found, other) < 2e-2

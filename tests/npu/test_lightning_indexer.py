@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, npu, selected_scores
+from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY
+from tests.npu import attention_kernels
+from tests.npu.counting import counted
 from tests.npu.kernel_parts import Call
 from tests.ops import oracle
 from tests.ops.cases import indexer_inputs, packed_ranges
@@ -54,6 +57,31 @@ def test_selection_and_scores(npu_kernels, dtype, ranges):
     assert (scores[~valid] == -torch.inf).all()
 
 
+@pytest.mark.parametrize("key_length", [60, 2**24], ids=["fp32", "int32"])
+def test_keys_are_sorted_where_the_vector_units_can(npu_kernels, monkeypatch, key_length):
+    """Integers are sorted by the few processor cores of the device; nobody need sort what nobody reads."""
+    monkeypatch.setattr(npu, "_EXACT_IN_FP32", 61 if key_length == 60 else 60)
+    inputs = [x.detach() for x in inputs_of(keys=60)]
+    rows = {"ends": torch.arange(16, 61), "form": TO_LAST_KEY, "backend": "npu"}
+    with counted() as counts:
+        indices, scores = lightning_indexer(*inputs, 12, **rows)
+    assert [event.what for event in counts.ai_cpu] == ([] if key_length == 60 else ["sort"])
+    with counted() as counts:
+        unsorted, of_unsorted = lightning_indexer(*inputs, 12, in_order=False, **rows)
+    assert not counts.ai_cpu
+    assert not torch.equal(unsorted, indices)
+    again, order = unsorted.sort(dim=-1)
+    assert torch.equal(again, indices)
+    assert torch.equal(of_unsorted.gather(-1, order), scores)
+
+
+def test_tail_without_order(npu_kernels):
+    indices, scores = lightning_indexer(*inputs_of(rows=9), 2048, in_order=False, backend="npu")
+    assert torch.equal((indices >= 0).sum(-1), torch.arange(1, 10).expand(2, 9))
+    assert (indices[..., 1:] < 0).ge(indices[..., :-1] < 0).all()
+    assert torch.equal(scores == -torch.inf, indices < 0)
+
+
 def test_topk_above_the_number_of_keys(npu_kernels):
     indices = lightning_indexer(*inputs_of(rows=9), 2048, backend="npu").topk_indices
     expected = torch.arange(9).where(torch.ones(9, 9).tril().bool(), -1).int()
@@ -85,17 +113,23 @@ def test_gradient_of_scores_outside_of_the_operators_sizes(npu_kernels, ranges):
 
 
 @pytest.mark.parametrize("layout", ["BSND", "TND"])
-def test_gradient_of_scores_by_the_operator(npu_kernels, layout):
-    """At its one size: 64 heads, 2048 entries; rows see fewer keys than that, and more."""
+def test_gradient_of_scores_by_the_operator(npu_kernels, monkeypatch, layout):
+    """At its one size: 64 heads, 2048 entries; rows see fewer keys than that, and more.
+
+    Packed sequences have all their rows: they are tested with an operator that takes fewer entries.
+    """
+    topk = 2048 if layout == "BSND" else 64
+    monkeypatch.setattr(npu, "_GRAD_TOPK", topk)
+    monkeypatch.setattr(attention_kernels, "GRAD_TOPK", topk)
     if layout == "BSND":
         queries, some = (40, 40), torch.arange(40)
         inputs = inputs_of(40, 2060, heads=64, batch=2)
         starts, ends = None, torch.arange(2021, 2061)
     else:
-        queries, some = (2052, 2048), torch.tensor([0, 3, 700, 2047, 2048, 2051, 2052, 2053, 4099])
-        inputs = inputs_of(4100, heads=64, batch=1)
+        queries, some = (68, 64), torch.tensor([0, 3, 20, 63, 64, 67, 68, 69, 131])
+        inputs = inputs_of(132, heads=64, batch=1)
         starts, ends = packed_ranges(*queries)
-    indices, scores = lightning_indexer(*inputs, 2048, starts=starts, ends=ends, backend="npu")
+    indices, scores = lightning_indexer(*inputs, topk, starts=starts, ends=ends, backend="npu")
 
     # The reference differentiates a few rows: the others get no gradient.
     reference = widened(inputs)

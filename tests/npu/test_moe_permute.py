@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mindspeed_dsa.ops.backend import BackendUnavailable
-from mindspeed_dsa.ops.moe_permute import permute, unpermute
+from mindspeed_dsa.ops.moe_permute import permute, sort_chunks, unpermute
+from tests.npu.counting import counted
 from tests.npu.kernel_parts import Call
 from tests.ops import permutation_cases as cases
 
@@ -34,6 +35,25 @@ def test_there_and_back(npu_kernels, routing, dtype, probs):
 
 def test_chunks_in_another_order(npu_kernels):
     cases.check_chunks("npu", torch.float32)
+
+
+@pytest.mark.parametrize("probs_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_nothing_is_searched_summed_or_divided_in_int64(npu_kernels, probs_dtype):
+    """The device's own few processor cores would, and the host waits for nothing."""
+    chosen = cases.routing_of(7, 512, "top 8")
+    tokens = torch.randn(7, 16).bfloat16().requires_grad_()
+    probs = torch.rand(7, 512).to(probs_dtype).requires_grad_()
+    sizes = torch.tensor([20, 0, 30, 6])
+    with counted() as counts:
+        order = torch.tensor([2, 0, 3, 1])  # on the host
+        moved = permute(tokens, chosen, probs, rows=56, topk=8, backend="npu")
+        chunks, _ = sort_chunks(moved.tokens, sizes, order, backend="npu")
+        back = unpermute(moved.tokens, moved.row_map, 7, backend="npu")
+        total = back.float().sum() + chunks.float().square().sum() + moved.probs.float().sum()
+        torch.autograd.grad(total, (tokens, probs))
+    assert {call.name for call in npu_kernels} == {PERMUTE, FINALIZE, f"{PERMUTE}_grad"}
+    assert not counts.ai_cpu, counts.told("ai_cpu")
+    assert not counts.host_reads, counts.told("host_reads")
 
 
 def test_uneven_routings_go_to_the_reference(npu_kernels, caplog):

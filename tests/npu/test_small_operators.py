@@ -42,9 +42,27 @@ def test_as_the_reference(npu_kernels, name, dtype):
     assert modes <= {"interleave" if name.endswith("neighbours") else "half"}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_norm_whose_weight_stays_in_fp32(npu_kernels, dtype):
+    """As MindSpeed-LLM's V3.2 scripts have it; its gradient is in fp32 too."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 5, 64, generator=generator).to(dtype).requires_grad_()
+    weight = (1 + torch.randn(64, generator=generator) / 8).requires_grad_()
+    grad = torch.randn(3, 5, 64, generator=generator).to(dtype)
+    results = []
+    for backend in ("reference", "npu"):
+        out = rms_norm(hidden, weight, 1e-6, backend=backend)
+        results.append([out.detach(), *torch.autograd.grad(out, (hidden, weight), grad)])
+    assert [call.name for call in npu_kernels] == ["npu_rms_norm", "npu_rms_norm_backward"]
+    for other, one, rtol in zip(*results, (2e-2, 2e-2, 1e-5), strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=0, atol=rtol * float(other.abs().max()))
+    assert results[1][2].dtype == torch.float32
+
+
 def test_what_the_manuals_exclude_is_declined_by_name(npu_kernels):
-    with pytest.raises(BackendUnavailable, match="takes a weight of its input's dtype"):
-        rms_norm(torch.zeros(2, 8, dtype=torch.bfloat16), torch.ones(8), 1e-6, backend="npu")
+    with pytest.raises(BackendUnavailable, match="takes a weight of its input's dtype or in fp32"):
+        rms_norm(torch.zeros(2, 8), torch.ones(8, dtype=torch.bfloat16), 1e-6, backend="npu")
     angles, like = torch.zeros(4, 1, 1, 8), torch.zeros(4, 2, 3, 8)
     for given, problem in (
         ((angles, 1.37, "halves", like), "sines and cosines of up to 1"),

@@ -7,6 +7,7 @@ import torch
 
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from tests.npu.cases import causal_indices, packed_indices
+from tests.npu.counting import counted
 from tests.npu.kernel_parts import Call
 from tests.ops import oracle
 
@@ -94,6 +95,28 @@ def test_gradient_of_scores_in_the_backward(npu_kernels):
     (grad,) = torch.autograd.grad(result.out.sum(), scores)
     assert torch.equal(handed[0], result.attention_sum)
     assert torch.equal(grad, 2 * result.attention_sum)
+
+
+@pytest.mark.parametrize("backend", ["npu", "cpu"])
+def test_a_query_in_two_parts_is_the_same_query(npu_kernels, backend):
+    """npu copies neither part, forward and backward; other backends put them together."""
+    query, key_value = attention_inputs(1, 40, 40, 4)
+    latent, rope = (x.detach().contiguous().requires_grad_() for x in query.split([512, 64], dim=-1))
+    indices = causal_indices(1, 40, 40, 40)
+    factors = torch.randn(1, 40, 4, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    given = {"value_dim": 512, "return_attention_sum": True, "backend": backend}
+    whole = sparse_flash_attention(query, key_value, indices, SCALE, **given)
+    grad_query, grad_key = torch.autograd.grad(whole.out, (query, key_value), factors)
+    given["return_attention_sum"] = False
+    with counted(smallest_copy=latent.numel() // 8) as counts:
+        apart = sparse_flash_attention(latent, key_value, indices, SCALE, query_rope=rope, **given)
+        grads = torch.autograd.grad(apart.out, (latent, rope, key_value), factors)
+    assert torch.equal(apart.out, whole.out)
+    assert torch.equal(apart.lse, whole.lse)
+    assert torch.equal(torch.cat(grads[:2], dim=-1), grad_query)
+    assert torch.equal(grads[2], grad_key)
+    copied = [event for event in counts.copies if event.shape[-2:] in ((4, 64), (4, 512), (4, 576))]
+    assert bool(copied) == (backend == "cpu"), counts.told("copies")
 
 
 def test_padding_is_not_read(npu_kernels):

@@ -14,6 +14,7 @@ from tests.ops.cases import indexer_inputs
 from tests.support import warm
 
 CPU = ShapeClass("cpu", torch.float32, (("heads", 4), ("head_dim", 16), ("topk", 8)))
+original_import = backend.import_module
 GPU = ShapeClass("cuda", torch.float32, CPU.sizes)
 
 
@@ -87,6 +88,58 @@ def test_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(backend, "import_module", import_module)
     with pytest.raises(BackendUnavailable, match="the package 'triton' is not installed"):
         choose("lightning_indexer", "cpu", CPU)
+
+
+class Gone:
+    """A package of another release, from which names have gone."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __call__(self, path):
+        if path.endswith(".triton"):
+            raise self.error
+        return original_import(path)
+
+
+def test_a_package_that_has_changed_is_a_reason_to_fall_back(monkeypatch, caplog):
+    """A name that moved, in an import or at the top of a module, and a library that does not load."""
+    errors = (
+        ImportError("cannot import name 'Kernel' from 'triton.runtime'", name="triton.runtime"),
+        AttributeError("module 'triton' has no attribute 'jit'", name="jit", obj=logging),
+        ImportError("libcuda.so: cannot open shared object file"),
+    )
+    for error in errors:
+        monkeypatch.setattr(backend, "import_module", Gone(error))
+        choose.cache_clear()
+        log.forget()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger=log.NAME):
+            assert choose("lightning_indexer", "auto", GPU).__name__.endswith("chunked")
+        (record,) = warnings_of(caplog)
+        assert f"its module cannot be imported: {type(error).__name__}: {error}" in record.getMessage()
+        with pytest.raises(BackendUnavailable, match="its module cannot be imported"):
+            choose("lightning_indexer", "triton", GPU)
+
+
+def test_a_fault_of_ours_is_not_taken_for_a_missing_package(monkeypatch):
+    for error in (
+        ImportError("cannot import name 'x'", name="mindspeed_dsa.ops.checks"),
+        AttributeError("module has no attribute 'x'", name="x", obj=backend),
+    ):
+        monkeypatch.setattr(backend, "import_module", Gone(error))
+        choose.cache_clear()
+        with pytest.raises(type(error)):
+            choose("lightning_indexer", "auto", GPU)
+
+
+def test_kernels_are_found_where_tritons_interpreter_has_moved():
+    pytest.importorskip("triton")
+    program = (
+        "import sys, triton, triton.runtime.interpreter as it; del it.InterpretedFunction;"
+        "from mindspeed_dsa.ops.triton_common import interpreted; print(interpreted())"
+    )
+    assert warm.run([sys.executable, "-c", program]).stdout == "False\n"
 
 
 def test_the_choice_is_made_once_per_shape_class():

@@ -5,10 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindspeed_dsa.ops.lightning_indexer import cpu as indexer_cpu
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
 from mindspeed_dsa.ops.lightning_indexer.reference import visible
 from tests.ops import oracle
 from tests.ops.cases import BACKENDS, DTYPES, indexer_inputs, packed_ranges, tied_inputs
+from tests.ops.test_memory import LargestStorage
 
 
 def best_of(scores: torch.Tensor, topk: int) -> torch.Tensor:
@@ -144,21 +146,29 @@ def test_strided_inputs_in_megatron_layout():
     assert torch.equal(result.topk_scores, expected.topk_scores)
 
 
-def test_nothing_of_size_length_squared_is_held():
-    inputs = indexer_inputs(1, 2048, heads=2, dim=8)
-    largest = 0
+@pytest.mark.parametrize("threads", [1, 2, 16])
+@pytest.mark.parametrize(("backend", "least", "most"), [("cpu", 0, 4.1), ("reference", 15, 17)])
+def test_nothing_of_size_length_squared_is_held(backend, least, most, threads, monkeypatch):
+    """Four times the length takes up to four times the memory; the reference, which holds all, sixteen."""
 
-    class Watch(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor):
-                largest = max(largest, result.numel())
-            return result
+    def one_after_the_other(items, work, workers):
+        return [work(items[first::workers]) for first in range(workers)]
 
-    with Watch():
-        lightning_indexer(*inputs, 16, backend="cpu")
-    assert 0 < largest < 2048 * 2048 / 16
+    # Where the mode sees them; and slabs at their smallest, so that what grows is not hidden behind them.
+    monkeypatch.setattr(indexer_cpu, "share_out", one_after_the_other)
+    monkeypatch.setattr(indexer_cpu, "_PRODUCT_ELEMENTS", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    largest = []
+    try:
+        for length in (512, 2048):
+            inputs = indexer_inputs(1, length, heads=2, dim=8)
+            with LargestStorage() as seen:
+                lightning_indexer(*inputs, 16, backend=backend)
+            largest.append(seen.bytes)
+    finally:
+        torch.set_num_threads(before)
+    assert least * largest[0] <= largest[1] <= most * largest[0]
 
 
 @settings(max_examples=40, deadline=None)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_dsa.ops.npu_layout import Layout, layout_of_indices, layout_of_ranges
-from mindspeed_dsa.ops.row_ranges import Ranges, visible_ranges
+from mindspeed_dsa.ops.checks import set_debug_checks
+from mindspeed_dsa.ops.npu_layout import Layout, layout_of_indices, layout_of_ranges, layout_of_selection
+from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY, Ranges, RowForm, visible_ranges
 from tests.npu.cases import causal_indices, packed_indices, watch_reads
 from tests.ops.cases import packed_ranges
 
@@ -60,7 +61,7 @@ def test_ranges_that_changed_have_another_layout(plain):
     starts[0, 4] = 1
     assert isinstance(layout_of_ranges(Ranges(starts, ends, False), 30), str)
     ends.data[0, 12] = 3
-    starts, ends, _ = visible_ranges("test", 1, 30, 30, ranges.starts, ends, CPU)
+    starts, ends = visible_ranges("test", 1, 30, 30, ranges.starts, ends, CPU)[:2]
     assert isinstance(layout_of_ranges(Ranges(starts, ends, False), 30), str)
 
 
@@ -71,6 +72,68 @@ def test_both_ways_to_find_a_layout_agree(topk):
         layout = layout_of_ranges(ranges, 30)
         assert layout == Layout(1, 30, 30, None if lengths == (30,) else lengths, CPU)
         assert layout_of_indices(packed_indices(lengths, topk)[None], 30) == layout
+
+
+CAUSAL = (torch.zeros(30).int(), torch.arange(11, 41).int())
+FORMS = {
+    "to-last-key": (TO_LAST_KEY, CAUSAL, 40, causal_indices(1, 30, 40, 16)),
+    "packed": (RowForm((10, 20)), packed_ranges(10, 20), 30, packed_indices((10, 20), 16)[None]),
+    "whole": (RowForm((30,)), packed_ranges(30), 30, causal_indices(1, 30, 30, 16)),
+}
+
+
+@pytest.fixture
+def debug_checks(request):
+    before = set_debug_checks(request.param)
+    yield
+    set_debug_checks(before)
+
+
+@pytest.mark.parametrize("debug_checks", [False], indirect=True)
+@pytest.mark.parametrize("form", FORMS)
+def test_what_the_host_knows_is_not_read_and_is_what_reading_finds(debug_checks, reads, form):
+    known, ranges, keys, indices = FORMS[form]
+    said = layout_of_ranges(visible_ranges("test", 1, 30, keys, *ranges, CPU, known), keys)
+    of_indices = layout_of_selection("test", indices, keys, known)
+    assert not reads
+    assert said == of_indices == layout_of_ranges(visible_ranges("test", 1, 30, keys, *ranges, CPU), keys)
+    assert of_indices == layout_of_indices(indices, keys)
+    assert len(reads) == 2
+    # Layers share what was brought to the device.
+    assert said is of_indices
+
+
+@pytest.mark.parametrize("debug_checks", [True], indirect=True)
+@pytest.mark.parametrize("form", FORMS)
+def test_debug_checks_read_what_the_host_says(debug_checks, form):
+    known, (starts, ends), keys, indices = FORMS[form]
+    visible_ranges("test", 1, 30, keys, starts, ends, CPU, known)
+    layout_of_selection("test", indices, keys, known)
+    others = ends.clone()
+    others[7] = 3
+    with pytest.raises(ValueError, match="test: starts and ends are not those of the form"):
+        visible_ranges("test", 1, 30, keys, starts, others, CPU, known)
+    indices = indices.clone()
+    indices[0, 29, 15] = -1
+    with pytest.raises(ValueError, match="test: topk_indices do not list what rows of the form"):
+        layout_of_selection("test", indices, keys, known)
+
+
+@pytest.mark.parametrize(
+    ("form", "batch", "rows", "keys"),
+    [
+        (TO_LAST_KEY, 1, 30, 29),
+        (RowForm((10, 21)), 1, 30, 30),
+        (RowForm((10, 20)), 1, 30, 31),
+        (RowForm((0, 30)), 1, 30, 30),
+        (RowForm((20, 20, 20)), 2, 30, 30),
+        (RowForm(()), 1, 30, 30),
+    ],
+    ids=str,
+)
+def test_a_form_of_other_rows_is_refused(form, batch, rows, keys):
+    with pytest.raises(ValueError, match=r"test: .*; pass no form"):
+        form.check("test", batch, rows, keys)
 
 
 def test_offsets_of_sequences_start_afresh_in_each_row_of_the_batch():

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
 
+from mindspeed_dsa.features.data_parallel.fsdp2.feature import FEATURE
 from tests.parallel.fsdp2_cases import UNITS
+
+WANTED = SpecifierSet(FEATURE.requires.versions["torch"])
+pytestmark = pytest.mark.skipif(
+    not WANTED.contains(torch.__version__, prereleases=True),
+    reason=f"FSDP2 is refused unless torch is {WANTED}",
+)
 
 
 def test_gathers_are_issued_ahead_in_both_directions(pool):

@@ -116,6 +116,14 @@ def test_a_method_that_is_replaced(house):
         manager.finalize()
 
 
+def test_a_patch_that_callers_may_pass_may_be_replaced(house):
+    """So are those of torch's own functions, which several libraries redirect."""
+    manager = house.armed(patch("core:area", impl="house_impl:mark_a", stale="report"))
+    import_module("house.core").area = stock
+    manager.finalize()
+    assert [site.state for site in manager.report()] == ["foreign"]
+
+
 def test_an_optional_patch_may_be_replaced(house):
     manager = house.armed(patch("core:area", impl="house_impl:mark_a", required=False))
     import_module("house.core").area = stock

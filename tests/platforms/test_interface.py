@@ -95,10 +95,11 @@ def test_figures_without_a_proc_file_system_are_an_upper_bound(cpu, monkeypatch)
 
 def test_events_measure_milliseconds(cpu):
     start, end = cpu.new_event(timing=True), cpu.new_event(timing=True)
+    begin = time.perf_counter()
     start.record()
     time.sleep(0.02)
     end.record()
-    assert 20 <= start.elapsed_time(end) < 2000
+    assert 20 <= start.elapsed_time(end) <= 1e3 * (time.perf_counter() - begin)
     assert end.query()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -44,10 +43,8 @@ def test_an_exception_on_one_rank_fails_the_case_with_its_traceback(pool: Worker
 
 
 def test_a_rank_that_dies_fails_the_case(pool: WorkerPool) -> None:
-    begin = time.monotonic()
     with pytest.raises(CaseError, match="rank 1 died with exit code 7"):
         pool.run(f"{CASES}:die_on_one_rank", 2, rank=1)
-    assert time.monotonic() - begin < 60
     assert len(pool.run(f"{CASES}:describe", 2, payload=torch.ones(1))) == 2
 
 

@@ -129,7 +129,8 @@ def forget_everything() -> None:
     if (tensors := sys.modules.get("torch.distributed.tensor")) is not None:
         # Results of operators on a mesh are found again by its ranks, with the mesh of an earlier case. What
         # clears them in torch.distributed.tensor.debug takes a second to import.
-        tensors.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        found = tensors.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+        getattr(found, "cache", found).cache_clear()  # in an object around it before 2.10
         getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", bool)()  # from 2.10 on
     if dist.is_initialized():
         dist.destroy_process_group()

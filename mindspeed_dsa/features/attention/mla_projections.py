@@ -162,8 +162,8 @@ class Projections:
 
     def absorbed_query_and_key(
         self, rotate: Rotate, latent_query: Tensor, latent: Tensor, rotary_key: Tensor, up_key: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Query and key of the whole sequence in absorbed form.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Both parts of the query, and the key, of the whole sequence in absorbed form.
 
         Args:
             rotate: from :meth:`rotation`.
@@ -173,10 +173,10 @@ class Projections:
             up_key: as for :meth:`absorbed_query`.
 
         Returns:
-            ``[s, b, heads, kv_lora_rank + rope]`` and ``[s, b, 1, kv_lora_rank + rope]``.
+            ``[s, b, heads, kv_lora_rank]``, ``[s, b, heads, rope]`` and ``[s, b, 1, kv_lora_rank + rope]``.
         """
-        query = self.absorbed_query(rotate, latent_query, up_key)
-        return query, self.whole_latent_key(rotate, latent, rotary_key)
+        query = self._absorbed_query_parts(rotate, latent_query, up_key)
+        return *query, self.whole_latent_key(rotate, latent, rotary_key)
 
     def whole_latent_key(self, rotate: Rotate, latent: Tensor, rotary_key: Tensor) -> Tensor:
         """The one key of all heads and tensor parallel ranks, ``[s, b, 1, kv_lora_rank + rope]``.
@@ -204,9 +204,14 @@ class Projections:
             latent_query: ``[s, b, q_lora_rank]``, normed, unless its up-projection holds the norm.
             up_key: the key's up-projection, ``[heads, qk_head_dim, kv_lora_rank]``.
         """
+        return torch.cat(self._absorbed_query_parts(rotate, latent_query, up_key), dim=-1)
+
+    def _absorbed_query_parts(
+        self, rotate: Rotate, latent_query: Tensor, up_key: Tensor
+    ) -> tuple[Tensor, Tensor]:
         plain, rotary = self.query_parts(latent_query)
         # [s, b, heads, qk_head_dim] x [heads, qk_head_dim, latent]
-        return torch.cat([torch.einsum("sbhd,hdc->sbhc", plain, up_key), rotate(rotary)], dim=-1)
+        return torch.einsum("sbhd,hdc->sbhc", plain, up_key), rotate(rotary)
 
     def own_absorbed_key(
         self, rotate: Rotate, latent: Tensor, rotary_key: Tensor, hidden_states: Tensor, is_summed: bool

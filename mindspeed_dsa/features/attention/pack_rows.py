@@ -78,6 +78,14 @@ class PackRows:
         last = self.pack.documents[-1][1] if self.pack.documents else 0
         return last if self.layout is None and 0 < last < self.pack.length else None
 
+    @property
+    def sequences(self) -> tuple[int, ...] | None:
+        """Lengths of the documents, if this rank has all rows, and none before :attr:`end` is padding."""
+        if self.layout is not None:
+            return None
+        lengths = tuple(end - begin for begin, end in self.pack.documents)
+        return lengths if lengths and sum(lengths) == (self.end or self.pack.length) else None
+
     def runs(self) -> list[tuple[int, int, int, int]]:
         """Neighbours in one document, or in padding: first row, end, and the keys that the last row sees."""
         starts, ends = self.starts, self.ends

@@ -39,8 +39,9 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, softmax_scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """See the protocol."""
+    operands = _operands(query, key, value)
     out, maximum, total, *_ = npu_op("npu_fusion_attention")(
-        *_operands(query, key, value),
+        *operands,
         query.shape[2],
         _LAYOUT,
         atten_mask=_mask(query.device) if causal else None,
@@ -49,7 +50,7 @@ def forward(
     )
     # [batch, heads, query_length, copies]
     lse = maximum[..., 0] + total[..., 0].log()
-    return out[..., : value.shape[3]], lse.transpose(1, 2)
+    return out, lse.transpose(1, 2)
 
 
 def backward(
@@ -64,33 +65,28 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See the protocol."""
     operands = _operands(query, key, value)
-    grad_out, out = (states.contiguous() for states in padded(operands[0].shape[3], grad_out, out))
     # exp(score - maximum) / total with (lse, 1) is the final probability.
     maximum = lse.transpose(1, 2)[..., None].expand(-1, -1, -1, _COPIES).contiguous()
     gradients = npu_op("npu_fusion_attention_grad")(
         *operands,
-        grad_out,
+        grad_out.contiguous(),
         query.shape[2],
         _LAYOUT,
         atten_mask=_mask(query.device) if causal else None,
         softmax_max=maximum,
         softmax_sum=torch.ones_like(maximum),
-        attention_in=out,
+        attention_in=out.contiguous(),
         scale_value=softmax_scale,
         sparse_mode=_LEFT_UP_CAUSAL if causal else 0,
     )
     grad_query, grad_key, grad_value = gradients[:3]
-    return (
-        grad_query[..., : query.shape[3]],
-        grad_key[..., : key.shape[3]],
-        grad_value[..., : value.shape[3]],
-    )
+    return grad_query[..., : query.shape[3]], grad_key[..., : key.shape[3]], grad_value
 
 
 def _operands(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Contiguous, of one head size: the manual wants keys and values of one shape."""
-    states = padded(max(query.shape[3], value.shape[3]), query, key, value)
-    return [one.contiguous() for one in states]
+    """Contiguous; heads of keys at least as wide as those of values, as the manual wants them."""
+    states = padded(max(query.shape[3], value.shape[3]), query, key)
+    return [one.contiguous() for one in (*states, value)]
 
 
 @cache

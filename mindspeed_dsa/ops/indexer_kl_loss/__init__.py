@@ -29,7 +29,7 @@ from mindspeed_dsa.ops.indexer_kl_loss.protocol import FusedLoss, GradientLoss, 
 from mindspeed_dsa.ops.indices import names_key
 from mindspeed_dsa.ops.lightning_indexer import selected_scores
 from mindspeed_dsa.ops.precision import outside_autocast
-from mindspeed_dsa.ops.row_ranges import visible_ranges
+from mindspeed_dsa.ops.row_ranges import RowForm, visible_ranges
 
 _LAST_KEY = 2**31  # Where the number of keys is not known, any int32 may be one.
 
@@ -51,6 +51,8 @@ def indexer_kl_loss(
     reduction: str = "mean",
     tp_group: dist.ProcessGroup | None = None,
     use_relu: bool = True,
+    query_rope: Tensor | None = None,
+    form: RowForm | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Loss of the sparse stage: both distributions live on the selected keys.
@@ -80,6 +82,9 @@ def indexer_kl_loss(
         reduction: ``"mean"`` over the rows that count, or their ``"sum"``.
         tp_group: tensor-parallel process group whose ranks hold the other heads.
         use_relu: whether the indexer clamps the product of each head at zero.
+        query_rope: as for :func:`mindspeed_dsa.ops.sparse_flash_attention.sparse_flash_attention`, and so is
+            the next one.
+        form: of rows that list as many keys as they see.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
@@ -91,10 +96,13 @@ def indexer_kl_loss(
 
     Source: DeepSeek-V3.2-Exp report, section 2.1, equation 4.
     """
-    rows = check_inputs(index_query, index_key, index_weights, query, key, False)
+    parts = (query,) if query_rope is None else (query, query_rope)
+    # What it would be in one piece, for the checks and the choice; without memory.
+    whole = query if query_rope is None else _as_wide(query, query_rope)
+    rows = check_inputs(index_query, index_key, index_weights, whole, key, False)
     check_topk_indices(OPERATOR, topk_indices, query, key.shape[1])
     check_given(topk_indices, query.shape[2], lse, topk_scores=topk_scores, attention_sum=attention_sum)
-    shape = shape_class(index_query, query, topk_indices.shape[-1])
+    shape = shape_class(index_query, whole, topk_indices.shape[-1])
     chosen: Loss = choose(OPERATOR, backend, shape)
     implementation = unless_empty(OPERATOR, chosen, query, key)
     count_call(OPERATOR, implementation)
@@ -104,14 +112,14 @@ def indexer_kl_loss(
     if attention_sum is None and not only_scores and implementation.KIND == "fused":
         key_length = key.shape[1]
         found = implementation.plan_fused(
-            index_query, query, topk_indices, key_length, lse, row_mask, tp_group, use_relu
+            index_query, whole, topk_indices, key_length, lse, row_mask, tp_group, use_relu, form
         )
         if not isinstance(found, str):
             return implementation.fused_loss(
                 index_query,
                 index_key,
                 index_weights,
-                query,
+                parts,
                 key,
                 topk_indices,
                 softmax_scale,
@@ -127,6 +135,7 @@ def indexer_kl_loss(
         )
     with torch.no_grad():
         if attention_sum is None:
+            query = query if query_rope is None else torch.cat(parts, dim=-1)
             with spent(OPERATOR, query.device):
                 attention_sum = implementation.attention_sum(query, key, topk_indices, lse, softmax_scale)
             if tp_group is not None:
@@ -138,6 +147,13 @@ def indexer_kl_loss(
     if implementation.KIND == "autograd":
         return implementation.divergence(topk_scores, attention_sum, valid, row_weights)
     return _Divergence.apply(implementation, topk_scores, attention_sum, valid, row_weights)
+
+
+def _as_wide(query: Tensor, query_rope: Tensor) -> Tensor:
+    """A tensor of the whole query's shape, dtype and device whose numbers nobody may read."""
+    rows = tuple(query.shape[:3])
+    check_shape(OPERATOR, "query_rope", query_rope, (*rows, None), f"[{', '.join(map(str, rows))}, rope]")
+    return query[..., :1].expand(*rows, query.shape[3] + query_rope.shape[3])
 
 
 def takes_lse(index_query: Tensor, query: Tensor, topk: int, *, backend: str = "auto") -> bool:
@@ -242,6 +258,7 @@ def dense_indexer_kl_loss(
     reduction: str = "mean",
     tp_group: dist.ProcessGroup | None = None,
     use_relu: bool = True,
+    form: RowForm | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Loss of the warm-up stage: both distributions live on every visible key.
@@ -265,6 +282,7 @@ def dense_indexer_kl_loss(
         reduction: ``"mean"`` over the rows that count, or their ``"sum"``.
         tp_group: tensor-parallel process group whose ranks hold the other heads, equally many each.
         use_relu: whether the indexer clamps the product of each head at zero.
+        form: what the host knows of ``starts`` and ``ends``: npu then need not read them.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
@@ -277,7 +295,7 @@ def dense_indexer_kl_loss(
     Source: DeepSeek-V3.2-Exp report, section 2.1, equation 3.
     """
     rows = check_inputs(index_query, index_key, index_weights, query, key, True)
-    ranges = visible_ranges(OPERATOR, *rows, key.shape[1], starts, ends, query.device)
+    ranges = visible_ranges(OPERATOR, *rows, key.shape[1], starts, ends, query.device, form)
     shape = shape_class(index_query, query, 0, query.shape[2] if key.dim() == 4 else 1)
     chosen: Loss = choose(OPERATOR, backend, shape)
     implementation = unless_empty(OPERATOR, chosen, query, key)

@@ -28,8 +28,8 @@ from mindspeed_dsa.ops.npu_device import (
     unavailable,
     unsupported_width,
 )
-from mindspeed_dsa.ops.npu_layout import Layout, layout_of_indices, layout_of_ranges
-from mindspeed_dsa.ops.row_ranges import Ranges
+from mindspeed_dsa.ops.npu_layout import Layout, layout_of_ranges, layout_of_selection
+from mindspeed_dsa.ops.row_ranges import Ranges, RowForm
 
 _SPARSE = "npu_sparse_lightning_indexer_grad_kl_loss"
 _DENSE_LSE = "npu_dense_lightning_indexer_softmax_lse"
@@ -75,6 +75,7 @@ def plan_fused(
     row_mask: Tensor | None,
     tp_group: dist.ProcessGroup | None,
     use_relu: bool,
+    form: RowForm | None,
 ) -> Layout | str:
     """The layout of a call for the fused operator of the sparse form, or why it cannot take the call."""
     if query.dtype not in DTYPES or index_query.dtype != query.dtype:
@@ -97,7 +98,7 @@ def plan_fused(
     reason = _unsupported_heads(_SPARSE, query, tp_group, use_relu, _SPARSE_HEADS)
     if reason is not None:
         return reason
-    layout = layout_of_indices(topk_indices, key_length)
+    layout = layout_of_selection("indexer_kl_loss", topk_indices, key_length, form)
     if isinstance(layout, str):
         return layout
     # Packed sequences go in as many calls as it takes.
@@ -157,7 +158,7 @@ def fused_loss(
     index_query: Tensor,
     index_key: Tensor,
     index_weights: Tensor,
-    query: Tensor,
+    query_parts: tuple[Tensor, ...],
     key: Tensor,
     topk_indices: Tensor,
     softmax_scale: float,
@@ -174,7 +175,7 @@ def fused_loss(
         index_query: ``[batch, query_length, index_heads, 128]``.
         index_key: ``[batch, key_length, 128]``.
         index_weights: ``[batch, query_length, index_heads]``; rounded to the dtype of the query.
-        query: ``[batch, query_length, heads, 576]``, this rank's heads.
+        query_parts: ``[batch, query_length, heads, 576]``, this rank's heads, or the 512 and the 64 apart.
         key: ``[batch, key_length, 576]``.
         topk_indices: ``[batch, query_length, topk]``.
         softmax_scale: factor of the main attention's scores.
@@ -183,7 +184,11 @@ def fused_loss(
         tp_group: tensor-parallel process group whose ranks hold the other heads.
         layout: what :func:`plan_fused` returned.
     """
-    query_latent, query_rope = _split(layout, _all_heads(query.detach(), tp_group), _LATENT)
+    gathered = [_all_heads(part.detach(), tp_group) for part in query_parts]
+    if len(gathered) == 1:
+        query_latent, query_rope = _split(layout, gathered[0], _LATENT)
+    else:
+        query_latent, query_rope = map(layout.pack, gathered)
     latent, key_rope = _split(layout, key.detach()[:, :, None], _LATENT)
     maximum = layout.pack_statistics(_all_heads(lse.detach(), tp_group))
     indices = layout.pack_widened(topk_indices, TOPK_WIDTHS[0])
@@ -235,7 +240,7 @@ def fused_loss(
             torch.stack([one[3] for one in found]).sum(0),
         ]
 
-    weights = index_weights.to(query.dtype)
+    weights = index_weights.to(query_latent.dtype)
     loss: Tensor = _Fused.apply(run, layout, row_weight, index_query, index_key, weights)
     return loss
 

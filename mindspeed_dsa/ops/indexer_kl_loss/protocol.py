@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import Backend
-from mindspeed_dsa.ops.row_ranges import Ranges
+from mindspeed_dsa.ops.row_ranges import Ranges, RowForm
 
 
 class _Loss(Backend, Protocol):
@@ -119,6 +119,7 @@ class FusedLoss(_Loss, _AutogradDense, _SparseGradient, Protocol):
         row_mask: Tensor | None,
         tp_group: dist.ProcessGroup | None,
         use_relu: bool,
+        form: RowForm | None,
         /,
     ) -> Any:
         """Why the operator cannot take the call, a sentence, or what it wants as ``found``."""
@@ -128,7 +129,7 @@ class FusedLoss(_Loss, _AutogradDense, _SparseGradient, Protocol):
         index_query: Tensor,
         index_key: Tensor,
         index_weights: Tensor,
-        query: Tensor,
+        query_parts: tuple[Tensor, ...],
         key: Tensor,
         topk_indices: Tensor,
         softmax_scale: float,
@@ -138,7 +139,10 @@ class FusedLoss(_Loss, _AutogradDense, _SparseGradient, Protocol):
         found: Any,
         /,
     ) -> Tensor:
-        """The sparse form, differentiable with respect to the indexer's three inputs."""
+        """The sparse form, differentiable with respect to the indexer's three inputs.
+
+        The query comes in one piece, or as its latent and its rotary part.
+        """
 
 
 Loss = AutogradLoss | GradientLoss | FusedLoss

@@ -22,7 +22,7 @@ from mindspeed_dsa.ops.checks import (
 )
 from mindspeed_dsa.ops.lightning_indexer.protocol import GradientIndexer, Indexer
 from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
-from mindspeed_dsa.ops.row_ranges import visible_ranges
+from mindspeed_dsa.ops.row_ranges import RowForm, visible_ranges
 
 OPERATOR = "lightning_indexer"
 
@@ -31,7 +31,8 @@ class IndexerOutput(NamedTuple):
     """What the indexer selects."""
 
     topk_indices: Tensor
-    """``[batch, query_length, topk]`` int32, ascending key positions, -1 at the tail."""
+    """``[batch, query_length, topk]`` int32, ascending key positions unless asked otherwise, -1 at the
+    tail."""
     topk_scores: Tensor
     """``[batch, query_length, topk]`` fp32 (fp64 from fp64), differentiable; -inf where the index is -1."""
 
@@ -47,6 +48,8 @@ def lightning_indexer(
     ends: Tensor | None = None,
     use_relu: bool = True,
     key_receiver: Tensor | None = None,
+    form: RowForm | None = None,
+    in_order: bool = True,
     backend: str = "auto",
 ) -> IndexerOutput:
     """Select the ``topk`` visible keys with the highest index score for every query row.
@@ -72,6 +75,9 @@ def lightning_indexer(
         key_receiver: as large as ``key`` and wider, never read: gets the gradient of ``key`` in its place,
             which is then not rounded to the dtype of ``key``. A backend that autograd differentiates does not
             use it.
+        form: what the host knows of ``starts`` and ``ends``: npu then need not read them.
+        in_order: whether the keys of a row are to be ascending. If not, they may come in any order, -1 still
+            at the tail: npu then need not sort them.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Raises:
@@ -83,14 +89,14 @@ def lightning_indexer(
     _check_operands(query, key, weights)
     require(topk >= 1, OPERATOR, f"topk must be at least 1, got {topk}")
     batch, query_length = query.shape[:2]
-    ranges = visible_ranges(OPERATOR, batch, query_length, key.shape[1], starts, ends, query.device)
+    ranges = visible_ranges(OPERATOR, batch, query_length, key.shape[1], starts, ends, query.device, form)
     chosen: Indexer = choose(OPERATOR, backend, _shape_class(query, topk))
     chosen = unless_empty(OPERATOR, chosen, query, key)
     topk = min(topk, key.shape[1])
-    plan_found = chosen.plan_call(topk, ranges, key.shape[1], use_relu)
+    plan_found = chosen.plan_call(topk, ranges, key.shape[1], use_relu, in_order)
     implementation, found = plan(OPERATOR, backend, chosen, plan_found)
     count_call(OPERATOR, implementation)
-    starts, ends, _ = ranges
+    starts, ends = ranges[:2]
     if implementation.KIND == "autograd":
         return IndexerOutput(
             *implementation.lightning_indexer(query, key, weights, topk, starts, ends, use_relu)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,18 @@ _ANY_TOPK = 2048
 # npu_lightning_indexer_grad has one size of heads and width in every release of CANN that has it.
 _GRAD_HEADS = 64
 _GRAD_TOPK = 2048
-_BEHIND_ALL = 2**31 - 1
+# Positions up to here are exact in fp32, which the device sorts on its vector units; integers it sorts on its
+# few processor cores.
+_EXACT_IN_FP32 = 2**24
 
 KIND: Literal["gradients"] = "gradients"
+
+
+class Plan(NamedTuple):
+    """What a call found out, for its backward too."""
+
+    layout: Layout
+    in_order: bool
 
 
 def unsupported(shape: ShapeClass) -> str | None:
@@ -46,8 +55,8 @@ def unsupported(shape: ShapeClass) -> str | None:
     return None
 
 
-def plan_call(topk: int, ranges: Ranges, key_length: int, use_relu: bool) -> Layout | str:
-    """The layout of a call of a shape that this backend takes, or why it cannot take the call."""
+def plan_call(topk: int, ranges: Ranges, key_length: int, use_relu: bool, in_order: bool) -> Plan | str:
+    """What a call of a shape that this backend takes needs, or why it cannot take the call."""
     if not use_relu:
         return "npu_lightning_indexer always clamps the products at zero (use_relu=True)"
     if topk > _ANY_TOPK and topk not in TOPK_WIDTHS:
@@ -55,7 +64,8 @@ def plan_call(topk: int, ranges: Ranges, key_length: int, use_relu: bool) -> Lay
             f"npu_lightning_indexer takes topk up to {_ANY_TOPK} and multiples of 1024 up to 8192, and fewer "
             "keys than topk leave another width"
         )
-    return layout_of_ranges(ranges, key_length)
+    layout = layout_of_ranges(ranges, key_length)
+    return layout if isinstance(layout, str) else Plan(layout, in_order)
 
 
 def select(
@@ -66,12 +76,13 @@ def select(
     starts: Tensor,
     ends: Tensor,
     use_relu: bool,
-    layout: Layout,
+    found: Plan,
 ) -> tuple[Tensor, Tensor]:
     """Indices and scores of the selected keys, ``[batch, query_length, topk]`` each.
 
     The operator returns scores in the dtype of the query, and takes weights in it.
     """
+    layout = found.layout
     packed, values = npu_op("npu_lightning_indexer")(
         layout.pack(query),
         layout.pack(key[:, :, None]),
@@ -84,13 +95,21 @@ def select(
         sparse_mode=3,
         return_value=True,
     )
-    # [batch, query_length, topk] both, in the operator's order, which it does not promise
+    # [batch, query_length, topk] both, in the operator's order, which it does not promise; -1 at the tail
     chosen = layout.unpack_indices(packed.select(-2, 0))
     scores = layout.unpack(values.select(-2, 0)).float()
-    ascending, order = chosen.masked_fill(chosen < 0, _BEHIND_ALL).sort(dim=-1)
-    tail = ascending == _BEHIND_ALL
-    topk_indices = ascending.masked_fill(tail, -1)
-    return topk_indices, scores.gather(-1, order).masked_fill(tail, -torch.inf)
+    if not found.in_order:
+        return chosen, scores.masked_fill(chosen < 0, -torch.inf)
+    ascending, order = _in_order(chosen, key.shape[1])
+    return ascending, scores.gather(-1, order).masked_fill(ascending < 0, -torch.inf)
+
+
+def _in_order(chosen: Tensor, key_length: int) -> tuple[Tensor, Tensor]:
+    """Entries ascending, -1 still at the tail, and which entry went where."""
+    positions = chosen.float() if key_length < _EXACT_IN_FP32 else chosen
+    # One past the last key stands for none.
+    ascending, order = positions.masked_fill(chosen < 0, key_length).sort(dim=-1)
+    return ascending.masked_fill(ascending == key_length, -1).to(chosen.dtype), order
 
 
 def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool) -> Tensor:
@@ -105,7 +124,7 @@ def score_gradients(
     weights: Tensor,
     topk_indices: Tensor,
     use_relu: bool,
-    layout: Layout | str | None = None,
+    found: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the scores at ``topk_indices`` with respect to query, key and weights.
 
@@ -116,8 +135,7 @@ def score_gradients(
     fits = (query.shape[2], topk_indices.shape[2]) == (_GRAD_HEADS, _GRAD_TOPK)
     fits = fits and product().indexer_gradient
     if use_relu and fits and not torch.are_deterministic_algorithms_enabled():
-        if layout is None:
-            layout = layout_of_indices(topk_indices, key.shape[1])
+        layout = layout_of_indices(topk_indices, key.shape[1]) if found is None else found.layout
         if not isinstance(layout, str) and layout.shortest >= _GRAD_TOPK:
             packed = layout.name == "TND"
             grad_scores = grad_scores.masked_fill(~names_key(topk_indices, key.shape[1]), 0)

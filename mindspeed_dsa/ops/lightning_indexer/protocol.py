@@ -11,7 +11,7 @@ from mindspeed_dsa.ops.row_ranges import Ranges
 
 
 class _Indexer(Backend, Protocol):
-    def plan_call(self, topk: int, ranges: Ranges, key_length: int, use_relu: bool, /) -> Any:
+    def plan_call(self, topk: int, ranges: Ranges, key_length: int, use_relu: bool, in_order: bool, /) -> Any:
         """See :func:`mindspeed_dsa.ops.backend.plan`; what it finds are the other functions' ``found``."""
 
 

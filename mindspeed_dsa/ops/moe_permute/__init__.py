@@ -277,9 +277,9 @@ class _SortChunks(torch.autograd.Function):
         given = [grad for grad in grads if grad is not None]
         if not given:
             return (None,) * (3 + len(grads))
-        moved = iter(
-            ctx.implementation.sort_chunks(
-                given, split_sizes.index_select(0, order.to(split_sizes.device)), order.argsort()
-            )
-        )
+        # Which chunk came where, without a sort of integers.
+        place = torch.arange(len(order), dtype=order.dtype, device=order.device)
+        back = torch.empty_like(order).index_copy_(0, order.long(), place)
+        sizes = split_sizes.index_select(0, order.to(split_sizes.device))
+        moved = iter(ctx.implementation.sort_chunks(given, sizes, back))
         return (None, None, None, *(None if grad is None else next(moved) for grad in grads))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
-from mindspeed_dsa.ops.moe_permute.row_map import Permutation, RowMap, chunk_rows, unpack
+from mindspeed_dsa.ops.moe_permute.row_map import Permutation, RowMap, chunk_rows, group_of_rows, unpack
 from mindspeed_dsa.ops.npu_device import npu_op, unavailable
 
 KIND: Literal["gradients"] = "gradients"
@@ -126,7 +126,8 @@ def sort_chunks(tensors: Sequence[Tensor], split_sizes: Tensor, order: Tensor) -
 def _row_map(listed: Tensor, routing_map: Tensor, topk: int) -> RowMap:
     """The map of the operator's ``sorted_indices``; waits for nothing."""
     rows = len(listed)
-    place = torch.arange(rows, device=listed.device)
-    tokens = torch.empty_like(listed).index_copy_(0, listed.long(), (place // topk).int())
-    ends = routing_map.sum(0).cumsum(0)
-    return RowMap(None, listed, tokens, torch.searchsorted(ends, place, right=True, out_int32=True))
+    token = torch.arange(rows // topk, dtype=torch.int32, device=listed.device)
+    by_place = token[:, None].expand(-1, topk).reshape(-1)
+    tokens = torch.empty_like(listed).index_copy_(0, listed.long(), by_place)
+    counts = routing_map.sum(0, dtype=torch.int32)
+    return RowMap(None, listed, tokens, group_of_rows(counts, rows))

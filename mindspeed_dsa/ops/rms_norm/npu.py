@@ -24,8 +24,11 @@ def unsupported(shape: ShapeClass) -> str | None:
 
 def plan(hidden: Tensor, weight: Tensor) -> Any:
     """Why torch_npu's operator cannot take this call, or None."""
-    if weight.dtype != hidden.dtype:
-        return f"{_NORM} takes a weight of its input's dtype, not {weight.dtype} with {hidden.dtype}"
+    # Wider weights: --init-norm-weight-in-fp32 of MindSpeed-LLM, on Atlas A2 and A3.
+    if weight.dtype not in (hidden.dtype, torch.float32):
+        return (
+            f"{_NORM} takes a weight of its input's dtype or in fp32, not {weight.dtype} with {hidden.dtype}"
+        )
     if not 2 <= hidden.dim() <= 8:
         return f"{_NORM} takes 2 to 8 axes, not {hidden.dim()}"
     return None

@@ -16,6 +16,7 @@ from mindspeed_dsa.ops.backend import ShapeClass, choose, count_call, plan, spen
 from mindspeed_dsa.ops.checks import check_float, check_heads, check_shape, check_topk_indices, require
 from mindspeed_dsa.ops.chunks import wide
 from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
+from mindspeed_dsa.ops.row_ranges import RowForm
 from mindspeed_dsa.ops.sparse_flash_attention.protocol import Attention, GradientAttention
 
 OPERATOR = "sparse_flash_attention"
@@ -44,7 +45,9 @@ def sparse_flash_attention(
     return_attention_sum: bool = False,
     topk_scores: Tensor | None = None,
     score_gradient: Callable[[Tensor], Tensor] | None = None,
+    query_rope: Tensor | None = None,
     key_receiver: Tensor | None = None,
+    form: RowForm | None = None,
     backend: str = "auto",
 ) -> SparseAttentionOutput:
     """Attention of every query head over the keys its row selected, with one shared key-value head.
@@ -80,9 +83,13 @@ def sparse_flash_attention(
             right for gradients, but what else it does, such as logging, then happens twice. It should not
             hold on to what this function returns: the two would keep each other alive.
             :func:`mindspeed_dsa.ops.indexer_kl_loss.divergence_and_score_gradient` does the work of one.
+        query_rope: the rotary part of the query where it is apart, ``[batch, query_length, heads, rope]``;
+            ``query`` is the part before it then. npu takes both as they are, the others put them together.
         key_receiver: as large as ``key_value`` and wider, never read: gets the gradient of ``key_value`` in
             its place, which is then not rounded to the dtype of ``key_value``. A backend that autograd
             differentiates does not use it.
+        form: of rows that list as many keys as they see, at most ``topk``, as the indexer's do, where the
+            host knows it: npu then need not read the indices. None: it reads them.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Raises:
@@ -93,7 +100,17 @@ def sparse_flash_attention(
     """
     check_shape(OPERATOR, "query", query, (None,) * 4, "[batch, query_length, heads, dim]")
     check_heads(OPERATOR, "query", query)
-    batch, _, heads, dim = query.shape
+    batch, rows, heads, dim = query.shape
+    if query_rope is not None:
+        check_shape(
+            OPERATOR,
+            "query_rope",
+            query_rope,
+            (batch, rows, heads, None),
+            f"[{batch}, {rows}, {heads}, rope]",
+        )
+        check_float(OPERATOR, query=query, query_rope=query_rope)
+        dim += query_rope.shape[3]
     check_shape(OPERATOR, "key_value", key_value, (batch, None, dim), f"[{batch}, key_length, {dim}]")
     check_float(OPERATOR, query=query, key_value=key_value)
     check_topk_indices(OPERATOR, topk_indices, query, key_value.shape[1])
@@ -112,9 +129,11 @@ def sparse_flash_attention(
     chosen: Attention = choose(OPERATOR, backend, shape)
     chosen = unless_empty(OPERATOR, chosen, query, key_value)
     implementation, found = plan(
-        OPERATOR, backend, chosen, chosen.plan_call(topk_indices, key_value.shape[1])
+        OPERATOR, backend, chosen, chosen.plan_call(topk_indices, key_value.shape[1], form)
     )
     count_call(OPERATOR, implementation)
+    if query_rope is not None and not (implementation.KIND == "gradients" and implementation.TAKES_PARTS):
+        query, query_rope = torch.cat([query, query_rope], dim=-1), None
     # Without a consumer of its gradient the sum is not formed.
     hooked = topk_scores is not None and topk_scores.requires_grad and torch.is_grad_enabled()
     receiver = None
@@ -125,6 +144,7 @@ def sparse_flash_attention(
             *_Attention.apply(
                 implementation,
                 query,
+                query_rope,
                 key_value,
                 topk_indices,
                 softmax_scale,
@@ -149,6 +169,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any,
         implementation: GradientAttention,
         query: Tensor,
+        query_rope: Tensor | None,
         key_value: Tensor,
         topk_indices: Tensor,
         softmax_scale: float,
@@ -160,12 +181,18 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         with spent(OPERATOR, query.device):
             out, lse, attention_sum = implementation.forward(
-                query, key_value, topk_indices, softmax_scale, value_dim, return_attention_sum, *found
+                query if query_rope is None else (query, query_rope),
+                key_value,
+                topk_indices,
+                softmax_scale,
+                value_dim,
+                return_attention_sum,
+                *found,
             )
         ctx.implementation, ctx.softmax_scale = implementation, softmax_scale
         ctx.hooked, ctx.found = receiver is not None, found
         ctx.receives = key_receiver is not None
-        ctx.save_for_backward(query, key_value, topk_indices, out, lse)
+        ctx.save_for_backward(query, query_rope, key_value, topk_indices, out, lse)
         ctx.mark_non_differentiable(lse, *(() if attention_sum is None else (attention_sum,)))
         ctx.set_materialize_grads(False)
         return out, lse, attention_sum
@@ -173,18 +200,27 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        query, key_value, topk_indices, out, lse = ctx.saved_tensors
+        query, query_rope, key_value, topk_indices, out, lse = ctx.saved_tensors
         if grad_out is None:
             if not ctx.hooked:
-                return (None,) * 10
+                return (None,) * 11
             grad_out = torch.zeros_like(out)
         with without_autocast(query.device.type), spent(OPERATOR, query.device):
             grad_query, grad_key_value, attention_sum = ctx.implementation.backward(
-                grad_out, query, key_value, topk_indices, out, lse, ctx.softmax_scale, ctx.hooked, *ctx.found
+                grad_out,
+                query if query_rope is None else (query, query_rope),
+                key_value,
+                topk_indices,
+                out,
+                lse,
+                ctx.softmax_scale,
+                ctx.hooked,
+                *ctx.found,
             )
+        of_query, of_rope = (grad_query, None) if query_rope is None else grad_query
         of_key = None if ctx.receives else grad_key_value.to(key_value.dtype)
         of_receiver = grad_key_value if ctx.receives else None
-        return None, grad_query, of_key, None, None, None, None, attention_sum, None, of_receiver
+        return None, of_query, of_rope, of_key, None, None, None, None, attention_sum, None, of_receiver
 
 
 class _SumReceiver(torch.autograd.Function):

@@ -15,6 +15,7 @@ from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.chunks import row_chunks, wide
 
 KIND: Literal["gradients"] = "gradients"
+TAKES_PARTS = False
 plan_call = takes_every_call
 
 

@@ -22,6 +22,7 @@ from mindspeed_dsa.ops.cpu_products import compute_dtype, product
 from mindspeed_dsa.ops.sparse_flash_attention import cpu_dense
 
 KIND: Literal["gradients"] = "gradients"
+TAKES_PARTS = False
 plan_call = takes_every_call
 
 

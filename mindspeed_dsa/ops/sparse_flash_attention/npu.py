@@ -10,7 +10,8 @@ from torch import Tensor
 from mindspeed_dsa.ops import chunks
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.npu_device import DTYPES, TOPK_WIDTHS, listed, npu_op, unavailable, unsupported_width
-from mindspeed_dsa.ops.npu_layout import Layout, layout_of_indices
+from mindspeed_dsa.ops.npu_layout import Layout, layout_of_selection
+from mindspeed_dsa.ops.row_ranges import RowForm
 
 _LATENT, _ROPE = 512, 64
 _HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -21,6 +22,10 @@ _MOST_SEQUENCES = 256
 _LONGEST_QUERY = 128 * 1024
 
 KIND: Literal["gradients"] = "gradients"
+TAKES_PARTS = True
+
+Query = Tensor | tuple[Tensor, Tensor]
+"""Latent and rotary part in one tensor, or apart."""
 
 
 def unsupported(shape: ShapeClass) -> str | None:
@@ -37,13 +42,13 @@ def unsupported(shape: ShapeClass) -> str | None:
     return None
 
 
-def plan_call(topk_indices: Tensor, key_length: int) -> Layout | str:
+def plan_call(topk_indices: Tensor, key_length: int, form: RowForm | None) -> Layout | str:
     """The layout of a call of a shape that this backend takes, or why it cannot take the call."""
     batch, length, topk = topk_indices.shape
     reason = unsupported_width("npu_sparse_flash_attention_grad", topk, key_length)
     if reason is not None:
         return reason
-    layout = layout_of_indices(topk_indices, key_length)
+    layout = layout_of_selection("sparse_flash_attention", topk_indices, key_length, form)
     if isinstance(layout, str):
         return layout
     sequences = batch if layout.sequences is None else len(layout.sequences)
@@ -57,7 +62,7 @@ def plan_call(topk_indices: Tensor, key_length: int) -> Layout | str:
 
 
 def forward(
-    query: Tensor,
+    query: Query,
     key_value: Tensor,
     topk_indices: Tensor,
     softmax_scale: float,
@@ -66,7 +71,7 @@ def forward(
     layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The three parts of :class:`SparseAttentionOutput`."""
-    query_latent, query_rope = (layout.pack(part) for part in query.split([_LATENT, _ROPE], dim=-1))
+    query_latent, query_rope = _query_parts(layout, query)
     latent, key_rope = _key_parts(layout, key_value)
     out, maximum, total = npu_op("npu_sparse_flash_attention")(
         query_latent,
@@ -88,13 +93,13 @@ def forward(
     lse = layout.unpack_statistics(maximum + total.log())
     attention_sum = None
     if return_attention_sum:
-        attention_sum = chunks.attention_sum(query, key_value, topk_indices, lse, softmax_scale)
+        attention_sum = chunks.attention_sum(_whole(query), key_value, topk_indices, lse, softmax_scale)
     return layout.unpack(out), lse, attention_sum
 
 
 def backward(
     grad_out: Tensor,
-    query: Tensor,
+    query: Query,
     key_value: Tensor,
     topk_indices: Tensor,
     out: Tensor,
@@ -102,13 +107,13 @@ def backward(
     softmax_scale: float,
     return_attention_sum: bool,
     layout: Layout,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Query, Tensor, Tensor | None]:
     """Gradients of query and key_value, from the ``out`` and ``lse`` that :func:`forward` returned.
 
     The third part is the sum of the probabilities over heads, as in :func:`forward`, or None. The operator
     does not return it: it is a pass of its own.
     """
-    query_latent, query_rope = (layout.pack(part) for part in query.split([_LATENT, _ROPE], dim=-1))
+    query_latent, query_rope = _query_parts(layout, query)
     latent, key_rope = _key_parts(layout, key_value)
     # exp(score - maximum) / total with (lse, 1) is what the pair of the forward gives.
     maximum = layout.pack_statistics(lse)
@@ -134,13 +139,25 @@ def backward(
     grad_latent_query, grad_key, grad_value, grad_query_rope, grad_key_rope = map(layout.unpack, grads)
     attention_sum = None
     if return_attention_sum:
-        attention_sum = chunks.attention_sum(query, key_value, topk_indices, lse, softmax_scale)
+        attention_sum = chunks.attention_sum(_whole(query), key_value, topk_indices, lse, softmax_scale)
+    apart = not isinstance(query, Tensor)
     return (
-        torch.cat([grad_latent_query, grad_query_rope], dim=-1),
+        (grad_latent_query, grad_query_rope)
+        if apart
+        else torch.cat([grad_latent_query, grad_query_rope], dim=-1),
         # Key and value are one tensor.
         torch.cat([grad_key + grad_value, grad_key_rope], dim=-1).squeeze(2),
         attention_sum,
     )
+
+
+def _whole(query: Query) -> Tensor:
+    return query if isinstance(query, Tensor) else torch.cat(query, dim=-1)
+
+
+def _query_parts(layout: Layout, query: Query) -> tuple[Tensor, Tensor]:
+    latent, rope = query.split([_LATENT, _ROPE], dim=-1) if isinstance(query, Tensor) else query
+    return layout.pack(latent), layout.pack(rope)
 
 
 def _key_parts(layout: Layout, key_value: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import Backend
+from mindspeed_dsa.ops.row_ranges import RowForm
 
 
 class _Attention(Backend, Protocol):
-    def plan_call(self, topk_indices: Tensor, key_length: int, /) -> Any:
+    def plan_call(self, topk_indices: Tensor, key_length: int, form: RowForm | None, /) -> Any:
         """See :func:`mindspeed_dsa.ops.backend.plan`; what it finds are the other functions' ``found``."""
 
 
@@ -33,13 +34,17 @@ class AutogradAttention(_Attention, Protocol):
 
 
 class GradientAttention(_Attention, Protocol):
-    """Forward and backward."""
+    """Forward and backward.
+
+    Where ``TAKES_PARTS``, a query may come as its latent and its rotary part, and its gradient goes so too.
+    """
 
     KIND: Literal["gradients"]
+    TAKES_PARTS: bool
 
     def forward(
         self,
-        query: Tensor,
+        query: Any,
         key_value: Tensor,
         topk_indices: Tensor,
         softmax_scale: float,
@@ -54,7 +59,7 @@ class GradientAttention(_Attention, Protocol):
     def backward(
         self,
         grad_out: Tensor,
-        query: Tensor,
+        query: Any,
         key_value: Tensor,
         topk_indices: Tensor,
         out: Tensor,
@@ -64,7 +69,7 @@ class GradientAttention(_Attention, Protocol):
         /,
         *found: Any,
         **options: Any,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Any, Tensor, Tensor | None]:
         """Gradients of ``query`` and ``key_value``, and if asked for the probabilities summed over heads.
 
         That of ``key_value``, a sum over rows, may be wider than that is.

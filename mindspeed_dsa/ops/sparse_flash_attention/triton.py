@@ -53,9 +53,19 @@ from mindspeed_dsa.ops.triton_launch import (
     shared_memory,
 )
 
-__all__ = ["KIND", "attention_sum", "backward", "forward", "log_sum_exp", "plan_call", "unsupported"]
+__all__ = [
+    "KIND",
+    "TAKES_PARTS",
+    "attention_sum",
+    "backward",
+    "forward",
+    "log_sum_exp",
+    "plan_call",
+    "unsupported",
+]
 
 KIND: Literal["gradients"] = "gradients"
+TAKES_PARTS = False
 plan_call = takes_every_call
 
 

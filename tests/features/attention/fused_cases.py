@@ -49,6 +49,26 @@ def step_as_long_sequences(
         return one_step(switches, overrides) | {"by head": counts}
 
 
+def step_in_two_parts(
+    switches: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """As :func:`one_step`, absorbed queries in two parts as on NPUs, and how often they arrived so."""
+    from mindspeed_dsa.features.attention.dsa import core_attention, problem
+
+    arrived = []
+
+    def noting(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+        found = problem.parts_of(query, key, value)
+        arrived.append(found[1] is not None)
+        return found
+
+    with (
+        mock.patch.object(problem, "keeps_parts_apart", return_value=True),
+        mock.patch.object(core_attention, "parts_of", noting),
+    ):
+        return one_step(switches, overrides) | {"in two parts": arrived}
+
+
 def whole_step(switches: Mapping[str, Any] | None = None, **arguments: Any) -> dict[str, Any]:
     """As :func:`job.run`, ties decided alike on both sides."""
     with ties_to_the_lowest():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -60,11 +61,22 @@ def test_the_indexer_loss_is_the_steps_own_and_megatrons_sum_stays(megatron, tmp
     assert training.LOGGED == untouched == [0.25, 0.75, 0.75, 1.75, 1.25]
 
 
-def test_what_lies_between_steps_does_not_count(megatron, tmp_path):
-    file = tmp_path / "metrics.jsonl"
+def test_what_lies_between_steps_does_not_count(megatron, tmp_path, monkeypatch):
+    """By a clock that only the pauses advance."""
+    file, clock = tmp_path / "metrics.jsonl", [100.0]
     mindspeed_dsa.enable(step_metrics_file=str(file))
+
+    def sleep(seconds):
+        clock[0] += seconds
+
+    def read():
+        clock[0] += 0.125
+        return clock[0]
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "perf_counter", read)
     import_module(f"{megatron}.training.training").train(2, pause_s=1.0)
-    assert sum(record["step_time_s"] for record in records(file)) < 1.0
+    assert [record["step_time_s"] for record in records(file)] == [0.125, 0.125]
 
 
 def test_a_second_job_appends(megatron, tmp_path):

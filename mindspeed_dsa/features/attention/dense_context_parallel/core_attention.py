@@ -110,32 +110,38 @@ def build_for_context_parallel(
             config.context_parallel_size = ranks
         if ranks == 1 and not extra:
             return
-        _require_causal(self, attention_type)
-        # The factor that scaled scores by layer is taken back in Megatron's softmax.
-        scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
+        problem = unsupported_attention(self, attention_type)
+        if problem is not None:
+            raise SettingsError(f"{_WHO}: {problem}")
         strategy = None
         if ranks > 1:
             given = kwargs.get("cp_comm_type")
             strategy = make_strategy(self, layer_number, given, context)
-        self.dense_context_parallel_plan = Plan(DenseAttention(scale), strategy)
+        self.dense_context_parallel_plan = Plan(DenseAttention(scale_of(self)), strategy)
 
     return __init__
 
 
-def _require_causal(attention: Any, attention_type: str) -> None:
-    """Refuse what a configuration asks of attention that is not in an argument namespace."""
-    problem = None
+def scale_of(attention: Any) -> float:
+    """What a ``DotProductAttention`` multiplies scores with; its softmax takes back what scaled by layer."""
+    return float(attention.softmax_scale * (attention.scale_mask_softmax.scale or 1.0))
+
+
+def unsupported_attention(attention: Any, attention_type: str) -> str | None:
+    """Why the operator cannot attend for a ``DotProductAttention``, or None.
+
+    Its configuration may ask for what is in no argument namespace.
+    """
     if attention_type != "self" or attention.attn_mask_type.name != "causal":
         kind = f"{attention_type} attention with the mask type {attention.attn_mask_type.name}"
-        problem = f"{kind} is not causal self attention, the only one that this feature has"
-    elif attention.attention_dropout.p > 0:
-        problem = "attention_dropout is not supported; set it to 0"
-    elif getattr(attention.scale_mask_softmax, "window_size", None) is not None:
-        problem = "window_size is not supported; every row sees all earlier keys"
-    elif getattr(attention, "softmax_offset", None) is not None:
-        problem = "softmax_type is not supported; use 'vanilla'"
-    if problem is not None:
-        raise SettingsError(f"{_WHO}: {problem}")
+        return f"{kind} is not causal self attention, the only one that this feature has"
+    if attention.attention_dropout.p > 0:
+        return "attention_dropout is not supported; set it to 0"
+    if getattr(attention.scale_mask_softmax, "window_size", None) is not None:
+        return "window_size is not supported; every row sees all earlier keys"
+    if getattr(attention, "softmax_offset", None) is not None:
+        return "softmax_type is not supported; use 'vanilla'"
+    return None
 
 
 def attend_with_other_ranks(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Any]:
@@ -166,7 +172,7 @@ def attend_with_other_ranks(original: Callable[..., Tensor], context: Context[Op
                 packed_seq_params,
                 **kwargs,
             )
-        _require_plain(attention_mask, attention_bias)
+        _require_plain(context.feature, attention_mask, attention_bias)
         latents = None
         # Latent attention hands over the weight of its up-projection for values: see latents.py.
         if value.dim() == 2:
@@ -192,11 +198,11 @@ def attend_with_other_ranks(original: Callable[..., Tensor], context: Context[Op
     return forward
 
 
-def _require_plain(mask: Tensor | None, bias: Tensor | None) -> None:
+def _require_plain(who: str, mask: Tensor | None, bias: Tensor | None) -> None:
     found = {
         "an attention mask": (mask, "pass None, or add --no-create-attention-mask-in-dataloader"),
         "an attention bias": (bias, "pass None"),
     }
     for what, (given, instead) in found.items():
         if given is not None:
-            raise ValueError(f"{_WHO}: {what} came with a batch, and attention here is causal; {instead}")
+            raise ValueError(f"{who}: {what} came with a batch, and attention here is causal; {instead}")

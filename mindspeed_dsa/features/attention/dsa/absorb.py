@@ -18,6 +18,7 @@ from mindspeed_dsa import log
 from mindspeed_dsa.context import Context
 from mindspeed_dsa.features.attention.context_parallel.exchange import KeyExchange, key_exchange
 from mindspeed_dsa.features.attention.dsa.options import Options
+from mindspeed_dsa.features.attention.dsa.problem import query_and_key
 from mindspeed_dsa.features.attention.mla_projections import Projections, plain_up_projection
 from mindspeed_dsa.integration.compiled_attention import steps_of
 from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head
@@ -101,9 +102,10 @@ def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) ->
         hidden_states: ``[s, b, hidden]``, a rank's part of the sequence under sequence parallelism.
 
     Returns:
-        query ``[s, b, heads, latent + rope]``, key ``[s, b, 1, latent + rope]``, the value's up-projection
-        ``[heads, value_dim, latent]``, the latent query ``[s, b, q_lora_rank]`` and the latent key-value
-        ``[s, b, latent]`` (both parts of the sequence under sequence parallelism).
+        query ``[s, b, heads, latent + rope]``, key ``[s, b, 1, latent + rope]``, both as
+        :func:`query_and_key` passes them on, the value's up-projection ``[heads, value_dim, latent]``, the
+        latent query ``[s, b, q_lora_rank]`` and the latent key-value ``[s, b, latent]`` (both parts of the
+        sequence under sequence parallelism).
     """
     attention = projections.layer
     up_key, up_value = up_projections(attention)
@@ -117,7 +119,7 @@ def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) ->
     rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states, is_summed=True)
     rotate = projections.rotation(rotary_key.size(0))
     query, key = projections.recomputed_if_asked(
-        lambda *parts: projections.absorbed_query_and_key(rotate, *parts),
+        lambda *parts: query_and_key(*projections.absorbed_query_and_key(rotate, *parts)),
         latent_query,
         latent,
         rotary_key,

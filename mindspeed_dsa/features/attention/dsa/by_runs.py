@@ -12,6 +12,7 @@ import torch
 
 from mindspeed_dsa.features.attention.dsa.problem import Groups, IndexInputs, LossOptions, Operands, Rows
 from mindspeed_dsa.features.attention.dsa.sparse_attention import Result, sparse_attention
+from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY
 
 Run = tuple[int, int, int, int]
 """First row, end of the rows, begin and end of the keys that the last of them sees; none for padding."""
@@ -58,7 +59,9 @@ def attend_by_runs(
             weight = (end - first) * operands.query.shape[1] * groups.context_ranks / all_rows
             share = replace(loss, coefficient=loss.coefficient * weight)
         ends = torch.arange(keys - (end - first), keys, dtype=torch.int32, device=part.query.device) + 1
-        results.append(sparse_attention(part, inputs, topk, Rows(ends=ends), groups, share, backend))
+        # As made a line above: nobody has to read it back from the device.
+        rows = Rows(ends=ends, known=TO_LAST_KEY)
+        results.append(sparse_attention(part, inputs, topk, rows, groups, share, backend))
     losses = [result.loss for result in results if result.loss is not None]
     out = torch.cat([result.out for result in results])
     return Result(out, torch.stack(losses).sum() if losses else None)

@@ -23,7 +23,7 @@ from mindspeed_dsa.features.attention.dsa.index_projection import (
 )
 from mindspeed_dsa.features.attention.dsa.megatron_parts import parts_left_to_megatron
 from mindspeed_dsa.features.attention.dsa.options import Options
-from mindspeed_dsa.features.attention.dsa.problem import Groups, LossOptions, Operands, Rows
+from mindspeed_dsa.features.attention.dsa.problem import Groups, LossOptions, Operands, Rows, parts_of
 from mindspeed_dsa.features.attention.dsa.sparse_attention import OURS, Result, needs_index, sparse_attention
 from mindspeed_dsa.features.attention.indexer_loss import coefficient, indexer_loss
 from mindspeed_dsa.features.attention.pack_rows import PackRows
@@ -184,7 +184,8 @@ def attend(
         )
     steps = steps_of(attention)
     epilog = None if steps is None else steps.epilog
-    operands = Operands(query, key, value, attention.softmax_scale, epilog=epilog)
+    key, query_rope = parts_of(query, key, value)
+    operands = Operands(query, key, value, attention.softmax_scale, epilog=epilog, query_rope=query_rope)
     rows = Rows() if documents is None else Rows.of_pack(documents, query.device)
     all_rows = key.shape[0] * key.shape[1] if rows.count is None else rows.count
     if options.warmup:
@@ -198,6 +199,8 @@ def attend(
             megatron,
         )
     loss = _loss_options(attention, options, groups, all_rows, megatron)
+    if not options.all_ours:
+        operands = operands.whole()
     parts = parts_left_to_megatron(attention, operands, x, qr, options, megatron)
     topk, index = indexer.index_topk, None
     if needs_index(key.shape[0], rows, topk, loss, parts):

@@ -75,6 +75,8 @@ def sparse_loss(
         reduction=reduction,
         tp_group=groups.tensor,
         use_relu=inputs.use_relu,
+        query_rope=None if operands.query_rope is None else operands.query_rope.detach().transpose(0, 1),
+        form=selection.form,
         backend=backend,
     )
     return value * factor
@@ -89,7 +91,7 @@ def dense_loss(
         inputs.query,
         inputs.key,
         inputs.weights,
-        *operands.detached(),
+        *operands.whole().detached(),
         operands.softmax_scale,
         starts=rows.starts,
         ends=rows.ends,
@@ -97,6 +99,7 @@ def dense_loss(
         reduction=reduction,
         tp_group=groups.tensor,
         use_relu=inputs.use_relu,
+        form=rows.form,
         backend=backend,
     )
     return value * factor

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mindspeed_dsa.features.attention.dsa.problem import Attended, Operands, Rows
 from mindspeed_dsa.ops.documents import attend_by_documents
+from mindspeed_dsa.ops.row_ranges import RowForm
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from mindspeed_dsa.ops.sparse_flash_attention.by_head import sparse_attention_by_head
 
@@ -21,6 +22,7 @@ def attend_sparsely(
     with_sum: bool,
     topk_scores: Tensor | None = None,
     score_gradient: Callable[[Tensor], Tensor] | None = None,
+    form: RowForm | None = None,
 ) -> Attended:
     """The Sparse Flash Attention operator, or sparse attention by head.
 
@@ -31,6 +33,7 @@ def attend_sparsely(
         with_sum: whether to return ``attention_sum``.
         topk_scores: see the operator; absorbed form only, and so is the next one.
         score_gradient: see the operator.
+        form: see the operator.
     """
     # [b, s, heads, dim]
     query = operands.query.transpose(0, 1)
@@ -45,7 +48,9 @@ def attend_sparsely(
             return_attention_sum=with_sum,
             topk_scores=topk_scores,
             score_gradient=score_gradient,
+            query_rope=None if operands.query_rope is None else operands.query_rope.transpose(0, 1),
             key_receiver=None if receiver is None else receiver.squeeze(2).transpose(0, 1),
+            form=form,
             backend=backend,
         )
         return Attended(operands.up_projected(result.out), result.attention_sum, result.lse)
@@ -74,11 +79,11 @@ def attend_densely(operands: Operands, rows: Rows, backend: str) -> Attended:
     after the other. Absorbed heads are too wide for that on accelerators; there the sparse operator gets
     every visible key.
     """
-    query, key, value = operands.query, operands.key, operands.value
+    query, key = operands.query, operands.key
     if operands.absorbed and query.device.type != "cpu":
-        return attend_sparsely(
-            operands, all_visible(query.shape[1], key.shape[0], query.device, rows), backend, False
-        )
+        visible = all_visible(query.shape[1], key.shape[0], query.device, rows)
+        return attend_sparsely(operands, visible, backend, False, form=rows.form)
+    query, value = operands.whole().query, operands.value
     if operands.absorbed:
         key = expanded_key(operands)
         value = key[..., : operands.latent]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mindspeed_dsa.features.attention.pack_rows import PackRows
+from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY, RowForm
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Operands:
     up-projection ``[heads, value_dim, latent]``, which is applied to the attention output. Under
     context parallelism the query has this rank's rows, the key those of the whole sequence in its own order.
     ``key_receiver``, if there is one, takes the gradient of an absorbed key in fp32, to be summed over ranks.
-    ``epilog``, if there is one, is the compiled form of the value's up-projection.
+    ``epilog``, if there is one, is the compiled form of the value's up-projection. ``query_rope``, if there
+    is one, is the rotary part of an absorbed query, ``[s, b, heads, rope]``, and ``query`` the latent one.
     """
 
     query: Tensor
@@ -31,6 +33,13 @@ class Operands:
     softmax_scale: float
     key_receiver: Tensor | None = None
     epilog: Callable[[Tensor, Tensor], Tensor] | None = None
+    query_rope: Tensor | None = None
+
+    def whole(self) -> Operands:
+        """The same with the query in one piece."""
+        if self.query_rope is None:
+            return self
+        return replace(self, query=torch.cat([self.query, self.query_rope], dim=-1), query_rope=None)
 
     def first(self, rows: int) -> Operands:
         """Without the rows from this one on."""
@@ -40,7 +49,9 @@ class Operands:
     def of(self, rows: slice, keys: slice) -> Operands:
         """Some rows and some keys; in absorbed form, whose value belongs to no row."""
         receiver = None if self.key_receiver is None else self.key_receiver[keys]
-        return replace(self, query=self.query[rows], key=self.key[keys], key_receiver=receiver)
+        rope = None if self.query_rope is None else self.query_rope[rows]
+        query, key = self.query[rows], self.key[keys]
+        return replace(self, query=query, key=key, key_receiver=receiver, query_rope=rope)
 
     @property
     def absorbed(self) -> bool:
@@ -62,6 +73,42 @@ class Operands:
         """Detached query ``[b, s, heads, dim]`` and key ``[b, s, dim]``, by head ``[b, s, heads, dim]``."""
         key = self.key.detach().transpose(0, 1)
         return self.query.detach().transpose(0, 1), key.squeeze(2) if self.absorbed else key
+
+
+def keeps_parts_apart(device: torch.device) -> bool:
+    """Whether this device's operators want the latent and the rotary part of a query apart."""
+    return device.type == "npu"
+
+
+def query_and_key(query: Tensor, query_rope: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """What passes for query and key through Megatron's layer and checkpoints, in absorbed form.
+
+    One query, or where parts stay apart the latent one, and the rotary one, a ninth of it, behind the key.
+
+    Args:
+        query: ``[s, b, heads, latent]``.
+        query_rope: ``[s, b, heads, rope]``.
+        key: ``[s, b, 1, latent + rope]``.
+    """
+    if keeps_parts_apart(query.device):
+        return query, torch.cat([key, query_rope.flatten(2).unsqueeze(2)], dim=-1)
+    return torch.cat([query, query_rope], dim=-1), key
+
+
+def parts_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The key, and the query's rotary part if it lies behind that: see :func:`query_and_key`.
+
+    Args:
+        query: of any form; the latent part, if parts are apart.
+        key: of any form.
+        value: ``[heads, value_dim, latent]``, or by head.
+    """
+    latent, heads = value.shape[-1], query.shape[2]
+    if value.dim() != 3 or query.shape[-1] != latent:
+        return key, None
+    rope = (key.shape[-1] - latent) // (1 + heads)
+    key, of_query = key.split([latent + rope, heads * rope], dim=-1)
+    return key, of_query.squeeze(2).unflatten(-1, (heads, rope))
 
 
 @dataclass(frozen=True)
@@ -117,6 +164,8 @@ class Rows:
         count: rows that count on all context parallel ranks, where that is known.
         longest: the most keys that a row sees, where the host knows it.
         end: the rows from this one on are padding, and so are their keys; None: none are, or only others.
+        known: the form of the rows before ``end``, where the host knows it: no device is asked for what the
+            tensors hold. Without starts and ends it is known.
     """
 
     starts: Tensor | None = None
@@ -125,6 +174,7 @@ class Rows:
     count: int | None = None
     longest: int | None = None
     end: int | None = None
+    known: RowForm | None = None
 
     @classmethod
     def of_pack(cls, rows: PackRows, device: torch.device) -> Rows:
@@ -137,7 +187,15 @@ class Rows:
             rows.pack.tokens,
             rows.pack.longest,
             rows.end,
+            None if rows.sequences is None else RowForm(rows.sequences),
         )
+
+    @property
+    def form(self) -> RowForm | None:
+        """What the host knows of all rows, for the operators."""
+        if self.starts is None and self.ends is None:
+            return TO_LAST_KEY
+        return self.known if self.end is None else None
 
     def first(self, rows: int) -> Rows:
         """Without the rows from this one on, none of which counts."""
@@ -206,12 +264,14 @@ class Selection:
     """The selected keys, and the scores that the indexer loss needs."""
 
     topk_indices: Tensor
-    """``[batch, sequence, topk]`` int32, ascending, -1 at the tail."""
+    """``[batch, sequence, topk]`` int32, in any order, -1 at the tail."""
     topk_scores: Tensor
     """``[batch, sequence, topk]``, differentiable; -inf where the index is -1."""
     inputs: IndexInputs
     scores: Tensor | None = None
     """``[batch, sequence, sequence]``, only if Megatron's own indexer computed them."""
+    form: RowForm | None = None
+    """Under which rows list as many keys as they see, at most ``topk``; None: the host does not know."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,13 @@ def sparse_attention(
     if loss is not None and loss.in_backward is not None and loss.on_chosen_keys and has_backward:
         score_gradient = _loss_in_backward(selection, rows, groups, loss, loss.in_backward, backend)
         attended = attend_sparsely(
-            operands, selection.topk_indices, backend, False, selection.topk_scores, score_gradient
+            operands,
+            selection.topk_indices,
+            backend,
+            False,
+            selection.topk_scores,
+            score_gradient,
+            form=selection.form,
         )
         return Result(attended.out, None)
 
@@ -117,8 +123,16 @@ def sparse_attention(
     return Result(attended.out, dense_loss(operands, selection.inputs, rows, groups, loss, backend))
 
 
-def select_keys(index: IndexInputs, topk: int, rows: Rows, backend: str) -> Selection:
-    """Select the keys of every row, by the operator."""
+def select_keys(index: IndexInputs, topk: int, rows: Rows, backend: str, in_order: bool = False) -> Selection:
+    """Select the keys of every row, by the operator.
+
+    Args:
+        index: the indexer's query, key and weights.
+        topk: keys per row.
+        rows: which keys each row sees.
+        backend: of the operator.
+        in_order: whether somebody reads the order of a row's keys, which are then ascending.
+    """
     topk_indices, topk_scores = lightning_indexer(
         index.query,
         index.key,
@@ -128,9 +142,11 @@ def select_keys(index: IndexInputs, topk: int, rows: Rows, backend: str) -> Sele
         ends=rows.ends,
         use_relu=index.use_relu,
         key_receiver=index.key_receiver,
+        form=rows.form,
+        in_order=in_order,
         backend=backend,
     )
-    return Selection(topk_indices, topk_scores, index)
+    return Selection(topk_indices, topk_scores, index, form=rows.form)
 
 
 def attend_to_chosen(
@@ -150,7 +166,9 @@ def attend_to_chosen(
     if with_target and operands.absorbed and rows.counted is None and inputs.use_relu:
         query, topk = operands.query.transpose(0, 1), selection.topk_indices.shape[-1]
         with_target = not takes_lse(inputs.query, query, topk, backend=backend)
-    return attend_sparsely(operands, selection.topk_indices, backend, with_sum=with_target)
+    return attend_sparsely(
+        operands, selection.topk_indices, backend, with_sum=with_target, form=selection.form
+    )
 
 
 def _every_key_is_chosen(keys: int, rows: Rows, topk: int, parts: Parts) -> bool:

@@ -98,7 +98,7 @@ FEATURE = Feature(
             priority=_INNERMOST,
         ),
     ),
-    requires=Requires(versions={"megatron-core": _RELEASES, "torch": ">=2.7"}),
+    requires=Requires(versions={"megatron-core": _RELEASES, "torch": ">=2.13"}),
     active=regions_wanted,
     options=Options.of,
     validate=check_regions,

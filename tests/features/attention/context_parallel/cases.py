@@ -27,8 +27,9 @@ def many_lengths(kind: str) -> dict[str, Any]:
     """Forward and backward of layers with one length after the other.
 
     Returns:
-        ``bytes`` of all integer tensors that live after :data:`FEW` and after :data:`MANY` lengths, and ``late``,
-        the largest relative error of the first one's gradient if its backward runs after all others.
+        ``bytes`` of all integer tensors that live after :data:`FEW` and after :data:`MANY` lengths, and
+        ``late``, the largest relative error of the first one's gradient if its backward runs after all
+        others.
     """
     layers = [_layer(kind) for _ in range(LAYERS)]
     found = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -53,7 +54,7 @@ def whole_and_runs(layout, rank, loss):
         rows, all_rows = Rows(ends=(own + 1).int()), LENGTH * batch
         breaks = ((own.diff() != 1).nonzero().flatten() + 1).tolist()
         bounds = [0, *breaks, len(own)]
-        runs = [(a, b, 0, int(own[b - 1]) + 1) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        runs = [(a, b, 0, int(own[b - 1]) + 1) for a, b in pairwise(bounds)]
     else:
         documents = PackRows(pack, dealt, rank)
         rows, all_rows = Rows.of_pack(documents, torch.device("cpu")), pack.tokens

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import mindspeed_dsa
+from mindspeed_dsa.ops import cpu_bf16
 from mindspeed_dsa.patches import SettingsError
 from tests.support.model import assert_same_gradients, put_together
 
@@ -102,6 +103,33 @@ def test_a_cpu_attends_by_head_where_that_is_faster(pool, stock, switches, by_he
     (ours,) = pool.run(f"{CASES}:step_as_long_sequences", 1, switches=switches)
     assert_same(ours, stock["sparse loss"])
     assert ours["by head"] == {"forward": by_head, "backward": by_head}
+
+
+AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+UP_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+ABSORBED = FUSED | {"use_dsa_absorb": True}
+
+
+@pytest.mark.parametrize(
+    ("switches", "overrides", "passes"),
+    [
+        (ABSORBED, {}, 1),
+        (IN_BACKWARD | {"use_dsa_absorb": True}, AGAIN, 2),
+        (ABSORBED, UP_AGAIN, 1),
+        (ABSORBED, SHORT, 1),
+        (ABSORBED, DENSE_LOSS, 1),
+        (ABSORBED | {"use_fused_sparse_flash_attention": False}, {}, 1),
+    ],
+    ids=str,
+)
+def test_queries_in_two_parts_pass_through_megatrons_layer(pool, switches, overrides, passes):
+    """As on NPUs; here the operators put them together. Gradients of the key are added in another order."""
+    whole = step(pool, switches, overrides)
+    (ours,) = pool.run(f"{CASES}:step_in_two_parts", 1, switches=switches, overrides=overrides)
+    assert ours["in two parts"] == [True] * 2 * passes
+    assert ours["loss"] == whole["loss"]
+    torch.testing.assert_close(ours["tracked"], whole["tracked"], rtol=0, atol=0)
+    assert_same_gradients(ours["gradients"], whole["gradients"], 1e-5)
 
 
 def calls(pool, mode, switches=FUSED, **overrides):
@@ -285,6 +313,26 @@ def test_combinations_are_refused_before_training(monkeypatch, switches, args, m
     namespace = SimpleNamespace(**switches, **args)
     with mindspeed_dsa.enabled(**DSA, **switches), pytest.raises(SettingsError, match=message):
         mindspeed_dsa.validate(namespace)
+
+
+def test_a_way_to_multiply_bf16_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(cpu_bf16, "has_bf16_product", lambda: False)
+    switches = FUSED | {"dsa_cpu_bf16": "native"}
+    message = r"--dsa-cpu-bf16 native: this PyTorch has no product .* choose 'widened'"
+    with mindspeed_dsa.enabled(**DSA, **switches), pytest.raises(SettingsError, match=message):
+        mindspeed_dsa.validate(SimpleNamespace(**switches, **DSA))
+
+
+@pytest.mark.parametrize(
+    ("way", "dtype"), [("native", torch.bfloat16), ("widened", torch.float32), ("auto", torch.float32)]
+)
+def test_the_flag_is_settled_before_the_model_is_built(monkeypatch, way, dtype):
+    """What is poisoned here is deterministic, so nothing is measured."""
+    monkeypatch.setattr(cpu_bf16, "_asked", "auto")
+    monkeypatch.setattr(cpu_bf16, "has_bf16_product", lambda: True)
+    with mindspeed_dsa.enabled(**DSA, **FUSED, dsa_cpu_bf16=way, mindspeed_platform="cpu"):
+        mindspeed_dsa.finalize()
+        assert cpu_bf16.operand_dtype(torch.bfloat16) == dtype
 
 
 def test_nothing_is_patched_without_a_switch():

@@ -18,6 +18,7 @@ from mindspeed_dsa.features.attention.adapters.backport.fields import problems_o
 from mindspeed_dsa.features.attention.adapters.backport.options import Options
 from mindspeed_dsa.features.attention.context_parallel.exchange import KeyExchange, key_exchange
 from mindspeed_dsa.features.attention.dsa.absorb import by_head_is_faster, up_projections
+from mindspeed_dsa.features.attention.dsa.problem import query_and_key
 from mindspeed_dsa.features.attention.mla_projections import Projections, Rotate
 from mindspeed_dsa.integration.gathered_weights import wait_for_weights
 from mindspeed_dsa.integration.local_norms import norm_of_fused_layer
@@ -147,7 +148,8 @@ def _derive(
 
         def absorbed(latent_query: Tensor, latent: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
             latent = attention.kv_layernorm(latent)
-            return projections.absorbed_query_and_key(rotate, normed(latent_query), latent, *parts)
+            found = projections.absorbed_query_and_key(rotate, normed(latent_query), latent, *parts)
+            return query_and_key(*found)
 
         query, key = projections.recomputed_if_asked(absorbed, latent_query, latent, rotary_key, up_key)
         return query, key, up_value

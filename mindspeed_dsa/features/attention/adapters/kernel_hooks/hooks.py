@@ -103,7 +103,8 @@ class KernelHooks:
         if not self.options.indexer:
             return None
         index = IndexInputs.from_megatron(q, k, weights, use_relu)
-        return select_keys(index, index_topk, Rows(starts, ends), self.options.backend).topk_indices, None
+        rows, backend = Rows(starts, ends), self.options.backend
+        return select_keys(index, index_topk, rows, backend, in_order=True).topk_indices, None
 
     def run_fused_qk_topk_with_loss(
         self,
@@ -155,7 +156,7 @@ class KernelHooks:
         backend, groups = self.options.backend, Groups.of(pg_collection)
         rows = Rows(starts, ends, _counted(query_valid_rows))
         index = IndexInputs.from_megatron(q, k, weights, use_relu)
-        selection = select_keys(index, index_topk, rows, backend)
+        selection = select_keys(index, index_topk, rows, backend, in_order=True)
         wanted = LossOptions(loss_coeff, on_chosen_keys=True, per_token=calculate_per_token_loss)
         operands = Operands(query, key, _NO_VALUE, softmax_scale)
         loss = losses.sparse_loss(operands, selection, None, rows, groups, wanted, backend)

@@ -1,0 +1,1 @@
+"""Megatron's dense attention on one context parallel rank, by the dense attention operator."""

@@ -1,0 +1,1 @@
+"""Adam of torch's, whose step is one operator."""

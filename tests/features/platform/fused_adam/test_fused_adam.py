@@ -1,0 +1,73 @@
+"""Adam's step in one operator: the same training, and nothing of it in checkpoints."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mindspeed_dsa.features.platform.fused_adam import step
+from mindspeed_dsa.features.platform.fused_adam.feature import FEATURE
+
+CASES = "tests.features.platform.fused_adam.cases"
+LAYOUTS = [
+    {},
+    {"precision": "fp32"},
+    {"distributed": True},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("loads", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_same_training(pool, layout, loads):
+    (theirs,) = pool.run(f"{CASES}:train", 1, switches=None, loads=loads, **layout)
+    (ours,) = pool.run(f"{CASES}:train", 1, switches={"fused_adam": True}, loads=loads, **layout)
+    assert theirs["fused"] == 0
+    assert ours["fused"] >= 3
+    assert ours["said"] == theirs["said"], "between steps groups are as Megatron made them"
+    assert ours["steps"] == theirs["steps"]
+    assert set(ours["steps"]) == {3.0}
+    for name, weight in theirs["weights"].items():
+        # bf16 weights of a master that differs in the last bit may round to its neighbour.
+        rtol = 1e-6 if weight.dtype == torch.float32 else 8e-3
+        torch.testing.assert_close(ours["weights"][name], weight, rtol=rtol, atol=1e-6)
+
+
+def test_when_it_is_on():
+    def on(**given):
+        return FEATURE.active(SimpleNamespace(**{"fused_adam": None, "platform": "npu", **given}))
+
+    assert on()
+    assert not on(platform="cpu")
+    assert not on(platform="cuda")
+    assert on(fused_adam=True, platform="cpu")
+    assert not on(fused_adam=False)
+    assert not on(swap_optimizer=True)
+    assert not on(virtual_optimizer=["all"])
+    assert not on(use_torch_fsdp2=True)
+
+
+def test_a_loaded_number_of_steps_follows_its_parameter():
+    parameter = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.state[parameter] = {"step": torch.tensor(3.0)}
+    with step._fused(optimizer):
+        assert optimizer.param_groups[0]["fused"] is True
+        assert optimizer.state[parameter]["step"].device.type == "meta"
+    assert optimizer.param_groups[0]["fused"] is None
+
+
+def test_groups_are_as_they_were_when_a_step_fails():
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], foreach=True)
+    megatrons = SimpleNamespace(optimizer=optimizer)
+
+    def unlucky(self):
+        assert self.optimizer.param_groups[0]["fused"] is True
+        raise ValueError("out of luck")
+
+    with pytest.raises(ValueError, match="out of luck"):
+        step.step_in_one_operator(unlucky)(megatrons)
+    assert (optimizer.param_groups[0]["fused"], optimizer.param_groups[0]["foreach"]) == (None, True)
+    # Other optimizers step as they do.
+    assert step.step_in_one_operator(lambda self: "stepped")(SimpleNamespace(optimizer=object())) == "stepped"

@@ -1,0 +1,93 @@
+"""What one layer's sparse attention asks of a device beside its operators: no wait of the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.features.attention.dsa import by_runs, sparse_attention
+from mindspeed_dsa.features.attention.dsa.problem import Groups, IndexInputs, LossOptions, Operands, Rows
+from mindspeed_dsa.features.attention.pack_rows import PackRows
+from mindspeed_dsa.integration.packs import Pack
+from mindspeed_dsa.ops import npu_layout
+from tests.npu.counting import Counts, counted
+from tests.npu.test_indexer_kl_loss import SCALE
+from tests.ops.cases import indexer_inputs
+
+LENGTH, TOPK, HEADS, VALUE_DIM = 40, 2048, 64, 16
+# Rows of context parallel rank 0 of 2, in two runs.
+RUNS = [(0, 10, 0, 10), (10, 20, 0, LENGTH)]
+
+
+def leaves(rows: int, dtype: torch.dtype) -> list[Tensor]:
+    """Main query and key, the value's up-projection, and the indexer's three inputs."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((rows, 1, HEADS, 576), (LENGTH, 1, 1, 576), (HEADS, VALUE_DIM, 512))
+    main = [torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in shapes]
+    index = indexer_inputs(1, rows, LENGTH, heads=8, dim=128, dtype=torch.bfloat16)
+    return [x.detach().to(dtype).requires_grad_() for x in (*main, *index)]
+
+
+def layer(
+    form: str, backend: str, given: list[Tensor], loss: LossOptions | None, rope: Tensor | None = None
+) -> list[Tensor]:
+    """Output, loss, and their gradients."""
+    query, key, up_value, *index = given
+    operands, inputs = Operands(query, key, up_value, SCALE, query_rope=rope), IndexInputs(*index)
+    if form == "runs":
+        result = by_runs.attend_by_runs(operands, inputs, TOPK, RUNS, LENGTH, Groups(), loss, backend)
+    else:
+        rows = Rows()
+        if form == "packed":
+            pack = PackRows(Pack.of_prefix_sums([0, 25, 26, LENGTH], None, LENGTH))
+            rows = Rows.of_pack(pack, query.device)
+        result = sparse_attention.sparse_attention(operands, inputs, TOPK, rows, Groups(), loss, backend)
+    assert result.loss is not None
+    total = result.out.float().square().sum() + 100 * result.loss
+    asked = given if rope is None else [*given, rope]
+    return [result.out, result.loss, *torch.autograd.grad(total, asked)]
+
+
+@pytest.fixture
+def counts_of(npu_kernels, monkeypatch):
+    # As in a sequence of more keys than a row selects, which would take the kernels here minutes.
+    monkeypatch.setattr(sparse_attention, "_every_key_is_chosen", lambda *_: False)
+
+    def run(form: str) -> Counts:
+        npu_layout.layout_of_form.cache_clear()
+        given = leaves(20 if form == "runs" else LENGTH, torch.bfloat16)
+        with counted() as counts:
+            layer(form, "npu", given, LossOptions(0.5, on_chosen_keys=True))
+        return counts
+
+    return run
+
+
+@pytest.mark.parametrize("form", ["causal", "packed", "runs"])
+def test_the_host_waits_for_nothing_and_the_ai_cpu_has_nothing_to_do(npu_kernels, counts_of, form):
+    counts = counts_of(form)
+    # Selection, attention, loss and the attention's gradient of each run.
+    assert len(npu_kernels) == (8 if form == "runs" else 4)
+    assert not counts.host_reads, counts.told("host_reads")
+    assert not counts.ai_cpu, counts.told("ai_cpu")
+    assert not counts.doubles, counts.told("doubles")
+
+
+def test_a_query_in_two_parts_is_not_copied(npu_kernels, counts_of):
+    """Nor put together for the loss; in one piece it is split three times, and its gradient put together."""
+    given = leaves(LENGTH, torch.bfloat16)
+    wanted = LossOptions(0.5, on_chosen_keys=True)
+    with counted() as counts:
+        whole = layer("causal", "npu", given, wanted)
+    copies = [event for event in counts.copies if event.shape[-2:] in ((HEADS, 64), (HEADS, 576))]
+    assert len(copies) == 4, counts.told("copies")
+    latent, rope = (x.detach().contiguous().requires_grad_() for x in given[0].split([512, 64], dim=-1))
+    with counted() as counts:
+        apart = layer("causal", "npu", [latent, *given[1:]], wanted, rope)
+    copies = [event for event in counts.copies if event.shape[-2:] in ((HEADS, 64), (HEADS, 576))]
+    assert not copies, counts.told("copies")
+    of_query, *others = whole[2:]
+    assert torch.equal(torch.cat([apart[2], apart[-1]], dim=-1), of_query)
+    for one, other in zip((*apart[:2], *apart[3:-1]), (*whole[:2], *others), strict=True):
+        assert torch.equal(one, other)
