@@ -64,7 +64,7 @@ CASES: dict[str, Case] = {
         ),
         Case(
             "npu",
-            "the first hour on an Ascend NPU: operators, a layer, memory features beside references; a report",
+            "the first hour on an Ascend NPU: operators, a layer, features beside references; a report",
             "benchmarks.npu",
             has_quick=True,
             options={

@@ -23,7 +23,8 @@ from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.moe_permute import permute, unpermute
 from mindspeed_dsa.ops.rms_norm import rms_norm
 from mindspeed_dsa.ops.rotary import rotate, rotation
-from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
+from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY
+from mindspeed_dsa.ops.sparse_flash_attention import SparseAttentionOutput, sparse_flash_attention
 from mindspeed_dsa.ops.swiglu import swiglu
 
 LATENT, ROPE, INDEX_DIM = 512, 64, 128
@@ -161,11 +162,28 @@ def indexer(model: Model, rows: int) -> Problem:
 
 
 def _attention(draw: _Draw, model: Model, rows: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Absorbed query and key, and what the reference's indexer selects."""
+    """Absorbed query, its rotary part, and key; and what the reference's indexer selects."""
     index = _index_inputs(draw, model, rows)
     with torch.no_grad():
         indices = lightning_indexer(*index.values(), model.topk, backend="chunked").topk_indices
-    return {"query": draw(1, rows, model.heads, LATENT + ROPE), "key": draw(1, rows, LATENT + ROPE)}, indices
+    query, rotary = (draw(1, rows, model.heads, width) for width in (LATENT, ROPE))
+    return {"query": query, "rotary query": rotary, "key": draw(1, rows, LATENT + ROPE)}, indices
+
+
+def _attended(
+    query: Tensor, rotary: Tensor, key: Tensor, indices: Tensor, model: Model, backend: str
+) -> SparseAttentionOutput:
+    """As training calls it: with the rotary part apart, and with what the host knows of the rows."""
+    return sparse_flash_attention(
+        query,
+        key,
+        indices,
+        model.softmax_scale,
+        value_dim=LATENT,
+        query_rope=rotary,
+        form=TO_LAST_KEY,
+        backend=backend,
+    )
 
 
 def attention(model: Model, rows: int) -> Problem:
@@ -173,9 +191,7 @@ def attention(model: Model, rows: int) -> Problem:
     inputs, indices = _attention(_Draw(), model, rows)
 
     def forward(backend: str) -> Outputs:
-        found = sparse_flash_attention(
-            *inputs.values(), indices, model.softmax_scale, value_dim=LATENT, backend=backend
-        )
+        found = _attended(*inputs.values(), indices, model, backend)
         return {"out": found.out, "lse": found.lse}
 
     return Problem("sparse_flash_attention", inputs, forward)
@@ -186,15 +202,14 @@ def loss(model: Model, rows: int) -> Problem:
     draw = _Draw()
     index = _index_inputs(draw, model, rows)
     main, indices = _attention(draw, model, rows)
-    query, key = (each.detach() for each in main.values())
+    query, rotary, key = (each.detach() for each in main.values())
     with torch.no_grad():
-        lse = sparse_flash_attention(
-            query, key, indices, model.softmax_scale, value_dim=LATENT, backend="chunked"
-        ).lse
+        lse = _attended(query, rotary, key, indices, model, "chunked").lse
 
     def forward(backend: str) -> Outputs:
         given = (*index.values(), query, key, indices, model.softmax_scale)
-        return {"loss": indexer_kl_loss(*given, lse=lse, backend=backend)}
+        told = indexer_kl_loss(*given, lse=lse, query_rope=rotary, form=TO_LAST_KEY, backend=backend)
+        return {"loss": told}
 
     return Problem("indexer_kl_loss", index, forward)
 

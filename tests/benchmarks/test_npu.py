@@ -1,4 +1,4 @@
-"""What of ``make npu`` needs neither an NPU nor torch_npu: what it refuses, compares, concludes and writes."""
+"""What of ``make npu`` needs no torch_npu: what it refuses, compares, concludes and writes."""
 
 from __future__ import annotations
 
