@@ -32,7 +32,7 @@ EPS = 1e-6
 BOUNDS = {torch.bfloat16: 2e-2, torch.float32: 5e-3, torch.int32: 2e-2, torch.int64: 0.0}
 """By dtype of a result: norm of the difference over that of the reference; of indices the share that is not
 selected. Both sides have the same inputs of 16 bits; the reference computes in fp32."""
-ROUNDS = 5
+ROUNDS = 3
 Outputs = dict[str, Tensor]
 
 
@@ -80,9 +80,11 @@ class Problem:
     Attributes:
         operator: its folder under ``mindspeed_dsa/ops``.
         inputs: what has gradients.
-        forward: outputs of a backend, the first of which is differentiated unless ``backward`` is given.
-        backward: gradients from a backend and its outputs; None where there are none.
-        meet: makes what backward starts from, of our outputs and the reference's.
+        forward: outputs of a backend.
+        backward: gradients from a backend, its outputs, and what it starts from; by default autograd's, of
+            the first output.
+        start: what backward starts from, of a side's own outputs and of both sides' in order; by default
+            drawn at random. It is not part of what is timed.
     """
 
     def __init__(
@@ -90,11 +92,12 @@ class Problem:
         operator: str,
         inputs: Mapping[str, Tensor],
         forward: Callable[[str], Outputs],
-        backward: Callable[[str, Outputs], Outputs] | None = None,
-        meet: Callable[[Outputs, Outputs], None] = lambda ours, theirs: None,
+        backward: Callable[[str, Outputs, Tensor], Outputs] | None = None,
+        start: Callable[[Outputs, tuple[Outputs, Outputs]], Tensor] | None = None,
     ) -> None:
-        self.operator, self.inputs, self.forward, self.meet = operator, inputs, forward, meet
+        self.operator, self.inputs, self.forward = operator, inputs, forward
         self.backward = self._differentiated if backward is None else backward
+        self.start = _random if start is None else start
 
     @property
     def reference(self) -> str:
@@ -102,15 +105,15 @@ class Problem:
         chunked = find_spec(f"mindspeed_dsa.ops.{self.operator}.chunked")
         return "reference" if chunked is None else "chunked"
 
-    def _differentiated(self, backend: str, outputs: Outputs) -> Outputs:
-        first = next(iter(outputs.values()))
-        grad = torch.randn(first.shape, generator=torch.Generator().manual_seed(1)).to(first)
-        return self.gradients(first, grad)
-
-    def gradients(self, output: Tensor, grad: Tensor | None) -> Outputs:
-        """Of all inputs, by name."""
+    def _differentiated(self, backend: str, outputs: Outputs, grad: Tensor) -> Outputs:
+        output = next(iter(outputs.values()))
         grads = torch.autograd.grad(output, tuple(self.inputs.values()), grad, retain_graph=True)
         return {f"gradient of {name}": each for name, each in zip(self.inputs, grads, strict=True)}
+
+
+def _random(outputs: Outputs, both: tuple[Outputs, Outputs]) -> Tensor:
+    first = next(iter(outputs.values()))
+    return torch.randn(first.shape, generator=torch.Generator().manual_seed(1)).to(first)
 
 
 class _Draw:
@@ -140,25 +143,20 @@ def _index_inputs(draw: _Draw, model: Model, rows: int) -> dict[str, Tensor]:
 def indexer(model: Model, rows: int) -> Problem:
     """Selection; the gradient of the scores at what both sides have selected."""
     inputs = _index_inputs(_Draw(), model, rows)
-    both: dict[str, Tensor] = {}
 
     def forward(backend: str) -> Outputs:
         indices, scores = lightning_indexer(*inputs.values(), model.topk, backend=backend)
-        return {"topk_indices": indices, "topk_scores": scores}
+        return {"topk_scores": scores, "topk_indices": indices}
 
-    def meet(ours: Outputs, theirs: Outputs) -> None:
-        chosen = [_as_mask(each["topk_indices"], rows) for each in (ours, theirs)]
-        both["selected"] = chosen[0] & chosen[1]
-
-    def backward(backend: str, outputs: Outputs) -> Outputs:
+    def start(outputs: Outputs, both: tuple[Outputs, Outputs]) -> Tensor:
+        ours, theirs = (_as_mask(each["topk_indices"], rows) for each in both)
         indices = outputs["topk_indices"].long()
         # A gradient for each pair, wherever a side lists it.
         place = indices + 7 * torch.arange(rows, device=indices.device)[:, None]
-        grad = (place % 13 - 6).float() * both["selected"].gather(-1, indices.clamp_min(0))
-        return problem.gradients(outputs["topk_scores"], grad.masked_fill(indices < 0, 0))
+        selected = (ours & theirs).gather(-1, indices.clamp_min(0)) & (indices >= 0)
+        return (place % 13 - 6).float() * selected
 
-    problem = Problem("lightning_indexer", inputs, forward, backward, meet)
-    return problem
+    return Problem("lightning_indexer", inputs, forward, start=start)
 
 
 def _attention(draw: _Draw, model: Model, rows: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -232,13 +230,12 @@ def dense(model: Model, rows: int) -> Problem:
     draw = _Draw()
     widths = (model.nope + ROPE, model.nope + ROPE, model.value)
     inputs = [draw(1, rows, model.heads, width).detach() for width in widths]
-    grad = draw(1, rows, model.heads, model.value).detach()
 
     def forward(backend: str) -> Outputs:
         out, lse = dense_attention(*inputs, model.softmax_scale, causal=True, backend=backend)
         return {"out": out, "lse": lse}
 
-    def backward(backend: str, outputs: Outputs) -> Outputs:
+    def backward(backend: str, outputs: Outputs, grad: Tensor) -> Outputs:
         found = dense_attention_backward(
             grad, *inputs, *outputs.values(), model.softmax_scale, causal=True, backend=backend
         )
@@ -365,20 +362,20 @@ def compared(problem: Problem, rounds: int) -> dict[str, Any]:
         if not is_out_of_memory(str(error)):
             raise
         theirs, found["reference"] = None, f"{problem.reference} does not fit into the device's memory"
-    problem.meet(ours, ours if theirs is None else theirs)
-    sides = {"": ("npu", ours)}
+    both = (ours, ours if theirs is None else theirs)
+    sides = {"": ("npu", ours, problem.start(ours, both))}
     if theirs is not None:
-        sides["reference_"] = (problem.reference, theirs)
+        sides["reference_"] = (problem.reference, theirs, problem.start(theirs, both))
         gradients = [problem.backward(*side) for side in sides.values()]
         found["apart"], found["wrong"] = apart({**ours, **gradients[0]}, {**theirs, **gradients[1]})
         del gradients
     for direction in ("forward", "backward"):
         figures: dict[str, float] = {}
-        for side, (backend, outputs) in sides.items():
+        for side, (backend, outputs, grad) in sides.items():
             if direction == "forward":
                 call: Callable[[], object] = partial(problem.forward, backend)
             else:
-                call = partial(problem.backward, backend, outputs)
+                call = partial(problem.backward, backend, outputs, grad)
             figures[f"{side}ms"], figures[f"{side}extra_peak_mib"] = _measured(call, rounds)
         if "reference_ms" in figures:
             figures["speedup"] = figures["reference_ms"] / figures["ms"]

@@ -28,7 +28,7 @@ SHAPES = {
     "DeepSeek-V3.2, 4096 tokens": Shape(f"{_ONE_LAYER} {_DEEPSEEK}", BF16),
     "GLM-5, 4096 tokens": Shape(f"{_ONE_LAYER} {_GLM}", BF16),
 }
-# Of widths that the operators take; the sparse loss takes more heads, so that its reference runs.
+# Of widths that the operators take; the sparse loss takes more heads and is computed in PyTorch.
 TINY = """
     --bf16 --num-layers 1 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 2
     --q-lora-rank 32 --kv-lora-rank 512 --qk-head-dim 16 --qk-pos-emb-head-dim 64 --v-head-dim 16
