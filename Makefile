@@ -31,7 +31,7 @@ export OMP_WAIT_POLICY ?= passive
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test test-full test-npu test-matrix test-pythons next lint format bench gpu compat docs
+.PHONY: help venv train test test-full test-npu test-matrix test-pythons next lint format bench gpu npu compat docs
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -64,7 +64,7 @@ $(NPU_STAMP): setup.py constraints.txt
 	@$(NPU_BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(NPU_VENV)
 	@echo "setting up $(NPU_VENV): once, a few minutes at most"
 	$(NPU_BIN)/python -m pip install --quiet --disable-pip-version-check \
-		--constraint constraints.txt --editable '.[npu,test]'
+		--constraint constraints.txt --editable '.[megatron,npu,test]'
 	@touch $@
 
 test-npu: $(NPU_STAMP)  ## the NPU backend through the real torch_npu, without an NPU (x86-64 Linux, gcc)
@@ -128,6 +128,12 @@ bench: $(STAMP)  ## cost of the patch engine
 gpu: $(STAMP)  ## on an NVIDIA GPU: kernel tests, operators, training steps, one report in runs/gpu
 	@mkdir -p runs/gpu
 	$(BIN)/python -m benchmarks gpu --report runs/gpu --json runs/gpu/report.json $(ARGS)
+
+# torch_npu is imported by name: by itself it would be loaded with torch, which fails where CANN is missing.
+npu: $(NPU_STAMP)  ## on an Ascend NPU: operators, a layer, memory features, one report in runs/npu
+	@mkdir -p runs/npu
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU_BIN)/python -m benchmarks npu --report runs/npu \
+		--json runs/npu/report.json $(ARGS)
 
 compat: $(STAMP)  ## read released megatron-core wheels again into mindspeed_dsa/compat
 	$(BIN)/python -m mindspeed_dsa.compat refresh $(ARGS)

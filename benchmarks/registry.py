@@ -63,6 +63,16 @@ CASES: dict[str, Case] = {
             },
         ),
         Case(
+            "npu",
+            "the first hour on an Ascend NPU: operators, a layer, features beside references; a report",
+            "benchmarks.npu",
+            has_quick=True,
+            options={
+                "report": "folder for report.md and logs (default: runs/npu)",
+                "only": "names of parts with commas between",
+            },
+        ),
+        Case(
             "kernels-static",
             "Triton kernels compiled ahead of time for four targets: resources, traffic, and a model's bound",
             "benchmarks.kernels",

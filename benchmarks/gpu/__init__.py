@@ -7,20 +7,18 @@ one that fails, or leaves the device in a bad state, costs its own figures only.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import parts
 from benchmarks.gpu import bounds, words
 from benchmarks.registry import Metrics
 
-ROOT = Path(__file__).parents[2]
 PARTS = {"parity": 180, "operators": 95, "layer": 100, "features": 95}
 """Seconds that each has for certain. What others leave, or did not ask for, is added."""
 LIMIT = 480
@@ -40,16 +38,11 @@ def run(device: str, quick: bool = False, report: str | None = None, only: str |
     started = time.monotonic()
     if why := why_no_gpu() if device != "cuda" else why_no_kernels():
         raise SystemExit(why)
-    names = list(PARTS) if only is None else only.split(",")
-    if unknown := set(names) - set(PARTS):
-        raise SystemExit(f"gpu has no part {', '.join(sorted(unknown))}; use {', '.join(PARTS)}")
+    names = parts.chosen("gpu", PARTS, only)
     folder = Path(report or "runs/gpu").absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {}
-    for number, name in enumerate(names):
-        later = sum(PARTS[other] for other in names[number + 1 :])
-        left = LIMIT - _REPORT - (time.monotonic() - started) - later
-        found[name] = part(name, folder, quick, max(int(left), 1))
+    left = LIMIT - _REPORT - (time.monotonic() - started)
+    found = parts.run("benchmarks.gpu.part", names, PARTS, folder, quick=quick, seconds=left)
     found["slower_than_model"] = bounds.slower_than_model(found.get("operators", {}), _device_name())
     found["failed"] = failures(found)
     (folder / "report.md").write_text(words.report(found, _device_name()), encoding="utf-8")
@@ -85,39 +78,6 @@ def why_no_kernels() -> str | None:
             f"of this Python (on Debian and Ubuntu python{sys.version_info[0]}.{sys.version_info[1]}-dev)"
         )
     return None
-
-
-def part(name: str, folder: Path, quick: bool, seconds: int) -> dict[str, Any]:
-    """What a part found, with the ``seconds`` that it took; ``error`` says why there is not more."""
-    print(f"{name}: at most {seconds} s", file=sys.stderr, flush=True)
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, "-m", "benchmarks.gpu.part", name, str(folder), str(int(quick))]
-    answers, messages = folder / f"{name}.jsonl", folder / f"{name}.log"
-    started = time.monotonic()
-    error = None
-    with answers.open("w", encoding="utf-8") as out, messages.open("w", encoding="utf-8") as log:
-        try:
-            done = subprocess.run(
-                [*command, str(seconds)],
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-                stdout=out,
-                stderr=log,
-                timeout=seconds,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            error = f"it was ended after {seconds} s"
-        else:
-            if done.returncode:
-                last = [line for line in messages.read_text(encoding="utf-8").splitlines() if line.strip()]
-                error = f"it exited with {done.returncode}: {''.join(last[-1:])}"
-    # Each line holds all that was found until then; the last one may be cut short.
-    lines = [line for line in answers.read_text(encoding="utf-8").split("\n")[:-1] if line]
-    found: dict[str, Any] = json.loads(lines[-1]) if lines else {}
-    if error:
-        found["error"] = error
-    return {**found, "seconds": round(time.monotonic() - started, 1)}
 
 
 def failures(found: dict[str, Any]) -> dict[str, str]:

@@ -61,18 +61,27 @@ QUICK = ("fused-dsa",)
 _FIGURES = ("lm_loss", "indexer_loss", "grad_norm")
 
 
-def run(quick: bool = False, tell: Callable[[Any], None] = lambda found: None) -> dict[str, Any]:
+def run(
+    quick: bool = False,
+    tell: Callable[[Any], None] = lambda found: None,
+    model: str | None = None,
+    cases: Mapping[str, Case] | None = None,
+) -> dict[str, Any]:
     """By case: both jobs' memory and the ratio of their steps; ``refused`` says what is wrong.
 
     Args:
         quick: one of them, on a tiny model.
         tell: called with what is found so far.
+        model: flags of the model, instead of a GPU's.
+        cases: instead of a GPU's.
     """
-    model = f"{TINY} --bf16" if quick else _MODEL
+    if model is None:
+        model = f"{TINY} --bf16" if quick else _MODEL
+    if cases is None:
+        cases = {name: CASES[name] for name in (QUICK if quick else CASES)}
     train = cache(partial(measure, deterministic=True))
     found: dict[str, Any] = {}
-    for name in QUICK if quick else CASES:
-        case = CASES[name]
+    for name, case in cases.items():
         off, on = (f"{model} {case.off} {flags}" for flags in (case.instead, case.on))
         found[name] = compared(train(off), train(on), case)
         tell(found)

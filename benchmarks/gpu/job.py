@@ -54,7 +54,7 @@ def train(
 
         moe_utils.get_moe_layer_wise_logging_tracker().clear()
         gc.collect()
-        if torch.cuda.is_available():
+        if torch.cuda.is_available():  # which asks for NPUs, too, once that platform is prepared
             torch.cuda.empty_cache()
 
 
@@ -65,6 +65,7 @@ def _train(argv: list[str], steps: int, trace: Path | None, deterministic: bool)
     from dsa_job.step import Stepper
     from dsa_job.validation import World, check
 
+    from mindspeed_dsa import platforms
     from mindspeed_dsa.ops.backend import calls
 
     world = World.from_environment()
@@ -74,12 +75,13 @@ def _train(argv: list[str], steps: int, trace: Path | None, deterministic: bool)
     args.padded_vocab_size = VOCABULARY
     distributed.initialize(args, world)
     before = calls()
-    memory = torch.cuda if torch.version.cuda else None
+    platform = platforms.current()
+    has_memory = platform.name != "cpu"
     level = 0
-    if memory:
+    if has_memory:
         # What jobs before this one have left does not count.
-        level = memory.memory_allocated()
-        memory.reset_peak_memory_stats()
+        level = platform.memory().current
+        platform.reset_peak_memory()
     with _order_of_sums(deterministic), distributed.model_parallel(args):
         torch.manual_seed(args.seed)
         config = model_config(args)
@@ -95,9 +97,10 @@ def _train(argv: list[str], steps: int, trace: Path | None, deterministic: bool)
         found["tokens_per_s"] = args.global_batch_size * args.seq_length / found["step_ms"] * 1e3
         found["parameters"] = sum(p.numel() for chunk in model for p in chunk.parameters())
         found["calls"] = {" ".join(names): count for names, count in (calls() - before).items()}
-        if memory:
-            found["peak_mib"] = (memory.max_memory_allocated() - level) / 2**20
-            found["rest_mib"] = (memory.memory_allocated() - level) / 2**20
+        if has_memory:
+            memory = platform.memory()
+            found["peak_mib"] = (memory.peak - level) / 2**20
+            found["rest_mib"] = (memory.current - level) / 2**20
         if deterministic:
             found["weights"] = _digest(model)
         if trace is not None:
@@ -139,10 +142,13 @@ def _batches(args: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _step(stepper: Any, number: int, stream: list[Iterator[Any]]) -> dict[str, Any]:
-    torch.cuda.synchronize()
+    from mindspeed_dsa import platforms
+
+    synchronize = platforms.current().synchronize
+    synchronize()
     started = time.perf_counter()
     lm_loss, indexer_loss, grad_norm = stepper.train_step(number + 1, stream)
-    torch.cuda.synchronize()
+    synchronize()
     seconds = time.perf_counter() - started
     return {"lm_loss": lm_loss, "indexer_loss": indexer_loss, "grad_norm": grad_norm, "seconds": seconds}
 

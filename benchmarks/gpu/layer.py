@@ -56,19 +56,26 @@ QUICK = {"tiny, fp32": Shape(TINY, FP32)}
 
 
 def run(
-    folder: Path, quick: bool = False, tell: Callable[[Any], None] = lambda found: None
+    folder: Path | None,
+    quick: bool = False,
+    tell: Callable[[Any], None] = lambda found: None,
+    shapes: Mapping[str, Shape] | None = None,
 ) -> dict[str, Any]:
     """By shape: each side's figures, or why it has none, and how they compare.
 
     Args:
         folder: for ``trace.json``, of the last shape's step with fused DSA; ``kernels`` are in its figures.
+            None for no trace.
         quick: a tiny model only.
         tell: called with what is found so far.
+        shapes: instead of a GPU's.
     """
-    shapes = QUICK if quick else SHAPES
+    if shapes is None:
+        shapes = QUICK if quick else SHAPES
     found: dict[str, Any] = {}
     for name, shape in shapes.items():
-        trace = folder / "trace.json" if name == list(shapes)[-1] else None
+        last = name == list(shapes)[-1]
+        trace = folder / "trace.json" if last and folder is not None else None
         sides = {
             "stock": measure(f"--no-use-fused-dsa {shape.flags}"),
             "fused": measure(f"--use-fused-dsa {shape.flags}", trace),
@@ -88,7 +95,7 @@ def compared(sides: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
     if isinstance(fused, str):
         return {**found, "refused": f"fused DSA: {fused}"}
     if isinstance(stock, str):
-        return found if "OutOfMemory" in stock else {**found, "refused": f"stock: {stock}"}
+        return found if is_out_of_memory(stock) else {**found, "refused": f"stock: {stock}"}
     found["apart"] = {name: apart(fused[name], stock[name]) for name in shape.bounds}
     for name, bound in shape.bounds.items():
         if not found["apart"][name] <= bound:
@@ -106,6 +113,11 @@ def measure(flags: str, trace: Path | None = None, deterministic: bool = False) 
         return job.train(flags.split(), STEPS, trace, deterministic)
     except Exception as error:  # the figures of the others are worth as much without these
         return f"{type(error).__name__}: {error}"[:300]
+
+
+def is_out_of_memory(message: str) -> bool:
+    """Whether a device has no memory left, by the error's type or, of other accelerators, its words."""
+    return "OutOfMemory" in message or "out of memory" in message
 
 
 def apart(ours: Sequence[float], theirs: Sequence[float]) -> float:

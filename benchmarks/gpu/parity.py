@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).parents[2]
+from benchmarks.parts import ROOT
+
 _FILES = (
     *("tests/ops/test_triton_*.py", "tests/ops/test_fp16_gradients.py"),
     "tests/ops/test_dense_attention.py",

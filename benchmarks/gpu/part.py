@@ -1,19 +1,13 @@
-"""One part in a process of its own: ``python -m benchmarks.gpu.part NAME FOLDER QUICK SECONDS``.
-
-Each line of its output is one JSON object, of all that was found until then.
-"""
+"""The parts of ``gpu``, one in a process: see :func:`benchmarks.parts.serve`."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Tell = Callable[[Any], None]
+from benchmarks import parts
+from benchmarks.parts import Tell
 
 
 def operators(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
@@ -47,14 +41,4 @@ def features(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
 
 
 if __name__ == "__main__":
-    name, folder, quick, seconds = sys.argv[1:]
-    answers = sys.stdout
-
-    def tell(found: Any) -> None:
-        """Write a line."""
-        print(json.dumps(found), file=answers, flush=True)
-
-    # What Megatron prints goes to the log.
-    with contextlib.redirect_stdout(sys.stderr):
-        run = {f.__name__: f for f in (operators, parity, layer, features)}[name]
-        tell(run(Path(folder), quick == "1", float(seconds), tell))
+    parts.serve({part.__name__: part for part in (operators, parity, layer, features)})

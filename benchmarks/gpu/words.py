@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from benchmarks.parts import rows_of, table
+
 
 def report(found: Mapping[str, Any], device: str) -> str:
     """One page.
@@ -13,23 +15,11 @@ def report(found: Mapping[str, Any], device: str) -> str:
         found: metrics of the case ``gpu``.
         device: the GPU's name.
     """
-    parts = (_summary, _model, _operators, _layer, _features, _trace)
+    parts = (_summary, _model, _operators, layers, features, _trace)
     lines = [f"# {device}", ""]
     for part in parts:
         lines += [*part(found), ""]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _table(head: tuple[str, ...], rows: Iterator[tuple[Any, ...]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield f"| {' | '.join(['---'] + ['---:'] * (len(head) - 1))} |"
-    for row in rows:
-        yield f"| {' | '.join(f'{cell:,.3g}' if isinstance(cell, float) else str(cell) for cell in row)} |"
-
-
-def _cases(found: Mapping[str, Any], part: str) -> dict[str, Any]:
-    """What a part found, without its own seconds and error."""
-    return {name: row for name, row in found.get(part, {}).items() if isinstance(row, dict)}
 
 
 def _summary(found: Mapping[str, Any]) -> Iterator[str]:
@@ -50,7 +40,7 @@ def _model(found: Mapping[str, Any]) -> Iterator[str]:
         return
     yield "Milliseconds, and the bound of `benchmarks/results/kernels-static.json` for the kernels' products."
     yield ""
-    yield from _table(
+    yield from table(
         ("", "ms", "model", "times"),
         ((name, row["ms"], row["model_ms"], f"{row['times']:.2f}") for name, row in slower.items()),
     )
@@ -66,17 +56,17 @@ def _operators(found: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     notes = {}
     rows = []
-    for problem, table in operators.items():
-        if isinstance(table, str):
-            notes[table] = problem
-        if not isinstance(table, dict):
+    for problem, figures in operators.items():
+        if isinstance(figures, str):
+            notes[figures] = problem
+        if not isinstance(figures, dict):
             continue
-        for operator, directions in table.items():
+        for operator, directions in figures.items():
             if isinstance(directions, str):
                 notes[f"{operator}: {directions}"] = problem
                 continue
             rows += [(f"{problem} {operator} {each}", *_figures(row)) for each, row in directions.items()]
-    yield from _table(("", "ms", "TFLOP/s", "of the matmul", "extra peak MiB"), iter(rows))
+    yield from table(("", "ms", "TFLOP/s", "of the matmul", "extra peak MiB"), iter(rows))
     yield ""
     yield from (f"* {note} ({problem})" for note, problem in notes.items())
 
@@ -90,8 +80,9 @@ def _figures(row: Mapping[str, float]) -> tuple[Any, ...]:
     )
 
 
-def _layer(found: Mapping[str, Any]) -> Iterator[str]:
-    layer = _cases(found, "layer")
+def layers(found: Mapping[str, Any]) -> Iterator[str]:
+    """Steps of whole layers, of the part ``layer``."""
+    layer = rows_of(found, "layer")
     if not layer:
         return
     yield "## Training steps"
@@ -108,7 +99,7 @@ def _layer(found: Mapping[str, Any]) -> Iterator[str]:
         return (*cells, *(f"{apart[name]:.1e}" if apart else "-" for name in ("lm_loss", "indexer_loss")))
 
     head = ("", "tokens/s stock", "fused", "peak MiB stock", "fused", "loss apart", "indexer loss apart")
-    yield from _table(head, (row(name, sides) for name, sides in layer.items()))
+    yield from table(head, (row(name, sides) for name, sides in layer.items()))
     yield ""
     for name, sides in layer.items():
         for side in ("stock", "fused"):
@@ -116,9 +107,10 @@ def _layer(found: Mapping[str, Any]) -> Iterator[str]:
                 yield f"* {name}, {side}: {sides[side]}"
 
 
-def _features(found: Mapping[str, Any]) -> Iterator[str]:
-    features = {name: row for name, row in _cases(found, "features").items() if "apart" in row}
-    if not features:
+def features(found: Mapping[str, Any]) -> Iterator[str]:
+    """Features off and on, of the part ``features``."""
+    cases = {name: row for name, row in rows_of(found, "features").items() if "apart" in row}
+    if not cases:
         return
     yield "## Features"
     yield ""
@@ -131,11 +123,11 @@ def _features(found: Mapping[str, Any]) -> Iterator[str]:
         return (name, *cells, f"{figures['step_ratio']:.2f}", f"{figures['apart']['lm_loss']:.1e}")
 
     head = ("", "peak MiB off", "on", "at rest MiB off", "on", "time on / off", "loss apart")
-    yield from _table(head, (row(name, figures) for name, figures in features.items()))
+    yield from table(head, (row(name, figures) for name, figures in cases.items()))
 
 
 def _trace(found: Mapping[str, Any]) -> Iterator[str]:
-    for name, sides in _cases(found, "layer").items():
+    for name, sides in rows_of(found, "layer").items():
         fused = sides["fused"]
         if isinstance(fused, str) or "kernels" not in fused:
             continue
@@ -144,6 +136,6 @@ def _trace(found: Mapping[str, Any]) -> Iterator[str]:
         yield "`trace.json` is for [Perfetto](https://ui.perfetto.dev)."
         yield ""
         kernels = fused["kernels"].items()
-        yield from _table(
+        yield from table(
             ("", "ms", "launches"), ((f"`{each}`", row["ms"], row["launches"]) for each, row in kernels)
         )

@@ -15,6 +15,7 @@ from mindspeed_dsa.compat.verdicts import Verdict, judge
 from mindspeed_dsa.declarations import Feature, Flag
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.patches.spec import Patch
+from mindspeed_dsa.platforms.npu_environment import UNSET, VARIABLES
 from mindspeed_dsa.platforms.npu_operators import OPERATORS
 from mindspeed_dsa.platforms.npu_products import PRODUCTS, UNKNOWN
 from mindspeed_dsa.versions import MEGATRON_DISTRIBUTION, TORCH_TRIED
@@ -112,7 +113,8 @@ def expected(docs: Path) -> tuple[dict[Path, str], list[str]]:
     """Path to the text that it should have, and the problems with pages that are written by hand."""
     pages = {docs / TABLE: compatibility(shipped(), load(), trained.load())}
     problems: list[str] = []
-    _fill(pages, problems, docs / NPU, {"operators": npu_operators(), "products": npu_products()})
+    sections = {"operators": npu_operators(), "products": npu_products(), "environment": npu_environment()}
+    _fill(pages, problems, docs / NPU, sections)
     by_page: dict[Path, list[Feature]] = {}
     for feature in shipped():
         if feature.doc:
@@ -158,6 +160,15 @@ def npu_products() -> str:
     rows = [[limit, *(product.limits()[limit] for product in products)] for limit in UNKNOWN.limits()]
     header = [f"{product.name} (`{product.devices[0]}`...)" for product in PRODUCTS]
     return _table(["Limit", *header, "any other"], rows)
+
+
+def npu_environment() -> str:
+    """Variables of the environment with the values to use."""
+    rows = []
+    for each in VARIABLES:
+        value = each.recommended if each.recommended == UNSET else f"`{each.recommended}`"
+        rows.append([f"`{each.name}`", each.does, value, each.why, ", ".join(each.sources)])
+    return _table(["Variable", "What it does", "Value", "Why", "From"], rows)
 
 
 def _read(path: Path) -> str:

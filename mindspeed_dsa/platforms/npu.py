@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.platforms.cuda import CudaPlatform
+from mindspeed_dsa.platforms.npu_environment import environment
 from mindspeed_dsa.platforms.npu_products import product_of
 
 if TYPE_CHECKING:
@@ -20,16 +20,6 @@ _CANN = (
     "install the CANN toolkit and source its set_env.sh (it puts CANN's libraries on "
     "LD_LIBRARY_PATH), and check the driver with npu-smi info"
 )
-
-
-ENVIRONMENT = {
-    "TASK_QUEUE_ENABLE": "2 lets the host run ahead of the device by a second queue",
-    "HCCL_OP_EXPANSION_MODE": "AIV starts collectives from the vector cores",
-    "CPU_AFFINITY_CONF": "1 binds each process to processor cores near its device",
-    "STREAMS_PER_DEVICE": "32 where features use many streams",
-    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True against fragments",
-}
-"""Variables of torch_npu and CANN that decide speed and memory, and what to consider."""
 
 
 class NpuPlatform(CudaPlatform):
@@ -60,10 +50,9 @@ class NpuPlatform(CudaPlatform):
         import_module("torch_npu.contrib.transfer_to_npu")
 
     def facts(self) -> dict[str, Any]:
-        """The product, the limits of its operators, and what of the environment is set."""
+        """The product, the limits of its operators, and the environment beside what is recommended."""
         product = product_of(self.device_name())
-        settings = {name: os.environ.get(name, f"not set; {advice}") for name, advice in ENVIRONMENT.items()}
-        return {"product": product.name, "limits": product.limits(), "environment": settings}
+        return {"product": product.name, "limits": product.limits(), "environment": environment()}
 
     def empty_pinned(self, size: Any, dtype: torch.dtype) -> torch.Tensor:
         """torch_npu's pinned memory; whatever it rounds the size up to is not seen."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as cli
-from benchmarks import gpu
+from benchmarks import gpu, parts
 from benchmarks.dsa import cuda, rivals
 from benchmarks.dsa.floor import needed_flops
 from benchmarks.dsa.problem import Sizes
@@ -92,7 +92,7 @@ def test_a_part_that_fails_costs_its_own_figures_only(tmp_path, monkeypatch, cap
         return subprocess.CompletedProcess(command, code)
 
     monkeypatch.setattr(gpu, "why_no_kernels", lambda: None)
-    monkeypatch.setattr(gpu.subprocess, "run", child)
+    monkeypatch.setattr(parts.subprocess, "run", child)
     monkeypatch.setattr("mindspeed_dsa.platforms.detect", lambda device: "cuda")
     monkeypatch.setattr("mindspeed_dsa.platforms.describe", lambda device: {"device": "GPU"})
     assert cli.main(["gpu", "--report", str(tmp_path)]) == 1
@@ -270,7 +270,7 @@ def test_the_report_in_words():
 
 
 def test_the_makefile_runs_the_case():
-    text = Path(gpu.ROOT, "Makefile").read_text()
+    text = Path(parts.ROOT, "Makefile").read_text()
     assert "-m benchmarks gpu --report runs/gpu --json runs/gpu/report.json" in text
     assert set(CASES["gpu"].options) == {"report", "only"}
 

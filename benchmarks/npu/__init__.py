@@ -1,0 +1,144 @@
+"""The first hour on an Ascend NPU: every operator, a layer, memory features, and one report of what is wrong.
+
+Each of torch_npu's operators beside the same computation in PyTorch at the sizes of DeepSeek-V3.2 and GLM-5,
+forward and backward; one layer with Megatron's own DSA and with the fused one; features off and on. The
+report says by itself what deviates, what is slower than the reference, and what is refused for which reason.
+Every part is a process of its own: one that fails, or leaves the device in a bad state, costs its own
+figures only.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks import parts
+from benchmarks.npu import stand_ins, words
+from benchmarks.registry import Metrics
+
+OPERATOR_PARTS = ("indexer", "attention", "loss", "dense_loss", "dense", "experts", "small")
+_STEPS = ("layer", "memory")
+PARTS = {
+    "machine": 60,
+    **dict.fromkeys(OPERATOR_PARTS, 240),
+    **dict.fromkeys(_STEPS, 480),
+    "profile": 240,
+}
+"""Seconds that each has for certain. What others leave, or did not ask for, is added."""
+LIMIT = 3600
+"""Seconds of all together, the report included."""
+_REPORT = 10
+_DEVICE_ONLY = "profile"
+
+
+def run(device: str, quick: bool = False, report: str | None = None, only: str | None = None) -> Metrics:
+    """All metrics of the case.
+
+    ``failed`` names what went wrong, part by part; ``slower`` what takes longer than its reference;
+    ``refused`` what an operator does not take here, with its reason; ``not_compared`` what has no reference.
+
+    Args:
+        device: where. Without an NPU there is nothing to do, unless ``quick``: then the stand-ins of
+            ``tests/npu`` take its place.
+        quick: tiny problems.
+        report: folder for ``report.md`` and the parts' logs; ``runs/npu`` if None.
+        only: parts, with commas between them.
+    """
+    started = time.monotonic()
+    if device != "npu" and (not quick or find_spec("torch_npu") is None):
+        raise SystemExit(why_no_npu())
+    environment = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    if device != "npu":
+        environment |= stand_ins.environment()
+    names = parts.chosen("npu", PARTS, only)
+    if device != "npu" and only is None:
+        names.remove(_DEVICE_ONLY)
+    folder = Path(report or "runs/npu").absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    found = parts.run(
+        "benchmarks.npu.part",
+        names,
+        PARTS,
+        folder,
+        quick=quick,
+        seconds=LIMIT - _REPORT - (time.monotonic() - started),
+        environment=environment,
+    )
+    found |= verdict(found, {name: skipped(folder / f"{name}.log") for name in _STEPS if name in names})
+    name = _device_name() if device == "npu" else "Stand-ins for an NPU: figures mean nothing"
+    (folder / "report.md").write_text(words.report(found, name, OPERATOR_PARTS), encoding="utf-8")
+    print(f"report: {folder / 'report.md'}", file=sys.stderr, flush=True)
+    return found
+
+
+def why_no_npu() -> str:
+    """A sentence for a machine on which there is no NPU."""
+    if find_spec("torch_npu") is None:
+        return (
+            f"npu: torch_npu is not installed for {sys.executable}; on a machine with an Ascend NPU and CANN "
+            "make npu installs it into .venv-npu"
+        )
+    return (
+        "npu: torch_npu sees no NPU; source CANN's set_env.sh, check npu-smi info and "
+        "ASCEND_RT_VISIBLE_DEVICES, or run make npu ARGS=--quick, which shows with stand-ins for an NPU "
+        "that the programs run"
+    )
+
+
+def skipped(log: Path) -> list[str]:
+    """What a part's log says of operators that fell back to PyTorch, each once."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return list(dict.fromkeys(line.partition(": ")[2] for line in lines if " is skipped for " in line))
+
+
+def verdict(found: Mapping[str, Any], fallbacks: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """``failed``, ``slower``, ``refused`` and ``not_compared``, each by what it is about.
+
+    Args:
+        found: what each part found.
+        fallbacks: by part of training steps what :func:`skipped` returns.
+    """
+    failed = {name: found[name]["error"] for name in PARTS if "error" in found.get(name, {})}
+    slower: dict[str, str] = {}
+    refused: dict[str, str] = {}
+    not_compared: dict[str, str] = {}
+    for part in OPERATOR_PARTS:
+        for what, row in parts.rows_of(found, part).items():
+            if "error" in row:
+                failed[what] = row["error"]
+            elif "refused" in row:
+                refused[what] = row["refused"]
+            elif "apart" not in row:
+                not_compared[what] = row["reference"]
+            failed |= {f"{what}, {result}": why for result, why in row.get("wrong", {}).items()}
+            for direction in ("forward", "backward"):
+                figures = row.get(direction, {})
+                if figures.get("speedup", 1.0) < 1:
+                    slower[f"{what}, {direction}"] = (
+                        f"{figures['ms']:.3g} ms, {row['reference']} {figures['reference_ms']:.3g} ms"
+                    )
+    for part in _STEPS:
+        for number, reason in enumerate(fallbacks.get(part, ()), 1):
+            refused[f"{part}, {number}"] = reason
+        for case, row in parts.rows_of(found, part).items():
+            if "refused" in row:
+                failed[f"{part}, {case}"] = row["refused"]
+            if row.get("speedup", 1.0) < 1:
+                slower[f"{part}, {case}"] = f"fused DSA takes {1 / row['speedup']:.2f} times as long as stock"
+    missing = found.get("machine", {}).get("missing", {})
+    return {
+        "failed": failed,
+        "slower": slower,
+        "refused": {**missing, **refused},
+        "not_compared": not_compared,
+    }
+
+
+def _device_name() -> str:
+    from mindspeed_dsa import platforms
+
+    return platforms.get("npu").device_name()

@@ -1,0 +1,24 @@
+"""What this machine has: versions, product, environment, and which of torch_npu's operators can be called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed_dsa import platforms, versions
+from mindspeed_dsa.ops import npu_device
+from mindspeed_dsa.platforms.npu_environment import environment
+from mindspeed_dsa.platforms.npu_operators import OPERATORS
+
+
+def run() -> dict[str, Any]:
+    """``versions``, ``product`` with its ``limits``, ``environment``, and ``missing`` operators."""
+    device = platforms.current().device
+    product = npu_device.product()
+    reasons = {each.name: npu_device.unavailable(device.type, each.name) for each in OPERATORS}
+    return {
+        "versions": versions.installed(),
+        "product": {"name": product.name},
+        "limits": product.limits(),
+        "environment": environment(),
+        "missing": {name: reason for name, reason in reasons.items() if reason is not None},
+    }

@@ -1,0 +1,71 @@
+"""The parts of ``npu``, one in a process: see :func:`benchmarks.parts.serve`."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import parts
+from benchmarks.npu import stand_ins
+from benchmarks.parts import Part, Tell
+
+
+def machine(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
+    """Versions, limits, environment, operators that cannot be called."""
+    from benchmarks.npu import machine as facts
+
+    return facts.run()
+
+
+def operators(part: str, folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
+    """Operators beside their references."""
+    from benchmarks.npu import operators as problems
+
+    return problems.run(part, quick, tell)
+
+
+def layer(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
+    """Training steps, fused and stock."""
+    from benchmarks.npu import steps
+
+    return steps.layers(quick, tell)
+
+
+def memory(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
+    """Training steps without and with each feature."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    from benchmarks.npu import steps
+
+    return steps.memory(quick, tell)
+
+
+def profile(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
+    """What a fused step does on the device."""
+    from benchmarks.npu import steps
+
+    return steps.profiled(folder, quick)
+
+
+def by_name() -> dict[str, Part]:
+    """All parts."""
+    from benchmarks.npu import OPERATOR_PARTS
+
+    others: tuple[Part, ...] = (machine, layer, memory, profile)
+    return {f.__name__: f for f in others} | {name: partial(operators, name) for name in OPERATOR_PARTS}
+
+
+def prepare() -> None:
+    """Make the device, or what stands in for it, the current platform."""
+    from mindspeed_dsa import platforms
+
+    if os.environ.get(stand_ins.ASKED_FOR):
+        stand_ins.install()
+        platforms.prepare("cpu", needed=False)
+    else:
+        platforms.prepare(platforms.detect("npu"))
+
+
+if __name__ == "__main__":
+    parts.serve(by_name(), prepare)

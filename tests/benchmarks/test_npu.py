@@ -1,0 +1,181 @@
+"""What of ``make npu`` needs no torch_npu: what it refuses, compares, concludes and writes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from benchmarks import __main__ as cli
+from benchmarks import npu, parts
+from benchmarks.npu import operators, steps, words
+from benchmarks.npu.operators import Problem
+from benchmarks.registry import CASES
+from mindspeed_dsa.ops.backend import BackendUnavailable
+
+
+@pytest.mark.parametrize(
+    ("installed", "flags", "sentence"),
+    [
+        (None, [], r"torch_npu is not installed for .*; on a machine with an Ascend NPU and CANN make npu"),
+        (None, ["--quick"], r"torch_npu is not installed for"),
+        (True, [], r"sees no NPU; source CANN's set_env.sh, check npu-smi info .* make npu ARGS=--quick"),
+    ],
+)
+def test_without_an_npu_it_says_what_to_do(installed, flags, sentence, monkeypatch):
+    monkeypatch.setattr(npu, "find_spec", lambda name: installed)
+    with pytest.raises(SystemExit, match=sentence):
+        cli.main(["npu", "--device", "cpu", *flags])
+
+
+def problem(scale, refuses=False, fits=True, place=0):
+    """``2 * x`` in bf16, whose gradient on one side is too large by a factor."""
+    x = torch.arange(1.0, 7.0, requires_grad=True)
+
+    def forward(backend):
+        if backend == "npu" and refuses:
+            raise BackendUnavailable("it takes bfloat16 only")
+        if backend != "npu" and not fits:
+            raise RuntimeError("NPU out of memory. Tried to allocate 2 GiB")
+        return {"out": (2 * x).bfloat16()}
+
+    def backward(backend, outputs, grad):
+        return {"gradient of x": torch.ones(6) * (scale if backend == "npu" else 1)}
+
+    return Problem("rms_norm", {"x": x}, forward, backward)
+
+
+def test_an_operator_is_compared_before_it_is_timed():
+    found = operators.compared(problem(1.001), rounds=1)
+    assert (found["reference"], found["wrong"]) == ("reference", {})
+    assert found["apart"] == {"out": 0, "gradient of x": pytest.approx(1e-3, rel=1e-3)}
+    for direction in ("forward", "backward"):
+        figures = found[direction]
+        assert figures["speedup"] == pytest.approx(figures["reference_ms"] / figures["ms"])
+    found = operators.compared(problem(1.1), rounds=1)
+    assert found["wrong"] == {"gradient of x": "1.0e-01 from the reference's, more than 5e-03"}
+    found = operators.compared(problem(float("nan")), rounds=1)
+    assert found["wrong"].keys() == {"gradient of x"}
+    assert operators.compared(problem(1, refuses=True), rounds=1)["refused"] == "it takes bfloat16 only"
+    found = operators.compared(problem(1, fits=False), rounds=1)
+    assert found["reference"] == "reference does not fit into the device's memory"
+    assert "apart" not in found
+    assert "speedup" not in found["forward"]
+
+
+def test_selections_are_compared_as_sets_and_scores_in_order():
+    ours, theirs = (torch.tensor(each)[None] for each in ([[1, 0], [0, -1]], [[0, 1], [0, -1]]))
+    scores = torch.tensor([[[3.0, 2.0], [1.0, -torch.inf]]])
+    both = {"topk_indices": theirs, "topk_scores": scores}
+    assert operators.apart({"topk_indices": ours, "topk_scores": scores.flip(-1)}, both)[1] == {}
+    _, wrong = operators.apart(
+        {"topk_indices": torch.tensor([[[1, 0], [1, -1]]]), "topk_scores": scores}, both
+    )
+    assert wrong.keys() == {"topk_indices"}
+    missing = scores.masked_fill(scores == 1, -torch.inf)
+    _, wrong = operators.apart({**both, "topk_scores": missing}, both)
+    assert wrong.keys() == {"topk_scores"}
+
+
+FIGURES = {
+    "ms": 5.0,
+    "reference_ms": 10.0,
+    "speedup": 2.0,
+    "extra_peak_mib": 1.0,
+    "reference_extra_peak_mib": 4.0,
+}
+SLOW = {**FIGURES, "reference_ms": 4.0, "speedup": 0.8}
+GOOD = {"reference": "chunked", "apart": {"out": 1e-3}, "wrong": {}, "forward": FIGURES, "backward": FIGURES}
+FOUND = {
+    "machine": {
+        "versions": {"torch": "2.13.0", "torch_npu": None},
+        "product": {"name": "Atlas A2"},
+        "limits": {"indexer heads": "up to 64"},
+        "environment": {"TASK_QUEUE_ENABLE": "2"},
+        "missing": {"npu_swiglu": "torch_npu 2.6.0 has no npu_swiglu"},
+        "seconds": 1.0,
+    },
+    "indexer": {"good": GOOD, "slow": {**GOOD, "backward": SLOW}, "seconds": 3.0},
+    "attention": {"refused": {"reference": "chunked", "refused": "heads"}, "error": "it was ended after 9 s"},
+    "loss": {
+        "far": {**GOOD, "wrong": {"loss": "far away"}},
+        "large": {"reference": "chunked does not fit", "forward": {"ms": 1.0}, "backward": {"ms": 1.0}},
+        "broken": {"error": "RuntimeError: aclnn"},
+    },
+    "layer": {"one": {"stock": "x", "fused": {"calls": {"lightning_indexer npu": 1}}, "speedup": 0.5}},
+    "memory": {"swap": {"refused": "it did nothing"}},
+    "profile": {"kernels": {"Sort on AI_CPU": {"ms": 3.0, "launches": 2}}},
+}
+
+
+def test_the_report_says_by_itself_what_is_wrong_slower_or_refused():
+    verdict = npu.verdict(FOUND, {"layer": ["rms_norm: backend 'npu' is skipped for 'reference': fp64"]})
+    assert verdict == {
+        "failed": {
+            "attention": "it was ended after 9 s",
+            "far, loss": "far away",
+            "broken": "RuntimeError: aclnn",
+            "memory, swap": "it did nothing",
+        },
+        "slower": {
+            "slow, backward": "5 ms, chunked 4 ms",
+            "layer, one": "fused DSA takes 2.00 times as long as stock",
+        },
+        "refused": {
+            "npu_swiglu": "torch_npu 2.6.0 has no npu_swiglu",
+            "refused": "heads",
+            "layer, 1": "rms_norm: backend 'npu' is skipped for 'reference': fp64",
+        },
+        "not_compared": {"large": "chunked does not fit"},
+    }
+    fused = {"calls": {"lightning_indexer npu": 1}, "tokens_per_s": 9.0}
+    found = {**FOUND, **verdict, "layer": {"one": {"stock": "OutOfMemoryError", "fused": fused}}}
+    lines = words.report(found, "Ascend910B3", npu.OPERATOR_PARTS).splitlines()
+    for line in (
+        "# Ascend910B3",
+        "* **far, loss**: far away",
+        "| TASK_QUEUE_ENABLE | 2 |",
+        "| good, forward | chunked | 5 | 10 | 2 | 1 | 4 | 1.0e-03 |",
+        "| large, forward | chunked does not fit | 1 | - | - | - | - | - |",
+        "| one | - | 9 | - | - | - | - |",
+        "* one, fused: lightning_indexer npu",
+        "| `Sort on AI_CPU` | 3 | 2 |",
+    ):
+        assert line in lines, line
+    good = {**FOUND, **npu.verdict({"indexer": {"good": GOOD}}, {})}
+    assert words.report(good, "x", npu.OPERATOR_PARTS).count("Nothing.") == 4
+
+
+def test_fallbacks_are_read_from_the_log(tmp_path):
+    sentence = "rotary: backend 'npu' is skipped for 'reference': fp64"
+    log = tmp_path / "layer.log"
+    log.write_text(f"x\nmindspeed_dsa: {sentence}\nmindspeed_dsa: {sentence}\n")
+    assert npu.skipped(log) == [sentence]
+
+
+def test_torch_npus_profile_is_read(tmp_path):
+    table = tmp_path / "op_statistic.csv"
+    table.write_text(
+        "\ufeffDevice_id,OP Type,Core Type,Count,Total Time(us),Min Time(us),Ratio(%)\n"
+        "0,Add,AI_VECTOR_CORE,4,8.0,1.0,1\n0,Sort,AI_CPU,2,3000.5,1.0,99\n",
+        encoding="utf-8",
+    )
+    assert steps.operators_of(table) == {
+        "Sort on AI_CPU": {"ms": 3.0005, "launches": 2},
+        "Add on AI_VECTOR_CORE": {"ms": 0.008, "launches": 4},
+    }
+
+
+def test_parts_and_limits():
+    assert sum(npu.PARTS.values()) < npu.LIMIT == 3600
+    assert set(npu.OPERATOR_PARTS) == set(operators.PROBLEMS)
+    deepseek, glm = operators.MODELS.values()
+    assert (deepseek.heads, deepseek.index_heads, deepseek.topk) == (128, 64, 2048)
+    assert (glm.heads, glm.index_heads, glm.topk) == (64, 32, 2048)
+
+
+def test_the_makefile_runs_the_case():
+    text = (parts.ROOT / "Makefile").read_text()
+    assert re.search(r"-m benchmarks npu --report runs/npu \\\n\s+--json runs/npu/report.json", text)
+    assert set(CASES["npu"].options) == {"report", "only"}

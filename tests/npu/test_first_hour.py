@@ -1,0 +1,71 @@
+"""``make npu`` through the stand-ins: every operator beside its reference, and whole parts as processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from benchmarks.npu import operators
+from benchmarks.parts import ROOT
+from tests.npu import dense_kernels, grouped_kernels
+
+
+@pytest.mark.parametrize("part", operators.PROBLEMS)
+def test_every_operator_beside_its_reference(npu_kernels, monkeypatch, part):
+    meta = pytest.importorskip("torch_npu.op_plugin.meta._meta_registrations")
+    monkeypatch.setattr(meta, "_npu_fusion_attention_warning_printed", True, raising=False)
+    told = []
+    found = operators.run(part, quick=True, tell=lambda found: told.append(json.dumps(found)))
+    assert json.loads(told[-1]) == json.loads(json.dumps(found))
+    assert len(found) == len(operators.PROBLEMS[part])
+    for what, row in found.items():
+        assert row["wrong"] == {}, what
+        assert any(name.startswith("gradient of ") for name in row["apart"]), what
+        for direction in ("forward", "backward"):
+            assert row[direction]["speedup"] > 0, what
+    assert npu_kernels or dense_kernels.calls or grouped_kernels.calls
+
+
+def test_a_wrong_operator_is_named(npu_kernels, monkeypatch):
+    from mindspeed_dsa.ops.swiglu import npu
+
+    right = npu.backward
+    monkeypatch.setattr(npu, "backward", lambda *tensors: 1.1 * right(*tensors))
+    row = operators.run("small", quick=True, tell=lambda found: None)["SwiGLU, tiny, 40 rows"]
+    assert row["wrong"] == {"gradient of gate and up": "1.0e-01 from the reference's, more than 2e-02"}
+
+
+def run(folder, only):
+    command = [sys.executable, "-m", "benchmarks", "npu", "--quick", "--report", str(folder), "--only", only]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "LD_LIBRARY_PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-2000:] + (folder / "report.md").read_text()
+    return json.loads(done.stdout.splitlines()[-1])["metrics"], (folder / "report.md").read_text()
+
+
+def test_without_an_npu_the_stand_ins_take_its_place(tmp_path):
+    metrics, report = run(tmp_path, "machine,experts")
+    assert "figures mean nothing" in report
+    assert "| grouped experts, tiny, 40 rows, forward | reference |" in report
+    assert metrics["machine"]["product"] == {"name": "Atlas A2"}
+    assert metrics["failed"] == {}
+
+
+@pytest.mark.full
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed; make test-npu")
+def test_a_layer_trains_by_the_operators(tmp_path):
+    metrics, _ = run(tmp_path, "layer,memory")
+    fused = metrics["layer"]["tiny"]["fused"]["calls"]
+    assert {"lightning_indexer npu", "sparse_flash_attention npu"} <= set(fused)
+    assert metrics["memory"]["full recompute"]["apart"]["lm_loss"] == 0
