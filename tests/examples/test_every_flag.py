@@ -30,12 +30,13 @@ EP = "--expert-model-parallel-size 2"
 WIDE = "--global-batch-size 4"
 PP = "--pipeline-model-parallel-size 2"
 BALANCED = f"--balanced-moe-experts --num-experts 8 {EP}"
+MEASURED = "--no-deterministic-mode"
 SWAP = "--swap-attention --swap-modules self_attention"
 RECOMPUTE = "--recompute-granularity selective"
 
 USED = {
     "a checkpoint folder": (1, "--save {folder}/checkpoints"),
-    "balanced experts": (2, f"{BALANCED} --balanced-moe-hot-expert-num 2"),
+    "balanced experts": (2, f"{BALANCED} --balanced-moe-hot-expert-num 2 {MEASURED}"),
     "balanced experts, rates": (2, f"{BALANCED} --balanced-moe-matmul-rate 1 --balanced-moe-link-rate 1"),
     "batch overlap": (
         2,
@@ -49,7 +50,7 @@ USED = {
         f"{DENSE} {CP} --context-parallel-algo ulysses_cp_algo",
     ),
     "coc": (2, f"--use-ascend-coc {TP} --coc-parallel-num 2 --no-coc-recompute-all-gather"),
-    "coc, gathered again": (2, f"--use-ascend-coc {TP} --coc-recompute-all-gather"),
+    "coc, gathered again": (2, f"--use-ascend-coc {TP} --coc-recompute-all-gather {MEASURED}"),
     "experts overlap": (2, f"--moe-alltoall-overlap-comm {EP}"),
     "forward beside backward": (2, f"--moe-fb-overlap {EP}"),
     "FSDP2": (2, "--use-torch-fsdp2 --fsdp2-prefetch 2 --fsdp2-reduce-dtype bf16 --fsdp2-sharding-size 2"),
@@ -74,7 +75,7 @@ USED = {
 }
 """Flags that need others or several ranks: how many, and what the job takes."""
 
-NOT_OF_THIS_JOB = {"--dsa-kernel-backend", "--multi-latent-attention"}
+NOT_OF_THIS_JOB = {"--dsa-kernel-backend", "--multi-latent-attention", "--use-flash-attn"}
 NOT_HERE = {
     *("--mindspeed-platform", "--use-ascend-mc2", "--coc-fused-kernel"),  # devices
     *("--load", "--moe-expert-placement", "--fsdp2-config-path"),  # files
