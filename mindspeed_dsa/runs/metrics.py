@@ -38,11 +38,22 @@ def _end_line(file: IO[bytes]) -> None:
     if not end or _ends_line(file, end):
         return
     tail = next(_lines_from_end(file))
-    torn = tail.strip(b"\0")  # a power cut leaves zeros in some file systems
-    if _step(torn) is not None or (torn and not torn.startswith(b"{")):
-        file.write(b"\n")  # a whole record, or none of ours
-    else:
+    if _is_torn(tail):
         file.truncate(end - len(tail))
+    else:  # a whole record, or none of ours
+        file.write(b"\n")
+
+
+def _is_torn(text: bytes) -> bool:
+    """Whether a last line without an end is what a kill has left of a record."""
+    begun = text.strip(b"\0")  # a power cut leaves zeros in some file systems
+    if not begun.startswith(b"{"):
+        return not begun
+    try:
+        json.loads(begun)
+    except (ValueError, RecursionError):
+        return True
+    return begun != text
 
 
 def _ends_line(file: IO[bytes], end: int) -> bool:
@@ -78,7 +89,7 @@ def _step(text: bytes) -> tuple[int, Record] | None:
 def read(path: Path) -> list[Record]:
     """Records by step; if a step was repeated after a resume, the later record.
 
-    A last line without an end is left out unless it is a record: a killed process has left it.
+    A last line that a killed process has left unfinished is left out.
 
     Raises:
         ValueError: another line is not a record.
@@ -89,7 +100,7 @@ def read(path: Path) -> list[Record]:
         record = _step(text)
         if record is not None:
             found[record[0]] = record[1]
-        elif number < len(lines) or text.endswith((b"\n", b"\r")):
+        elif number < len(lines) or text.endswith((b"\n", b"\r")) or not _is_torn(text):
             raise ValueError(
                 f"{path}, line {number}: not a record of a step ({_shown(text)}); the job must write one "
                 "JSON object per line into that file, and nothing else"
@@ -123,7 +134,7 @@ def latest(path: Path, count: int) -> tuple[list[Record], int]:
         for number, text in enumerate(_lines_from_end(file)):
             record = _step(text)
             if record is None:
-                broken += bool(end) and not (unfinished and number == 0)
+                broken += bool(end) and not (unfinished and number == 0 and _is_torn(text))
             elif not found or record[0] < found[-1][0]:
                 found.append(record)
             if len(found) == count:

@@ -152,7 +152,7 @@ def test_diff_tells_what_broke_by_feature(tmp_path, capsys):
     assert lines["step-metrics"].endswith("fails: TP2+SP: KeyError: 'x'")
     assert "refused: it needs megatron-core >=0.16,<0.19" in lines["dsa-stage"]
     assert "fails: " in lines["recompute-norm"]  # its targets are not in this checkout
-    assert lines["moe-tp-extend-ep"].endswith("fits, not trained")  # it patches nothing
+    assert lines["accept-mindspeed-flags"].endswith("fits, not trained")  # it patches nothing
     results(tmp_path, "next", version="0.19.0")
     assert main(arguments) == 2
     assert "is of megatron-core 0.19.0" in capsys.readouterr().err
