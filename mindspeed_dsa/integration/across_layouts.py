@@ -203,10 +203,7 @@ def _check_format(saved: State, args: Any, megatron: Megatron) -> None:
     format_ = facts.get("distrib_optim_sharding_type")
     if args.use_distributed_optimizer and format_ in _SLICES:
         why = f"the distributed optimizer's state is saved as {format_}, slices of buffers"
-        way = (
-            "save it with --dist-ckpt-optim-fully-reshardable (before Megatron 0.15: "
-            "--ckpt-fully-parallel-save)"
-        )
+        way = "save it with --dist-ckpt-optim-fully-reshardable (before 0.15: --ckpt-fully-parallel-save)"
     elif not facts.get("chained_optim_avoid_prefix") and (there["expert"] > 1) != (here["expert"] > 1):
         why = "a Megatron before 0.14 has saved it, which names the optimizer's state by optimizer"
         way = "resume it with the expert parallel size that it has"

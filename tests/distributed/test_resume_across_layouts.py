@@ -29,10 +29,11 @@ LAYOUTS = {
         Layout("TP2+SP, extended", 2, TP2, switches={"moe_tp_extend_ep": True}),
         Layout("PP2", 2, PP2),
         Layout("PP2 x EP2", 4, f"{PP2} {EP2}"),
+        Layout("EP2, stacked", 2, f"{EP2} --moe-grouped-gemm", switches={"moe_grouped_gemm": True}),
         Layout("FSDP2, EP2", 2, f"{EP2} --use-torch-fsdp2", switches={"use_torch_fsdp2": True}),
     )
 }
-FSDP2, PP2_EP2 = "FSDP2, EP2", "PP2 x EP2"
+FSDP2, PP2_EP2, STACKED = "FSDP2, EP2", "PP2 x EP2", "EP2, stacked"
 PLAIN = ""
 LATE_EXPERTS = "--moe-layer-freq [0,0,1,1]"
 
@@ -107,7 +108,7 @@ PAIRS = [
     for first in LAYOUTS
     for second in LAYOUTS
     for optimizer in (PLAIN, ZERO)
-    if PP2_EP2 not in (first, second)
+    if not {PP2_EP2, STACKED} & {first, second}
     and (optimizer == PLAIN or first != FSDP2)  # which has no such optimizer
 ]
 
@@ -128,6 +129,13 @@ def test_any_layout_goes_on_from_any_other(go: Go, first: str, second: str, opti
 )
 def test_master_weights_go_along(go: Go, first: str, second: str, optimizer: str) -> None:
     go(first, optimizer, second, PLAIN if second == FSDP2 else optimizer, "--bf16")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", [PLAIN, ZERO], ids=["plain", "distributed"])
+@pytest.mark.parametrize(("first", "second"), [(STACKED, "one process"), ("DP2", STACKED)])
+def test_stacked_experts_go_along(go: Go, first: str, second: str, optimizer: str) -> None:
+    go(first, optimizer, second, optimizer, "")
 
 
 @pytest.mark.full

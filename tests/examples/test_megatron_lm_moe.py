@@ -45,7 +45,6 @@ ALL = " ".join(EVENTS)
 EP2 = "--expert-model-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 EXTENDED = f"{TP2} --moe-tp-extend-ep"
-RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 ORDERS = {2: [0, 2, 1, 3], 3: [3, 0, 1, 2], 4: [2, 3, 0, 1]}
 STEPS = 4
 
@@ -115,20 +114,3 @@ def test_losses_are_those_without(stock: dict[str, Run], tmp_path: Path, layout:
         expected = stock[layout].steps[step]
         assert record["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-5)
         assert record["grad_norm"] == pytest.approx(expected["grad_norm"], rel=5e-4)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1200)
-@pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="MEGATRON_LM names no checkout of Megatron-LM")
-@pytest.mark.parametrize("first", [TP2, EXTENDED], ids=["on", "off"])
-def test_the_layout_of_experts_may_change_at_a_checkpoint(tmp_path: Path, first: str) -> None:
-    """By the flag alone, with the optimizer's state: Megatron-LM's own loop goes on as if it had not."""
-    second = EXTENDED if first == TP2 else TP2
-    keep = f"--ckpt-format torch_dist --save {tmp_path / 'kept'} --save-interval 2"
-    whole = pretrain(tmp_path / "whole", f"{first} {RESHARDABLE} {keep}")
-    load = f"--ckpt-format torch_dist --load {tmp_path / 'kept'} --ckpt-step 2"
-    resumed = pretrain(tmp_path / "resumed", f"{second} {RESHARDABLE} {load}")
-    assert list(resumed.steps) == [3, 4]
-    for step, record in resumed.steps.items():
-        assert record["lm_loss"] == pytest.approx(whole.steps[step]["lm_loss"], rel=1e-5)
-        assert record["grad_norm"] == pytest.approx(whole.steps[step]["grad_norm"], rel=5e-4)
