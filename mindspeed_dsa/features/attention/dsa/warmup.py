@@ -85,6 +85,9 @@ def layer_without_graph(original: Callable[..., Any], context: Context[Options])
         output = _WithoutGraph.apply(output, hidden_states)
         for loss, rows in losses:
             output = indexer_loss(context.megatron).attach(output, loss, rows)
+        # As Megatron's own layers end: a pipeline frees the last layer's output, which must not be a view.
+        utils = context.megatron("core.utils")
+        output = utils.make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
         return (output, *rest) if isinstance(result, tuple) else output
 
     return forward

@@ -305,7 +305,7 @@ class LatePlatform(CpuPlatform):
     def copy_async(self, destination: Tensor, source: Tensor) -> LateEvent:
         self.used.append(self.streams.index(self.current_stream()))
         ends = [weakref.ref(tensor.untyped_storage()) for tensor in (destination, source)]
-        nbytes = destination.numel()
+        nbytes = destination.nbytes
 
         def copy() -> None:
             storages = [end() for end in ends]
