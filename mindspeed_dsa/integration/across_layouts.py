@@ -167,12 +167,17 @@ def load_base_across(original: Callable[..., Any], context: Context[Any]) -> Cal
     ) -> Any:
         there = saved.get("args")
         if not rank0 and sharded_state_dict and there is not None and _layout(there) != _layout(args):
-            _check_format(saved, args, context.megatron)
+            _check_format(saved, args)
             _check_generators(saved["folder"], args, sharded_state_dict, context)
         result = original(load_dir, args, rank0, sharded_state_dict, *rest, **kwargs)
         state, folder, *_ = result
         if rank0 and isinstance(state, dict):
-            saved.update(args=state.get("args"), folder=folder, common=state)
+            # What is needed of it, not the state: some formats have weights and moments in there.
+            read = getattr(context.megatron("core.dist_checkpointing"), "load_content_metadata", None)
+            facts = (read(preloaded_state_dict=state) if read else None) or {}  # from 0.14 on
+            saved.update(args=state.get("args"), folder=folder, facts=facts)
+        elif not rank0:
+            saved.clear()
         return result
 
     return _load_base_checkpoint
@@ -190,7 +195,7 @@ def _layout(args: Any) -> dict[str, int]:
     }
 
 
-def _check_format(saved: State, args: Any, megatron: Megatron) -> None:
+def _check_format(saved: State, args: Any) -> None:
     """Refuse slices of buffers that lie otherwise here, and names that tell which optimizer saved."""
     if args.finetune or args.no_load_optim:
         return
@@ -198,8 +203,7 @@ def _check_format(saved: State, args: Any, megatron: Megatron) -> None:
     differ = [name for name in ("expert", "expert tensor") if there[name] != here[name]]
     if not differ:
         return
-    read = getattr(megatron("core.dist_checkpointing"), "load_content_metadata", None)  # from 0.14 on
-    facts = (read(preloaded_state_dict=saved["common"]) if read else None) or {}
+    facts = saved["facts"]
     format_ = facts.get("distrib_optim_sharding_type")
     if args.use_distributed_optimizer and format_ in _SLICES:
         why = f"the distributed optimizer's state is saved as {format_}, slices of buffers"

@@ -23,5 +23,5 @@ def check_measured(args: Any, flag: str, measured: str, fix: str) -> Iterator[st
         yield (
             f"{flag} measures {measured}, so that two runs may choose differently and differ in the last "
             f"bits, which --deterministic-mode rules out; {fix}, or train without --deterministic-mode "
-            "(pretrain_dsa.py, which is deterministic on CPUs: with --no-deterministic-mode)"
+            "(--no-deterministic-mode where a job has it by default)"
         )

@@ -232,8 +232,8 @@ TRAINING = [
     Row(
         "--optimizer-selection",
         "not needed",
-        "Megatron's --optimizer decides; its Adam is Transformer Engine's, Apex' or else PyTorch's, whose step "
-        "is one operator on NPUs (--fused-adam).",
+        "Megatron's --optimizer decides; its Adam is Transformer Engine's, Apex' or else PyTorch's, whose "
+        "step is one operator on NPUs (--fused-adam).",
         refused={"fused_ema_adamw": "Averaged weights are not here."},
     ),
     *different("use-ema", "Averaged weights are not here."),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
+import tempfile
 import time
 from types import TracebackType
 
 REFUSED = 2
 """Exit status of a program that was asked for what cannot be done."""
 _PATIENCE_S = 20.0  # how far apart ranks may start on a busy machine
+_LOOK_EVERY_S = 0.1
+_STARTED = time.time()
 _BUILT_WITHIN = re.compile(r"( when instantiating \w+)+$")
 
 
@@ -45,15 +49,26 @@ def show_without_traceback() -> None:
 
 
 def say_once(text: str) -> None:
-    """Print on one rank of this machine why all of them are about to end.
+    """Print on one rank of this machine why all of them are about to end: on the first, if it ends too.
 
-    ``torchrun`` ends the others as soon as one has ended. Under it they wait, so that the first has printed
-    by then; one that is still there afterwards has come to a verdict of its own.
+    The others wait for its word, also because launchers end all ranks as soon as one has ended. A rank that
+    hears none has come to a verdict of its own, and prints it.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
-            return
-        time.sleep(_PATIENCE_S)
+    # Named by what the ranks of one job on one machine share.
+    names = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT")]
+    job = re.sub(r"\W", "_", "-".join([str(os.getppid()), *names]))
+    spoken = os.path.join(tempfile.gettempdir(), f"mindspeed_dsa-{job}.said")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(text, file=sys.stderr, flush=True)
+        if "LOCAL_RANK" in os.environ:
+            with contextlib.suppress(OSError), open(spoken, "w", encoding="utf-8"):
+                pass
+        return
+    for _ in range(int(_PATIENCE_S / _LOOK_EVERY_S)):
+        with contextlib.suppress(OSError):
+            if os.path.getmtime(spoken) > _STARTED - _PATIENCE_S:  # not an earlier job's
+                return
+        time.sleep(_LOOK_EVERY_S)
     print(text, file=sys.stderr, flush=True)
 
 

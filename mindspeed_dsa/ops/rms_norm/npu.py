@@ -36,10 +36,11 @@ def plan(hidden: Tensor, weight: Tensor) -> Any:
 
 def forward(hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``[..., n]``, and ``[..., 1]`` what each row was multiplied by."""
-    return npu_op(_NORM)(hidden, weight, epsilon=eps)
+    output, rstd = npu_op(_NORM)(hidden, weight, epsilon=eps)
+    return output.to(hidden.dtype), rstd  # the manual does not say which type a wider weight gives
 
 
 def backward(grad: Tensor, hidden: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of ``hidden`` and of ``weight``."""
     grad_hidden, grad_weight = npu_op(f"{_NORM}_backward")(grad, hidden, weight, rstd)
-    return grad_hidden, grad_weight.to(weight.dtype)
+    return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype)

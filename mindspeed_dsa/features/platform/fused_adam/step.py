@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
+
+from mindspeed_dsa import log, platforms
+from mindspeed_dsa.versions import private
 
 
 def step_in_one_operator(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,6 +31,13 @@ def step_in_one_operator(original: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def _fused(optimizer: Any) -> Iterator[None]:
     """Have torch's Adam or AdamW take its fused implementation in the block; nothing of other optimizers."""
+    if _absent():
+        log.get("fused-adam").warning(
+            "--fused-adam: this torch_npu has no aten::_fused_adamw_; torch's step of many operators runs",
+            once=True,
+        )
+        yield
+        return
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         yield
         return
@@ -41,6 +52,15 @@ def _fused(optimizer: Any) -> Iterator[None]:
     finally:
         for group, values in zip(groups, before, strict=True):
             group.update(values)
+
+
+@cache
+def _absent() -> bool:
+    """Return whether this job's device is an NPU whose torch_npu lacks the operators."""
+    if platforms.current().name != "npu":
+        return False
+    has = private("torch._C:_dispatch_has_kernel_for_dispatch_key", "fused-adam")
+    return not all(has(f"aten::{name}", "PrivateUse1") for name in ("_fused_adam_", "_fused_adamw_"))
 
 
 def _can_be_fused(group: dict[str, Any]) -> bool:

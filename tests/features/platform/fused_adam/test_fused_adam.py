@@ -71,3 +71,12 @@ def test_groups_are_as_they_were_when_a_step_fails():
     assert (optimizer.param_groups[0]["fused"], optimizer.param_groups[0]["foreach"]) == (None, True)
     # Other optimizers step as they do.
     assert step.step_in_one_operator(lambda self: "stepped")(SimpleNamespace(optimizer=object())) == "stepped"
+
+
+def test_an_npu_without_the_operators_steps_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked once, before a step: the first one would end in torch's own error."""
+    monkeypatch.setattr(step, "_absent", lambda: True)
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight])
+    with step._fused(optimizer):
+        assert not optimizer.param_groups[0]["fused"]
