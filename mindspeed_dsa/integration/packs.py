@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mindspeed_dsa.context import Megatron
 
@@ -27,7 +28,7 @@ class Pack:
 
     @classmethod
     def of(cls, params: Any, length: int) -> Pack:
-        """Read Megatron's description; waits for the device if its tensors are on one.
+        """Read Megatron's description; waits for the device if its tensors are on one, once for each tensor.
 
         Takes prefix sums of any shape, documents without tokens, rows behind the last document, and padding
         between documents (``cu_seqlens_q_padded``). Fields that are not about lengths are not read.
@@ -189,6 +190,24 @@ def places_of(params: Any) -> tuple[tuple[int, int], ...]:
     return tuple(pairwise(sums))
 
 
+_read: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""What device tensors held, with the number of changes that they had seen; layers share a microbatch's."""
+
+
 def _prefix_sums(params: Any, name: str) -> list[int] | None:
     sums = getattr(params, name, None)
-    return None if sums is None else [int(end) for end in torch.as_tensor(sums).flatten().tolist()]
+    if not isinstance(sums, Tensor) or not _host_waits_for(sums):
+        return None if sums is None else _listed(sums)
+    known: tuple[int, list[int]] | None = _read.get(sums)
+    if known is None or known[0] != sums._version:
+        known = _read[sums] = sums._version, _listed(sums)
+    return known[1]
+
+
+def _host_waits_for(sums: Tensor) -> bool:
+    """Whether reading is slow; tensors of inference mode do not tell when they have changed."""
+    return sums.device.type != "cpu" and not sums.is_inference()
+
+
+def _listed(sums: Any) -> list[int]:
+    return [int(end) for end in torch.as_tensor(sums).flatten().tolist()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from types import SimpleNamespace
 from unittest import mock
@@ -17,6 +18,7 @@ from mindspeed_dsa.features.attention.pack_rows import PackRows
 from mindspeed_dsa.features.attention.packs import delivery
 from mindspeed_dsa.features.attention.packs.arguments import reset_at_documents
 from mindspeed_dsa.features.attention.packs.validation import check_packs
+from mindspeed_dsa.integration import packs
 from mindspeed_dsa.integration.packs import Pack
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.npu_layout import layout_of_ranges
@@ -200,6 +202,28 @@ def test_documents_end_with_their_token():
 def test_what_describes_no_pack_is_refused(given, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Pack.of(given, 6)
+
+
+def test_lengths_on_a_device_are_read_once(monkeypatch):
+    """Whatever the number of layers; again once they have changed, in place or not."""
+    monkeypatch.setattr(packs, "_host_waits_for", lambda sums: True)
+    reads, listed = [], packs._listed
+    monkeypatch.setattr(packs, "_listed", lambda sums: reads.append(sums) or listed(sums))
+    sums = torch.tensor([0, 2, 5])
+    given = params((2, 3), cu_seqlens_q=sums, cu_seqlens_kv=sums)
+    group = SimpleNamespace(size=lambda: 1)
+    for _ in range(3):
+        assert PackRows.of(given, 6, group).pack.documents == ((0, 2), (2, 5))
+    assert len(reads) == 1
+    sums[1] = 4
+    assert PackRows.of(given, 6, group).pack.documents == ((0, 4), (4, 5))
+    given.cu_seqlens_q = given.cu_seqlens_kv = torch.tensor([0, 6])
+    assert PackRows.of(given, 6, group).pack.documents == ((0, 6),)
+    assert len(reads) == 3
+    del sums, given
+    reads.clear()
+    gc.collect()
+    assert not packs._read, "what nobody has any more is forgotten"
 
 
 def test_padding_at_the_end_reaches_no_operator():
