@@ -26,6 +26,8 @@ class Product:
     """Sequences of one call of it."""
     fused_ranks: tuple[int, ...]
     """Ranks of a group of MC2's operators."""
+    norm_weight_in_fp32: bool
+    """Whether ``npu_rms_norm`` takes a weight in fp32 beside an input in 16 bits."""
 
     def limits(self) -> dict[str, str]:
         """What ``doctor`` prints."""
@@ -37,6 +39,7 @@ class Product:
             "index heads of the sparse loss": ", ".join(map(str, self.loss_index_heads)),
             "sequences of the sparse loss": f"up to {self.loss_sequences}",
             "tensor parallel ranks of MC2": ", ".join(map(str, self.fused_ranks)),
+            "fp32 weight of a 16-bit RMSNorm": "fused" if self.norm_weight_in_fp32 else "PyTorch",
         }
 
 
@@ -48,6 +51,7 @@ A2 = Product(
     loss_index_heads=(8, 16, 32, 64),
     loss_sequences=256,
     fused_ranks=(2, 4, 8),
+    norm_weight_in_fp32=True,
 )
 A3 = Product(
     "Atlas A3",
@@ -57,6 +61,7 @@ A3 = Product(
     loss_index_heads=A2.loss_index_heads,
     loss_sequences=256,
     fused_ranks=(2, 4, 8, 16, 32),
+    norm_weight_in_fp32=True,
 )
 A950 = Product(
     "Ascend 950",
@@ -67,6 +72,7 @@ A950 = Product(
     loss_sequences=128,
     # No manual seen names ranks for it.
     fused_ranks=A2.fused_ranks,
+    norm_weight_in_fp32=False,
 )
 PRODUCTS = (A2, A3, A950)
 
@@ -84,6 +90,7 @@ UNKNOWN = Product(
     loss_index_heads=_in_all("loss_index_heads"),
     loss_sequences=min(product.loss_sequences for product in PRODUCTS),
     fused_ranks=_in_all("fused_ranks"),
+    norm_weight_in_fp32=all(product.norm_weight_in_fp32 for product in PRODUCTS),
 )
 
 

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from mindspeed_dsa.ops import npu_device
 from mindspeed_dsa.ops.backend import BackendUnavailable
 from mindspeed_dsa.ops.rms_norm import rms_norm
 from mindspeed_dsa.ops.rotary import rotation
@@ -58,6 +59,30 @@ def test_a_norm_whose_weight_stays_in_fp32(npu_kernels, dtype):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other, rtol=0, atol=rtol * float(other.abs().max()))
     assert results[1][2].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("device", "taken"),
+    [("Ascend910B3", True), ("Ascend910_9391", True), ("Ascend950PR_9579", False), ("Ascend310P3", False)],
+)
+def test_products_whose_norm_takes_no_wider_weight(npu_kernels, monkeypatch, device, taken):
+    """A device in no table takes none either; a weight of the input's dtype goes everywhere."""
+    monkeypatch.setattr("torch.npu.get_device_name", lambda number=None: device)
+    monkeypatch.setattr("mindspeed_dsa.ops.backend._PREFERENCE", {"cpu": ("npu", "reference")})
+    npu_device.product.cache_clear()
+    hidden = torch.randn(2, 8).bfloat16()
+    found = rms_norm(hidden, torch.ones(8), 1e-6)
+    assert bool(npu_kernels) == taken
+    torch.testing.assert_close(found, rms_norm(hidden, torch.ones(8), 1e-6, backend="reference"))
+    if not taken:
+        with pytest.raises(
+            BackendUnavailable,
+            match=r"takes a weight in fp32 beside torch.bfloat16 on Atlas A2 and Atlas A3 only; this is",
+        ):
+            rms_norm(hidden, torch.ones(8), 1e-6, backend="npu")
+    npu_kernels.clear()
+    rms_norm(hidden, torch.ones(8).bfloat16(), 1e-6, backend="npu")
+    assert [call.name for call in npu_kernels] == ["npu_rms_norm"]
 
 
 def test_what_the_manuals_exclude_is_declined_by_name(npu_kernels):

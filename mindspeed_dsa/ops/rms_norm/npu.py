@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
-from mindspeed_dsa.ops.npu_device import npu_op, unavailable
+from mindspeed_dsa.ops.npu_device import npu_op, product, unavailable
+from mindspeed_dsa.platforms.npu_products import PRODUCTS
 
 KIND: Literal["gradients"] = "gradients"
 _NORM = "npu_rms_norm"
@@ -24,10 +25,15 @@ def unsupported(shape: ShapeClass) -> str | None:
 
 def plan(hidden: Tensor, weight: Tensor) -> Any:
     """Why torch_npu's operator cannot take this call, or None."""
-    # Wider weights: --init-norm-weight-in-fp32 of MindSpeed-LLM, on Atlas A2 and A3.
     if weight.dtype not in (hidden.dtype, torch.float32):
         return (
             f"{_NORM} takes a weight of its input's dtype or in fp32, not {weight.dtype} with {hidden.dtype}"
+        )
+    # Wider weights: --init-norm-weight-in-fp32 of MindSpeed-LLM.
+    if weight.dtype != hidden.dtype and not product().norm_weight_in_fp32:
+        where = " and ".join(each.name for each in PRODUCTS if each.norm_weight_in_fp32)
+        return (
+            f"{_NORM} takes a weight in fp32 beside {hidden.dtype} on {where} only; this is {product().name}"
         )
     if not 2 <= hidden.dim() <= 8:
         return f"{_NORM} takes 2 to 8 axes, not {hidden.dim()}"
