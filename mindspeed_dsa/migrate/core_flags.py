@@ -144,10 +144,10 @@ MOE = [
     *same("balanced-moe-hot-expert-num", switch="--balanced-moe-experts"),
     *not_needed("trans-hot-expert-group-num", "Experts travel in one exchange here."),
     *not_needed("moe-permutation-async-comm", "Counts of tokens are exchanged without waiting in any case."),
-    *not_needed(
+    *same(
         "gemm-gradient-accumulation-fusion",
-        "Grouped experts add their weight gradients where Megatron accumulates them; its own fusion for "
-        "other layers needs an extension for CUDA, and the result is the same without.",
+        "Dense linear layers; --no-gradient-accumulation-fusion still switches them off. Grouped experts add "
+        "their weight gradients where Megatron accumulates them in any case.",
     ),
     Row("--use-fused-moe-token-permute-and-unpermute", "megatron", name="--moe-permute-fusion"),
     Row(

@@ -83,7 +83,12 @@ OPERATORS: tuple[Operator, ...] = (
         V7_1,
         ("aclnnGroupedMatmul", "aclnnGroupedMatmulV4", "aclnnGroupedMatmulV5"),
     ),
-    Operator("npu_grouped_matmul_add_", _EXPERTS, V7_1, ("aclnnGroupedMatmulAdd", "aclnnGroupedMatmulAddV2")),
+    Operator(
+        "npu_grouped_matmul_add_",
+        "grouped experts, weight gradients of linear layers",
+        V7_1,
+        ("aclnnGroupedMatmulAdd", "aclnnGroupedMatmulAddV2"),
+    ),
     Operator(
         "npu_moe_token_permute_with_routing_map", _PERMUTE, V7_2, ("aclnnMoeTokenPermuteWithRoutingMap",)
     ),

@@ -234,8 +234,9 @@ def test_reasons_name_what_there_is():
     assert "no loader for DeepSeek, GLM or Qwen3" in why("--load /w --enable-hf2mg-convert")
     assert "core models do not read it" in why("--use-flash-attn")
     assert command("--use-flash-attn", "0.16.1") == "--use-flash-attn"
-    assert "PyTorch's" in why("--optimizer-selection fused_adamw")
-    assert "needs an extension for CUDA" in why("--gemm-gradient-accumulation-fusion")
+    assert "--fused-adam" in why("--optimizer-selection fused_adamw")
+    assert "Grouped experts add" in why("--gemm-gradient-accumulation-fusion")
+    assert command("--gemm-gradient-accumulation-fusion", "0.16.1") == "--gemm-gradient-accumulation-fusion"
 
 
 def test_older_releases_read_yarn_elsewhere():

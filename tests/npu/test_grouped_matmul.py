@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mindspeed_dsa.features.platform.gradient_fusion.kernels import Kernels
 from mindspeed_dsa.ops import npu_device
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.grouped_matmul import npu
@@ -43,6 +44,33 @@ def test_an_older_torch_npu_adds_in_a_second_step(monkeypatch):
     monkeypatch.setattr(npu, "_adds_in_place", lambda into: False)
     check("npu", SIZES["uneven"], torch.bfloat16, "nk", torch.float32)
     assert grouped_kernels.calls[2:] == [("npu_grouped_matmul", 2)] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_linear_layer_adds_its_gradient_as_one_group(dtype):
+    """Nothing is rounded to 16 bits, as it is without fusion."""
+    rows, grad_output = torch.randn(300, 24).to(dtype), torch.randn(300, 40).to(dtype)
+    main_grad = torch.randn(40, 24)
+    expected = main_grad.double() + grad_output.double().t() @ rows.double()
+    Kernels.wgrad_gemm_accum_fp32(rows, grad_output, main_grad)
+    assert grouped_kernels.calls == [("npu_grouped_matmul_add_",)]
+    torch.testing.assert_close(main_grad.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_linear_layers_that_the_operator_does_not_take(monkeypatch):
+    def added(dtype=torch.bfloat16, width=8):
+        rows, grad_output, main_grad = torch.randn(4, 3), torch.randn(4, width), torch.ones(width, 3)
+        rows, grad_output = rows.to(dtype), grad_output.to(dtype)
+        Kernels.wgrad_gemm_accum_fp32(rows, grad_output, main_grad)
+        torch.testing.assert_close(main_grad, 1 + (grad_output.t() @ rows).float(), rtol=8e-3, atol=8e-3)
+        return bool(grouped_kernels.calls)
+
+    assert not added(torch.float32)
+    assert not added(width=65536)
+    with monkeypatch.context() as patch:
+        patch.setattr(npu, "_adds_in_place", lambda into: False)
+        assert not added()
+    assert added()
 
 
 def test_limits_have_names(monkeypatch):

@@ -57,6 +57,26 @@ def weight_gradient(
     into.add_(product) if accumulate else into.copy_(product)
 
 
+def add_product(left: Tensor, right: Tensor, into: Tensor) -> bool:
+    """Add ``left.T @ right`` to ``into`` by the operator, which sums in fp32: one group of all rows.
+
+    Args:
+        left: ``[rows, out]``.
+        right: ``[rows, in]``.
+        into: ``[out, in]``.
+
+    Returns:
+        False where the operator does not take them; nothing was done then.
+    """
+    fits = left.dtype == right.dtype and left.dtype in DTYPES and max(into.shape) < _INNER_LIMIT
+    if not fits or not _adds_in_place(into):
+        return False
+    # Filled on the device: a copy of a number from the host would wait for it.
+    end = torch.full((1,), left.size(0), dtype=torch.int64, device=left.device)
+    npu_op(_ADD)(into[None], left, right, end)
+    return True
+
+
 def _adds_in_place(into: Tensor) -> bool:
     known = unavailable(into.device.type, _ADD) is None
     return known and into.dtype == torch.float32 and into.is_contiguous()

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from mindspeed_dsa.features.platform.gradient_fusion import activation as gradient_fusion
+
 _FUSIONS = {
-    "gradient_accumulation_fusion": "fused_weight_gradient_mlp_cuda",
+    "gradient_accumulation_fusion": gradient_fusion.EXTENSION,
     "masked_softmax_fusion": "scaled_masked_softmax_cuda",
     "apply_rope_fusion": "transformer_engine",
 }
@@ -20,6 +22,7 @@ def switch_off_missing_fusions(args: Any) -> Sequence[str]:
         (name, module)
         for name, module in _FUSIONS.items()
         if getattr(args, name, False) and find_spec(module) is None
+        if not (module == gradient_fusion.EXTENSION and gradient_fusion.serves(args))
     ]
     for name, _ in missing:
         setattr(args, name, False)

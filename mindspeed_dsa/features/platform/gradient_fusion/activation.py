@@ -1,0 +1,32 @@
+"""When Megatron's linear layers find kernels of gradient accumulation fusion here."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from mindspeed_dsa import platforms
+
+EXTENSION = "fused_weight_gradient_mlp_cuda"
+"""Apex' module of the kernels, which is taken where it is installed."""
+_OTHERS = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
+"""Data parallelism whose gradients have no buffer to be added to."""
+
+
+def wanted(settings: Any) -> bool:
+    """Whether it is asked for; by default on NPUs, unless gradients have no buffer."""
+    return _serves(settings, settings.platform)
+
+
+def serves(args: Any) -> bool:
+    """Whether it is on in a job with these arguments, on the platform of this process."""
+    return _serves(args, platforms.current().name)
+
+
+def _serves(source: Any, platform: str) -> bool:
+    if find_spec(EXTENSION) is not None:
+        return False
+    choice = getattr(source, "gemm_gradient_accumulation_fusion", None)
+    if choice is not None:
+        return bool(choice)
+    return platform == "npu" and not any(getattr(source, name, False) for name in _OTHERS)

@@ -1,0 +1,104 @@
+"""Gradient accumulation fusion without Apex: the same gradients as without fusion."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mindspeed_dsa
+from mindspeed_dsa import platforms
+from mindspeed_dsa.features.platform.gradient_fusion import activation
+from mindspeed_dsa.features.platform.gradient_fusion.feature import FEATURE
+from mindspeed_dsa.features.platform.gradient_fusion.kernels import Kernels
+from mindspeed_dsa.features.platform.mindspeed_flags.arguments import switch_off_missing_fusions
+from tests.features.memory.recompute_cases import EXPERTS, PLAIN
+
+CASES = "tests.features.platform.gradient_fusion.cases"
+SWITCH = "gemm_gradient_accumulation_fusion"
+DSA = {"use_fused_dsa": True}
+OVERLAP = {"moe_alltoall_overlap_comm": True}
+SWAP = {"swap_attention": True, "swap_attention_min_bytes": 0}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "switches", "layout"),
+    [
+        (PLAIN, {}, {"tp": 1}),
+        (PLAIN, {"use_ascend_coc": True, **SWAP}, {"tp": 2}),
+        pytest.param(
+            EXPERTS, {"moe_alltoall_overlap_comm": True}, {"tp": 1, "ep": 2}, marks=pytest.mark.full
+        ),
+        ({}, DSA, {"tp": 1}),
+    ],
+    ids=("GPT", "overlapped and swapped, TP2", "experts, EP2", "DSA"),
+)
+def test_same_gradients(pool, overrides, switches, layout):
+    ranks = layout["tp"] * layout.get("ep", 1)
+    asked = {"overrides": overrides, "overlap": True, **layout}
+    off = pool.run(f"{CASES}:step", ranks, switches=switches, fusion=False, **asked)
+    on = pool.run(f"{CASES}:step", ranks, switches={**switches, SWITCH: True}, fusion=True, **asked)
+    for before, after in zip(off, on, strict=True):
+        assert not before["added"]
+        # Two layers with two linear layers of attention and two of the MLP, and the output layer, twice.
+        assert len(after["added"]) >= 2 * (2 * 4 + 1)
+        assert before["gradients"].keys() == after["gradients"].keys()
+        for name, gradient in before["gradients"].items():
+            torch.testing.assert_close(after["gradients"][name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+        assert all(gradient.any() for name, gradient in off[0]["gradients"].items() if "linear_fc" in name)
+
+
+def test_16_bit_products_are_rounded_as_without_fusion(pool):
+    asked = {"overrides": PLAIN, "dtype": "bfloat16", "tp": 1}
+    (off,) = pool.run(f"{CASES}:step", 1, switches={}, fusion=False, **asked)
+    (on,) = pool.run(f"{CASES}:step", 1, switches={SWITCH: True}, fusion=True, **asked)
+    assert on["added"]
+    for name, gradient in off["gradients"].items():
+        assert torch.equal(on["gradients"][name], gradient), name
+
+
+def test_main_grad_in_16_bits():
+    rows, grad_output = torch.randn(6, 3).bfloat16(), torch.randn(6, 4).bfloat16()
+    main_grad = torch.ones(4, 3).bfloat16()
+    Kernels.wgrad_gemm_accum_fp16(rows, grad_output, main_grad)
+    expected = 1 + grad_output.double().t() @ rows.double()
+    torch.testing.assert_close(main_grad.double(), expected, rtol=8e-3, atol=8e-3)
+
+
+def test_an_expert_without_tokens():
+    main_grad = torch.ones(4, 3)
+    Kernels.wgrad_gemm_accum_fp32(torch.empty(0, 3).bfloat16(), torch.empty(0, 4).bfloat16(), main_grad)
+    assert torch.equal(main_grad, torch.ones(4, 3))
+
+
+def test_when_it_is_on(monkeypatch):
+    def on(**given):
+        return FEATURE.active(SimpleNamespace(**{SWITCH: None, "platform": "npu", **given}))
+
+    assert on()
+    assert not on(platform="cpu")
+    assert not on(platform="cuda")
+    assert not on(use_torch_fsdp2=True)
+    assert on(**{SWITCH: True}, platform="cpu")
+    assert not on(**{SWITCH: False})
+    monkeypatch.setattr(activation, "find_spec", lambda name: name == activation.EXTENSION)
+    assert not on(**{SWITCH: True}), "Apex is taken where it is installed"
+
+
+@pytest.mark.parametrize("platform", ["npu", "cpu"])
+def test_mindspeed_command_lines_keep_it_where_it_is_served(monkeypatch, platform):
+    monkeypatch.setattr(platforms, "current", lambda: platforms.get(platform))
+    args = argparse.Namespace(gradient_accumulation_fusion=True, gemm_gradient_accumulation_fusion=None)
+    assert bool(switch_off_missing_fusions(args)) == (platform == "cpu")
+    assert args.gradient_accumulation_fusion == (platform == "npu")
+
+
+def test_a_deferred_embedding_is_refused():
+    args = argparse.Namespace(gradient_accumulation_fusion=True, defer_embedding_wgrad_compute=True)
+    with (
+        mindspeed_dsa.enabled(mindspeed_platform="cpu", **{SWITCH: True}),
+        pytest.raises(mindspeed_dsa.SettingsError, match="gradient-accumulation-fusion: --defer-embedding"),
+    ):
+        mindspeed_dsa.validate(args)
