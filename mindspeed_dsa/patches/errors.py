@@ -61,8 +61,10 @@ def say_once(text: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(text, file=sys.stderr, flush=True)
         if "LOCAL_RANK" in os.environ:
-            with contextlib.suppress(OSError), open(spoken, "w", encoding="utf-8"):
-                pass
+            with contextlib.suppress(OSError):
+                file = os.open(spoken, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+                os.utime(file)
+                os.close(file)
         return
     for _ in range(int(_PATIENCE_S / _LOOK_EVERY_S)):
         with contextlib.suppress(OSError):

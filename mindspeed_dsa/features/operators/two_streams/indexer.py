@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from mindspeed_dsa.context import Context
@@ -22,6 +23,7 @@ class _Projected(NamedTuple):
 
     states: Tensor
     started: side.Started
+    with_graph: bool
 
 
 _projected: WeakKeyDictionary[Any, _Projected] = WeakKeyDictionary()
@@ -41,7 +43,7 @@ def project_beside(original: Callable[..., Any], context: Context[None]) -> Call
         states = hidden_states.detach()  # the indexer's gradient ends here
         key, weights = indexer.linear_wk, indexer.linear_weights_proj
         started = side.start(lambda: (key(states)[0], weights(states)[0]), states, key, weights)
-        _projected[indexer] = _Projected(states, started)
+        _projected[indexer] = _Projected(states, started, torch.is_grad_enabled())
         try:
             return original(self, hidden_states, *args, **kwargs)
         except BaseException:
@@ -67,6 +69,9 @@ def take_projections(original: Callable[..., Any]) -> Callable[..., Any]:
     def project(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         projected = _projected.pop(self, None)
         if projected is None or not _are_same(x, projected.states):
+            return original(self, x, *args, **kwargs)
+        if torch.is_grad_enabled() and not projected.with_graph:
+            # In the warm-up stage layers run without a graph, and their indexers with one.
             return original(self, x, *args, **kwargs)
         key, weights = projected.started.wait()
         early = StandIn(

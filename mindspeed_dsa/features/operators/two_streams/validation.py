@@ -30,11 +30,6 @@ def check_streams(args: Any, _: Any) -> Iterator[str]:
             f"{FLAG} and --moe-shared-expert-overlap both run the shared expert on a stream of its own; omit "
             "one of them"
         )
-    if argument(args, "dsa_stage") == "warmup":
-        yield (
-            f"{FLAG}: --dsa-stage warmup runs layers without a graph, and projections that began there would "
-            f"give the indexer no gradient; omit {FLAG} until the sparse stage"
-        )
     for name, why in _REFUSED.items():
         if argument(args, name):
             flag = {"cpu_offloading": "cpu_offloading_num_layers"}.get(name, name).replace("_", "-")

@@ -39,6 +39,12 @@ def test_fused_switches_change_nothing(pool, alone, switches):
     assert ours["indexer losses"] == alone["indexer losses"][:1]
 
 
+def test_a_second_stream_leaves_the_indexers_their_gradients(pool, alone):
+    """What is projected beside a layer without a graph has none, and must not be taken."""
+    (ours,) = pool.run(f"{CASES}:warmup", 1, switches={"two_streams": True}, overrides=SELECTED)
+    assert_same_gradients(ours["gradients"], alone["gradients"])
+
+
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {}], ids=str)
 def test_layouts_have_the_gradients_of_one_process(pool, alone, layout):
     # Megatron's arguments, unlike its configuration, free outputs that the next stage has received.
