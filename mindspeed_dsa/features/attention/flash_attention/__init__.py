@@ -1,1 +1,0 @@
-"""Megatron's dense attention on one context parallel rank, by the dense attention operator."""
