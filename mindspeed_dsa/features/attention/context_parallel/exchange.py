@@ -146,7 +146,7 @@ class KeyExchange:
 @lru_cache(maxsize=LATEST)
 @torch.inference_mode(False)  # what an evaluation finds first, training uses as well
 def _ends(layout: Layout, rank: int, rows: int, device: torch.device) -> Tensor:
-    """Of all layers."""
+    """Make the ends that all layers of a rank share."""
     return (layout.rows_of_rank(rank, rows * layout.ranks) + 1).to(device, torch.int32)
 
 

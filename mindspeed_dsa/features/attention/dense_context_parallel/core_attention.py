@@ -123,7 +123,7 @@ def build_for_context_parallel(
 
 
 def scale_of(attention: Any) -> float:
-    """What a ``DotProductAttention`` multiplies scores with; its softmax takes back what scaled by layer."""
+    """Return the factor of scores; a ``DotProductAttention``'s softmax takes back what scaled by layer."""
     return float(attention.softmax_scale * (attention.scale_mask_softmax.scale or 1.0))
 
 
@@ -206,3 +206,28 @@ def _require_plain(who: str, mask: Tensor | None, bias: Tensor | None) -> None:
     for what, (given, instead) in found.items():
         if given is not None:
             raise ValueError(f"{who}: {what} came with a batch, and attention here is causal; {instead}")
+
+
+def build_for_the_operator(original: Callable[..., None], context: Context[None]) -> Callable[..., None]:
+    """Decorate ``DotProductAttention.__init__``.
+
+    A layer of another kind, such as cross attention, keeps Megatron's, which is said once.
+    """
+
+    def __init__(
+        self: Any,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        original(self, config, layer_number, attn_mask_type, attention_type, *args, **kwargs)
+        problem = unsupported_attention(self, attention_type)
+        if problem is not None:
+            context.log.warning("a layer keeps Megatron's attention, with all scores: %s", problem, once=True)
+            return
+        self.dense_context_parallel_plan = Plan(DenseAttention(scale_of(self)), None)
+
+    return __init__

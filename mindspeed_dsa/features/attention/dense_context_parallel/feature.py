@@ -1,4 +1,4 @@
-"""Dense attention and latent attention on context parallel ranks, without Transformer Engine."""
+"""Dense and latent attention without Transformer Engine, on context parallel ranks and on one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from mindspeed_dsa.declarations import EXPERIMENTAL_ATTENTION_VARIANT, Feature, 
 from mindspeed_dsa.features.attention.dense_context_parallel.options import Options, wanted
 from mindspeed_dsa.features.attention.dense_context_parallel.validation import (
     check_dense_attention,
+    check_flash_attention,
+    flash_wanted,
     without_mask,
 )
 from mindspeed_dsa.features.attention.repairs import FIXES, MLA, megatron_flag
@@ -16,18 +18,19 @@ from mindspeed_dsa.patches.spec import Patch
 _CORE = "megatron.core.transformer.dot_product_attention:DotProductAttention"
 _IMPL = "mindspeed_dsa.features.attention.dense_context_parallel"
 _LOCAL = f"{FIXES}.local_provider.modules"
+_FLAGS = (
+    ALGORITHM,
+    ULYSSES_DEGREE,
+    *MEGATRON_FLAGS,
+    EXPERIMENTAL_ATTENTION_VARIANT,
+    Flag("--multi-latent-attention", "Megatron's own flag.", megatron=True),
+    megatron_flag("--transformer-impl"),
+)
 
 FEATURE = Feature(
     name="dense-context-parallel",
     summary="Ring, exchanged heads, or both for dense and latent attention, without Transformer Engine.",
-    flags=(
-        ALGORITHM,
-        ULYSSES_DEGREE,
-        *MEGATRON_FLAGS,
-        EXPERIMENTAL_ATTENTION_VARIANT,
-        Flag("--multi-latent-attention", "Megatron's own flag.", megatron=True),
-        megatron_flag("--transformer-impl"),
-    ),
+    flags=_FLAGS,
     active=wanted,
     when="latent attention on Megatron's own modules (--multi-latent-attention, --transformer-impl local), "
     "and for --context-parallel-size above 1, both without --experimental-attention-variant dsa",
@@ -84,3 +87,37 @@ FEATURE = Feature(
         ),
     ),
 )
+
+FLASH = Feature(
+    name="flash-attention",
+    summary="Dense attention by one operator, which holds no scores, without Transformer Engine.",
+    flags=(
+        Flag(
+            "--use-flash-attn",
+            "Megatron's own flag, which acts on none of its own modules.",
+            megatron=True,
+        ),
+        *_FLAGS,
+    ),
+    active=flash_wanted,
+    rewrite=without_mask,
+    validate=check_flash_attention,
+    doc="flash-attention.md",
+    patches=(
+        Patch(
+            f"{_CORE}.__init__",
+            "wrap",
+            f"{_IMPL}.core_attention:build_for_the_operator",
+            "Megatron's own attention holds the scores of all pairs",
+            params=("config", "layer_number", "attn_mask_type", "attention_type"),
+        ),
+        Patch(
+            f"{_CORE}.forward",
+            "wrap",
+            f"{_IMPL}.core_attention:attend_with_other_ranks",
+            "Megatron's own attention holds the scores of all pairs",
+            params=("query", "key", "value", "attention_mask", "attn_mask_type", "packed_seq_params"),
+        ),
+    ),
+)
+FEATURES = (FEATURE, FLASH)

@@ -1,4 +1,4 @@
-"""What dense attention on context parallel ranks cannot be combined with."""
+"""Checks of dense attention by the operator, on context parallel ranks and on one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from mindspeed_dsa.context_parallel.algorithms import COMM_TYPES, registered
-from mindspeed_dsa.features.attention.dense_context_parallel.options import DEFAULT, Options
+from mindspeed_dsa.features.attention.dense_context_parallel.options import DEFAULT, Options, wanted
 from mindspeed_dsa.integration.configuration import argument
 
 
@@ -92,3 +92,35 @@ def without_mask(args: Any) -> Sequence[str]:
         return ()
     args.create_attention_mask_in_dataloader = False
     return ("--no-create-attention-mask-in-dataloader is added: attention is causal without a mask",)
+
+
+_OURS = "--use-flash-attn without Transformer Engine"
+
+
+def flash_wanted(settings: Any) -> bool:
+    """Whether the flag is on, and no other feature attends for it.
+
+    Context parallel ranks and latent attention without Transformer Engine attend by the same operator in any
+    case (``dense-context-parallel``), and sparse attention has operators of its own.
+    """
+    return bool(
+        getattr(settings, "use_flash_attn", False)
+        and getattr(settings, "transformer_impl", None) == "local"
+        and getattr(settings, "experimental_attention_variant", None) != "dsa"
+        and not wanted(settings)
+    )
+
+
+def check_flash_attention(args: Any) -> Sequence[str]:
+    """Report invalid combinations; absent arguments are not checked."""
+    problems = []
+    if argument(args, "attention_dropout"):
+        problems.append(
+            f"--attention-dropout: {_OURS} drops nothing; use --attention-dropout 0, or omit the flag"
+        )
+    if argument(args, "reset_attention_mask"):
+        problems.append(
+            f"--reset-attention-mask: {_OURS} is causal over the whole sequence; omit it for "
+            "--pack-documents, or omit the flag"
+        )
+    return problems

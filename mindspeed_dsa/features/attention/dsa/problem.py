@@ -36,7 +36,7 @@ class Operands:
     query_rope: Tensor | None = None
 
     def whole(self) -> Operands:
-        """The same with the query in one piece."""
+        """Return these operands with the query in one piece."""
         if self.query_rope is None:
             return self
         return replace(self, query=torch.cat([self.query, self.query_rope], dim=-1), query_rope=None)
@@ -81,9 +81,9 @@ def keeps_parts_apart(device: torch.device) -> bool:
 
 
 def query_and_key(query: Tensor, query_rope: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """What passes for query and key through Megatron's layer and checkpoints, in absorbed form.
+    """Form what passes for query and key through Megatron's layer and checkpoints, in absorbed form.
 
-    One query, or where parts stay apart the latent one, and the rotary one, a ninth of it, behind the key.
+    That is one query; or, where parts stay apart, the latent one, with the rotary one behind the key.
 
     Args:
         query: ``[s, b, heads, latent]``.
@@ -96,7 +96,7 @@ def query_and_key(query: Tensor, query_rope: Tensor, key: Tensor) -> tuple[Tenso
 
 
 def parts_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The key, and the query's rotary part if it lies behind that: see :func:`query_and_key`.
+    """Return the key, and the query's rotary part if it lies behind that: see :func:`query_and_key`.
 
     Args:
         query: of any form; the latent part, if parts are apart.
@@ -192,7 +192,7 @@ class Rows:
 
     @property
     def form(self) -> RowForm | None:
-        """What the host knows of all rows, for the operators."""
+        """Form of all rows, for the operators; None where the host does not know it."""
         if self.starts is None and self.ends is None:
             return TO_LAST_KEY
         return self.known if self.end is None else None

@@ -26,7 +26,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class _Whole:
-    """What reduces the gradients of parameters that are not sharded; not a module, which would own them.
+    """Reduction of gradients of parameters that are not sharded; no module, which would own them.
 
     Attributes:
         ddp: Megatron's; None where there are no such parameters.

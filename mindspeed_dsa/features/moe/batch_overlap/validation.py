@@ -52,7 +52,7 @@ def check_halves(args: Any, options: Options) -> Iterator[str]:
 
 
 def check_arguments(args: Any, options: Options) -> Iterator[str]:
-    """What in a job's arguments does not combine with the feature."""
+    """Report what in a job's arguments does not combine with the feature."""
     yield from check_halves(args, options)
     yield from check_choice(args, options)
 

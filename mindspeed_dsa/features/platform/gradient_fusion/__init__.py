@@ -1,1 +1,1 @@
-"""Gradient accumulation fusion without Apex: what Megatron's linear layers call."""
+"""Gradient accumulation fusion without Apex."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from mindspeed_dsa.declarations import Feature, Flag
-from mindspeed_dsa.features.platform.gradient_fusion.activation import EXTENSION, wanted
-from mindspeed_dsa.features.platform.gradient_fusion.validation import check_embedding
+from mindspeed_dsa.features.platform.gradient_fusion.validation import (
+    EXTENSION,
+    check_embedding,
+    wanted,
+)
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.settings import PLATFORM
 

@@ -11,7 +11,7 @@ from mindspeed_dsa.ops.grouped_matmul import npu
 
 
 class Kernels:
-    """What Megatron's linear layers call in the place of the extension's module."""
+    """Stand-in for the extension's module, which Megatron's linear layers call."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(rows: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
@@ -34,5 +34,5 @@ class Kernels:
 
     @staticmethod
     def wgrad_gemm_accum_fp16(rows: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-        """The same for ``main_grad`` in 16 bits, of the dtype of ``rows``."""
+        """Add the same product to a ``main_grad`` in 16 bits, of the dtype of ``rows``."""
         main_grad.addmm_(grad_output.t(), rows)

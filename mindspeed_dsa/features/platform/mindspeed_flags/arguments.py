@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from mindspeed_dsa.features.platform.gradient_fusion import activation as gradient_fusion
+from mindspeed_dsa.features.platform.gradient_fusion import validation as gradient_fusion
 
 _FUSIONS = {
     "gradient_accumulation_fusion": gradient_fusion.EXTENSION,

@@ -11,10 +11,13 @@ import torch
 from mindspeed_dsa import log
 from mindspeed_dsa.features.attention.dense_context_parallel.core_attention import (
     attend_with_other_ranks,
+    build_for_the_operator,
     plan_of,
 )
-from mindspeed_dsa.features.attention.flash_attention.core_attention import build_for_the_operator
-from mindspeed_dsa.features.attention.flash_attention.validation import check_flash_attention, wanted
+from mindspeed_dsa.features.attention.dense_context_parallel.validation import (
+    check_flash_attention,
+    flash_wanted,
+)
 from tests.support import model as job
 from tests.support.contexts import context
 
@@ -65,14 +68,14 @@ def test_same_step_in_other_layouts(pool, layout):
 
 def test_when_it_is_on():
     local = {**ON, "transformer_impl": "local"}
-    assert wanted(SimpleNamespace(**local))
-    assert not wanted(SimpleNamespace(transformer_impl="local"))
-    assert not wanted(SimpleNamespace(**ON, transformer_impl="transformer_engine"))
-    assert not wanted(SimpleNamespace(**ON))
+    assert flash_wanted(SimpleNamespace(**local))
+    assert not flash_wanted(SimpleNamespace(transformer_impl="local"))
+    assert not flash_wanted(SimpleNamespace(**ON, transformer_impl="transformer_engine"))
+    assert not flash_wanted(SimpleNamespace(**ON))
     # Others attend by the same operator, or sparsely.
-    assert not wanted(SimpleNamespace(**local, context_parallel_size=2))
-    assert not wanted(SimpleNamespace(**local, multi_latent_attention=True))
-    assert not wanted(SimpleNamespace(**local, experimental_attention_variant="dsa"))
+    assert not flash_wanted(SimpleNamespace(**local, context_parallel_size=2))
+    assert not flash_wanted(SimpleNamespace(**local, multi_latent_attention=True))
+    assert not flash_wanted(SimpleNamespace(**local, experimental_attention_variant="dsa"))
 
 
 def test_refused_before_training():

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 import mindspeed_dsa
-from mindspeed_dsa.features.attention.fixes.shared_selections.configuration import refuse_recompute
 from mindspeed_dsa.features.attention.fixes.shared_selections.feature import FEATURE
+from mindspeed_dsa.features.attention.fixes.shared_selections.validation import refuse_recompute
 from mindspeed_dsa.patches.errors import SettingsError
 from tests.support.contexts import context
 

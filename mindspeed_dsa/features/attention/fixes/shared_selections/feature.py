@@ -16,7 +16,7 @@ FEATURE = Feature(
         Patch(
             "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
             "wrap",
-            f"{FIXES}.shared_selections.configuration:refuse_recompute",
+            f"{FIXES}.shared_selections.validation:refuse_recompute",
             "a recomputed layer reads a selection that is not its microbatch's, and nothing says so",
             versions=">=0.19,<0.21",
         ),

@@ -1,11 +1,12 @@
-"""What does not combine with layers that share a selection of keys."""
+"""Refusal of recomputed layers that share a selection of keys."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from mindspeed_dsa.integration.configuration import argument
+from mindspeed_dsa.context import Context
+from mindspeed_dsa.integration.configuration import argument, require
 
 _AHEAD = ("recompute_in_advance", "recompute_in_bubble")
 
@@ -32,3 +33,14 @@ def check_recompute(args: Any, options: None = None) -> Iterator[str]:
         "wrong, and nothing would say so. Recompute other parts, with --recompute-granularity selective and "
         "--recompute-modules without core_attn, or let every layer select (--dsa-indexer-topk-freq 1)"
     )
+
+
+def refuse_recompute(original: Callable[..., None], context: Context[None]) -> Callable[..., None]:
+    """Decorate ``TransformerConfig.__post_init__``."""
+
+    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if uses_dsa(self):
+            require(context, check_recompute, self)
+        original(self, *args, **kwargs)
+
+    return __post_init__
