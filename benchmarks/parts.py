@@ -47,7 +47,7 @@ def run(
     seconds: float,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What each part found.
+    """Run the parts and return what each found.
 
     Args:
         module: run with ``python -m``; calls :func:`serve`.
@@ -70,7 +70,7 @@ def run(
 def _part(
     module: str, name: str, folder: Path, quick: bool, seconds: int, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What a part found, with the ``seconds`` that it took; ``error`` says why there is not more."""
+    """Run a part: what it found, the ``seconds`` that it took, and an ``error`` if there is not more."""
     print(f"{name}: at most {seconds} s", file=sys.stderr, flush=True)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", module, name, str(folder), str(int(quick)), str(seconds)]
@@ -125,7 +125,7 @@ def serve(parts: Mapping[str, Part], prepare: Callable[[], None] = lambda: None)
 
 
 def rows_of(found: Mapping[str, Any], part: str) -> dict[str, Any]:
-    """What a part found, without its own seconds and error."""
+    """Return what a part found, without its own seconds and error."""
     return {name: row for name, row in found.get(part, {}).items() if isinstance(row, dict)}
 
 

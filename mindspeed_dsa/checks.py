@@ -15,7 +15,7 @@ from mindspeed_dsa.settings import GENERAL_FLAGS, Setting, Settings
 
 
 def mindspeed() -> str | None:
-    """What to do about patches that MindSpeed has put into this process, or None where there are none.
+    """Say what to do about patches that MindSpeed has put into this process; None where there are none.
 
     Both libraries patch the same functions and know flags of the same names.
     """

@@ -90,7 +90,7 @@ def why_no_npu() -> str:
 
 
 def skipped(log: Path) -> list[str]:
-    """What a part's log says of operators that fell back to PyTorch, each once."""
+    """List the operators that fell back to PyTorch by a part's log, each once."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return list(dict.fromkeys(line.partition(": ")[2] for line in lines if " is skipped for " in line))
 

@@ -1,4 +1,4 @@
-"""What this machine has: versions, product, environment, and which of torch_npu's operators can be called."""
+"""Facts of this machine: versions, product, environment, and which of torch_npu's operators can be called."""
 
 from __future__ import annotations
 

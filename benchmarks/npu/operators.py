@@ -62,7 +62,7 @@ class Model:
 
     @property
     def softmax_scale(self) -> float:
-        """Of the unabsorbed heads."""
+        """Width of the unabsorbed heads."""
         return float((self.nope + ROPE) ** -0.5)
 
 
@@ -344,7 +344,7 @@ def _problems(part: str, quick: bool) -> Iterator[tuple[str, Callable[[], Proble
 
 
 def compared(problem: Problem, rounds: int) -> dict[str, Any]:
-    """What torch_npu's operator and the reference return, take and need.
+    """One operator beside its reference: what both return, take and need.
 
     Returns:
         ``refused``: why the operator does not take the call. Otherwise ``apart``, the deviation by result;

@@ -42,7 +42,7 @@ def memory(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
 
 
 def profile(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
-    """What a fused step does on the device."""
+    """Return what a fused step does on the device."""
     from benchmarks.npu import steps
 
     return steps.profiled(folder, quick)

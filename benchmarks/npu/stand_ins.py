@@ -13,7 +13,7 @@ ASKED_FOR = "NPU_STAND_INS"
 
 
 def environment() -> dict[str, str]:
-    """What a process needs so that torch_npu loads without CANN; builds the libraries once.
+    """Return the environment in which torch_npu loads without CANN; builds the libraries once.
 
     Raises:
         SystemExit: torch_npu is not installed, or ``nm`` or ``gcc`` is missing.

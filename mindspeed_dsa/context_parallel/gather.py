@@ -37,7 +37,7 @@ class HeldRows:
         self._on_device: dict[torch.device, Tensor] = {}
 
     def part(self, index: int, step: int) -> HeldRows:
-        """Those of every ``step``-th member, from this one on."""
+        """Return the rows of every ``step``-th member, from this one on."""
         if (index, step) not in self._parts:
             self._parts[index, step] = HeldRows(self.rows[index::step])
         return self._parts[index, step]
@@ -72,7 +72,7 @@ never met again go; what is in flight holds its own."""
 @lru_cache(maxsize=LATEST)
 @torch.inference_mode(False)  # what an evaluation finds first, training uses as well
 def _held(layout: Layout, length: int, members: int) -> HeldRows:
-    """One for all layers and groups."""
+    """Make the rows that all layers and groups share."""
     return HeldRows(rows_of_all(layout, length).view(members, -1))
 
 
@@ -101,7 +101,7 @@ class Members:
 
     @property
     def rows(self) -> Tensor:
-        """See :class:`HeldRows`."""
+        """Return the rows of all members, as :class:`HeldRows` has them."""
         return self.held.rows
 
     def part(self, group: ProcessGroup, index: int) -> Members:
@@ -114,12 +114,12 @@ class Members:
         return Members(group, self.held.part(index, self.group.size() // group.size()))
 
     def rows_on(self, device: torch.device) -> Tensor:
-        """See :meth:`HeldRows.on`."""
+        """Return the rows on a device, as :meth:`HeldRows.on` does."""
         return self.held.on(device)
 
     @property
     def runs(self) -> list[list[int]]:
-        """See :attr:`HeldRows.runs`."""
+        """Return the runs of rows, as :attr:`HeldRows.runs` has them."""
         return self.held.runs
 
     def parts_of(self, whole: Tensor) -> list[list[Tensor]]:

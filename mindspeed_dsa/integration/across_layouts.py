@@ -91,7 +91,7 @@ def fitted(parts: Sequence[Any], state: Any, megatron: Megatron | None = None) -
 
 
 def _filled(part: Any, own: State, saved: Sequence[State], keys: Sequence[str]) -> dict[str, Any]:
-    """State of one optimizer.
+    """Put together the state of one optimizer.
 
     Args:
         part: the optimizer.
@@ -128,13 +128,13 @@ def _filled(part: Any, own: State, saved: Sequence[State], keys: Sequence[str]) 
 
 
 def _inner(state: State) -> State:
-    """What the optimizer of torch has saved, which mixed precision wraps."""
+    """Return what the optimizer of torch has saved, which mixed precision wraps."""
     inner: State = state.get("optimizer", state)
     return inner
 
 
 def _like(here: State, groups: Sequence[State], keys: Sequence[str]) -> State:
-    """The saved group with the same multipliers; that of experts for experts where there are two."""
+    """Find the saved group with the same multipliers; that of experts for experts where there are two."""
 
     def identity(group: State) -> dict[str, Any]:
         # Some jobs write ``pre_wd_mult`` for ``wd_mult``, which Megatron reads as well.
@@ -184,7 +184,7 @@ def load_base_across(original: Callable[..., Any], context: Context[Any]) -> Cal
 
 
 def _layout(args: Any) -> dict[str, int]:
-    """Sizes that the experts' optimizer and the generators depend on."""
+    """Return the sizes that the experts' optimizer and the generators depend on."""
     tensor = getattr(args, "tensor_model_parallel_size", None) or 1
     return {
         "tensor": tensor,

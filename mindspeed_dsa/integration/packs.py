@@ -191,7 +191,7 @@ def places_of(params: Any) -> tuple[tuple[int, int], ...]:
 
 
 _read: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""What device tensors held, with the number of changes that they had seen; layers share a microbatch's."""
+"""Lengths that device tensors held, with the number of changes seen by then; layers share a microbatch's."""
 
 
 def _prefix_sums(params: Any, name: str) -> list[int] | None:

@@ -83,7 +83,7 @@ class Ranges(NamedTuple):
     plain_causal: bool
     """Whether both are the causal default: known without reading them from a device. False says nothing."""
     form: RowForm | None = None
-    """What the host knows of them."""
+    """Their form, where the host knows it."""
 
 
 def visible_ranges(

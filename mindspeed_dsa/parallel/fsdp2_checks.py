@@ -1,4 +1,4 @@
-"""What FSDP2's private classes have to be for the code here that builds on them: looked at before it trains.
+"""Checks of FSDP2's private classes, which the code here builds on: made before it trains.
 
 A method that torch renames is overridden no more, and nobody says so: the last unit's gradient would arrive a
 step late. So is an attribute that is set and no longer read: sums would be rounded to the weights' type. So

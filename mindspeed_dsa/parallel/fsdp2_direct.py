@@ -175,7 +175,7 @@ class Reductions:
         self._under_way: list[Reduction] = []
 
     def __len__(self) -> int:
-        """Those that nobody has waited for."""
+        """Return those that nobody has waited for."""
         return len(self._under_way)
 
     def start(self, unit: DirectGroup, gradients: Sequence[tuple[Any, Tensor]]) -> None:

@@ -118,7 +118,7 @@ def dimension(shape: Sequence[int], pieces: int, dims: Iterable[int] | None = No
 
 
 class FirstGradients:
-    """What the first backward has left, to be looked at once.
+    """State that the first backward has left, to be looked at once.
 
     Args:
         root: a model that :func:`shard` has sharded.

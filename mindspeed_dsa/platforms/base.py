@@ -160,7 +160,7 @@ class Platform(abc.ABC):
         """Let :attr:`MemoryFigures.peak` start again from what is held now."""
 
     def facts(self) -> dict[str, Any]:
-        """What else ``doctor`` says of the device; a dictionary among the values has lines of its own."""
+        """Return more for ``doctor`` to say; a dictionary among the values has lines of its own."""
         return {}
 
     @abc.abstractmethod

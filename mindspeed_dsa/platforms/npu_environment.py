@@ -116,5 +116,5 @@ VARIABLES: tuple[Variable, ...] = (
 
 
 def environment() -> dict[str, str]:
-    """What is set in this process, by name, with what is recommended in its place."""
+    """Return what is set in this process, by name, with what is recommended in its place."""
     return {each.name: each.said_of(os.environ.get(each.name)) for each in VARIABLES}

@@ -36,7 +36,7 @@ class Operator:
 
     name: str
     part: str
-    """What calls it, for pages."""
+    """Callers, for pages."""
     since: Release
     symbols: tuple[str, ...] = ()
     """Functions of CANN's operator library of which torch_npu calls one, whichever is there; empty where

@@ -17,11 +17,11 @@ class Product:
     devices: tuple[str, ...]
     """Beginnings of what ``torch.npu.get_device_name()`` says."""
     indexer_heads: tuple[int, ...]
-    """Of ``npu_lightning_indexer``."""
+    """Heads that ``npu_lightning_indexer`` takes."""
     indexer_gradient: bool
     """Whether ``npu_lightning_indexer_grad`` runs."""
     loss_index_heads: tuple[int, ...]
-    """Of ``npu_sparse_lightning_indexer_grad_kl_loss``."""
+    """Index heads that ``npu_sparse_lightning_indexer_grad_kl_loss`` takes."""
     loss_sequences: int
     """Sequences of one call of it."""
     fused_ranks: tuple[int, ...]
@@ -30,7 +30,7 @@ class Product:
     """Whether ``npu_rms_norm`` takes a weight in fp32 beside an input in 16 bits."""
 
     def limits(self) -> dict[str, str]:
-        """What ``doctor`` prints."""
+        """Return the lines that ``doctor`` prints."""
         heads = self.indexer_heads
         whole = heads == tuple(range(1, heads[-1] + 1))
         return {

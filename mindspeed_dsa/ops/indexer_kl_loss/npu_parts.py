@@ -22,12 +22,12 @@ class Part:
     rows: slice
     keys: slice
     ends: list[int] | None = None
-    """Of its sequences, counted from its first row (TND); None where each row of the batch is one (BSND)."""
+    """Ends of its sequences from its first row on (TND); None where a batch's rows are one each (BSND)."""
     alone: bool = False
     """Whether it is cut out of packed sequences, and is a batch of one."""
 
     def of(self, tensor: Tensor, axis: int, places: slice) -> Tensor:
-        """Its rows or keys, contiguous.
+        """Cut its rows or keys out of a tensor, contiguous.
 
         Args:
             tensor: packed.

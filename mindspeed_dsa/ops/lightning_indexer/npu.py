@@ -30,7 +30,7 @@ KIND: Literal["gradients"] = "gradients"
 
 
 class Plan(NamedTuple):
-    """What a call found out, for its backward too."""
+    """Findings of a call's forward, for its backward too."""
 
     layout: Layout
     in_order: bool
@@ -56,7 +56,7 @@ def unsupported(shape: ShapeClass) -> str | None:
 
 
 def plan_call(topk: int, ranges: Ranges, key_length: int, use_relu: bool, in_order: bool) -> Plan | str:
-    """What a call of a shape that this backend takes needs, or why it cannot take the call."""
+    """Plan a call of a shape that this backend takes, or say why it cannot take the call."""
     if not use_relu:
         return "npu_lightning_indexer always clamps the products at zero (use_relu=True)"
     if topk > _ANY_TOPK and topk not in TOPK_WIDTHS:

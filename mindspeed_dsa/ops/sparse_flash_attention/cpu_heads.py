@@ -219,7 +219,7 @@ class _Plan(NamedTuple):
 
     chunks: list[_Chunk]
     sequences: int
-    """Of a chunk; of several all heads are taken together."""
+    """Rows of a chunk; of several, all heads are taken together."""
     heads: int
     """Taken together in one product."""
     workers: int
