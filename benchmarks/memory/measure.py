@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from mindspeed_dsa import platforms
@@ -37,8 +38,20 @@ def _is_on_device(candidate: Any) -> bool:
         issubclass(type(candidate), Tensor)
         and not issubclass(type(candidate), DTensor)  # what it wraps is found as well
         and candidate.device.type == platforms.current().device_type
+        and _has_storage(candidate)
         and not host_pool.shared.holds(candidate)
     )
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """Return whether the tensor has memory: compilation leaves fake tensors, which name a device only."""
+    if issubclass(type(tensor), FakeTensor):
+        return False
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 @contextmanager

@@ -160,8 +160,19 @@ def _accepted(function: Any, **arguments: Any) -> dict[str, Any]:
 
 
 def build_optimizer(args: argparse.Namespace, model: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """The optimizer that the flags describe."""
-    return get_megatron_optimizer(from_args(OptimizerConfig, args), model)
+    """Return the optimizer that the flags describe."""
+    optimizer = get_megatron_optimizer(from_args(OptimizerConfig, args), model)
+    if args.optimizer == "sgd":
+        for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+            each.init_state_fn = _create_momentum
+    return optimizer
+
+
+def _create_momentum(optimizer: torch.optim.SGD, config: OptimizerConfig | None = None) -> None:
+    """Create the state that a checkpoint is loaded into, which Megatron does for Adam only."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def build_scheduler(args: argparse.Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

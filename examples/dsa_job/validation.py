@@ -189,6 +189,8 @@ def _check_model(args: argparse.Namespace, world: World) -> Iterator[str]:
 def _check_combinations(args: argparse.Namespace, world: World) -> Iterator[str]:
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         yield "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; add them"
+    if args.use_distributed_optimizer and args.optimizer == "sgd":
+        yield "--use-distributed-optimizer is for --optimizer adam in Megatron; omit one of them"
     if args.recompute_granularity == "full" and not (args.recompute_method and args.recompute_num_layers):
         yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers; add them"
     if args.recompute_granularity != "full" and args.recompute_method:

@@ -126,6 +126,17 @@ def test_the_peak_of_work_knows_what_its_lead_in_allocated():
     assert measure.peak_bytes(work) == 1 << 19
 
 
+def test_live_bytes_leave_out_tensors_without_memory():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    before = measure.live_bytes()
+    with FakeTensorMode():  # compiled regions of an earlier case leave such tensors
+        fake = torch.empty(1000)
+    kept = [fake, torch.empty(1000)]
+    assert measure.live_bytes() - before == 4000
+    del kept
+
+
 @pytest.mark.full
 def test_live_bytes_are_those_of_the_device():
     from mindspeed_dsa.platforms import host_pool

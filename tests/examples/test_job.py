@@ -109,6 +109,21 @@ def test_initial_weights_can_be_saved_and_loaded(jobs: JobServer, tmp_path: Path
     assert sorted(path.stat().st_mtime_ns for path in initial.rglob("*")) == before
 
 
+@pytest.mark.parametrize("precision", [(), ("--bf16",)], ids=["fp32", "bf16"])
+def test_sgd_resumes_with_its_momentum(jobs: JobServer, tmp_path: Path, precision: tuple[str, ...]) -> None:
+    options = ("--optimizer", "sgd", "--lr-decay-iters", "4", *precision)
+    assert jobs.run(tmp_path / "whole", *options, "--train-iters", "4").code == 0
+    assert jobs.run(tmp_path / "first", *options, "--train-iters", "2").code == 0
+    load = ("--load", str(tmp_path / "first" / "checkpoints"))
+    resumed = jobs.run(tmp_path / "second", *options, "--train-iters", "4", *load)
+    assert resumed.code == 0, resumed.output
+    assert results(tmp_path / "first") + results(tmp_path / "second") == results(tmp_path / "whole")
+    assert_refused(
+        jobs.run(tmp_path / "sharded", *options, "--use-distributed-optimizer"),
+        "--use-distributed-optimizer is for --optimizer adam in Megatron; omit one of them",
+    )
+
+
 def test_a_checkpoint_of_another_model_is_refused_and_kept(jobs: JobServer, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert jobs.run(run, "--train-iters", "2", "--bf16").code == 0

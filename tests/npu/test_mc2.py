@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from mindspeed_dsa.features.tensor_parallel.overlap import mc2
 from mindspeed_dsa.features.tensor_parallel.overlap.autograd import Column, Plan, Row
+from tests.npu import ranks as rank_processes
 from tests.ops import oracle
 
 TOLERANCE = 8e-3  # bf16
@@ -20,15 +19,12 @@ SEQUENCE, BATCH, HIDDEN, INNER = 6, 2, 512, 768
 
 
 def test_two_ranks_equal_one(tmp_path):
-    mp.spawn(_rank, args=(2, f"file://{tmp_path}/rendezvous"), nprocs=2)
+    rank_processes.run(_check_rank, 2, tmp_path)
 
 
-def _rank(rank, ranks, rendezvous):
+def _check_rank(rank, ranks):
     from tests.npu import collective_kernels, kernels, refusals
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
     kernels.register()
     with mock.patch.object(mc2, "communicator", collective_kernels.communicator), refusals.hccl():
         for frozen in (False, True):
@@ -39,7 +35,6 @@ def _rank(rank, ranks, rendezvous):
     # Where the input is gathered again, its gradient is multiplied and scattered beside that.
     trained = [gather, gather, scatter, scatter, gather]
     assert collective_kernels.calls == [*trained, *[gather, scatter] * 2, scatter, gather]
-    dist.destroy_process_group()
 
 
 def _noise(seed, *shape):

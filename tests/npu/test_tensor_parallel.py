@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import os
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from mindspeed_dsa.ops import npu_device
 from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_loss
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
+from tests.npu import ranks as rank_processes
 from tests.npu.cases import causal_indices
 from tests.npu.test_indexer_kl_loss import DENSE, SCALE, SPARSE, indexer_leaves, main_inputs, widened
 from tests.ops import oracle
 
 
 def test_two_ranks_equal_all_heads(tmp_path):
-    mp.spawn(_rank, args=(2, f"file://{tmp_path}/rendezvous"), nprocs=2)
+    rank_processes.run(_check_rank, 2, tmp_path)
 
 
-def _rank(rank: int, ranks: int, rendezvous: str) -> None:
+def _check_rank(rank: int, ranks: int) -> None:
     from tests.npu import kernel_parts, kernels
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
     kernels.register()
     with (
         mock.patch.object(npu_device, "takes_device", lambda device: device == "cpu"),
@@ -37,7 +33,6 @@ def _rank(rank: int, ranks: int, rendezvous: str) -> None:
         # 2 x 8 heads are none of the operator's numbers: the sum over heads is reduced instead.
         _check(rank, ranks, per_head=False, heads=16)
     assert [call.name for call in kernel_parts.calls] == [SPARSE, *DENSE]
-    dist.destroy_process_group()
 
 
 def _check(rank: int, ranks: int, per_head: bool, heads: int = 64) -> None:
