@@ -88,7 +88,7 @@ test-matrix: $(STAMP) $(MATRIX:%=.venv-matrix/%/.installed)  ## every feature on
 		case " $(CLOSELY) " in *" $$release "*) tests="$(CLOSELY_TESTS)";; *) tests="$(MATRIX_TABLE)";; esac; \
 		MATRIX_RECORD=runs/matrix/$$release.json .venv-matrix/$$release/bin/python $(IN_MATRIX) $$tests $(ARGS) \
 		|| status=1; done; \
-	$(if $(ARGS),,$(BIN)/python -m mindspeed_dsa.compat trained runs/matrix || status=1;) exit $$status
+	$(if $(ARGS),,$(BIN)/python -m mindspeed_dsa.tools.compat trained runs/matrix || status=1;) exit $$status
 
 .venv-matrix/%/.installed: setup.py
 	$(if $(filter 0.17.% 0.18.% 0.19.% next,$*),$(PYTHON312),$(PYTHON)) -m venv --clear .venv-matrix/$*
@@ -135,8 +135,8 @@ npu: $(NPU_STAMP)  ## on an Ascend NPU: operators, a layer, memory features, one
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU_BIN)/python -m benchmarks npu --report runs/npu \
 		--json runs/npu/report.json $(ARGS)
 
-compat: $(STAMP)  ## read released megatron-core wheels again into mindspeed_dsa/compat
-	$(BIN)/python -m mindspeed_dsa.compat refresh $(ARGS)
+compat: $(STAMP)  ## read released megatron-core wheels again into mindspeed_dsa/tools/compat
+	$(BIN)/python -m mindspeed_dsa.tools.compat refresh $(ARGS)
 
 docs: $(STAMP)  ## write the generated pages
-	$(BIN)/python -m mindspeed_dsa.compat docs
+	$(BIN)/python -m mindspeed_dsa.tools.compat docs

@@ -39,8 +39,8 @@ setup(
     packages=find_packages(include=["mindspeed_dsa", "mindspeed_dsa.*"]),
     package_data={
         "mindspeed_dsa": ["py.typed"],
-        "mindspeed_dsa.compat": ["*.json"],
-        "mindspeed_dsa.migrate": ["*.json"],
+        "mindspeed_dsa.tools.compat": ["*.json"],
+        "mindspeed_dsa.tools.migrate": ["*.json"],
     },
     install_requires=["wrapt>=1.16", "packaging>=24.2"],
     extras_require=EXTRAS,

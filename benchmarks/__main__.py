@@ -66,7 +66,7 @@ def result(case: Case, device: str, quick: bool = False, **options: str) -> dict
     else:
         device, name = "cpu", f"{platform.machine()}, {os.cpu_count()} cores"
     metrics = case.run(device, quick, **options)
-    from mindspeed_dsa import versions
+    from mindspeed_dsa.patches import versions
 
     return {
         "case": case.name,

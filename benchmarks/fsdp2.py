@@ -25,7 +25,8 @@ from benchmarks.linkbed import LinkBed
 from benchmarks.memory.measure import storage_bytes
 from benchmarks.moe.problem import minima
 from benchmarks.registry import Metrics
-from mindspeed_dsa.parallel import fsdp2_copy_out, fsdp2_prefetch, fsdp2_shards
+from mindspeed_dsa.features.data_parallel.fsdp2 import prefetch, shards
+from mindspeed_dsa.parallel import fsdp2_copy_out
 
 RATE = "2gbit"
 _RECEIVED = Path("/sys/class/net/slow0/statistics/rx_bytes")
@@ -75,13 +76,11 @@ class Stack(nn.Module):
 def sharded(sizes: Sizes, ahead: int) -> Any:
     """A stack over all ranks, prefetched."""
     stack = Stack(sizes)
-    mesh = fsdp2_shards.mesh_of(dist.group.WORLD, "cpu", dist.get_world_size())
+    mesh = shards.mesh_of(dist.group.WORLD, "cpu", dist.get_world_size())
     placements = dict.fromkeys(stack.parameters(), 0)
     units = list(stack.layers)
-    fsdp2_shards.shard(
-        stack, units, fsdp2_shards.Plan(mesh, placements, True, torch.float32, mesh.size(), direct=True)
-    )
-    fsdp2_prefetch.prefetch(units, ahead, stack, asynchronous=True)
+    shards.shard(stack, units, shards.Plan(mesh, placements, True, torch.float32, mesh.size(), direct=True))
+    prefetch.prefetch(units, ahead, stack, asynchronous=True)
     return stack
 
 
@@ -140,9 +139,9 @@ def copy_out_passes(sizes: Sizes) -> dict[str, float]:
         stack = Stack(replace(sizes, layers=1))
         (weight,) = stack.parameters()
         expected = weight.detach().clone()
-        mesh = fsdp2_shards.mesh_of(dist.group.WORLD, "cpu", dist.get_world_size())
-        plan = fsdp2_shards.Plan(mesh, {weight: 1}, True, torch.float32, mesh.size())
-        fsdp2_shards.shard(stack, [], plan)
+        mesh = shards.mesh_of(dist.group.WORLD, "cpu", dist.get_world_size())
+        plan = shards.Plan(mesh, {weight: 1}, True, torch.float32, mesh.size())
+        shards.shard(stack, [], plan)
         (group,) = cast(Any, stack)._get_fsdp_state()._fsdp_param_groups
         with torch.no_grad(), mock.patch.object(_fsdp_param_group, "foreach_all_gather_copy_out", function):
             group.unshard()

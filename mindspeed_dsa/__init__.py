@@ -9,9 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mindspeed_dsa.declarations import Conflict, Feature, Flag, Requires
+    from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
     from mindspeed_dsa.features import register, unregister
-    from mindspeed_dsa.parsers import add_arguments
     from mindspeed_dsa.patches import MindSpeedDSAError, Patch, PatchError, SettingsError
     from mindspeed_dsa.session import (
         apply_environment,
@@ -22,19 +21,20 @@ if TYPE_CHECKING:
         report,
         validate,
     )
+    from mindspeed_dsa.session.parsers import add_arguments
 
 _HOME = {
     "register": "features",
     "unregister": "features",
-    "Conflict": "declarations",
-    "Feature": "declarations",
-    "Flag": "declarations",
-    "Requires": "declarations",
+    "Conflict": "feature",
+    "Feature": "feature",
+    "Flag": "feature",
+    "Requires": "feature",
     "MindSpeedDSAError": "patches",
     "Patch": "patches",
     "PatchError": "patches",
     "SettingsError": "patches",
-    "add_arguments": "parsers",
+    "add_arguments": "session.parsers",
     "apply_environment": "session",
     "disable": "session",
     "enable": "session",

@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"mindspeed_dsa: there is no command {argv[0]!r}\n\n{_usage()}", file=sys.stderr)
         return 2
     try:
-        status: int = import_module(f"mindspeed_dsa.cli.{argv[0].replace('-', '_')}").run(argv[1:])
+        status: int = import_module(f"mindspeed_dsa.tools.cli.{argv[0].replace('-', '_')}").run(argv[1:])
     except MindSpeedDSAError as error:
         print(error, file=sys.stderr)
         return 2

@@ -7,9 +7,9 @@ after Megatron is imported. With nothing switched on it changes nothing.
 import sys
 
 from mindspeed_dsa import session
-from mindspeed_dsa.migrate.accept import accept
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, show_without_traceback
 from mindspeed_dsa.settings import ACCEPT_MINDSPEED
+from mindspeed_dsa.tools.migrate.accept import accept
 
 try:
     arguments = sys.argv[1:]

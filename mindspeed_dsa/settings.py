@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, get_args
 
-from mindspeed_dsa.declarations import AUTO, ENV_PREFIX, Flag, Platform
+from mindspeed_dsa.feature import AUTO, ENV_PREFIX, Flag, Platform
 from mindspeed_dsa.patches.errors import SettingsError
 
 _TRUE = ("1", "true", "yes", "on")

@@ -12,32 +12,26 @@ from pathlib import Path
 import pytest
 
 import mindspeed_dsa
-from mindspeed_dsa.catalogue import shipped
-from mindspeed_dsa.features import KINDS, built_in
+from mindspeed_dsa.features import KINDS, built_in, shipped
 from tests.support.import_graph import Sources, circles, upward
 
 PACKAGE = "mindspeed_dsa"
 FOLDER = Path(mindspeed_dsa.__file__).parent
 
 ORDER = (
-    {"versions", "log"},
+    {"log"},
     {"patches"},
-    {"context"},
-    {"declarations"},
+    {"feature"},
     {"settings"},
     {"platforms"},
     {"ops"},
     {"parallel", "runs", "schedule"},
-    {"integration"},
+    {"megatron"},
     {"context_parallel"},
     {"features"},
-    {"catalogue"},
-    {"compat"},
-    {"checks", "parsers", "start_report"},
     {"session"},
-    {"compare", "migrate", "planner"},
-    {"cli", "megatron_adaptor"},
-    {"", "__main__"},
+    {"tools"},
+    {"", "__main__", "megatron_adaptor"},
 )
 """Rooms, lowest first: a module imports its own room and lower ones. ``""`` is the package's public face."""
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

@@ -20,8 +20,8 @@ from mindspeed_dsa import (
     features,
     log,
     session,
-    versions,
 )
+from mindspeed_dsa.patches import versions
 from tests.support import fork
 
 

@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from mindspeed_dsa import settings
-from mindspeed_dsa.declarations import WORDS, Flag
+from mindspeed_dsa.feature import WORDS, Flag
 from mindspeed_dsa.features import all_flags
 from mindspeed_dsa.patches import SettingsError
 

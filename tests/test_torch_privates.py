@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import mindspeed_dsa
-from mindspeed_dsa import versions
 from mindspeed_dsa.parallel.local_shards import local_of
+from mindspeed_dsa.patches import versions
 
 FOLDER = Path(mindspeed_dsa.__file__).parent
 PAGE = FOLDER.parent / "docs" / "torch-privates.md"

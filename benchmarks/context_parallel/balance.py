@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.registry import Metrics
 from mindspeed_dsa.context_parallel.layout import Layout, Zigzag, rows_of_all
 from mindspeed_dsa.context_parallel.packs import DealtBlocks
-from mindspeed_dsa.integration.packs import Pack
+from mindspeed_dsa.megatron.packs import Pack
 
 TOPK = 2048
 BLOCK = 128

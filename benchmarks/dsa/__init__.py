@@ -17,7 +17,7 @@ from benchmarks.dsa.child import Child, measure
 from benchmarks.dsa.floor import floor_multiples
 from benchmarks.dsa.problem import Sizes, require_same_results
 from benchmarks.registry import Metrics
-from mindspeed_dsa.ops.cpu_bf16 import operand_dtype
+from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
 
 COMPARED = Sizes()
 LENGTHS = (2048, 4096, 8192, 16384)

@@ -16,7 +16,7 @@ from mindspeed_dsa.ops.lightning_indexer import triton as indexer
 from mindspeed_dsa.ops.moe_permute import triton as permutation
 from mindspeed_dsa.ops.sparse_flash_attention import hopper
 from mindspeed_dsa.ops.sparse_flash_attention import triton as attention
-from mindspeed_dsa.ops.triton_launch import meta
+from mindspeed_dsa.ops.triton.launch import meta
 
 Call = tuple[str, Callable[[], object]]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

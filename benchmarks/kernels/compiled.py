@@ -20,7 +20,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from mindspeed_dsa.ops.triton_launch import rehearsal
+from mindspeed_dsa.ops.triton.launch import rehearsal
 
 # Bytes of shared memory that a program may have, by ten times the compute capability.
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_dsa import platforms, versions
-from mindspeed_dsa.ops import npu_device
+from mindspeed_dsa import platforms
+from mindspeed_dsa.ops.npu import device as npu_device
+from mindspeed_dsa.patches import versions
 from mindspeed_dsa.platforms.npu_environment import environment
 from mindspeed_dsa.platforms.npu_operators import OPERATORS
 

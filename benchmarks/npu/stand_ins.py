@@ -30,7 +30,8 @@ def install() -> None:
     import torch_npu
     from torch_npu.op_plugin.meta import _meta_registrations
 
-    from mindspeed_dsa.ops import backend, npu_device
+    from mindspeed_dsa.ops import backend
+    from mindspeed_dsa.ops.npu import device as npu_device
     from tests.npu import kernels
 
     kernels.register()

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.registry import Metrics
-from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.schedule.costs import Costs
 from mindspeed_dsa.schedule.megatron_order import schedule
 from mindspeed_dsa.schedule.report import Figures, figures

@@ -15,8 +15,8 @@ from typing import Any
 from benchmarks.plan.child import ANSWER
 from benchmarks.plan.layouts import LAYOUTS, RANKS, flags_of
 from benchmarks.registry import Metrics
-from mindspeed_dsa.planner import arguments, articles, communication, devices, memory, plan, search
-from mindspeed_dsa.planner.job import Job
+from mindspeed_dsa.tools.planner import arguments, articles, communication, devices, memory, plan, search
+from mindspeed_dsa.tools.planner.job import Job
 
 _DEEPSEEK = (
     "pretrain_gpt.py --seq-length 4096 --micro-batch-size 1 --global-batch-size 16384 --bf16 "

@@ -71,7 +71,7 @@ def count(flags: list[str]) -> dict[str, Any]:
 
 
 def _switches() -> set[str]:
-    from mindspeed_dsa.catalogue import everything
+    from mindspeed_dsa.features import everything
 
     return {flag.dest for feature in everything() for flag in feature.flags} - {"load", "save"}
 

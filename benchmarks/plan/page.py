@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mindspeed_dsa.planner import arguments, devices, picture, plan, what_if
-from mindspeed_dsa.planner.memory import GIB
-from mindspeed_dsa.planner.plan import Plan
+from mindspeed_dsa.tools.planner import arguments, devices, picture, plan, what_if
+from mindspeed_dsa.tools.planner.memory import GIB
+from mindspeed_dsa.tools.planner.plan import Plan
 
 DOCS = Path(__file__).parents[2] / "docs"
 BEGIN, END = "<!-- plan:begin -->\n", "<!-- plan:end -->"

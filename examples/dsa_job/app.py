@@ -11,16 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import mindspeed_dsa
-from dsa_job import runs
+from dsa_job import checkpoints, runs
 from dsa_job.arguments import parse_args
 from dsa_job.errors import Interrupted, JobError, UsageError
+from dsa_job.folders import Run
+from dsa_job.text import FEWEST_DOCUMENTS, check_size, find_text
+from dsa_job.tokenizers import build_tokenizer
 from dsa_job.validation import World, check, padded_vocab_size
 from mindspeed_dsa import session
 from mindspeed_dsa.patches.errors import say_once
-from mindspeed_dsa.runs import checkpoints
-from mindspeed_dsa.runs.folders import Run
-from mindspeed_dsa.runs.text import FEWEST_DOCUMENTS, check_size, find_text
-from mindspeed_dsa.runs.tokenizers import build_tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,13 +17,13 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException as DamagedError
 
+from dsa_job import checkpoints
 from dsa_job.distributed import from_rank_0
 from dsa_job.errors import UsageError
 from dsa_job.flags import FLAGS
 from dsa_job.model import unwrapped
-from mindspeed_dsa.integration.across_layouts import fitted
-from mindspeed_dsa.runs import checkpoints
-from mindspeed_dsa.runs.torch_dist import save_in_this_process
+from dsa_job.torch_dist import save_in_this_process
+from mindspeed_dsa.megatron.across_layouts import fitted
 
 _SHAPE = ("padded_vocab_size", *(dest for dest, flag in FLAGS.items() if flag.shape))
 _OPTIMIZER = ("optimizer", "bf16", "use_distributed_optimizer")

@@ -17,9 +17,9 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from dsa_job.errors import UsageError
+from dsa_job.text import Corpus, build, check_size, digest, find_text
+from dsa_job.tokenizers import Tokenizer
 from mindspeed_dsa.runs.files import lock
-from mindspeed_dsa.runs.text import Corpus, build, check_size, digest, find_text
-from mindspeed_dsa.runs.tokenizers import Tokenizer
 
 Batch = Mapping[str, torch.Tensor]
 

@@ -15,7 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 from dsa_job.errors import UsageError
 from dsa_job.validation import World
 from mindspeed_dsa import platforms
-from mindspeed_dsa.runs.errors import RunError
+from mindspeed_dsa.runs.files import RunError
 
 Number = TypeVar("Number", int, float)
 Result = TypeVar("Result")

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import mindspeed_dsa
+from dsa_job import folders
 from dsa_job.flags import FUSED_PARTS
 from mindspeed_dsa import session
 from mindspeed_dsa.features.moe.load_report import steps as load_report
 from mindspeed_dsa.ops import backend
-from mindspeed_dsa.runs import folders, metrics, plot
+from mindspeed_dsa.runs import metrics, plot
 from mindspeed_dsa.runs.files import write_atomically
 from mindspeed_dsa.runs.metrics import Record
 

@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dsa_job import checkpoints, folders
 from dsa_job.errors import UsageError
 from dsa_job.flags import FLAGS, FUSED_PARTS
-from mindspeed_dsa.runs import checkpoints, folders
-from mindspeed_dsa.runs.errors import RunError
+from mindspeed_dsa.runs.files import RunError
 
 # The library's switches choose another implementation of the same arithmetic.
 _FREE = {dest for dest, flag in FLAGS.items() if flag.free} | {

@@ -20,8 +20,8 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from dsa_job.data import Batch
 from dsa_job.distributed import any_rank, max_over_ranks
 from dsa_job.errors import NonFiniteLossError
-from mindspeed_dsa.context import Megatron
-from mindspeed_dsa.features.attention.indexer_loss import indexer_loss
+from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.features.dsa.indexer_loss import indexer_loss
 
 LossAndCount = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 

@@ -18,18 +18,17 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_dsa
-from dsa_job import checkpoint, data, distributed
+from dsa_job import checkpoint, checkpoints, data, distributed
 from dsa_job.arguments import build_parser
 from dsa_job.errors import Interrupted, JobError, UsageError
+from dsa_job.folders import Run
 from dsa_job.model import build_model, build_optimizer, build_scheduler, model_config
 from dsa_job.reporting import Account, ExpertLoad, Record, Reporter
 from dsa_job.runs import save_folder, saves_where_it_loads
 from dsa_job.step import Stepper
+from dsa_job.text import Corpus
+from dsa_job.tokenizers import build_tokenizer
 from dsa_job.validation import World, padded_vocab_size
-from mindspeed_dsa.runs import checkpoints
-from mindspeed_dsa.runs.folders import Run
-from mindspeed_dsa.runs.text import Corpus
-from mindspeed_dsa.runs.tokenizers import build_tokenizer
 
 OnEnd = Callable[[Stepper], None]
 _PATIENCE_S = 5.0  # torchrun passes the terminal's own signal on a second time

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_dsa.declarations import Flag
+from mindspeed_dsa.feature import Flag
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.settings import Settings
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.context_parallel.layout import Layout
-from mindspeed_dsa.integration.packs import Pack, places_of
+from mindspeed_dsa.megatron.packs import Pack, places_of
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from mindspeed_dsa.context_parallel.dense import DenseAttention, Merged, Part, S
 from mindspeed_dsa.context_parallel.layout import Layout
 from mindspeed_dsa.context_parallel.strategy import ContextParallelStrategy, Exchanged, Inner
 from mindspeed_dsa.context_parallel.turns import Turns, ZigzagTurns, turns_of_pack
-from mindspeed_dsa.integration.packs import Pack
+from mindspeed_dsa.megatron.packs import Pack
 from mindspeed_dsa.parallel import kept
 from mindspeed_dsa.parallel.handles import Pending
 from mindspeed_dsa.parallel.ring import pass_on

@@ -10,9 +10,9 @@ from functools import cache
 from importlib import import_module
 from pkgutil import walk_packages
 
-from mindspeed_dsa.declarations import Feature, Flag
+from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.third_party import Plugin, read
-from mindspeed_dsa.integration.job import SERVICES
+from mindspeed_dsa.megatron.job import SERVICES
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.settings import GENERAL_FLAGS
 
@@ -21,8 +21,8 @@ ENTRY_POINTS = "mindspeed_dsa.features"
 
 KINDS = (
     "platform",
+    "dsa",
     "attention",
-    "context_parallel",
     "memory",
     "tensor_parallel",
     "moe",
@@ -96,3 +96,13 @@ def all_flags() -> list[Flag]:
         for flag in feature.flags:
             found.setdefault(flag.dest, flag)
     return list(found.values())
+
+
+def everything() -> tuple[Feature, ...]:
+    """For commands that cover each patched symbol: plug-ins included."""
+    return (*all_features(), *SERVICES)
+
+
+def shipped() -> tuple[Feature, ...]:
+    """Features that this library ships, without plug-ins; for its pages and records."""
+    return (*built_in(), *SERVICES)

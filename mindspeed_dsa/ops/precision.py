@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops import npu_device
+from mindspeed_dsa.ops.npu import device as npu_device
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-from mindspeed_dsa import versions
+from mindspeed_dsa.patches import versions
 
 _unsafe_preserve_version_counter = versions.private(
     "torch.autograd.grad_mode:_unsafe_preserve_version_counter", "FSDP2"

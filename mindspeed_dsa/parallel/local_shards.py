@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -22,3 +24,19 @@ def local_of(tensor: Tensor) -> Tensor:
             f"mindspeed_dsa: a DTensor of torch {torch.__version__} has no _local_tensor, the rank's own "
             "piece of a sharded weight; use a torch release that docs/compatibility.md lists as tried"
         ) from error
+
+
+def like(value: Any, sharded: Any) -> Any:
+    """``value``, as a shard of what ``sharded`` is one of, if it is a plain tensor of the shard's size."""
+    if not isinstance(sharded, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
+        return value
+    if value.shape != local_of(sharded).shape:
+        return value
+    return DTensor.from_local(
+        value.detach(),
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.feature import Megatron
 
 
 class WeightGradient:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindspeed_dsa.runs import metrics
-from mindspeed_dsa.runs.errors import RunError
+from mindspeed_dsa.runs.files import RunError
 from mindspeed_dsa.runs.metrics import Record
 
 FILE = "expert_load.jsonl"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa.runs import expert_load
-from mindspeed_dsa.runs.errors import RunError
+from mindspeed_dsa.runs.files import RunError
 from mindspeed_dsa.runs.metrics import Record
 
 

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_dsa.runs.errors import RunError
 from mindspeed_dsa.runs.expert_load import imbalance
-from mindspeed_dsa.runs.files import write_atomically
+from mindspeed_dsa.runs.files import RunError, write_atomically
 
 
 @dataclass(frozen=True)

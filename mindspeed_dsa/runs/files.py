@@ -8,6 +8,12 @@ import re
 from pathlib import Path
 from typing import IO
 
+from mindspeed_dsa.patches.errors import MindSpeedDSAError
+
+
+class RunError(MindSpeedDSAError):
+    """Files that cannot be used; the message names them and says what to do."""
+
 
 def number(text: str) -> int | None:
     """The number that a text consists of; ``None`` unless it is made of up to 18 of the digits 0 to 9."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.schedule import draw, megatron_order, recorded
 from mindspeed_dsa.schedule.costs import Costs
 from mindspeed_dsa.schedule.events import Event, Kind

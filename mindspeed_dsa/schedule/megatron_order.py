@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from inspect import signature
 from typing import Any, Literal
 
-from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.schedule.events import Event, Kind, Schedule
 

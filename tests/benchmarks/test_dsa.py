@@ -12,7 +12,7 @@ from benchmarks import __main__ as cli
 from benchmarks import dsa
 from benchmarks.dsa import child, floor, forms, problem
 from benchmarks.dsa.problem import Sizes
-from mindspeed_dsa.ops import cpu_products
+from mindspeed_dsa.ops.cpu import products
 from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head
 
 TINY = Sizes(length=80, heads=2, index_heads=2, topk=16)
@@ -36,7 +36,7 @@ def test_every_metric_of_a_quick_run(tmp_path, capsys):
     assert json.loads(file.read_text()) == found
     metrics = found["metrics"]
     assert metrics.pop("cuda") == "not run on a GPU"
-    assert "fp32" in metrics.pop("bf16_operands") or cpu_products.has_bf16_product()
+    assert "fp32" in metrics.pop("bf16_operands") or products.has_bf16_product()
     rows = metrics["absorb_choice"]
     assert list(rows) == list(metrics["extra_peak_mib_by_length"])
     assert metrics["absorb_choice_worst_ratio"] == max(row["ratio"] for row in rows.values())

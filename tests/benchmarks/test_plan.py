@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.plan import counted, page
 from benchmarks.plan.layouts import LAYOUTS, RANKS, flags_of
-from mindspeed_dsa.planner import arguments, memory
+from mindspeed_dsa.tools.planner import arguments, memory
 
 BOUNDS = {"weights": 0.02, "gradients": 0.02, "optimizer": 0.02, "activations": 0.1, "bytes": 0.02}
 

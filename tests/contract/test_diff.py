@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from mindspeed_dsa.__main__ import main
-from mindspeed_dsa.catalogue import everything
-from mindspeed_dsa.compat import records
-from mindspeed_dsa.declarations import Feature, Requires
+from mindspeed_dsa.feature import Feature, Requires
+from mindspeed_dsa.features import everything
 from mindspeed_dsa.patches.source_tree import SourceTree
 from mindspeed_dsa.patches.spec import Patch
+from mindspeed_dsa.tools.compat import records
 from tests.support.drift_packages import write
 
 INFO = 'MAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = ""\n'
@@ -35,12 +35,14 @@ ROWS = (
 @pytest.fixture(autouse=True)
 def one_feature(monkeypatch, tmp_path):
     """One feature of our own, whose record is made from the unchanged files."""
-    monkeypatch.setattr("mindspeed_dsa.cli.diff.everything", lambda: (Feature("f", "does f", patches=ROWS),))
+    monkeypatch.setattr(
+        "mindspeed_dsa.tools.cli.diff.everything", lambda: (Feature("f", "does f", patches=ROWS),)
+    )
     from mindspeed_dsa.patches.drift import Checker
 
     check = Checker(SourceTree.folder(write(tmp_path / "recorded", FILES)), "0.16.1")
     facts = {row.target: {"0.16.1": check.inspect(row)} for row in ROWS[:2]}
-    monkeypatch.setattr("mindspeed_dsa.compat.records.load", lambda: records.Records(facts))
+    monkeypatch.setattr("mindspeed_dsa.tools.compat.records.load", lambda: records.Records(facts))
 
 
 def diff(capsys, *argv):
@@ -109,7 +111,7 @@ def test_required_target_that_is_gone_or_takes_other_parameters(tmp_path, capsys
 
 def test_feature_that_refuses_the_release_does_not_fail(tmp_path, capsys, monkeypatch):
     refusing = Feature("f", "does f", patches=ROWS, requires=Requires(versions={"megatron-core": ">=0.17"}))
-    monkeypatch.setattr("mindspeed_dsa.cli.diff.everything", lambda: (refusing,))
+    monkeypatch.setattr("mindspeed_dsa.tools.cli.diff.everything", lambda: (refusing,))
     files = {**FILES, "megatron/core/a.py": ""}
     status, found = diff(capsys, write(tmp_path / "old", files))
     assert status == 0
@@ -124,7 +126,7 @@ def test_wheel_and_release(tmp_path, capsys, monkeypatch):
     with zipfile.ZipFile(wheel, "w") as archive:
         for name in FILES:
             archive.write(tmp_path / "checkout" / name, name)
-    monkeypatch.setattr("mindspeed_dsa.compat.wheels.cache_folder", lambda: wheel.parent)
+    monkeypatch.setattr("mindspeed_dsa.tools.compat.wheels.cache_folder", lambda: wheel.parent)
     for named in (wheel, "0.16.1"):
         status, found = diff(capsys, named)
         assert status == 0

@@ -12,18 +12,17 @@ import shutil
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from mindspeed_dsa import versions
-from mindspeed_dsa.catalogue import shipped
-from mindspeed_dsa.compat import checker, pages, records
-from mindspeed_dsa.compat.records import RELEASES, Development, Records
-from mindspeed_dsa.compat.verdicts import Verdict, judge
-from mindspeed_dsa.declarations import Feature, Requires
-from mindspeed_dsa.features import built_in
+from mindspeed_dsa.feature import Feature, Requires
+from mindspeed_dsa.features import built_in, shipped
+from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.drift import TargetFacts
 from mindspeed_dsa.patches.spec import Patch
+from mindspeed_dsa.tools.compat import checker, pages, records
+from mindspeed_dsa.tools.compat.records import RELEASES, Development, Records
+from mindspeed_dsa.tools.compat.verdicts import Verdict, judge
 
 MEGATRON_PATCHES = [(feature, patch) for feature, patch in records.megatron_patches()]
-STALE = "run `make compat` and commit mindspeed_dsa/compat/targets.json"
+STALE = "run `make compat` and commit mindspeed_dsa/tools/compat/targets.json"
 
 
 def test_every_target_is_recorded_in_every_release():
@@ -258,7 +257,7 @@ def test_every_row_applies_to_some_release():
 def test_pages_and_records_hold_what_is_shipped_alone(monkeypatch):
     """Whatever plug-ins are installed where pages are generated."""
     foreign = Feature("foreign", "a plug-in's", patches=(patch(),), distribution="corp 1.0")
-    monkeypatch.setattr("mindspeed_dsa.catalogue.all_features", lambda: (*built_in(), foreign))
+    monkeypatch.setattr("mindspeed_dsa.features.all_features", lambda: (*built_in(), foreign))
     assert foreign not in shipped()
     assert "foreign" not in pages.compatibility(shipped(), records.load())
     assert all(feature is not foreign for feature, _ in records.megatron_patches())

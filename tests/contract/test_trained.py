@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed_dsa.__main__ import main
-from mindspeed_dsa.catalogue import shipped
-from mindspeed_dsa.compat import pages, records, trained
-from mindspeed_dsa.compat.records import Development, Records
-from mindspeed_dsa.compat.trained import Result, Trained
-from mindspeed_dsa.declarations import Feature
+from mindspeed_dsa.feature import Feature
+from mindspeed_dsa.features import shipped
 from mindspeed_dsa.patches.drift import TargetFacts
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.patches.spec import Patch
+from mindspeed_dsa.tools.compat import pages, records, trained
+from mindspeed_dsa.tools.compat.records import Development, Records
+from mindspeed_dsa.tools.compat.trained import Result, Trained
 from tests.matrix.record import Record
 from tests.support.drift_packages import write
 

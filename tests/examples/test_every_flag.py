@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from mindspeed_dsa import catalogue, settings
-from mindspeed_dsa.declarations import Flag
+from mindspeed_dsa import features, settings
+from mindspeed_dsa.feature import Flag
 from tests.support.every_flag import spellings
 
 from .conftest import ROOT, TINY
@@ -97,7 +97,7 @@ REMEDY = re.compile(
 
 def flags() -> list[Flag]:
     """Every declared flag."""
-    declared = [flag for feature in catalogue.shipped() for flag in feature.flags]
+    declared = [flag for feature in features.shipped() for flag in feature.flags]
     return settings.unique([settings.PLATFORM, settings.MEGATRON_ROOT, settings.REPORT_DIR, *declared])
 
 

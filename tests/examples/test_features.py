@@ -11,7 +11,7 @@ from dsa_job.arguments import parse_args
 
 import mindspeed_dsa
 from mindspeed_dsa import log, session
-from mindspeed_dsa.ops.cpu_products import has_bf16_product
+from mindspeed_dsa.ops.cpu.products import has_bf16_product
 
 from .conftest import JobServer, records
 

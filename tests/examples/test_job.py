@@ -8,8 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-from mindspeed_dsa.runs.checkpoints import complete_steps, latest
+from dsa_job.checkpoints import complete_steps, latest
 
 from .conftest import Finished, JobServer, records, results
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
-from mindspeed_dsa.runs.checkpoints import complete_steps, folder_of, latest
+from dsa_job.checkpoints import complete_steps, folder_of, latest
 
 from .conftest import JobServer, records, results, wait_for
 

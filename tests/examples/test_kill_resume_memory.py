@@ -6,8 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-
-from mindspeed_dsa.runs.checkpoints import latest
+from dsa_job.checkpoints import latest
 
 from .conftest import JobServer, records, results
 from .test_kill_resume import final_tensors

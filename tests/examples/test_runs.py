@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from dsa_job import runs
-
-from mindspeed_dsa.runs.folders import Run, open_run
+from dsa_job.folders import Run, open_run
 
 
 def start(output: Path, settings: dict, step: int | None = None) -> Run:

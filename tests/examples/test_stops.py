@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindspeed_dsa.runs.checkpoints import latest
+from dsa_job.checkpoints import latest
 
 from .conftest import JobServer, records, wait_for
 

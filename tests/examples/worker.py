@@ -28,13 +28,17 @@ session.enable_from_argv(["--experimental-attention-variant", "dsa"])
 
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402  what the first optimizer imports
-from dsa_job import checkpoint, step, training  # noqa: E402
+from dsa_job import (  # noqa: E402
+    checkpoint,
+    checkpoints,
+    step,
+    training,
+)
 from dsa_job.app import main  # noqa: E402
 
 from mindspeed_dsa import features  # noqa: E402
-from mindspeed_dsa.migrate.accept import accept  # noqa: E402
-from mindspeed_dsa.runs import checkpoints  # noqa: E402
 from mindspeed_dsa.settings import ACCEPT_MINDSPEED  # noqa: E402
+from mindspeed_dsa.tools.migrate.accept import accept  # noqa: E402
 
 POISONED_STEP = 3
 OURS = {flag.name for flag in features.all_flags() if not flag.megatron}

@@ -11,7 +11,7 @@ import pytest
 import mindspeed_dsa
 from mindspeed_dsa import PatchError, SettingsError, features, log, session
 from mindspeed_dsa.__main__ import main
-from mindspeed_dsa.cli import doctor
+from mindspeed_dsa.tools.cli import doctor
 from tests.support import fork
 
 FEATURE = """

@@ -74,8 +74,8 @@ def mtp_step() -> dict[str, Any]:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 
-    from mindspeed_dsa.context import Megatron
-    from mindspeed_dsa.features.attention.indexer_loss import indexer_loss
+    from mindspeed_dsa.feature import Megatron
+    from mindspeed_dsa.features.dsa.indexer_loss import indexer_loss
 
     cfg = tiny.config(mtp_num_layers=1, mtp_loss_scaling_factor=0.1)
     spec = get_gpt_decoder_block_spec(cfg, False, normalization="RMSNorm")
@@ -109,7 +109,7 @@ def overlapped(coefficient: float | None) -> dict[str, Tensor]:
 def calls(recompute: str) -> dict[str, int]:
     """How often a step of two layers selects keys and computes the indexer loss."""
     job.start()
-    from mindspeed_dsa.features.attention.dsa import sparse_attention
+    from mindspeed_dsa.features.dsa import sparse_attention
 
     overrides: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     if recompute == "full":
@@ -127,7 +127,7 @@ def calls(recompute: str) -> dict[str, int]:
 def loss_calls(switches: Mapping[str, Any]) -> dict[str, int]:
     """How often a step of two layers computes the indexer loss, ordinary and for the attention's backward."""
     job.start(switches)
-    from mindspeed_dsa.features.attention.dsa import sparse_attention
+    from mindspeed_dsa.features.dsa import sparse_attention
 
     model = tiny.gpt_model(tiny.config())
     in_backward = "divergence_and_score_gradient"
@@ -180,9 +180,9 @@ def gradients_of_each_loss() -> dict[str, tuple[float, float]]:
 def without_loss(mode: str) -> dict[str, Any]:
     """What is done for the indexer loss where there is none."""
     job.start()
-    from mindspeed_dsa.context import Megatron
-    from mindspeed_dsa.features.attention.dsa import core_attention, sparse_attention
-    from mindspeed_dsa.features.attention.indexer_loss import indexer_loss
+    from mindspeed_dsa.feature import Megatron
+    from mindspeed_dsa.features.dsa import core_attention, sparse_attention
+    from mindspeed_dsa.features.dsa.indexer_loss import indexer_loss
 
     coefficient = {"coefficient 0": 0.0, "no coefficient": None}.get(mode, 1.0)
     model = tiny.gpt_model(tiny.config(dsa_indexer_loss_coeff=coefficient))
@@ -356,7 +356,7 @@ def fields() -> dict[str, Any]:
 def flags() -> dict[str, Any]:
     """The decorated parse_args of a parser that knows one of the flags already."""
     job.start()
-    from mindspeed_dsa.features.attention.adapters.backport.arguments import with_dsa_flags
+    from mindspeed_dsa.features.dsa.backport.arguments import with_dsa_flags
 
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
         parser = argparse.ArgumentParser(allow_abbrev=False)

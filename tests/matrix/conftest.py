@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from mindspeed_dsa import versions
+from mindspeed_dsa.patches import versions
 from tests.matrix.record import Note, Record
 
 WITHOUT_DSA = ">=0.12.1,<0.16"

@@ -14,7 +14,7 @@ import torch
 
 import mindspeed_dsa
 from mindspeed_dsa import session
-from mindspeed_dsa.integration import moe_layers
+from mindspeed_dsa.megatron import moe_layers
 from mindspeed_dsa.ops import backend
 from tests.features.attention import cp_cases
 from tests.features.compilation.regions import cases as regions

@@ -169,8 +169,8 @@ def one_step(
 
 
 def logged_indexer_loss(num_microbatches: int) -> float | None:
-    from mindspeed_dsa.context import Megatron
-    from mindspeed_dsa.features.attention.indexer_loss import indexer_loss
+    from mindspeed_dsa.feature import Megatron
+    from mindspeed_dsa.features.dsa.indexer_loss import indexer_loss
 
     losses: dict[str, Tensor] = {}
     indexer_loss(Megatron()).tracker.track_indexer_metrics(

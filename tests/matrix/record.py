@@ -19,10 +19,12 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 import mindspeed_dsa
-from mindspeed_dsa import catalogue, session, versions
-from mindspeed_dsa.compat import records
-from mindspeed_dsa.compat.verdicts import judge
-from mindspeed_dsa.declarations import Feature
+from mindspeed_dsa import features as catalogue
+from mindspeed_dsa import session
+from mindspeed_dsa.feature import Feature
+from mindspeed_dsa.patches import versions
+from mindspeed_dsa.tools.compat import records
+from mindspeed_dsa.tools.compat.verdicts import judge
 
 _KEY = "matrix"
 _DECLARED = {feature.name: feature for feature in catalogue.shipped()}

@@ -16,8 +16,9 @@ import pytest
 import torch
 from packaging.version import Version
 
-from mindspeed_dsa import session, versions
+from mindspeed_dsa import session
 from mindspeed_dsa.__main__ import main
+from mindspeed_dsa.patches import versions
 from mindspeed_dsa.runs import expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
 from tests.features.attention.dense_context_parallel import cases as dense

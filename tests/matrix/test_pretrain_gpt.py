@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from mindspeed_dsa import catalogue, versions
+from mindspeed_dsa import features as catalogue
+from mindspeed_dsa.patches import versions
 from mindspeed_dsa.runs import metrics
-from mindspeed_dsa.start_report import REPORT_FILE
+from mindspeed_dsa.session.start_report import REPORT_FILE
 from tests.matrix.record import Note, features_at_work
 
 RECIPE = Path(__file__).parents[2] / "examples" / "megatron_lm"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed_dsa import log
-from mindspeed_dsa.ops import npu_device
 from mindspeed_dsa.ops.backend import choose
+from mindspeed_dsa.ops.npu import device as npu_device
 
 _HERE = Path(__file__).parent
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_dsa.features.attention.dsa.loss import sparse_loss
-from mindspeed_dsa.features.attention.dsa.problem import (
+from mindspeed_dsa.features.dsa.loss import sparse_loss
+from mindspeed_dsa.features.dsa.problem import (
     Groups,
     IndexInputs,
     LossOptions,
@@ -14,7 +14,7 @@ from mindspeed_dsa.features.attention.dsa.problem import (
     Rows,
     Selection,
 )
-from mindspeed_dsa.features.attention.dsa.sparse_attention import attend_to_chosen
+from mindspeed_dsa.features.dsa.sparse_attention import attend_to_chosen
 from mindspeed_dsa.ops import chunks
 from mindspeed_dsa.ops.backend import BackendUnavailable
 from mindspeed_dsa.ops.indexer_kl_loss import indexer_kl_loss, npu

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.features.attention.dsa import by_runs, sparse_attention
-from mindspeed_dsa.features.attention.dsa.problem import Groups, IndexInputs, LossOptions, Operands, Rows
-from mindspeed_dsa.features.attention.pack_rows import PackRows
-from mindspeed_dsa.integration.packs import Pack
-from mindspeed_dsa.ops import npu_layout
+from mindspeed_dsa.features.dsa import by_runs, sparse_attention
+from mindspeed_dsa.features.dsa.problem import Groups, IndexInputs, LossOptions, Operands, Rows
+from mindspeed_dsa.megatron.pack_rows import PackRows
+from mindspeed_dsa.megatron.packs import Pack
+from mindspeed_dsa.ops.npu import layout
 from tests.npu.counting import Counts, counted
 from tests.npu.test_indexer_kl_loss import SCALE
 from tests.ops.cases import indexer_inputs
@@ -55,7 +55,7 @@ def counts_of(npu_kernels, monkeypatch):
     monkeypatch.setattr(sparse_attention, "_every_key_is_chosen", lambda *_: False)
 
     def run(form: str) -> Counts:
-        npu_layout.layout_of_form.cache_clear()
+        layout.layout_of_form.cache_clear()
         given = leaves(20 if form == "runs" else LENGTH, torch.bfloat16)
         with counted() as counts:
             layer(form, "npu", given, LossOptions(0.5, on_chosen_keys=True))

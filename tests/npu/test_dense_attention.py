@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_dsa.ops import npu_device
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.dense_attention import npu, reference
+from mindspeed_dsa.ops.npu import device as npu_device
 from tests.npu import dense_kernels
 from tests.npu.counting import counted
 from tests.ops import oracle

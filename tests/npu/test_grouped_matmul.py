@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mindspeed_dsa.features.platform.gradient_fusion.kernels import Kernels
-from mindspeed_dsa.ops import npu_device
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.grouped_matmul import npu
+from mindspeed_dsa.ops.npu import device as npu_device
 from tests.npu import grouped_kernels
 from tests.ops.grouped_cases import LAYOUTS, SIZES, check
 

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.ops import backend, npu_device
+from mindspeed_dsa.ops import backend
 from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass, choose
 from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
+from mindspeed_dsa.ops.npu import device as npu_device
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from tests.npu.cases import causal_indices
 from tests.npu.counting import counted

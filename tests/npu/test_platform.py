@@ -76,7 +76,7 @@ assert facts == {
     "device": "Ascend910B", "backend": "hccl", "memory_total_bytes": 64, "memory_free_bytes": 30,
     "product": "Atlas A2",
 }
-from mindspeed_dsa.cli import doctor
+from mindspeed_dsa.tools.cli import doctor
 findings = {"versions": {}, "features": [], "sites": [], "problems": []}
 told = doctor.as_text({**findings, "platform": platforms.describe("npu")}).splitlines()
 assert "  limits:" in told and "    tensor parallel ranks of MC2: 2, 4, 8" in told

@@ -14,8 +14,8 @@ from packaging.version import Version
 
 import mindspeed_dsa
 from mindspeed_dsa import log
-from mindspeed_dsa.ops import npu_device
 from mindspeed_dsa.ops.backend import ShapeClass, choose
+from mindspeed_dsa.ops.npu import device as npu_device
 from mindspeed_dsa.platforms.npu_operators import BY_NAME, OPERATORS
 from tests.npu.schemas import RELEASES, releases_of, require_fit
 

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from mindspeed_dsa.ops import npu_device
 from mindspeed_dsa.ops.backend import BackendUnavailable
+from mindspeed_dsa.ops.npu import device as npu_device
 from mindspeed_dsa.ops.rms_norm import rms_norm
 from mindspeed_dsa.ops.rotary import rotation
 from tests.ops.small_cases import cases

@@ -7,8 +7,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from mindspeed_dsa.ops import npu_device
 from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_loss
+from mindspeed_dsa.ops.npu import device as npu_device
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from tests.npu import ranks as rank_processes
 from tests.npu.cases import causal_indices

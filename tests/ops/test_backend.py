@@ -137,7 +137,7 @@ def test_kernels_are_found_where_tritons_interpreter_has_moved():
     pytest.importorskip("triton")
     program = (
         "import sys, triton, triton.runtime.interpreter as it; del it.InterpretedFunction;"
-        "from mindspeed_dsa.ops.triton_common import interpreted; print(interpreted())"
+        "from mindspeed_dsa.ops.triton.common import interpreted; print(interpreted())"
     )
     assert warm.run([sys.executable, "-c", program]).stdout == "False\n"
 

@@ -133,7 +133,7 @@ def test_backends_of_other_devices_refuse_cpu_tensors(name, backend, monkeypatch
     """For lack of their package or for the device, whichever comes first; never a silent fallback."""
     if importlib.util.find_spec("triton"):
         # As without the interpreter, in which this process may have defined its kernels.
-        monkeypatch.setattr("mindspeed_dsa.ops.triton_common.interpreted", lambda: False)
+        monkeypatch.setattr("mindspeed_dsa.ops.triton.common.interpreted", lambda: False)
     choose.cache_clear()
     operator = name.partition("-")[0]
     reason = "(the package '.*' is not installed|.* (CUDA|GPU|NPU) .*)"

@@ -7,7 +7,8 @@ import re
 import pytest
 import torch
 
-from mindspeed_dsa.ops import checks, chunks, cpu_products
+from mindspeed_dsa.ops import checks, chunks
+from mindspeed_dsa.ops.cpu import products
 from mindspeed_dsa.ops.indexer_kl_loss import (
     dense_indexer_kl_loss,
     divergence_and_score_gradient,
@@ -357,8 +358,8 @@ def test_both_lists_of_keys_are_equally_long():
 
 
 def test_one_oneDNN_call_per_product_treats_them_alike(monkeypatch):
-    monkeypatch.setattr(cpu_products, "_LOOP_MIN_FLOPS", 0)
-    monkeypatch.setattr(cpu_products, "_MKL_IS_FAST", False)
+    monkeypatch.setattr(products, "_LOOP_MIN_FLOPS", 0)
+    monkeypatch.setattr(products, "_MKL_IS_FAST", False)
     test_indices_outside_of_the_keys_are_no_keys("cpu", torch.int64)
     for use_relu in (False, True):
         test_nan_in_a_key_reaches_its_own_score_only("cpu", use_relu)

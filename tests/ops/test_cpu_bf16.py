@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_dsa.ops import cpu_bf16, cpu_products, cpu_threads
+from mindspeed_dsa.ops.cpu import bf16
+from mindspeed_dsa.ops.cpu import products as cpu_products
+from mindspeed_dsa.ops.cpu import threads as cpu_threads
 from mindspeed_dsa.ops.lightning_indexer import cpu_dense as index_dense
 from mindspeed_dsa.ops.sparse_flash_attention import cpu_dense
 from tests.ops import oracle, test_indexer_kl_loss, test_memory
@@ -34,7 +36,7 @@ def products(monkeypatch):
         return original(a, b, out, *others)
 
     monkeypatch.setattr(cpu_products, "_bf16_product", counted)
-    monkeypatch.setattr(cpu_bf16, "_asked", "native")
+    monkeypatch.setattr(bf16, "_asked", "native")
     return calls
 
 
@@ -64,7 +66,7 @@ def test_masked_index_gradients_reach_further_with_bf16_operands(monkeypatch):
     query, key, weights = (torch.randn(shape).to(BF16) for shape in shapes)
     entries = torch.arange(16).expand(1, 1, 16)
     for way in ("native", "widened"):
-        monkeypatch.setattr(cpu_bf16, "_asked", way)
+        monkeypatch.setattr(bf16, "_asked", way)
         found = {}
         for dtype in (torch.float32, BF16):
             operands = (x.to(dtype) for x in (query, key, weights))
@@ -156,10 +158,10 @@ def fresh(monkeypatch):
     # What poisons fresh memory rules out measured choices.
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")
-    monkeypatch.setattr(cpu_bf16, "_asked", "auto")
-    monkeypatch.setattr(cpu_bf16, "_agreed", None)
-    monkeypatch.setattr(cpu_bf16, "_measured", {})
-    monkeypatch.setattr(cpu_bf16, "_ranks", lambda: 1)
+    monkeypatch.setattr(bf16, "_asked", "auto")
+    monkeypatch.setattr(bf16, "_agreed", None)
+    monkeypatch.setattr(bf16, "_measured", {})
+    monkeypatch.setattr(bf16, "_ranks", lambda: 1)
     yield
     torch.set_deterministic_debug_mode(before)
 
@@ -172,12 +174,12 @@ def taking(monkeypatch, **times):
         calls.append(kind)
         return times[kind.partition(" ")[0]]
 
-    monkeypatch.setattr(cpu_bf16, "_measure", measure)
+    monkeypatch.setattr(bf16, "_measure", measure)
     return calls
 
 
 def ways():
-    return [cpu_bf16.operand_dtype(BF16, rows) for rows in (math.inf, 64, 63, 1)]
+    return [bf16.operand_dtype(BF16, rows) for rows in (math.inf, 64, 63, 1)]
 
 
 def test_the_faster_way_is_taken_measured_once_for_each_kind(fresh, monkeypatch, caplog):
@@ -188,8 +190,8 @@ def test_the_faster_way_is_taken_measured_once_for_each_kind(fresh, monkeypatch,
     many, few = (next(text for text in caplog.messages if kind in text) for kind in ("many rows", "few rows"))
     assert "multiplied as they are: 1000.00 ms, and 1300.00 ms widened" in many
     assert "multiplied widened to fp32" in few
-    assert cpu_bf16.operand_dtype(torch.float64) == torch.float64
-    assert cpu_bf16.operand_dtype(torch.float16) == torch.float32
+    assert bf16.operand_dtype(torch.float64) == torch.float64
+    assert bf16.operand_dtype(torch.float16) == torch.float32
 
 
 def test_what_is_slower_is_never_taken(fresh, monkeypatch):
@@ -199,8 +201,8 @@ def test_what_is_slower_is_never_taken(fresh, monkeypatch):
 
 def test_a_measurement_times_both_ways_in_every_thread(fresh):
     before = torch.get_rng_state()
-    for kind in cpu_bf16._SHAPES:
-        assert all(0 < seconds < math.inf for seconds in cpu_bf16._measure(kind))
+    for kind in bf16._SHAPES:
+        assert all(0 < seconds < math.inf for seconds in bf16._measure(kind))
     assert torch.equal(torch.get_rng_state(), before), "a run's random numbers do not depend on it"
 
 
@@ -208,7 +210,7 @@ def test_deterministic_algorithms_rule_out_a_measured_choice(fresh, monkeypatch)
     calls = taking(monkeypatch, many=(1.0, 9.0), few=(1.0, 9.0))
     torch.set_deterministic_debug_mode("warn")
     assert ways() == [torch.float32] * 4
-    cpu_bf16.use("native")
+    bf16.use("native")
     assert ways() == [BF16] * 4
     assert calls == []
 
@@ -216,40 +218,40 @@ def test_deterministic_algorithms_rule_out_a_measured_choice(fresh, monkeypatch)
 def test_a_way_that_is_asked_for_is_taken_unmeasured(fresh, monkeypatch):
     calls = taking(monkeypatch, many=(1.0, 9.0), few=(1.0, 9.0))
     for way, expected in (("widened", torch.float32), ("native", BF16)):
-        cpu_bf16.use(way)
+        bf16.use(way)
         assert ways() == [expected] * 4
     assert calls == []
     with pytest.raises(ValueError, match="no way is called 'fast'; choose one of auto, native, widened"):
-        cpu_bf16.use("fast")
+        bf16.use("fast")
 
 
 def test_ranks_that_have_not_agreed_widen(fresh, monkeypatch):
     calls = taking(monkeypatch, many=(1.0, 9.0), few=(1.0, 9.0))
-    monkeypatch.setattr(cpu_bf16, "_ranks", lambda: 2)
+    monkeypatch.setattr(bf16, "_ranks", lambda: 2)
     assert ways() == [torch.float32] * 4
     assert calls == []
 
 
 def test_without_the_product_operands_are_widened(fresh, monkeypatch):
-    monkeypatch.setattr(cpu_bf16, "has_bf16_product", lambda: False)
+    monkeypatch.setattr(bf16, "has_bf16_product", lambda: False)
     assert ways() == [torch.float32] * 4
     with pytest.raises(ValueError, match="cblas_gemm_bf16bf16f32 of MKL"):
-        cpu_bf16.use("native")
-    assert cpu_bf16._asked == "auto"
-    assert cpu_bf16._times("many rows") == (math.inf, 0.0)
+        bf16.use("native")
+    assert bf16._asked == "auto"
+    assert bf16._times("many rows") == (math.inf, 0.0)
 
 
 def agreed(times):
     """On one of two ranks, which have measured these times: what both take."""
     mine = times[dist.get_rank()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_bf16, "_measured", {f"{kind} rows": found for kind, found in mine.items()})
+        patch.setattr(bf16, "_measured", {f"{kind} rows": found for kind, found in mine.items()})
         try:
-            cpu_bf16.use("auto")
-            cpu_bf16.agree()
+            bf16.use("auto")
+            bf16.agree()
             return ways()
         finally:
-            cpu_bf16.use("auto")
+            bf16.use("auto")
 
 
 def test_ranks_agree_where_each_would_choose_for_itself(pool):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_dsa.ops import checks, cpu_blocks, cpu_chunks
+from mindspeed_dsa.ops import checks
+from mindspeed_dsa.ops.cpu import blocks
+from mindspeed_dsa.ops.cpu import chunks as cpu_chunks
 from mindspeed_dsa.ops.sparse_flash_attention import cpu_dense, sparse_flash_attention
 from tests.ops import oracle, test_contract, test_memory, test_score_gradient
 from tests.ops import test_layouts as layouts
@@ -85,7 +87,7 @@ def test_the_sum_in_the_backward(form, dtype):
 
 def test_no_allocation_has_two_sequence_axes(form, monkeypatch):
     monkeypatch.setattr(cpu_chunks, "_CHUNK_BYTES", 4096)
-    monkeypatch.setattr(cpu_blocks, "_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(blocks, "_BLOCK_BYTES", 4096)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

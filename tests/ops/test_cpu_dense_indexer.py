@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_dsa.ops import checks, cpu_chunks
+from mindspeed_dsa.ops import checks
+from mindspeed_dsa.ops.cpu import chunks as cpu_chunks
 from mindspeed_dsa.ops.lightning_indexer import cpu_dense, selected_scores
 from tests.ops import oracle, test_contract, test_memory
 from tests.ops import test_lightning_indexer as operator

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops import cpu_products
+from mindspeed_dsa.ops.cpu import products as cpu_products
 from mindspeed_dsa.ops.indexer_kl_loss import (
     dense_indexer_kl_loss,
     divergence_and_score_gradient,

@@ -11,7 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mindspeed_dsa.ops import cpu_blocks, cpu_threads
+from mindspeed_dsa.ops.cpu import blocks
+from mindspeed_dsa.ops.cpu import threads as cpu_threads
 from mindspeed_dsa.ops.indexer_kl_loss import cpu as loss_cpu
 from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_loss
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
@@ -123,7 +124,7 @@ def largest_of(run: Callable[[int, str], None], length: int, backend: str) -> in
 def test_no_allocation_has_two_sequence_axes(run, one_thread, monkeypatch):
     # Blocks are at their smallest, so that what grows is not hidden behind them.
     monkeypatch.setattr(loss_cpu, "_DENSE_BLOCK", 4096)
-    monkeypatch.setattr(cpu_blocks, "_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(blocks, "_BLOCK_BYTES", 4096)
     small, large = (largest_of(run, length, "cpu") for length in (512, 2048))
     assert large <= 4.1 * small
     assert large < 2048 * 2048, "as much as a mask of bytes"
@@ -183,11 +184,11 @@ def results(run: str) -> list[torch.Tensor]:
 def test_stale_scratch_is_never_read(run, threads, monkeypatch):
     """NaN in fresh memory and in scratch that a block before has used changes nothing."""
     assert torch.empty(1000).isnan().all(), "the fixture poisons fresh memory"
-    monkeypatch.setattr(cpu_blocks, "_TILE_BYTES", 1)
+    monkeypatch.setattr(blocks, "_TILE_BYTES", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     poisoned = []
-    original = cpu_blocks.Scratch.__call__
+    original = blocks.Scratch.__call__
 
     def poison(self, name, *shape, dtype=None):
         poisoned.append(name)
@@ -197,7 +198,7 @@ def test_stale_scratch_is_never_read(run, threads, monkeypatch):
 
     try:
         expected = results(run)
-        monkeypatch.setattr(cpu_blocks.Scratch, "__call__", poison)
+        monkeypatch.setattr(blocks.Scratch, "__call__", poison)
         found = results(run)
     finally:
         torch.set_num_threads(before)

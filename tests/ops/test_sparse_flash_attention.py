@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_dsa.ops import cpu_products
+from mindspeed_dsa.ops.cpu import products
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from tests.ops import oracle
 from tests.ops.cases import BACKENDS, DTYPES, random_indices
@@ -132,7 +132,7 @@ def test_keys_that_nobody_selected_are_not_touched(backend):
 @pytest.mark.parametrize("threads", [1, 2, 8])
 def test_every_way_to_multiply_gives_the_same(threads, way, monkeypatch):
     """Thread counts decide whether products are batched or looped over, and how rows are cut."""
-    monkeypatch.setattr(cpu_products, "_MKL_IS_FAST", way == "mkl")
+    monkeypatch.setattr(products, "_MKL_IS_FAST", way == "mkl")
     query, key_value = attention_inputs(1, 40, 600, 16, 576, torch.float32)
     indices = random_indices(1, 40, 600, 512)
     before = torch.get_num_threads()
@@ -192,10 +192,10 @@ def test_onednn_multiplies_where_mkl_does_not_know_the_processor(vendor, tmp_pat
     cpuinfo = tmp_path / "cpuinfo"
     if vendor is not None:
         cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
-    fast = cpu_products.mkl_knows_processor(cpuinfo)
+    fast = products.mkl_knows_processor(cpuinfo)
     assert fast == (vendor == "GenuineIntel" and torch.backends.mkl.is_available())
     calls = []
-    monkeypatch.setattr(cpu_products, "_MKL_IS_FAST", fast)
-    monkeypatch.setattr(cpu_products, "_LINEAR", lambda x, weight, *_: calls.append(x) or x @ weight.t())
-    cpu_products.linear(torch.ones(3, 4), torch.ones(2, 4))
+    monkeypatch.setattr(products, "_MKL_IS_FAST", fast)
+    monkeypatch.setattr(products, "_LINEAR", lambda x, weight, *_: calls.append(x) or x @ weight.t())
+    products.linear(torch.ones(3, 4), torch.ones(2, 4))
     assert bool(calls) != fast

@@ -131,7 +131,7 @@ ONE_KERNEL = """
 import json
 import torch, triton, triton.language as tl
 from benchmarks.kernels.compiled import compiled, without
-from mindspeed_dsa.ops.triton_launch import meta, on_grid
+from mindspeed_dsa.ops.triton.launch import meta, on_grid
 
 @triton.jit
 def copy_kernel(source, target, BLOCK: tl.constexpr):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_dsa.ops.triton_common import dense_rows
-from mindspeed_dsa.ops.triton_launch import rehearsal
+from mindspeed_dsa.ops.triton.common import dense_rows
+from mindspeed_dsa.ops.triton.launch import rehearsal
 from tests.ops import oracle
 from tests.ops.cases import random_indices
 from tests.ops.test_sparse_flash_attention import attention_inputs, expected_of

@@ -15,7 +15,7 @@ from mindspeed_dsa.ops import indexer_kl_loss as public_loss
 from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass, choose
 from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, divergence_and_score_gradient
 from tests.ops.cases import indexer_inputs, packed_ranges
-from tests.ops.triton_backend import DEVICE, kl_loss, triton_common
+from tests.ops.triton_backend import DEVICE, common, kl_loss
 
 SIZES = {
     "lightning_indexer": (("heads", 64), ("head_dim", 128), ("topk", 2048)),
@@ -60,7 +60,7 @@ def compiler(monkeypatch):
             raise RuntimeError("ptxas exited with code 1\n  registers: too many")
         return SimpleNamespace(run="loaded")
 
-    monkeypatch.setattr(triton_common, "interpreted", lambda: False)
+    monkeypatch.setattr(common, "interpreted", lambda: False)
     monkeypatch.setattr(InterpretedFunction, "warmup", warmup)
     return found
 

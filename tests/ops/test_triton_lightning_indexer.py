@@ -10,7 +10,7 @@ from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scor
 from tests.ops import oracle
 from tests.ops.cases import indexer_inputs, packed_ranges, tied_inputs
 from tests.ops.test_lightning_indexer import best_of, causal, masked_scores
-from tests.ops.triton_backend import DEVICE, indexer, triton_common
+from tests.ops.triton_backend import DEVICE, common, indexer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Scores that the selection may list, where tests call it themselves.
@@ -248,7 +248,7 @@ def test_limits_are_named(device, dtype, heads, dim, reason):
 
 
 def test_cpu_needs_the_interpreter(monkeypatch):
-    monkeypatch.setattr(triton_common, "interpreted", lambda: False)
+    monkeypatch.setattr(common, "interpreted", lambda: False)
     choose.cache_clear()
     with pytest.raises(BackendUnavailable, match="TRITON_INTERPRET=1 in the environment"):
         lightning_indexer(*indexer_inputs(1, 4), 2, backend="triton")

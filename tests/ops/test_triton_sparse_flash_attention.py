@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from mindspeed_dsa.ops import triton_launch
 from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass, choose
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
+from mindspeed_dsa.ops.triton import launch
 from tests.ops import oracle
 from tests.ops.cases import random_indices
 from tests.ops.test_sparse_flash_attention import attention_inputs, expected_of
-from tests.ops.triton_backend import DEVICE, attention, triton_common
+from tests.ops.triton_backend import DEVICE, attention, common
 
 SHAPES = [
     # rows, heads, dim, value_dim, topk
@@ -147,7 +147,7 @@ def test_stored_order_of_heads():
     kernel, stored = attention.backward_query_kernel, 64
     key_value = torch.randn(1, keys, dim, device=DEVICE)
     indices = random_indices(1, rows, keys, topk).to(DEVICE)
-    lengths = triton_common.row_lengths(indices, keys)
+    lengths = common.row_lengths(indices, keys)
     natural = torch.randn(rows, topk, heads, device=DEVICE)
     place = torch.arange(stored, device=DEVICE)
     head = place // 16 * 16 + place % 4 * 4 + place % 16 // 4
@@ -157,7 +157,7 @@ def test_stored_order_of_heads():
     results = []
     for scores, width, groups in ((natural, heads, 1), (grouped, stored, 4)):
         result = torch.full((rows, heads, dim), torch.nan, device=DEVICE)
-        kernel[(rows * triton_common.triton.cdiv(width, 16),)](
+        kernel[(rows * common.triton.cdiv(width, 16),)](
             *(key_value, indices, lengths, scores, result, 0, rows, keys, heads, width, topk),
             *key_value.stride()[:2],
             **constants,
@@ -187,8 +187,8 @@ def test_scratch_is_bounded(monkeypatch):
     assert len(sizes) > 5
     assert max(sizes) <= 40_000
     large, small = torch.empty(2**22, 576, device="meta"), torch.empty(8192, 576, device="meta")
-    assert triton_common.tile_bytes(small) == triton_common.WORKSPACE_BYTES
-    assert triton_common.tile_bytes(large) == 8 * 4 * 2**22 * 576
+    assert common.tile_bytes(small) == common.WORKSPACE_BYTES
+    assert common.tile_bytes(large) == 8 * 4 * 2**22 * 576
 
 
 def test_any_strides():
@@ -302,11 +302,11 @@ def test_limits_are_named(device, dtype, dim, value_dim, reason):
 def test_what_is_taken(heads, dim, value_dim, monkeypatch):
     sizes = (("heads", heads), ("dim", dim), ("value_dim", value_dim), ("topk", 2048))
     assert attention.unsupported(ShapeClass("cuda", torch.bfloat16, sizes)) is None
-    monkeypatch.setattr(triton_common, "_OLDEST", Version("99"))
-    assert "triton 99 or later" in triton_common.unsupported_here(ShapeClass("cuda", torch.bfloat16, sizes))
+    monkeypatch.setattr(common, "_OLDEST", Version("99"))
+    assert "triton 99 or later" in common.unsupported_here(ShapeClass("cuda", torch.bfloat16, sizes))
     monkeypatch.undo()
     monkeypatch.setattr(torch.version, "hip", "6.0")
-    assert "NVIDIA" in triton_common.unsupported_here(ShapeClass("cuda", torch.bfloat16, sizes))
+    assert "NVIDIA" in common.unsupported_here(ShapeClass("cuda", torch.bfloat16, sizes))
 
 
 def on_a_gpu_of(monkeypatch, *capability):
@@ -379,7 +379,7 @@ def test_tiles_of_other_gpus_compute_the_same(heads, capability, dtype, toleranc
         return *found, *torch.autograd.grad(found.out, (query, key_value), grad)
 
     expected = both_ways()
-    monkeypatch.setattr(triton_launch, "capability_of", lambda device: capability)
+    monkeypatch.setattr(launch, "capability_of", lambda device: capability)
     for value, other in zip(both_ways(), expected, strict=True):
         torch.testing.assert_close(value, other, atol=tolerance, rtol=tolerance)
 
@@ -387,13 +387,13 @@ def test_tiles_of_other_gpus_compute_the_same(heads, capability, dtype, toleranc
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_compilers_before_3_7_are_for_the_interpreter_only(operator, monkeypatch):
     on_a_gpu_of(monkeypatch, 9, 0)
-    monkeypatch.setattr(triton_common.triton, "__version__", "3.6.0")
+    monkeypatch.setattr(common.triton, "__version__", "3.6.0")
     shape = shape_of(operator, 16)
     with pytest.raises(BackendUnavailable, match=r"need triton 3\.7 or later, and 3\.6\.0 is installed"):
         choose(operator, "triton", shape)
     assert choose(operator, "auto", shape).__name__.endswith(f"{operator}.chunked")
-    monkeypatch.setattr(triton_common, "interpreted", lambda: True)
-    assert triton_common.unsupported_here(ShapeClass("cpu", torch.float32, shape.sizes)) is None
+    monkeypatch.setattr(common, "interpreted", lambda: True)
+    assert common.unsupported_here(ShapeClass("cpu", torch.float32, shape.sizes)) is None
     choose.cache_clear()
 
 

@@ -13,17 +13,17 @@ pytest.importorskip("triton", reason="triton is not installed; it comes with the
 
 _before = os.environ.get("TRITON_INTERPRET")
 os.environ.setdefault("TRITON_INTERPRET", "1")
-from mindspeed_dsa.ops import triton_common  # noqa: E402
 from mindspeed_dsa.ops.grouped_matmul import triton as grouped  # noqa: E402
 from mindspeed_dsa.ops.indexer_kl_loss import triton as kl_loss  # noqa: E402
 from mindspeed_dsa.ops.lightning_indexer import triton as indexer  # noqa: E402
 from mindspeed_dsa.ops.moe_permute import triton as permutation  # noqa: E402
 from mindspeed_dsa.ops.sparse_flash_attention import hopper  # noqa: E402
 from mindspeed_dsa.ops.sparse_flash_attention import triton as attention  # noqa: E402
+from mindspeed_dsa.ops.triton import common  # noqa: E402
 
 if _before is None:
     del os.environ["TRITON_INTERPRET"]
 
-DEVICE = "cpu" if triton_common.interpreted() else "cuda"
+DEVICE = "cpu" if common.interpreted() else "cuda"
 
-__all__ = ["DEVICE", "attention", "grouped", "hopper", "indexer", "kl_loss", "permutation", "triton_common"]
+__all__ = ["DEVICE", "attention", "common", "grouped", "hopper", "indexer", "kl_loss", "permutation"]

@@ -33,23 +33,21 @@ class Stack(nn.Module):
 
 
 def _shard(model: Stack, ahead: int, reshard: bool = True) -> dict[nn.Parameter, int]:
-    from mindspeed_dsa.parallel import fsdp2_prefetch, fsdp2_shards
+    from mindspeed_dsa.features.data_parallel.fsdp2 import prefetch, shards
 
-    mesh = fsdp2_shards.mesh_of(dist.group.WORLD, "cpu", dist.get_world_size())
+    mesh = shards.mesh_of(dist.group.WORLD, "cpu", dist.get_world_size())
     placements = {
-        p: dim
-        for p in model.parameters()
-        if (dim := fsdp2_shards.dimension(p.shape, mesh.size())) is not None
+        p: dim for p in model.parameters() if (dim := shards.dimension(p.shape, mesh.size())) is not None
     }
-    plan = fsdp2_shards.Plan(mesh, placements, reshard, torch.float32, mesh.size(), direct=True)
-    fsdp2_shards.shard(model, list(model.layers), plan)
-    fsdp2_prefetch.prefetch(list(model.layers), ahead, model, asynchronous=True)
+    plan = shards.Plan(mesh, placements, reshard, torch.float32, mesh.size(), direct=True)
+    shards.shard(model, list(model.layers), plan)
+    prefetch.prefetch(list(model.layers), ahead, model, asynchronous=True)
     return placements
 
 
 def recompute() -> int:
     """Gathers of a step whose layers each run again in backward."""
-    from mindspeed_dsa.parallel import fsdp2_direct
+    from mindspeed_dsa.features.data_parallel.fsdp2 import direct as fsdp2_direct
 
     model = Stack(recomputed=True)
     _shard(model, ahead=1)
@@ -60,7 +58,7 @@ def recompute() -> int:
 
 def two_microbatches() -> int:
     """Gathers of two forward passes and then of their two backwards, as in a pipeline."""
-    from mindspeed_dsa.parallel import fsdp2_direct
+    from mindspeed_dsa.features.data_parallel.fsdp2 import direct as fsdp2_direct
 
     model = Stack()
     model.last = nn.Identity()  # nothing is left with the root, which ran between the microbatches
@@ -84,7 +82,7 @@ def evaluate() -> list[bool]:
 
 def train(ahead: int) -> dict[str, Any]:
     """A step of a stack, sharded and not: events, gradients, and how much was whole at a time."""
-    from mindspeed_dsa.parallel.fsdp2_direct import DirectGroup, Reduction
+    from mindspeed_dsa.features.data_parallel.fsdp2.direct import DirectGroup, Reduction
 
     whole, model = Stack(), Stack()
     placements = _shard(model, ahead)
@@ -165,13 +163,13 @@ def _mixed(dtype: torch.dtype, direct: bool) -> Any:
 
 
 def _mixed_with_first_gradients(dtype: torch.dtype, direct: bool) -> tuple[Any, Any]:
-    from mindspeed_dsa.parallel import fsdp2_shards
+    from mindspeed_dsa.features.data_parallel.fsdp2 import shards
 
     model = Mixed(dtype)
-    mesh = fsdp2_shards.mesh_of(dist.group.WORLD, "cpu", 2)
-    placements = {p: fsdp2_shards.dimension(p.shape, 2) for p in model.parameters()}
-    plan = fsdp2_shards.Plan(mesh, placements, True, torch.float32, 2, direct=direct)  # type: ignore[arg-type]
-    return model, fsdp2_shards.shard(model, [], plan)
+    mesh = shards.mesh_of(dist.group.WORLD, "cpu", 2)
+    placements = {p: shards.dimension(p.shape, 2) for p in model.parameters()}
+    plan = shards.Plan(mesh, placements, True, torch.float32, 2, direct=direct)  # type: ignore[arg-type]
+    return model, shards.shard(model, [], plan)
 
 
 def same_bits(dtype: torch.dtype, apart: bool = False) -> dict[str, Any]:
@@ -181,7 +179,7 @@ def same_bits(dtype: torch.dtype, apart: bool = False) -> dict[str, Any]:
         dtype: of the weights.
         apart: replicas add up their sums after the second microbatch alone.
     """
-    from mindspeed_dsa.parallel.fsdp2_direct import DirectGroup
+    from mindspeed_dsa.features.data_parallel.fsdp2.direct import DirectGroup
 
     found = []
     for direct in (False, True):
@@ -205,7 +203,7 @@ def same_bits(dtype: torch.dtype, apart: bool = False) -> dict[str, Any]:
 
 def failed_step() -> list[bool]:
     """Whether gradients are those without a backward before them that failed half way and was given up."""
-    from mindspeed_dsa.parallel import fsdp2_shards
+    from mindspeed_dsa.features.data_parallel.fsdp2 import shards
 
     def fail(gradient: torch.Tensor) -> None:
         raise ArithmeticError
@@ -225,7 +223,7 @@ def failed_step() -> list[bool]:
             model.reset_iter_state()  # type: ignore[operator]
             model.zero_grad()
         model(torch.ones(3, 8)).sum().backward()
-        found.append(fsdp2_shards.sharded_gradients(model))
+        found.append(shards.sharded_gradients(model))
     return [torch.equal(ours, theirs) for theirs, ours in zip(*found, strict=True)]
 
 
@@ -234,7 +232,7 @@ def renamed() -> dict[str, str]:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-    from mindspeed_dsa.parallel import fsdp2_parts
+    from mindspeed_dsa.features.data_parallel.fsdp2 import parts
     from mindspeed_dsa.patches.errors import SettingsError
 
     def another(self: Any, reason: str) -> None:
@@ -254,7 +252,7 @@ def renamed() -> dict[str, str]:
 
     def in_parts() -> None:
         model = _mixed(torch.float32, direct=False)
-        fsdp2_parts.Model(model, [])
+        parts.Model(model, [])
 
     said = {}
     for what, change, use in (
@@ -275,8 +273,8 @@ def renamed() -> dict[str, str]:
 
 def first_gradients() -> dict[str, str]:
     """What is said after the first backward, by what FSDP2 no longer does."""
-    from mindspeed_dsa.parallel import fsdp2_shards
-    from mindspeed_dsa.parallel.fsdp2_direct import DirectGroup
+    from mindspeed_dsa.features.data_parallel.fsdp2 import shards
+    from mindspeed_dsa.features.data_parallel.fsdp2.direct import DirectGroup
     from mindspeed_dsa.patches.errors import SettingsError
 
     # Stand for what nobody calls or reads any more.
@@ -292,7 +290,7 @@ def first_gradients() -> dict[str, str]:
         ("collectives", False, contextlib.nullcontext()),
         ("end not called", True, mock.patch.object(DirectGroup, "finalize_backward", not_called)),
         ("reduction not called", True, mock.patch.object(DirectGroup, "post_backward", reduces_nothing)),
-        ("type not read", False, mock.patch.object(fsdp2_shards, "_keep_sums_in", has_no_effect)),
+        ("type not read", False, mock.patch.object(shards, "_keep_sums_in", has_no_effect)),
     ):
         said[what] = ""
         with change:
@@ -312,7 +310,7 @@ def untried() -> dict[str, Any]:
     import logging
 
     from mindspeed_dsa import log
-    from mindspeed_dsa.parallel.fsdp2_direct import DirectGroup
+    from mindspeed_dsa.features.data_parallel.fsdp2.direct import DirectGroup
 
     log.forget()
     said: list[str] = []

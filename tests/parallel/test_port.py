@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.parallel.fsdp2_delayed import Late, _LatePort
+from mindspeed_dsa.features.data_parallel.fsdp2.delayed import Late, _LatePort
 from mindspeed_dsa.parallel.port import Port
 
 ORDERS = [(1.0, 2.0), (1.0, None, 2.0), (1.0, None), (None, 1.0), (None, None)]

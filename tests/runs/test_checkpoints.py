@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from dsa_job import checkpoints as files
 
-from mindspeed_dsa.runs import checkpoints as files
-from mindspeed_dsa.runs.errors import RunError
+from mindspeed_dsa.runs.files import RunError
 
 
 def checkpoint(folder: Path, step: int, whole: bool = True) -> Path:

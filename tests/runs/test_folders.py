@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-from mindspeed_dsa.runs import folders
+from dsa_job import folders
 
 MINE = {"lr": 0.1, "num_layers": 2}
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dsa_job import text as corpus
+from dsa_job.tokenizers import ByteTokenizer
 
-from mindspeed_dsa.runs import text as corpus
-from mindspeed_dsa.runs.errors import RunError
-from mindspeed_dsa.runs.tokenizers import ByteTokenizer
+from mindspeed_dsa.runs.files import RunError
 
 
 def names(source: corpus.Source) -> list[str]:

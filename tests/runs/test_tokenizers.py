@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dsa_job.tokenizers import ByteTokenizer, FileTokenizer, build_tokenizer
 
-from mindspeed_dsa.runs.errors import RunError
-from mindspeed_dsa.runs.tokenizers import ByteTokenizer, FileTokenizer, build_tokenizer
+from mindspeed_dsa.runs.files import RunError
 
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_dsa.__main__ import main
-from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.schedule import lists
 from mindspeed_dsa.schedule.costs import Costs

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_dsa.integration.releases import takes
+from mindspeed_dsa.megatron.releases import takes
 from tests.support.optimizer_job import Job, gather
 
 PLAIN = "torch_dist"  # without the distributed optimizer
@@ -28,9 +28,8 @@ def save_to(job: Job, way: str, folder: str) -> None:
             job.optimizer.save_parameter_state(parameters)
         torch.distributed.barrier()
         return
+    from dsa_job.torch_dist import save_in_this_process
     from megatron.core import dist_checkpointing
-
-    from mindspeed_dsa.runs.torch_dist import save_in_this_process
 
     # Megatron's writer needs psutil.
     dist_checkpointing.save(_sharded(job, way, is_loading=False), folder, save_in_this_process())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed_dsa import log
-from mindspeed_dsa.context import Context, Megatron
+from mindspeed_dsa.feature import Context, Megatron
 
 
 def context(feature: str, options: Any = None, root: str = "megatron") -> Context[Any]:

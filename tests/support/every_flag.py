@@ -20,7 +20,7 @@ from unittest import mock
 
 import mindspeed_dsa
 from mindspeed_dsa import session
-from mindspeed_dsa.declarations import Flag
+from mindspeed_dsa.feature import Flag
 
 Refusal = mindspeed_dsa.MindSpeedDSAError
 

@@ -59,6 +59,7 @@ def counted() -> Iterator[Counter[str]]:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     from mindspeed_dsa.features.compilation.regions.region import Region
+    from mindspeed_dsa.features.data_parallel.fsdp2 import direct
     from mindspeed_dsa.features.memory.checkpoint import _Output
     from mindspeed_dsa.features.memory.host_moments import Moments
     from mindspeed_dsa.features.memory.reuse_fp32_param.masters import Masters
@@ -75,7 +76,7 @@ def counted() -> Iterator[Counter[str]]:
     from mindspeed_dsa.ops.rms_norm import cpu as norm
     from mindspeed_dsa.ops.rotary import cpu as rotary
     from mindspeed_dsa.ops.swiglu import cpu as activation
-    from mindspeed_dsa.parallel import chunked, fsdp2_direct
+    from mindspeed_dsa.parallel import chunked
     from mindspeed_dsa.parallel.all_to_all import InFlight
 
     counts: Counter[str] = Counter()
@@ -138,7 +139,7 @@ def counted() -> Iterator[Counter[str]]:
         stack.enter_context(mock.patch.object(balanced, "choose", chosen))
         stack.enter_context(counting_calls(grouped, "multiply", GROUPED))
         stack.enter_context(counting_calls(permutation, "permute", PERMUTED))
-        stack.enter_context(counting_calls(fsdp2_direct, "gather", GATHERED))
+        stack.enter_context(counting_calls(direct, "gather", GATHERED))
         for module, function, operator in (
             (norm, "forward", "rmsnorm"),
             (rotary, "forward", "rotary-pos-emb"),

@@ -164,7 +164,7 @@ class Observer:
     @contextlib.contextmanager
     def watching_fused_indexers(self) -> Iterator[None]:
         """Fused DSA's choices are made in functions of its own, for all layers."""
-        from mindspeed_dsa.features.attention.dsa import core_attention, megatron_parts, sparse_attention
+        from mindspeed_dsa.features.dsa import core_attention, megatron_parts, sparse_attention
 
         attend, layer = core_attention.attend, 0
 

@@ -80,7 +80,7 @@ def assemble(
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
 
-    from mindspeed_dsa.integration.releases import takes
+    from mindspeed_dsa.megatron.releases import takes
 
     dtype = DTYPES[precision]
     types = {"bf16": precision == "bf16", "fp16": precision == "fp16", "params_dtype": dtype}
@@ -291,7 +291,7 @@ def gather(job: Job) -> None:
 
 def master_value(part: Any, tensor: Tensor) -> Tensor:
     """The float32 weight, wherever it is."""
-    from mindspeed_dsa.integration.optimizer import state_of
+    from mindspeed_dsa.megatron.optimizer import state_of
 
     shared, swapped = state_of(part, "reuse-fp32-param"), state_of(part, "swap-optimizer")
     if swapped is not None:

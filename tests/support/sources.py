@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mindspeed_dsa import compat, features
+from mindspeed_dsa import features
 from mindspeed_dsa.patches import drift, source_tree
+from mindspeed_dsa.tools import compat
 
 
 def parse_once() -> None:

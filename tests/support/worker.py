@@ -183,7 +183,7 @@ def _forget_megatron() -> None:
     if (dsa := _loaded("transformer.experimental_attention_variant.dsa")) is not None:
         dsa.DSAIndexerLossLoggingHelper.tracker = {}
         dsa.DSAIndexerLossAutoScaler.main_loss_backward_scale = None
-    if (ours := sys.modules.get("mindspeed_dsa.features.attention.indexer_loss")) is not None:
+    if (ours := sys.modules.get("mindspeed_dsa.features.dsa.indexer_loss")) is not None:
         ours.indexer_loss.cache_clear()
     if (ddp := _loaded("distributed.distributed_data_parallel")) is not None:
         for thing in gc.get_objects():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsa_router_load.options import Options
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 
 
 def log_load(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa import versions
-from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.parallel import discarded
 from mindspeed_dsa.parallel.discarded import bytes_of
+from mindspeed_dsa.patches import versions
 
 _is_checkpoint_valid = versions.private("torch.autograd:_is_checkpoint_valid", "recomputation of outputs")
 _where: ContextVar[str] = ContextVar("where", default="a layer")

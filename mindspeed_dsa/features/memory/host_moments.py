@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.integration.optimizer import OptimizerState, is_sharded
-from mindspeed_dsa.integration.whole_steps import WholeSteps
+from mindspeed_dsa.megatron.optimizer import OptimizerState, is_sharded
+from mindspeed_dsa.megatron.whole_steps import WholeSteps
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.patches.errors import SettingsError
 

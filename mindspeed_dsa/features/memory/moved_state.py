@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from mindspeed_dsa.features.memory.weight_shards import check_weight_shards
-from mindspeed_dsa.integration.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument
 
 Row = tuple[str, str, str]
 """Name of an argument, why it does not combine, what to do."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_dsa.features.memory.weight_shards import check_weight_shards
-from mindspeed_dsa.integration.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument
 
 
 def check_recompute(args: Any, flag: str) -> Iterator[str]:

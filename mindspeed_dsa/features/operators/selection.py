@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.declarations import Flag
-from mindspeed_dsa.integration.configuration import argument
+from mindspeed_dsa.feature import Flag
+from mindspeed_dsa.megatron.configuration import argument
 
 OPERATORS = ("rmsnorm", "rotary-pos-emb", "swiglu", "mask-arithmetic")
 _LIBRARY = "liger_kernel"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.dense_attention.heads import padded
-from mindspeed_dsa.ops.npu_device import npu_op, unavailable
+from mindspeed_dsa.ops.npu.device import npu_op, unavailable
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LARGEST_HEAD = 768

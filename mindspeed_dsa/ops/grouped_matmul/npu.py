@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.grouped_matmul.groups import Groups
-from mindspeed_dsa.ops.npu_device import DTYPES, npu_op, unavailable
+from mindspeed_dsa.ops.npu.device import DTYPES, npu_op, unavailable
 
 _ADD = "npu_grouped_matmul_add_"
 # What the operator cuts by groups: rows of the product's left side, or what both sides are summed over.

@@ -15,8 +15,8 @@ from torch import Tensor
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.grouped_matmul.groups import Groups
 from mindspeed_dsa.ops.grouped_matmul.triton_kernels import multiply_kernel, weight_gradient_kernel
-from mindspeed_dsa.ops.triton_common import aligned, block, dense_rows, unsupported_here, widen
-from mindspeed_dsa.ops.triton_launch import on_grid
+from mindspeed_dsa.ops.triton.common import aligned, block, dense_rows, unsupported_here, widen
+from mindspeed_dsa.ops.triton.launch import on_grid
 
 # Every program holds the ends of all groups.
 _MOST_GROUPS = 1024

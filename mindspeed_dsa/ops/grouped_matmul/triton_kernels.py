@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mindspeed_dsa.ops.triton_common import product
+from mindspeed_dsa.ops.triton.common import product
 
 
 @triton.jit

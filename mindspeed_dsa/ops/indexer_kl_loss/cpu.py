@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
-from mindspeed_dsa.ops.cpu_bf16 import operand_dtype
-from mindspeed_dsa.ops.cpu_blocks import Block, Scratch, over_blocks
-from mindspeed_dsa.ops.cpu_products import compute_dtype, linear, product
+from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
+from mindspeed_dsa.ops.cpu.blocks import Block, Scratch, over_blocks
+from mindspeed_dsa.ops.cpu.products import compute_dtype, linear, product
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient as divergence_and_gradient
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_of_rows
 from mindspeed_dsa.ops.precision import gradient_dtype

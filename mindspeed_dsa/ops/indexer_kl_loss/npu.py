@@ -19,7 +19,7 @@ from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.chunks import attention_sum as attention_sum
 from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient as divergence_and_gradient
 from mindspeed_dsa.ops.indexer_kl_loss.npu_parts import Part, parts_of
-from mindspeed_dsa.ops.npu_device import (
+from mindspeed_dsa.ops.npu.device import (
     DTYPES,
     TOPK_WIDTHS,
     listed,
@@ -28,7 +28,7 @@ from mindspeed_dsa.ops.npu_device import (
     unavailable,
     unsupported_width,
 )
-from mindspeed_dsa.ops.npu_layout import Layout, layout_of_ranges, layout_of_selection
+from mindspeed_dsa.ops.npu.layout import Layout, layout_of_ranges, layout_of_selection
 from mindspeed_dsa.ops.row_ranges import Ranges, RowForm
 
 _SPARSE = "npu_sparse_lightning_indexer_grad_kl_loss"

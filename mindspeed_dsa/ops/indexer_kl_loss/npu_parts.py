@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from mindspeed_dsa.ops.npu_layout import Layout
+from mindspeed_dsa.ops.npu.layout import Layout
 
 
 @dataclass(frozen=True)

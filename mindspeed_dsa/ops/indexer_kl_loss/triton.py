@@ -32,7 +32,7 @@ from mindspeed_dsa.ops.lightning_indexer.triton_kernels import score_gradients_k
 from mindspeed_dsa.ops.precision import gradient_dtype, raising_factor
 from mindspeed_dsa.ops.row_ranges import Ranges
 from mindspeed_dsa.ops.sparse_flash_attention import triton as attention
-from mindspeed_dsa.ops.triton_common import (
+from mindspeed_dsa.ops.triton.common import (
     LOG2E,
     block,
     dense_rows,
@@ -43,7 +43,7 @@ from mindspeed_dsa.ops.triton_common import (
     unsupported_here,
     widen,
 )
-from mindspeed_dsa.ops.triton_launch import (
+from mindspeed_dsa.ops.triton.launch import (
     LARGE,
     REHEARSED_KEYS,
     REHEARSED_ROWS,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mindspeed_dsa.ops.triton_common import LOG2E as LOG2E_VALUE
-from mindspeed_dsa.ops.triton_common import load_rows, product, store_rows
+from mindspeed_dsa.ops.triton.common import LOG2E as LOG2E_VALUE
+from mindspeed_dsa.ops.triton.common import load_rows, product, store_rows
 
 LOG2E: tl.constexpr = tl.constexpr(LOG2E_VALUE)
 

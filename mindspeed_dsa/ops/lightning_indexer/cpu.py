@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
-from mindspeed_dsa.ops.cpu_bf16 import operand_dtype
-from mindspeed_dsa.ops.cpu_blocks import Block, Scratch, add_to_keys, over_blocks, sum_in_order
-from mindspeed_dsa.ops.cpu_chunks import rows_of_sequences
-from mindspeed_dsa.ops.cpu_products import compute_dtype, product
-from mindspeed_dsa.ops.cpu_threads import share_out, worker_count
+from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
+from mindspeed_dsa.ops.cpu.blocks import Block, Scratch, add_to_keys, over_blocks, sum_in_order
+from mindspeed_dsa.ops.cpu.chunks import rows_of_sequences
+from mindspeed_dsa.ops.cpu.products import compute_dtype, product
+from mindspeed_dsa.ops.cpu.threads import share_out, worker_count
 from mindspeed_dsa.ops.lightning_indexer import cpu_dense
 
 # Rows per slab and keys per product: the products of a slab, [rows * heads, keys], stay in cache. The most

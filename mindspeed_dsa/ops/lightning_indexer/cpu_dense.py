@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops.cpu_bf16 import operand_dtype
-from mindspeed_dsa.ops.cpu_blocks import Scratch, sum_in_order
-from mindspeed_dsa.ops.cpu_chunks import Chunk, over_chunks, products_are_finite
-from mindspeed_dsa.ops.cpu_products import compute_dtype, product
+from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
+from mindspeed_dsa.ops.cpu.blocks import Scratch, sum_in_order
+from mindspeed_dsa.ops.cpu.chunks import Chunk, over_chunks, products_are_finite
+from mindspeed_dsa.ops.cpu.products import compute_dtype, product
 
 # Keys of one product: what lies between the products of a chunk stays in cache, however many keys there are.
 _TILE_KEYS = 256

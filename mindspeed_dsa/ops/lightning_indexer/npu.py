@@ -10,8 +10,8 @@ from torch import Tensor
 from mindspeed_dsa.ops import chunks
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.indices import names_key
-from mindspeed_dsa.ops.npu_device import DTYPES, TOPK_WIDTHS, listed, npu_op, product, unavailable
-from mindspeed_dsa.ops.npu_layout import Layout, layout_of_indices, layout_of_ranges
+from mindspeed_dsa.ops.npu.device import DTYPES, TOPK_WIDTHS, listed, npu_op, product, unavailable
+from mindspeed_dsa.ops.npu.layout import Layout, layout_of_indices, layout_of_ranges
 from mindspeed_dsa.ops.precision import raising_factor
 from mindspeed_dsa.ops.row_ranges import Ranges
 

@@ -20,7 +20,7 @@ from mindspeed_dsa.ops.lightning_indexer.triton_kernels import (
 )
 from mindspeed_dsa.ops.lightning_indexer.triton_selection import select_kernel
 from mindspeed_dsa.ops.precision import gradient_dtype, raising_factor
-from mindspeed_dsa.ops.triton_common import (
+from mindspeed_dsa.ops.triton.common import (
     add_rows_by_key,
     block,
     dense_rows,
@@ -32,7 +32,7 @@ from mindspeed_dsa.ops.triton_common import (
     unsupported_here,
     widen,
 )
-from mindspeed_dsa.ops.triton_launch import (
+from mindspeed_dsa.ops.triton.launch import (
     LARGE,
     REHEARSED_KEYS,
     REHEARSED_ROWS,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mindspeed_dsa.ops.triton_common import add_rows, is_key, load_rows, product, store_rows
+from mindspeed_dsa.ops.triton.common import add_rows, is_key, load_rows, product, store_rows
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.moe_permute.row_map import Permutation, RowMap, chunk_rows, group_of_rows, unpack
-from mindspeed_dsa.ops.npu_device import npu_op, unavailable
+from mindspeed_dsa.ops.npu.device import npu_op, unavailable
 
 KIND: Literal["gradients"] = "gradients"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

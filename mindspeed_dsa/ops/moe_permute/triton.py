@@ -18,8 +18,8 @@ from mindspeed_dsa.ops.moe_permute.triton_kernels import (
     scatter_probs_kernel,
     weighted_gather_kernel,
 )
-from mindspeed_dsa.ops.triton_common import unsupported_here
-from mindspeed_dsa.ops.triton_launch import on_grid
+from mindspeed_dsa.ops.triton.common import unsupported_here
+from mindspeed_dsa.ops.triton.launch import on_grid
 
 KIND: Literal["gradients"] = "gradients"
 # Columns that a program works on at a time.

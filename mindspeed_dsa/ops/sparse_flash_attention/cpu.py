@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
-from mindspeed_dsa.ops.cpu_bf16 import operand_dtype
-from mindspeed_dsa.ops.cpu_blocks import Block, Scratch, add_to_keys, over_blocks, sum_in_order
-from mindspeed_dsa.ops.cpu_products import compute_dtype, product
+from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
+from mindspeed_dsa.ops.cpu.blocks import Block, Scratch, add_to_keys, over_blocks, sum_in_order
+from mindspeed_dsa.ops.cpu.products import compute_dtype, product
 from mindspeed_dsa.ops.sparse_flash_attention import cpu_dense
 
 KIND: Literal["gradients"] = "gradients"

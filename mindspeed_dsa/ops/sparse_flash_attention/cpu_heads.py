@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops.cpu_bf16 import operand_dtype
-from mindspeed_dsa.ops.cpu_blocks import Scratch
-from mindspeed_dsa.ops.cpu_chunks import Cut, cut_rows, products_are_finite
-from mindspeed_dsa.ops.cpu_products import compute_dtype, product
-from mindspeed_dsa.ops.cpu_threads import share_out, worker_count
+from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
+from mindspeed_dsa.ops.cpu.blocks import Scratch
+from mindspeed_dsa.ops.cpu.chunks import Cut, cut_rows, products_are_finite
+from mindspeed_dsa.ops.cpu.products import compute_dtype, product
+from mindspeed_dsa.ops.cpu.threads import share_out, worker_count
 
 # Bytes of the scores of a chunk, of which there are two or three tensors. With fewer rows they would be in a
 # cache of the second level, but the gradients of keys are read and written once for every chunk, and

@@ -11,8 +11,8 @@ import triton
 from packaging.version import Version
 from torch import Tensor
 
-from mindspeed_dsa.ops.triton_common import LOG2E, block, interpreted
-from mindspeed_dsa.ops.triton_launch import HOPPER, capability_of, on_grid
+from mindspeed_dsa.ops.triton.common import LOG2E, block, interpreted
+from mindspeed_dsa.ops.triton.launch import HOPPER, capability_of, on_grid
 
 # Whether this Triton's Gluon compiles the kernels.
 HAS_GLUON = (3, 7) <= Version(triton.__version__).release[:2] <= (3, 9)

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from mindspeed_dsa.ops.triton_common import LOG2E as LOG2E_VALUE
+from mindspeed_dsa.ops.triton.common import LOG2E as LOG2E_VALUE
 
 # Renamed with Triton 3.9.
 load_asynchronously = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mindspeed_dsa.ops import chunks
 from mindspeed_dsa.ops.backend import ShapeClass
-from mindspeed_dsa.ops.npu_device import DTYPES, TOPK_WIDTHS, listed, npu_op, unavailable, unsupported_width
-from mindspeed_dsa.ops.npu_layout import Layout, layout_of_selection
+from mindspeed_dsa.ops.npu.device import DTYPES, TOPK_WIDTHS, listed, npu_op, unavailable, unsupported_width
+from mindspeed_dsa.ops.npu.layout import Layout, layout_of_selection
 from mindspeed_dsa.ops.row_ranges import RowForm
 
 _LATENT, _ROPE = 512, 64

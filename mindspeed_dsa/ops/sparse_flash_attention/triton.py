@@ -24,7 +24,7 @@ from mindspeed_dsa.ops.sparse_flash_attention.triton_kernels import (
     delta_kernel,
     forward_kernel,
 )
-from mindspeed_dsa.ops.triton_common import (
+from mindspeed_dsa.ops.triton.common import (
     LOG2E,
     WORKSPACE_BYTES,
     add_ordered_rows,
@@ -42,7 +42,7 @@ from mindspeed_dsa.ops.triton_common import (
     unsupported_here,
     widen,
 )
-from mindspeed_dsa.ops.triton_launch import (
+from mindspeed_dsa.ops.triton.launch import (
     LARGE,
     REHEARSED_KEYS,
     REHEARSED_ROWS,

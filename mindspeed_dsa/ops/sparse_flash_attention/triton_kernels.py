@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mindspeed_dsa.ops.triton_common import LOG2E as LOG2E_VALUE
-from mindspeed_dsa.ops.triton_common import add_rows, is_key, load_rows, load_rows_at, product, store_rows
+from mindspeed_dsa.ops.triton.common import LOG2E as LOG2E_VALUE
+from mindspeed_dsa.ops.triton.common import add_rows, is_key, load_rows, load_rows_at, product, store_rows
 
 LOG2E: tl.constexpr = tl.constexpr(LOG2E_VALUE)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
-from mindspeed_dsa.ops.npu_device import npu_op, unavailable
+from mindspeed_dsa.ops.npu.device import npu_op, unavailable
 
 KIND: Literal["gradients"] = "gradients"
 _SWIGLU = "npu_swiglu"

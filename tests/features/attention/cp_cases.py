@@ -51,7 +51,7 @@ def step(
     **arguments: Any,
 ) -> dict[str, Any]:
     """As :func:`job.run`, with the indexer loss that is logged; ``by_run`` as operators on Ascend want it."""
-    from mindspeed_dsa.features.attention.dsa import by_runs
+    from mindspeed_dsa.features.dsa import by_runs
 
     switches = {**(switches or {}), "context_parallel_size": cp}
     rows, own_positions = switches.get("cp_block_rows", 0), job.own_positions
@@ -81,8 +81,8 @@ def losses_of_late_weights(cp: int, builder: str, **switches: Any) -> list[Tenso
 
 
 def logged_indexer_loss(num_microbatches: int) -> float:
-    from mindspeed_dsa.context import Megatron
-    from mindspeed_dsa.features.attention.indexer_loss import indexer_loss
+    from mindspeed_dsa.feature import Megatron
+    from mindspeed_dsa.features.dsa.indexer_loss import indexer_loss
 
     losses: dict[str, Tensor] = {}
     tracker = indexer_loss(Megatron()).tracker
@@ -93,8 +93,8 @@ def logged_indexer_loss(num_microbatches: int) -> float:
 def rotated(cp: int, rope_type: str) -> dict[str, Tensor]:
     """A rank's rows of seeded states after MLA's rotation, and where they lie in the sequence."""
     job.start({"use_fused_dsa": True}, cp=cp)
-    from mindspeed_dsa.context import Megatron
-    from mindspeed_dsa.features.attention.mla_projections import Projections
+    from mindspeed_dsa.feature import Megatron
+    from mindspeed_dsa.megatron.mla_projections import Projections
 
     attention = job.gpt_model(job.config(rope_type=rope_type)).decoder.layers[0].self_attention
     states, own = seeded(SEQUENCE, 2, 4, 8), job.own_positions(SEQUENCE)
@@ -111,9 +111,9 @@ def backport_indexer(cp: int, rope_type: str) -> dict[str, Tensor]:
 def backport_spec() -> Any:
     """The core attention for older releases, with the options of no switch."""
     from mindspeed_dsa import session
-    from mindspeed_dsa.context import Megatron
-    from mindspeed_dsa.features.attention.adapters.backport.attention import core_attention_spec
-    from mindspeed_dsa.features.attention.adapters.backport.options import Options
+    from mindspeed_dsa.feature import Megatron
+    from mindspeed_dsa.features.dsa.backport.attention import core_attention_spec
+    from mindspeed_dsa.features.dsa.backport.options import Options
 
     settings, _ = session.resolve({}, ())
     return core_attention_spec(Options.of(settings), Megatron())

@@ -53,7 +53,7 @@ def step_in_two_parts(
     switches: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """As :func:`one_step`, absorbed queries in two parts as on NPUs, and how often they arrived so."""
-    from mindspeed_dsa.features.attention.dsa import core_attention, problem
+    from mindspeed_dsa.features.dsa import core_attention, problem
 
     arrived = []
 
@@ -235,7 +235,7 @@ def operator_calls(mode: str, switches: Mapping[str, Any], overrides: Mapping[st
 
     ``forms`` tells of each layer's attention whether its operands were absorbed.
     """
-    from mindspeed_dsa.features.attention.dsa import core_attention, loss, main_attention, sparse_attention
+    from mindspeed_dsa.features.dsa import core_attention, loss, main_attention, sparse_attention
 
     consumers = {
         "sparse_attention": core_attention,

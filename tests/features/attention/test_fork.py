@@ -11,7 +11,7 @@ from tests.support import third_party, warm
 
 SCRIPT = """
 import contextlib, json, sys
-from mindspeed_dsa.cli import doctor
+from mindspeed_dsa.tools.cli import doctor
 with contextlib.redirect_stdout(sys.stderr):
     findings = doctor.examine(["--experimental-attention-variant", "dsa", "--megatron-root", "corp_megatron"])
     findings["loaded"] = sorted(name for name in sys.modules if name.partition(".")[0] == "megatron")

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 from packaging.specifiers import SpecifierSet
 
-from mindspeed_dsa import checks, settings
+from mindspeed_dsa import settings
 from mindspeed_dsa.features import all_features, all_flags
+from mindspeed_dsa.session import checks
 
 CASES = "tests.features.attention.cases"
 OURS = [feature for feature in all_features() if feature.name.startswith("dsa-")]
@@ -37,7 +38,7 @@ def test_repairs_are_on_where_the_model_uses_dsa_and_options_are_not(pool):
 
 
 def test_only_options_are_refused_by_a_release_that_needs_none_of_them(monkeypatch):
-    monkeypatch.setattr("mindspeed_dsa.versions.of_distribution", lambda *args: "0.19.0")
+    monkeypatch.setattr("mindspeed_dsa.patches.versions.of_distribution", lambda *args: "0.19.0")
     chosen = settings.read([*settings.GENERAL_FLAGS, *all_flags()], api={}, argv=())
     chosen.platform = "cpu"
     refused = {feature.name: checks.problems([feature], chosen) for feature in OURS}

@@ -10,10 +10,10 @@ import types
 import pytest
 
 from mindspeed_dsa.__main__ import main
-from mindspeed_dsa.cli import host_profile
 from mindspeed_dsa.features import all_features
 from mindspeed_dsa.features.diagnostics.host_profile import account
 from mindspeed_dsa.features.diagnostics.host_profile.validation import check_profile
+from mindspeed_dsa.tools.cli import host_profile
 from tests.support import third_party
 
 torch = pytest.importorskip("torch")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import mindspeed_dsa
-from mindspeed_dsa.compare import weights
 from mindspeed_dsa.features.diagnostics.initial_weights.digests import digest
+from mindspeed_dsa.tools.compare import weights
 
 
 class Wrapped(torch.nn.Module):

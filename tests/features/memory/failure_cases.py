@@ -65,7 +65,7 @@ def _before_the_copy_back(part: Any) -> Any:
 def _in_the_copy_back(part: Any) -> Iterator[None]:
     """The second parameter's; with shared storages the first change of form."""
     from mindspeed_dsa.features.memory.reuse_fp32_param import shared_storage
-    from mindspeed_dsa.integration.optimizer import state_of
+    from mindspeed_dsa.megatron.optimizer import state_of
 
     def is_copy_back(destination: Tensor, source: Any, *unused: Any) -> bool:
         return destination.dtype is torch.bfloat16 and source.dtype is torch.float32
@@ -156,7 +156,7 @@ def spoiled(**options: Any) -> dict[str, Any]:
 
 def others_after_failure(**options: Any) -> dict[str, Any]:
     """With the distributed optimizer: the part of a bucket that master form of this rank lay over."""
-    from mindspeed_dsa.integration.optimizer import state_of
+    from mindspeed_dsa.megatron.optimizer import state_of
 
     job = build(**options)
     (part,) = job.parts

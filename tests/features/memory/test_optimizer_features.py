@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from mindspeed_dsa.declarations import Feature
+from mindspeed_dsa.feature import Feature
 from mindspeed_dsa.features.memory.reuse_fp32_param.feature import FEATURE as REUSE_FP32_PARAM
 from mindspeed_dsa.features.memory.swap_optimizer.feature import FEATURE as SWAP_OPTIMIZER
 from mindspeed_dsa.features.memory.virtual_optimizer.feature import FEATURE as VIRTUAL_OPTIMIZER
-from mindspeed_dsa.integration.optimizer import OptimizerState
+from mindspeed_dsa.megatron.optimizer import OptimizerState
 from mindspeed_dsa.patches.site import load
 from tests.support.optimizer_training import (
     DISTRIBUTED,

@@ -10,7 +10,7 @@ import pytest
 
 import mindspeed_dsa
 from mindspeed_dsa.__main__ import main
-from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.pipeline.schedule_trace.validation import check_trace
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.schedule import beside, recorded

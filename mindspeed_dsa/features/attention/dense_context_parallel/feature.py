@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mindspeed_dsa.context_parallel.algorithms import ALGORITHM, MEGATRON_FLAGS, ULYSSES_DEGREE
-from mindspeed_dsa.declarations import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
+from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
 from mindspeed_dsa.features.attention.dense_context_parallel.options import Options, wanted
 from mindspeed_dsa.features.attention.dense_context_parallel.validation import (
     check_dense_attention,
@@ -11,8 +11,8 @@ from mindspeed_dsa.features.attention.dense_context_parallel.validation import (
     flash_wanted,
     without_mask,
 )
-from mindspeed_dsa.features.attention.repairs import FIXES, MLA, megatron_flag
-from mindspeed_dsa.integration.configuration import validate
+from mindspeed_dsa.megatron.configuration import validate
+from mindspeed_dsa.megatron.dsa import FIXES, MLA, megatron_flag
 from mindspeed_dsa.patches.spec import Patch
 
 _CORE = "megatron.core.transformer.dot_product_attention:DotProductAttention"
@@ -80,7 +80,7 @@ FEATURE = Feature(
         Patch(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
             "wrap",
-            "mindspeed_dsa.integration.local_norms:norm_for_every_setting",
+            "mindspeed_dsa.megatron.local_norms:norm_for_every_setting",
             "the PyTorch norms are rejected with sequence parallelism and zero-centered gamma",
             params=("config", "hidden_size", "eps"),
             versions=">=0.12.1,<0.21",

@@ -8,11 +8,11 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from mindspeed_dsa.context import Context, Megatron
 from mindspeed_dsa.context_parallel.algorithms import registered
 from mindspeed_dsa.context_parallel.head_exchange import HeadExchange
 from mindspeed_dsa.context_parallel.ring import Ring
 from mindspeed_dsa.context_parallel.strategy import ContextParallelStrategy
+from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.attention.dense_context_parallel.options import DEFAULT, Options
 from mindspeed_dsa.patches.errors import SettingsError
 

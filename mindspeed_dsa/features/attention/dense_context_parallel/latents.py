@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.attention.dense_context_parallel.core_attention import plan_of
 from mindspeed_dsa.features.attention.dense_context_parallel.options import Options
-from mindspeed_dsa.features.attention.mla_projections import Projections, plain_up_projection
+from mindspeed_dsa.megatron.mla_projections import Projections, plain_up_projection
 
 
 def carry_latents(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:

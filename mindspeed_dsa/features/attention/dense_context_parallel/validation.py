@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspeed_dsa.context_parallel.algorithms import COMM_TYPES, registered
 from mindspeed_dsa.features.attention.dense_context_parallel.options import DEFAULT, Options, wanted
-from mindspeed_dsa.integration.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument
 
 
 def check_dense_attention(args: Any, options: Options) -> Iterator[str]:

@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_dsa import versions
-from mindspeed_dsa.context import Context, Megatron
 from mindspeed_dsa.context_parallel.layout import split
 from mindspeed_dsa.context_parallel.packs import layout_of
-from mindspeed_dsa.features.attention.pack_rows import PackRows
+from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.attention.packs.options import Options
 from mindspeed_dsa.features.attention.packs.validation import cut_by_megatron
-from mindspeed_dsa.integration.packs import Pack
+from mindspeed_dsa.megatron.pack_rows import PackRows
+from mindspeed_dsa.megatron.packs import Pack
+from mindspeed_dsa.patches import versions
 
 _LENGTHS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 """Entries of a batch that Megatron's own scripts would read, and some of them wrongly."""

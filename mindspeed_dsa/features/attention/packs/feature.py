@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mindspeed_dsa.context_parallel.algorithms import BLOCK_ROWS, CONTEXT_PARALLEL_SIZE
-from mindspeed_dsa.declarations import Feature, Flag
+from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.attention.packs.arguments import reset_at_documents
 from mindspeed_dsa.features.attention.packs.options import Options
 from mindspeed_dsa.features.attention.packs.validation import check_packs
-from mindspeed_dsa.features.attention.repairs import megatron_flag
+from mindspeed_dsa.megatron.dsa import megatron_flag
 from mindspeed_dsa.patches.spec import Patch
 
 _IMPL = "mindspeed_dsa.features.attention.packs.delivery"
@@ -74,7 +74,7 @@ FEATURE = Feature(
         Patch(
             "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
             "wrap",
-            "mindspeed_dsa.integration.local_attention:attend_to_own_document",
+            "mindspeed_dsa.megatron.local_attention:attend_to_own_document",
             "Megatron's own dense attention refuses packs",
             params=("query", "key", "value", "attention_mask", "attn_mask_type", "packed_seq_params"),
             priority=100,  # outside of what knows whole sequences only

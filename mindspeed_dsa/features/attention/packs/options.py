@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_dsa.features.attention.dsa import options as dsa
+from mindspeed_dsa.megatron import dsa as dsa
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -8,10 +8,10 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from mindspeed_dsa import versions
-from mindspeed_dsa.features.attention.adapters.kernel_hooks.options import SHARED_KEYS, shares_keys
 from mindspeed_dsa.features.attention.dense_context_parallel.options import NO_DEAL
-from mindspeed_dsa.features.attention.dsa.options import Options as Fused
+from mindspeed_dsa.megatron.dsa import SHARED_KEYS, shares_keys
+from mindspeed_dsa.megatron.dsa import Options as Fused
+from mindspeed_dsa.patches import versions
 
 _WITHOUT_PACKED_ROLL = SpecifierSet("<0.16", prereleases=True)
 _REFUSED_BY_DSA = SpecifierSet(">=0.16,<0.19", prereleases=True)

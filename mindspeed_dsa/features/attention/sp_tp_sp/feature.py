@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, Flag, Requires
-from mindspeed_dsa.features.attention.repairs import MLA
+from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.features.attention.sp_tp_sp.validation import check_sp_tp_sp
+from mindspeed_dsa.megatron.dsa import MLA
 from mindspeed_dsa.patches.spec import Patch
 
 FEATURE = Feature(

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mindspeed_dsa.context import Context, Megatron
-from mindspeed_dsa.features.attention.local_modules import DuplicatedLinear
-from mindspeed_dsa.features.attention.mla_projections import Projections
+from mindspeed_dsa.feature import Context, Megatron
+from mindspeed_dsa.megatron.local_modules import DuplicatedLinear
+from mindspeed_dsa.megatron.mla_projections import Projections
 from mindspeed_dsa.parallel.all_to_all import start
 from mindspeed_dsa.patches.errors import SettingsError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_dsa.integration.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument
 
 
 def check_sp_tp_sp(args: Any) -> Sequence[str]:

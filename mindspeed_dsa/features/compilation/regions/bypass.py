@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from mindspeed_dsa import versions
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.compilation.regions.options import Options
+from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
 
 Operator = torch._ops.OpOverload

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, Flag, Requires
+from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.features.compilation.regions.options import Options
 from mindspeed_dsa.features.compilation.regions.validation import check_regions, regions_wanted
 from mindspeed_dsa.patches.spec import Patch

@@ -14,14 +14,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.context import Context, Megatron
+from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.compilation.regions import latent_math
 from mindspeed_dsa.features.compilation.regions.latent_math import Down, Sizes
 from mindspeed_dsa.features.compilation.regions.options import Options
 from mindspeed_dsa.features.compilation.regions.region import Regions, open_rows, regions_of, rows_of
-from mindspeed_dsa.integration.compiled_attention import CompiledSteps, offer
-from mindspeed_dsa.integration.local_norms import norm_of_fused_layer
-from mindspeed_dsa.integration.plain_layers import NO_NORM, Linear, linear_of, norm_of
+from mindspeed_dsa.megatron.compiled_attention import CompiledSteps, offer
+from mindspeed_dsa.megatron.local_norms import norm_of_fused_layer
+from mindspeed_dsa.megatron.plain_layers import NO_NORM, Linear, linear_of, norm_of
 
 PROLOG, EPILOG = "prolog of latent attention", "epilog of latent attention"
 

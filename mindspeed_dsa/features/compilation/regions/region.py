@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-from mindspeed_dsa import versions
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.compilation.regions import bypass, toolchain
 from mindspeed_dsa.features.compilation.regions.options import Options
 from mindspeed_dsa.log import Log
+from mindspeed_dsa.patches import versions
 
 _modes = versions.private("torch._C:_len_torch_dispatch_stack", "--compile-regions")
 _NOT_COMPILED = "torch.compile with fullgraph=True found no compiled frames"

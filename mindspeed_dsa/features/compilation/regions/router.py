@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.compilation.regions.options import Options
 from mindspeed_dsa.features.compilation.regions.region import regions_of, rows_of
 

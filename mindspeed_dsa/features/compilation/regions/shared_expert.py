@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.compilation.regions.options import Options
 from mindspeed_dsa.features.compilation.regions.region import regions_of, rows_of
-from mindspeed_dsa.integration.plain_layers import Linear, linear_of
+from mindspeed_dsa.megatron.plain_layers import Linear, linear_of
 
 EXPERT = "shared expert"
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_dsa.context import Context, Megatron
+from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.patches.errors import SettingsError
 
 _TYPE = "distrib_optim_sharding_type"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Conflict, Feature, Flag, Requires
+from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.features.data_parallel.fsdp2.options import Options
 from mindspeed_dsa.features.data_parallel.fsdp2.validation import check_fsdp2, wanted
-from mindspeed_dsa.integration import across_layouts, configuration
-from mindspeed_dsa.integration.optimizer import FLOAT16, FLOAT32
+from mindspeed_dsa.megatron import across_layouts, configuration
+from mindspeed_dsa.megatron.optimizer import FLOAT16, FLOAT32
 from mindspeed_dsa.patches.spec import Patch
 
 _HERE = "mindspeed_dsa.features.data_parallel.fsdp2"

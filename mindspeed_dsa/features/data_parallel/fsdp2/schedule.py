@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from mindspeed_dsa.context import Megatron
-from mindspeed_dsa.integration.layer_pieces import transformer_layer
-from mindspeed_dsa.parallel import fsdp2_parts
+from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.features.data_parallel.fsdp2 import parts
+from mindspeed_dsa.megatron.layer_pieces import transformer_layer
 from mindspeed_dsa.patches.errors import SettingsError
 
 _PARTS = "_mindspeed_dsa_fsdp2_parts"
@@ -36,13 +36,13 @@ def follow(root: nn.Module, units: Collection[nn.Module], megatron: Megatron) ->
     layers = megatron("core.transformer.transformer_layer").TransformerLayer
     moe = megatron("core.transformer.moe.moe_layer").MoELayer
     found = {
-        unit: fsdp2_parts.Unit(
+        unit: parts.Unit(
             unit, [part for each in unit.modules() if isinstance(each, moe) for part in each.modules()]
         )
         for unit in units
         if isinstance(unit, layers)
     }
-    model = fsdp2_parts.Model(root, found.values())
+    model = parts.Model(root, found.values())
     for each in root.modules():
         if (unit := found.get(transformer_layer(each))) is not None:
             setattr(each, _PARTS, unit)
@@ -63,7 +63,7 @@ def run_layers(original: Callable[..., Any]) -> Callable[..., Any]:
         forward, backward = (
             None if plan is None else getattr(plan.layer, _PARTS, None) for plan in (f_layer, b_layer)
         )
-        with fsdp2_parts.beside(forward, backward):
+        with parts.beside(forward, backward):
             result: tuple[Any, Any] = original(f_layer, b_layer, f_input, b_grad, is_last_layer_in_bwd)
         if backward is not None and not is_last_layer_in_bwd:
             backward.finish()

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from mindspeed_dsa.parallel.fsdp2_shards import shard_axis
+from mindspeed_dsa.features.data_parallel.fsdp2.shards import shard_axis
 from mindspeed_dsa.parallel.local_shards import local_of
 
 

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.context import Context, Megatron
-from mindspeed_dsa.features.data_parallel.fsdp2 import schedule
+from mindspeed_dsa.feature import Context, Megatron
+from mindspeed_dsa.features.data_parallel.fsdp2 import parts, prefetch, schedule, shards
 from mindspeed_dsa.features.data_parallel.fsdp2.options import Options
 from mindspeed_dsa.features.data_parallel.fsdp2.validation import check_sharding_size
-from mindspeed_dsa.parallel import fsdp2_parts, fsdp2_prefetch, fsdp2_shards
 from mindspeed_dsa.patches.errors import SettingsError
 
 _Function = Callable[..., Any]
@@ -34,7 +33,7 @@ class _Whole:
     """
 
     ddp: Any = None
-    sharded: fsdp2_shards.FirstGradients | None = None
+    sharded: shards.FirstGradients | None = None
 
 
 def build(original: _Function, context: Context[Options]) -> _Function:
@@ -80,7 +79,7 @@ def _mesh(group: Any, options: Options) -> Any:
             f"fsdp2: data parallel ranks talk over {dist.get_backend(group)}, which does not move tensors of "
             f"{platform.device_type}; use --distributed-backend {platform.backend}"
         )
-    return fsdp2_shards.mesh_of(group, platform.device_type, size)
+    return shards.mesh_of(group, platform.device_type, size)
 
 
 def _placements(
@@ -113,7 +112,7 @@ def _placements(
             continue
         # A piece of rows has to lie within one half of a gated projection.
         dims = range(1, parameter.dim()) if parameter in gated and pieces % 2 else None
-        dim = fsdp2_shards.dimension(parameter.shape, pieces, dims)
+        dim = shards.dimension(parameter.shape, pieces, dims)
         if dim is not None:
             placements[parameter] = dim
     return placements
@@ -121,7 +120,7 @@ def _placements(
 
 def _shard(
     self: Any, placements: dict[nn.Parameter, int], classes: Iterable[type], context: Context[Options]
-) -> fsdp2_shards.FirstGradients | None:
+) -> shards.FirstGradients | None:
     if not placements:
         return None
     config, options, platform = self.config, context.options, platforms.current()
@@ -136,7 +135,7 @@ def _shard(
             f"fsdp2: --fsdp2-config-path: reshard_after_forward {reshard} must divide the {pieces} ranks "
             "that share the weights"
         )
-    plan = fsdp2_shards.Plan(
+    plan = shards.Plan(
         mesh=self.device_mesh,
         placements=placements,
         reshard=reshard,
@@ -144,14 +143,14 @@ def _shard(
         divide_by=1.0 if config.calculate_per_token_loss else float(self.process_group.size()),
         direct=not platform.asynchronous,
     )
-    first_gradients = fsdp2_shards.shard(self.module, units, plan)
+    first_gradients = shards.shard(self.module, units, plan)
     for unit in units:
-        unit.register_forward_pre_hook(fsdp2_parts.mark_gathered)
+        unit.register_forward_pre_hook(parts.mark_gathered)
     embeddings = context.megatron("core.models.common.embeddings.language_model_embedding")
     for unit in units:
         if isinstance(unit, embeddings.LanguageModelEmbedding):
             unit.set_unshard_in_backward(False)  # its backward reads no weight
-    fsdp2_prefetch.prefetch(units, options.prefetch, self.module, asynchronous=not platform.asynchronous)
+    prefetch.prefetch(units, options.prefetch, self.module, asynchronous=not platform.asynchronous)
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
         schedule.follow(self.module, units, context.megatron)
     return first_gradients
@@ -241,7 +240,7 @@ def scale_all_gradients(original: _Function) -> _Function:
     """Decorate ``scale_gradients``."""
 
     def scale_gradients(self: Any, scaling_factor: Any) -> None:
-        for gradient in fsdp2_shards.sharded_gradients(self.module):
+        for gradient in shards.sharded_gradients(self.module):
             gradient.mul_(scaling_factor)
         if (ddp := getattr(self, _WHOLE).ddp) is not None:
             ddp.scale_gradients(scaling_factor)

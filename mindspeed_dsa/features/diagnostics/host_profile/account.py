@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from mindspeed_dsa import versions
+from mindspeed_dsa.patches import versions
 
 _USER = "the account of a host profile"
 _schemas = versions.private("torch._C:_jit_get_schemas_for_operator", _USER)

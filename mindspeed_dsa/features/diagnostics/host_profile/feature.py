@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, Flag
+from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.diagnostics.host_profile.options import Options
 from mindspeed_dsa.features.diagnostics.host_profile.validation import check_profile, profile_wanted
 from mindspeed_dsa.patches.spec import Patch

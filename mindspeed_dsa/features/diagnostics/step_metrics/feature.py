@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, Flag
+from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.diagnostics.step_metrics.options import Options
 from mindspeed_dsa.features.diagnostics.step_metrics.validation import check_step_metrics
 from mindspeed_dsa.patches.spec import Patch
@@ -42,7 +42,7 @@ FEATURE = Feature(
         Patch(
             f"{_DSA}:DSAIndexerLossLoggingHelper.track_indexer_metrics",
             "wrap",
-            "mindspeed_dsa.integration.indexer_loss:keep_step_loss",
+            "mindspeed_dsa.megatron.indexer_loss:keep_step_loss",
             "Megatron keeps the indexer loss as a sum over the log interval; this records each step's own",
             params=("total_loss_dict",),
             versions=">=0.16",

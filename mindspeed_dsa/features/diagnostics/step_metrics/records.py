@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.diagnostics.step_metrics.options import Options
-from mindspeed_dsa.integration import indexer_loss
+from mindspeed_dsa.megatron import indexer_loss
 from mindspeed_dsa.runs import metrics
 
 

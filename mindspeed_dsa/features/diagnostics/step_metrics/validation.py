@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.diagnostics.step_metrics.options import Options
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 

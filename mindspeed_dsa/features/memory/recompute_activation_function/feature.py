@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, Flag, Requires
+from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.features.memory.recompute_activation_function.options import Options
 from mindspeed_dsa.features.memory.recompute_activation_function.validation import check_activation
 from mindspeed_dsa.features.memory.switches import wanted
-from mindspeed_dsa.integration import configuration, layers, releases
+from mindspeed_dsa.megatron import configuration, layers, releases
 from mindspeed_dsa.patches.spec import Patch
 
 _IMPL = "mindspeed_dsa.features.memory.recompute_activation_function.mlp"

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.memory.checkpoint import (
     CheckpointWithoutOutput,
     RandomStates,
@@ -20,8 +20,8 @@ from mindspeed_dsa.features.memory.checkpoint import (
 )
 from mindspeed_dsa.features.memory.recompute_activation_function.options import Options
 from mindspeed_dsa.features.memory.recompute_activation_function.validation import check_activation
-from mindspeed_dsa.integration import layers, releases
-from mindspeed_dsa.integration.stand_in import Function, StandIn, activation_of
+from mindspeed_dsa.megatron import layers, releases
+from mindspeed_dsa.megatron.stand_in import Function, StandIn, activation_of
 
 _chosen: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """MLPs and grouped experts that recompute, with what messages call them."""

@@ -10,11 +10,11 @@ from weakref import WeakSet
 
 import torch
 
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.memory.checkpoint import attributes, within
 from mindspeed_dsa.features.memory.recompute_norm.options import Options
 from mindspeed_dsa.features.memory.recompute_norm.validation import check_norm
-from mindspeed_dsa.integration import layer_pieces, layers
+from mindspeed_dsa.megatron import layer_pieces, layers
 
 _layers: WeakSet[Any] = WeakSet()
 """Layers that recompute."""

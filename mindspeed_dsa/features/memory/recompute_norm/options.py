@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_dsa.integration.layers import LayerOptions, follows_pieces
+from mindspeed_dsa.megatron.layers import LayerOptions, follows_pieces
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_dsa.features.memory.recompute_checks import check_own_module, check_recompute
 from mindspeed_dsa.features.memory.recompute_norm.options import Options
-from mindspeed_dsa.integration.layers import check_num_layers, check_pieces
+from mindspeed_dsa.megatron.layers import check_num_layers, check_pieces
 
 _FLAG = "--recompute-norm"
 

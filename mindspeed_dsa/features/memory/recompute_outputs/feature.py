@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, Flag, Requires
+from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.features.memory.recompute_outputs.options import Options
 from mindspeed_dsa.features.memory.recompute_outputs.validation import (
     check_outputs,
     recomputes_without_engine,
 )
 from mindspeed_dsa.features.memory.switches import any_of, wanted
-from mindspeed_dsa.integration import configuration, releases
+from mindspeed_dsa.megatron import configuration, releases
 from mindspeed_dsa.patches.spec import Patch
 
 FEATURE = Feature(

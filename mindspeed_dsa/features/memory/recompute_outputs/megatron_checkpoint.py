@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.memory import checkpoint
 from mindspeed_dsa.features.memory.recompute_outputs.options import Options
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspeed_dsa.features.memory.recompute_checks import check_precision_and_graphs
 from mindspeed_dsa.features.memory.recompute_outputs.options import Options
-from mindspeed_dsa.integration.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument
 
 _NEED_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "gdn_norm_out", "gdp_qkv")
 """Modules whose checkpoint Megatron constructs without saying that there is no fp8, from 0.14 on."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, Flag, Requires
+from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.features.memory.reuse_fp32_param.validation import check_shared_weights
-from mindspeed_dsa.integration import configuration, optimizer, releases
-from mindspeed_dsa.integration.optimizer import DISTRIBUTED, FLOAT16, MIXED, Hook
+from mindspeed_dsa.megatron import configuration, optimizer, releases
+from mindspeed_dsa.megatron.optimizer import DISTRIBUTED, FLOAT16, MIXED, Hook
 
 FEATURE = Feature(
     name="reuse-fp32-param",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mindspeed_dsa.features.memory.reuse_fp32_param.shared_storage import SharedStorage
 from mindspeed_dsa.features.memory.voids import Voids
-from mindspeed_dsa.integration.whole_steps import WholeSteps, Writes
+from mindspeed_dsa.megatron.whole_steps import WholeSteps, Writes
 
 
 @dataclass(frozen=True)

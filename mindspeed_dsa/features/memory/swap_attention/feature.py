@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, Flag, Requires
+from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.features.memory.swap_attention.options import (
     DEFAULT_MIN_BYTES,
     DEFAULT_MODULES,
@@ -11,7 +11,7 @@ from mindspeed_dsa.features.memory.swap_attention.options import (
 )
 from mindspeed_dsa.features.memory.swap_attention.validation import check_swapped_attention
 from mindspeed_dsa.features.memory.switches import wanted, without
-from mindspeed_dsa.integration import configuration, layers, releases
+from mindspeed_dsa.megatron import configuration, layers, releases
 from mindspeed_dsa.patches.spec import Patch
 
 _IMPL = "mindspeed_dsa.features.memory.swap_attention.layers"

@@ -9,8 +9,8 @@ from typing import Any
 from mindspeed_dsa.features.memory.swap_attention.options import MODULES, Options
 from mindspeed_dsa.features.memory.switches import check_has_effect
 from mindspeed_dsa.features.memory.weight_shards import check_weight_shards
-from mindspeed_dsa.integration.configuration import argument
-from mindspeed_dsa.integration.layers import check_num_layers, check_pieces
+from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.layers import check_num_layers, check_pieces
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.platforms.host_pool import local_processes, require_host_memory
 

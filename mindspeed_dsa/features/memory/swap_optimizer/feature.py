@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Conflict, Feature, Flag, Requires
+from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.features.memory.swap_optimizer.options import DEFAULT_TIMES, Options
 from mindspeed_dsa.features.memory.swap_optimizer.validation import check_swapped_state
 from mindspeed_dsa.features.memory.switches import wanted
-from mindspeed_dsa.integration import configuration, optimizer, releases
-from mindspeed_dsa.integration.optimizer import Hook
+from mindspeed_dsa.megatron import configuration, optimizer, releases
+from mindspeed_dsa.megatron.optimizer import Hook
 from mindspeed_dsa.patches.spec import Patch
 
 _HERE = "mindspeed_dsa.features.memory.swap_optimizer"

@@ -20,7 +20,7 @@ from torch import Tensor
 from mindspeed_dsa import platforms
 from mindspeed_dsa.features.memory.host_moments import MOMENTS, Moments, is_torch_adam
 from mindspeed_dsa.features.memory.swap_optimizer.host_slab import Chunk, Piece, Slab, cut
-from mindspeed_dsa.integration.whole_steps import WholeSteps, Writes
+from mindspeed_dsa.megatron.whole_steps import WholeSteps, Writes
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.platforms.base import Event, Stream
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Conflict, Feature, Flag, Requires
+from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.features.memory.switches import is_given
 from mindspeed_dsa.features.memory.virtual_optimizer.options import Options
 from mindspeed_dsa.features.memory.virtual_optimizer.validation import check_mapped_moments
-from mindspeed_dsa.integration import configuration, optimizer, releases
-from mindspeed_dsa.integration.optimizer import Hook
+from mindspeed_dsa.megatron import configuration, optimizer, releases
+from mindspeed_dsa.megatron.optimizer import Hook
 
 _COPIES = "on NPUs moments cannot be copied as they are"
 

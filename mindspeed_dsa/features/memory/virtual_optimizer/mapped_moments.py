@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.context import Context, Megatron
+from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.memory.host_moments import Moments, StateWithMoments, replaced
 from mindspeed_dsa.features.memory.virtual_optimizer import kernel_moments
 from mindspeed_dsa.features.memory.virtual_optimizer.options import Options
 from mindspeed_dsa.features.memory.virtual_optimizer.validation import check_mapped_moments, check_quotas
-from mindspeed_dsa.integration.configuration import require
-from mindspeed_dsa.integration.optimizer import Place
-from mindspeed_dsa.integration.whole_steps import WholeSteps
+from mindspeed_dsa.megatron.configuration import require
+from mindspeed_dsa.megatron.optimizer import Place
+from mindspeed_dsa.megatron.whole_steps import WholeSteps
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.platforms import host_pool
 
@@ -137,7 +137,7 @@ def _of_kind(parameter: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, 
     """Moments of a shard are shards too, as the optimizer's own step takes them."""
     if local_of(parameter) is parameter:
         return first, second
-    from mindspeed_dsa.parallel.fsdp2_shards import like  # torch has what that imports since 2.6
+    from mindspeed_dsa.parallel.local_shards import like  # torch has what that imports since 2.6
 
     return like(first, parameter), like(second, parameter)
 

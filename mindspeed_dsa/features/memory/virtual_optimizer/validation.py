@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_dsa.features.memory.moved_state import check_moved_adam
 from mindspeed_dsa.features.memory.virtual_optimizer.options import Options
-from mindspeed_dsa.integration.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument
 
 
 def check_mapped_moments(args: Any, options: Options) -> Iterator[str]:

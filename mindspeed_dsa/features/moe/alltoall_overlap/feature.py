@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, Flag, Requires
+from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.features.moe.alltoall_overlap.validation import check_overlap
-from mindspeed_dsa.integration import configuration, ports, transfers
+from mindspeed_dsa.megatron import configuration, ports, transfers
 from mindspeed_dsa.patches.spec import Patch
 
 _LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_dsa import log
-from mindspeed_dsa.integration.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument
 
 FLAG = "--moe-alltoall-overlap-comm"
 

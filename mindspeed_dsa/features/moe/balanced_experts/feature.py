@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, Flag, Requires
+from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.features.moe.balanced_experts.options import Options, wanted
 from mindspeed_dsa.features.moe.balanced_experts.validation import check_arguments
-from mindspeed_dsa.integration import configuration
+from mindspeed_dsa.megatron import configuration
 from mindspeed_dsa.patches.spec import Patch
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"

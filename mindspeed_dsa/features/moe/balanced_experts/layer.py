@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.balanced_experts.options import Options
 from mindspeed_dsa.features.moe.balanced_experts.planning import Plan, choose
 from mindspeed_dsa.features.moe.balanced_experts.rates import rates_of
 from mindspeed_dsa.features.moe.balanced_experts.validation import check_balanced
-from mindspeed_dsa.integration.configuration import require
-from mindspeed_dsa.integration.experts import SingleExperts, single_experts
+from mindspeed_dsa.megatron.configuration import require
+from mindspeed_dsa.megatron.experts import SingleExperts, single_experts
 from mindspeed_dsa.parallel.lending import Lending, Loan, lend
 
 Call = Callable[..., Any]

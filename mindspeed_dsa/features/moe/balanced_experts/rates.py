@@ -13,8 +13,8 @@ import torch.distributed as dist
 from mindspeed_dsa import platforms
 from mindspeed_dsa.features.moe.balanced_experts.options import Options
 from mindspeed_dsa.features.moe.balanced_experts.planning import Costs
-from mindspeed_dsa.integration.experts import SingleExperts
 from mindspeed_dsa.log import Log
+from mindspeed_dsa.megatron.experts import SingleExperts
 from mindspeed_dsa.parallel.timing import timed
 
 _ROWS = 512

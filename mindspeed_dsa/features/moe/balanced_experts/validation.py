@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_dsa.features.moe.balanced_experts.options import Options
-from mindspeed_dsa.integration.configuration import argument
-from mindspeed_dsa.integration.measured import check_measured
+from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.measured import check_measured
 
 _FLAG = "--balanced-moe-experts"
 _REFUSED = {

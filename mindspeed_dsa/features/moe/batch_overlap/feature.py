@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Conflict, Feature, Flag, Requires
+from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.features.moe.batch_overlap.options import Options, wanted
 from mindspeed_dsa.features.moe.batch_overlap.validation import check_arguments
-from mindspeed_dsa.integration import configuration, ports, transfers
+from mindspeed_dsa.megatron import configuration, ports, transfers
 from mindspeed_dsa.patches.spec import Patch
 
 _LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"

@@ -26,8 +26,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.integration.parted_transfers import launching
-from mindspeed_dsa.integration.shared_output import SharedOutput, before_second_half
+from mindspeed_dsa.megatron.parted_transfers import launching
+from mindspeed_dsa.megatron.shared_output import SharedOutput, before_second_half
 from mindspeed_dsa.parallel.all_to_all import InFlight
 from mindspeed_dsa.parallel.port import opened
 

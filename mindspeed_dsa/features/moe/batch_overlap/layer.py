@@ -17,14 +17,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.batch_overlap.choice import choose
 from mindspeed_dsa.features.moe.batch_overlap.halves import Half, Way, run
 from mindspeed_dsa.features.moe.batch_overlap.options import Options
 from mindspeed_dsa.features.moe.batch_overlap.validation import check_choice, check_halves
-from mindspeed_dsa.integration.configuration import require
-from mindspeed_dsa.integration.shared_output import SharedOutput, is_recomputed
-from mindspeed_dsa.integration.stand_in import StandIn
+from mindspeed_dsa.megatron.configuration import require
+from mindspeed_dsa.megatron.shared_output import SharedOutput, is_recomputed
+from mindspeed_dsa.megatron.stand_in import StandIn
 
 
 @dataclass

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.expert_placement.options import Options
-from mindspeed_dsa.integration import moe_layers
-from mindspeed_dsa.integration.stand_in import StandIn
+from mindspeed_dsa.megatron import moe_layers
+from mindspeed_dsa.megatron.stand_in import StandIn
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 
 _BY_PARAMETER = ("fully_reshardable", "fully_sharded_model_space")

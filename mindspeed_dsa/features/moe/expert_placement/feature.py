@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, Flag, Requires
+from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.features.moe.expert_placement.options import Options
 from mindspeed_dsa.features.moe.expert_placement.validation import check_expert_placement
-from mindspeed_dsa.integration import moe_layers
+from mindspeed_dsa.megatron import moe_layers
 from mindspeed_dsa.patches.spec import Patch
 
 _HERE = "mindspeed_dsa.features.moe.expert_placement"

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.expert_placement.options import Options
 from mindspeed_dsa.features.moe.expert_placement.validation import FLAG, misfits
-from mindspeed_dsa.integration import moe_layers
-from mindspeed_dsa.integration.moe_layers import Numbered
+from mindspeed_dsa.megatron import moe_layers
+from mindspeed_dsa.megatron.moe_layers import Numbered
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.runs import expert_load, expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement

@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.expert_placement.options import Options
-from mindspeed_dsa.integration import moe_layers
+from mindspeed_dsa.megatron import moe_layers
 
 
 class _Columns(torch.autograd.Function):

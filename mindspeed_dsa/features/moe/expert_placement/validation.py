@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa.features.moe.expert_placement.options import AUTO
-from mindspeed_dsa.integration.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.runs import expert_placement
-from mindspeed_dsa.runs.errors import RunError
 from mindspeed_dsa.runs.expert_placement import Placement
+from mindspeed_dsa.runs.files import RunError
 
 FLAG = "--moe-expert-placement"
 _UNNUMBERED = {

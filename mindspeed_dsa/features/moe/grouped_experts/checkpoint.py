@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.moe.grouped_experts.stacks import stack_of
 from mindspeed_dsa.features.moe.grouped_experts.validation import SLICES
 

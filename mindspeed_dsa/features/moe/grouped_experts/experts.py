@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.grouped_experts import checkpoint
 from mindspeed_dsa.features.moe.grouped_experts.linear import GroupedLinear
 from mindspeed_dsa.features.moe.grouped_experts.options import Options
 from mindspeed_dsa.features.moe.grouped_experts.stacks import Stack
 from mindspeed_dsa.features.moe.grouped_experts.validation import check_model, recomputes_activation
-from mindspeed_dsa.integration.configuration import require
-from mindspeed_dsa.integration.gathered_weights import wait_for_weights
-from mindspeed_dsa.integration.stand_in import StandIn, activation_of
+from mindspeed_dsa.megatron.configuration import require
+from mindspeed_dsa.megatron.gathered_weights import wait_for_weights
+from mindspeed_dsa.megatron.stand_in import StandIn, activation_of
 from mindspeed_dsa.ops.grouped_matmul import Groups
 from mindspeed_dsa.parallel.lending import Place
 
@@ -79,7 +79,7 @@ def grouped_experts(context: Context[Options]) -> type:
                     linear.groups = None
 
         def expert_weights(self, expert: int) -> tuple[Place, ...]:
-            """See :class:`mindspeed_dsa.integration.experts.SingleExperts`; in the layout of the stack."""
+            """See :class:`mindspeed_dsa.megatron.experts.SingleExperts`; in the layout of the stack."""
             return tuple(Place(getattr(self.mlp, name).weight, expert) for name in LINEARS)
 
         def run_expert(self, weights: Sequence[Tensor], rows: Tensor, probs: Tensor) -> Tensor:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, Flag, Requires
+from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.features.moe.grouped_experts.options import Options
 from mindspeed_dsa.features.moe.grouped_experts.validation import check_arguments, wanted
-from mindspeed_dsa.integration.configuration import validate
+from mindspeed_dsa.megatron.configuration import validate
 from mindspeed_dsa.patches.spec import Patch
 
 _IMPL = "mindspeed_dsa.features.moe.grouped_experts.provider"

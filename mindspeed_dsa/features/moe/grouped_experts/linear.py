@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.moe.grouped_experts.main_grad import gradient_receiver
 from mindspeed_dsa.features.moe.grouped_experts.stacks import Stack
 from mindspeed_dsa.ops.grouped_matmul import Groups, WeightGradient, grouped_matmul

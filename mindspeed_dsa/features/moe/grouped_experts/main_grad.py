@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.ops.grouped_matmul import WeightGradient
 from mindspeed_dsa.parallel.weight_gradient import placeholder
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mindspeed_dsa.features.moe.grouped_experts.stacks import Stack, runs, stack_of
 from mindspeed_dsa.features.moe.grouped_experts.validation import ALIGNMENT, GAPS, LEGACY
-from mindspeed_dsa.integration.stand_in import StandIn
+from mindspeed_dsa.megatron.stand_in import StandIn
 
 _MASTERS = "fp32_from_fp16_params"
 

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.grouped_experts.experts import grouped_experts
 from mindspeed_dsa.features.moe.grouped_experts.options import Options
 

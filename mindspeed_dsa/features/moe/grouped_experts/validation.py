@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_dsa.features.moe.grouped_experts.options import Options
-from mindspeed_dsa.integration.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument
 
 _FLAG = "--moe-grouped-gemm"
 ALIGNMENT = 64

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.context import Context, Megatron
+from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.moe.load_report.options import Options
-from mindspeed_dsa.integration import moe_layers
-from mindspeed_dsa.integration.moe_layers import Numbered
+from mindspeed_dsa.megatron import moe_layers
+from mindspeed_dsa.megatron.moe_layers import Numbered
 from mindspeed_dsa.runs.expert_load import LayerLoad
 
 

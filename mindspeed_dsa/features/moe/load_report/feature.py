@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, Flag
+from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.moe.load_report.options import Options
 from mindspeed_dsa.features.moe.load_report.validation import check_load_report
-from mindspeed_dsa.integration import moe_layers
+from mindspeed_dsa.megatron import moe_layers
 from mindspeed_dsa.patches.spec import Patch
 
 _HERE = "mindspeed_dsa.features.moe.load_report"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.load_report.counting import counts_of
 from mindspeed_dsa.features.moe.load_report.options import Options
 from mindspeed_dsa.patches.errors import MindSpeedDSAError

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, Flag, Requires
+from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.features.moe.permute_fusion.options import Options
 from mindspeed_dsa.features.moe.permute_fusion.validation import check_permute_fusion
-from mindspeed_dsa.integration import configuration
+from mindspeed_dsa.megatron import configuration
 from mindspeed_dsa.patches.spec import Patch
 
 _IMPL = "mindspeed_dsa.features.moe.permute_fusion"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.feature import Megatron
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.permute_fusion.kernels import counts
 from mindspeed_dsa.features.moe.permute_fusion.options import Options
-from mindspeed_dsa.integration.shared_output import SharedOutput
+from mindspeed_dsa.megatron.shared_output import SharedOutput
 from mindspeed_dsa.ops.moe_permute import permute, sort_chunks, unpermute
 
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from mindspeed_dsa.features.moe.permute_fusion.options import Options
-from mindspeed_dsa.integration.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument
 
 _FLAG = "--moe-permute-fusion"
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, Flag
+from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.moe.tp_extend_ep.arguments import extend
 from mindspeed_dsa.features.moe.tp_extend_ep.validation import check_tp_extend_ep
-from mindspeed_dsa.integration import across_layouts
-from mindspeed_dsa.integration.configuration import validate
+from mindspeed_dsa.megatron import across_layouts
+from mindspeed_dsa.megatron.configuration import validate
 
 FEATURE = Feature(
     name="moe-tp-extend-ep",

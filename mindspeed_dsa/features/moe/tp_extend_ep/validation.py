@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mindspeed_dsa.context import Context
-from mindspeed_dsa.integration.configuration import argument
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 
 _FLAG = "--moe-tp-extend-ep"

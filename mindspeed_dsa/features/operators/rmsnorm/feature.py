@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, Flag, Requires
+from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.features.operators.rmsnorm.validation import check_rmsnorm
 from mindspeed_dsa.features.operators.selection import FUSED_OPERATORS, selects
-from mindspeed_dsa.integration import configuration, releases
+from mindspeed_dsa.megatron import configuration, releases
 from mindspeed_dsa.patches.spec import Patch
 
 _IMPL = "mindspeed_dsa.features.operators.rmsnorm.norm"

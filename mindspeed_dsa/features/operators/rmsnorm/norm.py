@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mindspeed_dsa.integration.local_norms import SequenceParallelRMSNorm, normalize_with
+from mindspeed_dsa.megatron.local_norms import SequenceParallelRMSNorm, normalize_with
 from mindspeed_dsa.ops.rms_norm import rms_norm
 
 

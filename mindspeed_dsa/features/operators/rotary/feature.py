@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, Flag, Requires
+from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.features.operators.rotary.arguments import take_the_place_of_megatrons
 from mindspeed_dsa.features.operators.rotary.validation import check_rotary
 from mindspeed_dsa.features.operators.selection import FUSED_OPERATORS, selects
-from mindspeed_dsa.integration import configuration, releases
+from mindspeed_dsa.megatron import configuration, releases
 from mindspeed_dsa.patches.spec import Patch
 
 FEATURE = Feature(

@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_dsa.integration.stand_in import StandIn
+from mindspeed_dsa.megatron.stand_in import StandIn
 from mindspeed_dsa.ops.swiglu import swiglu
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.context import Context, Megatron
+from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.operators.swiglu.activation import is_plain_swiglu
 from mindspeed_dsa.features.operators.swiglu.options import Options
-from mindspeed_dsa.integration.gathered_weights import waits_for_weights
-from mindspeed_dsa.integration.plain_layers import linears_of
-from mindspeed_dsa.integration.stand_in import Function, StandIn
+from mindspeed_dsa.megatron.gathered_weights import waits_for_weights
+from mindspeed_dsa.megatron.plain_layers import linears_of
+from mindspeed_dsa.megatron.stand_in import Function, StandIn
 from mindspeed_dsa.ops.grouped_matmul.apart import multiply_apart
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, Flag, Requires
+from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.features.operators.selection import FUSED_OPERATORS, selects
 from mindspeed_dsa.features.operators.swiglu.options import Options
 from mindspeed_dsa.features.operators.swiglu.validation import check_swiglu
-from mindspeed_dsa.integration import configuration, releases
+from mindspeed_dsa.megatron import configuration, releases
 from mindspeed_dsa.patches.spec import Patch
 
 _ROOM = "mindspeed_dsa.features.operators.swiglu"

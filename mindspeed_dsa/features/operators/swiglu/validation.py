@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_dsa.features.operators.selection import check_library, check_selection, is_named
-from mindspeed_dsa.integration.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument
 
 _SWITCH = "use_fused_swiglu"
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Conflict, Feature, Flag, Requires
+from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.features.operators.two_streams.validation import check_streams
-from mindspeed_dsa.integration import configuration
+from mindspeed_dsa.megatron import configuration
 from mindspeed_dsa.patches.spec import Patch
 
 _IMPL = "mindspeed_dsa.features.operators.two_streams"

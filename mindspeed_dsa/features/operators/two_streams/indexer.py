@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.operators.two_streams import side
-from mindspeed_dsa.integration.stand_in import Function, StandIn
+from mindspeed_dsa.megatron.stand_in import Function, StandIn
 
 
 class _Projected(NamedTuple):

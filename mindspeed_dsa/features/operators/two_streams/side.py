@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.context import Context
-from mindspeed_dsa.integration.gathered_weights import wait_for_all_weights
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.megatron.gathered_weights import wait_for_all_weights
 
 _streams: WeakKeyDictionary[platforms.Platform, Any] = WeakKeyDictionary()
 """One for all layers."""

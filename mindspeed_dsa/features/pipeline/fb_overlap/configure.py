@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.pipeline.fb_overlap.options import Options
 from mindspeed_dsa.features.pipeline.fb_overlap.validation import check_overlap
-from mindspeed_dsa.integration import configuration
+from mindspeed_dsa.megatron import configuration
 
 
 def switch_on_paired_schedule(original: Callable[..., Any]) -> Callable[..., Any]:

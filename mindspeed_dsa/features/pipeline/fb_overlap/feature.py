@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Conflict, Feature, Flag, Requires
+from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.features.pipeline.fb_overlap.options import Options
 from mindspeed_dsa.features.pipeline.fb_overlap.validation import check_overlap
-from mindspeed_dsa.integration import configuration, ports, transfers
+from mindspeed_dsa.megatron import configuration, ports, transfers
 from mindspeed_dsa.patches.spec import Patch
 
 _PLAN = "megatron.core.models.common.model_chunk_schedule_plan:TransformerLayerSchedulePlan"

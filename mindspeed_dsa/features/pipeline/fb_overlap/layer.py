@@ -27,11 +27,11 @@ from typing import Any
 
 from torch import Tensor
 
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.pipeline.fb_overlap.options import Options
 from mindspeed_dsa.features.pipeline.fb_overlap.pieces import Crossing, Pieces, Shared, until_dispatch
-from mindspeed_dsa.integration.layer_pieces import transformer_layer
-from mindspeed_dsa.integration.parted_transfers import arriving, departing
+from mindspeed_dsa.megatron.layer_pieces import transformer_layer
+from mindspeed_dsa.megatron.parted_transfers import arriving, departing
 from mindspeed_dsa.parallel.port import opened
 
 _Step = Callable[..., Any]

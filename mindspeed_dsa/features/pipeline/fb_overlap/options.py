@@ -7,7 +7,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from mindspeed_dsa import versions
+from mindspeed_dsa.patches import versions
 
 
 @dataclass(frozen=True)

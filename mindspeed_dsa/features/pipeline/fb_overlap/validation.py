@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_dsa.features.pipeline.fb_overlap.options import Options
-from mindspeed_dsa.integration.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument
 
 FLAG = "--moe-fb-overlap"
 _ACROSS_PIECES = {"moe": "shared_experts, moe_act and layernorm recompute parts of it"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, Flag
+from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.pipeline.recompute_ahead.options import Options
 from mindspeed_dsa.features.pipeline.recompute_ahead.validation import (
     check_recompute_ahead,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mindspeed_dsa.integration.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument
 
 _WITHOUT_OUTPUT = {"layernorm", "mla_up_proj", "moe_act"}
 """Modules that Megatron recomputes in the backward of what follows them, not in one of their own."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, Flag
+from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.pipeline.schedule_trace.options import Options
 from mindspeed_dsa.features.pipeline.schedule_trace.validation import check_trace, trace_wanted
 from mindspeed_dsa.patches.spec import Patch

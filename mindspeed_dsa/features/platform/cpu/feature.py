@@ -7,7 +7,7 @@ Only names that Megatron-core or Megatron-LM's training loop uses are redirected
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, on_platform
+from mindspeed_dsa.feature import Feature, on_platform
 from mindspeed_dsa.patches.spec import Kind, Patch
 from mindspeed_dsa.settings import PLATFORM
 

@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 from torch.distributed import ProcessGroup, barrier, destroy_process_group
 
-from mindspeed_dsa.context import Context, Megatron
+from mindspeed_dsa.feature import Context, Megatron
 
 _Function = Callable[..., Any]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Conflict, Feature, Flag
+from mindspeed_dsa.feature import Conflict, Feature, Flag
 from mindspeed_dsa.features.platform.fused_adam.activation import wanted
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.settings import PLATFORM

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mindspeed_dsa import log, platforms
-from mindspeed_dsa.versions import private
+from mindspeed_dsa.patches.versions import private
 
 
 def step_in_one_operator(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, Flag
+from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.platform.gradient_fusion.validation import (
     EXTENSION,
     check_embedding,

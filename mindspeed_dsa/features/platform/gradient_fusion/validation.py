@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.integration.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument
 
 EXTENSION = "fused_weight_gradient_mlp_cuda"
 """Apex' module of the kernels, which is taken where it is installed."""

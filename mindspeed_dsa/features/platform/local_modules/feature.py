@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature, Flag
+from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.platform.local_modules.activation import is_needed
 from mindspeed_dsa.patches.spec import Patch
 
@@ -18,14 +18,14 @@ FEATURE = Feature(
         Patch(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
             "wrap",
-            "mindspeed_dsa.integration.local_norms:norm_for_every_setting",
+            "mindspeed_dsa.megatron.local_norms:norm_for_every_setting",
             "PyTorch's norms are rejected with sequence parallelism and zero-centered gamma",
             params=("config", "hidden_size", "eps"),
         ),
         Patch(
             "megatron.core.transformer.moe.moe_utils:router_gating_linear",
             "wrap",
-            "mindspeed_dsa.integration.router:gate_without_transformer_engine",
+            "mindspeed_dsa.megatron.router:gate_without_transformer_engine",
             "the router uses a name that is undefined without Transformer Engine",
             params=("inp", "weight", "router_dtype"),
             versions=">=0.13,<0.17",

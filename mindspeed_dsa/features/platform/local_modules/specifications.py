@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed_dsa.integration.releases import takes
+from mindspeed_dsa.megatron.releases import takes
 from mindspeed_dsa.patches.errors import SettingsError
 
 _CHOICE = "use_transformer_engine"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Feature
+from mindspeed_dsa.feature import Feature
 from mindspeed_dsa.features.platform.mindspeed_flags.arguments import switch_off_missing_fusions
 from mindspeed_dsa.settings import ACCEPT_MINDSPEED
 

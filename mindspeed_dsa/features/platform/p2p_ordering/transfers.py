@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_dsa.context import Context, Megatron
+from mindspeed_dsa.feature import Context, Megatron
 
 _Function = Callable[..., Any]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.parallel import chunked
 from mindspeed_dsa.parallel.gather import Allocate
 from mindspeed_dsa.parallel.own_weights import own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.declarations import Conflict, Feature, Flag, Requires
+from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.features.tensor_parallel.overlap.options import Options
 from mindspeed_dsa.features.tensor_parallel.overlap.validation import check_coc, check_mc2, coc_wanted
 from mindspeed_dsa.patches.spec import Patch

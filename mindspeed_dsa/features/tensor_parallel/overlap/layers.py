@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_dsa.context import Context
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.tensor_parallel.overlap import tuning
 from mindspeed_dsa.features.tensor_parallel.overlap.autograd import (
     Column,
@@ -23,7 +23,7 @@ from mindspeed_dsa.features.tensor_parallel.overlap.autograd import (
 )
 from mindspeed_dsa.features.tensor_parallel.overlap.options import Options
 from mindspeed_dsa.features.tensor_parallel.overlap.validation import check_tuned
-from mindspeed_dsa.integration.configuration import require
+from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.parallel.weight_gradient import WeightGradient
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_dsa.ops.npu_device import listed, product
+from mindspeed_dsa.ops.npu.device import listed, product
 from mindspeed_dsa.parallel import chunked
 from mindspeed_dsa.parallel.gather import Allocate, Gather
 from mindspeed_dsa.parallel.handles import Pending

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mindspeed_dsa import log
-from mindspeed_dsa.integration.measured import check_measured
+from mindspeed_dsa.megatron.measured import check_measured
 
 
 def check_sequence_parallel(args: Any, flag: str) -> Iterator[str]:

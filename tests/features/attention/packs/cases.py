@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_dsa.context import Megatron
-from mindspeed_dsa.features.attention.dsa import by_runs
-from mindspeed_dsa.integration.packs import Pack
+from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.features.dsa import by_runs
+from mindspeed_dsa.megatron.packs import Pack
 from tests.features.attention.cp_cases import logged_indexer_loss
 from tests.support import model as job
 
@@ -101,7 +101,7 @@ def logged_loss() -> float:
 
 
 def scale_indexer_loss(factor: float) -> None:
-    from mindspeed_dsa.features.attention.indexer_loss import indexer_loss
+    from mindspeed_dsa.features.dsa.indexer_loss import indexer_loss
 
     indexer_loss(Megatron()).scale.set_loss_scale(torch.tensor(factor))
 

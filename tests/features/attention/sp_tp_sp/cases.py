@@ -51,10 +51,10 @@ def checkpoint(folder: str, on_saving: bool, on_loading: bool) -> dict[str, Any]
 
 
 def _model_output(folder: str, on: bool, load: bool) -> Any:
+    from dsa_job.torch_dist import save_in_this_process
     from megatron.core import dist_checkpointing, parallel_state
 
     import mindspeed_dsa
-    from mindspeed_dsa.runs.torch_dist import save_in_this_process
 
     mindspeed_dsa.disable()
     parallel_state.destroy_model_parallel()

@@ -59,7 +59,7 @@ def life(folder: str, sharding_size: int | None, **switches: Any) -> dict[str, A
 
 def late_gradients() -> str:
     """What a job's first step says where FSDP2 no longer calls the end of a backward."""
-    from mindspeed_dsa.parallel.fsdp2_direct import DirectGroup
+    from mindspeed_dsa.features.data_parallel.fsdp2.direct import DirectGroup
 
     start({"use_torch_fsdp2": True}, ep=2)
     sharded = assemble(**JOB, fsdp2=True)
@@ -144,7 +144,7 @@ def stages_of_ddp(folder: str) -> list[str]:
 
 
 def _step_with_drawn_gradients(job: Any, number: int) -> float:
-    from mindspeed_dsa.parallel.fsdp2_shards import like
+    from mindspeed_dsa.features.data_parallel.fsdp2.shards import like
 
     job.model.zero_grad_buffer()
     job.optimizer.zero_grad()
@@ -209,7 +209,7 @@ def same(whole: Tensor, piece: Tensor, parameter: Tensor | None = None) -> bool:
     parameter = piece if parameter is None else parameter
     ours, theirs = local_of(piece), local_of(whole)
     if isinstance(parameter, DTensor) and theirs.shape == parameter.shape:
-        from mindspeed_dsa.parallel.fsdp2_shards import cut_of
+        from mindspeed_dsa.features.data_parallel.fsdp2.shards import cut_of
 
         cut = cut_of(parameter)
         theirs = theirs.chunk(cut.pieces, cut.dim)[cut.index]

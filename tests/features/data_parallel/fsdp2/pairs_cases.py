@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.memory.measure import storage_bytes
-from mindspeed_dsa.parallel import fsdp2_delayed, fsdp2_direct
-from mindspeed_dsa.parallel.fsdp2_parts import Unit
+from mindspeed_dsa.features.data_parallel.fsdp2 import delayed
+from mindspeed_dsa.features.data_parallel.fsdp2 import direct as fsdp2_direct
+from mindspeed_dsa.features.data_parallel.fsdp2.parts import Unit
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.parallel.weight_gradient import WeightGradient
 from tests.support import optimizer_job
@@ -50,7 +51,7 @@ def train(
             (optimizer_job, "gpt_model", lambda cfg: gpt_model(cfg, mtp=bool(cfg.mtp_num_layers))),
             (optimizer_job, "MICROBATCHES", MICROBATCHES),
             *([] if direct else [(fsdp2_direct.DirectGroup, "takes", lambda group: False)]),
-            *([] if late else [(fsdp2_delayed.Late, "ports", lambda self: nullcontext())]),
+            *([] if late else [(delayed.Late, "ports", lambda self: nullcontext())]),
         ):
             stack.enter_context(mock.patch.object(holder, name, value))
         options: dict[str, Any] = {"precision": precision, "ep": 2, "clip": 0.1, "fsdp2": True}
@@ -71,7 +72,7 @@ def train(
 def _failed(job: Any) -> int:
     """Gradients that waited when a step failed."""
     waiting: list[int] = []
-    run = fsdp2_delayed.Late.run
+    run = delayed.Late.run
 
     def unlucky(self: Any) -> None:
         if waiting:
@@ -79,7 +80,7 @@ def _failed(job: Any) -> int:
         waiting.append(len(self))
         run(self)
 
-    with mock.patch.object(fsdp2_delayed.Late, "run", unlucky):
+    with mock.patch.object(delayed.Late, "run", unlucky):
         try:
             optimizer_job.forward_backward(job, 0)
         except ValueError:

@@ -21,7 +21,7 @@ ON = {"swap_optimizer": True}
 
 def pipeline_of(part: Any) -> Any:
     """What one of Megatron's optimizers makes its steps with."""
-    from mindspeed_dsa.integration.optimizer import state_of
+    from mindspeed_dsa.megatron.optimizer import state_of
 
     return state_of(part, "swap-optimizer").pipeline
 

@@ -19,7 +19,7 @@ from mindspeed_dsa.features.memory.swap_optimizer.host_slab import Parameter, Sl
 from mindspeed_dsa.features.memory.swap_optimizer.options import Options
 from mindspeed_dsa.features.memory.swap_optimizer.state_on_host import SwappedState
 from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Pipeline
-from mindspeed_dsa.integration.whole_steps import WholeSteps
+from mindspeed_dsa.megatron.whole_steps import WholeSteps
 from tests.support.contexts import context
 from tests.support.stream_order import OrderedPlatform, watched
 

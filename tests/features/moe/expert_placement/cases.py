@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mindspeed_dsa import session
 from mindspeed_dsa.features.moe.expert_placement import placing
-from mindspeed_dsa.integration import moe_layers
+from mindspeed_dsa.megatron import moe_layers
 from tests.support import model, moe
 
 BALANCED = {

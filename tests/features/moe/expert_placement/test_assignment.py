@@ -10,9 +10,9 @@ import pytest
 
 from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.runs import expert_load, expert_placement
-from mindspeed_dsa.runs.errors import RunError
 from mindspeed_dsa.runs.expert_load import LayerLoad, imbalance
 from mindspeed_dsa.runs.expert_placement import Placement, balanced, rank_loads
+from mindspeed_dsa.runs.files import RunError
 
 
 def zipf(experts, exponent):

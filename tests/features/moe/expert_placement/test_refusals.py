@@ -12,9 +12,9 @@ from mindspeed_dsa.features.moe.expert_placement.options import Options
 from mindspeed_dsa.features.moe.expert_placement.validation import check_expert_placement
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.runs import expert_load, expert_placement, metrics
-from mindspeed_dsa.runs.errors import RunError
 from mindspeed_dsa.runs.expert_load import LayerLoad
 from mindspeed_dsa.runs.expert_placement import Placement
+from mindspeed_dsa.runs.files import RunError
 from tests.support.contexts import context
 
 

@@ -174,7 +174,7 @@ def placed(file: str, order: Sequence[int]) -> list[tuple[int, ...]]:
     """
     from mindspeed_dsa import session
     from mindspeed_dsa.features.moe.expert_placement import placing
-    from mindspeed_dsa.integration import moe_layers
+    from mindspeed_dsa.megatron import moe_layers
 
     ours, theirs = pair({"moe_expert_placement": file}, ep=2)
     running = session.current()

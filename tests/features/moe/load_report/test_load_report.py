@@ -10,7 +10,7 @@ import torch
 
 import mindspeed_dsa
 from mindspeed_dsa.__main__ import main
-from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.moe.load_report import counting, steps
 from mindspeed_dsa.features.moe.load_report.options import Options
 from mindspeed_dsa.features.moe.load_report.validation import check_load_report

@@ -10,7 +10,7 @@ import mindspeed_dsa
 from mindspeed_dsa import session
 from mindspeed_dsa.features.moe.tp_extend_ep.arguments import extend
 from mindspeed_dsa.features.moe.tp_extend_ep.validation import check_tp_extend_ep
-from mindspeed_dsa.integration.job import validate_with_feature_checks
+from mindspeed_dsa.megatron.job import validate_with_feature_checks
 from tests.support import model
 
 SIZES = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")

@@ -6,11 +6,11 @@ from argparse import Namespace
 
 import pytest
 
-from mindspeed_dsa import checks
 from mindspeed_dsa.features import all_features
 from mindspeed_dsa.features.pipeline.fb_overlap.feature import FEATURE
 from mindspeed_dsa.features.pipeline.fb_overlap.options import Options
 from mindspeed_dsa.features.pipeline.fb_overlap.validation import check_overlap
+from mindspeed_dsa.session import checks
 
 SERVED = {
     "num_experts": 8,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_dsa.context import Megatron
+from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.schedule import beside
 from tests.support.memory_events import EVENTS, STARTED
 from tests.support.model import assert_same_gradients

@@ -1,0 +1,176 @@
+"""Folders of checkpoints as Megatron-LM lays them out: ``iter_0000100`` etc. and a tracker file.
+
+A checkpoint written between :func:`begin` and :func:`publish` cannot be damaged by a kill: it gets its
+name when it is on disk, and the tracker names it last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import socket
+from pathlib import Path
+
+from mindspeed_dsa.runs.files import RunError, number, sync, sync_tree, write_atomically
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_ATTEMPTS = 3
+_SHOWN = 40  # characters of a damaged file that a message repeats
+_PARTIAL = re.compile(r"\.(?P<name>iter_\d+)\.(?P<host>.+)-(?P<pid>\d+)\.(?P<kind>partial|replaced)")
+
+
+def latest(folder: Path) -> int | None:
+    """Step of the newest complete checkpoint; ``None`` if there is none.
+
+    Raises:
+        RunError: the tracker file cannot be read, or names a checkpoint that is missing or incomplete.
+    """
+    try:
+        text = (folder / TRACKER).read_bytes().decode("ascii", errors="backslashreplace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunError(
+            f"{folder / TRACKER} cannot be read ({error.strerror or error}); name a folder that holds "
+            "checkpoints"
+        ) from error
+    step = number(text)
+    if step is None or not _is_there(folder, step):
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        raise RunError(
+            f"{folder / TRACKER} says {shown!r}, and there is no complete checkpoint of that name; "
+            f"complete ones: {complete_steps(folder) or 'none'}; choose one with --ckpt-step, or write its "
+            "number into that file"
+        )
+    return step
+
+
+def choose(folder: Path, step: int | None = None) -> Path:
+    """Folder of the checkpoint of a step, by default of the latest.
+
+    Raises:
+        RunError: it is missing or incomplete.
+    """
+    wanted = latest(folder) if step is None else step
+    if wanted is None or not _is_there(folder, wanted):
+        raise RunError(
+            f"{folder} has no complete checkpoint{'' if wanted is None else f' of step {wanted}'}; "
+            f"complete ones: {complete_steps(folder) or 'none'}"
+        )
+    return folder_of(folder, wanted)
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps of all complete checkpoints."""
+    steps = ((number(path.name[5:]), path) for path in folder.glob("iter_*"))
+    return sorted(step for step, path in steps if step is not None and is_complete(path))
+
+
+def folder_of(folder: Path, step: int) -> Path:
+    """Folder of one checkpoint."""
+    return folder / f"iter_{step:07d}"
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a ``torch_dist`` checkpoint was written to its end; Megatron writes ``metadata.json`` last."""
+    return (checkpoint / "metadata.json").is_file() and (checkpoint / "common.pt").is_file()
+
+
+def _is_there(folder: Path, step: int) -> bool:
+    """Whether there is a complete checkpoint of a step, or one that gets its name back."""
+    if not is_complete(folder_of(folder, step)):
+        _give_names_back(folder)
+    return is_complete(folder_of(folder, step))
+
+
+def begin(folder: Path, step: int) -> Path:
+    """Create the folder to write a checkpoint into until :func:`publish`; one process calls this."""
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{folder_of(folder, step).name}.{socket.gethostname()}-{os.getpid()}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    return partial
+
+
+def publish(partial: Path, step: int) -> Path:
+    """Bring what was written since :func:`begin` to the disk, name it, and let the tracker name it.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    final = folder_of(partial.parent, step)
+    sync_tree(partial)
+    _rename(partial, final)
+    write_atomically(final.parent / TRACKER, str(step))
+    return final
+
+
+def _rename(partial: Path, final: Path) -> None:
+    # An old one was left by a process killed before the tracker named it, or by an earlier run of the same
+    # steps; the tracker does not change until the new one is in place.
+    old = partial.with_suffix(".replaced")
+    for attempt in range(_ATTEMPTS):
+        if final.exists():
+            os.rename(final, old)
+        try:
+            os.rename(partial, final)
+            break
+        except OSError as error:
+            # A job on another machine came between the two, and gave the old one its name back.
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or attempt == _ATTEMPTS - 1:
+                raise
+    sync(final.parent)  # or a power cut might undo the renames and not the removal
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _give_names_back(folder: Path) -> None:
+    """Give checkpoints that were moved away for one that was never published their names back.
+
+    Whoever moved them, on whatever machine, was killed between two renames: a process that runs is there only
+    for an instant, and moves them away once more.
+    """
+    for path in sorted(folder.glob(".iter_*.replaced"), key=_written, reverse=True):  # the newest first
+        match = _PARTIAL.fullmatch(path.name)
+        if match and not (folder / match["name"]).exists() and is_complete(path) and not _runs_here(match):
+            with contextlib.suppress(OSError):  # a folder of others, or another job was faster
+                path.rename(folder / match["name"])
+
+
+def _written(checkpoint: Path) -> float:
+    try:
+        return (checkpoint / "metadata.json").stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def remove_partial(folder: Path) -> list[str]:
+    """Delete what killed processes of this machine left half written; names of what was deleted.
+
+    A checkpoint that was moved away for one that was never published gets its name back.
+    """
+    _give_names_back(folder)
+    removed = []
+    for path in folder.glob(".iter_*"):
+        match = _PARTIAL.fullmatch(path.name)
+        if match and match["host"] == socket.gethostname() and not _runs_here(match):
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(path.name)
+    return removed
+
+
+def _runs_here(match: re.Match[str]) -> bool:
+    """Whether what a name was made by is a process of this machine that still runs."""
+    return match["host"] == socket.gethostname() and _is_alive(int(match["pid"]))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return pid != os.getpid()

@@ -1,0 +1,225 @@
+"""What a feature is: one declaration that answers everything about one switch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Generic, Literal, TypeVar
+
+from mindspeed_dsa.log import Log
+from mindspeed_dsa.patches.spec import Patch
+
+ENV_PREFIX = "MINDSPEED_DSA_"
+AUTO = "auto"
+WORDS = (AUTO, "on", "off")
+"""What a tri-state switch with these choices may be followed by."""
+Platform = Literal["cpu", "cuda", "npu"]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One command line flag; rows drive argparse, environment names, API keywords and ``--help``.
+
+    ``kind`` ``bool`` is a ``store_true`` switch; ``auto`` is a tri-state switch
+    (``--name`` / ``--no-name``, default ``None``: the feature decides); with :data:`WORDS` as its
+    ``choices`` it may also be followed by ``on``, ``off`` or ``auto``, whose value is the word itself.
+    ``value`` takes an argument of ``type``. ``megatron`` marks a flag that belongs to Megatron: it is read
+    (argv, environment, API) to decide what to switch on, and never added to a parser.
+    """
+
+    name: str
+    help: str
+    kind: Literal["bool", "auto", "value"] = "bool"
+    type: Callable[[str], Any] = str
+    default: Any = None
+    choices: tuple[Any, ...] | None = None
+    nargs: str | int | None = None
+    metavar: str | None = None
+    aliases: tuple[str, ...] = ()
+    megatron: bool = False
+
+    @property
+    def dest(self) -> str:
+        """API keyword and argparse destination: ``use_fused_dsa``."""
+        return self.name.lstrip("-").replace("-", "_")
+
+    @property
+    def env(self) -> str:
+        """Environment variable: ``MINDSPEED_DSA_USE_FUSED_DSA``."""
+        return ENV_PREFIX + self.dest.upper()
+
+    @property
+    def unset(self) -> Any:
+        """The value when nobody sets the flag."""
+        return False if self.kind == "bool" and self.default is None else self.default
+
+    def same_as(self, other: Flag) -> bool:
+        """Whether two declarations are of one flag; Megatron's own may be described in other words."""
+        if self.megatron and other.megatron:
+            return replace(self, help="") == replace(other, help="")
+        return self == other
+
+
+@dataclass(frozen=True)
+class Requires:
+    """What must be true of the machine before a feature may be switched on."""
+
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Distribution name to PEP 440 range, e.g. ``{"megatron-core": ">=0.16,<0.19"}``."""
+    platforms: tuple[Platform, ...] = ("cpu", "cuda", "npu")
+    features: tuple[str, ...] = ()
+    """Names of features that must be on as well."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Importable top-level package to the command that installs it."""
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Another feature that cannot be on at the same time, with the reason and the way out."""
+
+    feature: str
+    why: str
+
+
+def _no_problems(args: Any) -> Sequence[str]:
+    return ()
+
+
+def _nothing_to_rewrite(args: Any) -> Sequence[str]:
+    return ()
+
+
+def _switch_is_on(name: str) -> Callable[[Any], bool]:
+    return lambda settings: bool(getattr(settings, name, False))
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One switchable change to Megatron.
+
+    Attributes:
+        name: kebab-case identity, as doctor and the documentation print it.
+        summary: one line.
+        flags: the first one is the switch, unless ``active`` says otherwise; Megatron's flags that
+            ``active`` or ``validate`` read are listed too.
+        patches: rows for the engine.
+        requires, conflicts: declared, checked before anything is mutated.
+        active: decides from the settings (attribute access by ``dest``, ``platform``) whether the
+            feature is on; by default: the first flag is true.
+        options: makes of the settings (attribute access by ``dest``, ``platform``, ``features_on``) the
+            frozen options that the feature's implementations find in their context.
+        rewrite: changes a job's arguments in place before Megatron derives others from them, and returns a
+            sentence for each change. Called again it finds nothing left to do; what it cannot change it
+            leaves to ``validate``.
+        validate: gets Megatron's full argument namespace, in which our own switches read as the settings
+            say; returns every problem at once, each naming who, what, and what to do.
+        doc: page under ``docs/features/``.
+        platform_support: true for redirections without which Megatron does not run on the platform at
+            all; doctor and the benchmarks count them apart from features that a user switched on.
+        on_finalize: lazy ``"module:function"``; called with the feature's context right before the model
+            is built, after all sites are verified.
+        when: of a feature without a switch of its own: what it is on for, in words.
+        supplies: of a backport: names of the features whose effect its own code has in the releases that
+            it serves; the compatibility table says so.
+        distribution: name and version of the plug-in that ships the feature; set when it is loaded.
+    """
+
+    name: str
+    summary: str
+    flags: tuple[Flag, ...] = ()
+    patches: tuple[Patch, ...] = ()
+    requires: Requires = field(default_factory=Requires)
+    conflicts: tuple[Conflict, ...] = ()
+    active: Callable[[Any], bool] | None = None
+    options: Callable[[Any], Any] | None = None
+    rewrite: Callable[[Any], Sequence[str]] = _nothing_to_rewrite
+    validate: Callable[[Any], Sequence[str]] = _no_problems
+    doc: str = ""
+    platform_support: bool = False
+    on_finalize: str = ""
+    when: str = ""
+    supplies: tuple[str, ...] = ()
+    distribution: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name as messages print it, with the plug-in that a user may have to report to."""
+        return f"{self.name} (plug-in {self.distribution})" if self.distribution else self.name
+
+    def is_active(self, settings: Any) -> bool:
+        """Whether these settings switch the feature on."""
+        if self.active is not None:
+            return self.active(settings)
+        return bool(self.flags) and _switch_is_on(self.flags[0].dest)(settings)
+
+
+EXPERIMENTAL_ATTENTION_VARIANT = Flag(
+    "--experimental-attention-variant",
+    "Megatron's own flag; 'dsa' switches on the repairs that DeepSeek Sparse Attention needs.",
+    kind="value",
+    megatron=True,
+)
+
+
+def repair(switch: str) -> Callable[[Any], bool]:
+    """Activation rule of a repair: as the switch says, else on where the model uses DSA."""
+
+    def active(settings: Any) -> bool:
+        choice = getattr(settings, switch, None)
+        if choice is not None:
+            return bool(choice)
+        return getattr(settings, "experimental_attention_variant", None) == "dsa"
+
+    return active
+
+
+def on_platform(platform: Platform) -> Callable[[Any], bool]:
+    """Activation rule of a redirection: on wherever the job runs on ``platform``."""
+
+    def active(settings: Any) -> bool:
+        return bool(settings.platform == platform)
+
+    return active
+
+
+Options = TypeVar("Options")
+
+
+@dataclass(frozen=True)
+class Megatron:
+    """Megatron's modules, below the package that replaces ``megatron`` in this session.
+
+    Implementations must not write ``import megatron``: in a fork with another root that would load a
+    second Megatron, or none.
+
+    Attributes:
+        root: the top-level package, ``corp_megatron`` in a fork.
+    """
+
+    root: str = "megatron"
+
+    def __call__(self, name: str) -> ModuleType:
+        """Import Megatron's module ``name``, such as ``core.parallel_state``."""
+        return import_module(f"{self.root}.{name}")
+
+
+@dataclass(frozen=True)
+class Context(Generic[Options]):
+    """Built once for each feature, when a session arms its patches; it never changes.
+
+    A ``wrap`` factory that takes ``(original, context)``, and every ``factory`` row, gets the context of
+    the feature that claims the site. Implementations read settings nowhere else.
+
+    Attributes:
+        feature: the feature's name.
+        options: the result of ``Feature.options``.
+        megatron: this session's Megatron.
+        log: the feature's logger.
+    """
+
+    feature: str
+    options: Options
+    megatron: Megatron
+    log: Log

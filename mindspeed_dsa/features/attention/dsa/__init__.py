@@ -1,1 +1,0 @@
-"""DSA's attention path on the operators of ``mindspeed_dsa.ops``."""

@@ -1,1 +1,0 @@
-"""Context parallelism: names of algorithms, rows of ranks, attention without DSA."""

@@ -1,0 +1,224 @@
+"""FSDP2 with shards of equal size on whatever dimension has them; gradients are summed in their own type."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from mindspeed_dsa.features.data_parallel.fsdp2 import checks
+from mindspeed_dsa.features.data_parallel.fsdp2.direct import DirectGroup, Reductions
+from mindspeed_dsa.parallel.local_shards import like, local_of
+from mindspeed_dsa.patches.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a shard lies in its parameter.
+
+    Attributes:
+        dim: the dimension that is cut.
+        index, pieces: which of how many equal pieces this rank has.
+        replica: which copy of that piece this is.
+    """
+
+    dim: int
+    index: int
+    pieces: int
+    replica: int
+
+
+def cut_of(tensor: DTensor) -> Cut:
+    """Of a parameter of a unit, or of anything of its placement."""
+    mesh = tensor.device_mesh
+    axis = shard_axis(tensor)
+    (dim,) = (placement.dim for placement in tensor.placements if isinstance(placement, Shard))
+    replica = 0 if mesh.ndim == 1 else mesh.get_local_rank(1 - axis)
+    return Cut(dim, mesh.get_local_rank(axis), mesh.size(axis), replica)
+
+
+def shard_axis(tensor: DTensor) -> int:
+    """Dimension of the mesh whose ranks have different pieces."""
+    return next(axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard))
+
+
+def mesh_of(group: Any, device_type: str, sharding_size: int) -> DeviceMesh:
+    """``[replicas, shards]``, or ``[shards]`` alone where there is one replica.
+
+    Consecutive ranks of the group share a replica: ranks that lie next to each other have the fastest links.
+
+    Args:
+        group: process group of all data parallel ranks.
+        device_type: of the parameters.
+        sharding_size: ranks that share one copy; divides the group's size.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if sharding_size == len(ranks):
+        return DeviceMesh.from_group(group, device_type, mesh_dim_names=("shard",))
+    grid = torch.tensor(ranks).view(-1, sharding_size)
+    own, own_column = divmod(ranks.index(dist.get_rank()), sharding_size)
+    groups = [
+        # Other ranks make groups of their own, and none of them knows all.
+        dist.new_group(members.tolist(), use_local_synchronization=True)
+        for members in (grid[:, own_column], grid[own])
+    ]
+    return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=("replicate", "shard"))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to shard a model.
+
+    Attributes:
+        mesh: from :func:`mesh_of`.
+        placements: the dimension each parameter is cut on; others stay whole and are left to the caller.
+        reshard: drop gathered weights after forward; a number: keep them on so many ranks.
+        reduce_dtype: of the sums of gradients, over ranks and microbatches.
+        divide_by: what sums of gradients are divided by.
+        direct: move weights and gradients with :class:`DirectGroup`, on processors, where this release of
+            torch was tried with it.
+    """
+
+    mesh: DeviceMesh
+    placements: dict[nn.Parameter, int]
+    reshard: bool | int
+    reduce_dtype: torch.dtype
+    divide_by: float
+    direct: bool = False
+
+
+def dimension(shape: Sequence[int], pieces: int, dims: Iterable[int] | None = None) -> int | None:
+    """The first dimension (of ``dims``) that has ``pieces`` equal pieces."""
+    chosen = range(len(shape)) if dims is None else dims
+    return next((dim for dim in chosen if shape[dim] and shape[dim] % pieces == 0), None)
+
+
+class FirstGradients:
+    """State that the first backward has left, to be looked at once.
+
+    Args:
+        root: a model that :func:`shard` has sharded.
+        dtype: of sums of gradients.
+        reductions: those of the model that travel as messages.
+    """
+
+    def __init__(self, root: nn.Module, dtype: torch.dtype, reductions: Reductions) -> None:
+        self._left: tuple[nn.Module, torch.dtype, Reductions] | None = (root, dtype, reductions)
+
+    def check(self) -> None:
+        """Compare them with what was asked for, once there are any.
+
+        Raises:
+            SettingsError: from :func:`fsdp2_checks.require_reduced`.
+        """
+        if self._left is None:
+            return
+        root, dtype, reductions = self._left
+        shards = [(name, each) for name, each in root.named_parameters() if isinstance(each, DTensor)]
+        checks.require_reduced(_groups(root), shards, dtype, len(reductions))
+        if any(each.grad is not None for _, each in shards):
+            self._left = None
+
+
+def shard(root: nn.Module, units: Collection[nn.Module], plan: Plan) -> FirstGradients:
+    """Make ``FSDPModule`` of the units and of ``root``, which has the parameters that no unit has.
+
+    Attributes of parameters survive. Classes and hooks of the modules stay for their lifetime.
+
+    Args:
+        root: the whole model.
+        units: modules inside it, in any order.
+        plan: placements and types.
+
+    Returns:
+        What to call after a backward.
+
+    Raises:
+        SettingsError: FSDP2's classes are not those that this was written for, or a shard does not take an
+            attribute of its parameter.
+    """
+    attributes = {name: dict(vars(parameter)) for name, parameter in root.named_parameters()}
+    ignored = {parameter for parameter in root.parameters() if parameter not in plan.placements}
+    inner: list[Any] = [module for module in reversed(list(root.modules())) if module in units]
+    for module in [*inner, root]:
+        fully_shard(
+            module,
+            mesh=plan.mesh,
+            reshard_after_forward=plan.reshard,
+            shard_placement_fn=lambda parameter: Shard(plan.placements[parameter]),
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=plan.reduce_dtype),
+            ignored_params=ignored,
+        )
+        # A factor in the reduction itself is what HCCL and gloo lack.
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(plan.divide_by)
+    for name, parameter in root.named_parameters():
+        for key, value in attributes[name].items():
+            try:
+                setattr(parameter, key, value)
+            except AttributeError as error:
+                raise SettingsError(
+                    f"fsdp2: parameter {name} has an attribute {key}, which a shard does not take ({error}); "
+                    "give the attribute another name"
+                ) from error
+    groups = _groups(root)
+    _keep_sums_in(plan.reduce_dtype, groups)
+    reductions = Reductions()
+    if plan.direct and checks.was_tried():
+        for group in groups:
+            if DirectGroup.takes(group):
+                DirectGroup.convert(group, reductions)
+    root.register_forward_hook(_drop_without_backward)
+    return FirstGradients(root, plan.reduce_dtype, reductions)
+
+
+def _drop_without_backward(root: nn.Module, *_: Any) -> None:
+    """What backward would do: parameters that are not shards are no optimizer's, and in no checkpoint.
+
+    Nor may a gather that turned out to be for nobody be taken for one of the next weights.
+    """
+    if not torch.is_grad_enabled():
+        for group in _groups(root):
+            group.wait_for_unshard()
+            group.reshard()
+
+
+def _groups(root: Any) -> list[Any]:
+    state = root._get_fsdp_state()
+    state._lazy_init()
+    return [group for unit in state._state_ctx.all_states for group in unit._fsdp_param_groups]
+
+
+def _keep_sums_in(dtype: torch.dtype, groups: Iterable[Any]) -> None:
+    """FSDP2 would round every microbatch's sum to the parameter's type."""
+    for group in groups:
+        checks.require_names(group, ("_orig_dtype",))
+        if group._orig_dtype is not None and group._orig_dtype != dtype:
+            group._orig_dtype = dtype
+            for each in group.fsdp_params:
+                checks.require_names(each.sharded_param, ("grad_dtype",))
+                checks.require_names(each, ("to_sharded_dtensor",))
+                each.sharded_param.grad_dtype = dtype
+                # It would describe a gradient as being of the parameter's type.
+                each.to_sharded_dtensor = partial(_shard_like, each)
+
+
+def _shard_like(each: Any, tensor: Tensor) -> Any:
+    return like(tensor, each.sharded_param)
+
+
+def sharded_gradients(root: nn.Module) -> list[Tensor]:
+    """This rank's pieces of all gradients that are there."""
+    return [
+        local_of(parameter.grad)
+        for parameter in root.parameters()
+        if isinstance(parameter, DTensor) and parameter.grad is not None
+    ]

@@ -1,0 +1,173 @@
+"""MLA in absorbed form: the key's up-projection moves to the query, the value's to the attention output.
+
+``(W_UK c) . q = c . (W_UK^T q)`` and ``sum_s p_s (W_UV c_s) = W_UV (sum_s p_s c_s)``, so that all heads share
+one key, the latent ``c`` with its rotary part, whose latent part is the value as well (DeepSeek-V2 paper,
+section 2.1). Parameters are unchanged.
+
+Imports Megatron only when called: these functions are fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from mindspeed_dsa import log
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, key_exchange
+from mindspeed_dsa.features.dsa.problem import query_and_key
+from mindspeed_dsa.megatron.compiled_attention import steps_of
+from mindspeed_dsa.megatron.dsa import Options
+from mindspeed_dsa.megatron.mla_projections import Projections, plain_up_projection
+from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head
+
+
+def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``MLASelfAttention.get_query_key_value_tensors`` for training and evaluation of DSA models.
+
+    Generation with a cache keeps Megatron's form. Unless context parallel ranks share keys, so do the warm-up
+    stage, whose dense attention costs a third of the work in that form, and calls for which
+    :func:`by_head_is_faster`.
+    """
+
+    def get_query_key_value_tensors(
+        self: Any,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: Any = None,
+        inference_context: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        options, exchange = context.options, None
+        given = (inference_context, *args, *kwargs.values())
+        plain = self.config.experimental_attention_variant != "dsa" or any(one is not None for one in given)
+        projections = Projections(self, context.megatron)
+        if not plain:
+            projections = projections.on(packed_seq_params, hidden_states)
+            exchange = key_exchange(self.core_attention, options, context.megatron, projections.documents)
+        alone = not plain and exchange is None
+        if plain or (alone and (options.warmup or by_head_is_faster(projections, hidden_states, options))):
+            return original(
+                self,
+                hidden_states,
+                key_value_states,
+                position_ids,
+                packed_seq_params,
+                inference_context,
+                *args,
+                **kwargs,
+            )
+        if exchange is not None:
+            return absorbed_query_and_shared_key(projections, hidden_states, exchange)
+        return absorbed_query_key_value(projections, hidden_states)
+
+    return get_query_key_value_tensors
+
+
+def by_head_is_faster(projections: Projections, hidden_states: Tensor, options: Options) -> bool:
+    """Whether a layer attends by head although the absorbed form is on: under ``--use-dsa-absorb auto``.
+
+    Where that is faster, unless the indexer loss is formed in a sparse attention's backward, which the
+    operator by head does not do. Never for packed documents, or with Megatron's own attention, which masks
+    the whole square in either form.
+
+    Args:
+        projections: of an ``MLASelfAttention``.
+        hidden_states: ``[s, b, hidden]``, a rank's part of the sequence under sequence parallelism.
+        options: the parts that run on our operators.
+    """
+    if options.absorb_always or not options.attention or projections.documents is not None:
+        return False
+    config, rows = projections.layer.config, projections.rows(hidden_states)
+    topk = config.dsa_indexer_topk
+    rope, latent = config.qk_pos_emb_head_dim, config.kv_lora_rank
+    widths = (config.qk_head_dim + rope + config.v_head_dim, latent + rope + latent)
+    faster = is_faster_by_head(hidden_states.device, rows, topk, widths, options.backend)
+    by_head = faster and not (options.fuse_kl_in_backward and rows > topk)
+    log.get("dsa-absorb", projections.megatron.root).info(
+        "sequences of %d tokens attend %s", rows, "by head" if by_head else "in absorbed form", once=True
+    )
+    return by_head
+
+
+def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) -> tuple[Tensor, ...]:
+    """The result of ``get_query_key_value_tensors`` in absorbed form; packed documents have a batch of 1.
+
+    Args:
+        projections: of an ``MLASelfAttention``.
+        hidden_states: ``[s, b, hidden]``, a rank's part of the sequence under sequence parallelism.
+
+    Returns:
+        query ``[s, b, heads, latent + rope]``, key ``[s, b, 1, latent + rope]``, both as
+        :func:`query_and_key` passes them on, the value's up-projection ``[heads, value_dim, latent]``, the
+        latent query ``[s, b, q_lora_rank]`` and the latent key-value ``[s, b, latent]`` (both parts of the
+        sequence under sequence parallelism).
+    """
+    attention = projections.layer
+    up_key, up_value = up_projections(attention)
+    steps = steps_of(attention) if projections.documents is None else None
+    if steps is not None and (found := steps.prolog(attention, hidden_states, up_key)) is not None:
+        query, key, latent_query, latent = found
+        return query, key, up_value, latent_query, latent
+    latent_query = projections.latent_query(hidden_states)
+    latent, rotary_key = projections.latent_key(hidden_states)
+    # dsa-rotary-key-tp-grads sums the gradient in either form.
+    rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states, is_summed=True)
+    rotate = projections.rotation(rotary_key.size(0))
+    query, key = projections.recomputed_if_asked(
+        lambda *parts: query_and_key(*projections.absorbed_query_and_key(rotate, *parts)),
+        latent_query,
+        latent,
+        rotary_key,
+        up_key,
+    )
+    return query, key, up_value, latent_query, latent
+
+
+def absorbed_query_and_shared_key(
+    projections: Projections, hidden_states: Tensor, exchange: KeyExchange
+) -> tuple[Tensor, ...]:
+    """As :func:`absorbed_query_key_value`, on one of several context parallel ranks.
+
+    The latent key needs nothing but its own row: it is on its way to the other ranks while the query is
+    projected. In the key's place comes what the exchange takes for it.
+    """
+    # First, because it waits for the layer's weights, of which the key's norm may be one.
+    up_key, up_value = up_projections(projections.layer)
+    latent, rotary_key = projections.latent_key(hidden_states)
+    rows = hidden_states.size(0) * exchange.parts
+    key = projections.own_absorbed_key(
+        # dsa-rotary-key-tp-grads sums the gradient.
+        projections.rotation(rows, exchange.own_part),
+        latent,
+        rotary_key,
+        hidden_states,
+        is_summed=True,
+    )
+    started = exchange.hand_over(exchange.gather(key))
+    latent_query = projections.latent_query(hidden_states)
+    rotate = projections.rotation(rows)
+    query = projections.recomputed_if_asked(
+        lambda *parts: projections.absorbed_query(rotate, *parts), latent_query, up_key
+    )
+    return query, started, up_value, latent_query, latent
+
+
+def up_projections(attention: Any) -> tuple[Tensor, Tensor]:
+    """The two halves of the key-value up-projection's weight, by head.
+
+    Returns:
+        ``[heads, qk_head_dim, latent]`` and ``[heads, value_dim, latent]``, this rank's heads.
+
+    Raises:
+        ValueError: the layer has other parameters than its weight (an adapter, a bias), or stores it in fp8.
+    """
+    config = attention.config
+    weight = plain_up_projection(attention, "dsa-absorb", "add --no-use-dsa-absorb")
+    by_head = weight.unflatten(0, (attention.num_attention_heads_per_partition, -1))
+    up_key, up_value = by_head.split([config.qk_head_dim, config.v_head_dim], dim=1)
+    return up_key, up_value

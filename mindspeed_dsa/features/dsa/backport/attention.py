@@ -1,0 +1,354 @@
+"""DSA's classes, with the names, parameters and shapes of Megatron-core 0.16.
+
+Always on the operators of ``mindspeed_dsa.ops``. Shapes are Megatron's, sequence first: ``s`` is the whole
+sequence, a rank's part of it only where sequence parallelism is mentioned.
+
+Imports Megatron only when called: these functions are fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.features.dsa import core_attention
+from mindspeed_dsa.features.dsa.backport.groups import Groups
+from mindspeed_dsa.features.dsa.backport.options import Options
+from mindspeed_dsa.features.dsa.deepseek_layout import rotate_first_dimensions
+from mindspeed_dsa.features.dsa.hadamard import hadamard_rotation
+from mindspeed_dsa.features.dsa.index_projection import angles_of_rows
+from mindspeed_dsa.features.dsa.indexer_loss import coefficient
+from mindspeed_dsa.features.dsa.key_exchange.configuration import sum_gradients_of_own_rows
+from mindspeed_dsa.features.dsa.key_exchange.core_attention import recomputes, with_whole_key
+from mindspeed_dsa.features.dsa.key_exchange.exchange import key_exchange
+from mindspeed_dsa.features.dsa.zero_gradients import with_zero_gradients
+from mindspeed_dsa.megatron.local_modules import duplicated_linear
+from mindspeed_dsa.megatron.local_norms import SequenceParallelLayerNorm
+
+try:
+    from fast_hadamard_transform import hadamard_transform  # type: ignore[import-not-found]
+except ImportError:
+    hadamard_transform = None
+
+
+def rotate_activation(x: Tensor) -> Tensor:
+    """Multiply the last dimension by the orthonormal Hadamard matrix; same shape and dtype."""
+    if x.is_cuda and x.dtype == torch.bfloat16 and hadamard_transform is not None:
+        rotated: Tensor = hadamard_transform(x, scale=x.size(-1) ** -0.5)
+        return rotated
+    return hadamard_rotation(x)
+
+
+@dataclass
+class DSAIndexerSubmodules:
+    """Modules of the indexer."""
+
+    linear_wq_b: Any = None
+    linear_wk: Any = None
+    k_norm: Any = None
+    linear_weights_proj: Any = None
+
+
+@dataclass
+class DSAttentionSubmodules:
+    """Modules of the core attention."""
+
+    indexer: Any = None
+
+
+class Indexer(torch.nn.Module):
+    """Lightning Indexer: projections whose products score the keys for each query.
+
+    Replicated on every tensor parallel rank, which sees the whole sequence; so each rank computes the full
+    gradient. The parameters are marked to be averaged, not summed, over tensor parallel ranks.
+
+    Args:
+        config: Megatron's, with the fields of :class:`..fields.DSAFields`.
+        submodules: the four modules.
+        pg_collection: Megatron's process groups; by default those of ``parallel_state``.
+        rope_first: rotate the first dimensions of each head, as DeepSeek does.
+    """
+
+    megatron: ClassVar[Megatron]
+    rotate_activation = staticmethod(rotate_activation)
+    config: Any
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: DSAIndexerSubmodules,
+        pg_collection: Any = None,
+        rope_first: bool = False,
+    ) -> None:
+        super().__init__(config=config)
+        self.rope_first = rope_first
+        self.hidden_size = config.hidden_size
+        self.qk_pos_emb_head_dim = config.qk_pos_emb_head_dim
+        self.q_lora_rank = config.hidden_size if config.q_lora_rank is None else config.q_lora_rank
+        self.index_n_heads = config.dsa_indexer_n_heads
+        self.index_head_dim = config.dsa_indexer_head_dim
+        self.index_topk = config.dsa_indexer_topk
+        self.softmax_scale = self.index_head_dim**-0.5
+        self.pg_collection = Groups.of(self.megatron, pg_collection)
+        self.rotary_pos_emb = _rotary_embedding(self.megatron, config, self.pg_collection.cp)
+
+        build_module = self.megatron("core.transformer.spec_utils").build_module
+
+        def linear(module: Any, size_in: int, size_out: int) -> Any:
+            return build_module(
+                module,
+                size_in,
+                size_out,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                skip_bias_add=False,
+                skip_weight_param_allocation=False,
+                parallel_mode="duplicated",
+            )
+
+        self.linear_wq_b = linear(
+            submodules.linear_wq_b, self.q_lora_rank, self.index_n_heads * self.index_head_dim
+        )
+        self.linear_wk = linear(submodules.linear_wk, self.hidden_size, self.index_head_dim)
+        self.k_norm = build_module(
+            submodules.k_norm, config=config, hidden_size=self.index_head_dim, eps=config.layernorm_epsilon
+        ).to(config.params_dtype)
+        self.linear_weights_proj = linear(
+            submodules.linear_weights_proj, self.hidden_size, self.index_n_heads
+        )
+        for parameter in self.parameters():
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+            parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
+        if self.pg_collection.cp.size() > 1 and config.sequence_parallel and self.pg_collection.tp.size() > 1:
+            sum_gradients_of_own_rows(self)
+
+    def forward_before_topk(
+        self, x: Tensor, qr: Tensor, packed_seq_params: Any = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project for the indexer.
+
+        Args:
+            x: hidden states ``[s, b, hidden]``; a rank's part of ``s`` under sequence parallelism, which is a
+                rank's rows of the sequence under context parallelism.
+            qr: latent query ``[s, b, q_lora_rank]``, likewise.
+            packed_seq_params: ignored; who calls for packed documents supplies their angles.
+
+        Returns:
+            query ``[s, b, heads, head_dim]``, key ``[s, b, head_dim]`` and weights ``[s, b, heads]``, every
+            scale included.
+        """
+        if self.config.sequence_parallel and self.pg_collection.tp.size() > 1:
+            gather = self.megatron("core.tensor_parallel").gather_from_sequence_parallel_region
+            x, qr = gather(x), gather(qr)
+        # The embedding makes the angles of the whole sequence and returns those of its context parallel rank.
+        angles, mscale = self.rotary_pos_emb(x.size(0) * self.pg_collection.cp.size()), 1.0
+        if isinstance(angles, tuple):  # YaRN
+            angles, mscale = angles
+        angles = angles_of_rows(angles)
+        query = self.linear_wq_b(qr)[0].unflatten(-1, (self.index_n_heads, self.index_head_dim))
+        key = self.k_norm(self.linear_wk(x)[0]).unsqueeze(2)
+        query = rotate_activation(self._apply_rope(query, angles, mscale))
+        key = rotate_activation(self._apply_rope(key, angles, mscale)).squeeze(2)
+        weights = self.linear_weights_proj(x)[0] * (self.index_n_heads**-0.5 * self.softmax_scale)
+        return query, key, weights
+
+    def _apply_rope(self, x: Tensor, rotary_pos_emb: Tensor, mscale: float) -> Tensor:
+        """Rotate the last dimensions of ``[s, b, heads, head_dim]``, or DeepSeek's first ones."""
+        if self.rope_first:
+            return rotate_first_dimensions(self.megatron, self, x, rotary_pos_emb, mscale)
+        plain, rotary = x.split(
+            [self.index_head_dim - self.qk_pos_emb_head_dim, self.qk_pos_emb_head_dim], dim=-1
+        )
+        rotate = self.megatron("core.models.common.embeddings").apply_rotary_pos_emb
+        return torch.cat([plain, rotate(rotary, rotary_pos_emb, config=self.config, mscale=mscale)], dim=-1)
+
+
+class Attention(torch.nn.Module):
+    """Core attention over the keys that its indexer selects.
+
+    Takes the arguments of Megatron's core attentions, and ``options``. ``x`` and ``qr``, which attention
+    layers of these releases do not pass on, may be set before the call instead.
+    """
+
+    megatron: ClassVar[Megatron]
+    config: Any
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: DSAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: Any = None,
+        attention_type: str = "self",
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        model_comm_pgs: Any = None,
+        *,
+        options: Options,
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number, self.options = layer_number, options
+        build_module = self.megatron("core.transformer.spec_utils").build_module
+        self.indexer = build_module(
+            submodules.indexer, config=config, pg_collection=pg_collection or model_comm_pgs
+        )
+        self.softmax_scale = (
+            (k_channels or config.kv_channels) ** -0.5 if softmax_scale is None else softmax_scale
+        )
+        self._handed_over: tuple[Tensor, Tensor] | None = None
+
+    def hand_over(self, x: Tensor, qr: Tensor) -> None:
+        """Set the indexer's inputs for the next call; shapes as in :meth:`forward`."""
+        self._handed_over = (x, qr)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        x: Tensor | None = None,
+        qr: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Causal attention over the selected keys.
+
+        Args:
+            query: ``[s, b, heads, dim]``, this rank's heads.
+            key: ``[s, b, heads, dim]``, or ``[s, b, 1, dim]`` in absorbed form.
+            value: ``[s, b, heads, value_dim]``; in absorbed form the value's up-projection
+                ``[heads, value_dim, latent]``.
+            attention_mask: ignored, attention is causal.
+            x: hidden states ``[s, b, hidden]``; a rank's part of ``s`` under sequence parallelism.
+            qr: latent query ``[s, b, q_lora_rank]``, likewise.
+            attn_mask_type: must be causal where given.
+            attention_bias: must be None.
+            packed_seq_params: Megatron's description of documents, for a batch of 1, or None.
+
+        Returns:
+            ``[s, b, heads * value_dim]``.
+        """
+        if x is None or qr is None:
+            if self._handed_over is None:
+                raise RuntimeError(
+                    "DSAttention: neither got x and qr nor were they handed over; build it into an "
+                    "MLASelfAttention while dsa-backport is on"
+                )
+            x, qr = self._handed_over
+        self._handed_over = None
+        # The indexer loss must not train the model.
+        x, qr = x.detach(), qr.detach()
+        kind = getattr(attn_mask_type, "name", "causal")
+        if kind not in ("causal", "padding_causal") or attention_bias is not None:
+            raise ValueError(
+                f"DSAttention: got attn_mask_type {kind}, attention_bias {attention_bias is not None}; "
+                "it has causal attention without a bias"
+            )
+        if self.training and torch.is_grad_enabled() and recomputes(self.config):
+            # The first pass runs without gradients and computes no indexer loss, so it is computed once.
+            checkpoint = self.megatron("core.tensor_parallel").checkpoint
+            exchange = key_exchange(self, self.options.dsa, self.megatron)
+            again = partial(self._attend, packed_seq_params)
+
+            def attend(key: Tensor) -> Tensor:
+                return checkpoint(again, False, query, key, value, x, qr)  # type: ignore[no-any-return]
+
+            return attend(key) if exchange is None else with_whole_key(exchange, key, attend)
+        return self._attend(packed_seq_params, query, key, value, x, qr)
+
+    def _attend(
+        self, packed_seq_params: Any, query: Tensor, key: Tensor, value: Tensor, x: Tensor, qr: Tensor
+    ) -> Tensor:
+        core_attention.check_keys(query, key, value, key_exchange(self, self.options.dsa, self.megatron))
+        out = core_attention.attend(
+            self, query, key, value, x, qr, self.options.dsa, self.megatron, packed_seq_params
+        )
+        if self.training and torch.is_grad_enabled() and coefficient(self.config) == 0:
+            return with_zero_gradients(out, self.indexer)
+        return out
+
+
+class Classes(NamedTuple):
+    """DSA's modules."""
+
+    attention: type
+    indexer: type
+
+
+@cache
+def dsa_classes(megatron: Megatron) -> Classes:
+    """Subclasses of that Megatron's ``MegatronModule``, by the names of later releases."""
+    base: Any = megatron("core.transformer.module").MegatronModule
+
+    class DSAttention(Attention, base):
+        __doc__ = Attention.__doc__
+
+    class DSAIndexer(Indexer, base):
+        __doc__ = Indexer.__doc__
+
+    DSAttention.megatron = DSAIndexer.megatron = megatron
+    return Classes(DSAttention, DSAIndexer)
+
+
+def core_attention_spec(options: Options, megatron: Megatron) -> Any:
+    """The spec of a DSA core attention: PyTorch modules, regardless of the rest of the layer."""
+    spec, classes = megatron("core.transformer.spec_utils").ModuleSpec, dsa_classes(megatron)
+    linear = duplicated_linear(megatron)
+    return spec(
+        module=classes.attention,
+        params={"options": options},
+        submodules=DSAttentionSubmodules(
+            indexer=spec(
+                module=classes.indexer,
+                params={"rope_first": options.rope_first},
+                submodules=DSAIndexerSubmodules(
+                    linear_wq_b=linear,
+                    linear_wk=linear,
+                    k_norm=SequenceParallelLayerNorm,
+                    linear_weights_proj=linear,
+                ),
+            )
+        ),
+    )
+
+
+def _rotary_embedding(megatron: Megatron, config: Any, cp_group: ProcessGroup) -> Any:
+    """Rotary embedding as in MLA: plain RoPE or YaRN, with the angles of this context parallel rank."""
+    embeddings = megatron("core.models.common.embeddings")
+    plain, yarn = embeddings.RotaryEmbedding, embeddings.YarnRotaryEmbedding
+    # Before 0.14 the embedding itself gets the group from parallel_state.
+    group = {"cp_group": cp_group} if "cp_group" in inspect.signature(plain).parameters else {}
+    if config.rope_type == "rope":
+        return plain(
+            config.qk_pos_emb_head_dim,
+            rotary_percent=config.rotary_percent,
+            rotary_base=config.rotary_base,
+            **group,
+        )
+    # Renamed in 0.14, when max_position_embeddings got another meaning.
+    stretched = getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+    return yarn(
+        config.qk_pos_emb_head_dim,
+        rotary_base=config.rotary_base,
+        scaling_factor=config.rotary_scaling_factor,
+        original_max_position_embeddings=stretched,
+        beta_fast=config.beta_fast,
+        beta_slow=config.beta_slow,
+        mscale=config.mscale,
+        mscale_all_dim=config.mscale_all_dim,
+        **group,
+    )

@@ -1,0 +1,125 @@
+"""DSA on Megatron-core releases that have none: indexer, core attention, fields, flags and log."""
+
+from __future__ import annotations
+
+from mindspeed_dsa.features.dsa.backport.options import Options
+from mindspeed_dsa.megatron.dsa import MLA, dsa_repair
+from mindspeed_dsa.patches.spec import Patch
+
+_IMPL = "mindspeed_dsa.features.dsa.backport"
+_CONFIG = "megatron.core.transformer.transformer_config"
+_RELEASES = ">=0.12.1,<0.16"
+_CONFIGS = ("TransformerConfig", "MLATransformerConfig")
+_FIELDS = (
+    "experimental_attention_variant",
+    "dsa_indexer_n_heads",
+    "dsa_indexer_head_dim",
+    "dsa_indexer_topk",
+    "dsa_indexer_loss_coeff",
+    "dsa_indexer_use_sparse_loss",
+)
+_FIELD_ROWS = (
+    Patch(
+        f"{_CONFIG}:{name}.__dataclass_fields__",
+        "entry",
+        f"{_IMPL}.fields:FIELDS.{field}",
+        "the configuration lacks the field, and Megatron-LM copies arguments to fields it knows",
+        versions=_RELEASES,
+        key=field,
+    )
+    for name in _CONFIGS
+    for field in _FIELDS
+)
+_INIT_ROWS = (
+    Patch(
+        f"{_CONFIG}:{name}.__init__",
+        "wrap",
+        f"{_IMPL}.fields:accept_dsa_fields",
+        "the configuration rejects unknown fields",
+        versions=_RELEASES,
+    )
+    for name in _CONFIGS
+)
+
+# Its classes compute the same as those of later releases with their fixes, and read the same switches.
+_SUPPLIED = (
+    "dsa-spec-dispatch",
+    "dsa-hadamard",
+    "dsa-loss-gate",
+    "dsa-core-attention-recompute",
+    "dsa-loss-tracker",
+    "dsa-indexer-tp-grads",
+    "dsa-rotary-key-tp-grads",
+    "dsa-rope-first",
+    "dsa-normalised-query",
+    "fused-dsa",
+    "dsa-absorb",
+)
+
+FEATURE = dsa_repair(
+    "dsa-backport",
+    summary="DSA on Megatron-core 0.12.1 to 0.15.3, which lack it.",
+    switch_help="Add DSA to a Megatron that lacks it.",
+    options=Options.of,
+    supplies=_SUPPLIED,
+    patches=(
+        *_FIELD_ROWS,
+        *_INIT_ROWS,
+        Patch(
+            f"{MLA}:MLASelfAttention.__init__",
+            "wrap",
+            f"{_IMPL}.latent_attention:build_with_dsa",
+            "no spec of this release has a DSA core attention",
+            params=("config", "submodules"),
+            versions=_RELEASES,
+        ),
+        Patch(
+            f"{MLA}:MLASelfAttention.get_query_key_value_tensors",
+            "wrap",
+            f"{_IMPL}.latent_attention:derive_for_dsa",
+            "the indexer's inputs are not passed on, and a split projection loses the rotary key's gradient",
+            params=("hidden_states", "packed_seq_params", "inference_context"),
+            versions=_RELEASES,
+        ),
+        Patch(
+            "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
+            "wrap",
+            f"{_IMPL}.layer_numbers:number_in_model",
+            "the attention gets its number in the pipeline stage, and the log needs that in the model",
+            versions=_RELEASES,
+        ),
+        Patch(
+            "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.__init__",
+            "wrap",
+            f"{_IMPL}.layer_numbers:number_after_decoder",
+            "the attention of an MTP layer gets the number of a decoder layer",
+            versions=_RELEASES,
+        ),
+        Patch(
+            "megatron.core.distributed.finalize_model_grads:_allreduce_layernorm_grads",
+            "wrap",
+            f"{_IMPL}.tp_grads:average_marked_gradients",
+            "this release does not support averaging gradients over tensor parallel ranks",
+            params=("model",),
+            versions=">=0.12.1,<0.13",
+        ),
+        Patch(
+            "megatron.training.arguments:parse_args",
+            "wrap",
+            f"{_IMPL}.arguments:with_dsa_flags",
+            "the parser has no flags for DSA",
+            params=("extra_args_provider",),
+            versions=_RELEASES,
+            required=False,
+        ),
+        Patch(
+            "megatron.training.training:training_log",
+            "wrap",
+            f"{_IMPL}.log:log_indexer_loss",
+            "the indexer loss is neither collected nor logged",
+            params=("total_loss_dict", "iteration"),
+            versions=_RELEASES,
+            required=False,
+        ),
+    ),
+)

@@ -1,0 +1,200 @@
+"""MLA layers with a DSA core attention, and its inputs.
+
+Imports Megatron only when called: these functions are fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.dsa.absorb import by_head_is_faster, up_projections
+from mindspeed_dsa.features.dsa.backport.attention import core_attention_spec
+from mindspeed_dsa.features.dsa.backport.fields import problems_of
+from mindspeed_dsa.features.dsa.backport.options import Options
+from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, key_exchange
+from mindspeed_dsa.features.dsa.problem import query_and_key
+from mindspeed_dsa.megatron.gathered_weights import wait_for_weights
+from mindspeed_dsa.megatron.local_norms import norm_of_fused_layer
+from mindspeed_dsa.megatron.mla_projections import Projections, Rotate
+
+
+def build_with_dsa(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+    """Decorate ``MLASelfAttention.__init__``: DSA becomes its core attention, whatever the spec.
+
+    This is not done in spec functions, because those of these releases do not get the configuration, and
+    because a custom spec must work as well.
+    """
+
+    def __init__(self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
+        if not _uses_dsa(config):
+            original(self, config, submodules, *args, **kwargs)
+            return
+        problems = problems_of(config)
+        if problems:
+            raise ValueError("mindspeed_dsa: dsa-backport: " + "; ".join(problems))
+        spec = core_attention_spec(context.options, context.megatron)
+        submodules = dataclasses.replace(submodules, core_attention=spec)
+        original(self, config, submodules, *args, **kwargs)
+        # MLA's own checkpointed path calls the core attention again without the indexer's inputs; the DSA
+        # core attention recomputes itself.
+        self.checkpoint_core_attention = False
+        if not config.sequence_parallel and hasattr(self, "q_layernorm"):
+            # Each rank has the full gradient, but Megatron sums parameters with this name over ranks.
+            for parameter in self.q_layernorm.parameters():
+                parameter.average_gradients_across_tp_domain = True
+
+    return __init__
+
+
+def derive_for_dsa(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``MLASelfAttention.get_query_key_value_tensors``: for DSA, pass its inputs on as well."""
+
+    def get_query_key_value_tensors(
+        self: Any,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: Any = None,
+        inference_context: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not _uses_dsa(self.config):
+            return original(
+                self,
+                hidden_states,
+                key_value_states,
+                position_ids,
+                packed_seq_params,
+                inference_context,
+                *args,
+                **kwargs,
+            )
+        if any(given is not None for given in (inference_context, *args, *kwargs.values())):
+            raise ValueError(
+                "dsa-backport: DSA trains and evaluates whole sequences on this Megatron; got an inference "
+                "context. Generate with Megatron-core 0.16 or later"
+            )
+        projections = Projections(self, context.megatron).on(packed_seq_params, hidden_states)
+        return _derive(projections, hidden_states, context.options)
+
+    return get_query_key_value_tensors
+
+
+def _uses_dsa(config: Any) -> bool:
+    return getattr(config, "experimental_attention_variant", None) == "dsa"
+
+
+def _derive(
+    projections: Projections, hidden_states: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value by head or in absorbed form.
+
+    Args:
+        projections: of an ``MLASelfAttention``.
+        hidden_states: ``[s, b, hidden]``, a rank's part of the sequence under sequence parallelism.
+        options: choose the form.
+
+    Returns:
+        query ``[s, b, heads, dim]``, key ``[s, b, heads or 1, dim]`` and value ``[s, b, heads, value_dim]``;
+        in absorbed form the value's up-projection ``[heads, value_dim, latent]``. Of the whole sequence.
+    """
+    attention, config = projections.layer, projections.layer.config
+
+    def latent_query_of_own_rows() -> Tensor:
+        if config.q_lora_rank is None:
+            return hidden_states
+        (found,) = projections.down(attention.linear_q_down_proj, hidden_states, [config.q_lora_rank])
+        return projections.own_part(found, hidden_states)
+
+    sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+    latent, rotary_key = projections.down(attention.linear_kv_down_proj, hidden_states, sizes)
+    latent = projections.own_part(latent, hidden_states)
+    exchange = key_exchange(
+        attention.core_attention, options.dsa, projections.megatron, projections.documents
+    )
+    # First, because it waits for the layer's weights, of which the key's norm may be one.
+    keeps_heads = exchange is None and by_head_is_faster(projections, hidden_states, options.dsa)
+    up = up_projections(attention) if options.dsa.absorb and not keeps_heads else None
+    started = None
+    if exchange is not None and up is not None:
+        started = _share_key(projections, latent, rotary_key, hidden_states, exchange)
+    latent_query = latent_query_of_own_rows()
+    _hand_over(attention, hidden_states, latent_query, options.normalised_query)
+
+    def normed(latent_query: Tensor) -> Tensor:
+        return latent_query if config.q_lora_rank is None else attention.q_layernorm(latent_query)
+
+    if exchange is not None and up is not None and started is not None:
+        up_key, up_value = up
+        rotate = projections.rotation(hidden_states.size(0) * exchange.parts)
+        query = projections.recomputed_if_asked(
+            lambda latent_query, up_key: projections.absorbed_query(rotate, normed(latent_query), up_key),
+            latent_query,
+            up_key,
+        )
+        return query, started, up_value
+
+    rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states)
+    rotate = projections.rotation(rotary_key.size(0))
+    if up is not None:
+        up_key, up_value = up
+
+        def absorbed(latent_query: Tensor, latent: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+            latent = attention.kv_layernorm(latent)
+            found = projections.absorbed_query_and_key(rotate, normed(latent_query), latent, *parts)
+            return query_and_key(*found)
+
+        query, key = projections.recomputed_if_asked(absorbed, latent_query, latent, rotary_key, up_key)
+        return query, key, up_value
+
+    def by_head(latent_query: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _by_head(projections, rotate, normed(latent_query), *parts)
+
+    query, key, value = projections.recomputed_if_asked(by_head, latent_query, latent, rotary_key)
+    return query, key, value
+
+
+def _share_key(
+    projections: Projections, latent: Tensor, rotary_key: Tensor, hidden_states: Tensor, exchange: KeyExchange
+) -> Tensor:
+    """Start to gather the absorbed key from context parallel ranks; returns what takes its place."""
+    rotate = projections.rotation(hidden_states.size(0) * exchange.parts, exchange.own_part)
+    latent = projections.layer.kv_layernorm(latent)
+    key = projections.own_absorbed_key(rotate, latent, rotary_key, hidden_states, is_summed=False)
+    return exchange.hand_over(exchange.gather(key))
+
+
+def _by_head(
+    projections: Projections,
+    rotate: Rotate,
+    latent_query: Tensor,
+    latent: Tensor,
+    rotary_key: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """query and key ``[s, b, heads, qk_head_dim + rope]``, value ``[s, b, heads, value_dim]``."""
+    attention = projections.layer
+    config, heads = attention.config, attention.num_attention_heads_per_partition
+    plain, rotary = projections.query_parts(latent_query)
+    query = torch.cat([plain, rotate(rotary)], dim=-1)
+    key_value, _ = attention.linear_kv_up_proj(attention.kv_layernorm(latent))
+    key, value = key_value.unflatten(-1, (heads, -1)).split([config.qk_head_dim, config.v_head_dim], dim=-1)
+    shared = rotate(rotary_key.unsqueeze(2)).expand(-1, -1, heads, -1)
+    return query, torch.cat([key, shared], dim=-1), value.contiguous()
+
+
+def _hand_over(attention: Any, hidden_states: Tensor, latent_query: Tensor, normalised: bool) -> None:
+    """Pass the indexer's inputs to the core attention, detached."""
+    if normalised and attention.config.q_lora_rank is not None:
+        with torch.no_grad():
+            latent_query = attention.q_layernorm(latent_query)
+            if hasattr(attention.linear_q_up_proj, "layer_norm_weight"):
+                wait_for_weights(attention.linear_q_up_proj)  # it is called later
+                latent_query = norm_of_fused_layer(attention.linear_q_up_proj, latent_query, attention.config)
+    attention.core_attention.hand_over(hidden_states, latent_query)

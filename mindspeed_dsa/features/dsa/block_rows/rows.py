@@ -1,0 +1,74 @@
+"""Megatron's functions that know a rank's rows, for rows that are dealt in blocks.
+
+Imports nothing of Megatron: fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from mindspeed_dsa.context_parallel.layout import Zigzag, split
+from mindspeed_dsa.context_parallel.roll import rolled
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.dsa.block_rows.options import Options
+
+
+def slice_batch(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``get_batch_on_this_cp_rank``."""
+
+    def get_batch_on_this_cp_rank(batch: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        group = _group(context, *args, **kwargs)
+        layout = _layout(context, group)
+        for name, value in batch.items():
+            if value is not None and layout.ranks > 1:
+                batch[name] = split(value, layout, group.rank(), dim=2 if name == "attention_mask" else 1)
+        return batch
+
+    return get_batch_on_this_cp_rank
+
+
+def slice_angles(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
+    """Decorate ``get_pos_emb_on_this_cp_rank``."""
+
+    def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, *args: Any, **kwargs: Any) -> Tensor:
+        group = _group(context, *args, **kwargs)
+        return split(pos_emb, _layout(context, group), group.rank(), seq_dim)
+
+    return get_pos_emb_on_this_cp_rank
+
+
+def roll_rows(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``roll_tensor`` of multi-token prediction, which moves rows by one position."""
+
+    def roll_tensor(
+        tensor: Tensor,
+        shifts: int = -1,
+        dims: int = -1,
+        cp_group: Any = None,
+        packed_seq_params: Any = None,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor]:
+        if shifts != -1 or packed_seq_params is not None or any(v is not None for v in others.values()):
+            raise ValueError(
+                "cp-block-rows: multi-token prediction moves whole sequences by one position here, and "
+                f"roll_tensor got shifts={shifts} or packed sequences; omit --cp-block-rows"
+            )
+        group = _group(context, cp_group)
+        result = rolled(tensor, dims % tensor.dim(), group, _layout(context, group))
+        return result, result.sum()
+
+    return roll_tensor
+
+
+def _group(context: Context[Options], cp_group: Any = None) -> Any:
+    """The group that was given, or, as before 0.14, the only one there is."""
+    return (
+        context.megatron("core.parallel_state").get_context_parallel_group() if cp_group is None else cp_group
+    )
+
+
+def _layout(context: Context[Options], group: Any) -> Zigzag:
+    return Zigzag(group.size(), context.options.block_rows)

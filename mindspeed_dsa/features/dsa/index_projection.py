@@ -1,0 +1,196 @@
+"""The indexer's query, key and weights from hidden states, by Megatron's own, or a fork's, projections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mindspeed_dsa.context_parallel.gather import GatheredRows
+from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange
+from mindspeed_dsa.features.dsa.problem import IndexInputs
+from mindspeed_dsa.megatron.pack_rows import PackRows
+
+
+class _NoScores:
+    """Placeholder for the scores, which :func:`index_inputs` does not need."""
+
+    def topk(self, k: int, dim: int = -1) -> tuple[None, None]:
+        return None, None
+
+
+@dataclass
+class _Tap:
+    """Records the arguments of Megatron's score function."""
+
+    compute: bool
+    inputs: IndexInputs | None = None
+
+
+_tap: ContextVar[_Tap | None] = ContextVar("_tap", default=None)
+
+
+def tap_index_scores(original: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Decorate ``DSAIndexer._compute_index_scores`` of releases that have no ``forward_before_topk``.
+
+    The projections, rotary embedding and rotation before it remain Megatron's, or a fork's, own.
+    """
+
+    def _compute_index_scores(self: Any, q: Tensor, weights: Tensor, k: Tensor) -> Any:
+        tap = _tap.get()
+        if tap is None:
+            return original(self, q, weights, k)
+        tap.inputs = IndexInputs.from_megatron(q, k, weights)
+        return original(self, q, weights, k) if tap.compute else _NoScores()
+
+    return _compute_index_scores
+
+
+_angles: ContextVar[Tensor | None] = ContextVar("_angles", default=None)
+"""Angles of packed documents' rows, while their inputs are projected."""
+
+
+def rotate_by_documents(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorate ``DSAIndexer._apply_rope``: documents of a pack begin at position 0 each."""
+
+    def _apply_rope(self: Any, x: Tensor, rotary_pos_emb: Tensor, mscale: float) -> Tensor:
+        return original(self, x, angles_of_rows(rotary_pos_emb), mscale)
+
+    return _apply_rope
+
+
+def angles_of_rows(angles: Tensor) -> Tensor:
+    """``[s, 1, 1, rope]``: those of packed documents, if any are being projected, in place of ``angles``."""
+    of_documents = _angles.get()
+    return angles if of_documents is None else of_documents
+
+
+def index_inputs(indexer: Any, x: Tensor, qr: Tensor, documents: PackRows | None = None) -> IndexInputs:
+    """Project hidden states and latent queries for the indexer.
+
+    Args:
+        indexer: a ``DSAIndexer``, Megatron's or ours.
+        x: ``[sequence, batch, hidden]``, a rank's part of the sequence under sequence parallelism.
+        qr: ``[sequence, batch, q_lora_rank]``, likewise.
+        documents: that the rows belong to; None for whole sequences.
+    """
+    token = _angles.set(None if documents is None else documents.angles(indexer.rotary_pos_emb)[0])
+    try:
+        if hasattr(indexer, "forward_before_topk"):
+            return IndexInputs.from_megatron(*indexer.forward_before_topk(x, qr, None))
+        return run_tapped(indexer, x, qr, None, compute=False)[0]
+    finally:
+        _angles.reset(token)
+
+
+@dataclass(frozen=True)
+class SharedIndexInputs:
+    """The indexer's inputs on a context parallel rank, whose keys are still on their way.
+
+    Attributes:
+        query: ``[rows, batch, index_heads, index_dim]``, this rank's.
+        weights: ``[rows, batch, index_heads]``, every scale included.
+        key: what is gathered.
+        use_relu: as of :class:`IndexInputs`.
+    """
+
+    query: Tensor
+    weights: Tensor
+    key: GatheredRows
+    use_relu: bool
+
+    def wait(self) -> IndexInputs:
+        """Complete, with the keys of the whole sequence."""
+        key, receiver = self.key.wait_with_receiver()
+        return IndexInputs.from_megatron(self.query, key, self.weights, self.use_relu, receiver)
+
+
+def shared_index_inputs(
+    indexer: Any,
+    x: Tensor,
+    qr: Tensor,
+    exchange: KeyExchange,
+    megatron: Megatron,
+    documents: PackRows | None = None,
+) -> SharedIndexInputs:
+    """As :func:`index_inputs`, on one of several context parallel ranks.
+
+    Megatron projects the query before the key. Here the key comes first, and is on its way while the query is
+    projected. Key and weights need nothing but their own row, so that under sequence parallelism they are
+    gathered instead of the hidden states.
+
+    Args:
+        indexer: a ``DSAIndexer``, Megatron's or ours; its modules, ``_apply_rope`` and sizes are used.
+        x: ``[rows, batch, hidden]``, a part of this rank's rows under sequence parallelism.
+        qr: ``[rows, batch, q_lora_rank]``, likewise.
+        exchange: of the layer.
+        megatron: the indexer's Megatron.
+        documents: that the rows belong to; None for whole sequences.
+    """
+    hadamard = _hadamard(indexer, megatron)
+    if documents is not None:
+        angles, mscale = documents.angles(indexer.rotary_pos_emb)
+    else:
+        # The embedding makes the angles of the whole sequence and returns those of its context parallel rank.
+        angles, mscale = indexer.rotary_pos_emb(x.size(0) * exchange.parts * exchange.ranks), 1.0
+        if isinstance(angles, tuple):  # YaRN
+            angles, mscale = angles
+    key = _normed(indexer, indexer.linear_wk(x)[0]).unsqueeze(2)
+    key = hadamard(indexer._apply_rope(key, exchange.own_part(angles), mscale)).squeeze(2)
+    gathered = exchange.gather(key, is_replicated=True)
+    weights = indexer.linear_weights_proj(x)[0] * (indexer.index_n_heads**-0.5 * indexer.softmax_scale)
+    if exchange.parts > 1:
+        gather = megatron("core.tensor_parallel").gather_from_sequence_parallel_region
+        group = indexer.pg_collection.tp
+        qr = gather(qr, group=group)
+        # Each rank computes the gradient of all rows.
+        weights = gather(weights, tensor_parallel_output_grad=False, group=group)
+    query = indexer.linear_wq_b(qr)[0].unflatten(-1, (indexer.index_n_heads, indexer.index_head_dim))
+    query = hadamard(indexer._apply_rope(query, angles, mscale))
+    use_relu = getattr(indexer.config, "dsa_indexer_scoring_relu", True)
+    return SharedIndexInputs(query, weights, gathered, use_relu)
+
+
+def _normed(indexer: Any, key: Tensor) -> Tensor:
+    if getattr(indexer.config, "dsa_indexer_k_norm_fp32", False):  # 0.19
+        return indexer.k_norm(key.float()).to(key.dtype)  # type: ignore[no-any-return]
+    return indexer.k_norm(key)  # type: ignore[no-any-return]
+
+
+def _hadamard(indexer: Any, megatron: Megatron) -> Callable[[Tensor], Tensor]:
+    """The rotation of query and key, which 0.19 can do without."""
+    if not getattr(indexer.config, "dsa_indexer_rotate_activation", True):
+        return lambda states: states
+    own: Callable[[Tensor], Tensor] | None = getattr(indexer, "rotate_activation", None)
+    if own is not None:
+        return own
+    return megatron("core.transformer.experimental_attention_variant.dsa").rotate_activation  # type: ignore[no-any-return]
+
+
+def run_tapped(
+    indexer: Any, x: Tensor, qr: Tensor, mask: Tensor | None, compute: bool
+) -> tuple[IndexInputs, tuple[Any, Any]]:
+    """Run Megatron's ``forward_with_scores``, with or without its scores.
+
+    Args:
+        indexer: Megatron's ``DSAIndexer``.
+        x: as for :func:`index_inputs`.
+        qr: as for :func:`index_inputs`.
+        mask: ``[sequence, sequence]``, added to the scores.
+        compute: whether to compute scores.
+
+    Returns:
+        The indexer's query, key and weights, and scores and selection, both None without ``compute``.
+    """
+    tap = _Tap(compute)
+    token = _tap.set(tap)
+    try:
+        result = indexer.forward_with_scores(x, qr, mask=mask, packed_seq_params=None)
+    finally:
+        _tap.reset(token)
+    assert tap.inputs is not None
+    return tap.inputs, result

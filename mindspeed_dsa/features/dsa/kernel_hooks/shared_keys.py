@@ -1,0 +1,143 @@
+"""Context parallelism of Megatron-core 0.19 with our gathers.
+
+Megatron gathers keys in three blocking collectives of ``DSAttention.forward``, before it calls the hooks.
+Here the latent key starts in the projections, and the core attention is the one that 0.16 to 0.18 have.
+
+Imports nothing of Megatron: fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.dsa.absorb import absorbed_query_and_shared_key
+from mindspeed_dsa.features.dsa.core_attention import attend, check_keys, refuse_unknown
+from mindspeed_dsa.features.dsa.kernel_hooks.options import Options
+from mindspeed_dsa.features.dsa.key_exchange.configuration import mark_gradients_of_own_rows
+from mindspeed_dsa.features.dsa.key_exchange.core_attention import with_whole_key
+from mindspeed_dsa.features.dsa.key_exchange.exchange import ATTRIBUTE, key_exchange
+from mindspeed_dsa.megatron.dsa import shares_keys
+from mindspeed_dsa.megatron.mla_projections import Projections
+
+
+def start_with_the_key(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``AbsorbedMLASelfAttention.get_query_key_value_tensors``: the key travels while the query is
+    projected.
+    """
+
+    def get_query_key_value_tensors(
+        self: Any,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        packed_seq_params: Any = None,
+        inference_context: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        exchange = None
+        if (
+            shares_keys(self.config, context.options)
+            and self.core_attention.indexer.pg_collection.cp.size() > 1
+            and _is_dealt_here(packed_seq_params)
+        ):
+            projections = Projections(self, context.megatron).on(packed_seq_params, hidden_states)
+            exchange = key_exchange(
+                self.core_attention, context.options, context.megatron, projections.documents
+            )
+        if exchange is None:
+            return original(
+                self, hidden_states, key_value_states, packed_seq_params, inference_context, **kwargs
+            )
+        query, started, _, latent_query, _ = absorbed_query_and_shared_key(
+            projections, hidden_states, exchange
+        )
+        return query, started, latent_query
+
+    return get_query_key_value_tensors
+
+
+def wait_before_checkpoint(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorate ``AbsorbedMLASelfAttention._checkpointed_attention_forward``: a gather under way cannot be
+    recomputed.
+    """
+
+    def _checkpointed_attention_forward(
+        self: Any, q_absorbed: Tensor, k_compressed: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        exchange = vars(self.core_attention).get(ATTRIBUTE)
+        if exchange is None:
+            return original(self, q_absorbed, k_compressed, *args, **kwargs)
+        return with_whole_key(
+            exchange, k_compressed, lambda whole: original(self, q_absorbed, whole, *args, **kwargs)
+        )
+
+    return _checkpointed_attention_forward
+
+
+def attend_to_shared_keys(
+    original: Callable[..., Tensor], context: Context[Options]
+) -> Callable[..., Tensor]:
+    """Decorate ``DSAttention.forward``: on several context parallel ranks the keys of all arrive in order."""
+
+    def forward(
+        self: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        attention_mask: Tensor | None,
+        x: Tensor,
+        qr: Tensor,
+        position_ids: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        up_v_weight: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        exchange = vars(self).get(ATTRIBUTE)
+        if exchange is None or up_v_weight is None or not _is_dealt_here(packed_seq_params):
+            return original(
+                self,
+                query,
+                key,
+                value,
+                attention_mask,
+                x,
+                qr,
+                position_ids=position_ids,
+                attn_mask_type=attn_mask_type,
+                attention_bias=attention_bias,
+                packed_seq_params=packed_seq_params,
+                up_v_weight=up_v_weight,
+                **kwargs,
+            )
+        check_keys(query, key, up_v_weight, exchange)
+        refuse_unknown(attn_mask_type, attention_bias, kwargs)
+        return attend(
+            self, query, key, up_v_weight, x, qr, context.options, context.megatron, packed_seq_params
+        )
+
+    return forward
+
+
+def mark_where_keys_are_shared(
+    original: Callable[..., None], context: Context[Options]
+) -> Callable[..., None]:
+    """Decorate ``DSAIndexer.__init__``, see :func:`mark_gradients_of_own_rows`."""
+    marking = mark_gradients_of_own_rows(original)
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        init = marking if shares_keys(config, context.options) else original
+        init(self, config, *args, **kwargs)
+
+    return __init__
+
+
+def _is_dealt_here(packed_seq_params: Any) -> bool:
+    """Whether rows are those of whole sequences, or of packs that --pack-documents has dealt; others Megatron
+    has cut itself, and finds them.
+    """
+    return packed_seq_params is None or bool(getattr(packed_seq_params, "dealt_block_rows", 0))

@@ -1,0 +1,177 @@
+"""One layer's keys on their way between the ranks that share a sequence.
+
+Queries stay where their rows are. What is gathered is small: the latent key that all heads share and the
+indexer's key, each projected from a rank's own rows.
+
+Imports Megatron only when called: these functions are fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mindspeed_dsa.context_parallel.gather import LATEST, GatheredRows, freed_until_backward
+from mindspeed_dsa.context_parallel.key_gather import KeyGather
+from mindspeed_dsa.context_parallel.layout import Layout, Zigzag
+from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.megatron.dsa import Options
+from mindspeed_dsa.megatron.pack_rows import PackRows
+from mindspeed_dsa.patches import versions
+
+_graph_task_id = versions.private("torch._C:_current_graph_task_id", "DSA's context parallelism")
+ATTRIBUTE = "_key_exchange"
+"""Of a core attention that shares keys."""
+
+
+class KeyExchange:
+    """Gathers the keys of one DSA layer.
+
+    Args:
+        context: context parallel ranks.
+        block_rows: as ``--cp-block-rows``, of whole sequences.
+        tensor: tensor parallel ranks.
+        everyone: context times tensor parallel ranks where sequence parallelism splits a context parallel
+            rank's rows; None: every tensor parallel rank has them all.
+        keeps: whether gathered keys stay in memory until backward.
+    """
+
+    def __init__(
+        self,
+        context: ProcessGroup,
+        block_rows: int,
+        tensor: ProcessGroup,
+        everyone: ProcessGroup | None,
+        keeps: bool,
+    ) -> None:
+        self._whole = KeyGather(context, Zigzag(context.size(), block_rows))
+        self.strategy, self.keeps = self._whole, keeps
+        self._tensor, self._everyone = tensor, everyone
+        self._pending: GatheredRows | None = None
+        self._freed: list[GatheredRows] = []
+
+    @property
+    def ranks(self) -> int:
+        """Context parallel size."""
+        return self.strategy.ranks
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether a key was handed over that nobody has taken yet."""
+        return self._pending is not None
+
+    def share(self, layout: Layout | None) -> None:
+        """Take this layout of rows from now on; None: that of whole sequences."""
+        self.strategy = self._whole if layout is None else KeyGather(self._whole.group, layout)
+
+    @property
+    def parts(self) -> int:
+        """Tensor parallel ranks that each have a part of this context parallel rank's rows, or 1."""
+        return 1 if self._everyone is None else self._tensor.size()
+
+    def own_part(self, rows: Tensor) -> Tensor:
+        """This tensor parallel rank's part of the context parallel rank's rows, along the first dimension."""
+        return rows.chunk(self.parts)[self._tensor.rank()] if self.parts > 1 else rows
+
+    def ends(self, rows: int, device: torch.device) -> Tensor:
+        """For each of this rank's queries, one past the last visible key: ``[rows]`` int32."""
+        return _ends(self.strategy.layout, self.strategy.rank, rows, device)
+
+    def runs(self, rows: int) -> list[tuple[int, int, int, int]]:
+        """This rank's rows in runs of neighbours: first row, end, first and one past the last visible key."""
+        ends = self.strategy.positions(rows) + 1
+        breaks = (ends.diff() != 1).nonzero().flatten() + 1
+        bounds = [0, *breaks.tolist(), rows]
+        return [(first, end, 0, int(ends[end - 1])) for first, end in pairwise(bounds)]
+
+    def gather(self, local: Tensor, is_replicated: bool = False) -> GatheredRows:
+        """Start to gather the whole sequence's rows.
+
+        Args:
+            local: ``[rows, ...]``, a part of them under sequence parallelism.
+            is_replicated: whether tensor parallel ranks compute the same from what was gathered, so that
+                their gradients are one gradient; otherwise each has that of its own heads.
+        """
+        group = self.strategy.group if self._everyone is None else self._everyone
+        members = self.strategy.members(local.size(0) * group.size(), group)
+        if not (is_replicated and self.parts > 1):
+            return GatheredRows(local, members)
+        return GatheredRows(local, members, members.part(self.strategy.group, self._tensor.rank()))
+
+    def hand_over(self, key: GatheredRows) -> Tensor:
+        """Leave the layer's key for its core attention.
+
+        Returns:
+            What takes the key's place among the core attention's arguments.
+        """
+        self._pending = key
+        return key.started
+
+    def take(self) -> GatheredRows | None:
+        """The key that was handed over, if nobody has taken it yet."""
+        pending, self._pending = self._pending, None
+        return pending
+
+    def free(self, out: Tensor, gathered: list[GatheredRows]) -> Tensor:
+        """Free what was gathered until backward; returns what is used in place of ``out``.
+
+        A layer that is recomputed in backward keeps it: its own backward comes next.
+        """
+        in_backward = _graph_task_id() != -1
+        if self.keeps or in_backward or not out.requires_grad or not gathered:
+            return out
+        self._freed = gathered
+        return freed_until_backward(out, gathered)
+
+    def start_again_with(self, output: Tensor) -> None:
+        """Gather what was freed as soon as the gradient of ``output`` is known, behind the backward of what
+        lies between.
+        """
+        gathered, self._freed = self._freed, []
+        if not gathered or not output.requires_grad:
+            return
+
+        def start(gradient: Tensor) -> None:
+            for one in gathered:
+                one.start_again()
+
+        output.register_hook(start)
+
+
+@lru_cache(maxsize=LATEST)
+@torch.inference_mode(False)  # what an evaluation finds first, training uses as well
+def _ends(layout: Layout, rank: int, rows: int, device: torch.device) -> Tensor:
+    """Make the ends that all layers of a rank share."""
+    return (layout.rows_of_rank(rank, rows * layout.ranks) + 1).to(device, torch.int32)
+
+
+def key_exchange(
+    attention: Any, options: Options, megatron: Megatron, documents: PackRows | None = None
+) -> KeyExchange | None:
+    """That of a layer, which has one as long as it lives; None on a single context parallel rank.
+
+    Args:
+        attention: a ``DSAttention``, Megatron's or ours.
+        options: say which rows ranks have, and whether gathered keys stay.
+        megatron: the attention's Megatron.
+        documents: that this microbatch's rows belong to; None for whole sequences.
+    """
+    groups = attention.indexer.pg_collection
+    if groups.cp.size() == 1:
+        return None
+    found: KeyExchange | None = vars(attention).get(ATTRIBUTE)
+    if found is None:
+        everyone = None
+        if attention.config.sequence_parallel and groups.tp.size() > 1:
+            everyone = getattr(groups, "tp_cp", None)
+            if everyone is None:
+                everyone = megatron("core.parallel_state").get_tensor_and_context_parallel_group()
+        found = KeyExchange(groups.cp, options.cp_block_rows, groups.tp, everyone, options.keep_gathered)
+        vars(attention)[ATTRIBUTE] = found
+    found.share(None if documents is None else documents.layout)
+    return found

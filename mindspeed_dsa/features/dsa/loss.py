@@ -1,0 +1,113 @@
+"""The indexer loss on the operator: a context parallel rank's share of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import all_reduce
+
+from mindspeed_dsa.features.dsa.main_attention import attend_sparsely
+from mindspeed_dsa.features.dsa.problem import (
+    Attended,
+    Groups,
+    IndexInputs,
+    LossOptions,
+    Operands,
+    Rows,
+    Selection,
+)
+from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_loss
+
+
+def share_of_rank(loss: LossOptions, rows: Rows, groups: Groups) -> tuple[str, float | Tensor]:
+    """How the operators reduce over this rank's rows, and the factor of the result.
+
+    The product is the sum over this rank's rows divided by the rows of all context parallel ranks that count,
+    so that losses, and their gradients, add up over ranks to those of the whole sequence. A collective of the
+    context parallel ranks where not every row counts, and how many do is not known.
+    """
+    if loss.per_token:
+        return "sum", loss.coefficient
+    if rows.count is not None:
+        return "sum", loss.coefficient / max(rows.count, 1)
+    if groups.context is None or rows.counted is None:
+        # Context parallel ranks hold the same number of rows.
+        return "mean", loss.coefficient / groups.context_ranks
+    # Padding is not spread evenly over ranks.
+    count = rows.counted.sum(dtype=torch.float32)
+    all_reduce(count, group=groups.context)
+    return "sum", loss.coefficient / count.clamp_min(1)
+
+
+def sparse_loss(
+    operands: Operands,
+    selection: Selection,
+    attended: Attended | None,
+    rows: Rows,
+    groups: Groups,
+    loss: LossOptions,
+    backend: str,
+) -> Tensor:
+    """Loss between both distributions on the selected keys; this rank's share, a scalar, coefficient
+    included.
+
+    Without the attention's probabilities (``attended``) they are recomputed.
+    """
+    query, key = operands.detached()
+    attention_sum, lse = (attended.attention_sum, attended.lse) if attended else (None, None)
+    if attention_sum is None and not operands.absorbed:
+        attention_sum = attention_sum_by_head(operands, selection.topk_indices, backend)
+    inputs = selection.inputs
+    reduction, factor = share_of_rank(loss, rows, groups)
+    value = indexer_kl_loss(
+        inputs.query,
+        inputs.key,
+        inputs.weights,
+        query,
+        # With a given sum the key is not read, and heads with separate keys have no single one.
+        key if key.dim() == 3 else key[:, :, 0],
+        selection.topk_indices,
+        operands.softmax_scale,
+        lse=lse,
+        topk_scores=selection.topk_scores,
+        attention_sum=attention_sum,
+        row_mask=rows.counted,
+        reduction=reduction,
+        tp_group=groups.tensor,
+        use_relu=inputs.use_relu,
+        query_rope=None if operands.query_rope is None else operands.query_rope.detach().transpose(0, 1),
+        form=selection.form,
+        backend=backend,
+    )
+    return value * factor
+
+
+def dense_loss(
+    operands: Operands, inputs: IndexInputs, rows: Rows, groups: Groups, loss: LossOptions, backend: str
+) -> Tensor:
+    """Loss between both distributions on all visible keys; otherwise as :func:`sparse_loss`."""
+    reduction, factor = share_of_rank(loss, rows, groups)
+    value = dense_indexer_kl_loss(
+        inputs.query,
+        inputs.key,
+        inputs.weights,
+        *operands.whole().detached(),
+        operands.softmax_scale,
+        starts=rows.starts,
+        ends=rows.ends,
+        row_mask=rows.counted,
+        reduction=reduction,
+        tp_group=groups.tensor,
+        use_relu=inputs.use_relu,
+        form=rows.form,
+        backend=backend,
+    )
+    return value * factor
+
+
+def attention_sum_by_head(operands: Operands, topk_indices: Tensor, backend: str) -> Tensor:
+    """Probabilities summed over heads with separate keys: ``[b, s, topk]`` fp32, no gradient."""
+    with torch.no_grad():
+        summed = attend_sparsely(operands, topk_indices, backend, with_sum=True).attention_sum
+    assert summed is not None
+    return summed

@@ -1,0 +1,138 @@
+"""Parts of DSA's attention that run Megatron-core's own code (0.16 to 0.18); they hold ``[s, s]``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.features.dsa.index_projection import run_tapped
+from mindspeed_dsa.features.dsa.indexer_loss import coefficient
+from mindspeed_dsa.features.dsa.main_attention import expanded_key
+from mindspeed_dsa.features.dsa.problem import Attended, IndexInputs, Operands, Parts, Selection
+from mindspeed_dsa.megatron.dsa import Options
+
+
+def parts_left_to_megatron(
+    attention: Any, operands: Operands, x: Tensor, qr: Tensor, options: Options, megatron: Megatron
+) -> Parts:
+    """The parts that run Megatron's own code under these options.
+
+    Args:
+        attention: Megatron's ``DSAttention``.
+        operands: of the main attention.
+        x: hidden states, as for :func:`choose_with_megatron`.
+        qr: latent queries, likewise.
+        options: the parts that run on our operators.
+        megatron: the attention's Megatron.
+    """
+    dsa = None if options.all_ours else megatron("core.transformer.experimental_attention_variant.dsa")
+
+    def choose() -> Selection:
+        return choose_with_megatron(dsa, attention.indexer, x, qr)
+
+    def attend(selection: Selection) -> Attended:
+        return attend_with_megatron(dsa, operands, selection.topk_indices)
+
+    def loss(selection: Selection) -> Tensor:
+        return megatron_loss(dsa, attention, operands, selection)
+
+    return Parts(
+        choose=None if options.indexer else choose,
+        attend=None if options.attention else attend,
+        loss=None if options.kl_loss else loss,
+    )
+
+
+def choose_with_megatron(dsa: Any, indexer: Any, x: Tensor, qr: Tensor) -> Selection:
+    """Megatron's own scores and ``torch.topk``, causal; holds ``[batch, sequence, sequence]``.
+
+    Args:
+        dsa: Megatron's module.
+        indexer: its ``DSAIndexer``.
+        x: ``[sequence, batch, hidden]``, a rank's part of the sequence under sequence parallelism.
+        qr: ``[sequence, batch, q_lora_rank]``, likewise.
+    """
+    if hasattr(indexer, "forward_before_topk"):
+        projected = indexer.forward_before_topk(x, qr, None)
+        inputs = IndexInputs.from_megatron(*projected)
+        mask = causal_mask(inputs.query.shape[1], x.device)
+        scores, chosen = dsa.fused_qk_topk_naive(*projected, indexer.index_topk, mask)
+    else:
+        parallel = indexer.config.tensor_model_parallel_size if indexer.config.sequence_parallel else 1
+        mask = causal_mask(x.shape[0] * parallel, x.device)
+        inputs, (scores, chosen) = run_tapped(indexer, x, qr, mask, compute=True)
+    topk_indices = canonical(chosen)
+    gathered = scores.gather(-1, topk_indices.clamp_min(0).long())
+    return Selection(topk_indices, gathered.masked_fill(topk_indices < 0, -torch.inf), inputs, scores)
+
+
+def attend_with_megatron(dsa: Any, operands: Operands, topk_indices: Tensor) -> Attended:
+    """Megatron's ``unfused_dsa_fn``: holds ``[b, heads, s, s]``."""
+    query, key, value = operands.query, operands.key, operands.value
+    if operands.absorbed:
+        key = expanded_key(operands)
+        value = key[..., : operands.latent]
+    out = dsa.unfused_dsa_fn(query, key, value, for_megatron(topk_indices), operands.softmax_scale)
+    if operands.absorbed:
+        out = operands.up_projected(out.unflatten(-1, (query.shape[2], -1)).transpose(0, 1))
+    return Attended(out)
+
+
+def megatron_loss(dsa: Any, attention: Any, operands: Operands, selection: Selection) -> Tensor:
+    """Megatron's ``compute_dsa_indexer_loss``: holds ``[b, heads, s, s]``."""
+    scores = selection.scores
+    if scores is None:
+        scores = megatron_scores(dsa, attention.indexer, selection.inputs)
+    key = expanded_key(operands) if operands.absorbed else operands.key
+    loss: Tensor = dsa.compute_dsa_indexer_loss(
+        scores,
+        for_megatron(selection.topk_indices),
+        operands.query.detach(),
+        key.detach(),
+        operands.softmax_scale,
+        coefficient(attention.config),
+        attention.config.dsa_indexer_use_sparse_loss,
+        attention.indexer.pg_collection,
+    )
+    return loss
+
+
+def megatron_scores(dsa: Any, indexer: Any, inputs: IndexInputs) -> Tensor:
+    """Megatron's scores of all pairs, future keys at -inf: ``[batch, sequence, sequence]``."""
+    operands = inputs.query.transpose(0, 1), inputs.weights.transpose(0, 1), inputs.key.transpose(0, 1)
+    if hasattr(indexer, "_compute_index_scores"):
+        scores = indexer._compute_index_scores(*operands)
+    else:
+        scores = dsa._compute_index_scores(*operands)
+    return scores + causal_mask(scores.shape[-1], scores.device)  # type: ignore[no-any-return]
+
+
+def causal_mask(length: int, device: torch.device) -> Tensor:
+    """``[length, length]`` fp32, -inf above the diagonal and 0 elsewhere."""
+    return torch.full((length, length), -torch.inf, dtype=torch.float32, device=device).triu_(1)
+
+
+def canonical(chosen: Tensor) -> Tensor:
+    """Megatron's selection, which pads short rows with future keys, in the operators' form.
+
+    Args:
+        chosen: ``[batch, sequence, topk]``, int64 positions in any order.
+
+    Returns:
+        Same shape, int32, ascending, -1 at the tail.
+    """
+    length = chosen.shape[1]
+    row = torch.arange(length, device=chosen.device)[:, None]
+    ordered = chosen.masked_fill(chosen > row, length).sort(dim=-1).values
+    return ordered.masked_fill(ordered == length, -1).int()
+
+
+def for_megatron(topk_indices: Tensor) -> Tensor:
+    """The operators' selection in a form that Megatron's functions can scatter: no -1, int64.
+
+    Surplus entries repeat the first key of the row; scattering it twice is harmless.
+    """
+    return torch.where(topk_indices < 0, topk_indices[..., :1], topk_indices).long()

@@ -1,0 +1,301 @@
+"""One layer's sparse attention as tensors: operands, the rank's rows, and the groups with the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mindspeed_dsa.megatron.pack_rows import PackRows
+from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY, RowForm
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Inputs of the main attention, in Megatron's layout, sequence first, and the factor of its scores.
+
+    By head: query and key ``[s, b, heads, dim]``, value ``[s, b, heads, value_dim]``. In absorbed form: query
+    ``[s, b, heads, latent + rope]``, key ``[s, b, 1, latent + rope]``, and instead of the value its
+    up-projection ``[heads, value_dim, latent]``, which is applied to the attention output. Under
+    context parallelism the query has this rank's rows, the key those of the whole sequence in its own order.
+    ``key_receiver``, if there is one, takes the gradient of an absorbed key in fp32, to be summed over ranks.
+    ``epilog``, if there is one, is the compiled form of the value's up-projection. ``query_rope``, if there
+    is one, is the rotary part of an absorbed query, ``[s, b, heads, rope]``, and ``query`` the latent one.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    softmax_scale: float
+    key_receiver: Tensor | None = None
+    epilog: Callable[[Tensor, Tensor], Tensor] | None = None
+    query_rope: Tensor | None = None
+
+    def whole(self) -> Operands:
+        """Return these operands with the query in one piece."""
+        if self.query_rope is None:
+            return self
+        return replace(self, query=torch.cat([self.query, self.query_rope], dim=-1), query_rope=None)
+
+    def first(self, rows: int) -> Operands:
+        """Without the rows from this one on."""
+        value = self.value if self.absorbed else self.value[:rows]
+        return replace(self.of(slice(rows), slice(rows)), value=value)
+
+    def of(self, rows: slice, keys: slice) -> Operands:
+        """Some rows and some keys; in absorbed form, whose value belongs to no row."""
+        receiver = None if self.key_receiver is None else self.key_receiver[keys]
+        rope = None if self.query_rope is None else self.query_rope[rows]
+        query, key = self.query[rows], self.key[keys]
+        return replace(self, query=query, key=key, key_receiver=receiver, query_rope=rope)
+
+    @property
+    def absorbed(self) -> bool:
+        """Whether ``value`` is the up-projection."""
+        return self.value.dim() == 3
+
+    @property
+    def latent(self) -> int:
+        """Width of the latent part of an absorbed key, which is its value."""
+        return self.value.shape[-1]
+
+    def up_projected(self, latent_out: Tensor) -> Tensor:
+        """``[b, s, heads, latent]`` to ``[s, b, heads * value_dim]``."""
+        if self.epilog is not None:
+            return self.epilog(latent_out, self.value)
+        return torch.einsum("bshc,hdc->sbhd", latent_out, self.value).flatten(2)
+
+    def detached(self) -> tuple[Tensor, Tensor]:
+        """Detached query ``[b, s, heads, dim]`` and key ``[b, s, dim]``, by head ``[b, s, heads, dim]``."""
+        key = self.key.detach().transpose(0, 1)
+        return self.query.detach().transpose(0, 1), key.squeeze(2) if self.absorbed else key
+
+
+def keeps_parts_apart(device: torch.device) -> bool:
+    """Whether this device's operators want the latent and the rotary part of a query apart."""
+    return device.type == "npu"
+
+
+def query_and_key(query: Tensor, query_rope: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Form what passes for query and key through Megatron's layer and checkpoints, in absorbed form.
+
+    That is one query; or, where parts stay apart, the latent one, with the rotary one behind the key.
+
+    Args:
+        query: ``[s, b, heads, latent]``.
+        query_rope: ``[s, b, heads, rope]``.
+        key: ``[s, b, 1, latent + rope]``.
+    """
+    if keeps_parts_apart(query.device):
+        return query, torch.cat([key, query_rope.flatten(2).unsqueeze(2)], dim=-1)
+    return torch.cat([query, query_rope], dim=-1), key
+
+
+def parts_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the key, and the query's rotary part if it lies behind that: see :func:`query_and_key`.
+
+    Args:
+        query: of any form; the latent part, if parts are apart.
+        key: of any form.
+        value: ``[heads, value_dim, latent]``, or by head.
+    """
+    latent, heads = value.shape[-1], query.shape[2]
+    if value.dim() != 3 or query.shape[-1] != latent:
+        return key, None
+    rope = (key.shape[-1] - latent) // (1 + heads)
+    key, of_query = key.split([latent + rope, heads * rope], dim=-1)
+    return key, of_query.squeeze(2).unflatten(-1, (heads, rope))
+
+
+@dataclass(frozen=True)
+class IndexInputs:
+    """The indexer's query, key and weights, in the operators' layout."""
+
+    query: Tensor
+    """``[batch, sequence, index_heads, index_dim]``."""
+    key: Tensor
+    """``[batch, sequence, index_dim]``."""
+    weights: Tensor
+    """``[batch, sequence, index_heads]``, every scale included."""
+    use_relu: bool = True
+    """Whether products are clamped at zero."""
+    key_receiver: Tensor | None = None
+    """As of :class:`Operands`."""
+
+    def first(self, rows: int) -> IndexInputs:
+        """Without the rows from this one on."""
+        return self.of(slice(rows), slice(rows))
+
+    def of(self, rows: slice, keys: slice) -> IndexInputs:
+        """Some rows and some keys."""
+        receiver = None if self.key_receiver is None else self.key_receiver[:, keys]
+        query, key, weights = self.query[:, rows], self.key[:, keys], self.weights[:, rows]
+        return replace(self, query=query, key=key, weights=weights, key_receiver=receiver)
+
+    @classmethod
+    def from_megatron(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        weights: Tensor,
+        use_relu: bool = True,
+        key_receiver: Tensor | None = None,
+    ) -> IndexInputs:
+        """Convert from Megatron's layout, sequence first."""
+        receiver = None if key_receiver is None else key_receiver.transpose(0, 1)
+        return cls(query.transpose(0, 1), key.transpose(0, 1), weights.transpose(0, 1), use_relu, receiver)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which keys each of this rank's queries sees, and which queries count in the loss.
+
+    A row sees the keys from its start up to, but excluding, its end. Context parallel ranks have rows that
+    are not contiguous in the sequence, and packed sequences have rows that start late.
+
+    Attributes:
+        starts: ``[s]`` int32; None: every row starts at the first key.
+        ends: ``[s]`` int32; None: plain causal rows, each of which ends after its own key.
+        counted: ``[b, s]`` bool, true for rows that count in the loss; None: all do.
+        count: rows that count on all context parallel ranks, where that is known.
+        longest: the most keys that a row sees, where the host knows it.
+        end: the rows from this one on are padding, and so are their keys; None: none are, or only others.
+        known: the form of the rows before ``end``, where the host knows it: no device is asked for what the
+            tensors hold. Without starts and ends it is known.
+    """
+
+    starts: Tensor | None = None
+    ends: Tensor | None = None
+    counted: Tensor | None = None
+    count: int | None = None
+    longest: int | None = None
+    end: int | None = None
+    known: RowForm | None = None
+
+    @classmethod
+    def of_pack(cls, rows: PackRows, device: torch.device) -> Rows:
+        """Rows of documents in one row of tokens; padding sees no key and does not count."""
+        counted = rows.counted
+        return cls(
+            rows.starts.to(device),
+            rows.ends.to(device),
+            None if counted is None else counted[None].to(device),
+            rows.pack.tokens,
+            rows.pack.longest,
+            rows.end,
+            None if rows.sequences is None else RowForm(rows.sequences),
+        )
+
+    @property
+    def form(self) -> RowForm | None:
+        """Form of all rows, for the operators; None where the host does not know it."""
+        if self.starts is None and self.ends is None:
+            return TO_LAST_KEY
+        return self.known if self.end is None else None
+
+    def first(self, rows: int) -> Rows:
+        """Without the rows from this one on, none of which counts."""
+        starts, ends = (None if x is None else x[:rows] for x in (self.starts, self.ends))
+        counted = None if self.count == rows or self.counted is None else self.counted[:, :rows]
+        return replace(self, starts=starts, ends=ends, counted=counted, end=None)
+
+    def most_visible(self, keys: int) -> int:
+        """A row sees at most so many of ``keys`` keys, as far as is known without waiting for a device."""
+        if self.starts is None:
+            return keys
+        if self.longest is None and self.ends is not None and self.ends.device.type == "cpu":
+            return int((self.ends - self.starts).max()) if self.ends.numel() else 0
+        return keys if self.longest is None else self.longest
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Ranks that hold the rest of the problem; None where there are none.
+
+    Attributes:
+        tensor: ranks with the other heads; the loss's target is summed over them.
+        context: ranks with the other rows of the same sequences; their shares of the loss add up.
+    """
+
+    tensor: ProcessGroup | None = None
+    context: ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, pg_collection: Any) -> Groups:
+        """Build from Megatron's ``ProcessGroupCollection``, or any object with ``tp`` and ``cp``."""
+        return cls(_several(pg_collection, "tp"), _several(pg_collection, "cp"))
+
+    @property
+    def context_ranks(self) -> int:
+        """Number of ranks that share the rows of a sequence."""
+        return 1 if self.context is None else self.context.size()
+
+
+def _several(pg_collection: Any, name: str) -> ProcessGroup | None:
+    group: ProcessGroup | None = getattr(pg_collection, name, None)
+    return group if group is not None and group.size() > 1 else None
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """The requested indexer loss.
+
+    Attributes:
+        coefficient: factor of the loss.
+        on_chosen_keys: the sparse loss, over the selected keys; otherwise over all visible ones.
+        per_token: the sum over rows; otherwise this rank's share of the mean over the rows of all context
+            parallel ranks that count.
+        in_backward: compute the loss inside the attention's backward pass, where possible. Called there
+            with the share, coefficient included; returns the gradient that it starts with, a scalar.
+    """
+
+    coefficient: float
+    on_chosen_keys: bool
+    per_token: bool = False
+    in_backward: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The selected keys, and the scores that the indexer loss needs."""
+
+    topk_indices: Tensor
+    """``[batch, sequence, topk]`` int32, in any order, -1 at the tail."""
+    topk_scores: Tensor
+    """``[batch, sequence, topk]``, differentiable; -inf where the index is -1."""
+    inputs: IndexInputs
+    scores: Tensor | None = None
+    """``[batch, sequence, sequence]``, only if Megatron's own indexer computed them."""
+    form: RowForm | None = None
+    """Under which rows list as many keys as they see, at most ``topk``; None: the host does not know."""
+
+
+@dataclass(frozen=True)
+class Attended:
+    """The attention output, and intermediate results for the indexer loss."""
+
+    out: Tensor
+    """``[s, b, heads * value_dim]``."""
+    attention_sum: Tensor | None = None
+    """``[b, s, topk]`` fp32: probabilities summed over this rank's heads."""
+    lse: Tensor | None = None
+    """``[b, s, heads]`` fp32, of the absorbed form."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Code that replaces our operators; None: the operator runs.
+
+    Attributes:
+        choose: selects the keys.
+        attend: attends to the selected keys.
+        loss: the indexer loss, coefficient included.
+    """
+
+    choose: Callable[[], Selection] | None = None
+    attend: Callable[[Selection], Attended] | None = None
+    loss: Callable[[Selection], Tensor] | None = None

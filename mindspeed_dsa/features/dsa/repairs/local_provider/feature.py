@@ -1,0 +1,71 @@
+"""DSA without Transformer Engine: ``--transformer-impl local``."""
+
+from __future__ import annotations
+
+from mindspeed_dsa.features.dsa.repairs.local_provider.options import Options
+from mindspeed_dsa.features.dsa.repairs.local_provider.validation import check_transformer_engine
+from mindspeed_dsa.megatron.dsa import FIXES, MLA, SPECS, dsa_repair, megatron_flag
+from mindspeed_dsa.patches.spec import Patch
+
+_IMPL = f"{FIXES}.local_provider.modules"
+
+FEATURE = dsa_repair(
+    "dsa-local-provider",
+    summary="Builds MLA + DSA + MoE from Megatron's own layers, without Transformer Engine.",
+    switch_help="Support --transformer-impl local for DSA models.",
+    validate=check_transformer_engine,
+    options=Options.of,
+    megatron_flags=(megatron_flag("--transformer-impl"),),
+    patches=(
+        Patch(
+            f"{SPECS}:_get_backend_spec_provider",
+            "wrap",
+            f"{_IMPL}:provide_local_modules",
+            "the spec functions require Transformer Engine",
+            params=("config",),
+            versions=">=0.16,<0.21",
+        ),
+        Patch(
+            f"{MLA}:__dict__",
+            "entry",
+            f"{_IMPL}:full_copy_linear",
+            "MLA accepts a replicated down projection only under the name Linear",
+            versions=">=0.16,<0.21",
+            key="Linear",
+            factory=True,
+        ),
+        Patch(
+            "megatron.core.transformer.experimental_attention_variant.absorbed_mla:__dict__",
+            "entry",
+            f"{_IMPL}:full_copy_linear",
+            "absorbed MLA accepts a replicated down projection only under the name Linear",
+            versions=">=0.19,<0.21",
+            key="Linear",
+            factory=True,
+        ),
+        Patch(
+            f"{MLA}:HAVE_TE",
+            "value",
+            f"{_IMPL}:transformer_engine_is_usable",
+            "MLA assumes that Transformer Engine is available and fails in an isinstance check",
+            versions=">=0.16,<0.17",
+            factory=True,
+        ),
+        Patch(
+            "megatron.core.transformer.moe.moe_utils:router_gating_linear",
+            "wrap",
+            "mindspeed_dsa.megatron.router:gate_without_transformer_engine",
+            "the router uses a name that is undefined without Transformer Engine",
+            params=("inp", "weight", "router_dtype"),
+            versions=">=0.13,<0.17",
+        ),
+        Patch(
+            "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+            "wrap",
+            "mindspeed_dsa.megatron.local_norms:norm_for_every_setting",
+            "the PyTorch norms are rejected with sequence parallelism and zero-centered gamma",
+            params=("config", "hidden_size", "eps"),
+            versions=">=0.12.1,<0.21",
+        ),
+    ),
+)

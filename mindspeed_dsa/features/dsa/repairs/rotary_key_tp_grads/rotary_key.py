@@ -1,0 +1,50 @@
+"""The sum over tensor parallel ranks that the rotary key's gradient lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.megatron.mla_projections import SumGradients
+
+
+def sum_rotary_key_gradients(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
+    """Decorate ``MLASelfAttention.__init__``.
+
+    All heads share one rotary key. A rank's backward yields the gradient of its own heads. A reduce-scatter
+    sums these parts where each rank has a replica of the projection and applies it to its part of the
+    sequence; elsewhere they are not summed, and the replicas of the projection drift apart.
+
+    The output of a projection that is split over ranks is gathered here, so that Megatron continues as with a
+    replica, and its reduce-scatter under sequence parallelism computes the sum.
+    """
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        config, group = self.config, self.pg_collection.tp
+        sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+        is_full_copy = self.linear_kv_down_proj.weight.size(0) == sum(sizes)
+        if group.size() == 1 or (config.sequence_parallel and is_full_copy):
+            return
+        mappings = context.megatron("core.tensor_parallel.mappings")
+
+        def sum_in_backward(module: Any, inputs: Any, output: Any) -> Any:
+            # [s, b, kv_lora_rank + qk_pos_emb_head_dim]; split projections return a slice of the last
+            # dimension of the whole sequence, full copies all of a part of the sequence.
+            projected = output[0]
+            if not is_full_copy:
+                projected = mappings.gather_from_tensor_model_parallel_region(projected, group=group)
+                if config.sequence_parallel:
+                    projected = mappings.scatter_to_sequence_parallel_region(projected, group=group)
+            if not config.sequence_parallel:
+                # The latent part is summed at its up projection.
+                latent, rotary_key = projected.split(sizes, dim=-1)
+                projected = torch.cat([latent, SumGradients.apply(rotary_key, group)], dim=-1)
+            return (projected, *output[1:])
+
+        self.linear_kv_down_proj.register_forward_hook(sum_in_backward)
+
+    return __init__

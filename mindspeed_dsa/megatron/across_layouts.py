@@ -1,0 +1,235 @@
+"""Checkpoints loaded by layouts that keep experts in an optimizer of their own, and by others.
+
+With expert parallelism Megatron chains two optimizers, for what all data parallel ranks share and for the
+experts; without, there is one. Tensors have the same names in checkpoints of both. The rest, counts of steps
+and groups of parameters, is saved by optimizer, and what is loaded is the one merged into the other.
+
+Megatron-LM's own training loop asks for more: with expert parallelism it saves the states of random number
+generators for each data parallel rank. Imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mindspeed_dsa.feature import Context, Megatron
+from mindspeed_dsa.megatron.optimizer import CHAINED, is_sharded
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.patches.spec import Patch
+
+_HERE = "mindspeed_dsa.megatron.across_layouts"
+
+ROWS = (
+    Patch(
+        f"{CHAINED}.load_state_dict",
+        "wrap",
+        f"{_HERE}:load_across",
+        "experts have an optimizer of their own with expert parallelism, and no layout loads the other's",
+        params=("state_dict",),
+        priority=2,  # outside of features that take states apart, or count in all of them
+    ),
+    Patch(
+        "megatron.training.checkpointing:_load_base_checkpoint",
+        "wrap",
+        f"{_HERE}:load_base_across",
+        "generators are saved in another number with expert parallelism; what cannot be read has no message",
+        params=("load_dir", "args", "rank0", "sharded_state_dict"),
+        required=False,
+    ),
+)
+"""Rows of every feature that lets the layout of a job change at a checkpoint."""
+
+_EXPERTS = "is_expert_parallel"
+_IDENTITY = ("wd_mult", "lr_mult", _EXPERTS, "is_decoupled_lr")  # of releases before 0.14
+_SLICES = ("dp_reshardable", "dp_zero_gather_scatter", "fully_sharded_bucket_space")
+_NOT_COMMON = ("state", "param_groups", "fp32_from_fp16_params")
+
+State = Mapping[str, Any]
+
+
+def load_across(original: Callable[..., Any], context: Context[Any]) -> Callable[..., Any]:
+    """Decorate ``ChainedOptimizer.load_state_dict``."""
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        state = fitted(self.chained_optimizers, state_dict, context.megatron)
+        return original(self, state, *args, **kwargs)
+
+    return load_state_dict
+
+
+def fitted(parts: Sequence[Any], state: Any, megatron: Megatron | None = None) -> Any:
+    """State out of a distributed checkpoint, for as many optimizers as there are here.
+
+    Args:
+        parts: Megatron's optimizers, one or those of a chain.
+        state: what ``dist_checkpointing.load`` has made of their ``sharded_state_dict``.
+        megatron: whose.
+
+    Returns:
+        What they load: ``state`` itself if it was saved by as many optimizers.
+
+    Raises:
+        SettingsError: the checkpoint has no group of parameters like one of these.
+    """
+    if not isinstance(state, dict):
+        return state
+    numbered = {key: value for key, value in state.items() if isinstance(key, int)}
+    named = {key: value for key, value in state.items() if key not in numbered}
+    if not (numbered and named):
+        return state
+    optimizers = (megatron or Megatron())("core.optimizer.optimizer")
+    keys = getattr(optimizers, "param_group_identifier_keys", _IDENTITY)
+    chain = [numbered[key] for key in sorted(numbered)]
+    if len(parts) == 1:
+        return _filled(parts[0], named, chain, keys)
+    return {
+        number: _filled(part, numbered.get(number, {}), [named], keys) for number, part in enumerate(parts)
+    }
+
+
+def _filled(part: Any, own: State, saved: Sequence[State], keys: Sequence[str]) -> dict[str, Any]:
+    """Put together the state of one optimizer.
+
+    Args:
+        part: the optimizer.
+        own: what has been read for it: tensors, and which parameters its groups have.
+        saved: the rest, of each optimizer that was saved.
+        keys: what tells groups of parameters apart.
+    """
+    common = {name: value for name, value in saved[0].items() if name not in _NOT_COMMON}
+    state = {**common, **own}
+    inner = [_inner(each) for each in saved]
+    groups = [group for each in inner for group in each["param_groups"]]
+    wanted = part.optimizer.param_groups
+    read = _inner(own).get("param_groups") or [{} for _ in wanted]
+    steps = next((group["step"] for group in groups if group.get("step") is not None), None)
+    filled: dict[str, Any] = {"param_groups": []}
+    for here, parameters in zip(wanted, read, strict=True):
+        group = {**_like(here, groups, keys), **parameters}
+        if _EXPERTS in here:
+            group[_EXPERTS] = here[_EXPERTS]
+        if steps is not None:
+            group["step"] = steps
+        filled["param_groups"].append(group)
+    if not is_sharded(part):  # the distributed optimizer has its parameters' state elsewhere
+        filled["state"] = dict(_inner(own).get("state", {}))
+        states = [each.get("state", {}) for each in inner]
+        count = next((each["common_step"] for each in states if "common_step" in each), None)
+        if count is not None:
+            filled["state"]["common_step"] = count
+    if "optimizer" not in saved[0]:
+        return {**state, **filled}
+    if hasattr(part, "fp32_from_float16_groups"):
+        state.setdefault("fp32_from_fp16_params", [[] for _ in part.fp32_from_float16_groups])
+    return {**state, "optimizer": {**_inner(saved[0]), **filled}}
+
+
+def _inner(state: State) -> State:
+    """Return what the optimizer of torch has saved, which mixed precision wraps."""
+    inner: State = state.get("optimizer", state)
+    return inner
+
+
+def _like(here: State, groups: Sequence[State], keys: Sequence[str]) -> State:
+    """Find the saved group with the same multipliers; that of experts for experts where there are two."""
+
+    def identity(group: State) -> dict[str, Any]:
+        # Some jobs write ``pre_wd_mult`` for ``wd_mult``, which Megatron reads as well.
+        return {key: group.get(key, group.get(f"pre_{key}")) for key in keys if key != _EXPERTS}
+
+    found = [group for group in groups if identity(group) == identity(here)]
+    if not found:
+        there = "; ".join(sorted({str(identity(group)) for group in groups}))
+        raise SettingsError(
+            f"mindspeed_dsa: the optimizer has a group of parameters with {identity(here)}, and the "
+            f"checkpoint only {there or 'none'}: other parameters were trained there, or with other "
+            "multipliers; load it with the flags that it was saved with, or add --no-load-optim to load "
+            "the weights alone"
+        )
+    return max(found, key=lambda group: group.get(_EXPERTS) == here.get(_EXPERTS))
+
+
+def load_base_across(original: Callable[..., Any], context: Context[Any]) -> Callable[..., Any]:
+    """Decorate ``_load_base_checkpoint``: what the file says of itself is read before its tensors are."""
+    saved: dict[str, Any] = {}
+
+    @functools.wraps(original)
+    def _load_base_checkpoint(
+        load_dir: Any,
+        args: Any,
+        rank0: bool = False,
+        sharded_state_dict: Any = None,
+        *rest: Any,
+        **kwargs: Any,
+    ) -> Any:
+        there = saved.get("args")
+        if not rank0 and sharded_state_dict and there is not None and _layout(there) != _layout(args):
+            _check_format(saved, args)
+            _check_generators(saved["folder"], args, sharded_state_dict, context)
+        result = original(load_dir, args, rank0, sharded_state_dict, *rest, **kwargs)
+        state, folder, *_ = result
+        if rank0 and isinstance(state, dict):
+            # What is needed of it, not the state: some formats have weights and moments in there.
+            read = getattr(context.megatron("core.dist_checkpointing"), "load_content_metadata", None)
+            facts = (read(preloaded_state_dict=state) if read else None) or {}  # from 0.14 on
+            saved.update(args=state.get("args"), folder=folder, facts=facts)
+        elif not rank0:
+            saved.clear()
+        return result
+
+    return _load_base_checkpoint
+
+
+def _layout(args: Any) -> dict[str, int]:
+    """Return the sizes that the experts' optimizer and the generators depend on."""
+    tensor = getattr(args, "tensor_model_parallel_size", None) or 1
+    return {
+        "tensor": tensor,
+        "pipeline": getattr(args, "pipeline_model_parallel_size", None) or 1,
+        "expert": getattr(args, "expert_model_parallel_size", None) or 1,
+        "expert tensor": getattr(args, "expert_tensor_parallel_size", None) or tensor,
+        "world": getattr(args, "world_size", None) or 1,
+    }
+
+
+def _check_format(saved: State, args: Any) -> None:
+    """Refuse slices of buffers that lie otherwise here, and names that tell which optimizer saved."""
+    if args.finetune or args.no_load_optim:
+        return
+    there, here = _layout(saved["args"]), _layout(args)
+    differ = [name for name in ("expert", "expert tensor") if there[name] != here[name]]
+    if not differ:
+        return
+    facts = saved["facts"]
+    format_ = facts.get("distrib_optim_sharding_type")
+    if args.use_distributed_optimizer and format_ in _SLICES:
+        why = f"the distributed optimizer's state is saved as {format_}, slices of buffers"
+        way = "save it with --dist-ckpt-optim-fully-reshardable (before 0.15: --ckpt-fully-parallel-save)"
+    elif not facts.get("chained_optim_avoid_prefix") and (there["expert"] > 1) != (here["expert"] > 1):
+        why = "a Megatron before 0.14 has saved it, which names the optimizer's state by optimizer"
+        way = "resume it with the expert parallel size that it has"
+    else:
+        return
+    sizes = ", ".join(f"{name} parallel {there[name]} there and {here[name]} here" for name in differ)
+    raise SettingsError(
+        f"mindspeed_dsa: checkpoint {saved['folder']} has an optimizer's state that this layout of experts "
+        f"cannot read ({sizes}): {why}; {way}, or add --no-load-optim to load the weights alone"
+    )
+
+
+def _check_generators(folder: Any, args: Any, wanted: dict[str, Any], context: Context[Any]) -> None:
+    """Let generators begin anew where the checkpoint has their states for other ranks."""
+    own: Any = wanted.get("rng_state")
+    if not hasattr(own, "unique_key"):
+        return
+    serialization = context.megatron("core.dist_checkpointing.serialization")
+    if own.unique_key not in serialization.load_sharded_metadata(str(folder)):
+        del wanted["rng_state"]
+        args.no_load_rng = True
+        context.log.warning(
+            "checkpoint %s has the states of random number generators for another layout; they begin anew",
+            folder,
+        )

@@ -1,0 +1,69 @@
+"""One place that refuses what a feature's checks find in Megatron's configurations.
+
+A check is a generator ``check(args, options)`` that yields sentences. The session asks it about a job's
+arguments. Jobs without Megatron's parser are asked when a model or an optimizer is built, about its
+configuration: :func:`require`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.patches.errors import SettingsError
+
+Check = Callable[[Any, Any], Iterable[str]]
+"""Problems of arguments, or of a configuration, with a feature's options."""
+
+
+def validate(
+    check: Check, options_of: Callable[[Any], Any] = lambda settings: None
+) -> Callable[[Any], Sequence[str]]:
+    """``Feature.validate`` made of a check.
+
+    Args:
+        check: what to ask.
+        options_of: ``Feature.options``, or its equal for arguments that may lack some switches.
+    """
+
+    @functools.wraps(check)
+    def problems(args: Any) -> Sequence[str]:
+        return list(check(args, options_of(args)))
+
+    return problems
+
+
+def require(context: Context[Any], check: Check, *configurations: Any) -> None:
+    """Refuse configurations that a feature does not combine with.
+
+    Args:
+        context: the feature's.
+        check: what to ask.
+        configurations: Megatron's; an attribute is read from the first that has it.
+
+    Raises:
+        SettingsError: what the check says.
+    """
+    found = list(check(_Together(configurations), context.options))
+    if found:
+        raise SettingsError(f"{context.feature}: " + "; ".join(found))
+
+
+def argument(args: Any, name: str) -> Any:
+    """One of Megatron's arguments; ``None`` where this namespace or configuration does not have it."""
+    return getattr(args, name, None)
+
+
+class _Together:
+    """Several configurations as one namespace."""
+
+    def __init__(self, configurations: Sequence[Any]) -> None:
+        self._configurations = configurations
+
+    def __getattr__(self, name: str) -> Any:
+        for configuration in self._configurations:
+            if hasattr(configuration, name):
+                return getattr(configuration, name)
+        raise AttributeError(name)

@@ -1,0 +1,161 @@
+"""Locations of DSA in Megatron, and helpers for the declarations of its fixes and options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag, Requires, repair
+from mindspeed_dsa.patches.spec import Patch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
+MLA = "megatron.core.transformer.multi_latent_attention"
+SPECS = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
+FIXES = "mindspeed_dsa.features.dsa.repairs"
+
+SHARED_KEYS = ">=0.19,<0.20"
+"""Releases whose context parallel ranks share keys by our gathers."""
+
+
+def dsa_repair(
+    name: str,
+    summary: str,
+    switch_help: str,
+    patches: Sequence[Patch],
+    validate: Callable[[Any], Sequence[str]] | None = None,
+    megatron_flags: Sequence[Flag] = (),
+    options: Callable[[Any], Any] | None = None,
+    supplies: Sequence[str] = (),
+) -> Feature:
+    """A fix for Megatron's DSA: on if the model uses DSA, unless its switch overrides this.
+
+    The rows' ``versions`` exclude releases that have fixed the defect.
+    """
+    switch = Flag(f"--{name}", f"{switch_help} Default: on if the model uses DSA.", kind="auto")
+    feature = Feature(
+        name=name,
+        summary=summary,
+        flags=(switch, EXPERIMENTAL_ATTENTION_VARIANT, *megatron_flags),
+        patches=tuple(patches),
+        active=repair(switch.dest),
+        options=options,
+        supplies=tuple(supplies),
+        doc=f"{name}.md",
+    )
+    return feature if validate is None else replace(feature, validate=validate)
+
+
+def dsa_option(name: str, summary: str, switch: Flag, versions: str, patches: Sequence[Patch]) -> Feature:
+    """An option that Megatron's releases in ``versions`` do not offer; off by default."""
+    return Feature(
+        name=name,
+        summary=summary,
+        flags=(switch, EXPERIMENTAL_ATTENTION_VARIANT),
+        patches=tuple(patches),
+        requires=Requires(versions={"megatron-core": versions}),
+        doc=f"{name}.md",
+    )
+
+
+def megatron_flag(name: str, type: Callable[[str], Any] = str) -> Flag:
+    """One of Megatron's own flags that a check reads."""
+    return Flag(name, "Megatron's own flag.", kind="value", type=type, megatron=True)
+
+
+PARTS = (
+    "use_dsa_absorb",
+    "use_fused_lightning_indexer",
+    "use_fused_sparse_flash_attention",
+    "use_fused_lightning_indexer_kl_loss",
+)
+"""The parts that ``--use-fused-dsa`` enables; each can also be enabled or disabled individually.
+
+The first one can also be :data:`~mindspeed_dsa.feature.AUTO`, and is where ``--use-fused-dsa`` alone
+enables it.
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The parts of DSA's attention path that run on our operators.
+
+    Attributes:
+        absorb: the absorbed form may be taken.
+        absorb_always: it is, whatever the length.
+        cpu_bf16: how CPUs multiply bf16, see :data:`mindspeed_dsa.ops.cpu.bf16.Way`.
+    """
+
+    absorb: bool
+    absorb_always: bool
+    indexer: bool
+    attention: bool
+    kl_loss: bool
+    backend: str
+    warmup: bool
+    fuse_kl_in_backward: bool
+    cp_block_rows: int
+    keep_gathered: bool
+    cpu_bf16: str
+
+    @property
+    def any(self) -> bool:
+        """Whether any part of Megatron's attention path is replaced."""
+        return self.absorb or self.indexer or self.attention or self.kl_loss or self.warmup
+
+    @property
+    def all_ours(self) -> bool:
+        """Whether no part of the core attention runs Megatron's own code."""
+        return self.indexer and self.attention and self.kl_loss
+
+    @classmethod
+    def of(cls, settings: Any) -> Self:
+        """Build from resolved settings or a job's argument namespace; absent switches are off."""
+        everything = bool(getattr(settings, "use_fused_dsa", False))
+        chosen = [getattr(settings, part, None) for part in PARTS]
+        absorb, indexer, attention, kl_loss = (everything if one is None else bool(one) for one in chosen)
+        return cls(
+            absorb=absorb,
+            absorb_always=chosen[0] is True,
+            indexer=indexer,
+            attention=attention,
+            kl_loss=kl_loss,
+            backend=getattr(settings, "dsa_backend", None) or "auto",
+            warmup=getattr(settings, "dsa_stage", None) == "warmup",
+            fuse_kl_in_backward=bool(getattr(settings, "dsa_fuse_kl_in_backward", False)),
+            cp_block_rows=getattr(settings, "cp_block_rows", None) or 0,
+            keep_gathered=bool(getattr(settings, "cp_keep_gathered", False)),
+            cpu_bf16=getattr(settings, "dsa_cpu_bf16", None) or "auto",
+        )
+
+
+def fused_wanted(settings: Any) -> bool:
+    """Whether any option is set, even one that has no effect by itself: a check reports that mistake."""
+    chosen = Options.of(settings)
+    return chosen.any or chosen.fuse_kl_in_backward
+
+
+def absorb_wanted(settings: Any) -> bool:
+    """Whether the absorbed form is on, alone or with the other parts."""
+    return Options.of(settings).absorb
+
+
+def warmup_wanted(settings: Any) -> bool:
+    """``--dsa-stage warmup``."""
+    return Options.of(settings).warmup
+
+
+def shares_keys(config: Any, chosen: Options) -> bool:
+    """Whether a model's context parallel ranks share keys by our gathers instead of Megatron's.
+
+    Args:
+        config: Megatron's, of a model.
+        chosen: the parts that run on our operators.
+    """
+    # Layers that share a selection of keys are served by Megatron's code, hook by hook.
+    every_layer_selects = (getattr(config, "dsa_indexer_topk_freq", None) or 1) == 1
+    is_dsa = getattr(config, "experimental_attention_variant", None) == "dsa"
+    return chosen.all_ours and is_dsa and every_layer_selects

@@ -1,0 +1,158 @@
+"""Modules that Megatron has only as Transformer Engine modules, in plain PyTorch.
+
+Constructor arguments, parameter names and parameter attributes are those of the Transformer Engine
+counterparts, so that specs, gradient synchronization and checkpoints work unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.megatron.local_norms import norm_of_fused_layer
+
+
+def _same_on_every_tensor_parallel_rank(megatron: Megatron) -> AbstractContextManager[Any]:
+    """Random state shared by all ranks of a tensor parallel group."""
+    random = megatron("core.tensor_parallel.random")
+    tracker = random.get_cuda_rng_tracker()
+    if not tracker.is_initialized():
+        return nullcontext()
+    return tracker.fork(random.get_data_parallel_rng_tracker_name())  # type: ignore[no-any-return]
+
+
+class DuplicatedLinear(torch.nn.Module):
+    """Linear layer whose weight is replicated on every tensor parallel rank.
+
+    Replaces ``TELinear(parallel_mode="duplicated")``. Checkpoints treat it as replicated.
+    With sequence parallelism its input is one rank's part of the sequence, so the gradient of its
+    weight is a partial sum; the weight is marked for Megatron's reduction over tensor parallel ranks.
+
+    Args:
+        input_size, output_size: features in and out.
+        config: Megatron's configuration; its ``params_dtype`` is the weights' dtype.
+        init_method: fills the weight in place.
+        bias: add a bias, initialized to zero.
+        skip_bias_add: return the bias instead of adding it.
+        parallel_mode: only ``"duplicated"``.
+        tp_group, tp_comm_buffer_name, gather_output, is_expert, skip_weight_param_allocation, name:
+            accepted for compatibility with Megatron's call sites; unused, and rejected if they contradict
+            replication.
+    """
+
+    megatron: ClassVar[Megatron] = Megatron()
+    is_one_product: ClassVar[bool] = True
+    """What a compiler may count on in this very class."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Callable[[Tensor], Any],
+        bias: bool = True,
+        skip_bias_add: bool = False,
+        parallel_mode: str = "duplicated",
+        tp_group: Any = None,
+        tp_comm_buffer_name: str | None = None,
+        gather_output: bool = False,
+        is_expert: bool = False,
+        skip_weight_param_allocation: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        if parallel_mode != "duplicated" or is_expert or skip_weight_param_allocation:
+            raise ValueError(
+                "DuplicatedLinear is replicated on every rank and owns its weight: got "
+                f"parallel_mode={parallel_mode!r}, is_expert={is_expert}, "
+                f"skip_weight_param_allocation={skip_weight_param_allocation}; use ColumnParallelLinear "
+                "or RowParallelLinear for anything else"
+            )
+        self.config = config
+        self.skip_bias_add = skip_bias_add
+        place = {
+            "device": None if config.use_cpu_initialization else torch.cuda.current_device(),
+            "dtype": config.params_dtype,
+        }
+        self.weight = Parameter(torch.empty(output_size, input_size, **place))
+        self.bias = Parameter(torch.zeros(output_size, **place)) if bias else None
+        if config.perform_initialization:
+            self._initialize(init_method)
+        for parameter in self.parameters():
+            parameter.allreduce = True  # type: ignore[attr-defined]
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def _initialize(self, init_method: Callable[[Tensor], Any]) -> None:
+        if self.config.use_cpu_initialization:
+            # As Megatron's parallel layers do: draw in fp32 from the generator all ranks share.
+            master = torch.empty_like(self.weight, dtype=torch.float32)
+            init_method(master)
+            self.weight.copy_(master)
+        else:
+            with _same_on_every_tensor_parallel_rank(self.megatron):
+                init_method(self.weight)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``[..., input_size]`` to ``([..., output_size], bias or None)``."""
+        if self.skip_bias_add:
+            return F.linear(hidden_states, self.weight), self.bias
+        return F.linear(hidden_states, self.weight, self.bias), None
+
+    def backward_dw(self) -> None:
+        """No-op: weight gradients are never delayed here; part of the interface of Megatron's layers."""
+
+
+@cache
+def duplicated_linear(megatron: Megatron) -> type[DuplicatedLinear]:
+    """:class:`DuplicatedLinear` with that Megatron's random number generators."""
+    if megatron == DuplicatedLinear.megatron:
+        return DuplicatedLinear
+    return type("DuplicatedLinear", (DuplicatedLinear,), {"megatron": megatron, "__module__": __name__})
+
+
+@cache
+def layer_norm_column_parallel_linear(megatron: Megatron) -> type:
+    """A subclass of that Megatron's ``ColumnParallelLinear``."""
+    base: Any = megatron("core.tensor_parallel.layers").ColumnParallelLinear
+
+    class LayerNormColumnParallelLinear(base):
+        """Norm and column parallel linear in one module, with Transformer Engine's parameter names.
+
+        ``layer_norm_weight`` (and ``layer_norm_bias``) are replicated on every tensor parallel rank;
+        ``weight`` is split along its output dimension. Takes the arguments of ``ColumnParallelLinear``.
+        """
+
+        is_norm_and_product: ClassVar[bool] = True
+
+        def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+            super().__init__(input_size, output_size, config=config, **kwargs)
+            if config.normalization not in ("RMSNorm", "LayerNorm"):
+                raise ValueError(
+                    "LayerNormColumnParallelLinear has RMSNorm and LayerNorm, not "
+                    f"{config.normalization!r}; set --normalization accordingly"
+                )
+            like = {"device": self.weight.device, "dtype": config.params_dtype}
+            fill = torch.zeros if config.layernorm_zero_centered_gamma else torch.ones
+            self.layer_norm_weight = Parameter(fill(input_size, **like))
+            self.layer_norm_bias = (
+                Parameter(torch.zeros(input_size, **like)) if config.normalization == "LayerNorm" else None
+            )
+            for parameter in (self.layer_norm_weight, self.layer_norm_bias):
+                if parameter is not None:
+                    parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            """``[s, b, input_size]`` to ``([s, b, output_size / TP], bias or None)``."""
+            return super().forward(norm_of_fused_layer(self, hidden_states, self.config), *args, **kwargs)
+
+    return LayerNormColumnParallelLinear

@@ -1,0 +1,318 @@
+"""The steps from hidden states to query and key of latent attention, on any Megatron-core since 0.12.1.
+
+Shapes are Megatron's, sequence first. A down-projection is either replicated on every tensor parallel rank,
+which returns its input's part of the sequence, or split over ranks, and then returns the whole sequence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, contiguous_format
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup, all_reduce
+
+from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.megatron.gathered_weights import wait_for_weights
+from mindspeed_dsa.megatron.local_norms import norm_of_fused_layer
+from mindspeed_dsa.megatron.pack_rows import PackRows
+
+Rotate = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Projections:
+    """The projections of one latent attention layer.
+
+    Attributes:
+        layer: Megatron's ``MLASelfAttention``.
+        megatron: the layer's Megatron.
+        documents: that the layer's rows belong to; None for whole sequences.
+    """
+
+    layer: Any
+    megatron: Megatron
+    documents: PackRows | None = None
+
+    def on(self, packed_seq_params: Any, hidden_states: Tensor) -> Projections:
+        """The same for packed documents, if Megatron describes any.
+
+        Args:
+            packed_seq_params: its description, or None.
+            hidden_states: ``[s, 1, hidden]``, a part of the context parallel rank's rows under sequence
+                parallelism.
+        """
+        if packed_seq_params is None:
+            return self
+        rows = self.rows(hidden_states)
+        return replace(self, documents=PackRows.of(packed_seq_params, rows, self.context_parallel_group()))
+
+    def rows(self, hidden_states: Tensor) -> int:
+        """How many rows the context parallel rank has; ``hidden_states`` as for :meth:`on`."""
+        is_split = self.layer.config.sequence_parallel
+        return hidden_states.size(0) * (self.tensor_parallel_group().size() if is_split else 1)
+
+    def tensor_parallel_group(self) -> ProcessGroup:
+        """That of an attention layer: ``pg_collection`` since 0.15, ``model_comm_pgs`` in 0.13 and 0.14."""
+        group = self._group_of_its_own("tp")
+        return (
+            self.megatron("core.parallel_state").get_tensor_model_parallel_group() if group is None else group
+        )
+
+    def context_parallel_group(self) -> ProcessGroup:
+        """That of an attention layer, likewise."""
+        group = self._group_of_its_own("cp")
+        return self.megatron("core.parallel_state").get_context_parallel_group() if group is None else group
+
+    def down(self, projection: Any, hidden_states: Tensor, sizes: list[int]) -> list[Tensor]:
+        """A down-projection's output in parts, gathered where the projection is split over ranks."""
+        projected, _ = projection(hidden_states)
+        if projected.size(-1) != sum(sizes):
+            gather = self.megatron("core.tensor_parallel").gather_from_tensor_model_parallel_region
+            projected = gather(projected, **self._group_argument())
+        return list(projected.split(sizes, dim=-1))
+
+    def latent_query(self, hidden_states: Tensor) -> Tensor:
+        """``[s, b, q_lora_rank]``, normed, of the hidden states' own rows; these where the rank is None."""
+        layer, rank = self.layer, self.layer.config.q_lora_rank
+        if rank is None:
+            return hidden_states
+        (latent_query,) = self.down(layer.linear_q_down_proj, hidden_states, [rank])
+        return layer.q_layernorm(self.own_part(latent_query, hidden_states))  # type: ignore[no-any-return]
+
+    def latent_key(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """The latent, normed, of the hidden states' own rows, and the rotary key as it was projected.
+
+        ``[s, b, kv_lora_rank]`` and ``[s, b, rope]``.
+        """
+        layer, config = self.layer, self.layer.config
+        sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+        latent, rotary_key = self.down(layer.linear_kv_down_proj, hidden_states, sizes)
+        return layer.kv_layernorm(self.own_part(latent, hidden_states)), rotary_key
+
+    def own_part(self, states: Tensor, hidden_states: Tensor) -> Tensor:
+        """As long as the hidden states: under sequence parallelism, this rank's part."""
+        if states.size(0) == hidden_states.size(0):
+            return states
+        scatter = self.megatron("core.tensor_parallel").scatter_to_sequence_parallel_region
+        return scatter(states, **self._group_argument())  # type: ignore[no-any-return]
+
+    def rotary_key_for_all_heads(
+        self, rotary_key: Tensor, hidden_states: Tensor, is_summed: bool = False
+    ) -> Tensor:
+        """The rotary key of the whole sequence; its gradient is that of all ranks' heads.
+
+        Megatron lets each rank keep the gradient of its own heads where the projection is split, and without
+        sequence parallelism.
+
+        Args:
+            rotary_key: ``[s, b, rope]``, a part of ``s`` from a full copy under sequence parallelism.
+            hidden_states: ``[s, b, hidden]``, likewise.
+            is_summed: whether other code sums the gradient where no reduce-scatter does.
+        """
+        group = self.tensor_parallel_group()
+        if group.size() == 1:
+            return rotary_key
+        if self.layer.config.sequence_parallel and rotary_key.size(0) == hidden_states.size(0):
+            return self._gathered(rotary_key)
+        if is_summed:
+            return rotary_key
+        return SumGradients.apply(rotary_key, group)  # type: ignore[no-any-return]
+
+    def rotation(self, length: int, own_part: Callable[[Tensor], Tensor] | None = None) -> Rotate:
+        """Applies MLA's rotary embedding to states ``[length, b, heads, rope]``.
+
+        These are a whole sequence, or a context parallel rank's rows of it: the embedding makes the angles of
+        the whole sequence and returns those of its rank.
+
+        Args:
+            length: of a tensor parallel group's rows together.
+            own_part: which of them the states are; default: all.
+        """
+        if self.documents is not None:
+            angles, mscale = self.documents.angles(self.layer.rotary_pos_emb)
+        else:
+            whole = length * self.context_parallel_group().size()
+            angles, mscale = self.layer.rotary_pos_emb(whole), 1.0
+            if isinstance(angles, tuple):  # YaRN
+                angles, mscale = angles
+        angles = angles if own_part is None else own_part(angles)
+
+        apply = self.megatron("core.models.common.embeddings").apply_rotary_pos_emb
+        layout = {}
+        if "mla_rotary_interleaved" in inspect.signature(apply).parameters:  # before 0.19 MLA's only one
+            layout["mla_rotary_interleaved"] = True
+
+        def rotate(states: Tensor) -> Tensor:
+            return apply(states, angles, config=self.layer.config, mscale=mscale, **layout)  # type: ignore[no-any-return]
+
+        return rotate
+
+    def query_parts(self, latent_query: Tensor) -> tuple[Tensor, ...]:
+        """``[s, b, heads, qk_head_dim]`` and ``[s, b, heads, rope]``, before rotation."""
+        config, heads = self.layer.config, self.layer.num_attention_heads_per_partition
+        projection = self.layer.linear_q_proj if config.q_lora_rank is None else self.layer.linear_q_up_proj
+        query, _ = projection(latent_query)
+        sizes = [config.qk_head_dim, config.qk_pos_emb_head_dim]
+        return query.unflatten(-1, (heads, -1)).split(sizes, dim=-1)  # type: ignore[no-any-return]
+
+    def absorbed_query_and_key(
+        self, rotate: Rotate, latent_query: Tensor, latent: Tensor, rotary_key: Tensor, up_key: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Both parts of the query, and the key, of the whole sequence in absorbed form.
+
+        Args:
+            rotate: from :meth:`rotation`.
+            latent_query: as for :meth:`absorbed_query`.
+            latent: ``[s, b, kv_lora_rank]``, normed, unless its up-projection holds the norm.
+            rotary_key: ``[s, b, rope]``, of the whole sequence.
+            up_key: as for :meth:`absorbed_query`.
+
+        Returns:
+            ``[s, b, heads, kv_lora_rank]``, ``[s, b, heads, rope]`` and ``[s, b, 1, kv_lora_rank + rope]``.
+        """
+        query = self._absorbed_query_parts(rotate, latent_query, up_key)
+        return *query, self.whole_latent_key(rotate, latent, rotary_key)
+
+    def whole_latent_key(self, rotate: Rotate, latent: Tensor, rotary_key: Tensor) -> Tensor:
+        """The one key of all heads and tensor parallel ranks, ``[s, b, 1, kv_lora_rank + rope]``.
+
+        Args:
+            rotate: from :meth:`rotation`.
+            latent: ``[s, b, kv_lora_rank]``, normed, unless its up-projection holds the norm.
+            rotary_key: ``[s, b, rope]``, of the whole sequence.
+        """
+        latent = self._normed_latent(latent)
+        # Every head of every rank reads this one key: its gradients are summed over ranks.
+        group = self.tensor_parallel_group()
+        if group.size() > 1:
+            if self.layer.config.sequence_parallel:
+                latent = self._gathered(latent)
+            else:
+                latent = SumGradients.apply(latent, group)
+        return torch.cat([latent.unsqueeze(2), rotate(rotary_key.unsqueeze(2))], dim=-1)
+
+    def absorbed_query(self, rotate: Rotate, latent_query: Tensor, up_key: Tensor) -> Tensor:
+        """This rank's heads of the query in absorbed form, ``[s, b, heads, kv_lora_rank + rope]``.
+
+        Args:
+            rotate: from :meth:`rotation`.
+            latent_query: ``[s, b, q_lora_rank]``, normed, unless its up-projection holds the norm.
+            up_key: the key's up-projection, ``[heads, qk_head_dim, kv_lora_rank]``.
+        """
+        return torch.cat(self._absorbed_query_parts(rotate, latent_query, up_key), dim=-1)
+
+    def _absorbed_query_parts(
+        self, rotate: Rotate, latent_query: Tensor, up_key: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        plain, rotary = self.query_parts(latent_query)
+        # [s, b, heads, qk_head_dim] x [heads, qk_head_dim, latent]
+        return torch.einsum("sbhd,hdc->sbhc", plain, up_key), rotate(rotary)
+
+    def own_absorbed_key(
+        self, rotate: Rotate, latent: Tensor, rotary_key: Tensor, hidden_states: Tensor, is_summed: bool
+    ) -> Tensor:
+        """The absorbed key of the hidden states' own rows, ``[s, b, 1, kv_lora_rank + rope]``.
+
+        Args:
+            rotate: from :meth:`rotation`, for these rows.
+            latent: ``[s, b, kv_lora_rank]``, normed, unless its up-projection holds the norm.
+            rotary_key: ``[s, b, rope]``; of all tensor parallel ranks' rows where its projection is split.
+            hidden_states: ``[s, b, hidden]``, a part of ``s`` under sequence parallelism: whoever gathers the
+                keys from tensor parallel ranks as well then sums their gradients.
+            is_summed: as for :meth:`rotary_key_for_all_heads`.
+        """
+        latent = self._normed_latent(latent)
+        if self.layer.config.sequence_parallel:
+            rotary_key = self.own_part(rotary_key, hidden_states)
+        else:
+            rotary_key = self.rotary_key_for_all_heads(rotary_key, hidden_states, is_summed)
+            group = self.tensor_parallel_group()
+            latent = SumGradients.apply(latent, group) if group.size() > 1 else latent
+        return torch.cat([latent.unsqueeze(2), rotate(rotary_key.unsqueeze(2))], dim=-1)
+
+    def _normed_latent(self, latent: Tensor) -> Tensor:
+        """Normed also where the up-projection, which absorption never calls, holds the norm."""
+        if hasattr(self.layer.linear_kv_up_proj, "layer_norm_weight"):
+            return norm_of_fused_layer(self.layer.linear_kv_up_proj, latent, self.layer.config)
+        return latent
+
+    def recomputed_if_asked(self, derive: Callable[..., Any], *parts: Tensor) -> Any:
+        """Run now; with ``mla_up_proj`` among the modules to recompute, the layer frees the results."""
+        if not getattr(self.layer, "recompute_up_proj", False):
+            return derive(*parts)
+        make, config = self.megatron("core.tensor_parallel").CheckpointWithoutOutput, self.layer.config
+        quantised = {}
+        if "fp8" in inspect.signature(make).parameters:  # since 0.13; None says no, False does not
+            quantised["fp8"] = config.fp8 or getattr(config, "fp4", None)
+        checkpoint = self.layer.qkv_up_checkpoint = make(**quantised)
+        return checkpoint.checkpoint(derive, *parts)
+
+    def _gathered(self, states: Tensor) -> Tensor:
+        """Gather the whole sequence from its parts; gradients are summed and scattered."""
+        gather = self.megatron("core.tensor_parallel").gather_from_sequence_parallel_region
+        return gather(states, group=self.tensor_parallel_group())  # type: ignore[no-any-return]
+
+    def _group_of_its_own(self, name: str) -> ProcessGroup | None:
+        groups = getattr(self.layer, "pg_collection", None) or getattr(self.layer, "model_comm_pgs", None)
+        return getattr(groups, name, None)
+
+    def _group_argument(self) -> dict[str, ProcessGroup]:
+        """Megatron's mappings take a group where layers hold their groups; in 0.12 they do not."""
+        group = self._group_of_its_own("tp")
+        return {} if group is None else {"group": group}
+
+
+def plain_up_projection(attention: Any, who: str, instead: str) -> Tensor:
+    """The weight of a layer's key-value up-projection, which is read without calling the layer.
+
+    Args:
+        attention: ``MLASelfAttention``.
+        who: reads it.
+        instead: what a user can do who needs another kind of weight.
+
+    Returns:
+        ``[heads * (qk_head_dim + value_dim), kv_lora_rank]``, this rank's heads.
+
+    Raises:
+        ValueError: the layer has other parameters than its weight (an adapter, a bias), or stores it in fp8.
+    """
+    layer = attention.linear_kv_up_proj
+    wait_for_weights(layer)  # the layer itself is never called
+    parameters = {name for name, _ in layer.named_parameters()}
+    if parameters - {"weight", "layer_norm_weight", "layer_norm_bias"} or "weight" not in parameters:
+        raise ValueError(
+            f"{who}: linear_kv_up_proj holds {', '.join(sorted(parameters)) or 'no parameters'}, and only a "
+            f"plain weight is supported; {instead} (LoRA on this layer needs that)"
+        )
+    if type(layer.weight) not in (torch.nn.Parameter, Tensor):
+        raise ValueError(
+            f"{who}: linear_kv_up_proj keeps its weight as {type(layer.weight).__name__}, and only plain "
+            f"tensors are supported; {instead}, or omit --fp8-param-gather"
+        )
+    return layer.weight  # type: ignore[no-any-return]
+
+
+class SumGradients(Function):
+    """Identity; in backward the sum over a group.
+
+    Megatron's ``copy_to_tensor_model_parallel_region`` reduces a contiguous copy and returns the original,
+    so that the sum is lost for a gradient that is a slice of a larger one, as it is here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, activation: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return activation
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.clone(memory_format=contiguous_format)
+        all_reduce(gradient, group=ctx.group)
+        return gradient, None

@@ -1,0 +1,335 @@
+"""Megatron's optimizers as features meet them: one protocol for the life of an optimizer and its state.
+
+A feature that keeps weights or moments elsewhere subclasses :class:`OptimizerState` and overrides the methods
+it needs. In its declaration, :func:`rows` names these methods and gives the patches behind them. Imports
+neither torch nor Megatron.
+
+The order of events in a step: gradients are copied and checked (``prepare_grads``), clipped, and then
+``step_with_ready_grads`` updates the master weights, makes the model's weights from them, and, with the
+distributed optimizer, has them gathered. A skipped step ends after ``prepare_grads``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.megatron.configuration import require
+from mindspeed_dsa.megatron.whole_steps import WholeSteps
+from mindspeed_dsa.patches.spec import Patch
+
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+FLOAT16 = f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params"
+FLOAT32 = f"{_OPTIMIZER}:FP32Optimizer"
+DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+MIXED = f"{_OPTIMIZER}:MixedPrecisionOptimizer"
+"""Base of :data:`FLOAT16` and :data:`DISTRIBUTED`."""
+CHAINED = f"{_OPTIMIZER}:ChainedOptimizer"
+
+_Function = Callable[..., Any]
+_ATTRIBUTE = "_mindspeed_dsa_states"
+
+
+class _Site(NamedTuple):
+    """A method of Megatron's optimizers, the classes that define it, and the parameters that are used."""
+
+    method: str
+    classes: tuple[str, ...]
+    params: tuple[str, ...] = ()
+
+
+_SITES = {
+    "built": _Site("__init__", (FLOAT16, DISTRIBUTED, FLOAT32), ("optimizer", "config")),
+    "before_grads": _Site("prepare_grads", (MIXED, FLOAT32, CHAINED)),
+    "step": _Site("step_with_ready_grads", (MIXED, FLOAT32)),
+    "master_to_model": _Site("_copy_main_params_to_model_params", (FLOAT16, DISTRIBUTED)),
+    "model_to_master": _Site("_copy_model_params_to_main_params", (FLOAT16, DISTRIBUTED)),
+    "state_dict": _Site("state_dict", (FLOAT16, FLOAT32, DISTRIBUTED)),
+    "load_state_dict": _Site("load_state_dict", (FLOAT16, FLOAT32, DISTRIBUTED), ("state_dict",)),
+    "get_parameter": _Site("_get_main_param_and_optimizer_states", (DISTRIBUTED,), ("model_param",)),
+    "set_parameter": _Site(
+        "_set_main_param_and_optimizer_states", (DISTRIBUTED,), ("model_param", "tensors")
+    ),
+    "load_parameters": _Site("load_parameter_state_from_dp_zero_legacy", (DISTRIBUTED,), ("state_dict",)),
+}
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A method that a feature overrides.
+
+    Attributes:
+        name: of the method of :class:`OptimizerState`.
+        why: one sentence for the patches.
+        classes: Megatron's optimizers that it is for; default: all that define the patched function.
+    """
+
+    name: str
+    why: str
+    classes: tuple[str, ...] = ()
+
+
+def rows(implementation: str, *hooks: Hook) -> tuple[Patch, ...]:
+    """The patches behind the methods that a feature overrides.
+
+    Args:
+        implementation: its subclass of :class:`OptimizerState`, ``"package.module:Class"``.
+        hooks: the methods.
+    """
+    return tuple(
+        Patch(
+            f"{optimizer}.{_SITES[hook.name].method}",
+            "wrap",
+            f"{implementation}.wrap_{hook.name}",
+            hook.why,
+            params=_SITES[hook.name].params,
+        )
+        for hook in hooks
+        for optimizer in hook.classes or _SITES[hook.name].classes
+    )
+
+
+class Place(NamedTuple):
+    """A parameter of an inner optimizer.
+
+    Attributes:
+        group: number of its group.
+        at: position in the group.
+        main: the parameter, a key of the optimizer's state.
+    """
+
+    group: int
+    at: int
+    main: Any
+
+
+class OptimizerState:
+    """What a feature keeps for one of Megatron's optimizers.
+
+    Methods get the rest of the patched call, Megatron's own part included, and return its result. Before a
+    step and before anything is saved, :attr:`whole` is checked; it is whole again when all has been loaded.
+
+    Attributes:
+        whole: whether the state is that of a whole number of steps.
+    """
+
+    whole: WholeSteps
+
+    @classmethod
+    def check(cls, args: Any, options: Any) -> Iterable[str]:
+        """Problems of arguments or of the optimizer's configuration."""
+        return ()
+
+    @classmethod
+    def constructing(cls) -> AbstractContextManager[Any]:
+        """Surrounds the constructor of Megatron's optimizer."""
+        return nullcontext()
+
+    @classmethod
+    def built(cls, optimizer: Any, context: Context[Any]) -> OptimizerState | None:
+        """The state for an optimizer that has just been constructed and has parameters."""
+        raise NotImplementedError
+
+    def before_grads(self) -> None:
+        """Gradients are complete, and are about to be prepared."""
+
+    def after_skip(self) -> None:
+        """The preparation of the gradients has found that the step has to be skipped."""
+
+    def step(self, call: Callable[[], bool]) -> bool:
+        """The update of the weights."""
+        return call()
+
+    def master_to_model(self, call: Callable[[], None]) -> None:
+        """The model's weights are made from the master weights."""
+        call()
+
+    def model_to_master(self, call: Callable[[], None], from_state_dict: bool) -> None:
+        """Master weights are made from the model's weights, or read from a model's state dict."""
+        call()
+
+    def state_dict(self, call: Callable[[], Any]) -> Any:
+        """What the optimizer saves; with the distributed optimizer without the state of parameters."""
+        return call()
+
+    def load_state_dict(self, call: Callable[[], Any]) -> Any:
+        """The counterpart."""
+        return call()
+
+    def get_parameter(self, place: Place, call: Callable[[], Any]) -> Any:
+        """Master weight and moments of one parameter, to be saved."""
+        return call()
+
+    def set_parameter(self, place: Place, call: Callable[[], None]) -> None:
+        """Master weight and moments of one parameter are loaded."""
+        call()
+
+    def load_parameters(self, call: Callable[[], None]) -> None:
+        """Master weights and moments of all parameters are loaded, from an old checkpoint."""
+        call()
+
+    # -- decorators, one for each method ---------------------------------------------------------
+
+    @classmethod
+    def wrap_built(cls, original: _Function, context: Context[Any]) -> _Function:
+        """Decorate ``__init__``."""
+
+        def __init__(self: Any, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+            require(context, cls.check, config)
+            with cls.constructing():
+                original(self, optimizer, config, *args, **kwargs)
+            if hasattr(self, "ddp_config"):
+                require(context, cls.check, config, self.ddp_config)
+            if not self.is_stub_optimizer and (state := cls.built(self, context)) is not None:
+                vars(self).setdefault(_ATTRIBUTE, {})[context.feature] = state
+
+        return __init__
+
+    @classmethod
+    def wrap_before_grads(cls, original: _Function, context: Context[Any]) -> _Function:
+        """Decorate ``prepare_grads`` of an optimizer, or of a chain, which calls it for all of its parts."""
+
+        def prepare_grads(self: Any) -> bool:
+            parts = [state_of(each, context.feature) for each in getattr(self, "chained_optimizers", [self])]
+            states = [state for state in parts if state is not None]
+            for state in states:
+                state.whole.require()  # of all parts, before the first of them makes its step
+            for state in states:
+                state.before_grads()
+            skipped = bool(original(self))
+            if skipped:
+                for state in states:
+                    state.after_skip()
+            return skipped
+
+        return prepare_grads
+
+    @classmethod
+    def wrap_step(cls, original: _Function, context: Context[Any]) -> _Function:
+        """Decorate ``step_with_ready_grads``."""
+
+        def step_with_ready_grads(self: Any) -> bool:
+            state = state_of(self, context.feature)
+            if state is None:
+                return bool(original(self))
+            state.whole.require()
+            return state.step(lambda: bool(original(self)))
+
+        return step_with_ready_grads
+
+    @classmethod
+    def wrap_master_to_model(cls, original: _Function, context: Context[Any]) -> _Function:
+        """Decorate ``_copy_main_params_to_model_params``."""
+
+        def _copy_main_params_to_model_params(self: Any) -> None:
+            state = state_of(self, context.feature)
+            if state is None:
+                original(self)
+            else:
+                state.master_to_model(lambda: original(self))
+
+        return _copy_main_params_to_model_params
+
+    @classmethod
+    def wrap_model_to_master(cls, original: _Function, context: Context[Any]) -> _Function:
+        """Decorate ``_copy_model_params_to_main_params``."""
+
+        def _copy_model_params_to_main_params(self: Any, *args: Any, **kwargs: Any) -> None:
+            state = state_of(self, context.feature)
+            if state is None:
+                original(self, *args, **kwargs)
+                return
+            # The only argument is a model's state dict, which there is since 0.14.
+            from_state_dict = any(value is not None for value in (*args, *kwargs.values()))
+            state.model_to_master(lambda: original(self, *args, **kwargs), from_state_dict)
+
+        return _copy_model_params_to_main_params
+
+    @classmethod
+    def wrap_state_dict(cls, original: _Function, context: Context[Any]) -> _Function:
+        """Decorate ``state_dict``."""
+
+        def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+            state = state_of(self, context.feature)
+            if state is None:
+                return original(self, *args, **kwargs)
+            state.whole.require()
+            return state.state_dict(lambda: original(self, *args, **kwargs))
+
+        return state_dict
+
+    @classmethod
+    def wrap_load_state_dict(cls, original: _Function, context: Context[Any]) -> _Function:
+        """Decorate ``load_state_dict``."""
+
+        def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            state = state_of(self, context.feature)
+            if state is None:
+                return original(self, state_dict, *args, **kwargs)
+            result = state.load_state_dict(lambda: original(self, state_dict, *args, **kwargs))
+            if not is_sharded(self):  # otherwise the state of parameters is loaded separately
+                state.whole.all_loaded()
+            return result
+
+        return load_state_dict
+
+    @classmethod
+    def wrap_get_parameter(cls, original: _Function, context: Context[Any]) -> _Function:
+        """Decorate ``_get_main_param_and_optimizer_states``."""
+
+        def _get_main_param_and_optimizer_states(self: Any, model_param: Any) -> Any:
+            state = state_of(self, context.feature)
+            if state is None:
+                return original(self, model_param)
+            state.whole.require()
+            return state.get_parameter(_place(self, model_param), lambda: original(self, model_param))
+
+        return _get_main_param_and_optimizer_states
+
+    @classmethod
+    def wrap_set_parameter(cls, original: _Function, context: Context[Any]) -> _Function:
+        """Decorate ``_set_main_param_and_optimizer_states``."""
+
+        def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> None:
+            state = state_of(self, context.feature)
+            if state is None:
+                original(self, model_param, tensors)
+                return
+            place = _place(self, model_param)
+            state.set_parameter(place, lambda: original(self, model_param, tensors))
+            state.whole.loaded(place.main)
+
+        return _set_main_param_and_optimizer_states
+
+    @classmethod
+    def wrap_load_parameters(cls, original: _Function, context: Context[Any]) -> _Function:
+        """Decorate ``load_parameter_state_from_dp_zero_legacy``."""
+
+        def load_parameter_state_from_dp_zero_legacy(self: Any, state_dict: Any) -> None:
+            state = state_of(self, context.feature)
+            if state is None:
+                original(self, state_dict)
+                return
+            state.load_parameters(lambda: original(self, state_dict))
+            state.whole.all_loaded()
+
+        return load_parameter_state_from_dp_zero_legacy
+
+
+def state_of(optimizer: Any, feature: str) -> OptimizerState | None:
+    """What a feature keeps for one of Megatron's optimizers; ``None`` if it was built without the feature."""
+    found: OptimizerState | None = vars(optimizer).get(_ATTRIBUTE, {}).get(feature)
+    return found
+
+
+def is_sharded(optimizer: Any) -> bool:
+    """Whether it is Megatron's distributed optimizer."""
+    return hasattr(optimizer, "shard_fp32_from_float16_groups")
+
+
+def _place(optimizer: Any, model_param: Any) -> Place:
+    group, at = optimizer.model_param_group_index_map[model_param]
+    return Place(group, at, optimizer.optimizer.param_groups[group]["params"][at])

@@ -1,0 +1,151 @@
+"""What a pipeline schedule runs: steps, forwards and backwards, each by its chunk and microbatch.
+
+Features that follow a schedule derive from :class:`Follower` and decorate Megatron's functions with the
+``follow_*`` functions below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import Any
+
+from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.schedule.events import Event, Kind
+
+_Function = Callable[..., Any]
+
+
+class Follower:
+    """Told of everything that a followed step runs; one for each session.
+
+    Args:
+        megatron: of the session.
+    """
+
+    def __init__(self, megatron: Megatron) -> None:
+        self.megatron, self.following = megatron, False
+        self._outputs: dict[int, tuple[Any, int, int]] = {}
+
+    def begins(self, step: dict[str, Any]) -> bool:
+        """A training step begins; whether to follow it.
+
+        Args:
+            step: keywords that the schedule is called with.
+        """
+        return True
+
+    def ends(self, step: dict[str, Any]) -> None:
+        """The followed step is done."""
+
+    def before(self, events: Sequence[Event]) -> None:
+        """A forward, a backward, or both in one block, comes next."""
+
+    def after(self, events: Sequence[Event]) -> None:
+        """It is done, as far as the host is concerned."""
+
+    def run(self, schedule: _Function, args: Any, step: dict[str, Any]) -> Any:
+        """Call a schedule and follow it."""
+        if step.get("forward_only", False) or not self.begins(step):
+            return schedule(*args, **step)
+        self.following = True
+        try:
+            result = schedule(*args, **step)
+            self.ends(step)
+        finally:
+            self.following = False
+            self._outputs.clear()
+        return result
+
+    def remember(self, output: Any, event: Event) -> None:
+        """Which forward an output is of: its backward is called with the very same object."""
+        for tensor in output if isinstance(output, (list, tuple)) else [output]:
+            if tensor is not None:
+                self._outputs[id(tensor)] = (tensor, event.chunk, event.microbatch)
+
+    def backward_of(self, output: Any, pair: int | None = None) -> Event:
+        """The backward that starts from an output."""
+        tensors = output if isinstance(output, (list, tuple)) else [output]
+        _, chunk, microbatch = next(
+            self._outputs.pop(id(tensor)) for tensor in tensors if id(tensor) in self._outputs
+        )
+        return Event(Kind.BACKWARD, chunk, microbatch, pair)
+
+
+def follow_steps(original: _Function, follower: Follower) -> _Function:
+    """Decorate ``get_forward_backward_func``."""
+
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+        schedule = original(*args, **kwargs)
+
+        def forward_backward(*inner: Any, **step: Any) -> Any:
+            return follower.run(schedule, inner, step)
+
+        return forward_backward
+
+    return get_forward_backward_func
+
+
+def follow_forwards(original: _Function, follower: Follower) -> _Function:
+    """Decorate ``forward_step``."""
+    parameters = signature(original)
+
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        if not follower.following:
+            return original(*args, **kwargs)
+        given = parameters.bind(*args, **kwargs).arguments
+        chunk = given.get("vp_stage")
+        if chunk is None:  # Megatron-core 0.12 keeps it in its global state
+            state = follower.megatron("core.parallel_state")
+            chunk = state.get_virtual_pipeline_model_parallel_rank()
+        event = Event(Kind.FORWARD, chunk or 0, given["current_microbatch"])
+        follower.before([event])
+        result = original(*args, **kwargs)
+        follower.remember(result[0] if isinstance(result, tuple) else result, event)
+        follower.after([event])
+        return result
+
+    return forward_step
+
+
+def follow_backwards(original: _Function, follower: Follower) -> _Function:
+    """Decorate ``backward_step``."""
+
+    def backward_step(*args: Any, **kwargs: Any) -> Any:
+        if not follower.following:
+            return original(*args, **kwargs)
+        event = follower.backward_of(kwargs["output_tensor"] if "output_tensor" in kwargs else args[1])
+        follower.before([event])
+        result = original(*args, **kwargs)
+        follower.after([event])
+        return result
+
+    return backward_step
+
+
+def follow_pairs(original: _Function, follower: Follower) -> _Function:
+    """Decorate ``combined_forward_backward_step``, of which either half may be missing."""
+    parameters = signature(original)
+    pairs = 0
+
+    def combined_forward_backward_step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal pairs
+        if not follower.following:
+            return original(*args, **kwargs)
+        given = parameters.bind(*args, **kwargs).arguments
+        events, pair = [], None
+        if given["f_model"] is not None and given["b_model"] is not None:
+            pair, pairs = pairs, pairs + 1
+        if given["f_model"] is not None:
+            chunk = given.get("f_model_chunk_id") or 0
+            events.append(Event(Kind.FORWARD, chunk, given["current_microbatch"], pair))
+        if given["b_model"] is not None:
+            events.append(follower.backward_of(given["b_output_tensor"], pair))
+        follower.before(events)
+        result = original(*args, **kwargs)
+        if given["f_model"] is not None:
+            follower.remember(result[0], events[0])
+        follower.after(events)
+        return result
+
+    return combined_forward_backward_step

@@ -1,0 +1,149 @@
+"""Linear layers and norms that can be computed without being called, as a compiled graph does.
+
+A layer that does more than multiply has to be called: one that communicates, adds the weight's gradient to
+``main_grad`` itself, has hooks, or is of a class not known here, such as one with an adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.megatron.gathered_weights import wait_for_weights, waits_for_weights
+from mindspeed_dsa.megatron.local_norms import SequenceParallelLayerNorm, SequenceParallelRMSNorm
+from mindspeed_dsa.parallel import port
+
+
+class Norm(NamedTuple):
+    """A norm over the last dimension."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float | None
+    is_rms: bool
+    zero_centered: bool
+
+    def of(self, states: Tensor) -> Tensor:
+        """``[..., n]`` to the same shape and dtype."""
+        weight = self.weight
+        if weight is None:
+            return states
+        weight = weight + 1 if self.zero_centered else weight
+        if self.is_rms:
+            return F.rms_norm(states, weight.shape, weight, self.eps)
+        return F.layer_norm(states, weight.shape, weight, self.bias, self.eps)  # type: ignore[arg-type]
+
+
+NO_NORM = Norm(None, None, None, True, False)
+
+
+class Linear(NamedTuple):
+    """A product with ``weight``, ``[out, in]``, after a norm."""
+
+    weight: Tensor
+    norm: Norm
+
+    def of(self, states: Tensor) -> Tensor:
+        """``[..., in]`` to ``[..., out]``."""
+        return F.linear(self.norm.of(states), self.weight)
+
+
+@cache
+def _classes(megatron: Megatron) -> tuple[Any, Any, Any]:
+    """Megatron's identity, and its parallel linear layers by column and by row."""
+    layers = megatron("core.tensor_parallel.layers")
+    identity = megatron("core.transformer.identity_op").IdentityOp
+    return identity, layers.ColumnParallelLinear, layers.RowParallelLinear
+
+
+def norm_of(module: Any, megatron: Megatron) -> Norm | None:
+    """A norm module as a graph can contain it; ``None`` if it cannot."""
+    if type(module) is _classes(megatron)[0]:
+        return NO_NORM
+    ours = (SequenceParallelRMSNorm, SequenceParallelLayerNorm)  # and what derives from them: other kernels
+    known = type(module) in (torch.nn.RMSNorm, torch.nn.LayerNorm) or isinstance(module, ours)
+    is_rms = isinstance(module, torch.nn.RMSNorm)
+    if not known or _has_hooks(module) or module.weight is None:
+        return None
+    zero_centered = getattr(module, "zero_centered_gamma", False)
+    return Norm(module.weight, getattr(module, "bias", None), module.eps, is_rms, zero_centered)
+
+
+def linear_of(module: Any, megatron: Megatron) -> Linear | None:
+    """A linear layer as a graph can contain it; ``None`` if it cannot."""
+    weight = getattr(module, "weight", None)
+    if type(weight) is not torch.nn.Parameter or _has_hooks(module) or _is_held(weight):
+        return None
+    if getattr(module, "bias", None) is not None:
+        return None
+    if type(module).__dict__.get("is_one_product"):  # replicated on every rank
+        return Linear(weight, NO_NORM)
+    _, by_column, by_row = _classes(megatron)
+    if type(module) is by_row:
+        return Linear(weight, NO_NORM) if weight.size(1) == module.input_size and _is_local(module) else None
+    has_norm = type(module).__dict__.get("is_norm_and_product")
+    if not (has_norm or type(module) is by_column):
+        return None
+    if weight.size(0) != module.output_size or not _is_local(module):
+        return None
+    norm = NO_NORM
+    if has_norm:
+        config = module.config
+        is_rms = config.normalization == "RMSNorm"
+        bias = None if is_rms else module.layer_norm_bias
+        zero_centered = bool(config.layernorm_zero_centered_gamma)
+        norm = Norm(module.layer_norm_weight, bias, config.layernorm_epsilon, is_rms, zero_centered)
+    return Linear(weight, norm)
+
+
+def _has_hooks(module: Any) -> bool:
+    """Whether something else runs when a module does; what waits for its weights runs now."""
+    waits = module._forward_pre_hooks
+    if waits and all(map(waits_for_weights, waits.values())):
+        wait_for_weights(module)
+        waits = {}
+    return bool(
+        waits
+        or module._forward_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def _is_held(weight: Tensor) -> bool:
+    """Whether somebody else computes the weight's gradient, or keeps the weight in another form."""
+    return "__fsdp_param__" in vars(weight) or port.is_open(weight)
+
+
+def _is_local(module: Any) -> bool:
+    """Whether one of Megatron's parallel layers has no other rank, and leaves the gradient to autograd."""
+    config, own = module.config, vars(module)  # asking a module for what it lacks is slow
+    return not (
+        config.tensor_model_parallel_size > 1
+        or module.sequence_parallel
+        or module.gradient_accumulation_fusion
+        or own.get("explicit_expert_comm", False)
+        or own.get("grad_output_buffer") is not None
+        or getattr(config, "defer_embedding_wgrad_compute", False)
+        or getattr(config, "cpu_offloading", False)
+        or getattr(config, "fp8", None)
+        or getattr(config, "fp4", None)
+    )
+
+
+def linears_of(modules: Sequence[Any], megatron: Megatron) -> list[Tensor] | None:
+    """The weights of linear layers that do nothing but multiply; ``None`` if one of them does more."""
+    found = []
+    for module in modules:
+        linear = linear_of(module, megatron)
+        if linear is None or linear.norm is not NO_NORM:
+            return None
+        found.append(linear.weight)
+    return found

@@ -1,0 +1,1 @@
+"""Code of CPU backends that several operators share."""

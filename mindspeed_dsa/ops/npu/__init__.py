@@ -1,0 +1,1 @@
+"""Code of NPU backends that several operators share."""

@@ -1,0 +1,1 @@
+"""Code of Triton backends that several operators share."""

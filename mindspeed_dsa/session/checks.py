@@ -1,0 +1,198 @@
+"""What is wrong with the features that are on, or with a job's arguments, all reported at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from mindspeed_dsa import features
+from mindspeed_dsa.feature import Feature, Flag
+from mindspeed_dsa.patches import versions
+from mindspeed_dsa.settings import GENERAL_FLAGS, Setting, Settings
+
+
+def mindspeed() -> str | None:
+    """Say what to do about patches that MindSpeed has put into this process; None where there are none.
+
+    Both libraries patch the same functions and know flags of the same names.
+    """
+    manager = getattr(sys.modules.get("mindspeed.patch_utils"), "MindSpeedPatchesManager", None)
+    patched = getattr(manager, "patches_info", None)
+    if not patched:
+        return None
+    return (
+        f"mindspeed_dsa: MindSpeed has patched {len(patched)} functions of this process, and only one of the "
+        "two libraries can be in it: remove `import mindspeed.megatron_adaptor` (or that of mindspeed_llm) "
+        "from the training script, see docs/migrate.md, or train without mindspeed_dsa"
+    )
+
+
+def problems(active: Sequence[Feature], settings: Settings) -> list[str]:
+    """Every conflict, and everything that the machine lacks, each with a fix."""
+    found: list[str] = []
+    names = {feature.name for feature in active}
+    for feature in active:
+        switch = _switched_on_by(feature, settings)
+        requires = feature.requires
+        if settings.platform not in requires.platforms:
+            found.append(
+                f"{feature.name}{switch} runs on {', '.join(requires.platforms)}, but this is platform "
+                f"{settings.platform}; switch it off here"
+            )
+        for distribution, wanted in requires.versions.items():
+            version = versions.of_distribution(distribution, settings.megatron_root)
+            if version is None:
+                ours = ", or name your fork's package with --megatron-root"
+                found.append(
+                    f"{feature.name}{switch} needs {distribution} {wanted}, which is not installed; "
+                    f"pip install '{distribution}{wanted}'"
+                    f"{ours if distribution == versions.MEGATRON_DISTRIBUTION else ''}"
+                )
+            elif not SpecifierSet(wanted).contains(version, prereleases=True):
+                found.append(
+                    f"{feature.name}{switch} needs {distribution} {wanted}, but {version} is installed; "
+                    "install a release in that range or switch the feature off"
+                )
+        for package, command in requires.packages.items():
+            if find_spec(package) is None:
+                found.append(f"{feature.name}{switch} needs the package {package}: {command}")
+        for conflict in feature.conflicts:
+            if conflict.feature in names:
+                found.append(
+                    f"{feature.name}{switch} cannot be combined with {conflict.feature}: {conflict.why}"
+                )
+    return found
+
+
+def missing_features(active: Sequence[Feature], settings: Settings) -> list[str]:
+    """Every feature that another one needs and that is not on, with what switches it on.
+
+    Apart from :func:`problems`: what a command line leaves out, the job may say later, from code.
+    """
+    names = {feature.name for feature in active}
+    return [
+        f"{feature.name}{_switched_on_by(feature, settings)} needs the feature {other}, {_how_to_get(other)}"
+        for feature in active
+        for other in feature.requires.features
+        if other not in names
+    ]
+
+
+def _how_to_get(name: str) -> str:
+    known = next((feature for feature in features.all_features() if feature.name == name), None)
+    if known is None:
+        return "which is not installed"
+    if known.when:
+        return f"which is on for {known.when}; train such a model, or omit the flag"
+    own = [flag.name for flag in known.flags[:1] if not flag.megatron]
+    return f"which is off; add {own[0]}" if own else f"which is off; see its page, {known.doc}"
+
+
+def _switched_on_by(feature: Feature, settings: Settings) -> str:
+    plugin = f" (plug-in {feature.distribution})" if feature.distribution else ""
+    return f"{plugin} (switched on by {_who(feature, settings)})"
+
+
+def _who(feature: Feature, settings: Settings) -> str:
+    chosen = settings.chosen()
+    setters = [chosen[flag.dest].who for flag in feature.flags if flag.dest in chosen]
+    return ", ".join(setters) if setters else "default"
+
+
+def unheard(args: Any, armed: Settings, told: bool = False) -> Iterator[str]:
+    """Switches of which a job's arguments and the session have different values: one would have no effect.
+
+    Args:
+        args: the job's arguments.
+        armed: the session's settings.
+        told: whether the arguments have got the values of API and environment; what Megatron has made of its
+            own flags since is its own affair.
+    """
+    chosen = armed.chosen()
+    for flag in features.all_flags():
+        wanted = getattr(args, flag.dest, flag.unset)
+        if not flag.megatron:
+            if wanted != flag.unset and wanted != getattr(armed, flag.dest):
+                yield _told_apart(flag, wanted, armed.setting(flag.dest))
+            continue
+        setting = chosen.get(flag.dest)
+        if setting is None or setting.source not in ("API", "environment"):
+            continue
+        if not hasattr(args, flag.dest):
+            if setting.source == "environment":  # the API may say what a job always does
+                yield without_effect(flag, setting)
+        elif not told and _plain(wanted) != _plain(setting.value):
+            yield _told_apart(flag, wanted, setting)
+
+
+def without_effect(flag: Flag, setting: Setting) -> str:
+    """The problem of a variable for a flag of Megatron's that the job's arguments do not have."""
+    return (
+        f"environment variable {setting.detail} is for Megatron's own {flag.name}, which this job does not "
+        f"read; unset {flag.env}"
+    )
+
+
+def for_megatron(armed: Settings) -> dict[str, Any]:
+    """Values of Megatron's own flags that API or environment set, by ``dest``."""
+    chosen = armed.chosen()
+    return {
+        flag.dest: chosen[flag.dest].value
+        for flag in features.all_flags()
+        if flag.megatron and flag.dest in chosen and chosen[flag.dest].source in ("API", "environment")
+    }
+
+
+def not_passed_on(armed: Settings) -> list[str]:
+    """Variables for Megatron's own flags, in a job whose arguments have not got their values."""
+    chosen = armed.chosen()
+    return [
+        f"environment variable {setting.detail} is for Megatron's own {flag.name}, and this job's arguments "
+        "have not got it: they come neither from Megatron's parser nor through "
+        f"mindspeed_dsa.apply_environment(args); unset {flag.env}, and set it where the job is configured"
+        for flag in features.all_flags()
+        if flag.megatron and (setting := chosen.get(flag.dest)) and setting.source == "environment"
+    ]
+
+
+def _told_apart(flag: Flag, wanted: Any, setting: Setting) -> str:
+    found = (
+        f"the job's arguments have {flag.dest}={wanted!r}, and mindspeed_dsa was set up with "
+        f"{setting.value!r} ({setting.who}): "
+    )
+    if setting.source == "environment":
+        return (
+            f"{found}unset {flag.env}, or omit {flag.name}, or have the job call "
+            "mindspeed_dsa.apply_environment(args) when it has parsed its arguments"
+        )
+    if setting.source == "API":
+        return f"{found}give the job's arguments and mindspeed_dsa.enable() the same value"
+    return (
+        f"{found}arguments that do not come from the process's command line need "
+        f"mindspeed_dsa.enable({flag.dest}={wanted!r})"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A value of Megatron's: ``none`` and nothing are the same, and so are one word and a list of it."""
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        return value[0]
+    return None if value in (False, "none", [], ()) else value
+
+
+def with_own_switches(args: Any, armed: Settings) -> Any:
+    """A view of a job's arguments in which our switches have the values of the settings."""
+    own = [*GENERAL_FLAGS, *(flag for flag in features.all_flags() if not flag.megatron)]
+    return _Overruled(args, {flag.dest: getattr(armed, flag.dest) for flag in own})
+
+
+class _Overruled:
+    def __init__(self, args: Any, own: Mapping[str, Any]) -> None:
+        self._args, self._own = args, own
+
+    def __getattr__(self, name: str) -> Any:
+        return self._own[name] if name in self._own else getattr(self._args, name)

@@ -1,0 +1,1 @@
+"""Programs that a user runs beside training."""

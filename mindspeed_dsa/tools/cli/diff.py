@@ -1,0 +1,232 @@
+"""``diff``: every patch target looked up in a wheel, an installed version, a release or a checkout."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import zipfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from mindspeed_dsa.feature import Feature
+from mindspeed_dsa.features import everything
+from mindspeed_dsa.patches import versions
+from mindspeed_dsa.patches.drift import Checker, Finding
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.patches.source_tree import SourceTree
+from mindspeed_dsa.tools.compat import records, trained, wheels
+
+_WORDS = {"parameter": "parameter missing", "out-of-range": "out of range"}
+
+
+@dataclass(frozen=True)
+class SiteResult:
+    """One target of one feature; ``fatal`` holds the messages that stop the feature."""
+
+    target: str
+    kind: str
+    required: bool
+    state: str
+    messages: list[str]
+    fatal: list[str]
+
+
+@dataclass(frozen=True)
+class FeatureResult:
+    """One feature; ``refused`` says why it cannot be switched on with this release at all."""
+
+    name: str
+    refused: str
+    sites: list[SiteResult]
+
+
+def run(argv: Sequence[str]) -> int:
+    """Check, print, and return 1 if a feature that may be switched on would fail."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mindspeed_dsa diff",
+        description="Looks up the features' patch targets in sources of Megatron, without importing them: "
+        "does each target exist, does it take the parameters that the patch relies on, is it the release's "
+        "code?",
+        epilog="Exit status: 0 all well, 1 a required target is missing or takes other parameters, 2 the "
+        "sources cannot be read.",
+    )
+    parser.add_argument(
+        "source", metavar="PATH_OR_VERSION", help="a wheel, a checkout, 'installed', or a release to fetch"
+    )
+    parser.add_argument(
+        "--megatron-root", "--root", default="megatron", help="package that replaces megatron in a fork"
+    )
+    parser.add_argument(
+        "--release", help="the Megatron-core release to compare with (default: the one it declares)"
+    )
+    parser.add_argument(
+        "--trained",
+        type=Path,
+        metavar="FILE",
+        help="what the tests of `make test-matrix` or `make next` wrote with these sources: print one line "
+        "for each feature, whether it trained, fits or fails, and count failed tests as problems",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
+    options = parser.parse_args(list(argv))
+    root = options.megatron_root
+    tree = _sources(options.source, root)
+    release = options.release or _release(tree, root)
+    checker = Checker(tree, release, records.load().fingerprints(), root)
+    results = [_examine(feature, checker, root) for feature in everything()]
+    problems = [
+        f"{feature.name}: {text}"
+        for feature in results
+        if not feature.refused
+        for site in feature.sites
+        for text in site.fatal
+    ]
+    outcomes = {} if options.trained is None else _outcomes(results, options.trained, release)
+    problems += [
+        f"{name}: {each.word}" for name, each in outcomes.items() if each.word.startswith(trained.FAILS)
+    ]
+    if options.json:
+        found = {"source": tree.label, "root": root, "release": release}
+        features = [asdict(result) for result in results]
+        for feature in features if outcomes else ():
+            feature |= asdict(outcomes[feature["name"]])
+        print(json.dumps({**found, "features": features, "problems": problems}, indent=1))
+    elif outcomes:
+        print(f"{root} {release} in {tree.label}\n")
+        width = max(map(len, outcomes))
+        for name, each in outcomes.items():
+            print(f"{name:<{width}}  {each.word}" + (f" ({'; '.join(each.layouts)})" if each.layouts else ""))
+    else:
+        print("\n".join(_text(tree, root, release, results)))
+    return 1 if problems else 0
+
+
+def _examine(feature: Feature, checker: Checker, root: str) -> FeatureResult:
+    sites = []
+    for row in feature.patches:
+        patch = row.under_root(root)
+        if patch.module.partition(".")[0] != root:
+            continue  # a patch of torch: not in these sources
+        findings = checker.check(patch) or [Finding("ok", "")]
+        fatal = [finding.message for finding in findings if finding.fatal and patch.required]
+        messages = [finding.message for finding in findings if finding.message]
+        sites.append(SiteResult(patch.label, patch.kind, patch.required, findings[0].state, messages, fatal))
+    return FeatureResult(feature.name, _refusal(feature, checker.version), sites)
+
+
+def _outcomes(results: Sequence[FeatureResult], file: Path, release: str | None) -> dict[str, trained.Result]:
+    """What tests with these sources found, and where they found nothing, what the sources say.
+
+    Raises:
+        SettingsError: the file cannot be read, or is of another release.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        tested = found["megatron-core"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SettingsError(f"mindspeed_dsa diff: {file} holds no results of tests: {error!r}") from error
+    if tested != release:
+        raise SettingsError(
+            f"mindspeed_dsa diff: {file} is of megatron-core {tested}, the sources of {release}"
+        )
+    return {
+        each.name: trained.result(found["features"].get(each.name, {}), _verdict(each)) for each in results
+    }
+
+
+def _verdict(result: FeatureResult) -> str:
+    """As the compatibility page calls it."""
+    fatal = [text for site in result.sites for text in site.fatal]
+    if result.refused:
+        return f"{trained.REFUSED}: {result.refused}"
+    if fatal:
+        return f"{trained.FAILS}: {'; '.join(fatal)}"
+    if result.sites and all(site.state == "out-of-range" for site in result.sites):
+        return "not needed"
+    return "fits"
+
+
+def _refusal(feature: Feature, release: str | None) -> str:
+    needed = feature.requires.versions.get(versions.MEGATRON_DISTRIBUTION, "")
+    if release is None or SpecifierSet(needed).contains(release, prereleases=True):
+        return ""
+    return f"it needs {versions.MEGATRON_DISTRIBUTION} {needed}"
+
+
+def _text(tree: SourceTree, root: str, release: str | None, results: Sequence[FeatureResult]) -> list[str]:
+    lines = [f"{root} {release or '(release unknown)'} in {tree.label}"]
+    count: Counter[str] = Counter()
+    failing = 0
+    for feature in results:
+        lines += ["", feature.name + (f": refused, {feature.refused}" if feature.refused else "")]
+        for site in feature.sites:
+            word = _WORDS.get(site.state, site.state)
+            count[word] += 1
+            failing += bool(site.fatal) and not feature.refused
+            optional = "" if site.required else " (optional)"
+            lines.append(f"  {word:<18}{site.kind:<8}{site.target}{optional}")
+            lines += [f"{'':<28}{message}" for message in site.messages]
+        if not feature.sites:
+            lines.append("  patches nothing of Megatron")
+    counted = ", ".join(f"{number} {word}" for word, number in count.most_common())
+    lines += ["", f"{sum(count.values())} targets: {counted}; {failing} would stop a feature"]
+    return lines
+
+
+def _sources(text: str, root: str) -> SourceTree:
+    """The tree that ``PATH_OR_VERSION`` names.
+
+    Raises:
+        SettingsError: it is neither a wheel, a folder, a release nor 'installed'.
+        MindSpeedDSAError: a release that pip cannot fetch.
+    """
+    path = Path(text).expanduser()
+    if text == "installed":
+        tree = SourceTree.installed()
+    elif path.is_dir():
+        tree = SourceTree.folder(_top(path, root))
+    elif path.is_file():
+        try:
+            tree = SourceTree.archive(path)
+        except zipfile.BadZipFile as error:
+            raise SettingsError(f"mindspeed_dsa diff: {path} is not a wheel: {error}") from error
+    else:
+        tree = SourceTree.archive(wheels.fetch(_version(text)))
+    if not tree.holds(f"{root}.core"):
+        raise SettingsError(
+            f"mindspeed_dsa diff: there is no package {root}.core in {tree.label}{_elsewhere(path)}; name "
+            "the folder that holds the package, and a fork's package with --megatron-root"
+        )
+    return tree
+
+
+def _top(path: Path, root: str) -> Path:
+    """The folder that holds the root package, when its ``src`` or the package itself was named."""
+    for top in (path, path / "src", path.parent if path.name == root else path):
+        if (top / root / "core").is_dir():
+            return top
+    return path
+
+
+def _elsewhere(path: Path) -> str:
+    found = sorted({file.parents[1].name for file in path.glob("**/core/package_info.py")})
+    return f" (but there is {', '.join(found)})" if found else ""
+
+
+def _version(text: str) -> str:
+    try:
+        return str(Version(text))
+    except InvalidVersion:
+        raise SettingsError(
+            f"mindspeed_dsa diff: {text!r} is neither a file, a folder, a release number nor 'installed'"
+        ) from None
+
+
+def _release(tree: SourceTree, root: str) -> str | None:
+    """The release that the sources declare."""
+    info = tree.module(f"{root}.core.package_info")
+    return versions.version_in_source(info.text) if info is not None and info.text else None

@@ -1,0 +1,77 @@
+"""``explain``: everything that is declared about one flag or feature."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+
+from mindspeed_dsa import features, settings
+from mindspeed_dsa.feature import Feature, Flag
+from mindspeed_dsa.features import everything
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the explanation; status 2 for an unknown name."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mindspeed_dsa explain", description="Explains one flag or feature."
+    )
+    # A flag looks like an option to argparse; `explain --use-x` must work as it is typed.
+    if len(argv) != 1 or argv[0] in ("-h", "--help"):
+        parser.add_argument("name", help="a feature's name, or a flag in any spelling")
+        parser.parse_args(list(argv))
+    wanted = argv[0]
+    names: dict[str, list[Feature]] = {}
+    for feature in everything():
+        for name in {feature.name, *(s for flag in feature.flags for s in _spellings(flag))}:
+            names.setdefault(name, []).append(feature)
+    general = {name: flag for flag in settings.GENERAL_FLAGS for name in _spellings(flag)}
+    if wanted in names:
+        print("\n\n".join(explain(feature) for feature in names[wanted]))
+    elif wanted in general:
+        print("\n".join(_flag_lines(general[wanted])))
+    else:
+        close = difflib.get_close_matches(wanted, [*names, *general], n=3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        hint += "".join(f"\n{plugin.message}" for plugin in features.broken_plugins())
+        print(f"no feature or flag is called {wanted!r}{hint}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def explain(feature: Feature) -> str:
+    """All of a feature's declaration, in words."""
+    lines = [feature.label, f"  {feature.summary}"]
+    lines += [f"  on for {feature.when}"] if feature.when else []
+    for flag in feature.flags:
+        lines += ["", *(f"  {line}" for line in _flag_lines(flag))]
+    requires = feature.requires
+    needs = [f"{name} {wanted}" for name, wanted in requires.versions.items()]
+    needs += [f"feature {name}" for name in requires.features]
+    needs += [f"package {name} ({command})" for name, command in requires.packages.items()]
+    lines += ["", f"  platforms: {', '.join(requires.platforms)}"]
+    lines += [f"  needs: {', '.join(needs)}"] if needs else []
+    lines += [f"  cannot be combined with {c.feature}: {c.why}" for c in feature.conflicts]
+    lines += ["", "  patches:"] if feature.patches else ["", "  patches nothing"]
+    for patch in feature.patches:
+        scope = f" (megatron-core {patch.versions})" if patch.versions else ""
+        lines += [f"    {patch.kind} {patch.target}{scope}", f"      {patch.why}"]
+    if feature.doc and feature.distribution:
+        lines += ["", f"  page: {feature.doc}"]
+    elif feature.doc:
+        lines += ["", f"  page: docs/features/{feature.doc.removesuffix('.md')}.md"]
+    return "\n".join(lines)
+
+
+def _flag_lines(flag: Flag) -> list[str]:
+    lines = [" / ".join((flag.name, *flag.aliases)), f"  {flag.help}"]
+    if flag.choices:
+        lines.append(f"  choices: {', '.join(map(str, flag.choices))}")
+    default = "automatic" if flag.kind == "auto" else "Megatron's" if flag.megatron else repr(flag.unset)
+    lines.append(f"  default {default}; environment {flag.env}; API keyword {flag.dest}")
+    return lines
+
+
+def _spellings(flag: Flag) -> tuple[str, ...]:
+    return (flag.name, flag.name.lstrip("-"), flag.dest, flag.env, *flag.aliases)

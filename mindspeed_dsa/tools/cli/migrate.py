@@ -1,0 +1,129 @@
+"""``migrate``: launch scripts of MindSpeed and MindSpeed-LLM, flag by flag, and anew."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+from mindspeed_dsa.patches import versions
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.session import start_report
+from mindspeed_dsa.tools.migrate import scripts
+from mindspeed_dsa.tools.migrate.translate import KINDS, Translation, table
+
+_DESCRIPTION = """\
+Reads launch scripts that were written for MindSpeed or MindSpeed-LLM (shell; YAML with flags as keys; Python
+with a list of arguments), says what serves each flag now, and writes train.mindspeed_dsa.sh beside train.sh.
+
+Exit status: 0 everything is served; 1 a flag that changes results is not, or one is unknown; 2 a script
+cannot be read, or contradicts itself."""
+_WIDTH = 60
+
+
+def run(argv: Sequence[str]) -> int:
+    """Translate, print, and write what was asked for."""
+    options = _parser().parse_args(list(argv))
+    if options.flags:
+        print(_all_flags())
+        return 0
+    if not options.scripts:
+        raise SettingsError("mindspeed_dsa migrate: name a script, or ask for --flags")
+    release = _release(options.megatron)
+    migrated = [scripts.migrate(Path(script), release) for script in options.scripts]
+    records = []
+    for each in migrated:
+        contradicts = bool(each.translation.problems)
+        new = "" if options.dry_run or contradicts else str(scripts.write(each, options.overwrite))
+        records.append({**each.record(), "new": new})
+        if not options.json:
+            print(_text(each, new, options.all))
+    if options.json:
+        print(json.dumps({"megatron_core": str(release or ""), "scripts": records}, indent=1))
+    elif len(migrated) > 1:
+        print(_summary(migrated))
+    if any(each.translation.problems for each in migrated):
+        return 2
+    return int(any(each.translation.refused or each.translation.of("unknown") for each in migrated))
+
+
+def _release(text: str | None) -> Version | None:
+    text = text or versions.of_megatron("megatron")
+    try:
+        return Version(text) if text else None
+    except InvalidVersion as error:
+        raise SettingsError(
+            f"mindspeed_dsa migrate: --megatron {text}: give a release, such as 0.16.1"
+        ) from error
+
+
+def _text(migrated: scripts.Migrated, new: str, everything: bool) -> str:
+    found = migrated.translation
+    rows = [("flag", "verdict", "now", "why")]
+    for each in found.outcomes:
+        plain = each.kind == "unchanged" and each.now == str(each.given) and not each.why
+        if plain and not everything:
+            continue
+        verdict = "NOT SERVED" if each.results else KINDS[each.kind]
+        now = "(as it is)" if each.now == str(each.given) else each.now
+        rows.append((_short(str(each.given)), verdict, _short(now), each.why))
+    lines = [f"{migrated.path}: {_counted(found)}", ""]
+    lines += start_report.aligned(rows)
+    lines += [
+        "",
+        *(f"PROBLEM: {text}" for text in found.problems),
+        *(f"note: {text}" for text in migrated.notes),
+    ]
+    lines += [f"written: {new}"] if new else []
+    return "\n".join([*lines, ""])
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
+
+
+def _counted(found: Translation) -> str:
+    counts = found.counts()
+    parts = [f"{counts[kind]} {text}" for kind, text in KINDS.items() if counts[kind]]
+    refused = f" ({counts['change results']} of them change results)" if counts["change results"] else ""
+    return f"{counts['flags']} flags: {', '.join(parts)}{refused}"
+
+
+def _summary(migrated: Sequence[scripts.Migrated]) -> str:
+    """One row for each script: how many flags became what, and which were refused."""
+    rows = [("script", "flags", *KINDS.values(), "change results")]
+    for each in migrated:
+        counts = each.translation.counts()
+        refused = ", ".join(outcome.given.flag for outcome in each.translation.refused)
+        numbers = (str(counts[kind]) for kind in KINDS)
+        rows.append((each.path.name, str(counts["flags"]), *numbers, refused or "none"))
+    return "\n".join(start_report.aligned(rows))
+
+
+def _all_flags() -> str:
+    rows = [("flag", "verdict", "now", "why")]
+    for row in table().values():
+        verdict = "NOT SERVED" if row.results else KINDS[row.verdict]
+        rows.append((row.flag, verdict, row.now if row.now != row.flag else "", row.why))
+    return "\n".join(start_report.aligned(rows))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mindspeed_dsa migrate",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("scripts", nargs="*", metavar="SCRIPT", help="launch scripts: *.sh, *.yaml, *.py")
+    add("--megatron", metavar="RELEASE", help="of Megatron-core that will train; default: the installed one")
+    add("--all", action="store_true", help="print flags of Megatron's own as well")
+    add("--dry-run", action="store_true", help="write no script")
+    add("--overwrite", action="store_true", help="replace scripts that an earlier call has written")
+    add("--json", action="store_true", help="everything, for other programs")
+    add("--flags", action="store_true", help="print the verdict of every flag of MindSpeed and MindSpeed-LLM")
+    return parser

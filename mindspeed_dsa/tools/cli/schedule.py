@@ -1,0 +1,197 @@
+"""``schedule``: pipeline schedules simulated side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mindspeed_dsa import settings
+from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.schedule import beside, draw, lists, megatron_order
+from mindspeed_dsa.schedule.costs import Costs
+from mindspeed_dsa.schedule.events import Schedule
+from mindspeed_dsa.schedule.megatron_order import Recompute
+from mindspeed_dsa.schedule.report import Figures, figures, table
+from mindspeed_dsa.schedule.simulate import Timeline, simulate
+from mindspeed_dsa.session.start_report import aligned
+
+_DESCRIPTION = """\
+Simulates one step of pipeline schedules with given costs per chunk and microbatch, and compares them. The
+order of events comes from the functions of the installed Megatron-core that drive training.
+
+  python -m mindspeed_dsa schedule --pipeline-model-parallel-size 16 --virtual 2 --num-microbatches 64 \\
+      --all-to-all-forward 0.5 --all-to-all-backward 1 --png schedule.png
+  python -m mindspeed_dsa schedule --beside runs/mine/schedule
+
+Exit status: 0; 1 where a recorded step had another order than its schedule; 2 where numbers are refused."""
+
+_PLAIN = ("1f1b", "paired", "paired-extra")
+_RECOMPUTED: dict[str, Recompute] = {
+    "recompute": "in place",
+    "recompute-in-bubble": "in bubbles",
+    "recompute-in-advance": "in advance",
+}
+_LISTED = ("zero-bubble", "dualpipev")
+NAMES = (*_PLAIN, *_RECOMPUTED, *_LISTED)
+_SHOWN = 8
+
+
+def run(argv: Sequence[str]) -> int:
+    """Simulate, print the table, write what was asked for."""
+    options = _parse(argv)
+    if options.beside is not None:
+        return _beside(options)
+    costs = Costs(**{name: getattr(options, name) for name in _COSTS})
+    timelines, rows = [], []
+    found, left_out = _schedules(options)
+    for each in found:
+        # A rank holds the same layers in every schedule, whatever the number of chunks they are cut into.
+        own = costs.scaled(options.chunks / each.chunks)
+        timelines.append(simulate(each, own))
+        rows.append(figures(timelines[-1], own))
+    print("\n".join([*aligned(table(rows)), *left_out]))
+    _write(options, timelines, rows)
+    return 0
+
+
+def _beside(options: argparse.Namespace) -> int:
+    found = beside.compare(Path(options.beside), Megatron(options.megatron_root))
+    print("\n".join(aligned(table(found.figures()))))
+    for rank, position in found.other_order:
+        print(f"PROBLEM: rank {rank} ran another order than the schedule says, from its event {position} on")
+    rows = [("rank", "event", "recorded [ms]", "simulated [ms]", "started after [ms]", "simulated [ms]")]
+    rows += [
+        (
+            str(each.rank),
+            str(each.event),
+            f"{1e3 * each.recorded_duration:.1f}",
+            f"{1e3 * each.simulated_duration:.1f}",
+            f"{1e3 * each.recorded_start:.1f}",
+            f"{1e3 * each.simulated_start:.1f}",
+        )
+        for each in found.differences[:_SHOWN]
+    ]
+    print("\nwhere durations differ most:")
+    print("\n".join(aligned(rows)))
+    beside.write(found, options.png, options.perfetto, options.json)
+    return 1 if found.other_order else 0
+
+
+def _write(options: argparse.Namespace, timelines: Sequence[Timeline], rows: Sequence[Figures]) -> None:
+    if options.png:
+        draw.png(timelines, Path(options.png))
+    if options.perfetto:
+        draw.perfetto(timelines, Path(options.perfetto))
+    if options.json:
+        text = json.dumps([row.record() for row in rows], indent=1)
+        Path(options.json).write_text(text + "\n", encoding="utf-8")
+
+
+def _schedules(options: argparse.Namespace) -> tuple[list[Schedule], list[str]]:
+    """What was asked for; of what was not asked for by name, what there is, and why the rest is left out."""
+    megatron = Megatron(options.megatron_root)
+    ranks, chunks, microbatches = options.ranks, options.chunks, options.microbatches
+
+    def ordered(**more: Any) -> Schedule:
+        return megatron_order.schedule(
+            megatron, ranks, chunks, microbatches, options.group, forward_only=options.forward_only, **more
+        )
+
+    def trained(listed: Callable[[int, int], Schedule]) -> Schedule:
+        if options.forward_only:
+            raise SettingsError("it is a schedule of training, and --forward-only asks for an evaluation")
+        return listed(ranks, microbatches)
+
+    made: dict[str, Callable[[], Schedule]] = {
+        "1f1b": lambda: ordered(),
+        "paired": lambda: ordered(paired=True),
+        "paired-extra": lambda: ordered(paired=True, extra_warmup=True),
+        **{name: partial(ordered, recompute=where) for name, where in _RECOMPUTED.items()},
+        "zero-bubble": lambda: trained(lists.zero_bubble),
+        "dualpipev": lambda: trained(lists.dual_pipe_v),
+    }
+    found, left_out = [], []
+    for name in options.schedules:
+        try:
+            found.append(made[name]())
+        except SettingsError as error:
+            if options.by_name or not found:
+                raise
+            left_out.append(f"left out: {name}: {error}")
+    return found, left_out
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m mindspeed_dsa schedule",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    layout = parser.add_argument_group("layout")
+    layout.add_argument("--pipeline-model-parallel-size", dest="ranks", type=int, default=4, metavar="PP")
+    layout.add_argument("--virtual", dest="chunks", type=int, default=1, metavar="V", help="chunks per rank")
+    layout.add_argument("--num-microbatches", dest="microbatches", type=int, default=8, metavar="M")
+    layout.add_argument(
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        dest="group",
+        type=int,
+        metavar="N",
+        help="default: PP",
+    )
+    layout.add_argument("--forward-only", action="store_true", help="evaluation")
+    layout.add_argument(
+        "--schedules",
+        metavar="NAME,...",
+        help=f"of {', '.join(NAMES)}; all: of these, what the layout has; default: the first three, likewise",
+    )
+    costs = parser.add_argument_group("costs of a chunk and microbatch")
+    for name, help in _COSTS.items():
+        default = getattr(Costs, name)
+        costs.add_argument(
+            f"--{name.replace('_', '-')}", type=float, default=default, help=f"{help}; default: {default:g}"
+        )
+    output = parser.add_argument_group("output")
+    output.add_argument("--png", metavar="FILE", help="timelines, drawn (needs matplotlib)")
+    output.add_argument("--perfetto", metavar="FILE", help="timelines as a trace for ui.perfetto.dev")
+    output.add_argument("--json", metavar="FILE", help="the table, with figures per rank")
+    output.add_argument(
+        "--beside", metavar="DIR", help="a step recorded with --trace-schedule, beside its simulation"
+    )
+    parser.add_argument(
+        "--megatron-root", default=settings.MEGATRON_ROOT.default, help="top-level package of a fork"
+    )
+    options = parser.parse_args(list(argv))
+    options.by_name = options.schedules not in (None, "all")
+    options.schedules = _names(options.schedules)
+    return options
+
+
+_COSTS = {
+    "forward": "computation of a forward",
+    "input_gradient": "of the backward's dX",
+    "weight_gradient": "of its dW",
+    "all_to_all_forward": "dispatch and combine of a forward, alone on the link",
+    "all_to_all_backward": "of a backward",
+    "p2p": "from one rank to the next",
+    "recompute": "of a recomputed forward",
+    "hidden_in_pairs": "share of the all-to-all that an independent pair hides",
+    "hidden_alone": "share that an event by itself hides",
+    "activations": "memory of one chunk and microbatch",
+    "checkpoint": "what of it stays where it is recomputed",
+    "weight_activations": "share of it that weight gradients need",
+}
+
+
+def _names(text: str | None) -> Sequence[str]:
+    if text is None:
+        return _PLAIN
+    names = NAMES if text == "all" else text.split(",")
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise SettingsError(f"--schedules: no schedule {unknown[0]!r}; choose of {', '.join(NAMES)}, or all")
+    return names

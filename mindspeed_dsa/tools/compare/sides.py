@@ -1,0 +1,124 @@
+"""The two sides: flags that are appended to the job's command line."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mindspeed_dsa import features, settings
+from mindspeed_dsa.feature import Feature, Flag
+from mindspeed_dsa.patches.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Flags of side A and of side B, and the features that are to be off in A and on in B."""
+
+    a: tuple[str, ...]
+    b: tuple[str, ...]
+    features: tuple[str, ...] = ()
+
+    def flags(self, side: str) -> tuple[str, ...]:
+        """Flags of side ``A`` or ``B``."""
+        return self.a if side == "A" else self.b
+
+
+def of_features(
+    names: Sequence[str],
+    command: Sequence[str],
+    environ: Mapping[str, str] = os.environ,
+    on_by_default: Sequence[str] = (),
+) -> Sides:
+    """A without the features, B with them; all other features have the same state in both.
+
+    Args:
+        names: features by name.
+        command: the job's own command line, which must not decide about them.
+        environ: nor may the environment, which would outrank both sides' flags.
+        on_by_default: plain switches that the job sets unless it is told ``--no-...``.
+
+    Raises:
+        SettingsError: all reasons why they cannot be compared.
+    """
+    known = {feature.name: feature for feature in features.all_features()}
+    a: list[str] = []
+    b: list[str] = []
+    problems = []
+    for name in dict.fromkeys(names):
+        if name not in known:
+            problems.append(_unknown(name, known))
+            continue
+        switch = _switch(known[name])
+        if switch is None:
+            problems.append(
+                f"{name} has no on/off switch; compare two values of its flag, or of the flag that controls "
+                "it, with --a and --b"
+            )
+            continue
+        b.append(switch.name)
+        if switch.kind == "auto" or switch.name in on_by_default:
+            a.append(f"--no-{switch.name[2:]}")
+        problems += _set_elsewhere(switch, command, environ)
+    if problems:
+        raise SettingsError("mindspeed_dsa compare: " + "\n  - ".join(["--features:", *problems]))
+    return Sides(tuple(a), tuple(b), tuple(dict.fromkeys(names)))
+
+
+def of_flags(a: str, b: str, environ: Mapping[str, str] = os.environ) -> Sides:
+    """Two sets of flags as a shell would read them; they may be any flags that the job accepts.
+
+    Raises:
+        SettingsError: a set cannot be read, holds a misspelt flag of ours, or one that the environment
+        overrides.
+    """
+    problems = []
+    sides = []
+    for name, text in (("--a", a), ("--b", b)):
+        try:
+            sides.append(tuple(shlex.split(text)))
+        except ValueError as error:
+            raise SettingsError(f"mindspeed_dsa compare: {name} {text!r} cannot be read: {error}") from None
+    flags = [flag for flag in features.all_flags() if not flag.megatron]
+    tokens = [token.partition("=")[0] for side in sides for token in side]
+    misspelt = settings.near_misses(tokens, flags)
+    problems += [
+        f"{typed} is not a flag of this library; did you mean {meant}?" for typed, meant in misspelt.items()
+    ]
+    for flag in flags:
+        if flag.env in environ and {flag.name, f"--no-{flag.name[2:]}", *flag.aliases} & set(tokens):
+            problems.append(_outranked(flag))
+    if problems:
+        raise SettingsError("mindspeed_dsa compare: " + "; ".join(problems))
+    return Sides(*sides)
+
+
+def _switch(feature: Feature) -> Flag | None:
+    flag = feature.flags[0] if feature.flags else None
+    return flag if flag is not None and flag.kind in ("bool", "auto") and not flag.megatron else None
+
+
+def _set_elsewhere(switch: Flag, command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    problems = []
+    if switch.env in environ:
+        problems.append(_outranked(switch))
+    own = {switch.name, *switch.aliases, f"--no-{switch.name[2:]}"} & {t.partition("=")[0] for t in command}
+    if own:
+        problems.append(f"the job's own command has {', '.join(sorted(own))}; remove it, compare adds it")
+    return problems
+
+
+def _outranked(flag: Flag) -> str:
+    return f"the environment sets {flag.env}, which would override {flag.name} on both sides; unset it"
+
+
+def _unknown(name: str, known: Mapping[str, Feature]) -> str:
+    # A user may give the flag's name instead of the feature's.
+    by_flag = {flag.name: f.name for f in known.values() for flag in f.flags[:1] if not flag.megatron}
+    if name in by_flag:
+        return f"{name} is a flag; its feature is {by_flag[name]}"
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"there is no feature {name!r}{hint} (`python -m mindspeed_dsa features` lists them all)"

@@ -1,0 +1,155 @@
+"""The committed record: targets, parameters and source fingerprints per Megatron-core release."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mindspeed_dsa.feature import Feature
+from mindspeed_dsa.features import shipped
+from mindspeed_dsa.patches.drift import KnownSources, TargetFacts
+from mindspeed_dsa.patches.spec import Patch
+
+FILE = Path(__file__).with_name("targets.json")
+
+RELEASES = (
+    "0.12.1",
+    "0.12.3",
+    "0.13.0",
+    "0.13.1",
+    "0.14.0",
+    "0.15.3",
+    "0.16.0",
+    "0.16.1",
+    "0.17.1",
+    "0.18.0",
+    "0.18.2",
+    "0.19.0",
+)
+"""Releases of Megatron-core that are recorded, oldest first."""
+
+MAIN = "main"
+"""What is recorded of Megatron-LM's development branch, like a release that comes after all others."""
+
+ROOT = "megatron"
+
+
+@dataclass(frozen=True)
+class Development:
+    """A commit of Megatron-LM's development branch.
+
+    Attributes:
+        version: the release that its sources declare.
+        commit: its hash.
+        date: when it was committed, ``YYYY-MM-DD``.
+    """
+
+    version: str
+    commit: str
+    date: str
+
+
+@dataclass(frozen=True)
+class Records:
+    """Facts by label of the target, then by release; :data:`MAIN` is one of them if it has been read."""
+
+    facts: Mapping[str, Mapping[str, TargetFacts]]
+    main: Development | None = None
+
+    @property
+    def releases(self) -> tuple[str, ...]:
+        """What there is a verdict on, oldest first."""
+        return RELEASES if self.main is None else (*RELEASES, MAIN)
+
+    def version(self, release: str) -> str:
+        """The number that a release's sources declare."""
+        return self.main.version if self.main is not None and release == MAIN else release
+
+    def of(self, patch: Patch, release: str) -> TargetFacts | None:
+        """The recorded facts; ``None`` if this target was never read in this release."""
+        return self.facts.get(patch.label, {}).get(release)
+
+    def fingerprints(self) -> KnownSources:
+        """Fingerprints that the drift check compares with."""
+        return {
+            target: {release: facts.fingerprint for release, facts in by_release.items() if facts.fingerprint}
+            for target, by_release in self.facts.items()
+        }
+
+
+@cache
+def load() -> Records:
+    """The record shipped with this version of the library."""
+    return parse(FILE.read_text(encoding="utf-8"))
+
+
+def parse(text: str) -> Records:
+    """Read what :func:`dump` wrote."""
+    facts: dict[str, dict[str, TargetFacts]] = {}
+    content = json.loads(text)
+    for target, groups in content["targets"].items():
+        facts[target] = {
+            release: _from_json(target, group) for group in groups for release in group["releases"]
+        }
+    main = content.get(MAIN)
+    return Records(facts, Development(**main) if main else None)
+
+
+def dump(records: Records) -> str:
+    """JSON with one line for each group of releases in which a target is the same."""
+    targets = []
+    for target, by_release in sorted(records.facts.items()):
+        groups: dict[TargetFacts, list[str]] = {}
+        for release in _in_order(by_release):
+            groups.setdefault(_recorded(by_release[release]), []).append(release)
+        lines = [
+            json.dumps({"releases": names, **_to_json(target, facts)}) for facts, names in groups.items()
+        ]
+        targets.append(f" {json.dumps(target)}: [\n  " + ",\n  ".join(lines) + "\n ]")
+    main = f'"{MAIN}": {json.dumps(asdict(records.main))},\n' if records.main else ""
+    return "{" + main + '"targets": {\n' + ",\n".join(targets) + "\n}}\n"
+
+
+def megatron_patches(features: Iterable[Feature] | None = None) -> Iterator[tuple[Feature, Patch]]:
+    """Every patch of Megatron, with its feature."""
+    for feature in shipped() if features is None else features:
+        for patch in feature.patches:
+            if patch.module.partition(".")[0] == ROOT:
+                yield feature, patch
+
+
+def _in_order(releases: Iterable[str]) -> list[str]:
+    return sorted(releases, key=(*RELEASES, MAIN).index)
+
+
+def _recorded(facts: TargetFacts) -> TargetFacts:
+    """Without differences between releases that do not matter: the position of the definition in its file."""
+    return replace(facts, file="", line=0)
+
+
+def _to_json(target: str, facts: TargetFacts) -> dict[str, Any]:
+    if not facts.exists:
+        return {"exists": facts.exists, "reason": facts.reason}
+    found: dict[str, Any] = {"params": None if facts.params is None else list(facts.params)}
+    if facts.has_var_keyword:
+        found["var_keyword"] = True
+    found["fingerprint"] = facts.fingerprint
+    if facts.defined_in != target:
+        found["defined_in"] = facts.defined_in
+    return found
+
+
+def _from_json(target: str, group: Mapping[str, Any]) -> TargetFacts:
+    params = group.get("params")
+    return TargetFacts(
+        exists=group.get("exists", True),
+        reason=group.get("reason", ""),
+        params=None if params is None else tuple(params),
+        has_var_keyword=group.get("var_keyword", False),
+        fingerprint=group.get("fingerprint", ""),
+        defined_in=group.get("defined_in", target if group.get("exists", True) else ""),
+    )

@@ -1,0 +1,79 @@
+"""Reads releases of Megatron again and writes the record."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+from pathlib import Path
+
+from mindspeed_dsa.patches import versions
+from mindspeed_dsa.patches.drift import Checker, TargetFacts
+from mindspeed_dsa.patches.errors import MindSpeedDSAError
+from mindspeed_dsa.patches.source_tree import SourceTree
+from mindspeed_dsa.tools.compat import wheels
+from mindspeed_dsa.tools.compat.records import MAIN, RELEASES, ROOT, Development, Records, megatron_patches
+
+
+def refresh(previous: Records, wheel_folder: Path | None = None, clone: Path | None = None) -> Records:
+    """Facts about every target of every feature in every recorded release.
+
+    Args:
+        previous: kept where a release's sources do not hold the target's package: wheels up to 0.16
+            have no ``megatron.training``.
+        wheel_folder: where wheels are kept; by default the user's cache.
+        clone: a clone of Megatron-LM with its tags ``core_v<release>``, for packages that are not in wheels,
+            and with its branch ``main``, which is recorded as well.
+    """
+    targets = {patch.label: patch for _, patch in megatron_patches()}
+    facts: dict[str, dict[str, TargetFacts]] = {target: {} for target in targets}
+    branch = None if clone is None else _branch(clone)
+    main = previous.main if clone is None or branch is None else _commit(clone, branch)
+    for release in (*RELEASES, *([MAIN] if main else [])):
+        trees = []
+        if release != MAIN:
+            trees.append(SourceTree.archive(wheels.fetch(release, wheel_folder), label="this release"))
+        if clone is not None and (ref := branch if release == MAIN else f"core_v{release}"):
+            trees.append(_sources(clone, ref))
+        version = main.version if main and release == MAIN else release
+        checkers = [Checker(tree, version, root=ROOT) for tree in trees]
+        for target, patch in targets.items():
+            package = ".".join(patch.module.split(".")[:2])  # megatron.core, megatron.training
+            holding = [checker for checker in checkers if checker.tree.holds(package)]
+            if not holding and clone is not None and checkers:
+                holding = checkers[-1:]  # the whole release was read: the package is not part of it
+            found = holding[0].inspect(patch) if holding else previous.of(patch, release)
+            if found is not None:
+                facts[target][release] = found
+    return Records(facts, main)
+
+
+def _branch(clone: Path) -> str | None:
+    """Megatron-LM's ``main``, as it was last fetched: a clone has a copy of its own, which may lag behind."""
+    names = (f"refs/heads/{MAIN}", f"refs/remotes/origin/{MAIN}")
+    newest = _git(clone, "for-each-ref", "--sort=-committerdate", "--count=1", "--format=%(refname)", *names)
+    return newest.stdout.decode().strip() or None
+
+
+def _commit(clone: Path, ref: str) -> Development:
+    """What the last commit of a branch is."""
+    commit, date = _git(clone, "log", "-1", "--format=%H %cs", ref).stdout.decode().split()
+    text = _git(clone, "show", f"{ref}:{ROOT}/core/package_info.py").stdout.decode()
+    version = versions.version_in_source(text)
+    if version is None:
+        raise MindSpeedDSAError(f"mindspeed_dsa: {ref} in {clone} declares no release in package_info.py")
+    return Development(version, commit, date)
+
+
+def _sources(clone: Path, ref: str) -> SourceTree:
+    """All of Megatron at a tag or a branch."""
+    done = _git(clone, "archive", "--format=zip", ref, ROOT)
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip()
+        raise MindSpeedDSAError(
+            f"mindspeed_dsa: cannot read {ref} in {clone} ({said}); fetch Megatron-LM's tags into it"
+        )
+    return SourceTree.archive(io.BytesIO(done.stdout), label="this release")
+
+
+def _git(clone: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["git", "-C", str(clone), *arguments], capture_output=True, check=False)

@@ -1,0 +1,137 @@
+"""Which layers a model has and where they lie, as MindSpeed's flags say and as Megatron's do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+
+from mindspeed_dsa.tools.migrate.job import Given, Job
+
+_NOOP, _LIST, _UNEVEN = "--noop-layers", "--num-layer-list", "--pipeline-num-transformer-layers"
+_LAYERS, _PATTERN, _DENSE = "--num-layers", "--moe-layer-freq", "--first-k-dense-replace"
+_STAGES, _PER_STAGE = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
+_LAYOUT, _MTP = "--pipeline-model-parallel-layout", "--mtp-num-layers"
+_NEEDS = {
+    _DENSE: (_LAYERS, _DENSE, _PATTERN, _NOOP),
+    _NOOP: (_LAYERS, _NOOP, _STAGES, _PER_STAGE, _MTP),
+    _LIST: (_LAYERS, _LIST, _NOOP, _STAGES, _MTP),
+    _UNEVEN: (_LAYERS, _UNEVEN, _STAGES, _MTP),
+}
+"""By flag, those that say where its layers lie."""
+_READABLE = {
+    _NOOP: r"[\d,]+",
+    _LIST: r"[\d,]+",
+    _UNEVEN: r"[\d,*\[\]\s]+",
+    _DENSE: r"-?\d+",
+    _PATTERN: r"-?[1-9]\d*",
+}
+"""How values look, where they are not a plain number."""
+
+
+def arrange(job: Job) -> None:
+    """Layers that do nothing, uneven stages, and dense layers before those with experts."""
+    noop = _numbers(job.text(_NOOP))
+    total = job.number(_LAYERS)
+    for flag in filter(job.__contains__, _NEEDS):
+        unread = [
+            each
+            for each in _NEEDS[flag]
+            if not re.fullmatch(_READABLE.get(each, r"\d+"), job.text(each, "" if each == _LAYERS else "1"))
+        ]
+        if unread:
+            why = f"{unread[0]} cannot be read: it may hang on a variable that is not set."
+            job.is_dropped(flag, why, results=True)
+    if total is None or any(flag in job.outcomes for flag in _NEEDS):
+        return
+    if _DENSE in job:
+        _dense_first(job, total, noop)
+    if _NOOP in job:
+        _without_noop(job, total, noop)
+        if _LIST in job:
+            job.is_dropped(_LIST, "MindSpeed-LLM does not read it with --noop-layers.")
+    elif _LIST in job:
+        _lay_out(job, _LIST, [[count] for count in _numbers(job.text(_LIST))], "Layers of each stage.")
+    if _UNEVEN in job:
+        _lay_out(job, _UNEVEN, _nested(job.text(_UNEVEN)), "Layers of each stage and virtual stage.")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in re.findall(r"\d+", text)]
+
+
+def _nested(text: str) -> list[list[int]]:
+    """``[[2,3],[3,2]]`` or ``[[1]*2]*4``: by stage, the layers of its virtual stages."""
+    stages: list[list[int]] = []
+    for inner, times in re.findall(r"\[([\d,\s*]+)\](?:\s*\*\s*(\d+))?", text):
+        counts: list[int] = []
+        for number, repeat in re.findall(r"(\d+)(?:\s*\*\s*(\d+))?", inner):
+            counts += [int(number)] * int(repeat or 1)
+        stages += [counts] * int(times or 1)
+    return stages
+
+
+def _dense_first(job: Job, total: int, noop: Sequence[int]) -> None:
+    """``--moe-layer-freq`` as a pattern; MindSpeed-LLM counts layers that do nothing as well."""
+    dense, step = int(job.text(_DENSE)), int(job.text(_PATTERN, "1"))
+    pattern = [int(layer >= dense and layer % step == 0) for layer in range(total) if layer not in noop]
+    text = "+".join(f"[{value}]*{len(list(run))}" for value, run in groupby(pattern))
+    job.overrides(_DENSE, Given(_PATTERN, (f"({text})",), (f"({text})",)), "1 for layers with experts.")
+
+
+def _without_noop(job: Job, total: int, noop: Sequence[int]) -> None:
+    """Fewer layers, and stages of unequal length in place of layers that do nothing."""
+    stages, per = job.number(_STAGES, 1) or 1, job.number(_PER_STAGE)
+    size = per or max(1, total // stages)
+    chunks = [sum(layer not in noop for layer in range(at, at + size)) for at in range(0, total, size)]
+    left = total - len(set(noop))
+    job.overrides(_NOOP, _one(_LAYERS, left))
+    # Virtual stages are dealt out in turns: chunk c lies on stage c % stages.
+    if len(set(chunks)) == 1:  # each stage skips as many
+        if per and per != chunks[0]:
+            job.overrides(_NOOP, _one(_PER_STAGE, chunks[0]))
+    else:
+        _lay_out(
+            job,
+            _NOOP,
+            [chunks[stage::stages] for stage in range(stages)],
+            "Layers that do nothing are left out.",
+        )
+
+
+def _one(flag: str, number: int) -> Given:
+    return Given(flag, (str(number),), (str(number),))
+
+
+def _lay_out(job: Job, flag: str, stages: list[list[int]], why: str) -> None:
+    """The layers of each stage as Megatron's layout, or as its first and last stage where that says it."""
+    if _LAYOUT in job:
+        job.problems.append(
+            f"{job.given[flag]} lays out the pipeline, and so does {job.given[_LAYOUT]}: keep one"
+        )
+        return
+    virtual = max(map(len, stages), default=0)
+    if not virtual or any(len(chunks) != virtual for chunks in stages):
+        job.is_dropped(flag, "These are not the layers of stages.", results=True)
+        return
+    first, last, middle = stages[0][0], stages[-1][0], {chunks[0] for chunks in stages[1:-1]}
+    if virtual == 1 and len(stages) > 1 and len(middle) <= 1 and (middle or first == last):
+        usual = next(iter(middle), first)
+        if first != usual:
+            job.overrides(flag, _one("--decoder-first-pipeline-num-layers", first), why)
+        if last != usual:
+            job.overrides(flag, _one("--decoder-last-pipeline-num-layers", last), why)
+        if flag not in job.outcomes:
+            job.is_dropped(flag, "All stages have as many layers.")
+        return
+    if job.before("0.14"):
+        text = "Only Megatron-core 0.14 and later lay out such stages."
+        job.is_dropped(flag, text, results=True)
+        return
+    order = [stages[stage][turn] for turn in range(virtual) for stage in range(len(stages))]
+    parts = [f"t*{count}" if count > 1 else "t" * count for count in order]
+    parts[0] = f"E{parts[0]}"
+    parts[-1] += "m" * (job.number(_MTP) or 0) + "L"
+    text = "|".join(parts)
+    job.overrides(flag, Given(_LAYOUT, (text,), (text,)), why)
+    job.omits(_PER_STAGE, f"{_LAYOUT} says it.")

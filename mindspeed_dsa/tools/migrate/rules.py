@@ -1,0 +1,351 @@
+"""Rules for flags whose meaning depends on others; what they leave open, the tables answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from mindspeed_dsa.tools.migrate.job import Given, Job, equal
+from mindspeed_dsa.tools.migrate.layers import arrange
+
+_SPECS = [f"mindspeed_llm.tasks.models.spec.{name}_spec" for name in ("deepseek", "qwen3", "bailing")]
+"""Layers of MindSpeed-LLM that Megatron builds by itself from the other flags."""
+_BALANCING = "--moe-router-load-balancing-type"
+_NORMS = ("--rmsnorm-weight-in-fp32", "--init-norm-weight-in-fp32", "--input-layernorm-in-fp32")
+_INDEXER = {
+    "--index-n-heads": ("--dsa-indexer-n-heads", "64"),
+    "--index-head-dim": ("--dsa-indexer-head-dim", "128"),
+    "--index-topk": ("--dsa-indexer-topk", "2048"),
+    "--indexer-loss-coeff": ("--dsa-indexer-loss-coeff", "1.0"),
+}
+"""MindSpeed-LLM's flags of the indexer: Megatron's, and the value that MindSpeed-LLM has by default."""
+
+
+def apply(job: Job) -> None:
+    """Every rule, in order."""
+    for rule in RULES:
+        rule(job)
+
+
+def _flag(name: str, *values: str) -> Given:
+    return Given(name, values, values)
+
+
+def _shared_experts(job: Job) -> None:
+    flag, target = "--n-shared-experts", "--moe-shared-expert-intermediate-size"
+    if flag not in job:
+        return
+    count = job.number(flag)
+    width = job.number(
+        "--moe-ffn-hidden-size", job.number("--moe-intermediate-size", job.number("--ffn-hidden-size"))
+    )
+    if target in job:
+        job.is_dropped(flag, f"{target} is given, which MindSpeed takes instead.")
+    elif count == 0:
+        job.is_dropped(flag, "No shared expert.")
+    elif count is None:
+        job.is_dropped(flag, f"The number is not known here; give {target}.", results=True)
+    elif width is None:
+        job.is_dropped(flag, f"The width of one expert is not known here; give {target}.", results=True)
+    else:
+        job.becomes(flag, [_flag(target, str(count * width))], f"{count} of width {width}.")
+
+
+def _rotary(job: Job) -> None:
+    """MindSpeed-LLM's scaled rotary embeddings; ``--rope-scaling-factor`` means another thing in Megatron."""
+    flag, factor = "--rope-scaling-type", "--rope-scaling-factor"
+    kind = job.text(flag)
+    if kind == "llama3":
+        usual = {"--low-freq-factor": 1, "--high-freq-factor": 4, "--original-max-position-embeddings": 8192}
+        _only_usual(job, usual, "Megatron's --use-rope-scaling has {} and no flag for it.")
+        job.becomes(flag, [_flag("--use-rope-scaling")])
+    elif kind == "yarn":
+        _yarn(job)
+    elif kind:
+        job.is_dropped(flag, f"Megatron has no rotary embedding of kind {kind}.", results=True)
+    elif factor in job and "--use-rope-scaling" not in job:
+        job.is_kept(factor, "unchanged", "Without effect, as there: no scaling is asked for.")
+
+
+def _only_usual(job: Job, usual: Mapping[str, float], why: str) -> None:
+    for flag, value in usual.items():
+        if flag in job:
+            text = job.text(flag)
+            fits = text.replace(".", "", 1).isdigit() and float(text) == value
+            if fits:
+                job.is_dropped(flag, why.format(f"this value, {value}").replace(" and no flag for it", ""))
+            else:
+                job.is_dropped(flag, why.format(value), results=True)
+
+
+def _yarn(job: Job) -> None:
+    flag, factor = "--rope-scaling-type", "--rope-scaling-factor"
+    if not {"--multi-latent-attention", "--multi-head-latent-attention"} & set(job.given):
+        job.is_dropped(
+            flag, "Megatron has YaRN for latent attention, and for others since 0.19 only.", results=True
+        )
+        return
+    original, trained = "--rope-scaling-original-max-position-embeddings", "--max-position-embeddings"
+    why = "Megatron's latent attention has {} and no flag for it."
+    _only_usual(
+        job,
+        {"--beta-fast": 32, "--rope-scaling-beta-fast": 32, "--beta-slow": 1, "--rope-scaling-beta-slow": 1},
+        why,
+    )
+    first, longest = job.number(original), job.number(trained)
+    if job.before("0.14") and first is not None:
+        # The length is read from --max-position-embeddings there, and by nothing else with rotary embeddings.
+        job.overrides(original, _flag(trained, str(first)), "Megatron-core before 0.14 reads it there.")
+    else:
+        _only_usual(job, {original: 4096}, why)
+    job.is_dropped(flag, "Megatron's latent attention has YaRN in any case; a factor of 1 switches it off.")
+    scaled = job.text(factor) or (str(longest / first) if first and longest else "")
+    if scaled:
+        owner = factor if factor in job else flag
+        job.overrides(
+            owner, _flag("--rotary-scaling-factor", scaled), "Megatron's --rope-scaling-factor is Llama 3's."
+        )
+    scale, all_dims = "--rope-scaling-mscale", "--rope-scaling-mscale-all-dim"
+    if job.before("0.14") and not equal([job.text(scale, "1")], [job.text(all_dims, "0")]):
+        for each in (scale, all_dims):
+            if each in job:
+                job.is_dropped(
+                    each, "Megatron-core before 0.14 scales attention with --mscale for both.", results=True
+                )
+        return
+    for each, now in ((scale, "--mscale"), (all_dims, "--mscale-all-dim")):
+        if each in job:
+            job.becomes(each, [Given(now, job.given[each].values, job.given[each].written)])
+
+
+def _router(job: Job) -> None:
+    kind = job.text(_BALANCING, "aux_loss")
+    if "--router-gating-in-fp32" in job:
+        job.becomes("--router-gating-in-fp32", [_flag("--moe-router-dtype", "fp32")])
+    if "--seq-aux" in job:
+        if kind == "none":
+            why = (
+                "none with --seq-aux means that loss. MindSpeed-LLM counts zeros and ones of its routing map "
+                "there, not experts, and adds expert biases to scores: the loss has other values."
+            )
+            job.overrides("--seq-aux", _flag(_BALANCING, "seq_aux_loss"), why)
+        elif kind in ("aux_loss", "seq_aux_loss"):
+            job.is_dropped("--seq-aux", f"MindSpeed-LLM does not read it with {_BALANCING} {kind}.")
+        else:
+            job.is_dropped("--seq-aux", f"The loss of {_BALANCING} {kind}.", results=True)
+    if kind == "softmax_topk":
+        why = "It takes the softmax of all experts before the selection, and has no loss."
+        job.overrides(_BALANCING, _flag(_BALANCING, "none"), why)
+        if "--norm-topk-prob" not in job:
+            job.overrides(_BALANCING, _flag("--moe-router-pre-softmax"), why)
+    elif kind in ("group_limited_greedy", "pai_megatron_aux_loss", "sparsemixer_topk"):
+        job.is_dropped(_BALANCING, f"Megatron's router has no {kind}.", results=True)
+    softmax = "--topk-softmax-in-fp32"
+    in_fp32 = "--router-gating-in-fp32" in job or job.text("--moe-router-dtype") in ("fp32", "fp64")
+    low = {"--bf16", "--fp16"} & set(job.given) and not in_fp32
+    if softmax in job and "--moe-router-pre-softmax" in job and low:
+        why = "Megatron rounds the softmax before experts are selected, unless --moe-router-dtype is fp32."
+        job.is_dropped(softmax, why, results=True)
+    if "--norm-topk-prob" in job and kind == "aux_loss":
+        if "--moe-router-topk-scaling-factor" in job or "--routed-scaling-factor" in job:
+            why = (
+                "With aux_loss MindSpeed-LLM divides the scaling factor out, and Megatron keeps it; omit one."
+            )
+            job.is_dropped("--norm-topk-prob", why, results=True)
+        elif "--moe-router-pre-softmax" in job:
+            job.is_dropped("--norm-topk-prob", "Without --moe-router-pre-softmax Megatron normalises them.")
+            job.omits("--moe-router-pre-softmax", "--norm-topk-prob normalises.")
+    dispatcher = "--moe-token-dispatcher-type"
+    if job.text(dispatcher) == "alltoall_seq":
+        job.overrides(dispatcher, _flag(dispatcher, "alltoall"), "Megatron's own has taken its place.")
+
+
+def _sparse_attention(job: Job) -> None:
+    """MindSpeed-LLM's indexer; its defaults are said, because Megatron has others, or none."""
+    flag = "--enable-dsa-indexer"
+    if flag not in job:
+        return
+    query = "latent query before its norm there"
+    if "--enable-mla-absorb" in job:
+        query = "latent query after its norm there, as DeepSeek's does"
+    elif not job.before("0.19"):
+        why = (
+            f"Without --enable-mla-absorb the indexer reads the {query}, and from Megatron-core 0.19 on "
+            "after it: add --enable-mla-absorb, which is DeepSeek's way, or take an older release."
+        )
+        job.is_dropped(flag, why, results=True)
+        return
+    now = [_flag("--experimental-attention-variant", "dsa"), _flag("--dsa-indexer-use-sparse-loss")]
+    now += [_flag(name, value) for old, (name, value) in _INDEXER.items() if old not in job]
+    if job.before("0.19"):  # later ones have DeepSeek's layout and norm in any case, and refuse these flags
+        now.append(_flag("--dsa-indexer-rope-first"))
+        if "--enable-mla-absorb" in job:
+            now.append(_flag("--dsa-indexer-normalised-query"))
+    why = (
+        "The rotated dimensions come first there; which of them form pairs is another order of weights. "
+        f"The indexer reads the {query}."
+    )
+    job.becomes(flag, now, why)
+
+
+def _flash_attention(job: Job) -> None:
+    flag = "--use-flash-attn"
+    if flag in job:
+        why = "Megatron's core models do not read it; their --attention-backend is for Transformer Engine."
+        job.is_kept(flag, "unchanged", why)
+
+
+def _weights(job: Job) -> None:
+    flag = "--enable-hf2mg-convert"
+    if flag in job and "--load" not in job:
+        job.is_dropped(flag, "There is no --load: weights are drawn, not converted.")
+    loosely = "--load-checkpoint-loosely"
+    if loosely in job and "--load" not in job:
+        job.is_dropped(loosely, "There is no --load.")
+    if not {"--bf16", "--fp16"} & set(job.given):
+        for each in _NORMS:
+            if each in job:
+                job.is_dropped(each, "All weights are in fp32.")
+
+
+def _layers_of_its_own(job: Job) -> None:
+    if "--spec" not in job:
+        return
+    module, *_ = job.given["--spec"].values or ("",)
+    if module in _SPECS:
+        job.is_dropped("--spec", "Megatron builds these layers from the other flags.")
+    elif module.startswith("mindspeed"):
+        job.is_dropped(
+            "--spec", f"Megatron does not build the layers of {module.rpartition('.')[2]}.", results=True
+        )
+    else:
+        job.is_kept("--spec", "unchanged")
+
+
+def _documents(job: Job) -> None:
+    """Latent attention of Megatron's own modules reads no mask, which is what the flag makes in Megatron."""
+    flag = "--reset-attention-mask"
+    latent = {"--multi-latent-attention", "--multi-head-latent-attention"} & set(job.given)
+    if flag not in job or not latent or job.text("--transformer-impl") != "local":
+        return
+    if "--mtp-num-layers" in job:
+        why = "Megatron has no packed documents with multi-token prediction; omit one of them."
+        job.is_dropped(flag, why, results=True)
+    elif "--eod-mask-loss" in job:
+        why = "Documents attend to themselves; rotary embeddings do not care that positions restart."
+        job.becomes(flag, [_flag("--pack-documents")], why)
+    else:
+        why = (
+            "Megatron's flag makes a mask, which latent attention on its own modules does not read; "
+            "--pack-documents masks the loss at ends of documents as well: add --eod-mask-loss, and it takes "
+            "the place."
+        )
+        job.is_dropped(flag, why, results=True)
+
+
+def _masks(job: Job) -> None:
+    mode, before, behind = "--sparse-mode", "--pre-tockens", "--next-tockens"
+    if job.text(mode, "0") not in ("0", "2", "3"):
+        job.is_dropped(
+            mode, f"Attention with mask mode {job.text(mode)} is not causal over all keys.", results=True
+        )
+    longest = job.number("--seq-length")
+    window = job.number(before)
+    if before in job and window is None:
+        job.is_dropped(before, "A window of a number of keys that is not known here.", results=True)
+    elif window is not None and longest is not None and window < longest:
+        job.is_dropped(before, f"A window of {window} keys; Megatron's --window-size is one.", results=True)
+    if job.text(behind, "0") != "0":
+        job.is_dropped(behind, "Keys behind the query are attended to.", results=True)
+
+
+def _chunks(job: Job) -> None:
+    """MindSpeed ignores a number of chunks beside the fused kernel, and mode 0 switches the overlap off."""
+    if job.text("--coc-mode") == "0" and "--use-ascend-coc" in job:
+        job.is_dropped("--use-ascend-coc", "--coc-mode 0 switches it off.")
+        for option in ("--coc-parallel-num", "--coc-fused-kernel"):
+            if option in job:
+                job.is_dropped(option, "--coc-mode 0 switches the overlap off.")
+    elif {"--coc-fused-kernel", "--coc-parallel-num"} <= set(job.given):
+        job.is_dropped("--coc-parallel-num", "MindSpeed does not read it with --coc-fused-kernel.")
+
+
+def _pairs(job: Job) -> None:
+    """Where MindSpeed pairs microbatches and this library does not, the job computes the same without."""
+    flag = "--moe-fb-overlap"
+    if flag not in job:
+        return
+    virtual = {
+        "--num-layers-per-virtual-pipeline-stage",
+        "--num-virtual-stages-per-pipeline-rank",
+        "--pipeline-model-parallel-layout",
+    }
+    if job.text("--recompute-granularity") == "full":
+        why = "Not together with --recompute-granularity full, which is kept; use selective to have both."
+        job.is_dropped(flag, why, results=False)
+    elif (job.number("--pipeline-model-parallel-size", 1) or 1) > 1 and not virtual & set(job.given):
+        why = "In a pipeline it needs interleaved stages: add --num-layers-per-virtual-pipeline-stage."
+        job.is_dropped(flag, why, results=False)
+
+
+def _ranks_of_context(job: Job) -> None:
+    if job.number("--context-parallel-size", 1) == 1:
+        for flag in ("--context-parallel-algo", "--ulysses-degree-in-cp"):
+            if flag in job:
+                job.is_dropped(flag, "--context-parallel-size is 1.")
+
+
+def _operators(job: Job) -> None:
+    """MindSpeed lets flags of fused operators stand where the model has no such part."""
+    norm, rotary = "--use-fused-rmsnorm", "--use-fused-rotary-pos-emb"
+    if norm in job:
+        if job.text("--normalization", "LayerNorm") != "RMSNorm":
+            job.is_dropped(norm, "The model has no RMSNorm.")
+        elif job.text("--transformer-impl", "transformer_engine") == "transformer_engine":
+            job.is_dropped(norm, "Transformer Engine's norms are fused already.")
+    latent = {"--multi-latent-attention", "--multi-head-latent-attention"} & set(job.given)
+    rotates = (
+        job.text("--position-embedding-type") in ("rope", "mrope")
+        or "--use-rotary-position-embeddings" in job
+    )
+    if rotary in job and not latent and not rotates:
+        job.is_dropped(rotary, "The model has no rotary embedding.")
+
+
+def _vocabulary(job: Job) -> None:
+    flag = "--padded-vocab-size"
+    if flag in job and job.before("0.14"):
+        size, part = job.number("--vocab-size"), job.number("--make-vocab-size-divisible-by", 128) or 1
+        part *= job.number("--tensor-model-parallel-size", 1) or 1
+        if size and str(-(-size // part) * part) == job.text(flag):
+            job.is_dropped(flag, "--vocab-size and --make-vocab-size-divisible-by come to it.")
+
+
+def _muon(job: Job) -> None:
+    if "muon" not in job.text("--optimizer"):
+        return
+    if "--muon-nesterov" in job and job.before("0.17"):
+        job.becomes("--muon-nesterov", [_flag("--muon-use-nesterov")])
+    if "--muon-momentum" not in job:
+        why = "MindSpeed's momentum of 0.95 is said, because Megatron's default is 0.9."
+        job.overrides("--optimizer", _flag("--optimizer", job.text("--optimizer")), why)
+        job.overrides("--optimizer", _flag("--muon-momentum", "0.95"), why)
+
+
+RULES: tuple[Callable[[Job], None], ...] = (
+    _layers_of_its_own,
+    arrange,
+    _shared_experts,
+    _rotary,
+    _router,
+    _sparse_attention,
+    _flash_attention,
+    _weights,
+    _documents,
+    _masks,
+    _chunks,
+    _pairs,
+    _ranks_of_context,
+    _operators,
+    _vocabulary,
+    _muon,
+)

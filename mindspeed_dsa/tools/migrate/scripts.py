@@ -1,0 +1,185 @@
+"""Launch scripts: read, translated, and written anew beside the old ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.tools.migrate import lists, shell
+from mindspeed_dsa.tools.migrate.job import Given, split
+from mindspeed_dsa.tools.migrate.shell_words import ShellError
+from mindspeed_dsa.tools.migrate.translate import Translation, quoted, translate, words
+
+_MARK = ".mindspeed_dsa"
+_LINE = "import mindspeed_dsa.megatron_adaptor"
+_ADAPTORS = re.compile(
+    r"^\s*(import mindspeed\.megatron_adaptor|from mindspeed import megatron_adaptor"
+    r"|from mindspeed_llm import megatron_adaptor|import mindspeed_llm\.megatron_adaptor).*$",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Migrated:
+    """One launch script.
+
+    Attributes:
+        path: where it lies.
+        script: the Python script that it starts; empty for lists of arguments alone.
+        translation: of its flags.
+        notes: what was not read in it, and the line to change in the Python script.
+        text: of the new script.
+    """
+
+    path: Path
+    script: str
+    translation: Translation
+    notes: tuple[str, ...]
+    text: str
+
+    @property
+    def new_path(self) -> Path:
+        """``train.mindspeed_dsa.sh`` for ``train.sh``."""
+        return self.path.with_name(f"{self.path.stem}{_MARK}{self.path.suffix}")
+
+    def record(self) -> dict[str, Any]:
+        """Plain data for other programs."""
+        return {
+            "script": str(self.path),
+            "starts": self.script,
+            **self.translation.record(),
+            "notes": list(self.notes),
+        }
+
+
+def migrate(path: Path, release: Version | None = None) -> Migrated:
+    """Read and translate one launch script; its suffix says what it is.
+
+    Raises:
+        SettingsError: it cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".py":
+            return _of_words(path, lists.of_python(text), release, _as_python)
+        if path.suffix in (".yaml", ".yml"):
+            return _of_words(path, lists.of_yaml(text), release, _as_yaml)
+        return _of_shell(path, text, release)
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"mindspeed_dsa migrate: {path} cannot be read: {error}") from error
+    except ShellError as error:
+        raise SettingsError(f"mindspeed_dsa migrate: {path}: {error}") from error
+
+
+def write(migrated: Migrated, overwrite: bool) -> Path:
+    """Write the new script beside the old one.
+
+    Raises:
+        SettingsError: it is there already, or cannot be written.
+    """
+    path = migrated.new_path
+    try:
+        with path.open("w" if overwrite else "x", encoding="utf-8") as file:
+            file.write(migrated.text)
+        path.chmod(migrated.path.stat().st_mode & 0o777)
+    except FileExistsError as error:
+        raise SettingsError(
+            f"mindspeed_dsa migrate: {path} is there already; --overwrite replaces it, --dry-run writes "
+            f"nothing"
+        ) from error
+    except OSError as error:
+        raise SettingsError(f"mindspeed_dsa migrate: {path} cannot be written: {error}") from error
+    return path
+
+
+def _of_words(path: Path, found: Sequence[str], release: Version | None, render: Any) -> Migrated:
+    first, flags = split(found)
+    translation = translate(flags, release)
+    text = render(path.name, first, translation)
+    return Migrated(path, next((word for word in first if word.endswith(".py")), ""), translation, (), text)
+
+
+def _of_shell(path: Path, text: str, release: Version | None) -> Migrated:
+    start = shell.read(text)
+    first, flags = split(start.words, start.written)
+    translation = translate(flags, release)
+    lines = [" ".join(map(quoted, [*start.launcher, *first]))]
+    lines += [" ".join(map(quoted, words([given], written=True))) for given in translation.flags]
+    command = " \\\n    ".join([*lines, *start.rest])
+    notes = (*start.notes, *_left_out(flags, translation))
+    head = "".join(f"# {line}\n" for line in (*_head(path.name, translation), *map("Note: {}".format, notes)))
+    shebang, before = re.match(r"(#!.*\n)?(.*)", text[: start.start], re.DOTALL).groups("")  # type: ignore[union-attr]
+    new = f"{shebang}{head}{before}{command}{text[start.end :]}"
+    return Migrated(path, start.script, translation, (*notes, *_lines_to_change(path, start.script)), new)
+
+
+def _left_out(flags: Sequence[Given], translation: Translation) -> list[str]:
+    """Variables without a value, behind flags that the new command has not: they may hold flags."""
+    kept = " ".join(words(translation.flags))
+    return [
+        f"{value} is not set in the script, and is left out with {given.flag}: flags in it must be added"
+        for given in flags
+        for value in given.values
+        if value.startswith("$") and value not in kept
+    ]
+
+
+def _head(name: str, translation: Translation) -> list[str]:
+    counts = translation.counts()
+    lines = [f"Made of {name} by `python -m mindspeed_dsa migrate`: {counts['flags']} flags."]
+    lines += [
+        f"NOT SERVED, and results change without it: {each.given.flag}: {each.why}"
+        for each in translation.refused
+    ]
+    lines += [f"Unknown, left as it is: {each.given.flag}" for each in translation.of("unknown")]
+    lines += [
+        f"Not served, same results: {each.given.flag}"
+        for each in translation.of("not served")
+        if not each.results
+    ]
+    return lines
+
+
+def _as_python(name: str, first: Sequence[str], translation: Translation) -> str:
+    rows = [f"    {', '.join(map(repr, words([given])))},\n" for given in translation.flags]
+    head = "".join(f"# {line}\n" for line in _head(name, translation))
+    return f"{head}ARGUMENTS = [\n{''.join(f'    {word!r},' + chr(10) for word in first)}{''.join(rows)}]\n"
+
+
+def _as_yaml(name: str, first: Sequence[str], translation: Translation) -> str:
+    def value(given: Given) -> str:
+        return json.dumps(
+            True if not given.values else given.values[0] if len(given.values) == 1 else list(given.values)
+        )
+
+    head = "".join(f"# {line}\n" for line in _head(name, translation))
+    return head + "".join(f"{given.flag.lstrip('-')}: {value(given)}\n" for given in translation.flags)
+
+
+def _lines_to_change(path: Path, script: str) -> list[str]:
+    """What to change in the Python script, where it lies beside the launch script or in a folder above."""
+    if not script.endswith(".py"):
+        return []
+    for folder in (path.parent, *path.parents, Path()):
+        file = folder / script
+        if not file.is_file():
+            continue
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if _LINE in text:
+            return []
+        found = _ADAPTORS.search(text)
+        if found is None:
+            return [f"{file}: put `{_LINE}` before its first import"]
+        line = text.count("\n", 0, found.start(1)) + 1
+        more = re.search(r"^\s*(?:from|import) mindspeed(_llm)?\.(?!megatron_adaptor)", text, re.MULTILINE)
+        other = "MindSpeed-LLM" if more and more[1] else "MindSpeed"
+        uses = f"; it imports more of {other}: take Megatron-LM's own {file.name}" if more else ""
+        return [f"{file}, line {line}: `{found[1].strip()}` becomes `{_LINE}`{uses}"]
+    return [f"{script}: the line that imports MindSpeed's megatron_adaptor becomes `{_LINE}`"]

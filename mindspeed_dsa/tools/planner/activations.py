@@ -1,0 +1,252 @@
+"""What a forward keeps for its backward, storage by storage.
+
+Counted on Megatron's own modules (``--transformer-impl local``), where a norm keeps its input in float32
+twice over and an activation function each of its factors; fused kernels keep their inputs.
+
+``n`` tokens of a microbatch on a context parallel rank, ``r`` of them where a sequence is cut over tensor
+parallel ranks too, ``e`` bytes of a number, ``t`` tensor parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from mindspeed_dsa.tools.planner.job import Job
+
+FLOAT, INDEX, LONG = 4, 4, 8
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One storage, or several of one kind.
+
+    Attributes:
+        part: of the model.
+        nbytes: on the rank.
+        tags: what frees it: names of ``--recompute-modules``, ``act``, ``norm``, and ``attention`` or
+            ``input_norm`` or ``post_attention_norm`` for what these modules save and a swap takes away.
+        storages: how many share the bytes; a swap leaves small ones.
+    """
+
+    part: str
+    nbytes: float
+    tags: frozenset[str] = field(default_factory=frozenset)
+    storages: int = 1
+
+
+class Layer:
+    """What one transformer layer keeps of one microbatch.
+
+    Args:
+        job: planned.
+        experts: whether its MLP has experts.
+    """
+
+    def __init__(self, job: Job, experts: bool) -> None:
+        self.job, self.experts = job, experts
+        self.model, self.training = job.model, job.training
+        self.n = job.tokens
+        self.r = self.n / (job.layout.tp if job.layout.sequence else 1)
+        self.t, self.e = job.layout.tp, job.training.number
+        self.length = job.training.sequence
+
+    def items(self) -> list[Kept]:
+        """Everything, before any feature frees some of it."""
+        h, model = self.model.hidden, self.model
+        found = [*self._norm("input_norm", h, recomputed=True)]
+        if not model.latent:
+            found += self._grouped_attention()
+        elif model.sparse:
+            found += self._latent_projections()
+            found += self._fused_sparse() if self.job.features.attention else self._stock_sparse()
+        else:
+            found += self._latent_projections()
+            found += self._dense_latent()
+        found.append(self._item("attention", self.n * model.heads * model.value_dim / self.t, "attention"))
+        if self.training.dropout:  # masks of attention's and the MLP's output
+            found.append(self._item("norms", 2 * self.r * h, size=1, storages=2))
+        # The norm before a dense MLP is part of its first linear layer in the spec of sparse attention.
+        found += self._norm("post_attention_norm", h, recomputed=self.experts or not model.sparse)
+        return [*found, *(self._moe() if self.experts else self._mlp("dense MLP", model.ffn, ("mlp",)))]
+
+    def _item(self, part: str, numbers: float, *tags: str, size: int = 0, storages: int = 1) -> Kept:
+        return Kept(part, numbers * (size or self.e), frozenset(tags), storages)
+
+    def _norm(self, name: str, width: int, recomputed: bool) -> Iterator[Kept]:
+        tags = ("norm", "layernorm") if recomputed else ()
+        swap = "attention" if name == "input_norm" else ""
+        yield from norm_items(self.job, width, self.r, name, *tags)
+        yield self._item("norms", width * self.r, *tags, *([swap] if swap else []))
+
+    def _latent_projections(self) -> Iterator[Kept]:
+        model, tag = self.model, "attention"
+        if model.query_lora:
+            yield from norm_items(self.job, model.query_lora, self.r, tag)
+            yield self._item("attention", model.query_lora * self.r, tag)
+        yield from norm_items(self.job, model.kv_lora, self.r, tag)
+        angles = self.length / self.job.layout.cp * model.rope
+        yield self._item("attention", 4 * angles, tag, storages=4)
+
+    def _fused_sparse(self) -> Iterator[Kept]:
+        model, n, t, tag = self.model, self.n, self.t, "attention"
+        heads, core = model.heads / t, ("attention", "core_attn")
+        up = (*core[:1], "mla_up_proj")
+        key = model.kv_lora + model.rope
+        # Keys of the whole sequence come from context parallel ranks and are freed until backward.
+        keys = n * (self.job.layout.cp if self.job.features.keep_gathered else 1)
+        if self.job.absorbed:
+            yield self._item("attention", n * heads * model.nope, *up)
+            yield self._item("attention", n * heads * key, *up)
+            yield self._item("attention", keys * key, *up)
+            for _ in range(2):  # the output, and its copy by head for the value's projection
+                yield self._item("attention", n * heads * model.kv_lora, tag, "core_attn")
+            yield self._item("attention", heads * model.kv_lora * model.value, tag)
+        else:
+            # Dense kernels want values, and return outputs, as wide as keys.
+            wide = model.query_dim if self.job.is_short else model.value
+            yield self._item("attention", model.kv_lora * self.r, tag)
+            yield self._item("attention", 2 * n * heads * model.query_dim, *up, storages=2)
+            yield self._item("attention", 2 * n * heads * wide, *up, storages=2)
+        yield self._item("attention", n * heads, *core, size=FLOAT)
+        yield from self._index(keys)
+
+    def _index(self, keys: float) -> Iterator[Kept]:
+        """What the indexer's operators keep, and its projections where it is trained."""
+        model, n, core = self.model, self.n, ("attention", "core_attn")
+        if not self.job.is_short:
+            yield self._item("indexer", n * model.topk, *core, size=INDEX)
+        if not model.index_loss:
+            return
+        if not self.job.is_short:
+            yield self._item("indexer", n * model.topk, *core, size=FLOAT)
+        yield self._item("indexer", n * model.index_heads * model.index_dim, *core)
+        yield self._item("indexer", keys * model.index_dim, *core)
+        yield self._item("indexer", n * model.index_heads, *core)
+        yield from self._index_projections()
+
+    def _index_projections(self) -> Iterator[Kept]:
+        model, n, core = self.model, self.n, ("attention", "core_attn")
+        if self.job.layout.sequence:
+            yield self._item("indexer", n * model.hidden, *core)
+        if self.job.layout.sequence or self.e == 2:
+            yield self._item("indexer", n * (model.query_lora or model.hidden), *core)
+        yield self._item("indexer", n * (model.index_dim + 2), *core, storages=3)
+        yield self._item("indexer", 4 * self.length / self.job.layout.cp * model.rope, *core, storages=4)
+
+    def _stock_sparse(self) -> Iterator[Kept]:
+        """Megatron's own DSA: sequence x sequence matrices, of the indexer and of every head."""
+        model, n, tag = self.model, self.n, "attention"
+        heads, core, square = model.heads / self.t, ("attention", "core_attn"), n * self.length
+        yield self._item("attention", model.kv_lora * self.r, tag)
+        yield self._item("attention", 2 * n * heads * model.query_dim, *core, size=FLOAT, storages=2)
+        yield self._item("attention", n * heads * model.value, *core)
+        yield self._item("attention", square * heads, *core, size=FLOAT)
+        yield self._item("attention", square * heads, *core)
+        yield self._item("indexer", n * min(model.topk, self.length), *core, size=LONG)
+        yield self._item("indexer", square, *core, size=FLOAT)
+        if model.index_loss:
+            numbers = n * model.index_dim * (model.index_heads + 1)
+            yield self._item("indexer", numbers, *core, size=FLOAT, storages=2)
+            yield self._item("indexer", square * (model.index_heads + 2), *core, size=FLOAT, storages=3)
+            yield self._item("indexer", n * model.index_heads, *core)
+            yield from self._index_projections()
+
+    def _dense_latent(self) -> Iterator[Kept]:
+        model, n, tag = self.model, self.n, "attention"
+        heads, core = model.heads / self.t, ("attention", "core_attn")
+        yield self._item("attention", n * heads * model.query_dim, tag, "mla_up_proj")
+        if self.training.kernels:
+            yield self._item("attention", model.kv_lora * self.r, tag)
+            expanded = n * heads * (model.query_dim + model.value)
+            yield self._item("attention", expanded, tag, "mla_up_proj", storages=2)
+        else:
+            yield self._item("attention", n * (model.kv_lora + model.rope), tag, "mla_up_proj")
+        yield self._item("attention", n * heads, *core, size=FLOAT)
+
+    def _grouped_attention(self) -> Iterator[Kept]:
+        model, n, core = self.model, self.n, ("attention", "core_attn")
+        heads, groups = model.heads / self.t, max(1.0, model.kv_heads / self.t)
+        yield self._item("attention", n * (heads + 2 * groups) * model.head_dim, "attention", storages=3)
+        if self.training.flash:
+            yield self._item("attention", n * heads, *core, size=FLOAT)
+            return
+        square = n * self.length * heads
+        yield self._item("attention", square, *core)
+        if self.training.attention_dropout:
+            yield self._item("attention", square, *core)
+            yield self._item("attention", square, *core, size=1)
+
+    def _mlp(self, part: str, width: int, tags: tuple[str, ...]) -> list[Kept]:
+        """Between both linear layers; the first one's input is the norm's output."""
+        tokens = self.n / self.t
+        own = [self._item(part, (2 if self.model.gated else 1) * width * tokens, *tags)]
+        if self.model.gated and not self.training.fused_glu:
+            own.append(self._item(part, 2 * width * tokens, *tags, "act", storages=2))
+        return [*own, self._item(part, width * tokens, *tags, "act")]
+
+    def _moe(self) -> Iterator[Kept]:
+        job, model, r, tag = self.job, self.model, self.r, "moe"
+        chosen = model.router_topk
+        if model.shared_ffn:
+            yield from self._mlp("shared experts", model.shared_ffn, (tag, "shared_experts"))
+        if self.e == 2:  # the router works in float32
+            numbers = r * model.hidden + model.experts * model.hidden
+            yield self._item("router", numbers, tag, size=FLOAT, storages=2)
+        yield self._item("router", r * (13 * model.experts + 28 * chosen + 16), tag, size=1, storages=15)
+        received = r * chosen * job.layout.etp * job.imbalance
+        width = model.expert_ffn / job.layout.etp
+        part, act = "routed experts", (tag, "act", "moe_act")
+        yield self._item(part, received * model.hidden, tag)
+        yield self._item(part, (2 if model.gated else 1) * received * width, tag)
+        yield self._item(part, received, tag, size=FLOAT)
+        unfused = 3 if model.gated else 1  # both factors, and the product before the router's probability
+        if not self.training.fused_glu:
+            yield self._item(part, unfused * received * width, *act, storages=unfused)
+        yield self._item(part, received * width, *act)
+        if not job.features.permute_fusion:
+            yield self._item(part, r * chosen * model.hidden, tag)
+
+
+def norm_items(job: Job, width: float, rows: float, *tags: str) -> Iterator[Kept]:
+    """What a norm keeps: its input; PyTorch's RMSNorm that and the normalised input in float32."""
+    one_kernel = job.training.kernels or job.model.layer_norm
+    numbers = width * job.training.number if one_kernel else 2 * width * FLOAT
+    yield Kept("norms", numbers * rows, frozenset(tags))
+    yield Kept("norms", FLOAT * rows * (1 + job.model.layer_norm), frozenset(tags))
+
+
+def freed(items: Iterable[Kept], job: Job, norm: bool, act: bool, swap: bool) -> list[Kept]:
+    """What is left where a layer recomputes or swaps.
+
+    Args:
+        items: of a layer.
+        job: planned.
+        norm: the layer is one of those with ``--recompute-norm``; likewise the next two.
+        act: of ``--recompute-activation-function``.
+        swap: of ``--swap-attention``.
+    """
+    gone = set(job.training.modules) | ({"norm"} if norm else set()) | ({"act"} if act else set())
+    modules = {"self_attention": "attention"}
+    swapped = {modules.get(name, name) for name in job.features.swap_modules} if swap else set()
+    left = []
+    for item in items:
+        small = item.nbytes / item.storages < job.features.swap_least
+        if not (item.tags & gone or (item.tags & swapped and not small)):
+            left.append(item)
+    return left
+
+
+def inputs_of_recomputed(job: Job, norm: bool, experts: bool) -> Kept:
+    """Inputs that stay because a norm is computed again from them."""
+    rows = job.tokens / (job.layout.tp if job.layout.sequence else 1)
+    norms = (1 + (experts or not job.model.sparse)) if norm or "layernorm" in job.training.modules else 0
+    return Kept("norms", norms * rows * job.model.hidden * job.training.number)
+
+
+def by_part(items: Iterable[Kept]) -> dict[str, float]:
+    """Bytes by part."""
+    found: dict[str, float] = {}
+    for item in items:
+        found[item.part] = found.get(item.part, 0.0) + item.nbytes
+    return found

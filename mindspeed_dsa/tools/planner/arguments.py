@@ -1,0 +1,360 @@
+"""A job from its command line."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mindspeed_dsa.features import everything
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.tools.planner import config, flags, layouts
+from mindspeed_dsa.tools.planner.job import Features, Job, Layout, Model, Sharding, Training
+
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
+_DSA = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
+
+
+def job_of(
+    argv: Sequence[str],
+    devices: int | None = None,
+    config_file: str | None = None,
+    imbalance: float = 1.0,
+    any_layout: bool = False,
+) -> Job:
+    """Read a job's command line, whose first word may be its script.
+
+    Args:
+        argv: of ``pretrain_gpt.py`` or of the example job.
+        devices: that it runs on; by default as few as the layout needs.
+        config_file: ``config.json`` with the model's sizes.
+        imbalance: tokens of the fullest rank's experts over the mean.
+        any_layout: a search replaces the layout, so it is not checked, and data parallel.
+
+    Raises:
+        SettingsError: what is missing or does not fit, with the nearest layout that does.
+    """
+    options, given, unknown = flags.read(argv)
+    _check_sizes(options, devices, imbalance)
+    if config_file:
+        config.apply(Path(config_file), options, given)
+    _check_together(options)
+    missing = [name for name in _NEEDED if getattr(options, name) is None]
+    if options.experimental_attention_variant == "dsa":
+        missing += [name for name in _DSA if getattr(options, name) is None]
+    if missing:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        raise SettingsError(f"mindspeed_dsa plan: give {names}, or --config FILE with the model's sizes")
+    model, training = model_of(options), training_of(options)
+    if any_layout:
+        options.num_layers_per_virtual_pipeline_stage = None
+    wanted = layout_of(options)
+    if any_layout:
+        layout = Layout(dp=devices or layouts.least_devices(wanted), cp_algorithm=wanted.cp_algorithm)
+    else:
+        layout = layouts.placed(wanted, devices)
+    if training.batch == 0:
+        training = _with_batch(training, training.micro * layout.dp)
+    sharding = _sharding_of(options)
+    features, notes = features_of(options), _notes(options, unknown)
+    job = Job(model, layout, training, features, imbalance, sharding, notes)
+    if not any_layout:
+        layouts.check(job, any_number=devices is None)
+    return job
+
+
+def _check_sizes(options: argparse.Namespace, devices: int | None, imbalance: float) -> None:
+    if devices is not None and devices < 1:
+        raise SettingsError(f"mindspeed_dsa plan: --devices {devices}: a job has 1 device or more")
+    if not 1.0 <= imbalance < math.inf:
+        raise SettingsError(
+            f"mindspeed_dsa plan: --imbalance {imbalance:g}: a maximum over its mean is 1 or more"
+        )
+    for name in flags.INTEGERS:
+        value, least = getattr(options, name.replace("-", "_")), int(name not in flags.MAY_BE_ZERO)
+        if value is not None and value < least:
+            raise SettingsError(f"mindspeed_dsa plan: --{name} {value}: give {least} or more")
+
+
+def _check_together(options: argparse.Namespace) -> None:
+    """What Megatron, or a feature, refuses whatever the layout."""
+    problems = []
+    if options.bf16 and options.fp16:
+        problems.append("--bf16 and --fp16: give one of them")
+    if options.reuse_fp32_param and not options.bf16:
+        problems.append("--reuse-fp32-param needs --bf16")
+    if options.use_torch_fsdp2 and options.use_distributed_optimizer:
+        problems.append("--use-torch-fsdp2 shards optimizer state itself: omit --use-distributed-optimizer")
+    if options.use_torch_fsdp2 and not options.untie_embeddings_and_output_weights:
+        problems.append("--use-torch-fsdp2 needs --untie-embeddings-and-output-weights")
+    if options.fsdp2_sharding_size is not None and options.fsdp2_sharding_size < 2:
+        problems.append(f"--fsdp2-sharding-size {options.fsdp2_sharding_size}: give 2 or more, or omit it")
+    if options.fsdp2_config_path:
+        problems.append("--fsdp2-config-path is not read by plans: give the same by --fsdp2-... flags")
+    if options.num_experts and not options.disable_bias_linear:
+        if options.moe_shared_expert_intermediate_size:
+            problems.append("shared experts have no biases: add --disable-bias-linear")
+        if options.moe_grouped_gemm and options.transformer_impl == "local":
+            problems.append("--moe-grouped-gemm without Transformer Engine needs --disable-bias-linear")
+    seen = _Settings(options)
+    on = [feature for feature in everything() if feature.is_active(seen)]
+    names = {feature.name for feature in on}
+    problems += [
+        f"{feature.name} cannot be combined with {conflict.feature}: {conflict.why}"
+        for feature in on
+        for conflict in feature.conflicts
+        if conflict.feature in names
+    ]
+    if problems:
+        raise SettingsError(f"mindspeed_dsa plan: {'; '.join(problems)}")
+
+
+class _Settings:
+    """Switches as features ask for them; flags of Megatron that no plan reads are not given."""
+
+    platform, features_on = "", ()
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._options, name, None)
+
+
+def _with_batch(training: Training, batch: int) -> Training:
+    return Training(**{**vars(training), "batch": batch})
+
+
+def _notes(options: argparse.Namespace, unknown: Sequence[str]) -> tuple[str, ...]:
+    notes = []
+    missed, others = flags.sorted_out(unknown)
+    if missed:
+        notes.append(f"NOT planned, though memory, bytes or time depend on them: {', '.join(missed)}")
+    if others:
+        notes.append(f"not read: {', '.join(others)}")
+    dispatcher = options.moe_token_dispatcher_type
+    if options.num_experts and dispatcher == "allgather" and options.expert_model_parallel_size > 1:
+        notes.append(
+            "experts' transfers are those of --moe-token-dispatcher-type alltoall; allgather, Megatron's "
+            "default, is NOT planned"
+        )
+    if options.global_batch_size is None:
+        notes.append("no --global-batch-size: one microbatch per step and data parallel rank")
+    if options.transformer_impl != "local":
+        notes.append("Transformer Engine's modules are assumed to keep what fused kernels need")
+    return tuple(notes)
+
+
+def model_of(options: argparse.Namespace) -> Model:
+    """Sizes, with Megatron's defaults."""
+    layers, hidden, heads = options.num_layers, options.hidden_size, options.num_attention_heads
+    ffn = options.ffn_hidden_size
+    if ffn is None:
+        ffn = int(4 * hidden * 2 / 3) // 64 * 64 if options.swiglu else 4 * hidden
+    experts = options.num_experts or 0
+    frequency = options.moe_layer_freq
+    if options.example and frequency == 1:
+        frequency = [0] + [1] * (layers - 1)
+    if isinstance(frequency, int):
+        frequency = [int(layer % frequency == 0) for layer in range(layers)]
+    if len(frequency) != layers:
+        raise SettingsError(
+            f"mindspeed_dsa plan: --moe-layer-freq names {len(frequency)} layers, --num-layers {layers}"
+        )
+    latent = options.multi_latent_attention
+    return Model(
+        layers=layers,
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        vocabulary=_vocabulary(options),
+        pattern=tuple(bool(experts and each) for each in frequency),
+        gated=options.swiglu,
+        bias=not options.disable_bias_linear,
+        qkv_bias=options.add_qkv_bias,
+        layer_norm=options.normalization == "LayerNorm",
+        tied=not options.untie_embeddings_and_output_weights,
+        learned_positions=(
+            options.max_position_embeddings or options.seq_length
+            if options.position_embedding_type == "learned_absolute"
+            else 0
+        ),
+        head_dim=options.kv_channels or hidden // heads,
+        kv_heads=options.num_query_groups if options.group_query_attention else heads,
+        latent=latent,
+        query_lora=(options.q_lora_rank or 0) if latent else 0,
+        kv_lora=options.kv_lora_rank if latent else 0,
+        nope=options.qk_head_dim if latent else 0,
+        rope=options.qk_pos_emb_head_dim if latent else 0,
+        value=options.v_head_dim if latent else 0,
+        qk_norm=options.qk_layernorm,
+        sparse=options.experimental_attention_variant == "dsa",
+        index_heads=options.dsa_indexer_n_heads or 0,
+        index_dim=options.dsa_indexer_head_dim or 0,
+        topk=options.dsa_indexer_topk or 0,
+        index_loss=options.dsa_indexer_loss_coeff > 0,
+        experts=experts,
+        expert_ffn=(options.moe_ffn_hidden_size or ffn) if experts else 0,
+        shared_ffn=(options.moe_shared_expert_intermediate_size or 0) if experts else 0,
+        router_topk=options.moe_router_topk if experts else 0,
+        expert_bias=options.moe_router_enable_expert_bias,
+        mtp=options.mtp_num_layers or 0,
+    )
+
+
+def _vocabulary(options: argparse.Namespace) -> int:
+    if options.padded_vocab_size:
+        return int(options.padded_vocab_size)
+    if options.vocab_size is None:
+        raise SettingsError(
+            "mindspeed_dsa plan: give --vocab-size (or --padded-vocab-size): without the tokenizer's files "
+            "nobody knows the size of the embedding"
+        )
+    return flags.padded(options.vocab_size, options)
+
+
+def _multiples(number: int, step: int) -> str:
+    below, above = number // step * step, (number // step + 1) * step
+    return f"{below} or {above}" if below else str(above)
+
+
+def layout_of(options: argparse.Namespace) -> Layout:
+    """As asked for; how many replicas there are is not known yet."""
+    tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
+    chunks = options.num_virtual_stages_per_pipeline_rank
+    per_chunk = options.num_layers_per_virtual_pipeline_stage
+    if chunks is None and per_chunk and pp > 1:
+        counted = options.num_layers + options.account_for_embedding_in_pipeline_split
+        counted += options.account_for_loss_in_pipeline_split
+        if counted % (pp * per_chunk):
+            raise SettingsError(
+                f"mindspeed_dsa plan: --num-layers-per-virtual-pipeline-stage {per_chunk} does not divide "
+                f"the {counted} layers of {pp} pipeline ranks; give --num-virtual-stages-per-pipeline-rank "
+                f"or {_multiples(counted, pp * per_chunk)} layers"
+            )
+        chunks = counted // (pp * per_chunk)
+    vpp = chunks if chunks and pp > 1 else 1
+    if options.expert_model_parallel_size > 1 and not options.num_experts:
+        raise SettingsError(
+            f"mindspeed_dsa plan: --expert-model-parallel-size {options.expert_model_parallel_size} needs "
+            "--num-experts"
+        )
+    ep, etp = options.expert_model_parallel_size, options.expert_tensor_parallel_size or tp
+    if options.moe_tp_extend_ep:
+        ep, etp = ep * tp, 1
+    return Layout(
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        ep=ep if options.num_experts else 1,
+        etp=etp if options.num_experts else 1,
+        cp=options.context_parallel_size,
+        sequence=options.sequence_parallel and tp > 1,
+        group=options.microbatch_group_size_per_virtual_pipeline_stage or pp,
+        first=options.decoder_first_pipeline_num_layers,
+        last=options.decoder_last_pipeline_num_layers,
+        embedding_counts=options.account_for_embedding_in_pipeline_split,
+        loss_counts=options.account_for_loss_in_pipeline_split,
+        cp_algorithm=options.cp_comm_type[0],
+    )
+
+
+def training_of(options: argparse.Namespace) -> Training:
+    """The step, and what Megatron itself recomputes."""
+    engine = options.transformer_impl == "transformer_engine"
+    selective = options.recompute_activations or options.recompute_granularity == "selective"
+    modules = tuple(options.recompute_modules or ["core_attn"]) if selective else ()
+    full, group = 0, 1
+    if options.recompute_granularity == "full":
+        number = options.recompute_num_layers or 1
+        uniform = options.recompute_method != "block"
+        full, group = (-1, number) if uniform else (number, 1)
+    bf16 = options.bf16 or options.fp16
+    reduced_in_bf16 = (
+        options.fsdp2_reduce_dtype == "bf16" if options.use_torch_fsdp2 else options.grad_reduce_in_bf16
+    )
+    return Training(
+        sequence=options.seq_length,
+        micro=options.micro_batch_size,
+        batch=options.global_batch_size or 0,
+        bf16=bf16,
+        # Float32 is Megatron's default for bf16 alone.
+        grad_half=(options.bf16 and reduced_in_bf16)
+        or (options.fp16 and not options.accumulate_allreduce_grads_in_fp32),
+        distributed=options.use_distributed_optimizer,
+        adam=options.optimizer == "adam",
+        overlap_grad=options.overlap_grad_reduce,
+        overlap_param=options.overlap_param_gather,
+        kernels=engine,
+        fused_glu=not options.no_bias_swiglu_fusion,
+        flash=engine or options.use_flash_attn or options.multi_latent_attention,
+        grouped=options.moe_grouped_gemm,
+        full=full,
+        full_group=group,
+        modules=modules,
+        dropout=options.hidden_dropout > 0,
+        attention_dropout=options.attention_dropout > 0,
+    )
+
+
+def _sharding_of(options: argparse.Namespace) -> Sharding | None:
+    if not options.use_torch_fsdp2:
+        return None
+    prefetch = 1 if options.fsdp2_prefetch is None else options.fsdp2_prefetch
+    return Sharding(options.fsdp2_sharding_size or 0, prefetch)
+
+
+def _gib(word: str) -> float:
+    try:
+        return math.inf if word == "all" else float(word)
+    except ValueError:
+        raise SettingsError(
+            f"mindspeed_dsa plan: --virtual-optimizer {word}: give all, or GiB of each pipeline rank"
+        ) from None
+
+
+def features_of(options: argparse.Namespace) -> Features:
+    """This library's switches, as far as a plan depends on them."""
+    fused = options.use_fused_dsa and options.experimental_attention_variant == "dsa"
+
+    def part(value: bool | None) -> bool:
+        return fused if value is None else bool(value)
+
+    virtual = options.virtual_optimizer or ()
+    least = options.swap_attention_min_bytes
+    return Features(
+        fused=fused,
+        absorb=part(options.use_dsa_absorb),
+        by_length=options.use_dsa_absorb is not True,
+        indexer=part(options.use_fused_lightning_indexer),
+        attention=part(options.use_fused_sparse_flash_attention),
+        kl_loss=part(options.use_fused_lightning_indexer_kl_loss),
+        reuse=options.reuse_fp32_param,
+        swap_optimizer=options.swap_optimizer,
+        swap_parts=int(options.swap_optimizer_times or 16),
+        virtual=tuple(_gib(str(word)) for word in virtual),
+        recompute_norm=options.recompute_norm,
+        norm_layers=options.recompute_norm_num_layers,
+        recompute_act=options.recompute_activation_function,
+        act_layers=options.recompute_activation_function_num_layers,
+        swap_attention=options.swap_attention,
+        swap_layers=options.swap_attention_num_layers,
+        swap_modules=tuple(str(options.swap_modules or "self_attention").split(",")),
+        swap_least=2**20 if least is None else int(least),
+        permute_fusion=options.moe_permute_fusion,
+        alltoall_overlap=options.moe_alltoall_overlap_comm,
+        pairs=options.moe_fb_overlap or options.overlap_moe_expert_parallel_comm,
+        batch_overlap=options.moe_batch_overlap,
+        coc=options.use_ascend_coc or options.use_ascend_mc2,
+        sp_tp_sp=options.mla_sp_tp_sp,
+        balanced=options.balanced_moe_experts,
+        keep_gathered=options.cp_keep_gathered,
+        warmup_stage=options.dsa_stage == "warmup",
+        ahead="in bubbles"
+        if options.recompute_in_bubble
+        else "in advance"
+        if options.recompute_in_advance
+        else "",
+    )

@@ -1,0 +1,247 @@
+"""Which layouts there are: what must divide, who holds which layers, and the nearest one that works."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.tools.planner.job import Job, Layout, Model, Training
+
+
+def least_devices(layout: Layout) -> int:
+    """That one replica of everything needs: dense layers and experts share the same ranks."""
+    return math.lcm(layout.tp * layout.pp * layout.cp, layout.ep * layout.etp * layout.pp)
+
+
+def placed(layout: Layout, devices: int | None) -> Layout:
+    """With as many data parallel ranks as the devices make.
+
+    Raises:
+        SettingsError: the layout does not divide them.
+    """
+    least = least_devices(layout)
+    count = least if devices is None else devices
+    if count % least:
+        below, above = count // least * least, (count // least + 1) * least
+        near = f"{below} or {above}" if below else str(above)
+        raise SettingsError(
+            f"mindspeed_dsa plan: {count} devices cannot be split into {layout}, which needs a multiple of "
+            f"{least}; use {near} devices, or {_smaller(layout, count)}"
+        )
+    return replace(layout, dp=count // (layout.tp * layout.pp * layout.cp))
+
+
+def _smaller(layout: Layout, devices: int) -> str:
+    """The layout with the least taken away that divides a number of devices."""
+
+    def divisors(number: int) -> list[int]:
+        return [size for size in range(1, number + 1) if number % size == 0]
+
+    found = [
+        replace(layout, tp=tp, pp=pp, cp=cp, ep=ep, etp=min(layout.etp, tp))
+        for tp in divisors(layout.tp)
+        for pp in divisors(layout.pp)
+        for cp in divisors(layout.cp)
+        for ep in divisors(layout.ep)
+    ]
+    fitting = [each for each in found if devices % least_devices(each) == 0]
+    return str(max(fitting, key=lambda each: each.tp * each.pp * each.cp * each.ep))
+
+
+def check(job: Job, any_number: bool = False) -> None:
+    """Refuse what Megatron would refuse later, all problems at once.
+
+    Args:
+        job: planned.
+        any_number: the layout that works may need another number of devices.
+
+    Raises:
+        SettingsError: with the nearest layout that works.
+    """
+    problems = list(_problems(job))
+    if problems:
+        text = "; ".join(problems)
+        raise SettingsError(f"mindspeed_dsa plan: {job.layout} does not fit: {text}{_hint(job, any_number)}")
+
+
+def works(job: Job) -> bool:
+    """Whether nothing is wrong with it."""
+    return next(_problems(job), None) is None
+
+
+def _hint(job: Job, any_number: bool) -> str:
+    near = nearest(job, any_number)
+    if near is None:
+        return ""
+    layout, batch = near.layout, ""
+    if near.training.batch != job.training.batch:
+        batch = f" with --global-batch-size {near.training.batch}"
+    ends = ""
+    if (layout.first, layout.last) != (job.layout.first, job.layout.last):
+        ends = "".join(
+            f" --decoder-{end}-pipeline-num-layers {count}"
+            for end, count in (("first", layout.first), ("last", layout.last))
+            if count is not None
+        )
+    return f". The nearest layout that works: {layout}{ends}{batch}"
+
+
+def nearest(job: Job, any_number: bool = False) -> Job | None:
+    """The layout with the smallest changes of sizes that works, on as many devices or on any number."""
+    layout, model = job.layout, job.model
+    devices = layout.devices
+    most = 2 * devices if any_number else devices
+    candidates = []
+    for tp in _near(layout.tp, most):
+        for pp in _near(layout.pp, most):
+            for ep in _near(layout.ep, most):
+                for vpp in {layout.vpp if pp > 1 else 1, 1}:
+                    sizes = replace(
+                        layout, tp=tp, pp=pp, ep=ep, vpp=vpp, etp=min(layout.etp, tp), group=pp, dp=1
+                    )
+                    sizes = replace(sizes, sequence=layout.sequence and tp > 1)
+                    number = least_devices(sizes) if any_number else devices
+                    if number % least_devices(sizes):
+                        continue
+                    sizes = replace(sizes, dp=number // (tp * pp * layout.cp))
+                    for split in _splits(sizes, model):
+                        candidates.append(replace(job, layout=split, training=_batch(job, split)))
+    fitting = [each for each in candidates if works(each)]
+    return min(fitting, key=lambda each: _distance(job, each), default=None)
+
+
+def _batch(job: Job, layout: Layout) -> Training:
+    step = job.training.micro * layout.dp
+    if layout.vpp > 1:
+        step *= layout.group
+    return replace(job.training, batch=max(1, round(job.training.batch / step)) * step)
+
+
+def _near(size: int, devices: int) -> list[int]:
+    sizes = {size, *(2**power for power in range(int(math.log2(max(devices, 1))) + 1))}
+    return sorted(sizes, key=lambda each: abs(math.log2(each / size)))[:4]
+
+
+def _splits(layout: Layout, model: Model) -> Iterator[Layout]:
+    """The layout itself, and with fewer layers on the last rank, or on the first and the last."""
+    yield layout
+    yield from uneven(layout, model)
+
+
+def uneven(layout: Layout, model: Model) -> Iterator[Layout]:
+    """Splits with other numbers of layers on the first and last rank, the most even ones."""
+    if layout.pp < 2:
+        return
+    plain = replace(layout, first=None, last=None)
+    each = math.ceil(model.layers / (layout.pp * layout.vpp)) * layout.vpp
+    rest = model.layers - each * (layout.pp - 1)
+    if rest > 0:
+        yield replace(plain, last=rest)
+    short = model.layers - each * (layout.pp - 2)
+    if layout.pp > 2 and short > 1:
+        yield replace(plain, first=short - short // 2, last=short // 2)
+    fewer = each - layout.vpp
+    more = model.layers - fewer * (layout.pp - 1)
+    if fewer < more <= 2 * fewer:
+        yield replace(plain, last=more)
+
+
+def _distance(job: Job, other: Job) -> float:
+    pairs = ((getattr(job.layout, n), getattr(other.layout, n)) for n in ("tp", "pp", "vpp", "ep", "etp"))
+    moved = sum(abs(math.log2(a / b)) for a, b in pairs)
+    ends = (job.layout.first, job.layout.last) != (other.layout.first, other.layout.last)
+    batch = abs(math.log2(other.training.batch / max(job.training.batch, 1)))
+    return moved + 0.5 * ends + min(batch, 4) * 0.25
+
+
+def _problems(job: Job) -> Iterator[str]:
+    model, layout, training = job.model, job.layout, job.training
+    tp, cp = layout.tp, layout.cp
+    divided = [
+        ("--num-attention-heads", model.heads, "tensor parallel", tp),
+        ("--ffn-hidden-size", model.ffn, "tensor parallel", tp),
+        ("the padded vocabulary", model.vocabulary, "tensor parallel", tp),
+    ]
+    if not model.latent:
+        divided.append(("--num-attention-heads", model.heads, "--num-query-groups", model.kv_heads))
+        if model.kv_heads > tp:
+            divided.append(("--num-query-groups", model.kv_heads, "tensor parallel", tp))
+        else:
+            divided.append(("tensor parallel", tp, "--num-query-groups", model.kv_heads))
+    if model.experts:
+        divided += [
+            ("--num-experts", model.experts, "expert parallel", layout.ep),
+            ("--moe-ffn-hidden-size", model.expert_ffn, "expert tensor parallel", layout.etp),
+            ("--moe-shared-expert-intermediate-size", model.shared_ffn, "tensor parallel", tp),
+        ]
+    if cp > 1:
+        divided.append(("--seq-length", training.sequence, "twice the context parallel ranks", 2 * cp))
+    if layout.sequence:
+        divided.append(("--seq-length", training.sequence, "tensor x context parallel", tp * cp))
+    for name, number, kind, size in divided:
+        if number % size:
+            yield f"{name} {number} is not divisible by {kind} {size}"
+    if model.experts and tp > 1 and not layout.sequence:
+        yield "experts with tensor parallelism need --sequence-parallel"
+    if layout.devices % least_devices(layout):
+        yield f"{layout.devices} devices are no multiple of {least_devices(layout)}"
+    if layout.replicas % job.shards:
+        yield (
+            f"--fsdp2-sharding-size {job.shards} does not divide the {layout.replicas} ranks of data and "
+            f"context parallelism, {math.gcd(job.shards, layout.replicas)} does"
+        )
+    counts = _counts(layout, model)
+    if isinstance(counts, str):
+        yield counts
+    step = training.micro * layout.dp
+    if training.batch % step:
+        yield (
+            f"--global-batch-size {training.batch} is no multiple of --micro-batch-size {training.micro} x "
+            f"data parallel {layout.dp}"
+        )
+    elif layout.vpp > 1:
+        rest = job.microbatches % layout.group
+        if not layout.pp <= layout.group <= job.microbatches or 0 < rest < layout.pp:
+            yield f"{job.microbatches} microbatches cannot be interleaved in groups of {layout.group}"
+    features = job.features
+    if cp > 1 and model.sparse and not (features.attention and features.absorb):
+        yield "sparse attention on context parallel ranks needs --use-fused-dsa in absorbed form"
+    if features.pairs and layout.pp > 1 and layout.vpp == 1:
+        yield "--moe-fb-overlap pairs microbatches in interleaved pipelines alone, of 2 chunks or more"
+    if model.router_topk > model.experts:
+        yield f"--moe-router-topk {model.router_topk} is more than {model.experts} experts"
+
+
+def _counts(layout: Layout, model: Model) -> list[int] | str:
+    """Layers of each pipeline rank, embedding and loss included where they count, or what is wrong."""
+    total = model.layers + layout.embedding_counts + layout.loss_counts
+    ends = (layout.first, layout.last)
+    rest = total - sum(each or 0 for each in ends)
+    middle = layout.pp - sum(each is not None for each in ends)
+    if layout.pp == 1:
+        return [total]
+    if rest < 0 or (rest % middle if middle else rest):
+        return f"--num-layers {rest} of {total} cannot be dealt out to {middle} pipeline ranks"
+    counts = [rest // middle if middle else 0] * layout.pp
+    counts[0] = counts[0] if layout.first is None else layout.first
+    counts[-1] = counts[-1] if layout.last is None else layout.last
+    for count in counts:
+        if count % layout.vpp:
+            return f"{count} layers of a pipeline rank are no multiple of {layout.vpp} chunks"
+    return counts
+
+
+def chunks(layout: Layout, model: Model) -> list[list[tuple[int, ...]]]:
+    """By pipeline rank and chunk: numbers of the layers it holds, from 0."""
+    counts = _counts(layout, model)
+    assert not isinstance(counts, str), counts
+    held: list[list[tuple[int, ...]]] = [[() for _ in range(layout.vpp)] for _ in range(layout.pp)]
+    at = -1 if layout.embedding_counts else 0
+    for chunk in range(layout.vpp):
+        for rank in range(layout.pp):
+            size = counts[rank] // layout.vpp
+            held[rank][chunk] = tuple(n for n in range(at, at + size) if 0 <= n < model.layers)
+            at += size
+    return held

@@ -1,0 +1,129 @@
+"""A plan: memory, communication, work and time of one job on one kind of device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from mindspeed_dsa.tools.planner import communication, layouts, memory, sizes, work
+from mindspeed_dsa.tools.planner.communication import Transfer
+from mindspeed_dsa.tools.planner.devices import Device
+from mindspeed_dsa.tools.planner.job import Job
+from mindspeed_dsa.tools.planner.memory import GIB, RankMemory
+from mindspeed_dsa.tools.planner.timing import Estimate, StepTime
+
+ALLOCATOR = 0.05
+"""Share that the allocator is assumed to add: blocks that nothing fits into."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is printed.
+
+    Attributes:
+        ranks: memory of each pipeline rank.
+        transfers: of each pipeline rank.
+        flops: of the model, by part, forward and backward of one sequence.
+        least: devices that one replica needs.
+        fitting: of the same layout with more replicas, the fewest devices whose memory suffices; None: no
+            number does.
+    """
+
+    job: Job
+    device: Device
+    ranks: list[RankMemory]
+    transfers: list[list[Transfer]]
+    flops: dict[str, float]
+    time: StepTime
+    least: int
+    fitting: int | None
+
+    @property
+    def worst(self) -> RankMemory:
+        """The rank that needs most."""
+        return max(self.ranks, key=lambda each: each.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank does."""
+        return self.worst.total <= self.device.memory * GIB
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole job."""
+        return self.job.training.batch * self.job.training.sequence / self.time.total
+
+    def utilisation(self, tokens_per_second: float | None = None) -> float:
+        """Model FLOPs over the devices', at a rate of tokens, or at the estimated one."""
+        rate = self.tokens_per_second if tokens_per_second is None else tokens_per_second
+        return work.utilisation(self.job, rate, self.device.tflops)
+
+    def record(self) -> dict[str, Any]:
+        """For a JSON file."""
+        return {
+            "layout": {**asdict(self.job.layout), "devices": self.job.layout.devices},
+            "model": {
+                "parameters": sum(w.numbers for w in sizes.model_weights(self.job.model)),
+                "by_part": sizes.by_part(sizes.model_weights(self.job.model)),
+            },
+            "device": asdict(self.device),
+            "fits": self.fits,
+            "least_devices": self.least,
+            "fitting_devices": self.fitting,
+            "memory": [
+                {**asdict(each), "state": each.state, "kept": each.kept, "total": each.total}
+                for each in self.ranks
+            ],
+            "transfers": [[asdict(each) for each in own] for own in self.transfers],
+            "model_flops": self.flops,
+            "step": {
+                "seconds": self.time.total,
+                "parts": self.time.parts,
+                "hidden": self.time.hidden,
+                "limit": self.time.limit,
+                "tokens_per_second": self.tokens_per_second,
+                "utilisation": self.utilisation(),
+            },
+            "notes": list(self.job.notes),
+        }
+
+
+def make(job: Job, device: Device, allocator: float = ALLOCATOR, quick: bool = False) -> Plan:
+    """Plan one job.
+
+    Args:
+        job: checked.
+        device: what it runs on.
+        allocator: share that the allocator is assumed to add.
+        quick: for searches: the schedule from its slowest stage instead of event by event, and no count of
+            fitting devices.
+    """
+    ranks = memory.of_job(job, allocator)
+    transfers = communication.of_job(job)
+    return Plan(
+        job=job,
+        device=device,
+        ranks=ranks,
+        transfers=transfers,
+        flops=work.model_flops(job),
+        time=Estimate(job, device, ranks, transfers).step(simulated=not quick),
+        least=layouts.least_devices(job.layout),
+        fitting=None if quick else _fitting(job, device, allocator),
+    )
+
+
+def _fitting(job: Job, device: Device, allocator: float) -> int | None:
+    """Only the optimizer's shards shrink with more replicas, so the answer is found by doubling."""
+    least = layouts.least_devices(job.layout)
+    replicas = least // (job.layout.tp * job.layout.pp * job.layout.cp)
+    for power in range(11):
+        layout = replace(job.layout, dp=replicas * 2**power)
+        step = job.training.micro * layout.dp
+        batch = math.ceil(job.training.batch / step) * step
+        other = replace(job, layout=layout, training=replace(job.training, batch=batch))
+        if max(each.total for each in memory.of_job(other, allocator)) <= device.memory * GIB:
+            return layout.devices
+        if not job.training.distributed:
+            return None
+    return None

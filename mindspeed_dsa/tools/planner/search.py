@@ -1,0 +1,179 @@
+"""Layouts for a number of devices, the fastest that fit first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.session.start_report import aligned
+from mindspeed_dsa.tools.planner import layouts, memory, plan
+from mindspeed_dsa.tools.planner.devices import Device
+from mindspeed_dsa.tools.planner.job import Features, Job, Layout, Training
+from mindspeed_dsa.tools.planner.memory import GIB
+from mindspeed_dsa.tools.planner.plan import ALLOCATOR, Plan
+
+MEASURES = (
+    "as given",
+    "recompute norms and activation functions",
+    "and swap attention",
+    "full recompute",
+)
+"""What is tried, in this order, until a layout fits; and each of them with the optimizer on the host."""
+_REFINED = 10
+MICRO = (1, 2, 4)
+LEAST_ROWS = 1024
+"""Rows of a sequence on a rank, below which matrix products are too thin to be worth a look."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """One layout of a search.
+
+    Attributes:
+        plan: its.
+        measures: what it took to fit.
+    """
+
+    plan: Plan
+    measures: str
+
+
+def search(job: Job, device: Device, best: int = 5, allocator: float = ALLOCATOR) -> list[Found]:
+    """The best layouts by estimated step time.
+
+    Args:
+        job: its layout's number of devices is kept; its batch, its model and its features too.
+        device: the limit, and the rates.
+        best: how many.
+        allocator: share that it is assumed to add.
+
+    Raises:
+        SettingsError: nothing fits, with what comes closest.
+    """
+    fitting: list[Found] = []
+    closest: tuple[float, Job] | None = None
+    for candidate in candidates(job, device):
+        found = _fitted(candidate, device, allocator)
+        if isinstance(found, float):
+            if closest is None or found < closest[0]:
+                closest = (found, candidate)
+            continue
+        fitting.append(found)
+    if not fitting:
+        said = ""
+        if closest is not None:
+            said = f"; the closest, {closest[1].layout}, needs {closest[0] / GIB:.1f} GiB"
+        raise SettingsError(
+            f"mindspeed_dsa plan: no layout of {job.layout.devices} {device.name} fits {device.memory:g} GiB"
+            f"{said}. Use more devices, or a smaller --global-batch-size or --seq-length"
+        )
+    fitting.sort(key=lambda each: each.plan.time.total)
+    refined = [
+        Found(plan.make(each.plan.job, device, allocator), each.measures) for each in fitting[:_REFINED]
+    ]
+    return sorted(refined, key=lambda each: each.plan.time.total)[:best]
+
+
+def candidates(job: Job, device: Device) -> Iterator[Job]:
+    """Layouts that divide everything; of those with the same sizes, the most even split of layers."""
+    devices, model = job.layout.devices, job.model
+    powers = [2**n for n in range(12)]
+    for tp in (size for size in powers if size <= min(16, device.node)):
+        for pp in (size for size in powers if size <= min(32, model.layers)):
+            for cp in (size for size in powers if size <= 16):
+                rows = job.training.sequence // (tp * cp)
+                if devices % (tp * pp * cp) or (tp * cp > 1 and rows < LEAST_ROWS):
+                    continue
+                for ep in powers if model.experts else (1,):
+                    for vpp in (1, 2):
+                        for micro in MICRO:
+                            found = _candidate(job, (tp, pp, cp, ep, vpp), micro)
+                            if found is not None:
+                                yield found
+
+
+def _candidate(job: Job, sizes: tuple[int, int, int, int, int], micro: int) -> Job | None:
+    tp, pp, cp, ep, vpp = sizes
+    devices = job.layout.devices
+    if vpp > 1 and pp == 1:
+        return None
+    layout = Layout(
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        ep=ep,
+        cp=cp,
+        dp=devices // (tp * pp * cp),
+        sequence=tp > 1,
+        group=pp,
+        cp_algorithm=job.layout.cp_algorithm,
+    )
+    if devices % layouts.least_devices(layout):
+        return None
+    training = replace(job.training, micro=micro)
+    for split in (layout, *layouts.uneven(layout, job.model)):
+        made = replace(job, layout=split, training=training)
+        if made.microbatches and layouts.works(made):
+            return made
+    return None
+
+
+def _fitted(job: Job, device: Device, allocator: float) -> Found | float:
+    """With the cheapest measures that make it fit, or the bytes it needs with all of them."""
+    tried = [(host, measure) for host in (False, True) for measure in range(len(MEASURES))]
+    least = _needed(_with(job, *tried[-1]), allocator)
+    if least > device.memory * GIB:
+        return least
+    for host, measure in tried:
+        other = _with(job, host, measure)
+        if _needed(other, allocator) <= device.memory * GIB:
+            words = [MEASURES[measure]] if measure else []
+            words += ["optimizer on the host"] if host and not job.features.swap_optimizer else []
+            return Found(plan.make(other, device, allocator, quick=True), "; ".join(words))
+    return least
+
+
+def _needed(job: Job, allocator: float) -> float:
+    return max(each.total for each in memory.of_job(job, allocator))
+
+
+def _with(job: Job, host: bool, measure: int) -> Job:
+    return replace(job, features=_features(job, measure, host), training=_training(job, measure))
+
+
+def _features(job: Job, measure: int, host: bool) -> Features:
+    own = job.features
+    if 1 <= measure <= 2:
+        own = replace(own, recompute_norm=True, recompute_act=True, swap_attention=measure == 2)
+    if host:
+        own = replace(own, swap_optimizer=True, reuse=False, virtual=())
+    return own
+
+
+def _training(job: Job, measure: int) -> Training:
+    return replace(job.training, full=-1, full_group=1) if measure == 3 else job.training
+
+
+def text(found: list[Found]) -> str:
+    """For a terminal."""
+    rows = [("layout", "micro", "step [s]", "tokens/s", "MFU", "GiB", "limited by", "with")]
+    for each in found:
+        own = each.plan
+        layout = own.job.layout
+        ends = "".join(
+            f" {name} {count}" for name, count in (("first", layout.first), ("last", layout.last)) if count
+        )
+        rows.append(
+            (
+                f"{layout}{ends}",
+                str(own.job.training.micro),
+                f"{own.time.total:.2f}",
+                f"{own.tokens_per_second:,.0f}",
+                f"{own.utilisation():.1%}",
+                f"{own.worst.total / GIB:.1f}",
+                own.time.limit,
+                each.measures,
+            )
+        )
+    return "\n".join(aligned(rows))

@@ -1,0 +1,300 @@
+"""Time of a step from work, bytes and a device's rates: an estimate, and which of its parts are assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mindspeed_dsa.schedule.costs import Costs
+from mindspeed_dsa.schedule.events import Kind
+from mindspeed_dsa.schedule.simulate import simulate
+from mindspeed_dsa.tools.planner import in_flight, work
+from mindspeed_dsa.tools.planner.communication import Transfer
+from mindspeed_dsa.tools.planner.devices import Device
+from mindspeed_dsa.tools.planner.job import Job
+from mindspeed_dsa.tools.planner.memory import RankMemory
+
+CHUNKED = 0.75
+"""Of a linear layer's transfer in four chunks, ``--use-ascend-coc`` hides at most three."""
+HALVES = 0.5
+"""Of dispatch and combine, ``--moe-batch-overlap`` hides those of one half."""
+PASSES = 3
+"""Times that memory-bound operations move what a forward keeps: written once, read twice."""
+STEP_PASSES = {True: 32, False: 28}
+"""Bytes of a parameter that Adam moves, with bf16 weights beside float32 ones and without."""
+SIMULATED = 3000
+"""Most events of all ranks for which the schedule is simulated; beyond it steady microbatches are added."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline rank and chunk, seconds of one microbatch.
+
+    Attributes:
+        forward: computation and transfers in the open.
+        backward: likewise, with what is recomputed.
+    """
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step.
+
+    Attributes:
+        total: of the slowest rank.
+        parts: of that rank, adding up to it: computation by part, transfers in the open by group, waiting.
+        hidden: transfers behind computation.
+        limit: the part that takes longest.
+    """
+
+    total: float
+    parts: dict[str, float]
+    hidden: dict[str, float]
+
+    @property
+    def limit(self) -> str:
+        """The part that takes longest."""
+        return max(self.parts, key=lambda part: self.parts[part])
+
+
+def strides(job: Job) -> dict[str, tuple[int, int]]:
+    """By group: ranks, and the distance of neighbours, in Megatron's order tp-cp-ep-dp-pp."""
+    layout = job.layout
+    inner = layout.tp * layout.cp
+    return {
+        "TP": (layout.tp, 1),
+        "CP": (layout.cp, layout.tp),
+        "DP": (layout.replicas, layout.tp),
+        "FSDP": (job.shards, layout.tp),
+        "PP": (layout.pp, inner * layout.dp),
+        "ETP": (layout.etp, 1),
+        "EP": (layout.ep, layout.etp),
+        "EDP": (layout.expert_replicas, layout.etp * layout.ep),
+        "embedding": (2, inner * layout.dp * max(1, layout.pp - 1)),
+    }
+
+
+def seconds(job: Job, device: Device, transfer: Transfer) -> float:
+    """Of a transfer alone on its links."""
+    ranks, stride = strides(job)[transfer.group]
+    inside = max(1, min(ranks, device.node // stride)) if stride < device.node else 1
+    if inside >= ranks:
+        return transfer.nbytes / (device.link * 1e9)
+    if transfer.collective == "all-to-all" and ranks > 1:
+        outside = (ranks - inside) / (ranks - 1)
+        return transfer.nbytes * max(outside / device.network, (1 - outside) / device.link) / 1e9
+    return transfer.nbytes / (device.network * 1e9)
+
+
+def compute(job: Job, device: Device, rank: int, chunk: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds by part of a microbatch's forward and backward, nothing recomputed."""
+    forward: dict[str, float] = {}
+    backward: dict[str, float] = {}
+    for each in work.chunk(job, rank, chunk):
+        rate = device.tflops * 1e12 * getattr(device, each.kind)
+        moving = each.moved / (device.hbm * 1e9)
+        forward[each.part] = forward.get(each.part, 0.0) + max(each.forward / rate, moving)
+        backward[each.part] = backward.get(each.part, 0.0) + max(each.backward / rate, 2 * moving)
+    return forward, backward
+
+
+class Estimate:
+    """Of one job on one kind of device.
+
+    Args:
+        job: planned.
+        device: its rates.
+        memory: of all pipeline ranks.
+        transfers: likewise.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        device: Device,
+        memory: Sequence[RankMemory],
+        transfers: Sequence[Sequence[Transfer]],
+    ) -> None:
+        self.job, self.device, self.memory, self.transfers = job, device, memory, transfers
+        self.hidden: dict[str, float] = {}
+
+    def step(self, simulated: bool = True) -> StepTime:
+        """The step, its schedule simulated or from the slowest stage."""
+        layout = self.job.layout
+        ranks = [self._rank(rank) for rank in range(layout.pp)]
+        busiest = max(ranks, key=lambda each: sum(each[1].values()) + each[3])
+        stages = [each[0] for each in ranks]
+        ends = max(each[3] for each in ranks)
+        running = self._pipeline(stages, simulated)
+        parts = dict(busiest[1])
+        waiting = running - sum(parts.values())
+        if waiting > 1e-9 * running:
+            parts["waiting in the pipeline"] = waiting
+        for name, value in busiest[2].items():
+            parts[name] = parts.get(name, 0.0) + value
+        total = running + ends
+        rest = total - sum(parts.values())
+        if rest > 1e-9 * total:
+            parts["end of the step, other ranks"] = rest
+        return StepTime(total, {k: v for k, v in parts.items() if v > 0}, dict(self.hidden))
+
+    def _rank(self, rank: int) -> tuple[list[Stage], dict[str, float], dict[str, float], float]:
+        """Stages of a rank, its seconds by part in the schedule and at the end, and the sum of the latter."""
+        job, layout = self.job, self.job.layout
+        count = job.microbatches
+        transfers = self.transfers[rank]
+        parts: dict[str, float] = {}
+        stages: list[Stage] = []
+        computed = [compute(job, self.device, rank, chunk) for chunk in range(layout.vpp)]
+        repeated = self._recompute_share(rank)
+        sums = {"forward": 0.0, "backward": 0.0}
+        for forward, backward in computed:
+            for part, value in forward.items():
+                parts[part] = parts.get(part, 0.0) + count * (value + backward[part])
+                if repeated:
+                    parts["recomputed"] = parts.get("recomputed", 0.0) + count * value * repeated
+            sums["forward"] += sum(forward.values())
+            sums["backward"] += sum(backward.values()) + sum(forward.values()) * repeated
+        bound = self._memory_bound(rank)
+        parts["memory-bound operations"] = count * bound
+        swap = self._swap(rank, sum(sums.values()))
+        parts["swapped attention"] = count * swap
+        bound += swap
+        open_comm = {when: self._open(transfers, when, sums[when], computed, parts) for when in sums}
+        for forward, backward in computed:
+            ahead = sum(forward.values())
+            share = ahead / sums["forward"] if sums["forward"] else 1 / layout.vpp
+            stages.append(
+                Stage(
+                    ahead + share * (open_comm["forward"] / count + bound / 3),
+                    sum(backward.values())
+                    + ahead * repeated
+                    + share * (open_comm["backward"] / count + bound * 2 / 3),
+                )
+            )
+        at_end = self._end(transfers, rank, sums)
+        return stages, parts, at_end, sum(at_end.values())
+
+    def _recompute_share(self, rank: int) -> float:
+        """Of a forward's computation that its backward repeats, outside of bubbles."""
+        training, layout = self.job.training, self.job.layout
+        if training.full < 0:
+            return 1.0
+        if training.full:
+            per_chunk = max(1, self.job.model.layers // (layout.pp * layout.vpp))
+            return min(1.0, training.full / per_chunk)
+        shares = {"core_attn": 0.2, "mla_up_proj": 0.05, "mlp": 0.3, "moe": 0.5, "shared_experts": 0.05}
+        return min(1.0, sum(shares.get(name, 0.0) for name in training.modules))
+
+    def _memory_bound(self, rank: int) -> float:
+        """Seconds of norms, activation functions and copies of a microbatch, whatever is kept of them."""
+        memory = self.memory[rank]
+        return (PASSES * memory.written + memory.repeated) / (self.device.hbm * 1e9)
+
+    def _swap(self, rank: int, computed: float) -> float:
+        """Seconds in which a microbatch's attention is still on its way to the host or back."""
+        return max(0.0, 2 * self.memory[rank].swapped / (self.device.host * 1e9) - computed)
+
+    def _open(
+        self,
+        transfers: Sequence[Transfer],
+        when: str,
+        computed: float,
+        parts_of: Sequence[tuple[dict[str, float], dict[str, float]]],
+        parts: dict[str, float],
+    ) -> float:
+        """Seconds of a rank's transfers that nothing hides, in all microbatches."""
+        features, count = self.job.features, self.job.microbatches
+        found = 0.0
+        index = 0 if when == "forward" else 1
+        by_part: dict[str, float] = {}
+        for chunk in parts_of:
+            for part, value in chunk[index].items():
+                by_part[part] = by_part.get(part, 0.0) + count * value
+        groups: dict[str, float] = {}
+        for each in transfers:
+            if each.when == when and each.group != "PP":
+                groups[each.group] = groups.get(each.group, 0.0) + seconds(self.job, self.device, each)
+        for group, alone in groups.items():
+            behind = 0.0
+            if group == "EP" and features.pairs:
+                behind = count * computed
+            elif group == "EP" and features.batch_overlap:
+                behind = HALVES * min(alone, count * computed)
+            elif group == "EP" and features.alltoall_overlap:
+                weight = 0.5 * by_part.get("routed experts", 0.0) if when == "backward" else 0.0
+                behind = by_part.get("shared experts", 0.0) + weight
+            elif group == "TP" and features.coc:
+                behind = CHUNKED * min(alone, count * computed)
+            elif group in ("DP", "FSDP"):
+                behind = count * computed if self.job.sharding and self.job.sharding.prefetch else 0.0
+            elif group == "CP":
+                behind = by_part.get("projections", 0.0) * (1.0 if self.job.model.sparse else 0.0)
+                behind += 0.0 if self.job.model.sparse else by_part.get("attention", 0.0)
+            hidden = min(alone, behind)
+            self.hidden[group] = self.hidden.get(group, 0.0) + hidden
+            parts[f"{group} transfers"] = parts.get(f"{group} transfers", 0.0) + alone - hidden
+            found += alone - hidden
+        return found
+
+    def _end(self, transfers: Sequence[Transfer], rank: int, sums: dict[str, float]) -> dict[str, float]:
+        job, training = self.job, self.job.training
+        found: dict[str, float] = {}
+        for each in transfers:
+            if each.when != "end":
+                continue
+            alone = seconds(job, self.device, each)
+            behind = 0.0
+            if each.collective in ("reduce-scatter", "all-reduce") and training.overlap_grad:
+                behind = sums["backward"]
+            if each.collective == "all-gather" and training.overlap_param:
+                behind = sums["forward"]
+            hidden = min(alone, behind) if each.group in ("DP", "EDP") else 0.0
+            self.hidden[each.group] = self.hidden.get(each.group, 0.0) + hidden
+            name = f"{each.group} transfers"
+            found[name] = found.get(name, 0.0) + alone - hidden
+        memory = self.memory[rank]
+        moved = memory.updated * STEP_PASSES[training.bf16] / (self.device.hbm * 1e9)
+        found["optimizer"] = moved
+        if job.features.swap_optimizer:
+            over_bus = 2 * memory.host_state / (self.device.host * 1e9) if training.bf16 else 0.0
+            found["optimizer"] = max(moved, over_bus)
+        elif job.features.virtual:
+            found["optimizer"] = max(moved, 2 * memory.host_state / (self.device.host * 1e9))
+        return found
+
+    def _pipeline(self, stages: Sequence[Sequence[Stage]], simulated: bool) -> float:
+        """Seconds of all microbatches."""
+        job, layout = self.job, self.job.layout
+        count = job.microbatches
+        each = max(sum(stage.forward + stage.backward for stage in own) for own in stages)
+        fill = sum(stage.forward + stage.backward for own in stages for stage in own)
+        p2p = self._p2p()
+        if layout.pp == 1:
+            return count * each
+        events = 2 * layout.pp * layout.vpp
+        group = max(layout.group, layout.pp)
+        shown = min(count, max(2 * layout.pp, group, SIMULATED // events) // group * group or count)
+        shown = count if count - shown < group else shown
+        if not simulated:
+            return (count - 1) * each + fill / layout.vpp + each * (1 - 1 / layout.vpp) + 2 * layout.pp * p2p
+        measured = {}
+        for rank, own in enumerate(stages):
+            for chunk, stage in enumerate(own):
+                number = chunk * layout.pp + rank
+                measured[Kind.FORWARD, number] = stage.forward
+                measured[Kind.BACKWARD, number] = stage.backward
+        timeline = simulate(in_flight.schedule(job, shown), Costs(measured=measured, p2p=p2p))
+        return timeline.step_time + (count - shown) * each
+
+    def _p2p(self) -> float:
+        """Seconds of one message between pipeline ranks."""
+        job = self.job
+        if job.layout.pp == 1:
+            return 0.0
+        rows = job.tokens / (job.layout.tp if job.layout.sequence else 1)
+        message = Transfer("PP", "send", "", rows * job.model.hidden * job.training.number, "forward")
+        return seconds(job, self.device, message)

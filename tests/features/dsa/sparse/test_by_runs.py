@@ -1,0 +1,99 @@
+"""Attention and indexer loss run by run are those of all rows in one call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mindspeed_dsa.context_parallel.layout import Zigzag
+from mindspeed_dsa.context_parallel.packs import DealtBlocks
+from mindspeed_dsa.features.dsa.by_runs import attend_by_runs
+from mindspeed_dsa.features.dsa.problem import Groups, IndexInputs, LossOptions, Operands, Rows
+from mindspeed_dsa.features.dsa.sparse_attention import sparse_attention
+from mindspeed_dsa.megatron.pack_rows import PackRows
+from mindspeed_dsa.megatron.packs import Pack
+
+LENGTH, TOPK = 48, 6
+HEADS, LATENT, ROPE, VALUE, INDEX_HEADS, INDEX = 2, 8, 4, 6, 8, 8
+PACK = Pack.of_prefix_sums([0, 5, 22, 23, 41], None, LENGTH)  # the rest is padding
+LAYOUTS = {
+    "one rank": (1, 2, Zigzag(1), None),
+    "zigzag": (2, 2, Zigzag(2), None),
+    "blocks": (2, 2, Zigzag(2, 4), None),
+    "packs": (2, 1, DealtBlocks(2, PACK, 4), PACK),
+    "packs on one rank": (1, 1, None, PACK),
+}
+LOSSES = {"sparse": {"on_chosen_keys": True}, "dense": {"on_chosen_keys": False}}
+
+
+def problem(batch, rows):
+    """Operands of some rows and all keys, and of the indexer, with leaves for gradients; float64."""
+    noise = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, generator=noise, dtype=torch.float64)
+
+    query, key = random(LENGTH, batch, HEADS, LATENT + ROPE)[rows], random(LENGTH, batch, 1, LATENT + ROPE)
+    value, index_query = random(HEADS, VALUE, LATENT), random(batch, LENGTH, INDEX_HEADS, INDEX)[:, rows]
+    index_key, weights = random(batch, LENGTH, INDEX), random(batch, LENGTH, INDEX_HEADS)[:, rows]
+    leaves = [x.requires_grad_() for x in (query, key, value, index_query, index_key, weights)]
+    return Operands(query, key, value, 0.3), IndexInputs(index_query, index_key, weights), leaves
+
+
+def whole_and_runs(layout, rank, loss):
+    """Values and gradients of both, and what the losses that are computed in backward came to."""
+    ranks, batch, dealt, pack = LAYOUTS[layout]
+    # Of context parallel ranks only their number is read where every row counts, or how many do is known.
+    groups = Groups(context=SimpleNamespace(size=lambda: ranks) if ranks > 1 else None)
+    own = torch.arange(LENGTH) if dealt is None else dealt.rows_of_rank(rank, LENGTH)
+    if pack is None:
+        rows, all_rows = Rows(ends=(own + 1).int()), LENGTH * batch
+        breaks = ((own.diff() != 1).nonzero().flatten() + 1).tolist()
+        bounds = [0, *breaks, len(own)]
+        runs = [(a, b, 0, int(own[b - 1]) + 1) for a, b in pairwise(bounds)]
+    else:
+        documents = PackRows(pack, dealt, rank)
+        rows, all_rows = Rows.of_pack(documents, torch.device("cpu")), pack.tokens
+        runs = documents.runs()
+    assert len(runs) > 1 or layout in ("one rank", "zigzag")  # whose last rank has neighbours
+    found = []
+    for by_runs in (False, True):
+        operands, index, leaves = problem(batch, own)
+        shares = []
+
+        def started(share, shares=shares):
+            shares.append(share.detach())
+            return torch.ones_like(share)
+
+        wanted = replace(loss, in_backward=started) if loss.in_backward else loss
+        if by_runs:
+            result = attend_by_runs(operands, index, TOPK, runs, all_rows, groups, wanted, "reference")
+        else:
+            result = sparse_attention(operands, index, TOPK, rows, groups, wanted, "reference")
+        total = (result.out * torch.arange(1.0, result.out.numel() + 1).view_as(result.out).sin()).sum()
+        if result.loss is not None:
+            total = total + result.loss
+        total.backward()
+        # Rows that see no more keys than are chosen have their loss in forward anyway.
+        value = sum(shares) + (0 if result.loss is None else result.loss.detach())
+        found.append([result.out.detach(), value, *(leaf.grad for leaf in leaves)])
+    return found
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["mean", "per token"])
+@pytest.mark.parametrize("kind", [*LOSSES, "sparse in backward"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_runs_have_the_loss_and_the_gradients_of_all_rows(layout, kind, per_token):
+    name, _, in_backward = kind.partition(" ")
+    loss = LossOptions(
+        0.7, per_token=per_token, in_backward=(lambda share: share) if in_backward else None, **LOSSES[name]
+    )
+    for rank in range(LAYOUTS[layout][0]):
+        whole, runs = whole_and_runs(layout, rank, loss)
+        assert float(whole[1]) > 0
+        for expected, got in zip(whole, runs, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)

@@ -1,0 +1,150 @@
+"""What cannot be loaded in another layout is refused in one message; the rest goes where it belongs.
+
+Whole checkpoints of all layouts are in ``tests/distributed/test_resume_across_layouts.py``.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mindspeed_dsa.megatron import across_layouts
+from mindspeed_dsa.patches.errors import SettingsError
+from tests.support import third_party
+from tests.support.contexts import context
+
+third_party.or_skip("megatron.core")
+
+
+def group(experts: bool = False, wd_mult: float = 1.0, **more: Any) -> dict[str, Any]:
+    identity = {"wd_mult": wd_mult, "lr_mult": 1.0, "is_expert_parallel": experts, "is_decoupled_lr": False}
+    return {**identity, "max_lr": 1e-3, "min_lr": 0.0, **more}
+
+
+def optimizer(*groups: dict[str, Any]) -> Any:
+    return SimpleNamespace(optimizer=SimpleNamespace(param_groups=list(groups)))
+
+
+def test_state_of_as_many_optimizers_is_left_alone() -> None:
+    one = {"state": {}, "param_groups": [group(lr=1.0)]}
+    two = {0: one, 1: one}
+    assert across_layouts.fitted([optimizer(group())], one) is one
+    assert across_layouts.fitted([optimizer(group())] * 2, two) is two
+    assert across_layouts.fitted([optimizer(group())] * 2, [one, one]) == [one, one]
+
+
+def test_every_group_gets_that_of_its_multipliers() -> None:
+    """The one of experts too, where there are two, and each keeps its own parameters and kind."""
+    saved = {
+        0: {"param_groups": [group(lr=1.0, step=7), group(wd_mult=0.0, lr=2.0, step=7)], "state": {}},
+        1: {"param_groups": [group(True, wd_mult=0.5, lr=3.0)], "state": {"common_step": 7}},
+    }
+    read = {"state": {0: "a", 1: "b"}, "param_groups": [{"params": [number]} for number in range(3)]}
+    part = optimizer(group(wd_mult=0.0), group(wd_mult=0.5), group())
+    fitted = across_layouts.fitted([part], {**saved, **read})
+    assert fitted.keys() == {"state", "param_groups"}
+    assert [(each["lr"], each["params"], each["step"]) for each in fitted["param_groups"]] == [
+        (2.0, [0], 7),
+        (3.0, [1], 7),
+        (1.0, [2], 7),
+    ]
+    assert not any(each["is_expert_parallel"] for each in fitted["param_groups"])
+    assert fitted["state"] == {0: "a", 1: "b", "common_step": 7}
+
+
+def test_groups_of_other_multipliers_are_refused() -> None:
+    saved = {0: {"param_groups": [group()], "state": {}}, 1: {"param_groups": [group(True)], "state": {}}}
+    read = {"state": {}, "param_groups": [{"params": [0]}]}
+    with pytest.raises(SettingsError, match=r"'wd_mult': 0\.25.*only .*'wd_mult': 1\.0.*add --no-load-optim"):
+        across_layouts.fitted([optimizer(group(wd_mult=0.25))], {**saved, **read})
+
+
+class Generators:
+    """As Megatron describes their states: ``unique_key`` has the shape of the layout."""
+
+    unique_key = "rng_state/shard_0.0.0_1.2.1"
+
+
+def arguments(ep: int = 1, etp: int | None = None, **more: Any) -> Any:
+    sizes = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": ep}
+    given = {
+        "use_distributed_optimizer": True,
+        "finetune": False,
+        "no_load_optim": False,
+        "no_load_rng": False,
+    }
+    return SimpleNamespace(**{**sizes, "expert_tensor_parallel_size": etp, "world_size": 2, **given, **more})
+
+
+def load(
+    monkeypatch: pytest.MonkeyPatch, saved: Any, args: Any, format_: str | None, keys: set[str]
+) -> dict[str, Any]:
+    """What is asked of Megatron's function, which is called as by ``load_checkpoint``."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import serialization
+
+    monkeypatch.setattr(
+        dist_checkpointing,
+        "load_content_metadata",
+        lambda preloaded_state_dict: (
+            format_ and {"distrib_optim_sharding_type": format_, "chained_optim_avoid_prefix": True}
+        ),
+    )
+    monkeypatch.setattr(serialization, "load_sharded_metadata", lambda folder: keys)
+    asked: list[Any] = []
+
+    def original(load_dir: str, args: Any, rank0: bool, sharded_state_dict: Any, **more: Any) -> Any:
+        asked.append(sharded_state_dict)
+        return {"args": saved}, "folder/iter_0000002", False, "global"
+
+    function = across_layouts.load_base_across(original, context("moe-tp-extend-ep"))
+    function(
+        "folder", arguments(ep=8), rank0=True, checkpointing_context=None
+    )  # arguments as they were given
+    function("folder", args, rank0=True, checkpointing_context=None)
+    wanted = {"model": {}, "rng_state": Generators()}
+    function("folder", args, rank0=False, sharded_state_dict=wanted, checkpointing_context=None)
+    assert len(asked) == 3
+    found: dict[str, Any] = asked[-1]
+    return found
+
+
+def test_slices_of_buffers_are_refused_in_another_layout_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = (
+        r"folder/iter_0000002 has .*expert parallel 1 there and 2 here, expert tensor parallel 2 there and 1 "
+        r"here.* as dp_reshardable.*--dist-ckpt-optim-fully-reshardable.*, or add --no-load-optim"
+    )
+    with pytest.raises(SettingsError, match=message):
+        load(monkeypatch, arguments(), arguments(2, 1), "dp_reshardable", set())
+    for args, format_ in (
+        (arguments(2, 1, no_load_optim=True), "dp_reshardable"),
+        (arguments(2, 1, use_distributed_optimizer=False), "dp_reshardable"),
+        (arguments(2, 1), "fully_reshardable"),
+        (arguments(2, 1), "none"),
+        (arguments(world_size=4), None),
+        (arguments(world_size=4), "dp_reshardable"),
+    ):
+        assert load(monkeypatch, arguments(), args, format_, {Generators.unique_key})["model"] == {}
+
+
+def test_names_by_optimizer_are_refused_where_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = arguments(2, 1, use_distributed_optimizer=False)
+    with pytest.raises(SettingsError, match=r"a Megatron before 0\.14.*the expert parallel size that it has"):
+        load(monkeypatch, arguments(), plain, None, set())
+    assert load(monkeypatch, arguments(4, 1), plain, None, {Generators.unique_key})["model"] == {}
+
+
+def test_generators_begin_anew_where_they_were_saved_for_other_ranks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = arguments(2, 1)
+    with caplog.at_level("WARNING", logger="mindspeed_dsa"):
+        asked = load(monkeypatch, arguments(), here, "none", {"rng_state/shard_0.0_1.2"})
+    assert "rng_state" not in asked
+    assert here.no_load_rng
+    assert "generators for another layout; they begin anew" in caplog.text
+    same = arguments(2, 1)
+    assert "rng_state" in load(monkeypatch, arguments(), same, "none", {Generators.unique_key})
+    assert not same.no_load_rng

@@ -1,0 +1,35 @@
+"""Which layers of a pipeline stage a feature works in."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindspeed_dsa.megatron.layers import chosen
+
+
+def test_layers_are_spread_over_chunks():
+    """Two chunks of three layers: 0 of both, then 1 of both, then 2 of both."""
+    assert [chosen([3, 3], chunk, 3) for chunk in (0, 1)] == [[0, 1], [0]]
+    assert [chosen([3, 3], chunk, None) for chunk in (0, 1)] == [[0, 1, 2], [0, 1, 2]]
+    assert [chosen([3, 3], chunk, 0) for chunk in (0, 1)] == [[], []]
+
+
+def test_layers_recomputed_in_full_do_not_count():
+    assert [chosen([3, 3], chunk, 3, in_full=1) for chunk in (0, 1)] == [[1, 2], [1]]
+    assert chosen([2], 0, None, in_full=2) == []
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(0, 30), st.integers(0, 7))
+def test_as_many_layers_as_asked_for_and_evenly(layers, wanted, in_full):
+    found = [chosen(layers, chunk, wanted, in_full) for chunk in range(len(layers))]
+    left = [max(count - in_full, 0) for count in layers]
+    assert sum(map(len, found)) == min(wanted, sum(left))
+    for positions, count in zip(found, left, strict=True):
+        assert positions == list(range(in_full, in_full + len(positions)))
+        # No chunk has two more than another one that has layers left.
+        assert all(
+            len(positions) <= len(other) + 1 or len(other) == room
+            for other, room in zip(found, left, strict=True)
+        )
+        assert len(positions) <= count

@@ -1,0 +1,142 @@
+"""The commands, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mindspeed_dsa.__main__ import COMMANDS, main
+from tests.support import fork, warm
+
+
+def command(*argv, run=warm.run):
+    return run([sys.executable, "-m", "mindspeed_dsa", *argv], capture_output=True, text=True, timeout=120)
+
+
+def test_every_command_is_there_and_explains_itself(capsys):
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    for name in COMMANDS:
+        assert name in printed
+        with pytest.raises(SystemExit) as status:
+            main([name, "--help"])
+        assert status.value.code == 0
+        assert f"mindspeed_dsa {name}" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_refused(capsys):
+    assert main(["docter"]) == 2
+    assert "docter" in capsys.readouterr().err
+
+
+def test_explain_by_flag_environment_and_feature(capsys):
+    for name in ("--mindspeed-platform", "MINDSPEED_DSA_MINDSPEED_PLATFORM", "mindspeed_platform"):
+        assert main(["explain", name]) == 0
+        assert "--mindspeed-platform" in capsys.readouterr().out
+    assert main(["explain", "verify-before-model"]) == 0
+    assert "LanguageModule.__init__" in capsys.readouterr().out
+    assert main(["explain", "verify-before-modell"]) == 2
+    assert "did you mean verify-before-model?" in capsys.readouterr().err
+
+
+def test_doctor_lists_every_feature_when_all_are_off(capsys):
+    from mindspeed_dsa.features import all_features
+
+    done = command("doctor", "--json")
+    findings = json.loads(done.stdout)
+    assert done.returncode == 0, findings["problems"]
+    assert set(findings) == {"versions", "platform", "features", "sites", "problems"}
+    assert [row["name"] for row in findings["features"]] == [f.name for f in all_features()]
+    assert findings["versions"]["megatron-core"]
+
+
+def test_doctor_with_dsa_patches_for_real():
+    done = command("doctor", "--json", "--experimental-attention-variant", "dsa", run=subprocess.run)
+    findings = json.loads(done.stdout)
+    assert done.returncode == 0, findings["problems"]
+    states = {site["target"]: site["state"] for site in findings["sites"]}
+    assert any(".dsa:" in target and state == "applied" for target, state in states.items())
+    repair = next(row for row in findings["features"] if row["name"] == "dsa-spec-dispatch")
+    assert repair["on"]
+    assert repair["set_by"] == "argv (--experimental-attention-variant)"
+
+
+@pytest.mark.full
+def test_doctor_reports_a_problem_with_status_1():
+    done = command("doctor", "--experimental-attention-variant", "dsa", "--dsa-spec-dispach")
+    assert done.returncode == 1
+    assert "did you mean --dsa-spec-dispatch?" in done.stdout
+
+
+def test_doctor_says_why_nothing_is_decided():
+    from mindspeed_dsa.tools.cli import doctor
+
+    text = doctor.as_text(doctor.examine(["--swap-optimizer", "--reuse-fp32-param"]))
+    assert "swap-optimizer (switched on by argv (--swap-optimizer)) cannot be combined with" in text
+    assert "features: not resolved because of the problem below" in text
+    assert "unknown" not in text.replace("platform: name unknown", "")
+
+
+def run_script(tmp_path, lines, *argv, run=warm.run):
+    fork.write_training(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text("\n".join(lines))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    return run([sys.executable, str(path), *argv], capture_output=True, text=True, timeout=120, env=env)
+
+
+LINE = "import mindspeed_dsa.megatron_adaptor"
+JOB = "from megatron.training.initialize import initialize; args = initialize()"
+
+
+@pytest.mark.parametrize(
+    ("lines", "run"),
+    [
+        ([LINE, JOB], subprocess.run),
+        (["import megatron.training.initialize", LINE, JOB], warm.run),
+        ([LINE, "import importlib; importlib.reload(mindspeed_dsa.megatron_adaptor)", LINE, JOB], warm.run),
+    ],
+    ids=["before", "after", "twice"],
+)
+def test_the_one_liner_in_a_script(tmp_path, lines, run):
+    done = run_script(
+        tmp_path,
+        [*lines, "print(args.num_layers, args.dsa_hadamard)"],
+        *("--num-layers", "3", "--dsa-hadamard"),
+        run=run,
+    )
+    assert done.stdout.split() == ["3", "True"], done.stderr
+
+
+def test_the_one_liner_with_a_misspelt_flag(tmp_path):
+    done = run_script(tmp_path, [LINE, JOB], "--dsa-hadamrd")
+    assert done.returncode == 2
+    assert "--dsa-hadamrd: did you mean --dsa-hadamard?" in done.stderr
+
+
+def test_the_one_liner_shows_its_flags_in_help(tmp_path):
+    done = run_script(tmp_path, [LINE, JOB], "--help")
+    assert done.returncode == 0
+    assert "--num-layers" in done.stdout
+    assert "--dsa-hadamard" in done.stdout
+
+
+def test_a_refused_switch_stops_the_script_with_one_clear_message(tmp_path):
+    done = run_script(tmp_path, [LINE, JOB, "print('went on')"], "--mindspeed-platform", "npu")
+    assert done.returncode != 0
+    assert "went on" not in done.stdout
+    assert "npu" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_doctor_says_which_flags_nobody_knows():
+    argv = ["--foo-bar-baz", "--num-layers", "4", "--num-layrs=4", "--no-use-dsa-absorb", "--", "--my-own"]
+    done = command("doctor", "--json", *argv)
+    assert done.returncode == 1
+    problems = json.loads(done.stdout)["problems"]
+    assert [problem.partition(" is ")[0] for problem in problems] == ["--foo-bar-baz", "--num-layrs"]
+    assert "did you mean --num-layers?" in problems[1]

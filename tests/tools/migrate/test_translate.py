@@ -1,0 +1,370 @@
+"""Command lines of MindSpeed's, and what becomes of them."""
+
+from __future__ import annotations
+
+import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from mindspeed_dsa import features
+from mindspeed_dsa.tools.migrate.job import split
+from mindspeed_dsa.tools.migrate.translate import quoted, translate, words
+
+
+def translated(text, release=None):
+    return translate(split(text.split())[1], Version(release) if release else None)
+
+
+def command(text, release=None):
+    found = translated(text, release)
+    assert not found.refused, found.refused
+    assert not found.problems, found.problems
+    return " ".join(words(found.flags))
+
+
+YARN = "--multi-latent-attention --rope-scaling-type yarn"
+SCALES = "--rope-scaling-mscale 1.0 --rope-scaling-mscale-all-dim 1.0"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        # Renamed, with and without other values.
+        ("--qk-rope-head-dim 64 --qk-nope-head-dim=128", "--qk-pos-emb-head-dim 64 --qk-head-dim 128"),
+        (
+            "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path /t",
+            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model /t",
+        ),
+        ("--tokenizer-type GPT2BPETokenizer", "--tokenizer-type GPT2BPETokenizer"),
+        ("--router-gating-in-fp32 --op-cal-tflops", "--moe-router-dtype fp32 --log-throughput"),
+        # Needless, ours, unknown, and given twice.
+        (
+            "--use-fused-rmsnorm --swap-optimizer --swap-optimizer-times 4",
+            "--swap-optimizer --swap-optimizer-times 4",
+        ),
+        ("--swap-optimizer-times 4 --mine 1 --mine 2", "--mine 1 --mine 2"),
+        ("--moe-zero-memory level0 --schedules-method dualpipev", ""),
+        # Experts.
+        (
+            "--n-shared-experts 2 --moe-ffn-hidden-size 32",
+            "--moe-shared-expert-intermediate-size 64 --moe-ffn-hidden-size 32",
+        ),
+        (
+            "--n-shared-experts 2 --ffn-hidden-size 8",
+            "--moe-shared-expert-intermediate-size 16 --ffn-hidden-size 8",
+        ),
+        (
+            "--n-shared-experts 2 --moe-shared-expert-intermediate-size 5",
+            "--moe-shared-expert-intermediate-size 5",
+        ),
+        ("--seq-aux --moe-router-load-balancing-type none", "--moe-router-load-balancing-type seq_aux_loss"),
+        ("--seq-aux", ""),
+        ("--norm-topk-prob --moe-router-pre-softmax", ""),
+        (
+            "--moe-router-load-balancing-type softmax_topk",
+            "--moe-router-load-balancing-type none --moe-router-pre-softmax",
+        ),
+        (
+            "--moe-router-load-balancing-type softmax_topk --norm-topk-prob",
+            "--moe-router-load-balancing-type none",
+        ),
+        ("--moe-token-dispatcher-type alltoall_seq", "--moe-token-dispatcher-type alltoall"),
+        # Layers.
+        ("--num-layers 4 --first-k-dense-replace -1", "--num-layers 4 --moe-layer-freq ([1]*4)"),
+        ("--num-layers 4 --first-k-dense-replace 1", "--num-layers 4 --moe-layer-freq ([0]*1+[1]*3)"),
+        (
+            "--num-layers 5 --first-k-dense-replace 1 --moe-layer-freq 2 --noop-layers 4",
+            "--num-layers 4 --moe-layer-freq ([0]*2+[1]*1+[0]*1)",
+        ),
+        (
+            "--num-layers 8 --noop-layers 7 --pipeline-model-parallel-size 4",
+            "--num-layers 7 --decoder-last-pipeline-num-layers 1 --pipeline-model-parallel-size 4",
+        ),
+        (
+            (
+                "--num-layers 8 --noop-layers 0,7 --pipeline-model-parallel-size 2 "
+                "--num-layers-per-virtual-pipeline-stage 2 --mtp-num-layers 1"
+            ),
+            (
+                "--num-layers 6 --pipeline-model-parallel-layout Et|t*2|t*2|tmL "
+                "--pipeline-model-parallel-size 2 --mtp-num-layers 1"
+            ),
+        ),
+        (
+            "--num-layers 8 --noop-layers 3,7 --pipeline-model-parallel-size 2",
+            "--num-layers 6 --pipeline-model-parallel-size 2",
+        ),
+        (
+            "--num-layers 7 --num-layer-list 1,3,2,1 --pipeline-model-parallel-size 4",
+            "--num-layers 7 --pipeline-model-parallel-layout Et|t*3|t*2|tL --pipeline-model-parallel-size 4",
+        ),
+        (
+            "--num-layers 6 --pipeline-num-transformer-layers [[1,2],[2,1]] --pipeline-model-parallel-size 2",
+            "--num-layers 6 --pipeline-model-parallel-layout Et|t*2|t*2|tL --pipeline-model-parallel-size 2",
+        ),
+        # Rotary embeddings.
+        (
+            f"{YARN} --rope-scaling-factor 40 --beta-fast 32 --rope-scaling-mscale 0.7",
+            "--multi-latent-attention --rotary-scaling-factor 40 --mscale 0.7",
+        ),
+        (
+            f"{YARN} --rope-scaling-original-max-position-embeddings 4096 --max-position-embeddings 8192",
+            "--multi-latent-attention --rotary-scaling-factor 2.0 --max-position-embeddings 8192",
+        ),
+        (
+            "--rope-scaling-type llama3 --rope-scaling-factor 8 --low-freq-factor 1.0",
+            "--use-rope-scaling --rope-scaling-factor 8",
+        ),
+        # Overlaps that MindSpeed would not run.
+        ("--coc-fused-kernel --coc-parallel-num 4", ""),
+        ("--use-ascend-coc --coc-fused-kernel --coc-parallel-num 4", "--use-ascend-coc --coc-fused-kernel"),
+        ("--use-ascend-coc --coc-mode 0 --coc-parallel-num 2", ""),
+        ("--context-parallel-algo ulysses_cp_algo --context-parallel-size 1", "--context-parallel-size 1"),
+        ("--moe-fb-overlap --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2"),
+        ("--moe-fb-overlap --recompute-granularity full", "--recompute-granularity full"),
+        (
+            "--moe-fb-overlap --recompute-granularity selective",
+            "--moe-fb-overlap --recompute-granularity selective",
+        ),
+        (
+            "--moe-fb-overlap --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+            "--moe-fb-overlap --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        ),
+        (
+            "--context-parallel-size 2 --context-parallel-algo hybrid_cp_algo",
+            "--context-parallel-size 2 --context-parallel-algo hybrid_cp_algo",
+        ),
+        (
+            "--context-parallel-algo ulysses_cp_algo --context-parallel-size $CP",
+            "--context-parallel-algo ulysses_cp_algo --context-parallel-size $CP",
+        ),
+        ("--use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb", ""),
+        (
+            (
+                "--swiglu --use-fused-swiglu --normalization RMSNorm --use-fused-rmsnorm --transformer-impl "
+                "local "
+                "--use-fused-rotary-pos-emb --position-embedding-type rope"
+            ),
+            (
+                "--swiglu --use-fused-swiglu --normalization RMSNorm --use-fused-rmsnorm --transformer-impl "
+                "local "
+                "--use-fused-rotary-pos-emb --position-embedding-type rope"
+            ),
+        ),
+        # What hangs on other flags.
+        ("--enable-hf2mg-convert --model-type-hf deepseek3", ""),
+        ("--init-norm-weight-in-fp32", ""),
+        ("--spec mindspeed_llm.tasks.models.spec.deepseek_spec layer_spec", ""),
+        ("--spec my.own layer", "--spec my.own layer"),
+        ("--sparse-mode 2 --pre-tockens 65536 --seq-length 4096", "--seq-length 4096"),
+        (
+            "--reset-attention-mask --transformer-impl local",
+            "--reset-attention-mask --transformer-impl local",
+        ),
+        (
+            "--multi-latent-attention --transformer-impl local --reset-attention-mask --eod-mask-loss",
+            "--multi-latent-attention --transformer-impl local --pack-documents --eod-mask-loss",
+        ),
+        ("--optimizer muon", "--optimizer muon --muon-momentum 0.95"),
+    ],
+)
+def test_the_new_command_line(old, new):
+    assert command(old) == new
+
+
+INDEXER = "--enable-dsa-indexer --index-topk 1024"
+OF_THE_INDEXER = (
+    "--experimental-attention-variant dsa --dsa-indexer-use-sparse-loss --dsa-indexer-n-heads 64 "
+    "--dsa-indexer-head-dim 128 --dsa-indexer-loss-coeff 1.0"
+)
+
+
+@pytest.mark.parametrize("release", ["0.12.1", "0.16.1", "0.18.2"])
+def test_the_indexer_gets_what_mindspeed_llm_has_by_default(release):
+    new = command(f"{INDEXER} --use-sparse-flash-attn --use-fused-lightning-indexer-loss", release)
+    assert new == (
+        f"{OF_THE_INDEXER} --dsa-indexer-rope-first --dsa-indexer-topk 1024 "
+        "--use-fused-sparse-flash-attention --use-fused-lightning-indexer-kl-loss"
+    )
+    assert command(new, release) == new  # this library adds DSA's flags to 0.12.1
+
+
+@pytest.mark.parametrize(
+    ("release", "layout"),
+    [
+        ("0.12.1", " --dsa-indexer-rope-first --dsa-indexer-normalised-query"),
+        ("0.16.1", " --dsa-indexer-rope-first --dsa-indexer-normalised-query"),
+        ("0.18.2", " --dsa-indexer-rope-first --dsa-indexer-normalised-query"),
+        ("0.19.0", ""),
+        (None, ""),
+    ],
+)
+def test_absorbed_the_indexer_reads_the_normalised_query(release, layout):
+    """As MindSpeed-LLM's does there; Megatron 0.19 does so itself, and refuses the flags."""
+    text = f"{INDEXER} --enable-mla-absorb"
+    assert command(text, release) == f"{OF_THE_INDEXER}{layout} --dsa-indexer-topk 1024 --use-dsa-absorb"
+    (outcome,) = (
+        each for each in translated(text, release).outcomes if each.given.flag == INDEXER.split()[0]
+    )
+    assert "latent query after its norm" in outcome.why
+    refused = [
+        name
+        for name in ("dsa-rope-first", "dsa-normalised-query")
+        if not SpecifierSet(_feature(name).requires.versions["megatron-core"]).contains(release or "0.19.0")
+    ]
+    assert bool(refused) == (not layout), "no release is given a flag that it refuses"
+
+
+def _feature(name):
+    return next(feature for feature in features.all_features() if feature.name == name)
+
+
+def test_what_is_read_before_the_norm_is_refused_where_megatron_reads_it_after():
+    assert "before its norm" in translated(INDEXER, "0.16.1").outcomes[0].why
+    for release in ("0.19.0", None):
+        (refused,) = translated(INDEXER, release).refused
+        assert refused.given.flag == "--enable-dsa-indexer"
+        assert "add --enable-mla-absorb" in refused.why
+
+
+def test_reasons_name_what_there_is():
+    def why(text):
+        return translated(text, "0.16.1").outcomes[-1].why
+
+    assert "no loader for DeepSeek, GLM or Qwen3" in why("--load /w --enable-hf2mg-convert")
+    assert "core models do not read it" in why("--use-flash-attn")
+    assert command("--use-flash-attn", "0.16.1") == "--use-flash-attn"
+    assert "--fused-adam" in why("--optimizer-selection fused_adamw")
+    assert "Grouped experts add" in why("--gemm-gradient-accumulation-fusion")
+    assert command("--gemm-gradient-accumulation-fusion", "0.16.1") == "--gemm-gradient-accumulation-fusion"
+
+
+def test_older_releases_read_yarn_elsewhere():
+    old = f"{YARN} --rope-scaling-factor 4 --max-position-embeddings 16384"
+    old += " --rope-scaling-original-max-position-embeddings 4096"
+    assert "--max-position-embeddings 16384" in command(old, "0.16.1")
+    assert "--max-position-embeddings 4096" in command(old, "0.12.1")
+    assert not translated(f"{old} {SCALES}", "0.12.1").refused
+    assert translated(f"{old} --rope-scaling-mscale 1.0", "0.12.1").refused
+
+
+def test_a_feature_that_the_release_lacks_is_left_out_with_a_note():
+    """MindSpeed runs on 0.12.1; what only changes speed or memory need not stop a job there."""
+    text = (
+        "--moe-fb-overlap --use-ascend-coc --context-parallel-size 2 --context-parallel-algo ulysses_cp_algo"
+    )
+    found = translated(text, "0.12.1")
+    (unserved,) = found.of("not served")
+    assert unserved.given.flag == "--moe-fb-overlap"
+    assert unserved.why.startswith("It needs megatron-core >=0.14")
+    assert not found.refused
+    assert "--moe-fb-overlap" not in words(found.flags)
+    assert "--use-ascend-coc" in words(found.flags)
+    assert "--moe-fb-overlap" in command(text, "0.16.1")
+    assert command(text) == text
+
+
+def test_a_padded_vocabulary_on_a_release_without_that_flag():
+    size = "--vocab-size 1000 --make-vocab-size-divisible-by 64 --tensor-model-parallel-size 2"
+    assert "--padded-vocab-size" not in command(f"{size} --padded-vocab-size 1024", "0.12.1")
+    (problem,) = translated(f"{size} --padded-vocab-size 1100", "0.12.1").problems
+    assert problem.startswith(
+        "--padded-vocab-size is a flag of Megatron-core 0.14.0 and later, and Megatron-core 0.12"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "flag"),
+    [
+        ("--fix-router", "--fix-router"),
+        ("--bf16 --init-norm-weight-in-fp32", "--init-norm-weight-in-fp32"),
+        ("--load /w --enable-hf2mg-convert", "--enable-hf2mg-convert"),
+        ("--tokenizer-type MagistralTokenizer", "--tokenizer-type"),
+        ("--context-parallel-size 2 --context-parallel-algo adaptive_cp_algo", "--context-parallel-algo"),
+        ("--rope-scaling-type yarn", "--rope-scaling-type"),
+        (f"{YARN} --beta-fast 1", "--beta-fast"),
+        (
+            f"{YARN} --rope-scaling-original-max-position-embeddings 8192",
+            "--rope-scaling-original-max-position-embeddings",
+        ),
+        ("--sparse-mode 4", "--sparse-mode"),
+        (
+            "--multi-latent-attention --transformer-impl local --reset-attention-mask",
+            "--reset-attention-mask",
+        ),
+        (
+            (
+                "--multi-latent-attention --transformer-impl local --reset-attention-mask --eod-mask-loss "
+                "--mtp-num-layers 1"
+            ),
+            "--reset-attention-mask",
+        ),
+        ("--seq-length 4096 --pre-tockens 128", "--pre-tockens"),
+        ("--moe-router-load-balancing-type group_limited_greedy", "--moe-router-load-balancing-type"),
+        ("--norm-topk-prob --moe-router-topk-scaling-factor 2", "--norm-topk-prob"),
+        ("--spec mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec", "--spec"),
+        ("--num-layers $LAYERS --noop-layers 3", "--noop-layers"),
+        ("--num-layers 4 --noop-layers $NOOP", "--noop-layers"),
+        ("--num-layers 4 --num-layer-list $LIST2", "--num-layer-list"),
+        ("--num-layers 4 --pipeline-num-transformer-layers [[1],[2,1]]", "--pipeline-num-transformer-layers"),
+        ("--n-shared-experts 1", "--n-shared-experts"),
+        # A value that only a shell knows is no value that is known.
+        ("--n-shared-experts $N --moe-ffn-hidden-size 8", "--n-shared-experts"),
+        ("--n-shared-experts 1 --moe-ffn-hidden-size $N --ffn-hidden-size 8", "--n-shared-experts"),
+        ("--num-layers 4 --first-k-dense-replace $N", "--first-k-dense-replace"),
+        ("--num-layers 4 --first-k-dense-replace 1 --moe-layer-freq $N", "--first-k-dense-replace"),
+        ("--num-layers 4 --noop-layers $N", "--noop-layers"),
+        ("--num-layers 4 --noop-layers 3 --pipeline-model-parallel-size $PP", "--noop-layers"),
+        ("--seq-length 4096 --pre-tockens $N", "--pre-tockens"),
+        ("--topk-softmax-in-fp32 --moe-router-pre-softmax --bf16", "--topk-softmax-in-fp32"),
+    ],
+)
+def test_what_changes_results_is_refused_and_stays_in_the_command(text, flag):
+    found = translated(text)
+    assert [each.given.flag for each in found.refused] == [flag]
+    assert flag in words(found.flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (
+            "--qk-rope-head-dim 64 --qk-pos-emb-head-dim 32",
+            ("--qk-rope-head-dim 64 means", "--qk-pos-emb-head-dim 32 is given"),
+        ),
+        ("--n-group 8 --moe-router-num-groups 4", ("--moe-router-num-groups 8", "--moe-router-num-groups 4")),
+        ("--router-gating-in-fp32 --moe-router-dtype fp64", ("fp32", "fp64")),
+        (
+            "--num-layers 3 --num-layer-list 1,2 --pipeline-model-parallel-layout Et|ttL",
+            ("--num-layer-list 1,2", "--pipeline-model-parallel-layout Et|ttL"),
+        ),
+    ],
+)
+def test_contradictions_are_one_sentence(text, parts):
+    (problem,) = translated(text).problems
+    assert all(part in problem for part in parts), problem
+
+
+def test_equal_values_are_no_contradiction():
+    assert (
+        command("--routed-scaling-factor 2.50 --moe-router-topk-scaling-factor 2.5")
+        == "--moe-router-topk-scaling-factor 2.5"
+    )
+
+
+def test_words_are_written_as_a_parser_reads_them_back():
+    assert command("--x=-5 --y= --z a -1") == "--x=-5 --y= --z a -1"
+    assert [quoted(word) for word in ("a b", "${X} y", "([0]*3)")] == ["'a b'", '"${X} y"', "'([0]*3)'"]
+
+
+def test_every_outcome_is_counted_once():
+    found = translated(
+        "--num-layers 2 --swap-optimizer --use-fused-rmsnorm --fix-router --mine 1 --qk-rope-head-dim 8"
+    )
+    counts = found.counts()
+    assert counts["flags"] == 6
+    assert {
+        kind: counts[kind]
+        for kind in ("same", "megatron", "unchanged", "not needed", "not served", "unknown")
+    } == dict.fromkeys(("same", "megatron", "unchanged", "not needed", "not served", "unknown"), 1)
+    assert counts["change results"] == 1

@@ -1,0 +1,201 @@
+"""From a command line to a job: sizes, defaults, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.tools.planner import arguments, config, devices, flags, sizes
+from tests.support.example_job import EXAMPLES
+from tests.tools.planner.jobs import DEEPSEEK, DENSE, EXAMPLE, deepseek, example
+
+HEAVY = ("torch", "megatron", "numpy", "matplotlib")
+
+
+def test_planning_imports_neither_torch_nor_megatron():
+    code = f"import sys, mindspeed_dsa.tools.cli.plan; assert not {set(HEAVY)!r} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_defaults_of_the_example_job_are_those_of_its_own_table(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from dsa_job.flags import FLAGS
+
+    theirs = {flag.name[2:].replace("-", "_"): flag.default for flag in FLAGS.values()}
+    theirs["no_overlap_p2p_communication"] = False
+    options, _, _ = flags.read([flags.EXAMPLE_SCRIPT])
+    # Unset there means the library's or Megatron's own default, or one that follows from other flags.
+    unset = {name for name, default in theirs.items() if isinstance(default, type)}
+    differing = {
+        name: (default, getattr(options, name))
+        for name, default in theirs.items()
+        if hasattr(options, name) and name not in unset and getattr(options, name) != default
+    }
+    assert not differing
+    assert set(flags.EXAMPLE) <= {*theirs, "vocab_size", "multi_latent_attention", "swiglu"} | {
+        "disable_bias_linear",
+        "no_bias_swiglu_fusion",
+        "position_embedding_type",
+    }
+
+
+def test_deepseek_has_the_parameters_of_its_report():
+    model = deepseek().model
+    by_part: Mapping[str, float] = sizes.by_part(sizes.model_weights(model))
+    without_extras = sum(n for part, n in by_part.items() if part not in ("indexer", "MTP"))
+    assert without_extras == pytest.approx(671.026e9, rel=1e-5)
+    assert by_part["indexer"] == pytest.approx(0.8515e9, rel=1e-4)
+    assert [sum(each.pattern) for each in (model,)] == [58]
+
+
+def test_a_file_and_the_name_say_the_same(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config.KNOWN["deepseek-v3.2"]))
+    by_file = arguments.job_of(DEEPSEEK.split(), 512, str(file))
+    assert by_file == deepseek()
+    fewer = arguments.job_of([*DEEPSEEK.split(), "--num-layers=61", "--num-experts", "128"], 512, str(file))
+    assert fewer.model.experts == 128, "flags outrank the file"
+
+
+def test_a_smaller_model_of_a_file_keeps_its_dense_layers():
+    model = arguments.job_of([*DEEPSEEK.split(), "--num-layers=31"], 512, "deepseek-v3.2").model
+    assert model.pattern == (False,) * 3 + (True,) * 28
+
+
+def test_counted_embedding_and_loss_are_layers_of_virtual_stages():
+    job = example(
+        "--num-layers 14 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4"
+    )
+    assert job.layout.vpp == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "size"),
+    [
+        ("--bf16", 4),
+        ("--bf16 --grad-reduce-in-bf16", 2),
+        ("--fp16", 2),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", 4),
+        ("", 4),
+    ],
+)
+def test_gradients_are_as_wide_as_in_megatron(flags, size):
+    assert arguments.job_of(["pretrain_dsa.py", *flags.split()]).training.grad_number == size
+
+
+def test_flags_that_change_a_plan_and_are_not_planned_say_so():
+    notes = example("--fp8-format hybrid --lr 1e-4 --tensor-model-paralel-size 8").notes
+    assert any("NOT planned" in note and "--fp8-format" in note and "--lr" not in note for note in notes)
+    assert any("did you mean --tensor-model-parallel-size?" in note for note in notes)
+    assert any("allgather" in note for note in deepseek().notes)
+    assert not any("allgather" in note for note in deepseek("--moe-token-dispatcher-type alltoall").notes)
+
+
+def test_flags_that_no_plan_needs_are_noted():
+    job = example("--lr 1e-4 --data somewhere --swap-optimizer")
+    assert job.features.swap_optimizer
+    assert any("--lr, --data" in note for note in job.notes)
+
+
+@pytest.mark.parametrize(
+    ("job", "problem", "way_out"),
+    [
+        (
+            lambda: example("--tensor-model-parallel-size 3", 3),
+            "--num-attention-heads 4",
+            "DP3 with --global-batch-size 12",
+        ),
+        (lambda: example("--expert-model-parallel-size 8", 8), "--num-experts 4", "EP4"),
+        (lambda: example("--pipeline-model-parallel-size 3", 3), "dealt out to 3", "-num-layers"),
+        (lambda: example("--tensor-model-parallel-size 4 --sequence-parallel", 6), "multiple of 4", "4 or 8"),
+        (lambda: example("--tensor-model-parallel-size 2", 2), "--sequence-parallel", "need"),
+        (lambda: example("--global-batch-size 9", 2), "no multiple", "--global-batch-size 8"),
+        (
+            lambda: example("--num-layers 17 --pipeline-model-parallel-size 16"),
+            "dealt out to 16",
+            "PP16 --decoder-last-pipeline-num-layers 2",
+        ),
+        (lambda: deepseek("--pipeline-model-parallel-size 8"), "dealt out to 7", "--decoder-last-"),
+        (lambda: arguments.job_of(["--num-layers", "2"]), "--hidden-size", "--config FILE"),
+        (lambda: arguments.job_of("train.sh --num-layers 2".split()), "train.sh", "pretrain_gpt.py"),
+        (lambda: arguments.job_of(EXAMPLE.split(), None, "nowhere.json"), "nowhere.json", "deepseek-v3.2"),
+        (lambda: devices.device("h2000"), "no device 'h2000'", "did you mean h200"),
+        (
+            lambda: arguments.job_of([*DENSE.split(), "--group-query-attention", "--num-query-groups", "6"]),
+            "--num-attention-heads 16 is not divisible by --num-query-groups 6",
+            "",
+        ),
+        (lambda: devices.device("xyz"), "no device 'xyz'. The table", "h200"),
+        (lambda: devices.device("h200", link=0.0), "--device-link 0", "above 0"),
+        (lambda: example("--tensor-model-parallel-size 0"), "--tensor-model-parallel-size 0", "1 or more"),
+        (lambda: example("--tensor-model-parallel-size -2"), "--tensor-model-parallel-size -2", "1 or more"),
+        (lambda: example("--micro-batch-size 0"), "--micro-batch-size 0", "1 or more"),
+        (lambda: example("", 0), "--devices 0", "1 device"),
+        (lambda: arguments.job_of(EXAMPLE.split(), imbalance=0.5), "--imbalance 0.5", "1 or more"),
+        (lambda: example("--virtual-optimizer much"), "--virtual-optimizer much", "GiB"),
+        (
+            lambda: example("--normalization RMSNrom"),
+            "'RMSNrom'",
+            "'LayerNorm', 'RMSNorm'|LayerNorm, RMSNorm",
+        ),
+        (
+            lambda: example("--swap-optimizer --virtual-optimizer all"),
+            "cannot be combined",
+            "--swap-optimizer",
+        ),
+        (lambda: example("--use-torch-fsdp2"), "optimizer state itself", "omit --use-distributed-optimizer"),
+        (
+            lambda: deepseek(
+                "--no-use-distributed-optimizer --use-torch-fsdp2 --fsdp2-sharding-size 24 "
+                "--untie-embeddings-and-output-weights"
+            ),
+            "does not divide the 32 ranks",
+            "8 does",
+        ),
+        (
+            lambda: deepseek("--no-use-distributed-optimizer --use-torch-fsdp2 --fsdp2-sharding-size 1"),
+            "--fsdp2-sharding-size 1",
+            "2 or more",
+        ),
+        (lambda: example("--fp16"), "--bf16 and --fp16", "one of them"),
+        (lambda: example("--num-experts 0 --expert-model-parallel-size 2"), "size 2", "needs --num-experts"),
+        (lambda: deepseek("--expert-model-parallel-size 7", None), "not divisible by expert", "EP8"),
+        (lambda: deepseek("--no-disable-bias-linear"), "no biases", "add --disable-bias-linear"),
+        (
+            lambda: example(
+                "--num-layers 12 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4"
+            ),
+            "--num-layers-per-virtual-pipeline-stage 4",
+            "8 or 16 layers",
+        ),
+    ],
+)
+def test_bad_input_is_one_message_with_a_way_out(job, problem, way_out):
+    with pytest.raises(SettingsError) as caught:
+        job()
+    message = str(caught.value)
+    assert problem in message
+    assert any(word in message for word in way_out.split("|")), message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"model_type": "llama"}, "model_type 'llama'"),
+        ({"hidden_size": "7168"}, "hidden_size is '7168'"),
+        ({"n_routed_experts": 0}, "n_routed_experts is 0"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq 2"),
+    ],
+)
+def test_the_configuration_of_another_model_is_refused(tmp_path, changed, problem):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**config.KNOWN["deepseek-v3.2"], **changed}))
+    with pytest.raises(SettingsError, match=problem):
+        arguments.job_of(DEEPSEEK.split(), 512, str(file))

@@ -1,0 +1,223 @@
+"""What plans say: schedules, what features take away, searches and pictures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from mindspeed_dsa.__main__ import main
+from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.schedule import megatron_order
+from mindspeed_dsa.tools.planner import (
+    arguments,
+    communication,
+    in_flight,
+    layouts,
+    memory,
+    plan,
+    search,
+    sizes,
+    what_if,
+)
+from mindspeed_dsa.tools.planner.devices import device
+from mindspeed_dsa.tools.planner.memory import GIB
+from tests.tools.planner.jobs import DEEPSEEK, DENSE, deepseek, example, planned
+
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "microbatches"), [(1, 1, 3), (4, 1, 2), (4, 1, 8), (4, 2, 8), (2, 3, 6)]
+)
+@pytest.mark.parametrize("pairs", [False, True])
+def test_orders_are_those_of_the_installed_megatron(ranks, chunks, microbatches, pairs):
+    if pairs and chunks == 1:
+        pytest.skip("Megatron pairs in interleaved pipelines")
+    job = example()
+    layout = replace(job.layout, pp=ranks, vpp=chunks, group=ranks)
+    batch = replace(job.training, batch=microbatches * job.training.micro)
+    job = replace(job, layout=layout, training=batch, features=replace(job.features, pairs=pairs))
+    theirs = megatron_order.schedule(
+        Megatron(), ranks, chunks, microbatches, paired=pairs, extra_warmup=pairs
+    )
+    assert in_flight.schedule(job).ranks == theirs.ranks
+    weights = [3.0, 2.0, 1.0][:chunks]
+    for rank, events in enumerate(theirs.ranks):
+        now = heaviest = 0.0
+        for event in events:
+            now += weights[event.chunk] * (1 if event.kind.value == "F" else -1)
+            heaviest = max(heaviest, now)
+        assert in_flight.peak(job, rank, weights)[1] == heaviest
+
+
+def test_every_layer_is_held_once_in_megatrons_order():
+    job = example(
+        "--num-layers 12 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3 "
+        "--global-batch-size 16"
+    )
+    assert layouts.chunks(job.layout, job.model) == [[(0, 1), (4, 5), (8, 9)], [(2, 3), (6, 7), (10, 11)]]
+
+
+@pytest.mark.parametrize(
+    ("flag", "bytes_a_parameter"),
+    [("--reuse-fp32-param", 2), ("--swap-optimizer", 12), ("--virtual-optimizer all", 8)],
+)
+def test_optimizer_features_take_their_bytes_away(flag, bytes_a_parameter):
+    job = deepseek()
+    layout = job.layout
+    before, after = (memory.of_job(each, 0.0)[1] for each in (job, deepseek(flag)))
+    weights = sizes.rank_weights(job)[1]
+    share = sum(
+        each.on_rank(layout) / (layout.expert_replicas if each.cut == "expert" else layout.replicas)
+        for each in weights
+    )
+    assert before.state - after.state == pytest.approx(bytes_a_parameter * share)
+    assert after.host == pytest.approx(0 if "reuse" in flag else bytes_a_parameter * share)
+
+
+def test_a_flag_changes_what_it_is_about():
+    before = planned(example())
+    assert what_if.words_of("--tensor-model-parallel-size 8") == ["--tensor-model-parallel-size", "8"]
+    stock = what_if.of("--no-use-fused-dsa", before, planned(example("--no-use-fused-dsa")))
+    assert stock.memory["activations: indexer"] > 5 * before.worst.activations["indexer"]
+    assert stock.seconds["memory-bound operations"] > 0
+    with pytest.raises(SettingsError, match="no flag that a plan depends on"):
+        what_if.words_of("--lr 1")
+
+
+def test_a_search_leaves_out_ranks_that_cannot_share_a_copy_of_the_weights():
+    sharded = "--no-use-distributed-optimizer --use-torch-fsdp2 --untie-embeddings-and-output-weights"
+    job = example(f"{sharded} --fsdp2-sharding-size 4", 8, any_layout=True)
+    found = search.search(job, device("cpu"), best=100)
+    assert {each.plan.job.layout.replicas for each in found} == {4, 8}
+
+
+def test_one_replica_gathers_nothing():
+    sharded = "--no-use-distributed-optimizer --use-torch-fsdp2 --untie-embeddings-and-output-weights"
+    before, after = (
+        memory.of_job(example(f"{sharded} --pipeline-model-parallel-size 2", devices), 0.0)[0].temporary
+        for devices in (2, 4)
+    )
+    assert "gathered layers" not in before
+    assert "gathered layers" in after
+
+
+def test_a_search_finds_the_fastest_that_fits():
+    given = "--seq-length 8192 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3"
+    job, small = example(given, 8, any_layout=True), device("cpu", memory=0.3)
+    found = search.search(job, small, best=3)
+    assert [each.plan.fits for each in found] == [True, True, True]
+    times = [each.plan.time.total for each in found]
+    assert times == sorted(times)
+    assert all(each.plan.job.layout.devices == 8 for each in found)
+    roomy = search.search(job, device("cpu"), best=1)
+    assert roomy[0].plan.time.total <= times[0]
+    assert "limited by" in search.text(found)
+    with pytest.raises(SettingsError, match="the closest"):
+        search.search(job, device("cpu", memory=0.001))
+
+
+@pytest.mark.parametrize(
+    ("without", "kept"),
+    [
+        # Per layer two masks of a byte; one more of the embedding.
+        ("--hidden-dropout 0", (2 * 4 + 1) * 2 * 4096 * 1024),
+        # Transformer Engine's attention is a flash kernel, so its dropout keeps nothing.
+        ("--attention-dropout 0", 0),
+        # Probabilities before and after the dropout, and the mask: of modules without one, the latter two.
+        ("--transformer-impl local --attention-dropout 0", 4 * (2 + 1) * 2 * 16 * 4096**2),
+    ],
+)
+def test_dropouts_keep_their_masks(without, kept):
+    base = [word for word in without.split() if word in ("--transformer-impl", "local")]
+    before, after = (
+        memory.of_job(arguments.job_of([*DENSE.split(), *words]), 0.0)[0].kept
+        for words in (base, without.split())
+    )
+    assert before - after == kept
+
+
+@pytest.mark.parametrize(("sharding", "shards"), [("", 32), ("--fsdp2-sharding-size 8", 8)])
+def test_shards_divide_what_is_dense_and_travel_with_every_microbatch(sharding, shards):
+    whole, job = (
+        deepseek(f"--no-use-distributed-optimizer {more}") for more in ("", f"--use-torch-fsdp2 {sharding}")
+    )
+    weights = sizes.rank_weights(job)[1]
+    dense = sum(each.on_rank(job.layout) for each in weights if each.cut != "expert")
+    before, after = (memory.of_job(each, 0.0)[1] for each in (whole, job))
+    # Weights of two bytes; gradients, master weights and two moments of four.
+    assert before.state - after.state == pytest.approx(18 * dense * (1 - 1 / shards))
+    assert after.temporary["gathered layers"] > 0
+    received = communication.of_job(job)[1]
+    found = {(each.group, each.collective): each.nbytes for each in received if each.group in ("DP", "FSDP")}
+    group = "DP" if shards == 32 else "FSDP"
+    gathers = sum(each.nbytes for each in received if each.group == group and each.what == "weights")
+    share = (shards - 1) / shards
+    assert gathers == pytest.approx(job.microbatches * 2 * 2 * dense * share)
+    assert found[group, "reduce-scatter"] == pytest.approx(job.microbatches * 4 * dense * share)
+    copies = 32 // shards
+    summed = job.microbatches * 2 * 4 * dense / shards * (copies - 1) / copies
+    assert found.get(("DP", "all-reduce"), 0.0) == pytest.approx(summed)
+    late = planned(replace(job, sharding=replace(job.sharding, prefetch=0)))
+    assert late.time.total > planned(job).time.total
+
+
+@pytest.mark.parametrize("move", ["--swap-optimizer", "--virtual-optimizer all"])
+def test_swapped_attention_does_not_slow_the_optimizer_down(move):
+    alone, both = planned(deepseek(move)), planned(deepseek(f"{move} --swap-attention"))
+    assert both.worst.host > alone.worst.host
+    assert both.time.parts["optimizer"] == alone.time.parts["optimizer"]
+
+
+def test_the_optimizer_updates_all_parameters_wherever_moments_are():
+    cards = device("h200", host=1e6)
+    plans = [plan.make(deepseek(more), cards) for more in ("", "--swap-optimizer", "--virtual-optimizer 1")]
+    times = [each.time.parts["optimizer"] for each in plans]
+    assert times == pytest.approx([times[0]] * 3)
+
+
+@pytest.mark.parametrize(("implementation", "width"), [("transformer_engine", 128 * 320), ("local", 576)])
+def test_a_ring_moves_heads_in_transformer_engine_and_latents_in_ours(implementation, width):
+    words = "--experimental-attention-variant none --context-parallel-size 2 --transformer-impl"
+    job = deepseek(f"{words} {implementation}")
+    sent = [each for each in communication.of_job(job)[1] if each.group == "CP" and each.what == "keys"]
+    assert sent[0].nbytes == job.microbatches * 4 * 2048 * width * 2
+
+
+def test_imbalance_grows_experts_work_and_traffic():
+    even, skewed = planned(deepseek()), planned(replace(deepseek(), imbalance=1.5))
+    for part in ("routed experts", "EP transfers"):
+        assert skewed.time.parts[part] == pytest.approx(1.5 * even.time.parts[part])
+
+
+def test_utilisation_is_model_flops_over_the_devices():
+    plan = planned(deepseek())
+    per_token = sum(plan.flops.values()) / 4096
+    assert per_token == pytest.approx(277e9, rel=0.01)
+    assert plan.utilisation(1e6) == pytest.approx(per_token * 1e6 / (512 * 989e12))
+
+
+def test_the_command_prints_writes_and_draws(tmp_path, capsys):
+    files = {"--json": tmp_path / "plan.json", "--png": tmp_path / "plan.png"}
+    words = ["plan", "--devices", "512", "--device", "h200", "--config", "deepseek-v3.2"]
+    words += [f"{flag}={file}" for flag, file in files.items()]
+    status = main([*words, "--what-if=--swap-optimizer", "--", *DEEPSEEK.split(), *FULL.split()])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    record = json.loads(files["--json"].read_text())
+    assert record["fits"]
+    assert f"{record['memory'][0]['total'] / GIB:.2f}" in printed
+    assert record["what_if"][0]["memory"]["moments"] < 0
+    assert files["--png"].read_bytes()[:4] == b"\x89PNG"
+    assert main(["plan", "--device-memory", "1e-3", "--", "pretrain_dsa.py"]) == 1
+    assert "does NOT fit" in capsys.readouterr().out
+    assert main(["plan", "--device", "abacus", "--", "pretrain_dsa.py"]) == 2
+    capsys.readouterr()
+    assert main(["plan", "--what-if=--tensor-model-parallel-size 3", "--", "pretrain_dsa.py"]) == 2
+    assert capsys.readouterr().out == "", "a refusal is one message"
+    assert main(["plan", "--devcies", "8", "--", "pretrain_dsa.py"]) == 2
+    assert main(["plan", "--search", "--best", "0", "--", "pretrain_dsa.py"]) == 2
+    assert main(["plan", "--json", str(tmp_path / "nowhere" / "plan.json"), "--", "pretrain_dsa.py"]) == 2
