@@ -39,6 +39,7 @@ setup(
     packages=find_packages(include=["mindspeed_dsa", "mindspeed_dsa.*"]),
     package_data={
         "mindspeed_dsa": ["py.typed"],
+        "mindspeed_dsa.session": ["*.json"],
         "mindspeed_dsa.tools.compat": ["*.json"],
         "mindspeed_dsa.tools.migrate": ["*.json"],
     },

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from types import ModuleType
@@ -83,7 +83,11 @@ class Conflict:
     why: str
 
 
-def _no_problems(args: Any) -> Sequence[str]:
+Check = Callable[[Any, Any], Iterable[str]]
+"""Problems of a job's arguments, or of Megatron's configuration, with a feature's options."""
+
+
+def _no_problems(args: Any, options: Any) -> Iterable[str]:
     return ()
 
 
@@ -103,7 +107,7 @@ class Feature:
         name: kebab-case identity, as doctor and the documentation print it.
         summary: one line.
         flags: the first one is the switch, unless ``active`` says otherwise; Megatron's flags that
-            ``active`` or ``validate`` read are listed too.
+            ``active`` or ``check`` read are listed too.
         patches: rows for the engine.
         requires, conflicts: declared, checked before anything is mutated.
         active: decides from the settings (attribute access by ``dest``, ``platform``) whether the
@@ -112,9 +116,10 @@ class Feature:
             frozen options that the feature's implementations find in their context.
         rewrite: changes a job's arguments in place before Megatron derives others from them, and returns a
             sentence for each change. Called again it finds nothing left to do; what it cannot change it
-            leaves to ``validate``.
-        validate: gets Megatron's full argument namespace, in which our own switches read as the settings
-            say; returns every problem at once, each naming who, what, and what to do.
+            leaves to ``check``.
+        check: gets Megatron's full argument namespace, in which our own switches read as the settings say,
+            and the options of that namespace (``None`` without ``options``); yields every problem, each
+            naming who, what, and what to do.
         doc: page under ``docs/features/``.
         platform_support: true for redirections without which Megatron does not run on the platform at
             all; doctor and the benchmarks count them apart from features that a user switched on.
@@ -135,7 +140,7 @@ class Feature:
     active: Callable[[Any], bool] | None = None
     options: Callable[[Any], Any] | None = None
     rewrite: Callable[[Any], Sequence[str]] = _nothing_to_rewrite
-    validate: Callable[[Any], Sequence[str]] = _no_problems
+    check: Check = _no_problems
     doc: str = ""
     platform_support: bool = False
     on_finalize: str = ""
@@ -147,6 +152,10 @@ class Feature:
     def label(self) -> str:
         """The name as messages print it, with the plug-in that a user may have to report to."""
         return f"{self.name} (plug-in {self.distribution})" if self.distribution else self.name
+
+    def problems(self, args: Any) -> list[str]:
+        """Return what ``check`` finds in a job's arguments."""
+        return list(self.check(args, self.options(args) if self.options else None))
 
     def is_active(self, settings: Any) -> bool:
         """Whether these settings switch the feature on."""

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from benchmarks.registry import Metrics
 from mindspeed_dsa.context_parallel.layout import Layout, Zigzag, rows_of_all
-from mindspeed_dsa.context_parallel.packs import DealtBlocks
-from mindspeed_dsa.megatron.packs import Pack
+from mindspeed_dsa.context_parallel.packs import DealtBlocks, Pack
 
 TOPK = 2048
 BLOCK = 128

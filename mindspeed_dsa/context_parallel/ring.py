@@ -12,9 +12,9 @@ from torch.distributed import ProcessGroup
 from mindspeed_dsa.context_parallel.carried import Carried
 from mindspeed_dsa.context_parallel.dense import DenseAttention, Merged, Part, Saved, zeros_for_sums
 from mindspeed_dsa.context_parallel.layout import Layout
+from mindspeed_dsa.context_parallel.packs import Pack
 from mindspeed_dsa.context_parallel.strategy import ContextParallelStrategy, Exchanged, Inner
 from mindspeed_dsa.context_parallel.turns import Turns, ZigzagTurns, turns_of_pack
-from mindspeed_dsa.megatron.packs import Pack
 from mindspeed_dsa.parallel import kept
 from mindspeed_dsa.parallel.handles import Pending
 from mindspeed_dsa.parallel.ring import pass_on

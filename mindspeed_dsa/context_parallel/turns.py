@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mindspeed_dsa.context_parallel.dense import ALL, WHOLE, Part
 from mindspeed_dsa.context_parallel.layout import Layout, rows_of_all
-from mindspeed_dsa.megatron.packs import Pack
+from mindspeed_dsa.context_parallel.packs import Pack
 
 
 class Turns(Protocol):

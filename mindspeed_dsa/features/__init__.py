@@ -74,19 +74,19 @@ def broken_plugins() -> list[Plugin]:
 
 @cache
 def built_in() -> tuple[Feature, ...]:
-    """What the ``feature.py`` below the folders of :data:`KINDS` declare as ``FEATURE`` or ``FEATURES``."""
+    """Return the features that each ``feature.py`` below the folders of :data:`KINDS` defines."""
     found: list[Feature] = []
     for kind in KINDS:
         package = import_module(f"{__name__}.{kind}")
         names = [m.name for m in walk_packages(package.__path__, f"{package.__name__}.")]
         for name in sorted(name for name in names if name.endswith(".feature")):
-            found += _declared(name)
+            found += declared_in(name)
     return tuple(found)
 
 
-def _declared(name: str) -> tuple[Feature, ...]:
-    module = import_module(name)
-    return tuple(module.FEATURES) if hasattr(module, "FEATURES") else (module.FEATURE,)
+def declared_in(name: str) -> tuple[Feature, ...]:
+    """Return the features of a module, in the order in which it defines them."""
+    return tuple(value for value in vars(import_module(name)).values() if isinstance(value, Feature))
 
 
 def all_flags() -> list[Flag]:

@@ -7,32 +7,11 @@ configuration: :func:`require`.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_dsa.feature import Context
+from mindspeed_dsa.feature import Check, Context
 from mindspeed_dsa.patches.errors import SettingsError
-
-Check = Callable[[Any, Any], Iterable[str]]
-"""Problems of arguments, or of a configuration, with a feature's options."""
-
-
-def validate(
-    check: Check, options_of: Callable[[Any], Any] = lambda settings: None
-) -> Callable[[Any], Sequence[str]]:
-    """``Feature.validate`` made of a check.
-
-    Args:
-        check: what to ask.
-        options_of: ``Feature.options``, or its equal for arguments that may lack some switches.
-    """
-
-    @functools.wraps(check)
-    def problems(args: Any) -> Sequence[str]:
-        return list(check(args, options_of(args)))
-
-    return problems
 
 
 def require(context: Context[Any], check: Check, *configurations: Any) -> None:

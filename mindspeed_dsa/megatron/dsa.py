@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag, Requires, repair
+from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Check, Feature, Flag, Requires, repair
 from mindspeed_dsa.patches.spec import Patch
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
 MLA = "megatron.core.transformer.multi_latent_attention"
 SPECS = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
-FIXES = "mindspeed_dsa.features.dsa.repairs"
 
 SHARED_KEYS = ">=0.19,<0.20"
 """Releases whose context parallel ranks share keys by our gathers."""
@@ -26,7 +25,7 @@ def dsa_repair(
     summary: str,
     switch_help: str,
     patches: Sequence[Patch],
-    validate: Callable[[Any], Sequence[str]] | None = None,
+    check: Check | None = None,
     megatron_flags: Sequence[Flag] = (),
     options: Callable[[Any], Any] | None = None,
     supplies: Sequence[str] = (),
@@ -46,7 +45,7 @@ def dsa_repair(
         supplies=tuple(supplies),
         doc=f"{name}.md",
     )
-    return feature if validate is None else replace(feature, validate=validate)
+    return feature if check is None else replace(feature, check=check)
 
 
 def dsa_option(name: str, summary: str, switch: Flag, versions: str, patches: Sequence[Patch]) -> Feature:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from mindspeed_dsa.feature import Context
+from mindspeed_dsa.feature import Check, Context
 from mindspeed_dsa.megatron import releases
-from mindspeed_dsa.megatron.configuration import Check, argument, require
+from mindspeed_dsa.megatron.configuration import argument, require
 from mindspeed_dsa.patches.spec import Patch
 
 _BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock.__init__"

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from mindspeed_dsa.context_parallel.packs import Pack
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.megatron.packs import Pack
 from mindspeed_dsa.ops.documents import attend_by_documents
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.megatron.local_norms import norm_of_fused_layer
 
 
@@ -156,3 +156,8 @@ def layer_norm_column_parallel_linear(megatron: Megatron) -> type:
             return super().forward(norm_of_fused_layer(self, hidden_states, self.config), *args, **kwargs)
 
     return LayerNormColumnParallelLinear
+
+
+def transformer_engine_is_usable(context: Context[Any]) -> bool:
+    """Whether Megatron has found a Transformer Engine that it can use."""
+    return bool(context.megatron("core.extensions.transformer_engine").HAVE_TE)

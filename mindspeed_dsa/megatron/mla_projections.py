@@ -17,10 +17,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, all_reduce
 
+from mindspeed_dsa.context_parallel.packs import PackRows
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.megatron.gathered_weights import wait_for_weights
 from mindspeed_dsa.megatron.local_norms import norm_of_fused_layer
-from mindspeed_dsa.megatron.pack_rows import PackRows
 
 Rotate = Callable[[Tensor], Tensor]
 

@@ -28,7 +28,6 @@ from mindspeed_dsa.patches import (
 from mindspeed_dsa.patches.site import load
 from mindspeed_dsa.session import checks, parsers, start_report
 from mindspeed_dsa.settings import Settings
-from mindspeed_dsa.tools import compat
 
 
 class Session:
@@ -62,7 +61,7 @@ class Session:
         self._manager = PatchManager(
             root=root,
             version_of=functools.cache(lambda package: versions.of_package(package, root)),
-            static_check=compat.static_check(root),
+            static_check=checks.static_check(root),
         )
         self._finalized = False
         # Whether the job's arguments have got what API and environment say about Megatron's own flags.
@@ -224,7 +223,7 @@ class Session:
         get, our switches have the values of the settings.
         """
         seen = checks.with_own_switches(args, self.settings)
-        return [f"{f.label}: {text}" for f in self.features for text in _ask(f, f.validate, seen)]
+        return [f"{f.label}: {text}" for f in self.features for text in _ask(f, f.problems, seen)]
 
 
 _lock = threading.RLock()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
 
@@ -13,6 +14,10 @@ from mindspeed_dsa import features
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.settings import GENERAL_FLAGS, Setting, Settings
+
+if TYPE_CHECKING:
+    from mindspeed_dsa.patches.drift import Checker
+    from mindspeed_dsa.patches.spec import Patch
 
 
 def mindspeed() -> str | None:
@@ -196,3 +201,19 @@ class _Overruled:
 
     def __getattr__(self, name: str) -> Any:
         return self._own[name] if name in self._own else getattr(self._args, name)
+
+
+def checker(root: str = "megatron") -> Checker:
+    """Checks patches against the installed sources of Megatron, or of the fork ``root``."""
+    from mindspeed_dsa.patches.drift import Checker
+    from mindspeed_dsa.patches.source_tree import SourceTree
+    from mindspeed_dsa.session import records
+
+    known = records.load().fingerprints()
+    return Checker(SourceTree.installed(), versions.of_megatron(root), known, root)
+
+
+def static_check(root: str = "megatron") -> Callable[[Patch], tuple[list[str], list[str]]]:
+    """The patch manager's look at sources: ``patch -> (problems, notes)``."""
+    checker_once = cache(lambda: checker(root))
+    return lambda patch: checker_once()(patch)

@@ -14,9 +14,8 @@ from mindspeed_dsa.context_parallel.carried import Carried, FromLatents
 from mindspeed_dsa.context_parallel.dense import DenseAttention
 from mindspeed_dsa.context_parallel.head_exchange import HeadExchange
 from mindspeed_dsa.context_parallel.layout import Layout, Zigzag, split
-from mindspeed_dsa.context_parallel.packs import DealtBlocks, DocumentZigzag
+from mindspeed_dsa.context_parallel.packs import DealtBlocks, DocumentZigzag, Pack
 from mindspeed_dsa.context_parallel.ring import CarryingStrategy, PackedRows, Ring
-from mindspeed_dsa.megatron.packs import Pack
 from tests.ops import dense_cases
 
 BATCH, HEADS, LATENT, PLAIN, ROPE, VALUE = 2, 8, 10, 6, 4, 5

@@ -10,8 +10,7 @@ import torch
 
 from mindspeed_dsa.context_parallel import head_exchange
 from mindspeed_dsa.context_parallel.layout import rows_of_all
-from mindspeed_dsa.context_parallel.packs import DealtBlocks, DocumentZigzag, layout_of
-from mindspeed_dsa.megatron.packs import Pack
+from mindspeed_dsa.context_parallel.packs import DealtBlocks, DocumentZigzag, Pack, layout_of
 
 
 def pack_of(lengths, padding=0):

@@ -14,7 +14,7 @@ from mindspeed_dsa.feature import Feature, Requires
 from mindspeed_dsa.features import everything
 from mindspeed_dsa.patches.source_tree import SourceTree
 from mindspeed_dsa.patches.spec import Patch
-from mindspeed_dsa.tools.compat import records
+from mindspeed_dsa.session import records
 from tests.support.drift_packages import write
 
 INFO = 'MAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = ""\n'
@@ -42,7 +42,7 @@ def one_feature(monkeypatch, tmp_path):
 
     check = Checker(SourceTree.folder(write(tmp_path / "recorded", FILES)), "0.16.1")
     facts = {row.target: {"0.16.1": check.inspect(row)} for row in ROWS[:2]}
-    monkeypatch.setattr("mindspeed_dsa.tools.compat.records.load", lambda: records.Records(facts))
+    monkeypatch.setattr("mindspeed_dsa.session.records.load", lambda: records.Records(facts))
 
 
 def diff(capsys, *argv):

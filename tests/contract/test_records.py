@@ -17,12 +17,13 @@ from mindspeed_dsa.features import built_in, shipped
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.drift import TargetFacts
 from mindspeed_dsa.patches.spec import Patch
-from mindspeed_dsa.tools.compat import checker, pages, records
-from mindspeed_dsa.tools.compat.records import RELEASES, Development, Records
+from mindspeed_dsa.session import records
+from mindspeed_dsa.session.records import RELEASES, Development, Records
+from mindspeed_dsa.tools.compat import checker, pages
 from mindspeed_dsa.tools.compat.verdicts import Verdict, judge
 
 MEGATRON_PATCHES = [(feature, patch) for feature, patch in records.megatron_patches()]
-STALE = "run `make compat` and commit mindspeed_dsa/tools/compat/targets.json"
+STALE = "run `make compat` and commit mindspeed_dsa/session/targets.json"
 
 
 def test_every_target_is_recorded_in_every_release():

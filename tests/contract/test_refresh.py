@@ -13,9 +13,9 @@ from mindspeed_dsa.patches.drift import TargetFacts
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.patches.source_tree import SourceTree
 from mindspeed_dsa.patches.spec import Patch
+from mindspeed_dsa.session.records import Records
 from mindspeed_dsa.tools.compat import refresh as refreshing
 from mindspeed_dsa.tools.compat import wheels
-from mindspeed_dsa.tools.compat.records import Records
 from tests.support.drift_packages import write
 
 CORE = Patch("megatron.core.a:f", "wrap", "implementation:f", "a test wants it")

@@ -13,8 +13,9 @@ from mindspeed_dsa.features import shipped
 from mindspeed_dsa.patches.drift import TargetFacts
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.patches.spec import Patch
-from mindspeed_dsa.tools.compat import pages, records, trained
-from mindspeed_dsa.tools.compat.records import Development, Records
+from mindspeed_dsa.session import records
+from mindspeed_dsa.session.records import Development, Records
+from mindspeed_dsa.tools.compat import pages, trained
 from mindspeed_dsa.tools.compat.trained import Result, Trained
 from tests.matrix.record import Record
 from tests.support.drift_packages import write

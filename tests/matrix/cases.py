@@ -356,7 +356,7 @@ def fields() -> dict[str, Any]:
 def flags() -> dict[str, Any]:
     """The decorated parse_args of a parser that knows one of the flags already."""
     job.start()
-    from mindspeed_dsa.features.dsa.backport.arguments import with_dsa_flags
+    from mindspeed_dsa.features.dsa.backport.feature import with_dsa_flags
 
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
         parser = argparse.ArgumentParser(allow_abbrev=False)

@@ -26,8 +26,8 @@ FEW_TIES = {"dsa_indexer_n_heads": 16}
 def hooks(switches: Mapping[str, Any]) -> ModuleType:
     """The module that Megatron asks for kernels when these switches are set."""
     from mindspeed_dsa import session
+    from mindspeed_dsa.features.dsa.kernel_hooks.feature import Options
     from mindspeed_dsa.features.dsa.kernel_hooks.hooks import backend_module
-    from mindspeed_dsa.features.dsa.kernel_hooks.options import Options
 
     settings, _ = session.resolve(switches, ())
     return backend_module(Options.of(settings))

@@ -23,7 +23,7 @@ from mindspeed_dsa import features as catalogue
 from mindspeed_dsa import session
 from mindspeed_dsa.feature import Feature
 from mindspeed_dsa.patches import versions
-from mindspeed_dsa.tools.compat import records
+from mindspeed_dsa.session import records
 from mindspeed_dsa.tools.compat.verdicts import judge
 
 _KEY = "matrix"

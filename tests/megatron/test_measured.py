@@ -9,8 +9,8 @@ import pytest
 
 import mindspeed_dsa
 from mindspeed_dsa.features import shipped
-from mindspeed_dsa.features.moe.batch_overlap.validation import check_choice
-from mindspeed_dsa.features.tensor_parallel.overlap.validation import check_tuned
+from mindspeed_dsa.features.moe.batch_overlap.feature import check_choice
+from mindspeed_dsa.features.tensor_parallel.overlap.feature import check_tuned
 from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.patches.errors import SettingsError
 from tests.support.contexts import context
@@ -47,7 +47,7 @@ def test_deterministic_training_refuses_what_is_measured(folder):
     (feature,) = (feature for feature in shipped() if feature.name == name)
 
     def problems(**arguments):
-        return list(feature.validate(SimpleNamespace(**{**EXPERTS, **arguments})))
+        return list(feature.problems(SimpleNamespace(**{**EXPERTS, **arguments})))
 
     (problem,) = problems(**measured, deterministic_mode=True)
     assert "measures" in problem

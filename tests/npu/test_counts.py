@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.context_parallel.packs import Pack, PackRows
 from mindspeed_dsa.features.dsa import by_runs, sparse_attention
 from mindspeed_dsa.features.dsa.problem import Groups, IndexInputs, LossOptions, Operands, Rows
-from mindspeed_dsa.megatron.pack_rows import PackRows
-from mindspeed_dsa.megatron.packs import Pack
 from mindspeed_dsa.ops.npu import layout
 from tests.npu.counting import Counts, counted
 from tests.npu.test_indexer_kl_loss import SCALE

@@ -11,7 +11,7 @@ from typing import Any
 
 from mindspeed_dsa import features
 from mindspeed_dsa.patches import drift, source_tree
-from mindspeed_dsa.tools import compat
+from mindspeed_dsa.session import checks
 
 
 def parse_once() -> None:
@@ -30,22 +30,22 @@ def parse_once() -> None:
         return known[key][1]
 
     drift.fingerprint = fingerprint
-    static_check = compat.static_check
-    checks: dict[object, Callable[[Any], Any]] = {}
+    static_check = checks.static_check
+    found: dict[object, Callable[[Any], Any]] = {}
 
     def check_once(root: str = "megatron") -> Callable[[Any], Any]:
         # What can be found where: a fork that a test writes lies in a folder of its own.
         where = root, *sys.path, *map(id, source_tree._finders())
-        if where not in checks:
-            checks[where] = functools.cache(static_check(root))
-        return checks[where]
+        if where not in found:
+            found[where] = functools.cache(static_check(root))
+        return found[where]
 
-    compat.static_check = check_once
+    checks.static_check = check_once
 
 
 def check_all() -> None:
     """Check every patch there is, so that processes forked from this one know what is found."""
-    check = compat.static_check()
+    check = checks.static_check()
     for feature in features.all_features():
         for patch in feature.patches:
             with contextlib.suppress(Exception):  # a case that arms it will tell

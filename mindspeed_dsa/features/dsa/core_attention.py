@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.context_parallel.gather import GatheredRows
+from mindspeed_dsa.context_parallel.packs import PackRows
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.dsa import by_runs, warmup
 from mindspeed_dsa.features.dsa.index_projection import (
@@ -27,7 +28,6 @@ from mindspeed_dsa.features.dsa.problem import Groups, LossOptions, Operands, Ro
 from mindspeed_dsa.features.dsa.sparse_attention import OURS, Result, needs_index, sparse_attention
 from mindspeed_dsa.megatron.compiled_attention import steps_of
 from mindspeed_dsa.megatron.dsa import Options
-from mindspeed_dsa.megatron.pack_rows import PackRows
 from mindspeed_dsa.ops.cpu import bf16
 
 

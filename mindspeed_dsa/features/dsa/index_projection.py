@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_dsa.context_parallel.gather import GatheredRows
+from mindspeed_dsa.context_parallel.packs import PackRows
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange
 from mindspeed_dsa.features.dsa.problem import IndexInputs
-from mindspeed_dsa.megatron.pack_rows import PackRows
 
 
 class _NoScores:

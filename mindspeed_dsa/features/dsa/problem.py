@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mindspeed_dsa.megatron.pack_rows import PackRows
+from mindspeed_dsa.context_parallel.packs import PackRows
 from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY, RowForm
 
 

@@ -19,7 +19,8 @@ from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.drift import Checker, Finding
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.source_tree import SourceTree
-from mindspeed_dsa.tools.compat import records, trained, wheels
+from mindspeed_dsa.session import records
+from mindspeed_dsa.tools.compat import trained, wheels
 
 _WORDS = {"parameter": "parameter missing", "out-of-range": "out of range"}
 

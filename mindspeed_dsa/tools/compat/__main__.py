@@ -8,7 +8,8 @@ from pathlib import Path
 
 from mindspeed_dsa.features import shipped
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
-from mindspeed_dsa.tools.compat import pages, records, trained
+from mindspeed_dsa.session import records
+from mindspeed_dsa.tools.compat import pages, trained
 from mindspeed_dsa.tools.compat.refresh import refresh
 
 

@@ -16,8 +16,8 @@ from mindspeed_dsa.patches.versions import MEGATRON_DISTRIBUTION, TORCH_TRIED
 from mindspeed_dsa.platforms.npu_environment import UNSET, VARIABLES
 from mindspeed_dsa.platforms.npu_operators import OPERATORS
 from mindspeed_dsa.platforms.npu_products import PRODUCTS, UNKNOWN
+from mindspeed_dsa.session.records import MAIN, ROOT, Records, load
 from mindspeed_dsa.tools.compat import trained
-from mindspeed_dsa.tools.compat.records import MAIN, ROOT, Records, load
 from mindspeed_dsa.tools.compat.verdicts import Verdict, judge
 
 TABLE = "compatibility.md"

@@ -10,8 +10,8 @@ from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.drift import Checker, TargetFacts
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.patches.source_tree import SourceTree
+from mindspeed_dsa.session.records import MAIN, RELEASES, ROOT, Development, Records, megatron_patches
 from mindspeed_dsa.tools.compat import wheels
-from mindspeed_dsa.tools.compat.records import MAIN, RELEASES, ROOT, Development, Records, megatron_patches
 
 
 def refresh(previous: Records, wheel_folder: Path | None = None, clone: Path | None = None) -> Records:

@@ -14,7 +14,7 @@ from typing import Any
 
 from mindspeed_dsa.feature import Feature
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
-from mindspeed_dsa.tools.compat.records import Records
+from mindspeed_dsa.session.records import Records
 from mindspeed_dsa.tools.compat.verdicts import judge
 
 FILE = Path(__file__).with_name("trained.json")

@@ -13,7 +13,7 @@ from mindspeed_dsa.feature import Feature
 from mindspeed_dsa.patches import version_ranges
 from mindspeed_dsa.patches.drift import assess
 from mindspeed_dsa.patches.versions import MEGATRON_DISTRIBUTION
-from mindspeed_dsa.tools.compat.records import ROOT, Records
+from mindspeed_dsa.session.records import ROOT, Records
 
 Word = Literal[
     "fits", "by backport", "not needed", "not in this release", "not supported", "fails", "not recorded"

@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from mindspeed_dsa import features
-from mindspeed_dsa.features.dsa.backport.arguments import FLAGS as DSA_FLAGS
+from mindspeed_dsa.features.dsa.backport.feature import FLAGS as DSA_FLAGS
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.settings import GENERAL_FLAGS
 from mindspeed_dsa.tools.migrate import megatron_flags, rules

@@ -113,7 +113,7 @@ def backport_spec() -> Any:
     from mindspeed_dsa import session
     from mindspeed_dsa.feature import Megatron
     from mindspeed_dsa.features.dsa.backport.attention import core_attention_spec
-    from mindspeed_dsa.features.dsa.backport.options import Options
+    from mindspeed_dsa.features.dsa.backport.feature import Options
 
     settings, _ = session.resolve({}, ())
     return core_attention_spec(Options.of(settings), Megatron())

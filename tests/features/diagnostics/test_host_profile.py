@@ -12,7 +12,7 @@ import pytest
 from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.features import all_features
 from mindspeed_dsa.features.diagnostics.host_profile import account
-from mindspeed_dsa.features.diagnostics.host_profile.validation import check_profile
+from mindspeed_dsa.features.diagnostics.host_profile.feature import check_profile
 from mindspeed_dsa.tools.cli import host_profile
 from tests.support import third_party
 
@@ -163,5 +163,5 @@ def test_remedies_are_flags_of_the_features_that_they_name(feature, flag):
 )
 def test_steps_that_do_not_come(step, iterations, message):
     args = argparse.Namespace(host_profile="f.json", host_profile_step=step, train_iters=iterations)
-    found = check_profile(args)
+    found = check_profile(args, None)
     assert (message in found[0]) if message else not found

@@ -219,8 +219,8 @@ def arguments(case, **given):
     ],
 )
 def test_ordinary_arguments_are_accepted(case, given):
-    assert case.feature.validate(arguments(case, **given)) == []
-    assert case.feature.validate(SimpleNamespace()) == []
+    assert case.feature.problems(arguments(case, **given)) == []
+    assert case.feature.problems(SimpleNamespace()) == []
 
 
 MOVERS = [
@@ -256,11 +256,11 @@ READERS = [({"qk_clip": True}, "--qk-clip"), ({"log_params_norm": True}, "--log-
     ],
 )
 def test_what_does_not_combine_is_refused_with_a_reason(case, given, said):
-    (problem,) = case.feature.validate(arguments(case, **given))
+    (problem,) = case.feature.problems(arguments(case, **given))
     assert problem.startswith(f"--{case.feature.name}")
     assert said in problem
 
 
 @pytest.mark.parametrize("case", [REUSE, SWAP], ids=str)
 def test_all_problems_are_reported_at_once(case):
-    assert len(case.feature.validate(arguments(case, fp8="hybrid", qk_clip=True, optimizer="muon"))) == 3
+    assert len(case.feature.problems(arguments(case, fp8="hybrid", qk_clip=True, optimizer="muon"))) == 3

@@ -14,7 +14,7 @@ DECLARED = {feature.name: feature for feature in features.built_in()}
 
 
 def problems(name, **arguments):
-    return DECLARED[name].validate(SimpleNamespace(**arguments))
+    return DECLARED[name].problems(SimpleNamespace(**arguments))
 
 
 @pytest.mark.parametrize("name", FEATURES)

@@ -12,7 +12,7 @@ from mindspeed_dsa.features.memory.recompute_norm.feature import FEATURE as NORM
 from mindspeed_dsa.features.memory.recompute_outputs.feature import FEATURE as OUTPUTS
 
 CASES = "tests.features.memory.recompute_cases"
-check_activation, check_norm, check_outputs = ACTIVATION.validate, NORM.validate, OUTPUTS.validate
+check_activation, check_norm, check_outputs = ACTIVATION.problems, NORM.problems, OUTPUTS.problems
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_modules_that_need_the_checkpoint(monkeypatch, module, engine):
     """Megatron's own runs with Transformer Engine, in fp8 too, and is then left alone."""
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        "mindspeed_dsa.features.memory.recompute_outputs.validation.find_spec",
+        "mindspeed_dsa.features.memory.recompute_outputs.feature.find_spec",
         lambda name: object() if engine and name == "transformer_engine" else found(name),
     )
     args = SimpleNamespace(

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from mindspeed_dsa.features.pipeline.recompute_ahead.validation import check_recompute_ahead
+from mindspeed_dsa.features.pipeline.recompute_ahead.feature import check_recompute_ahead
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
@@ -96,7 +96,7 @@ def test_what_does_not_combine(given, words):
         "recompute_granularity": "full",
         **given,
     }
-    problems = list(check_recompute_ahead(argparse.Namespace(**values)))
+    problems = list(check_recompute_ahead(argparse.Namespace(**values), None))
     assert len(problems) == len(words)
     for problem, word in zip(problems, words, strict=True):
         assert word in problem

@@ -11,7 +11,7 @@ import pytest
 import mindspeed_dsa
 from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.feature import Megatron
-from mindspeed_dsa.features.pipeline.schedule_trace.validation import check_trace
+from mindspeed_dsa.features.pipeline.schedule_trace.feature import check_trace
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.schedule import beside, recorded
 
@@ -118,7 +118,7 @@ def test_what_is_refused_before_training(tmp_path):
 
     def problems(**given):
         values = {"trace_schedule": tmp_path, "trace_schedule_step": 3, "train_iters": 10, **given}
-        return list(check_trace(argparse.Namespace(**values)))
+        return list(check_trace(argparse.Namespace(**values), None))
 
     assert problems() == problems(trace_schedule_step=None) == []
     assert "counted from 1" in problems(trace_schedule_step=0)[0]

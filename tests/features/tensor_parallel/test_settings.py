@@ -108,7 +108,7 @@ def test_chunks_and_mc2_do_not_combine_and_mc2_needs_an_npu():
 @pytest.mark.parametrize(("feature", "flag"), [(COC, "--coc-fused-kernel"), (MC2, "--use-ascend-mc2")])
 def test_fused_operators_need_sequence_parallelism(feature, flag):
     without = Namespace(tensor_model_parallel_size=2, sequence_parallel=False, coc_fused_kernel=True)
-    (problem,) = feature.validate(without)
+    (problem,) = feature.problems(without)
     assert problem.startswith(f"{flag}: ")
     assert "add --sequence-parallel" in problem
 
@@ -116,11 +116,11 @@ def test_fused_operators_need_sequence_parallelism(feature, flag):
 @pytest.mark.parametrize(("feature", "flag"), [(COC, "--use-ascend-coc"), (MC2, "--use-ascend-mc2")])
 def test_transformer_engine_is_unchanged_and_that_is_logged(feature, flag, capsys, monkeypatch):
     args = Namespace(**vars(TP2), transformer_impl="transformer_engine")
-    assert list(feature.validate(args)) == []
+    assert list(feature.problems(args)) == []
     assert f"{flag} does not change Transformer Engine's layers" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "1")
-    feature.validate(args)
-    feature.validate(TP2)
+    feature.problems(args)
+    feature.problems(TP2)
     assert capsys.readouterr().err == ""
 
 

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from mindspeed_dsa.context_parallel.carried import Carried, FromLatents
 from mindspeed_dsa.context_parallel.dense import DenseAttention
-from mindspeed_dsa.context_parallel.packs import DealtBlocks
+from mindspeed_dsa.context_parallel.packs import DealtBlocks, PackRows
 from mindspeed_dsa.context_parallel.ring import CarryingStrategy, PackedRows, ring_attention
 from mindspeed_dsa.context_parallel.strategy import ContextParallelStrategy, Exchanged
 from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.attention.dense_context_parallel.feature import NO_DEAL, Options
 from mindspeed_dsa.features.attention.dense_context_parallel.groups import make_strategy
-from mindspeed_dsa.features.attention.dense_context_parallel.options import NO_DEAL, Options
-from mindspeed_dsa.megatron.pack_rows import PackRows
 from mindspeed_dsa.patches.errors import SettingsError
 
 _WHO = "dense-context-parallel"

@@ -13,7 +13,7 @@ from mindspeed_dsa.context_parallel.head_exchange import HeadExchange
 from mindspeed_dsa.context_parallel.ring import Ring
 from mindspeed_dsa.context_parallel.strategy import ContextParallelStrategy
 from mindspeed_dsa.feature import Context, Megatron
-from mindspeed_dsa.features.attention.dense_context_parallel.options import DEFAULT, Options
+from mindspeed_dsa.features.attention.dense_context_parallel.feature import DEFAULT, Options
 from mindspeed_dsa.patches.errors import SettingsError
 
 _built: WeakKeyDictionary[ProcessGroup, tuple[int, ProcessGroup, ProcessGroup]] = WeakKeyDictionary()

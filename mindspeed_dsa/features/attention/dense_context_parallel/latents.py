@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.attention.dense_context_parallel.core_attention import plan_of
-from mindspeed_dsa.features.attention.dense_context_parallel.options import Options
+from mindspeed_dsa.features.attention.dense_context_parallel.feature import Options
 from mindspeed_dsa.megatron.mla_projections import Projections, plain_up_projection
 
 

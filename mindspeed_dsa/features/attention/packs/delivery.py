@@ -20,12 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.context_parallel.layout import split
-from mindspeed_dsa.context_parallel.packs import layout_of
+from mindspeed_dsa.context_parallel.packs import Pack, PackRows, layout_of
 from mindspeed_dsa.feature import Context, Megatron
-from mindspeed_dsa.features.attention.packs.options import Options
-from mindspeed_dsa.features.attention.packs.validation import cut_by_megatron
-from mindspeed_dsa.megatron.pack_rows import PackRows
-from mindspeed_dsa.megatron.packs import Pack
+from mindspeed_dsa.features.attention.packs.feature import Options, cut_by_megatron
 from mindspeed_dsa.patches import versions
 
 _LENGTHS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")

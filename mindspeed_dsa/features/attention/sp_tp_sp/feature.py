@@ -2,10 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from mindspeed_dsa.feature import Feature, Flag, Requires
-from mindspeed_dsa.features.attention.sp_tp_sp.validation import check_sp_tp_sp
+from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import MLA
 from mindspeed_dsa.patches.spec import Patch
+
+
+def check_sp_tp_sp(args: Any, options: Any) -> Sequence[str]:
+    """Report invalid combinations; absent arguments are not checked."""
+    flag, problems = "--mla-sp-tp-sp", []
+    if argument(args, "multi_latent_attention") is False:
+        problems.append(f"{flag} is for latent attention; add --multi-latent-attention or omit it")
+    if argument(args, "experimental_attention_variant") == "dsa":
+        problems.append(
+            f"{flag} is for dense latent attention; with DSA use --context-parallel-size, which shares the "
+            "work as evenly and keeps no whole projection"
+        )
+    if argument(args, "transformer_impl") == "transformer_engine":
+        problems.append(f"{flag} works with Megatron's own modules; add --transformer-impl local or omit it")
+    if argument(args, "tensor_model_parallel_size") == 1 or argument(args, "sequence_parallel") is False:
+        problems.append(
+            f"{flag} exchanges heads for rows among tensor parallel ranks that share a sequence; add "
+            "--sequence-parallel and a --tensor-model-parallel-size of at least 2, or omit it"
+        )
+    if argument(args, "ckpt_format") == "torch":
+        problems.append(
+            f"{flag} keeps whole weights, of which checkpoints of the format torch hold parts; use "
+            "--ckpt-format torch_dist"
+        )
+    if argument(args, "fp8") or argument(args, "fp4"):
+        problems.append(f"{flag} multiplies in the parameters' dtype; omit --fp8-format and --fp4-format")
+    return problems
+
 
 FEATURE = Feature(
     name="mla-sp-tp-sp",
@@ -19,7 +50,7 @@ FEATURE = Feature(
         ),
     ),
     requires=Requires(features=("dense-context-parallel",)),
-    validate=check_sp_tp_sp,
+    check=check_sp_tp_sp,
     doc="mla-sp-tp-sp.md",
     patches=(
         Patch(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.compilation.regions.options import Options
+from mindspeed_dsa.features.compilation.regions.feature import Options
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
 

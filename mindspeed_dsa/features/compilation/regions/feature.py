@@ -2,10 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 from mindspeed_dsa.feature import Feature, Flag, Requires
-from mindspeed_dsa.features.compilation.regions.options import Options
-from mindspeed_dsa.features.compilation.regions.validation import check_regions, regions_wanted
+from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for.
+
+    Attributes:
+        bypass: operators that the compiler neither decomposes nor fuses, as they were written.
+    """
+
+    bypass: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """From resolved settings, or from arguments.
+
+        Raises:
+            SettingsError: a list without anything to compile.
+        """
+        bypass = tuple(getattr(settings, "compile_bypass", None) or ())
+        if bypass and not getattr(settings, "compile_regions", False):
+            raise SettingsError(
+                f"--compile-bypass {' '.join(bypass)} does nothing without --compile-regions; add that, or "
+                "omit it"
+            )
+        return cls(bypass)
+
+
+def regions_wanted(settings: Any) -> bool:
+    """On with the switch, or with its list, which is then refused without it."""
+    return bool(getattr(settings, "compile_regions", False) or getattr(settings, "compile_bypass", None))
+
+
+def check_regions(args: Any, options: Any) -> Sequence[str]:
+    """Megatron's own ways of taking a layer as a whole."""
+    found = []
+    if getattr(args, "cuda_graph_impl", "none") not in (None, "none") or getattr(
+        args, "enable_cuda_graph", False
+    ):
+        found.append(
+            "--compile-regions compiles at the first steps, which a CUDA graph cannot record; omit "
+            "--cuda-graph-impl, or --compile-regions"
+        )
+    return found
+
 
 _IMPL = "mindspeed_dsa.features.compilation.regions"
 _MLA = "megatron.core.transformer.multi_latent_attention:MLASelfAttention"
@@ -101,8 +149,7 @@ FEATURE = Feature(
     requires=Requires(versions={"megatron-core": _RELEASES, "torch": ">=2.13"}),
     active=regions_wanted,
     options=Options.of,
-    validate=check_regions,
+    check=check_regions,
     on_finalize=f"{_IMPL}.bypass:check_operators",
     doc="compile-regions.md",
 )
-FEATURES = (FEATURE,)

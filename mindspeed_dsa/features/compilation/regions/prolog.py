@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.compilation.regions import latent_math
+from mindspeed_dsa.features.compilation.regions.feature import Options
 from mindspeed_dsa.features.compilation.regions.latent_math import Down, Sizes
-from mindspeed_dsa.features.compilation.regions.options import Options
 from mindspeed_dsa.features.compilation.regions.region import Regions, open_rows, regions_of, rows_of
 from mindspeed_dsa.megatron.compiled_attention import CompiledSteps, offer
 from mindspeed_dsa.megatron.local_norms import norm_of_fused_layer

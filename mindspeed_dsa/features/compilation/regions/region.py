@@ -13,7 +13,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.compilation.regions import bypass, toolchain
-from mindspeed_dsa.features.compilation.regions.options import Options
+from mindspeed_dsa.features.compilation.regions.feature import Options
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.patches import versions
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.compilation.regions.options import Options
+from mindspeed_dsa.features.compilation.regions.feature import Options
 from mindspeed_dsa.features.compilation.regions.region import regions_of, rows_of
 
 ROUTER = "router"

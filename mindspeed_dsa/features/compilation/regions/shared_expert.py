@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.compilation.regions.options import Options
+from mindspeed_dsa.features.compilation.regions.feature import Options
 from mindspeed_dsa.features.compilation.regions.region import regions_of, rows_of
 from mindspeed_dsa.megatron.plain_layers import Linear, linear_of
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from mindspeed_dsa.features.data_parallel.fsdp2.distributed_optimizer import LOADED, with_common_step
-from mindspeed_dsa.features.data_parallel.fsdp2.shards import Cut, cut_of, like
-from mindspeed_dsa.parallel.local_shards import local_of
+from mindspeed_dsa.features.data_parallel.fsdp2.shards import Cut, cut_of
+from mindspeed_dsa.parallel.local_shards import like, local_of
 
 _CUT = "_mindspeed_dsa_cut"
 _WHOLE = "_mindspeed_dsa_whole"

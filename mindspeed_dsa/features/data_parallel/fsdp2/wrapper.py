@@ -14,8 +14,7 @@ from torch import nn
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.data_parallel.fsdp2 import parts, prefetch, schedule, shards
-from mindspeed_dsa.features.data_parallel.fsdp2.options import Options
-from mindspeed_dsa.features.data_parallel.fsdp2.validation import check_sharding_size
+from mindspeed_dsa.features.data_parallel.fsdp2.feature import Options, check_sharding_size
 from mindspeed_dsa.patches.errors import SettingsError
 
 _Function = Callable[..., Any]

@@ -2,10 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
 from mindspeed_dsa.feature import Feature, Flag
-from mindspeed_dsa.features.diagnostics.host_profile.options import Options
-from mindspeed_dsa.features.diagnostics.host_profile.validation import check_profile, profile_wanted
+from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
+
+STEP = 4
+"""Recorded by default: the first ones allocate memory and compile."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The requested settings.
+
+    Attributes:
+        file: where the record goes.
+        step: which training step of the run is recorded, from 1.
+        features_on: names of the features that are on.
+    """
+
+    file: Path
+    step: int
+    features_on: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """From resolved settings.
+
+        Raises:
+            SettingsError: a step without a file.
+        """
+        file, step = settings.host_profile, settings.host_profile_step
+        if file is None:
+            raise SettingsError(
+                f"--host-profile-step {step} records nothing without --host-profile; name a file with that, "
+                "or omit it"
+            )
+        found = tuple(getattr(settings, "features_on", ()) or ())
+        return cls(file=Path(file), step=STEP if step is None else step, features_on=found)
+
+
+def profile_wanted(settings: Any) -> bool:
+    """Whether a file is named, or a step, which is refused without one."""
+    return settings.host_profile is not None or settings.host_profile_step is not None
+
+
+def check_profile(args: Any, options: Any) -> list[str]:
+    """Steps that the run reaches, and a file that can be one."""
+    return list(_problems(args))
+
+
+def _problems(args: Any) -> Iterator[str]:
+    step, last = Options.of(args).step, getattr(args, "train_iters", None)
+    if step < 1:
+        yield f"--host-profile-step is {step}; steps of a run are counted from 1"
+    elif last is not None and step >= last:
+        yield (
+            f"--host-profile-step {step} and the step after it are never reached: --train-iters is {last}; "
+            "make more steps, or name an earlier one"
+        )
+    if Path(args.host_profile).is_dir():
+        yield f"--host-profile {args.host_profile} is a folder; name a file"
+
 
 FEATURE = Feature(
     name="host-profile",
@@ -37,7 +99,6 @@ FEATURE = Feature(
     ),
     active=profile_wanted,
     options=Options.of,
-    validate=check_profile,
+    check=check_profile,
     doc="host-profile.md",
 )
-FEATURES = (FEATURE,)

@@ -17,7 +17,7 @@ from torch.nn.modules import module as torch_modules
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.diagnostics.host_profile import account
-from mindspeed_dsa.features.diagnostics.host_profile.options import Options
+from mindspeed_dsa.features.diagnostics.host_profile.feature import Options
 from mindspeed_dsa.megatron import pipeline_steps
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.compose import is_patch

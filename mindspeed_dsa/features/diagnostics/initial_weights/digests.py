@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.diagnostics.initial_weights.options import Options
+from mindspeed_dsa.features.diagnostics.initial_weights.feature import Options
 
 _written: set[Path] = set()
 """Files that this process has written. Not per session: enabling another feature during training starts a

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
 from mindspeed_dsa.feature import Feature, Flag
-from mindspeed_dsa.features.diagnostics.initial_weights.options import Options
 from mindspeed_dsa.patches.spec import Patch
+
+
+@dataclass(frozen=True)
+class Options:
+    """The requested settings.
+
+    Attributes:
+        folder: gets one file of digests per rank.
+    """
+
+    folder: Path
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """From resolved settings."""
+        return cls(folder=Path(settings.initial_weights_dir))
+
 
 FEATURE = Feature(
     name="initial-weights",

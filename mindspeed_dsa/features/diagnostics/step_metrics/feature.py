@@ -2,10 +2,67 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.feature import Feature, Flag
-from mindspeed_dsa.features.diagnostics.step_metrics.options import Options
-from mindspeed_dsa.features.diagnostics.step_metrics.validation import check_step_metrics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from mindspeed_dsa.feature import Context, Feature, Flag
+from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.patches.spec import Patch
+
+
+@dataclass(frozen=True)
+class Options:
+    """The requested settings.
+
+    Attributes:
+        file: where records are appended.
+    """
+
+    file: Path
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """From resolved settings."""
+        return cls(file=Path(settings.step_metrics_file))
+
+
+_NO_TRAINING_LOOP = (
+    "--step-metrics-file records Megatron-LM's own training loop (megatron.training), and this job does not "
+    "use it; write the records in the job's own loop, or omit the flag"
+)
+
+
+def check_step_metrics(args: Any, options: Any) -> Sequence[str]:
+    """Report a missing training loop or an unusable file."""
+    problems = []
+    if not _exists(f"{args.megatron_root}.training"):
+        problems.append(_NO_TRAINING_LOOP)
+    file = Path(args.step_metrics_file)
+    if file.is_dir():
+        problems.append(f"--step-metrics-file {file} is a folder; name a file, e.g. {file / 'metrics.jsonl'}")
+    return problems
+
+
+def require_training_loop(context: Context[Options]) -> None:
+    """Refuse a job that never loaded Megatron-LM's training loop.
+
+    Raises:
+        MindSpeedDSAError: ``megatron.training.training`` is not imported when the model is built.
+    """
+    if f"{context.megatron.root}.training.training" not in sys.modules:
+        raise MindSpeedDSAError(f"mindspeed_dsa: {context.feature}: {_NO_TRAINING_LOOP}")
+
+
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
 
 _TRAINING = "megatron.training.training"
 _DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
@@ -50,7 +107,7 @@ FEATURE = Feature(
         ),
     ),
     options=Options.of,
-    validate=check_step_metrics,
-    on_finalize=f"{_HERE}.validation:require_training_loop",
+    check=check_step_metrics,
+    on_finalize=f"{_HERE}.feature:require_training_loop",
     doc="step-metrics.md",
 )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.diagnostics.step_metrics.options import Options
+from mindspeed_dsa.features.diagnostics.step_metrics.feature import Options
 from mindspeed_dsa.megatron import indexer_loss
 from mindspeed_dsa.runs import metrics
 

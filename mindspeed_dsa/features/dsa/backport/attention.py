@@ -19,8 +19,8 @@ from torch.distributed import ProcessGroup
 
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.dsa import core_attention
+from mindspeed_dsa.features.dsa.backport.feature import Options
 from mindspeed_dsa.features.dsa.backport.groups import Groups
-from mindspeed_dsa.features.dsa.backport.options import Options
 from mindspeed_dsa.features.dsa.deepseek_layout import rotate_first_dimensions
 from mindspeed_dsa.features.dsa.hadamard import hadamard_rotation
 from mindspeed_dsa.features.dsa.index_projection import angles_of_rows

@@ -2,9 +2,80 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.features.dsa.backport.options import Options
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mindspeed_dsa.megatron import dsa
 from mindspeed_dsa.megatron.dsa import MLA, dsa_repair
 from mindspeed_dsa.patches.spec import Patch
+
+FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--experimental-attention-variant", {"choices": ["dsa"], "help": "Kind of attention: dsa."}),
+    ("--dsa-indexer-n-heads", {"type": int, "help": "Number of indexer heads."}),
+    ("--dsa-indexer-head-dim", {"type": int, "help": "Dimension of each indexer head."}),
+    ("--dsa-indexer-topk", {"type": int, "help": "Number of keys that each query attends to."}),
+    (
+        "--dsa-indexer-loss-coeff",
+        {"type": float, "help": "Coefficient of the indexer loss; unset or 0: no loss."},
+    ),
+    (
+        "--dsa-indexer-use-sparse-loss",
+        {
+            "action": "store_true",
+            "help": "Compute the indexer loss over the selected keys only, not over all visible ones.",
+        },
+    ),
+)
+
+
+def with_dsa_flags(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``megatron.training.arguments.parse_args`` through its own extension point."""
+
+    def parse_args(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def provider(parser: Any) -> Any:
+            if extra_args_provider is not None:
+                parser = extra_args_provider(parser)
+            return add_dsa_flags(parser)
+
+        return original(provider, *args, **kwargs)
+
+    return parse_args
+
+
+def add_dsa_flags(parser: Any) -> Any:
+    """Add the flags that an argparse parser lacks, under Megatron's names; a fork may have some."""
+    missing = [(name, options) for name, options in FLAGS if name not in parser._option_string_actions]
+    if missing:
+        group = parser.add_argument_group(title="DeepSeek sparse attention")
+        for name, options in missing:
+            group.add_argument(name, **options)
+    return parser
+
+
+@dataclass(frozen=True)
+class Options:
+    """The requested settings.
+
+    Attributes:
+        dsa: every part runs on our operators: Megatron has no implementation to fall back to.
+        rope_first: DeepSeek's order of the indexer's dimensions (dsa-rope-first).
+        normalised_query: the indexer reads the latent query after its norm (dsa-normalised-query).
+    """
+
+    dsa: dsa.Options
+    rope_first: bool
+    normalised_query: bool
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """From resolved settings."""
+        return cls(
+            dsa=replace(dsa.Options.of(settings), indexer=True, attention=True, kl_loss=True),
+            rope_first=bool(settings.dsa_indexer_rope_first),
+            normalised_query=bool(settings.dsa_indexer_normalised_query),
+        )
+
 
 _IMPL = "mindspeed_dsa.features.dsa.backport"
 _CONFIG = "megatron.core.transformer.transformer_config"
@@ -106,7 +177,7 @@ FEATURE = dsa_repair(
         Patch(
             "megatron.training.arguments:parse_args",
             "wrap",
-            f"{_IMPL}.arguments:with_dsa_flags",
+            f"{_IMPL}.feature:with_dsa_flags",
             "the parser has no flags for DSA",
             params=("extra_args_provider",),
             versions=_RELEASES,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.dsa.backport.options import Options
+from mindspeed_dsa.features.dsa.backport.feature import Options
 from mindspeed_dsa.features.dsa.indexer_loss import coefficient, indexer_loss
 from mindspeed_dsa.megatron.indexer_loss import keep_step_loss
 

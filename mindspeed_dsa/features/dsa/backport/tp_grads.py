@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.dsa.backport.options import Options
+from mindspeed_dsa.features.dsa.backport.feature import Options
 
 
 def average_marked_gradients(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:

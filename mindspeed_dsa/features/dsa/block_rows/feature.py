@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.context_parallel.algorithms import BLOCK_ROWS, MEGATRON_FLAGS
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from mindspeed_dsa.context_parallel.algorithms import BLOCK_ROWS, MEGATRON_FLAGS, Algorithms
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature
-from mindspeed_dsa.features.dsa.block_rows.options import Options, wanted
-from mindspeed_dsa.features.dsa.block_rows.validation import check_block_rows
-from mindspeed_dsa.megatron.configuration import validate
+from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
+
+
+@dataclass(frozen=True)
+class Options(Algorithms):
+    """The rows of a job's context parallel ranks."""
+
+
+def wanted(settings: Any) -> bool:
+    """Whether rows are dealt in blocks."""
+    chosen = Options.of(settings)
+    return chosen.ranks > 1 and chosen.block_rows > 0
+
+
+def check_block_rows(args: Any, options: Options) -> Iterator[str]:
+    """Report attentions and batches that know Megatron's rows only; absent arguments are not checked."""
+    if options.ranks == 1 or not options.block_rows:
+        return
+    if argument(args, "experimental_attention_variant") != "dsa":
+        yield (
+            "--cp-block-rows balances sparse attention, and the model has none; omit it or add "
+            "--experimental-attention-variant dsa"
+        )
+    release = versions.of_megatron(getattr(args, "megatron_root", "megatron"))
+    if release is not None and release in SpecifierSet(">=0.19", prereleases=True):
+        yield f"--cp-block-rows: the attention of Megatron-core {release} knows its own rows only; omit it"
+
 
 _IMPL = "mindspeed_dsa.features.dsa.block_rows.rows"
 _RELEASES = ">=0.12.1,<0.19"
@@ -18,7 +49,7 @@ FEATURE = Feature(
     flags=(BLOCK_ROWS, *MEGATRON_FLAGS, EXPERIMENTAL_ATTENTION_VARIANT),
     active=wanted,
     options=Options.of,
-    validate=validate(check_block_rows, Options.of),
+    check=check_block_rows,
     doc="cp-block-rows.md",
     patches=(
         Patch(

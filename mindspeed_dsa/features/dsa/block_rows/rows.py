@@ -13,7 +13,7 @@ from torch import Tensor
 from mindspeed_dsa.context_parallel.layout import Zigzag, split
 from mindspeed_dsa.context_parallel.roll import rolled
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.dsa.block_rows.options import Options
+from mindspeed_dsa.features.dsa.block_rows.feature import Options
 
 
 def slice_batch(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.dsa.kernel_hooks.options import Options
-from mindspeed_dsa.features.dsa.kernel_hooks.validation import refusals
+from mindspeed_dsa.features.dsa.kernel_hooks.feature import Options, refusals
 
 NAME = "mindspeed"
 

@@ -2,33 +2,80 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from packaging.specifiers import SpecifierSet
+
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature
-from mindspeed_dsa.features.dsa.feature import FUSED, USE_FUSED_DSA
-from mindspeed_dsa.features.dsa.kernel_hooks.options import Options, kernel_hooks_wanted
-from mindspeed_dsa.features.dsa.kernel_hooks.validation import check_kernel_hooks
+from mindspeed_dsa.features.dsa import feature as fused_dsa
 from mindspeed_dsa.megatron.dsa import DSA, SHARED_KEYS, megatron_flag
+from mindspeed_dsa.megatron.dsa import Options as FusedOptions
+from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+def refusals(chosen: FusedOptions) -> list[str]:
+    """Switches that are not supported from Megatron-core 0.19 on; each message includes a fix."""
+    if not chosen.fuse_kl_in_backward:
+        return []
+    return ["--dsa-fuse-kl-in-backward requires Megatron-core 0.16 to 0.18; omit it"]
+
+
+def check_kernel_hooks(args: Any, options: Any) -> Sequence[str]:
+    """:func:`refusals`, if this Megatron has the hooks."""
+    release = versions.of_megatron(getattr(args, "megatron_root", "megatron"))
+    has_hooks = release is not None and release in SpecifierSet(">=0.19", prereleases=True)
+    return refusals(FusedOptions.of(args)) if has_hooks else ()
+
+
+@dataclass(frozen=True)
+class Options(FusedOptions):
+    """The selected parts; all of them, if none was named."""
+
+    @classmethod
+    def of(cls, settings: Any) -> Self:
+        """From resolved settings."""
+        chosen = super().of(settings)
+        if chosen.any:
+            return chosen
+        return replace(chosen, absorb=True, indexer=True, attention=True, kl_loss=True)
+
+
+def kernel_hooks_wanted(settings: Any) -> bool:
+    """Whether any switch of fused DSA is on, or Megatron's flag names our backend."""
+    named = getattr(settings, "dsa_backend", "auto") != "auto"
+    return FusedOptions.of(settings).any or named or settings.dsa_kernel_backend == "mindspeed"
+
 
 _HERE = "mindspeed_dsa.features.dsa.kernel_hooks"
 _ABSORBED = f"{DSA.rpartition('.')[0]}.absorbed_mla:AbsorbedMLASelfAttention"
 _CONFIG = "megatron.core.transformer.transformer_config"
 _RELEASES = ">=0.19,<0.21"
-_OF_OPERATORS = tuple(flag for flag in FUSED.flags if flag.dest in ("dsa_backend", "dsa_cpu_bf16"))
+_OF_OPERATORS = tuple(flag for flag in fused_dsa.FUSED.flags if flag.dest in ("dsa_backend", "dsa_cpu_bf16"))
 
 FEATURE = Feature(
     name="dsa-kernel-backend",
     summary="Our DSA operators behind the kernel hooks of Megatron-core 0.19, on any device.",
     flags=(
         megatron_flag("--dsa-kernel-backend"),
-        USE_FUSED_DSA,
-        *(flag for flag in FUSED.flags if flag.dest.startswith("use_") and flag != USE_FUSED_DSA),
+        fused_dsa.USE_FUSED_DSA,
+        *(
+            flag
+            for flag in fused_dsa.FUSED.flags
+            if flag.dest.startswith("use_") and flag != fused_dsa.USE_FUSED_DSA
+        ),
         *_OF_OPERATORS,
         EXPERIMENTAL_ATTENTION_VARIANT,
     ),
     active=kernel_hooks_wanted,
     options=Options.of,
-    validate=check_kernel_hooks,
-    on_finalize=FUSED.on_finalize,
+    check=check_kernel_hooks,
+    on_finalize=fused_dsa.FUSED.on_finalize,
     doc="dsa-kernel-backend.md",
     patches=(
         Patch(

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.dsa import loss as losses
-from mindspeed_dsa.features.dsa.kernel_hooks.options import Options
+from mindspeed_dsa.features.dsa.kernel_hooks.feature import Options
 from mindspeed_dsa.features.dsa.problem import (
     Groups,
     IndexInputs,

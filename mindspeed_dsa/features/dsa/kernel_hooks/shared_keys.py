@@ -16,7 +16,7 @@ from torch import Tensor
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.dsa.absorb import absorbed_query_and_shared_key
 from mindspeed_dsa.features.dsa.core_attention import attend, check_keys, refuse_unknown
-from mindspeed_dsa.features.dsa.kernel_hooks.options import Options
+from mindspeed_dsa.features.dsa.kernel_hooks.feature import Options
 from mindspeed_dsa.features.dsa.key_exchange.configuration import mark_gradients_of_own_rows
 from mindspeed_dsa.features.dsa.key_exchange.core_attention import with_whole_key
 from mindspeed_dsa.features.dsa.key_exchange.exchange import ATTRIBUTE, key_exchange

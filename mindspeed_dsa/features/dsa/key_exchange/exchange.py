@@ -19,9 +19,9 @@ from torch.distributed import ProcessGroup
 from mindspeed_dsa.context_parallel.gather import LATEST, GatheredRows, freed_until_backward
 from mindspeed_dsa.context_parallel.key_gather import KeyGather
 from mindspeed_dsa.context_parallel.layout import Layout, Zigzag
+from mindspeed_dsa.context_parallel.packs import PackRows
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.megatron.dsa import Options
-from mindspeed_dsa.megatron.pack_rows import PackRows
 from mindspeed_dsa.patches import versions
 
 _graph_task_id = versions.private("torch._C:_current_graph_task_id", "DSA's context parallelism")

@@ -2,14 +2,100 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.context_parallel.algorithms import MEGATRON_FLAGS
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from packaging.specifiers import SpecifierSet
+
+from mindspeed_dsa.context_parallel.algorithms import MEGATRON_FLAGS, Algorithms
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
-from mindspeed_dsa.features.dsa.key_exchange.arguments import gather_keys
-from mindspeed_dsa.features.dsa.key_exchange.options import Options, wanted
-from mindspeed_dsa.features.dsa.key_exchange.validation import check_dsa_context_parallel
-from mindspeed_dsa.megatron.configuration import validate
+from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import DSA, MLA
+from mindspeed_dsa.megatron.dsa import Options as Fused
+from mindspeed_dsa.patches import versions
+from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
+from mindspeed_dsa.settings import Settings
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+def gather_keys(args: Any) -> Sequence[str]:
+    """Replace the default of ``--cp-comm-type``; ``Feature.rewrite``."""
+    chosen = Options.of(args)
+    if getattr(args, "cp_comm_type", None) == [GATHER] or chosen.names not in ((), ("p2p",), (GATHER,)):
+        return ()
+    args.cp_comm_type = [GATHER]
+    return (f"DSA gathers keys over --context-parallel-size {chosen.ranks}: --cp-comm-type {GATHER}",)
+
+
+GATHER = "allgather"
+
+
+@dataclass(frozen=True)
+class Options(Algorithms):
+    """The algorithms of a job's layers, which all gather keys."""
+
+    @classmethod
+    def of(cls, settings: Any) -> Self:
+        """See :meth:`Algorithms.of`.
+
+        Raises:
+            SettingsError: also where somebody named another algorithm: each row of sparse attention chooses
+                among the index keys of the whole sequence, so that they are on every rank first.
+        """
+        chosen = super().of(settings)
+        # Arguments may have Megatron's default, which is changed later.
+        if isinstance(settings, Settings) and chosen.all_of(GATHER) != {GATHER}:
+            raise SettingsError(
+                f"mindspeed_dsa: DSA's attention gathers keys, and {', '.join(chosen.names)} was named; use "
+                "--context-parallel-algo kvallgather_cp_algo or --cp-comm-type allgather"
+            )
+        return chosen
+
+
+def wanted(settings: Any) -> bool:
+    """Whether a DSA model is trained on several context parallel ranks."""
+    is_dsa = getattr(settings, "experimental_attention_variant", None) == "dsa"
+    return is_dsa and (getattr(settings, "context_parallel_size", None) or 1) > 1
+
+
+_OWN_CODE = SpecifierSet("<0.19", prereleases=True)
+_WHOLE_ROLL = SpecifierSet("<0.14", prereleases=True)
+
+
+def check_dsa_context_parallel(args: Any, options: Options) -> Iterator[str]:
+    """Report what cannot be trained; absent arguments are not checked."""
+    if options.ranks == 1:
+        return
+    others = options.all_of(GATHER) - {GATHER}
+    if others:
+        yield (
+            f"DSA's attention gathers keys, and {', '.join(sorted(others))} was named; use "
+            "kvallgather_cp_algo"
+        )
+    release = versions.of_megatron(getattr(args, "megatron_root", "megatron"))
+    if release is None or release not in _OWN_CODE:
+        return
+    fused = Fused.of(args)
+    if release in SpecifierSet(">=0.16", prereleases=True) and not fused.all_ours:
+        yield (
+            f"Megatron-core {release} has no context parallelism for DSA in its own code; add "
+            "--use-fused-dsa and omit --no-use-fused-..., or use --context-parallel-size 1"
+        )
+    if not fused.absorb:
+        yield (
+            "context parallel ranks share the latent key of DSA's absorbed form; add --use-dsa-absorb or use "
+            "--context-parallel-size 1"
+        )
+    if release in _WHOLE_ROLL and argument(args, "mtp_num_layers"):
+        yield (
+            f"Megatron-core {release} shifts the labels of multi-token prediction within a rank's rows; use "
+            "0.14 or later, or omit --mtp-num-layers"
+        )
+
 
 _IMPL = "mindspeed_dsa.features.dsa.key_exchange"
 _RELEASES = ">=0.16,<0.19"
@@ -27,7 +113,7 @@ FEATURE = Feature(
     active=wanted,
     options=Options.of,
     rewrite=gather_keys,
-    validate=validate(check_dsa_context_parallel, Options.of),
+    check=check_dsa_context_parallel,
     doc="dsa-context-parallel.md",
     patches=(
         Patch(

@@ -18,8 +18,7 @@ from mindspeed_dsa.features.memory.checkpoint import (
     needs_gradient,
     within,
 )
-from mindspeed_dsa.features.memory.recompute_activation_function.options import Options
-from mindspeed_dsa.features.memory.recompute_activation_function.validation import check_activation
+from mindspeed_dsa.features.memory.recompute_activation_function.feature import Options, check_activation
 from mindspeed_dsa.megatron import layers, releases
 from mindspeed_dsa.megatron.stand_in import Function, StandIn, activation_of
 

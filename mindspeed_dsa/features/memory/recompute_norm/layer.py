@@ -12,8 +12,7 @@ import torch
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.memory.checkpoint import attributes, within
-from mindspeed_dsa.features.memory.recompute_norm.options import Options
-from mindspeed_dsa.features.memory.recompute_norm.validation import check_norm
+from mindspeed_dsa.features.memory.recompute_norm.feature import Options, check_norm
 from mindspeed_dsa.megatron import layer_pieces, layers
 
 _layers: WeakSet[Any] = WeakSet()

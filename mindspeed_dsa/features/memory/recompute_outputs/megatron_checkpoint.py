@@ -6,7 +6,7 @@ from typing import Any
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.memory import checkpoint
-from mindspeed_dsa.features.memory.recompute_outputs.options import Options
+from mindspeed_dsa.features.memory.recompute_outputs.feature import Options
 
 
 def checkpoint_without_output(context: Context[Options]) -> type[checkpoint.CheckpointWithoutOutput]:

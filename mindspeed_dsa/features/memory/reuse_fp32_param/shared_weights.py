@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.memory.reuse_fp32_param.feature import check_shared_weights
 from mindspeed_dsa.features.memory.reuse_fp32_param.masters import Master, Masters
 from mindspeed_dsa.features.memory.reuse_fp32_param.shared_storage import (
     InPlaceStorage,
     OverBucketStorage,
     SharedStorage,
 )
-from mindspeed_dsa.features.memory.reuse_fp32_param.validation import check_shared_weights
 from mindspeed_dsa.megatron import releases
 from mindspeed_dsa.megatron.optimizer import OptimizerState, Place, is_sharded
 from mindspeed_dsa.megatron.whole_steps import WholeSteps

@@ -2,17 +2,208 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
 from mindspeed_dsa.feature import Feature, Flag, Requires
-from mindspeed_dsa.features.memory.swap_attention.options import (
-    DEFAULT_MIN_BYTES,
-    DEFAULT_MODULES,
-    MODULES,
-    Options,
-)
-from mindspeed_dsa.features.memory.swap_attention.validation import check_swapped_attention
-from mindspeed_dsa.features.memory.switches import wanted, without
-from mindspeed_dsa.megatron import configuration, layers, releases
+from mindspeed_dsa.features.memory.switches import check_has_effect, wanted, without
+from mindspeed_dsa.features.memory.weight_shards import check_weight_shards
+from mindspeed_dsa.megatron import layers, releases
+from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.layers import LayerOptions, check_num_layers, check_pieces, follows_pieces
+from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
+from mindspeed_dsa.platforms.host_pool import local_processes, require_host_memory
+
+MODULES = {
+    "input_norm": "input_layernorm",
+    "self_attention": "self_attention",
+    "post_attention_norm": "pre_mlp_layernorm",
+}
+"""Names for ``--swap-modules``, and what they are called in Megatron's layers."""
+DEFAULT_MODULES = "self_attention"
+DEFAULT_MIN_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Options(LayerOptions):
+    """What was asked for.
+
+    Attributes:
+        modules: names with commas between them; ``None`` if unset.
+        min_bytes: smaller storages stay on the device; ``None`` if unset.
+    """
+
+    modules: str | None
+    min_bytes: int | None
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """From resolved settings, or from arguments."""
+        return cls(
+            switched_on=bool(getattr(settings, "swap_attention", False)),
+            num_layers=getattr(settings, "swap_attention_num_layers", None),
+            follows_pieces=follows_pieces(settings),
+            modules=getattr(settings, "swap_modules", None),
+            min_bytes=getattr(settings, "swap_attention_min_bytes", None),
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """Of the modules, out of :data:`MODULES` once they are validated."""
+        return [name.strip() for name in (self.modules or DEFAULT_MODULES).split(",")]
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """Attributes of a layer whose modules swap."""
+        return tuple(MODULES[name] for name in self.names)
+
+    @property
+    def smallest(self) -> int:
+        """Bytes of the smallest storage that swaps."""
+        return DEFAULT_MIN_BYTES if self.min_bytes is None else self.min_bytes
+
+
+_FLAG = "--swap-attention"
+
+
+def check_swapped_attention(args: Any, options: Options) -> Iterator[str]:
+    """What in arguments, or in a model's configuration, does not combine with the feature."""
+    yield from check_num_layers(args, options, _FLAG)
+    yield from check_has_effect(
+        options.switched_on,
+        _FLAG,
+        swap_modules=options.modules,
+        swap_attention_min_bytes=options.min_bytes,
+    )
+    yield from check_values(options)
+    yield from check_other_movers(args)
+    yield from check_pieces(args, options, _FLAG)
+    yield from check_host_memory(args, options)
+
+
+def check_values(options: Options) -> Iterator[str]:
+    """Names and numbers that are none."""
+    unknown = [name for name in options.names if name not in MODULES]
+    if unknown:
+        yield (
+            f"--swap-modules {options.modules}: {', '.join(map(repr, unknown))} cannot be swapped; use names "
+            f"out of {', '.join(MODULES)}, with commas between them"
+        )
+    if options.min_bytes is not None and options.min_bytes < 0:
+        yield f"--swap-attention-min-bytes {options.min_bytes}: use a number of bytes, at least 0"
+
+
+def check_other_movers(args: Any) -> Iterator[str]:
+    """What else in Megatron moves, frees or hides saved tensors."""
+    if argument(args, "recompute_granularity") == "full" and argument(args, "recompute_method") != "block":
+        yield (
+            "--swap-attention has nothing left to swap where --recompute-granularity full recomputes every "
+            "layer; drop one of them, recompute the MLP alone (--recompute-granularity selective "
+            "--recompute-modules mlp, moe for experts), or only some layers in full with --recompute-method "
+            "block"
+        )
+    for name, flag in (
+        ("cpu_offloading", "--cpu-offloading-num-layers"),
+        ("fine_grained_activation_offloading", "--fine-grained-activation-offloading"),
+    ):
+        if argument(args, name):
+            yield (
+                f"--swap-attention and {flag} both take saved tensors from autograd, which lets only the "
+                "innermost of them have a tensor; drop one of them"
+            )
+    graphs = argument(args, "cuda_graph_impl") or "none"
+    if graphs != "none" or argument(args, "enable_cuda_graph") or argument(args, "external_cuda_graph"):
+        yield (
+            "--swap-attention cannot be used with CUDA graphs: what a graph saves for backward lies in the "
+            "graph's own memory and passes no hook; drop --cuda-graph-impl or this"
+        )
+    yield from check_weight_shards(args, "--swap-attention")
+    for name in ("use_megatron_fsdp", "use_custom_fsdp"):
+        if argument(args, name):
+            yield (
+                f"--swap-attention cannot be used with --{name.replace('_', '-')}: weights that are gathered "
+                "inside a module would be taken for activations; use --use-distributed-optimizer instead"
+            )
+
+
+def check_host_memory(args: Any, options: Options) -> Iterator[str]:
+    """Less host memory than the first pipeline stage certainly needs."""
+    nbytes = least_host_bytes(args, options)
+    if nbytes is None:
+        return
+    try:
+        require_host_memory(
+            nbytes,
+            "--swap-attention on the first pipeline stage",
+            "swap fewer layers (--swap-attention-num-layers N) or use smaller microbatches",
+            _on_first_stage(args),
+        )
+    except SettingsError as error:
+        yield str(error)
+
+
+def _on_first_stage(args: Any) -> int:
+    """Processes of this host that are on a first pipeline stage; ranks of a stage follow each other."""
+    local = local_processes()
+    world = int(os.environ.get("WORLD_SIZE", local))
+    return min(local, max(world // (argument(args, "pipeline_model_parallel_size") or 1), 1))
+
+
+def least_host_bytes(args: Any, options: Options) -> int | None:
+    """Bytes that the first pipeline stage certainly moves; ``None`` where the arguments do not say enough.
+
+    That stage has as many microbatches under way as there are stages, or as the batch has. Of each layer and
+    microbatch at least these go to the host: the query and the output of the core attention, and key and
+    value of multi-head attention. Other figures are known once there are tensors; the pool raises if they do
+    not fit.
+    """
+    names = ("seq_length", "micro_batch_size", "num_layers", "num_attention_heads", "hidden_size")
+    sizes = [argument(args, name) for name in names]
+    if None in sizes or "self_attention" not in options.names:
+        return None
+    length, batch, layers, heads, hidden = sizes
+    stages = argument(args, "pipeline_model_parallel_size") or 1
+    ranks = (argument(args, "tensor_model_parallel_size") or 1) * (
+        argument(args, "context_parallel_size") or 1
+    )
+    if argument(args, "multi_latent_attention"):
+        recomputed = "mla_up_proj" in (argument(args, "recompute_modules") or ())
+        query = (
+            0
+            if recomputed
+            else (argument(args, "qk_head_dim") or 0) + (argument(args, "qk_pos_emb_head_dim") or 0)
+        )
+        width = heads * (query + (argument(args, "v_head_dim") or 0))
+    else:
+        head = argument(args, "kv_channels") or hidden // heads
+        groups = (
+            argument(args, "num_query_groups") if argument(args, "group_query_attention") else None
+        ) or heads
+        width = 2 * head * (heads + groups)
+    of_layer = length * batch * width * _bytes_of_number(args) // ranks
+    if of_layer < options.smallest:
+        return None
+    of_stage = layers // stages
+    if options.num_layers is not None:
+        of_stage = min(options.num_layers, of_stage)
+    least: int = of_layer * of_stage * min(stages, _microbatches(args))
+    return least
+
+
+def _bytes_of_number(args: Any) -> int:
+    return 2 if argument(args, "bf16") or argument(args, "fp16") else 4
+
+
+def _microbatches(args: Any) -> int:
+    whole, data_ranks = argument(args, "global_batch_size"), argument(args, "data_parallel_size")
+    if whole is None or data_ranks is None:
+        return 1
+    of_rank: int = whole // (argument(args, "micro_batch_size") * data_ranks)
+    return max(of_rank, 1)
+
 
 _IMPL = "mindspeed_dsa.features.memory.swap_attention.layers"
 _PARALLEL = "megatron.core.tensor_parallel"
@@ -68,7 +259,7 @@ FEATURE = Feature(
     requires=Requires(versions={"megatron-core": releases.SERVED}),
     active=_wanted,
     options=Options.of,
-    validate=configuration.validate(check_swapped_attention, Options.of),
+    check=check_swapped_attention,
     doc="swap-attention.md",
 )
 
@@ -90,4 +281,3 @@ OUTPUTS = Feature(
     active=without(_wanted, "recompute-outputs"),
     doc="swap-attention.md",
 )
-FEATURES = (FEATURE, OUTPUTS)

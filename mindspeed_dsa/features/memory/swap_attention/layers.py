@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context, Megatron
+from mindspeed_dsa.features.memory.swap_attention.feature import Options, check_swapped_attention
 from mindspeed_dsa.features.memory.swap_attention.layer_pass import LayerPass, running
-from mindspeed_dsa.features.memory.swap_attention.options import Options
-from mindspeed_dsa.features.memory.swap_attention.validation import check_swapped_attention
 from mindspeed_dsa.megatron import layer_pieces, layers, releases
 from mindspeed_dsa.parallel.local_shards import local_of
 

@@ -2,13 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
-from mindspeed_dsa.features.memory.swap_optimizer.options import DEFAULT_TIMES, Options
-from mindspeed_dsa.features.memory.swap_optimizer.validation import check_swapped_state
-from mindspeed_dsa.features.memory.switches import wanted
-from mindspeed_dsa.megatron import configuration, optimizer, releases
+from mindspeed_dsa.features.memory.moved_state import Row, check_arguments, check_moved_adam
+from mindspeed_dsa.features.memory.switches import check_has_effect, wanted
+from mindspeed_dsa.megatron import optimizer, releases
 from mindspeed_dsa.megatron.optimizer import Hook
 from mindspeed_dsa.patches.spec import Patch
+
+DEFAULT_TIMES = 16
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for.
+
+    Attributes:
+        switched_on: the feature's own switch is on.
+        times: number of parts of a step; ``None`` if unset.
+    """
+
+    switched_on: bool
+    times: int | None
+
+    @property
+    def parts(self) -> int:
+        """Number of parts of a step."""
+        return DEFAULT_TIMES if self.times is None else self.times
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """From resolved settings, or from arguments."""
+        return cls(
+            switched_on=bool(getattr(settings, "swap_optimizer", False)),
+            times=getattr(settings, "swap_optimizer_times", None),
+        )
+
+
+_FLAG = "--swap-optimizer"
+_REFUSED: tuple[Row, ...] = (
+    ("qk_clip", "it changes master weights on the device, and there are none", "omit --qk-clip"),
+    (
+        "log_params_norm",
+        "it reads the master weights on the device, and there are none",
+        "omit --log-params-norm",
+    ),
+)
+
+
+def check_swapped_state(args: Any, options: Options) -> Iterator[str]:
+    """What in arguments, or in an optimizer's configuration, does not combine with the feature."""
+    yield from check_moved_adam(args, _FLAG)
+    yield from check_arguments(args, _FLAG, _REFUSED)
+    if options.times is not None and options.times < 1:
+        yield f"{_FLAG}-times {options.times}: a step has at least one part; use 1 or more"
+    yield from check_has_effect(options.switched_on, _FLAG, swap_optimizer_times=options.times)
+
 
 _HERE = "mindspeed_dsa.features.memory.swap_optimizer"
 _BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
@@ -76,7 +128,6 @@ FEATURE = Feature(
     ),
     active=wanted("swap_optimizer", "swap_optimizer_times"),
     options=Options.of,
-    validate=configuration.validate(check_swapped_state, Options.of),
+    check=check_swapped_state,
     doc="swap-optimizer.md",
 )
-FEATURES = (FEATURE,)

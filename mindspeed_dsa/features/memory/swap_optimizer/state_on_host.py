@@ -21,10 +21,9 @@ from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.memory.host_moments import Moments, StateWithMoments, replaced
 from mindspeed_dsa.features.memory.swap_optimizer.early_gather import BucketOrder, EarlyGather
+from mindspeed_dsa.features.memory.swap_optimizer.feature import Options, check_swapped_state
 from mindspeed_dsa.features.memory.swap_optimizer.host_slab import Parameter, Slab
-from mindspeed_dsa.features.memory.swap_optimizer.options import Options
 from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Pipeline
-from mindspeed_dsa.features.memory.swap_optimizer.validation import check_swapped_state
 from mindspeed_dsa.features.memory.voids import Voids
 from mindspeed_dsa.megatron.optimizer import OptimizerState, Place, is_sharded
 from mindspeed_dsa.megatron.whole_steps import WholeSteps

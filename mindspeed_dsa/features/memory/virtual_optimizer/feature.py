@@ -2,12 +2,87 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
+from mindspeed_dsa.features.memory.moved_state import check_moved_adam
 from mindspeed_dsa.features.memory.switches import is_given
-from mindspeed_dsa.features.memory.virtual_optimizer.options import Options
-from mindspeed_dsa.features.memory.virtual_optimizer.validation import check_mapped_moments
-from mindspeed_dsa.megatron import configuration, optimizer, releases
+from mindspeed_dsa.megatron import optimizer, releases
+from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.optimizer import Hook
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for.
+
+    Attributes:
+        words: of the flag, for all pipeline stages or for each of them; none where it is not set.
+    """
+
+    words: tuple[str | float, ...]
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """From resolved settings, or from arguments."""
+        words = getattr(settings, "virtual_optimizer", None)
+        if words is None:
+            return cls(())
+        return cls((words,) if isinstance(words, (str, int, float)) else tuple(words))
+
+    def quota(self, stage: int, stages: int) -> float:
+        """Bytes that a process may keep on the host.
+
+        Args:
+            stage: the process's pipeline stage.
+            stages: how many there are.
+
+        Raises:
+            ValueError: a quota that is none, or neither one nor one for each stage.
+        """
+        quotas = [gibibytes(word) for word in self.words]
+        if len(quotas) not in (1, stages):
+            raise ValueError(
+                f"--virtual-optimizer has {len(quotas)} quotas for {stages} pipeline stages; give one for "
+                "all of " + ("them" if stages == 1 else f"them, or {stages}")
+            )
+        return quotas[stage if len(quotas) > 1 else 0] * _GIB
+
+
+def gibibytes(word: str | float) -> float:
+    """A quota: ``all``, or a number of GiB.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    quota = math.nan
+    with contextlib.suppress(ValueError):
+        quota = math.inf if word == "all" else float(word)
+    if not quota > 0 or (quota == math.inf and word != "all"):
+        raise ValueError(f"--virtual-optimizer {word}: give 'all' or a number of GiB above 0 as quota")
+    return quota
+
+
+def check_mapped_moments(args: Any, options: Options) -> Iterator[str]:
+    """What in arguments, or in an optimizer's configuration, does not combine with the feature."""
+    yield from check_moved_adam(args, "--virtual-optimizer")
+    yield from check_quotas(args, options)
+
+
+def check_quotas(args: Any, options: Options) -> Iterator[str]:
+    """Quotas that are none, or do not fit the number of pipeline stages, where ``args`` has it."""
+    if options.words:
+        try:
+            options.quota(0, argument(args, "pipeline_model_parallel_size") or len(options.words))
+        except (TypeError, ValueError) as error:
+            yield str(error)
+
 
 _COPIES = "on NPUs moments cannot be copied as they are"
 
@@ -44,7 +119,6 @@ FEATURE = Feature(
     ),
     active=is_given("virtual_optimizer"),
     options=Options.of,
-    validate=configuration.validate(check_mapped_moments, Options.of),
+    check=check_mapped_moments,
     doc="virtual-optimizer.md",
 )
-FEATURES = (FEATURE,)

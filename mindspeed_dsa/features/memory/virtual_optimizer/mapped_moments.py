@@ -17,8 +17,11 @@ from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.memory.host_moments import Moments, StateWithMoments, replaced
 from mindspeed_dsa.features.memory.virtual_optimizer import kernel_moments
-from mindspeed_dsa.features.memory.virtual_optimizer.options import Options
-from mindspeed_dsa.features.memory.virtual_optimizer.validation import check_mapped_moments, check_quotas
+from mindspeed_dsa.features.memory.virtual_optimizer.feature import (
+    Options,
+    check_mapped_moments,
+    check_quotas,
+)
 from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.megatron.optimizer import Place
 from mindspeed_dsa.megatron.whole_steps import WholeSteps

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.moe.alltoall_overlap.validation import check_overlap
+from mindspeed_dsa.features.moe.alltoall_overlap.feature import check_overlap
 from mindspeed_dsa.megatron.parted_transfers import launching
 from mindspeed_dsa.megatron.shared_output import SharedOutput, before_second_half, is_recomputed
 from mindspeed_dsa.parallel.all_to_all import InFlight

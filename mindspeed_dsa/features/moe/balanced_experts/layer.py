@@ -22,10 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.moe.balanced_experts.options import Options
+from mindspeed_dsa.features.moe.balanced_experts.feature import Options, check_balanced
 from mindspeed_dsa.features.moe.balanced_experts.planning import Plan, choose
 from mindspeed_dsa.features.moe.balanced_experts.rates import rates_of
-from mindspeed_dsa.features.moe.balanced_experts.validation import check_balanced
 from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.megatron.experts import SingleExperts, single_experts
 from mindspeed_dsa.parallel.lending import Lending, Loan, lend

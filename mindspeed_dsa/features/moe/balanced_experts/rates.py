@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.features.moe.balanced_experts.options import Options
+from mindspeed_dsa.features.moe.balanced_experts.feature import Options
 from mindspeed_dsa.features.moe.balanced_experts.planning import Costs
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.megatron.experts import SingleExperts

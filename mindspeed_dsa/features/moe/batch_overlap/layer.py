@@ -19,9 +19,8 @@ from torch import Tensor
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.batch_overlap.choice import choose
+from mindspeed_dsa.features.moe.batch_overlap.feature import Options, check_choice, check_halves
 from mindspeed_dsa.features.moe.batch_overlap.halves import Half, Way, run
-from mindspeed_dsa.features.moe.batch_overlap.options import Options
-from mindspeed_dsa.features.moe.batch_overlap.validation import check_choice, check_halves
 from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.megatron.shared_output import SharedOutput, is_recomputed
 from mindspeed_dsa.megatron.stand_in import StandIn

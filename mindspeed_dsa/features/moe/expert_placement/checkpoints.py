@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.moe.expert_placement.options import Options
+from mindspeed_dsa.features.moe.expert_placement.feature import Options
 from mindspeed_dsa.megatron import moe_layers
 from mindspeed_dsa.megatron.stand_in import StandIn
 from mindspeed_dsa.patches.errors import MindSpeedDSAError

@@ -2,11 +2,135 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
 from mindspeed_dsa.feature import Feature, Flag, Requires
-from mindspeed_dsa.features.moe.expert_placement.options import Options
-from mindspeed_dsa.features.moe.expert_placement.validation import check_expert_placement
 from mindspeed_dsa.megatron import moe_layers
+from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.patches.spec import Patch
+from mindspeed_dsa.runs import expert_placement
+from mindspeed_dsa.runs.expert_placement import Placement
+from mindspeed_dsa.runs.files import RunError
+
+FLAG = "--moe-expert-placement"
+_UNNUMBERED = {
+    "moe_use_upcycling": "--moe-use-upcycling, which fills experts by their place",
+    "use_megatron_fsdp": "--use-megatron-fsdp, whose checkpoints know experts by their place",
+    "use_custom_fsdp": "--use-custom-fsdp, whose checkpoints know experts by their place",
+    "use_torch_fsdp2": "--use-torch-fsdp2, whose checkpoints know experts by their place",
+    "init_model_with_meta_device": "--init-model-with-meta-device, whose initial weights come later",
+}
+
+
+def check_expert_placement(args: Any, options: Any) -> Sequence[str]:
+    """Report what the placement does not fit, and what it cannot be combined with."""
+    problems = [*_formats(args), *_combinations(args)]
+    if not (argument(args, "num_experts") or argument(args, "num_moe_experts")):
+        problems.append(f"{FLAG}: this model has no experts; set --num-experts or omit the flag")
+    elif args.moe_expert_placement != AUTO:
+        file = Path(args.moe_expert_placement)
+        try:
+            problems += _misfits(file, expert_placement.read(file), args)
+        except RunError as error:
+            problems.append(f"{FLAG}: {error}")
+    return problems
+
+
+def _misfits(file: Path, placement: Placement, args: Any) -> Iterator[str]:
+    layers = argument(args, "num_layers")
+    last = None if layers is None else layers + (argument(args, "mtp_num_layers") or 0)
+    wrong = list(
+        misfits(
+            placement,
+            argument(args, "num_experts") or argument(args, "num_moe_experts"),
+            argument(args, "expert_model_parallel_size") or 1,
+        )
+    )
+    beyond = [layer for layer in placement.orders if last is not None and not 1 <= layer <= last]
+    if beyond:
+        wrong.append(f"layers {beyond}, and --num-layers (with --mtp-num-layers) makes {last}")
+    missing = [layer for layer in layers_with_experts(args) if layer not in placement.orders]
+    if missing:
+        wrong.append(f"no layers {missing}, which --num-layers and --moe-layer-freq give experts")
+    if wrong:
+        yield f"{FLAG} {file} is of another model: it has {'; '.join(wrong)}"
+
+
+def misfits(placement: Placement, experts: int, ranks: int) -> Iterator[str]:
+    """Sizes of a placement that are not the model's."""
+    if placement.experts != experts:
+        yield f"{placement.experts} experts, and --num-experts is {experts}"
+    if placement.ranks != ranks:
+        yield f"{placement.ranks} expert parallel ranks, and --expert-model-parallel-size is {ranks}"
+
+
+def layers_with_experts(args: Any) -> list[int]:
+    """Numbers of the decoder's layers with experts, as far as the arguments say."""
+    count, pattern = argument(args, "num_layers") or 0, argument(args, "moe_layer_freq") or 1
+    if isinstance(pattern, str):  # Megatron evaluates it later
+        return []
+    if isinstance(pattern, int):
+        return [layer + 1 for layer in range(count) if layer % pattern == 0]
+    return [layer + 1 for layer, has_experts in enumerate(pattern) if has_experts]
+
+
+def _formats(args: Any) -> Iterator[str]:
+    saved = argument(args, "ckpt_format")
+    if saved not in (None, "torch_dist", "zarr"):
+        yield f"{FLAG}: --ckpt-format {saved} knows experts by their place on a rank; use torch_dist"
+    converted = argument(args, "ckpt_convert_format")
+    if converted not in (None, "torch_dist"):
+        yield f"{FLAG}: --ckpt-convert-format {converted} knows experts by their place on a rank; omit it"
+    if argument(args, "non_persistent_ckpt_type") == "local":
+        yield f"{FLAG}: --non-persistent-ckpt-type local knows experts by their place on a rank; use global"
+    if not argument(args, "use_distributed_optimizer"):
+        return
+    keeps = (argument(args, "save") and not argument(args, "no_save_optim")) or (
+        argument(args, "load") and not argument(args, "no_load_optim")
+    )
+    if keeps and argument(args, "dist_ckpt_optim_fully_reshardable") is False:
+        yield (
+            f"{FLAG}: the distributed optimizer's state is saved as dp_reshardable, by places in a rank's "
+            "buffers, so it would be given to other experts when the placement changes; add "
+            "--dist-ckpt-optim-fully-reshardable"
+        )
+
+
+def _combinations(args: Any) -> Iterator[str]:
+    for name, what in _UNNUMBERED.items():
+        if argument(args, name):
+            yield f"{FLAG} cannot be combined with {what}; omit one of them"
+
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The requested settings.
+
+    Attributes:
+        file: the placement; ``None`` where it is made from a report.
+        reports: folders in which that report may be, the first that has one counts.
+    """
+
+    file: Path | None
+    reports: tuple[Path, ...] = ()
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """From resolved settings."""
+        wanted = settings.moe_expert_placement
+        if wanted != AUTO:
+            return cls(Path(wanted))
+        folders = [getattr(settings, "moe_router_load_report", None)]
+        for checkpoints in (settings.load, settings.save):
+            folders += [checkpoints, checkpoints and Path(checkpoints).parent]
+        return cls(None, tuple(Path(folder) for folder in folders if folder))
+
 
 _HERE = "mindspeed_dsa.features.moe.expert_placement"
 _RANGE = ">=0.13,<0.21"
@@ -65,6 +189,6 @@ FEATURE = Feature(
     ),
     requires=Requires(versions={"megatron-core": _RANGE}),
     options=Options.of,
-    validate=check_expert_placement,
+    check=check_expert_placement,
     doc="moe-expert-placement.md",
 )

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.moe.expert_placement.options import Options
-from mindspeed_dsa.features.moe.expert_placement.validation import FLAG, misfits
+from mindspeed_dsa.features.moe.expert_placement.feature import FLAG, Options, misfits
 from mindspeed_dsa.megatron import moe_layers
 from mindspeed_dsa.megatron.moe_layers import Numbered
 from mindspeed_dsa.patches.errors import SettingsError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.moe.expert_placement.options import Options
+from mindspeed_dsa.features.moe.expert_placement.feature import Options
 from mindspeed_dsa.megatron import moe_layers
 
 

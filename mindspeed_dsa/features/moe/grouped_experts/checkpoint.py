@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.features.moe.grouped_experts.feature import SLICES
 from mindspeed_dsa.features.moe.grouped_experts.stacks import stack_of
-from mindspeed_dsa.features.moe.grouped_experts.validation import SLICES
 
 
 def expert_keys(experts: Any, prefix: str, name: str) -> list[str]:

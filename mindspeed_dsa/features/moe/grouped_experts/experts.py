@@ -13,10 +13,9 @@ from torch.nn import Parameter
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.grouped_experts import checkpoint
+from mindspeed_dsa.features.moe.grouped_experts.feature import Options, check_model, recomputes_activation
 from mindspeed_dsa.features.moe.grouped_experts.linear import GroupedLinear
-from mindspeed_dsa.features.moe.grouped_experts.options import Options
 from mindspeed_dsa.features.moe.grouped_experts.stacks import Stack
-from mindspeed_dsa.features.moe.grouped_experts.validation import check_model, recomputes_activation
 from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.megatron.gathered_weights import wait_for_weights
 from mindspeed_dsa.megatron.stand_in import StandIn, activation_of

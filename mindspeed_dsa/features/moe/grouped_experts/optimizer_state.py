@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.features.moe.grouped_experts.feature import ALIGNMENT, GAPS, LEGACY
 from mindspeed_dsa.features.moe.grouped_experts.stacks import Stack, runs, stack_of
-from mindspeed_dsa.features.moe.grouped_experts.validation import ALIGNMENT, GAPS, LEGACY
 from mindspeed_dsa.megatron.stand_in import StandIn
 
 _MASTERS = "fp32_from_fp16_params"

@@ -11,7 +11,7 @@ from typing import Any
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.grouped_experts.experts import grouped_experts
-from mindspeed_dsa.features.moe.grouped_experts.options import Options
+from mindspeed_dsa.features.moe.grouped_experts.feature import Options
 
 
 def provide_grouped_experts(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:

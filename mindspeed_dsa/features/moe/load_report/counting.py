@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context, Megatron
-from mindspeed_dsa.features.moe.load_report.options import Options
+from mindspeed_dsa.features.moe.load_report.feature import Options
 from mindspeed_dsa.megatron import moe_layers
 from mindspeed_dsa.megatron.moe_layers import Numbered
 from mindspeed_dsa.runs.expert_load import LayerLoad

@@ -2,11 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
 from mindspeed_dsa.feature import Feature, Flag
-from mindspeed_dsa.features.moe.load_report.options import Options
-from mindspeed_dsa.features.moe.load_report.validation import check_load_report
 from mindspeed_dsa.megatron import moe_layers
+from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.patches.spec import Patch
+
+
+@dataclass(frozen=True)
+class Options:
+    """The requested settings.
+
+    Attributes:
+        folder: where records are written.
+    """
+
+    folder: Path
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """From resolved settings."""
+        return cls(folder=Path(settings.moe_router_load_report))
+
+
+def check_load_report(args: Any, options: Any) -> Sequence[str]:
+    """Report models that route nothing and folders that are files."""
+    flag = f"--moe-router-load-report {args.moe_router_load_report}"
+    problems = []
+    if not (argument(args, "num_experts") or argument(args, "num_moe_experts")):
+        problems.append(f"{flag}: this model has no experts to route to; set --num-experts or omit the flag")
+    if argument(args, "dsa_stage") == "warmup":
+        problems.append(
+            f"{flag}: --dsa-stage warmup runs the routers without gradients, as an evaluation does, and such "
+            "calls are not counted; report the stages after it"
+        )
+    if Path(args.moe_router_load_report).is_file():
+        problems.append(f"{flag} is a file; name a folder")
+    return problems
+
 
 _HERE = "mindspeed_dsa.features.moe.load_report"
 
@@ -41,7 +78,7 @@ FEATURE = Feature(
         ),
     ),
     options=Options.of,
-    validate=check_load_report,
+    check=check_load_report,
     on_finalize=f"{_HERE}.steps:require_loop",
     doc="moe-router-load-report.md",
 )

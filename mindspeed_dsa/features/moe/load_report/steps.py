@@ -11,7 +11,7 @@ import torch
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.load_report.counting import counts_of
-from mindspeed_dsa.features.moe.load_report.options import Options
+from mindspeed_dsa.features.moe.load_report.feature import Options
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.runs import expert_load, metrics
 

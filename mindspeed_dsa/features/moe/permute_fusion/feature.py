@@ -2,11 +2,60 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.feature import Feature, Flag, Requires
-from mindspeed_dsa.features.moe.permute_fusion.options import Options
-from mindspeed_dsa.features.moe.permute_fusion.validation import check_permute_fusion
-from mindspeed_dsa.megatron import configuration
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from mindspeed_dsa.feature import Feature, Flag, Megatron, Requires
+from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.patches.spec import Patch
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for.
+
+    Attributes:
+        backend: of the operator; ``auto`` leaves Transformer Engine's kernels in place where they are.
+    """
+
+    backend: str
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """From resolved settings, or from arguments."""
+        return cls(backend=getattr(settings, "moe_permute_backend", None) or "auto")
+
+    @property
+    def may_leave_it(self) -> bool:
+        """Whether Transformer Engine's kernels are welcome."""
+        return self.backend == "auto"
+
+    def leaves_it_to_transformer_engine(self, megatron: Megatron) -> bool:
+        """Whether Megatron has Transformer Engine's kernels and nobody asked for others."""
+        if not self.may_leave_it or find_spec("transformer_engine") is None:
+            return False
+        try:
+            extension = megatron("core.extensions.transformer_engine")
+        except ImportError:
+            return False
+        return getattr(extension, "fused_unpermute", None) is not None
+
+
+_FLAG = "--moe-permute-fusion"
+
+
+def check_permute_fusion(args: Any, options: Options) -> Iterator[str]:
+    """What in arguments, or in a model's configuration, does not combine with the feature."""
+    if options.may_leave_it and find_spec("transformer_engine") is not None:
+        return
+    if argument(args, "moe_token_dispatcher_type") == "flex":
+        yield (
+            f"{_FLAG} serves the dispatchers alltoall and allgather, and flex permutes for its own kernels; "
+            "use --moe-token-dispatcher-type alltoall, or omit the flag"
+        )
+
 
 _IMPL = "mindspeed_dsa.features.moe.permute_fusion"
 _UTILS = "megatron.core.transformer.moe.moe_utils"
@@ -97,7 +146,6 @@ FEATURE = Feature(
     ),
     requires=Requires(versions={"megatron-core": _RANGE}),
     options=Options.of,
-    validate=configuration.validate(check_permute_fusion, Options.of),
+    check=check_permute_fusion,
     doc="moe-permute-fusion.md",
 )
-FEATURES = (FEATURE,)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.moe.permute_fusion.options import Options
+from mindspeed_dsa.features.moe.permute_fusion.feature import Options
 from mindspeed_dsa.ops.moe_permute import permute, sort_chunks, unpermute
 
 Kernel = Callable[..., Any]

@@ -2,11 +2,94 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.feature import Feature, Flag
-from mindspeed_dsa.features.moe.tp_extend_ep.arguments import extend
-from mindspeed_dsa.features.moe.tp_extend_ep.validation import check_tp_extend_ep
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mindspeed_dsa.feature import Context, Feature, Flag
 from mindspeed_dsa.megatron import across_layouts
-from mindspeed_dsa.megatron.configuration import validate
+from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.patches.errors import MindSpeedDSAError
+
+
+def extend(args: Any) -> Sequence[str]:
+    """Multiply the expert parallel size by the tensor parallel size; ``Feature.rewrite``.
+
+    An expert tensor parallel size of 1 says that this has been done: by an earlier call, by the checkpoint
+    that the arguments come from, or by the user.
+    """
+    tp, ep, etp = layout(args)
+    if etp is not None or list(check_tp_extend_ep(args)):
+        return ()
+    args.expert_model_parallel_size, args.expert_tensor_parallel_size = tp * ep, 1
+    text = (
+        f"experts: tensor parallel {tp} x expert parallel {ep} becomes expert parallel {tp * ep} with whole "
+        f"experts (--expert-tensor-parallel-size 1); attention stays tensor parallel {tp}"
+    )
+    return (text,)
+
+
+_FLAG = "--moe-tp-extend-ep"
+
+
+def check_tp_extend_ep(args: Any, options: None = None) -> Iterator[str]:
+    """Report a layout that contradicts the flag, or that the model or the job does not fill.
+
+    Arguments may be as they were given, or as the flag has rewritten them: with an expert tensor parallel
+    size of 1 the expert parallel size is the whole one.
+    """
+    tp, ep, etp = layout(args)
+    experts = argument(args, "num_experts") or argument(args, "num_moe_experts")
+    if not experts:
+        yield f"{_FLAG}: this model has no experts; set --num-experts or omit the flag"
+        return
+    if etp not in (None, 1):
+        yield (
+            f"{_FLAG} gives each rank whole experts, and --expert-tensor-parallel-size {etp} slices them; "
+            "omit one of them"
+        )
+        return
+    whole = ep if etp == 1 else tp * ep
+    ranks = (
+        f"--tensor-model-parallel-size {tp} x --expert-model-parallel-size {ep}"
+        if etp is None
+        else (f"--expert-model-parallel-size {ep}")
+    )
+    if experts % whole:
+        yield f"{_FLAG}: {experts} experts cannot be spread evenly over {whole} ranks ({ranks})"
+    world, pp = argument(args, "world_size"), argument(args, "pipeline_model_parallel_size") or 1
+    if world and world % (whole * pp):
+        yield (
+            f"{_FLAG}: {world} processes cannot be split into {whole} expert parallel ranks ({ranks}) x "
+            f"--pipeline-model-parallel-size {pp}; start a multiple of {whole * pp}"
+        )
+
+
+def layout(args: Any) -> tuple[int, int, int | None]:
+    """Tensor, expert and expert tensor parallel size; the last is ``None`` where it was not given."""
+    return (
+        argument(args, "tensor_model_parallel_size") or 1,
+        argument(args, "expert_model_parallel_size") or 1,
+        argument(args, "expert_tensor_parallel_size"),
+    )
+
+
+def require_whole_experts(context: Context[None]) -> None:
+    """Refuse a job whose process groups were made of arguments that nobody has rewritten.
+
+    Raises:
+        MindSpeedDSAError: the experts would be sliced.
+    """
+    state = context.megatron("core.parallel_state")
+    if not state.model_parallel_is_initialized():
+        return
+    size = state.get_expert_tensor_parallel_world_size()
+    if size != 1:
+        raise MindSpeedDSAError(
+            f"mindspeed_dsa: {context.feature}: the process groups slice experts over {size} ranks; a job "
+            "without Megatron-LM's parser calls mindspeed_dsa.validate(args) before it makes groups and "
+            f"configurations of its arguments, or omits {_FLAG}"
+        )
+
 
 FEATURE = Feature(
     name="moe-tp-extend-ep",
@@ -20,7 +103,7 @@ FEATURE = Feature(
     ),
     patches=across_layouts.ROWS,
     rewrite=extend,
-    validate=validate(check_tp_extend_ep),
-    on_finalize="mindspeed_dsa.features.moe.tp_extend_ep.validation:require_whole_experts",
+    check=check_tp_extend_ep,
+    on_finalize="mindspeed_dsa.features.moe.tp_extend_ep.feature:require_whole_experts",
     doc="moe-tp-extend-ep.md",
 )

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from mindspeed_dsa.feature import Feature, Requires
-from mindspeed_dsa.features.operators.mask_arithmetic.validation import check_mask_arithmetic
-from mindspeed_dsa.features.operators.selection import FUSED_OPERATORS, selects
-from mindspeed_dsa.megatron import configuration, releases
+from mindspeed_dsa.features.operators.selection import FUSED_OPERATORS, check_selection, selects
+from mindspeed_dsa.megatron import releases
 from mindspeed_dsa.patches.spec import Patch
+
+
+def check_mask_arithmetic(args: Any, options: Any) -> Iterator[str]:
+    """What in a job's arguments does not go with mask arithmetic."""
+    yield from check_selection(args, "mask-arithmetic")
+
 
 _IMPL = "mindspeed_dsa.features.operators.mask_arithmetic.filling"
 _WHY = "an assignment through a mask lists the places where it is true, for which the host waits"
@@ -36,7 +44,6 @@ FEATURE = Feature(
     ),
     requires=Requires(versions={"megatron-core": releases.SERVED}),
     active=selects("mask-arithmetic"),
-    validate=configuration.validate(check_mask_arithmetic),
+    check=check_mask_arithmetic,
     doc="fused-operators.md",
 )
-FEATURES = (FEATURE,)

@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from mindspeed_dsa.feature import Feature, Flag, Requires
-from mindspeed_dsa.features.operators.rmsnorm.validation import check_rmsnorm
-from mindspeed_dsa.features.operators.selection import FUSED_OPERATORS, selects
-from mindspeed_dsa.megatron import configuration, releases
+from mindspeed_dsa.features.operators.selection import (
+    FUSED_OPERATORS,
+    check_library,
+    check_selection,
+    is_named,
+    selects,
+)
+from mindspeed_dsa.megatron import releases
+from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.patches.spec import Patch
+
+_SWITCH = "use_fused_rmsnorm"
+
+
+def check_rmsnorm(args: Any, options: Any) -> Iterator[str]:
+    """What in a job's arguments does not go with a fused RMSNorm."""
+    yield from check_selection(args, "rmsnorm", _SWITCH)
+    yield from check_library("rmsnorm")
+    if not is_named(args, "rmsnorm", _SWITCH):
+        return
+    normalization = argument(args, "normalization") or "RMSNorm"
+    if normalization != "RMSNorm":
+        yield (
+            f"a fused RMSNorm needs --normalization RMSNorm, and the model has {normalization}; set it, or "
+            "drop rmsnorm from the fused operators"
+        )
+    if argument(args, "transformer_impl") == "transformer_engine":
+        yield (
+            "with --transformer-impl transformer_engine the norms are Transformer Engine's, which are fused "
+            "already; drop rmsnorm from the fused operators, or use --transformer-impl local"
+        )
+
 
 _IMPL = "mindspeed_dsa.features.operators.rmsnorm.norm"
 
@@ -35,7 +66,6 @@ FEATURE = Feature(
     ),
     requires=Requires(versions={"megatron-core": releases.SERVED}),
     active=selects("rmsnorm", "use_fused_rmsnorm"),
-    validate=configuration.validate(check_rmsnorm),
+    check=check_rmsnorm,
     doc="fused-operators.md",
 )
-FEATURES = (FEATURE,)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.operators.swiglu.activation import is_plain_swiglu
-from mindspeed_dsa.features.operators.swiglu.options import Options
+from mindspeed_dsa.features.operators.swiglu.feature import Options
 from mindspeed_dsa.megatron.gathered_weights import waits_for_weights
 from mindspeed_dsa.megatron.plain_layers import linears_of
 from mindspeed_dsa.megatron.stand_in import Function, StandIn

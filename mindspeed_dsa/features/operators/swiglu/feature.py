@@ -2,12 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
 from mindspeed_dsa.feature import Feature, Flag, Requires
-from mindspeed_dsa.features.operators.selection import FUSED_OPERATORS, selects
-from mindspeed_dsa.features.operators.swiglu.options import Options
-from mindspeed_dsa.features.operators.swiglu.validation import check_swiglu
-from mindspeed_dsa.megatron import configuration, releases
+from mindspeed_dsa.features.operators.selection import (
+    FUSED_OPERATORS,
+    check_library,
+    check_selection,
+    is_named,
+    selects,
+)
+from mindspeed_dsa.megatron import releases
+from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.patches.spec import Patch
+
+
+@dataclass(frozen=True)
+class Options:
+    """What else is asked for.
+
+    Attributes:
+        apart: each expert's activation is recomputed by itself.
+    """
+
+    apart: bool
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """From resolved settings."""
+        return cls(apart=bool(getattr(settings, "recompute_activation_function", False)))
+
+
+_SWITCH = "use_fused_swiglu"
+
+
+def check_swiglu(args: Any, options: Any) -> Iterator[str]:
+    """What in a job's arguments does not go with a fused SwiGLU."""
+    yield from check_selection(args, "swiglu", _SWITCH)
+    yield from check_library("swiglu")
+    if not is_named(args, "swiglu", _SWITCH):
+        return
+    if argument(args, "swiglu") is False:
+        yield (
+            "a fused SwiGLU needs --swiglu, and the model has another activation; add it, or drop swiglu "
+            "from the fused operators"
+        )
+    if argument(args, "use_te_activation_func"):
+        yield (
+            "a fused SwiGLU and --use-te-activation-func are two kernels for the same activation; drop one "
+            "of them"
+        )
+
 
 _ROOM = "mindspeed_dsa.features.operators.swiglu"
 _IMPL = f"{_ROOM}.activation"
@@ -56,7 +103,6 @@ FEATURE = Feature(
     requires=Requires(versions={"megatron-core": releases.SERVED}),
     active=selects("swiglu", "use_fused_swiglu"),
     options=Options.of,
-    validate=configuration.validate(check_swiglu),
+    check=check_swiglu,
     doc="fused-operators.md",
 )
-FEATURES = (FEATURE,)

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.pipeline.fb_overlap.options import Options
-from mindspeed_dsa.features.pipeline.fb_overlap.validation import check_overlap
+from mindspeed_dsa.features.pipeline.fb_overlap.feature import Options, check_overlap
 from mindspeed_dsa.megatron import configuration
 
 

@@ -2,11 +2,139 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.version import Version
+
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
-from mindspeed_dsa.features.pipeline.fb_overlap.options import Options
-from mindspeed_dsa.features.pipeline.fb_overlap.validation import check_overlap
-from mindspeed_dsa.megatron import configuration, ports, transfers
+from mindspeed_dsa.megatron import ports, transfers
+from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the installed release can do.
+
+    Attributes:
+        counts_uses: overlapped reduction knows parameters that two backwards of a microbatch use.
+    """
+
+    counts_uses: bool
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """From resolved settings, or from arguments."""
+        release = versions.of_megatron(getattr(settings, "megatron_root", "megatron"))
+        return cls(counts_uses=release is None or Version(release) >= Version("0.16.0"))
+
+
+FLAG = "--moe-fb-overlap"
+_ACROSS_PIECES = {"moe": "shared_experts, moe_act and layernorm recompute parts of it"}
+"""Modules whose recomputation would send tokens again, and what to do instead."""
+_REFUSED = {
+    "moe_shared_expert_overlap": "runs the shared expert inside of the dispatcher, which is taken apart",
+    "delay_wgrad_compute": "computes weight gradients at other places than this does",
+    "ep_overlap_early_attn_memory_release": "changes the order that hides the combine",
+    "overlap_dispatch_backward_with_experts_wgrad": "hides the same transfer",
+    "enable_cuda_graph": "would hold each transfer at a fixed place",
+    "external_cuda_graph": "would hold each transfer at a fixed place",
+    "fine_grained_activation_offloading": "moves activations by pieces that are cut elsewhere",
+    "moe_paged_stash": "moves activations by pieces that are cut elsewhere",
+    "cpu_offloading": "moves activations by whole layers",
+    "use_megatron_fsdp": "gathers weights by whole layers",
+}
+"""Arguments of Megatron that are refused when they are set, and why."""
+
+
+def check_overlap(args: Any, options: Options) -> Iterator[str]:
+    """What in arguments, or in a model's configuration, rules out pairs or leaves nothing to hide."""
+    if argument(args, "num_moe_experts") is None and not argument(args, "num_experts"):
+        yield f"{FLAG}: the model has no experts; add --num-experts or omit {FLAG}"
+        return
+    yield from _check_parallelism(args, options)
+    yield from _check_microbatches(args)
+    yield from _check_recompute(args)
+    for name, why in _REFUSED.items():
+        if argument(args, name):
+            yield f"{FLAG} cannot be used with --{name.replace('_', '-')}, which {why}; omit one of them"
+    if (argument(args, "cuda_graph_impl") or "none") != "none":
+        yield (
+            f"{FLAG} cannot be used with --cuda-graph-impl, which would hold each transfer at a fixed place; "
+            "omit one of them"
+        )
+
+
+def _check_parallelism(args: Any, options: Options) -> Iterator[str]:
+    if argument(args, "expert_model_parallel_size") == 1:
+        yield (
+            f"{FLAG}: with --expert-model-parallel-size 1 no token leaves its rank; use at least 2 or omit "
+            f"{FLAG}"
+        )
+    dispatcher = argument(args, "moe_token_dispatcher_type")
+    if dispatcher not in (None, "alltoall"):
+        yield (
+            f"{FLAG}: --moe-token-dispatcher-type {dispatcher} has no all-to-all of its own to hide; use "
+            f"--moe-token-dispatcher-type alltoall or omit {FLAG}"
+        )
+    stages = argument(args, "pipeline_model_parallel_size") or 1
+    if stages > 1 and argument(args, "virtual_pipeline_model_parallel_size") is None:
+        yield (
+            f"{FLAG} with a pipeline needs the interleaved schedule, in which a forward and a backward are "
+            "ready at the same time; add --num-virtual-stages-per-pipeline-rank or "
+            "--num-layers-per-virtual-pipeline-stage"
+        )
+    yield from _check_embedding(args, options, stages)
+
+
+def _check_embedding(args: Any, options: Options, stages: int) -> Iterator[str]:
+    depth = argument(args, "mtp_num_layers") or 0
+    if depth > 1:
+        yield (
+            f"{FLAG}: Megatron's schedule of pairs has one layer of multi-token prediction, not {depth}; set "
+            "--mtp-num-layers 1 or omit one of them"
+        )
+    tied = argument(args, "untie_embeddings_and_output_weights") is False
+    if stages == 1 and (depth or tied) and argument(args, "overlap_grad_reduce") and not options.counts_uses:
+        user = "multi-token prediction uses" if depth else "the output layer shares"
+        yield (
+            f"{FLAG} without a pipeline: {user} the embedding's weight, which then has two backwards per "
+            "microbatch, and this megatron-core's --overlap-grad-reduce expects one; upgrade to 0.16 or "
+            "omit --overlap-grad-reduce"
+        )
+
+
+def _check_microbatches(args: Any) -> Iterator[str]:
+    whole, one = argument(args, "global_batch_size"), argument(args, "micro_batch_size")
+    replicas = argument(args, "data_parallel_size")
+    if not (whole and one and replicas) or argument(args, "rampup_batch_size"):
+        return
+    count, needed = whole // (one * replicas), max(2, argument(args, "pipeline_model_parallel_size") or 1)
+    if count < needed:
+        yield (
+            f"{FLAG}: a step has {count} microbatch{'es' * (count != 1)}, which leaves nothing to pair; use "
+            f"at least {needed} (--global-batch-size {needed * one * replicas})"
+        )
+
+
+def _check_recompute(args: Any) -> Iterator[str]:
+    granularity = argument(args, "recompute_granularity")
+    if granularity == "full":
+        yield (
+            f"{FLAG} takes layers apart, which --recompute-granularity full runs again as a whole; use "
+            "--recompute-granularity selective, or omit one of them"
+        )
+    elif granularity == "selective":
+        for module in argument(args, "recompute_modules") or ():
+            if module in _ACROSS_PIECES:
+                yield (
+                    f"{FLAG} takes MoE layers apart, which --recompute-modules {module} runs again as a "
+                    f"whole; drop {module} from the modules: {_ACROSS_PIECES[module]}"
+                )
+
 
 _PLAN = "megatron.core.models.common.model_chunk_schedule_plan:TransformerLayerSchedulePlan"
 _HERE = "mindspeed_dsa.features.pipeline.fb_overlap"
@@ -94,7 +222,6 @@ FEATURE = Feature(
         Conflict("dsa-stage", _WHOLE_LAYERS),
     ),
     options=Options.of,
-    validate=configuration.validate(check_overlap, Options.of),
+    check=check_overlap,
     doc="moe-fb-overlap.md",
 )
-FEATURES = (FEATURE,)

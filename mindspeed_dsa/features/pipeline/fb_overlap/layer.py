@@ -28,7 +28,7 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.pipeline.fb_overlap.options import Options
+from mindspeed_dsa.features.pipeline.fb_overlap.feature import Options
 from mindspeed_dsa.features.pipeline.fb_overlap.pieces import Crossing, Pieces, Shared, until_dispatch
 from mindspeed_dsa.megatron.layer_pieces import transformer_layer
 from mindspeed_dsa.megatron.parted_transfers import arriving, departing

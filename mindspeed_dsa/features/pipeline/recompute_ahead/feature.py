@@ -2,13 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
 from mindspeed_dsa.feature import Feature, Flag
-from mindspeed_dsa.features.pipeline.recompute_ahead.options import Options
-from mindspeed_dsa.features.pipeline.recompute_ahead.validation import (
-    check_recompute_ahead,
-    recompute_ahead_wanted,
-)
+from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.patches.spec import Patch
+
+
+@dataclass(frozen=True)
+class Options:
+    """The requested settings.
+
+    Attributes:
+        everywhere: ahead of every gradient; else only of those that a rank waits for.
+    """
+
+    everywhere: bool
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """From resolved settings."""
+        return cls(everywhere=bool(settings.recompute_in_advance))
+
+
+_WITHOUT_OUTPUT = {"layernorm", "mla_up_proj", "moe_act"}
+"""Modules that Megatron recomputes in the backward of what follows them, not in one of their own."""
+_READERS = {"layernorm": {"mlp", "moe", "shared_experts"}, "mla_up_proj": {"core_attn"}}
+"""Modules that read the output of such a one, which is not there before that."""
+
+
+def recompute_ahead_wanted(settings: Any) -> bool:
+    """Whether one of the two switches is on."""
+    return bool(settings.recompute_in_bubble or settings.recompute_in_advance)
+
+
+def check_recompute_ahead(args: Any, options: Any) -> list[str]:
+    """There is a pipeline, something is recomputed, and by Megatron's own function."""
+    return list(_problems(args))
+
+
+def _problems(args: Any) -> Iterator[str]:
+    both = args.recompute_in_bubble and args.recompute_in_advance
+    flag = "--recompute-in-advance" if args.recompute_in_advance else "--recompute-in-bubble"
+    if both:
+        yield "--recompute-in-bubble and --recompute-in-advance exclude each other; omit one"
+    if (argument(args, "pipeline_model_parallel_size") or 1) == 1:
+        yield (
+            f"{flag} fills the waits of a pipeline, and there is none; set --pipeline-model-parallel-size or "
+            "omit it"
+        )
+    if argument(args, "recompute_granularity") is None:
+        yield f"{flag} has nothing to recompute; add --recompute-granularity or omit it"
+    modules = argument(args, "recompute_modules")
+    selective = argument(args, "recompute_granularity") == "selective" and modules is not None
+    if selective and not _ahead(args, set(modules)):
+        yield (
+            f"{flag}: nothing of --recompute-modules {' '.join(modules)} can be recomputed before its "
+            "gradient is there; use core_attn, mlp, moe or shared_experts without layernorm and mla_up_proj, "
+            "or omit it"
+        )
+    if argument(args, "distribute_saved_activations"):
+        yield f"{flag} recomputes from whole inputs; omit --distribute-saved-activations"
+    if argument(args, "fp8"):
+        yield f"{flag} does not serve Transformer Engine's recomputation; omit it or --fp8-format"
+    if argument(args, "overlap_moe_expert_parallel_comm"):
+        yield (
+            f"{flag} recomputes whole forwards, which --overlap-moe-expert-parallel-comm takes apart; omit "
+            "one of them"
+        )
+
+
+def _ahead(args: Any, modules: set[str]) -> set[str]:
+    """Those of the modules whose input is there when their gradient is not."""
+    found = modules - _WITHOUT_OUTPUT
+    for name in _WITHOUT_OUTPUT & modules:
+        found -= _READERS.get(name, set())
+    # The indexer reads the norm's output beside queries and keys.
+    reads_norm = argument(args, "experimental_attention_variant") == "dsa" and "layernorm" in modules
+    return found - {"core_attn"} if reads_norm else found
+
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
@@ -68,6 +142,6 @@ FEATURE = Feature(
     ),
     active=recompute_ahead_wanted,
     options=Options.of,
-    validate=check_recompute_ahead,
+    check=check_recompute_ahead,
     doc="recompute-ahead.md",
 )

@@ -2,10 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
 from mindspeed_dsa.feature import Feature, Flag
-from mindspeed_dsa.features.pipeline.schedule_trace.options import Options
-from mindspeed_dsa.features.pipeline.schedule_trace.validation import check_trace, trace_wanted
+from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
+
+STEP = 3
+"""Recorded by default: the first ones allocate memory, and measure what features measure once."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The requested settings.
+
+    Attributes:
+        folder: where the files go.
+        step: which training step of the run is recorded, from 1.
+    """
+
+    folder: Path
+    step: int
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """From resolved settings.
+
+        Raises:
+            SettingsError: a step without a folder.
+        """
+        folder, step = settings.trace_schedule, settings.trace_schedule_step
+        if folder is None:
+            raise SettingsError(
+                f"--trace-schedule-step {step} records nothing without --trace-schedule; name a folder with "
+                "that, or omit it"
+            )
+        return cls(folder=Path(folder), step=STEP if step is None else step)
+
+
+def trace_wanted(settings: Any) -> bool:
+    """Whether a folder is named, or a step, which is refused without one."""
+    return settings.trace_schedule is not None or settings.trace_schedule_step is not None
+
+
+def check_trace(args: Any, options: Any) -> list[str]:
+    """A step that the run reaches, and a folder that can be one."""
+    return list(_problems(args))
+
+
+def _problems(args: Any) -> Iterator[str]:
+    step, last = Options.of(args).step, getattr(args, "train_iters", None)
+    if step < 1:
+        yield f"--trace-schedule-step is {step}; steps of a run are counted from 1"
+    elif last is not None and step > last:
+        yield f"--trace-schedule-step {step} is never reached: --train-iters is {last}"
+    folder = Path(args.trace_schedule)
+    if folder.exists() and not folder.is_dir():
+        yield f"--trace-schedule {folder} is a file; name a folder"
+
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _RECORDER = "mindspeed_dsa.features.pipeline.schedule_trace.recorder"
@@ -60,6 +117,6 @@ FEATURE = Feature(
     ),
     active=trace_wanted,
     options=Options.of,
-    validate=check_trace,
+    check=check_trace,
     doc="schedule-trace.md",
 )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.pipeline.schedule_trace.options import Options
+from mindspeed_dsa.features.pipeline.schedule_trace.feature import Options
 from mindspeed_dsa.megatron import pipeline_steps
 from mindspeed_dsa.runs import files
 from mindspeed_dsa.schedule import recorded

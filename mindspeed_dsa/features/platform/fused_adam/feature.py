@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mindspeed_dsa.feature import Conflict, Feature, Flag
-from mindspeed_dsa.features.platform.fused_adam.activation import wanted
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.settings import PLATFORM
+
+_OTHERS = ("swap_optimizer", "virtual_optimizer", "use_torch_fsdp2")
+"""Steps of their own, on moments that are elsewhere, or parameters that are not plain tensors."""
+
+
+def wanted(settings: Any) -> bool:
+    """Whether it is asked for; by default on NPUs, unless another feature has a step of its own."""
+    if settings.fused_adam is not None:
+        return bool(settings.fused_adam)
+    return settings.platform == "npu" and not any(getattr(settings, name, False) for name in _OTHERS)
+
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _STEP = "mindspeed_dsa.features.platform.fused_adam.step:step_in_one_operator"

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from typing import Any
+
 from mindspeed_dsa.feature import Feature, Flag
-from mindspeed_dsa.features.platform.local_modules.activation import is_needed
 from mindspeed_dsa.patches.spec import Patch
+
+
+def is_needed(settings: Any) -> bool:
+    """Without Transformer Engine: away from GPUs, and wherever the implementation was named."""
+    if find_spec("transformer_engine") is not None:
+        return False
+    return bool(settings.platform != "cuda" or settings.transformer_impl)
+
 
 _SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 _REFUSE = "mindspeed_dsa.features.platform.local_modules.specifications:refuse_transformer_engine"

@@ -2,10 +2,150 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from mindspeed_dsa import log
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
-from mindspeed_dsa.features.tensor_parallel.overlap.options import Options
-from mindspeed_dsa.features.tensor_parallel.overlap.validation import check_coc, check_mc2, coc_wanted
+from mindspeed_dsa.megatron.measured import check_measured
 from mindspeed_dsa.patches.spec import Patch
+
+_BACKENDS = {
+    "chunked": "mindspeed_dsa.parallel.chunked",
+    "mc2": "mindspeed_dsa.features.tensor_parallel.overlap.mc2",
+    "symmetric": "mindspeed_dsa.features.tensor_parallel.overlap.symmetric",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The requested settings.
+
+    Attributes:
+        chunks: number of chunks; 0: tuned.
+        keep_gathered: column parallel layers save the gathered input for backward.
+        backend: implementation of matmul and collective, a name of :data:`_BACKENDS`.
+    """
+
+    chunks: int
+    keep_gathered: bool
+    backend: str
+
+    @property
+    def module(self) -> Any:
+        """The backend."""
+        return import_module(_BACKENDS[self.backend])
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """From resolved settings."""
+        again = settings.coc_recompute_all_gather
+        return cls(
+            chunks=settings.coc_parallel_num or 0,
+            keep_gathered=again is not None and not again,
+            backend=_backend(settings),
+        )
+
+    @property
+    def fused(self) -> bool:
+        """Whether matmul and collective are one operator, which chooses its own chunks."""
+        return self.backend != "chunked"
+
+
+def _backend(settings: Any) -> str:
+    if settings.use_ascend_mc2:
+        return "mc2"
+    return "symmetric" if settings.coc_fused_kernel else "chunked"
+
+
+def check_sequence_parallel(args: Any, flag: str) -> Iterator[str]:
+    """Report missing requirements of operators that gather and scatter rows."""
+    if getattr(args, "tensor_model_parallel_size", 1) > 1 and not getattr(args, "sequence_parallel", True):
+        yield (
+            f"{flag}: its operators gather and scatter rows, which tensor parallel ranks do only under "
+            f"sequence parallelism; add --sequence-parallel or omit {flag}"
+        )
+
+
+def report_transformer_engine(args: Any, flag: str) -> None:
+    """Log that Transformer Engine's layers do not change; that is not an error."""
+    if getattr(args, "transformer_impl", None) == "transformer_engine":
+        log.get(flag.removeprefix("--use-")).info(
+            "%s does not change Transformer Engine's layers, which have --tp-comm-overlap; Megatron's own "
+            "linear layers, such as the output layer, are overlapped",
+            flag,
+        )
+
+
+def coc_wanted(settings: Any) -> bool:
+    """Whether it is on, or an option without effect is set, which `check` reports."""
+    return _switched_on(settings) or any(True for _ in _without_effect(settings))
+
+
+def _switched_on(settings: Any) -> bool:
+    """Whether it is on, and not disabled by a chunk count of 1."""
+    count = getattr(settings, "coc_parallel_num", None)
+    switches = ("use_ascend_coc", "coc_fused_kernel")
+    return count != 1 and (count is not None or any(getattr(settings, name, False) for name in switches))
+
+
+def _without_effect(settings: Any) -> Iterator[str]:
+    count = getattr(settings, "coc_parallel_num", None)
+    if count and getattr(settings, "coc_fused_kernel", False):
+        yield (
+            f"--coc-parallel-num {count} has no effect with --coc-fused-kernel, whose operators choose their "
+            "own chunks; omit one of them"
+        )
+    again = getattr(settings, "coc_recompute_all_gather", None)
+    on = _switched_on(settings) or getattr(settings, "use_ascend_mc2", False)
+    if again is not None and not on:
+        flag = "--coc-recompute-all-gather" if again else "--no-coc-recompute-all-gather"
+        yield (
+            f"{flag} has no effect without --use-ascend-coc, or with --coc-parallel-num 1, which switches "
+            f"the overlap off; switch it on or omit {flag}"
+        )
+
+
+def check_tensor_parallel(args: Any, flag: str) -> Iterator[str]:
+    """Report missing requirements of any overlap of tensor parallel communication."""
+    if getattr(args, "tensor_model_parallel_size", None) == 1:
+        yield (
+            f"{flag}: with --tensor-model-parallel-size 1 there is no communication to hide; omit "
+            f"{flag} or use at least 2"
+        )
+
+
+def check_coc(args: Any, options: Any) -> Sequence[str]:
+    """Report Megatron arguments that are incompatible with chunks."""
+    found = [*_without_effect(args)]
+    if found:
+        return found
+    found += check_tensor_parallel(args, "--use-ascend-coc")
+    report_transformer_engine(args, "--use-ascend-coc")
+    if getattr(args, "coc_fused_kernel", False):
+        found += check_sequence_parallel(args, "--coc-fused-kernel")
+    elif not getattr(args, "coc_parallel_num", None):
+        found += check_tuned(args)
+    return found
+
+
+def check_tuned(args: Any, options: Any = None) -> Iterator[str]:
+    """Whether the number of chunks may be tuned, in arguments or in a layer's configuration."""
+    return check_measured(
+        args, "--use-ascend-coc", "the best number of chunks", "fix it, for example with --coc-parallel-num 4"
+    )
+
+
+def check_mc2(args: Any, options: Any) -> Sequence[str]:
+    """Report Megatron arguments that are incompatible with MC2."""
+    report_transformer_engine(args, "--use-ascend-mc2")
+    return [
+        *check_tensor_parallel(args, "--use-ascend-mc2"),
+        *check_sequence_parallel(args, "--use-ascend-mc2"),
+    ]
+
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _IMPL = "mindspeed_dsa.features.tensor_parallel.overlap.layers"
@@ -78,7 +218,7 @@ COC = Feature(
     requires=Requires(versions={"megatron-core": ">=0.12.1,<0.21"}),
     active=coc_wanted,
     options=Options.of,
-    validate=check_coc,
+    check=check_coc,
     doc="ascend-coc.md",
 )
 MC2 = Feature(
@@ -101,7 +241,6 @@ MC2 = Feature(
         ),
     ),
     options=Options.of,
-    validate=check_mc2,
+    check=check_mc2,
     doc="ascend-mc2.md",
 )
-FEATURES = (COC, MC2)

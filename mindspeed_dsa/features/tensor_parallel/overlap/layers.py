@@ -21,8 +21,7 @@ from mindspeed_dsa.features.tensor_parallel.overlap.autograd import (
     flat,
     row_backward,
 )
-from mindspeed_dsa.features.tensor_parallel.overlap.options import Options
-from mindspeed_dsa.features.tensor_parallel.overlap.validation import check_tuned
+from mindspeed_dsa.features.tensor_parallel.overlap.feature import Options, check_tuned
 from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.parallel.weight_gradient import WeightGradient
 

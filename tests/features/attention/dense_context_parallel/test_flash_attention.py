@@ -14,7 +14,7 @@ from mindspeed_dsa.features.attention.dense_context_parallel.core_attention impo
     build_for_the_operator,
     plan_of,
 )
-from mindspeed_dsa.features.attention.dense_context_parallel.validation import (
+from mindspeed_dsa.features.attention.dense_context_parallel.feature import (
     check_flash_attention,
     flash_wanted,
 )
@@ -79,9 +79,11 @@ def test_when_it_is_on():
 
 
 def test_refused_before_training():
-    assert check_flash_attention(SimpleNamespace(attention_dropout=0.0, reset_attention_mask=False)) == []
+    assert (
+        check_flash_attention(SimpleNamespace(attention_dropout=0.0, reset_attention_mask=False), None) == []
+    )
     (dropout, reset) = check_flash_attention(
-        SimpleNamespace(attention_dropout=0.1, reset_attention_mask=True)
+        SimpleNamespace(attention_dropout=0.1, reset_attention_mask=True), None
     )
     assert dropout.startswith("--attention-dropout: ")
     assert "use --attention-dropout 0" in dropout

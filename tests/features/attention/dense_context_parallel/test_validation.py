@@ -17,9 +17,10 @@ from mindspeed_dsa.features.attention.dense_context_parallel.core_attention impo
     Plan,
     attend_with_other_ranks,
 )
-from mindspeed_dsa.features.attention.dense_context_parallel.options import Options, wanted
-from mindspeed_dsa.features.attention.dense_context_parallel.validation import (
+from mindspeed_dsa.features.attention.dense_context_parallel.feature import (
+    Options,
     check_dense_attention,
+    wanted,
     without_mask,
 )
 from tests.support.contexts import context

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_dsa.context_parallel.packs import Pack
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.dsa import by_runs
-from mindspeed_dsa.megatron.packs import Pack
 from tests.features.attention.cp_cases import logged_indexer_loss
 from tests.support import model as job
 

@@ -11,15 +11,12 @@ import pytest
 import torch
 
 import mindspeed_dsa
-from mindspeed_dsa.context_parallel.packs import DealtBlocks
+from mindspeed_dsa.context_parallel import packs
+from mindspeed_dsa.context_parallel.packs import DealtBlocks, Pack, PackRows
 from mindspeed_dsa.features.attention.packs import delivery
-from mindspeed_dsa.features.attention.packs.arguments import reset_at_documents
-from mindspeed_dsa.features.attention.packs.validation import check_packs
+from mindspeed_dsa.features.attention.packs.feature import check_packs, reset_at_documents
 from mindspeed_dsa.features.dsa import sparse_attention
 from mindspeed_dsa.features.dsa.problem import Groups, IndexInputs, Operands, Rows
-from mindspeed_dsa.megatron import packs
-from mindspeed_dsa.megatron.pack_rows import PackRows
-from mindspeed_dsa.megatron.packs import Pack
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.npu.layout import layout_of_ranges
 from mindspeed_dsa.ops.row_ranges import visible_ranges
@@ -293,13 +290,15 @@ def test_jobs_that_cannot_pack_are_refused(args, message):
 def test_dsa_of_megatron_alone_cannot_pack(release, switches):
     args = SimpleNamespace(experimental_attention_variant="dsa", **switches)
     with mock.patch("mindspeed_dsa.patches.versions.of_megatron", return_value=release):
-        (problem,) = check_packs(args)
+        (problem,) = check_packs(args, None)
         assert f"Megatron-core {release} has no packed sequences for DSA" in problem
-        assert not check_packs(SimpleNamespace(**vars(args), dsa_stage="warmup"))
-        assert not check_packs(SimpleNamespace(experimental_attention_variant="dsa", use_fused_dsa=True))
+        assert not check_packs(SimpleNamespace(**vars(args), dsa_stage="warmup"), None)
+        assert not check_packs(
+            SimpleNamespace(experimental_attention_variant="dsa", use_fused_dsa=True), None
+        )
     for served in ("0.15.3", "0.19.0"):  # by our own DSA, and by Megatron's
         with mock.patch("mindspeed_dsa.patches.versions.of_megatron", return_value=served):
-            assert not check_packs(args)
+            assert not check_packs(args, None)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.features.attention.sp_tp_sp.validation import check_sp_tp_sp
+from mindspeed_dsa.features.attention.sp_tp_sp.feature import check_sp_tp_sp
 from tests.features.attention.dense_context_parallel import cases
 from tests.support import model as job
 
@@ -66,7 +66,7 @@ def test_what_it_needs_has_a_name():
         "sequence_parallel": True,
         "ckpt_format": "torch_dist",
     }
-    assert not check_sp_tp_sp(SimpleNamespace(**good))
+    assert not check_sp_tp_sp(SimpleNamespace(**good), None)
     for changed, message in (
         ({"multi_latent_attention": False}, "for latent attention"),
         ({"experimental_attention_variant": "dsa"}, "with DSA use --context-parallel-size"),
@@ -76,5 +76,5 @@ def test_what_it_needs_has_a_name():
         ({"ckpt_format": "torch"}, "use --ckpt-format torch_dist"),
         ({"fp8": "hybrid"}, "omit --fp8-format"),
     ):
-        (problem,) = check_sp_tp_sp(SimpleNamespace(**{**good, **changed}))
+        (problem,) = check_sp_tp_sp(SimpleNamespace(**{**good, **changed}), None)
         assert message in problem

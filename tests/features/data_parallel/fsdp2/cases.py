@@ -144,7 +144,7 @@ def stages_of_ddp(folder: str) -> list[str]:
 
 
 def _step_with_drawn_gradients(job: Any, number: int) -> float:
-    from mindspeed_dsa.features.data_parallel.fsdp2.shards import like
+    from mindspeed_dsa.parallel.local_shards import like
 
     job.model.zero_grad_buffer()
     job.optimizer.zero_grad()

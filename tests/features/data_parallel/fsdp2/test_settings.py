@@ -6,13 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_dsa.features.data_parallel.fsdp2.feature import FEATURE
-from mindspeed_dsa.features.data_parallel.fsdp2.options import Options
+from mindspeed_dsa.features.data_parallel.fsdp2.feature import FEATURE, Options
 from mindspeed_dsa.patches.errors import SettingsError
 
 
 def problems(**arguments):
-    return list(FEATURE.validate(SimpleNamespace(**{"use_torch_fsdp2": True, **arguments})))
+    return list(FEATURE.problems(SimpleNamespace(**{"use_torch_fsdp2": True, **arguments})))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,7 @@ def test_weights_are_of_the_files_type(tmp_path):
 
 
 def test_megatrons_checks_are_not_told_of_it_beside_experts():
-    from mindspeed_dsa.features.data_parallel.fsdp2.arguments import validate_beside_experts_and_pipelines
+    from mindspeed_dsa.features.data_parallel.fsdp2.feature import validate_beside_experts_and_pipelines
 
     def stock(args):
         assert not args.use_torch_fsdp2 or args.expert_model_parallel_size == 1, "not supported"

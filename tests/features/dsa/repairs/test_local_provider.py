@@ -111,6 +111,6 @@ def test_transformer_engine_asked_for_but_missing():
 
     from mindspeed_dsa.features.dsa.repairs.local_provider.feature import FEATURE
 
-    (problem,) = FEATURE.validate(SimpleNamespace(transformer_impl="transformer_engine"))
+    (problem,) = FEATURE.problems(SimpleNamespace(transformer_impl="transformer_engine"))
     assert "--transformer-impl local" in problem
-    assert not FEATURE.validate(SimpleNamespace(transformer_impl="local"))
+    assert not FEATURE.problems(SimpleNamespace(transformer_impl="local"))

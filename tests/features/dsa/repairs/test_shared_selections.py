@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import mindspeed_dsa
-from mindspeed_dsa.features.dsa.repairs.shared_selections.feature import FEATURE
-from mindspeed_dsa.features.dsa.repairs.shared_selections.validation import refuse_recompute
+from mindspeed_dsa.features.dsa.repairs.shared_selections.feature import FEATURE, refuse_recompute
 from mindspeed_dsa.patches.errors import SettingsError
 from tests.support.contexts import context
 
@@ -32,7 +31,7 @@ EXPERTS = {"moe_fb_overlap": True, "overlap_moe_expert_parallel_comm": True}
     ],
 )
 def test_refused_by_name(arguments, named):
-    (problem,) = FEATURE.validate(SimpleNamespace(**SHARED, **arguments))
+    (problem,) = FEATURE.problems(SimpleNamespace(**SHARED, **arguments))
     for flag in ("--dsa-indexer-topk-freq 4", *named):
         assert flag in problem
 
@@ -48,7 +47,7 @@ def test_refused_by_name(arguments, named):
     ],
 )
 def test_what_runs_no_sharing_layer_again_is_served(arguments):
-    assert FEATURE.validate(SimpleNamespace(**{**SHARED, **arguments})) == []
+    assert FEATURE.problems(SimpleNamespace(**{**SHARED, **arguments})) == []
 
 
 def test_no_switch_turns_it_off():

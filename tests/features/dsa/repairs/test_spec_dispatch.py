@@ -64,15 +64,15 @@ def arguments(**changes):
     ],
 )
 def test_what_cannot_be_built_is_told_before_anything_starts(changes, wanted):
-    (problem,) = FEATURE.validate(arguments(**changes))
+    (problem,) = FEATURE.problems(arguments(**changes))
     assert wanted in problem
 
 
 def test_all_problems_are_told_at_once():
-    assert len(FEATURE.validate(arguments(dsa_indexer_n_heads=None, dsa_indexer_topk=None))) == 2
+    assert len(FEATURE.problems(arguments(dsa_indexer_n_heads=None, dsa_indexer_topk=None))) == 2
 
 
 def test_what_can_be_built_is_not_complained_about():
-    assert not FEATURE.validate(arguments())
-    assert not FEATURE.validate(arguments(experimental_attention_variant=None, dsa_indexer_topk=None))
-    assert not FEATURE.validate(SimpleNamespace(experimental_attention_variant="dsa"))
+    assert not FEATURE.problems(arguments())
+    assert not FEATURE.problems(arguments(experimental_attention_variant=None, dsa_indexer_topk=None))
+    assert not FEATURE.problems(SimpleNamespace(experimental_attention_variant="dsa"))

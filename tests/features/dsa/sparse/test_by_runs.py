@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from mindspeed_dsa.context_parallel.layout import Zigzag
-from mindspeed_dsa.context_parallel.packs import DealtBlocks
+from mindspeed_dsa.context_parallel.packs import DealtBlocks, Pack, PackRows
 from mindspeed_dsa.features.dsa.by_runs import attend_by_runs
 from mindspeed_dsa.features.dsa.problem import Groups, IndexInputs, LossOptions, Operands, Rows
 from mindspeed_dsa.features.dsa.sparse_attention import sparse_attention
-from mindspeed_dsa.megatron.pack_rows import PackRows
-from mindspeed_dsa.megatron.packs import Pack
 
 LENGTH, TOPK = 48, 6
 HEADS, LATENT, ROPE, VALUE, INDEX_HEADS, INDEX = 2, 8, 4, 6, 8, 8

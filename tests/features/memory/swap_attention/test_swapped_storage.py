@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mindspeed_dsa import log, platforms
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.memory.swap_attention import layers as swap_layers
+from mindspeed_dsa.features.memory.swap_attention.feature import Options
 from mindspeed_dsa.features.memory.swap_attention.layer_pass import LayerPass
-from mindspeed_dsa.features.memory.swap_attention.options import Options
 from mindspeed_dsa.features.memory.swap_attention.swapped_storage import SwappedStorage
 from mindspeed_dsa.platforms.cpu import CpuPlatform, CpuStream
 from tests.features.memory.swap_attention.cases import in_use

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_dsa.features.memory.swap_attention.feature import FEATURE
-from mindspeed_dsa.features.memory.swap_attention.options import Options
-from mindspeed_dsa.features.memory.swap_attention.validation import least_host_bytes
+from mindspeed_dsa.features.memory.swap_attention.feature import FEATURE, Options, least_host_bytes
 from mindspeed_dsa.platforms import host_pool
 
 GIB = 1 << 30
@@ -29,7 +27,7 @@ def _enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def problems(**arguments: Any) -> list[str]:
-    return list(FEATURE.validate(SimpleNamespace(**{"swap_attention": True, **arguments})))
+    return list(FEATURE.problems(SimpleNamespace(**{"swap_attention": True, **arguments})))
 
 
 def least(args: SimpleNamespace) -> int | None:
@@ -122,9 +120,9 @@ def test_host_memory_that_is_certainly_needed(monkeypatch, arguments, expected):
     args = SimpleNamespace(swap_attention=True, **{**LARGE, **arguments})
     assert least(args) == expected * GIB
     monkeypatch.setattr(host_pool, "host_memory_free", lambda: int(expected * GIB))
-    assert FEATURE.validate(args) == []
+    assert FEATURE.problems(args) == []
     monkeypatch.setattr(host_pool, "host_memory_free", lambda: int(expected * GIB) - 1)
-    (problem,) = FEATURE.validate(args)
+    (problem,) = FEATURE.problems(args)
     assert f"needs {expected:.2f} GiB of pinned host memory" in problem
     assert "--swap-attention-num-layers" in problem
 
@@ -137,9 +135,9 @@ def test_host_memory_is_asked_for_the_processes_of_the_first_stage(monkeypatch, 
     free = processes * (least(args) + host_pool.shared.figures().held)
     monkeypatch.setattr(host_pool, "_free_at_start", 0)
     monkeypatch.setattr(host_pool, "host_memory_free", lambda: free)
-    assert FEATURE.validate(args) == []
+    assert FEATURE.problems(args) == []
     monkeypatch.setattr(host_pool, "host_memory_free", lambda: free - 1)
-    (problem,) = FEATURE.validate(args)
+    (problem,) = FEATURE.problems(args)
     assert f"in {processes} processes on this host" in problem
 
 

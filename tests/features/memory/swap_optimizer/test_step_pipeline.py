@@ -15,8 +15,8 @@ from torch import Tensor
 from mindspeed_dsa.features.memory.host_moments import Moments
 from mindspeed_dsa.features.memory.swap_optimizer import step_pipeline
 from mindspeed_dsa.features.memory.swap_optimizer.early_gather import EarlyGather, unless_gathered
+from mindspeed_dsa.features.memory.swap_optimizer.feature import Options
 from mindspeed_dsa.features.memory.swap_optimizer.host_slab import Parameter, Slab
-from mindspeed_dsa.features.memory.swap_optimizer.options import Options
 from mindspeed_dsa.features.memory.swap_optimizer.state_on_host import SwappedState
 from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Pipeline
 from mindspeed_dsa.megatron.whole_steps import WholeSteps

@@ -9,7 +9,7 @@ import torch
 
 from mindspeed_dsa.features.memory.host_moments import Moments
 from mindspeed_dsa.features.memory.virtual_optimizer import kernel_moments, mapped_moments
-from mindspeed_dsa.features.memory.virtual_optimizer.options import Options
+from mindspeed_dsa.features.memory.virtual_optimizer.feature import Options
 from tests.support.contexts import context
 from tests.support.optimizer_training import DISTRIBUTED, JOB, LARGER, OFF, PLAIN, assert_same_training
 

@@ -37,7 +37,7 @@ EP2 = {
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_refused_in_one_sentence(arguments, flag):
-    (problem,) = FEATURE.validate(Namespace(**{**EP2, **arguments}))
+    (problem,) = FEATURE.problems(Namespace(**{**EP2, **arguments}))
     assert problem.startswith("--moe-alltoall-overlap-comm")
     assert flag in problem
-    assert list(FEATURE.validate(Namespace(**EP2))) == []
+    assert list(FEATURE.problems(Namespace(**EP2))) == []

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_dsa.features.moe.balanced_experts.feature import FEATURE
-from mindspeed_dsa.features.moe.balanced_experts.options import Options
+from mindspeed_dsa.features.moe.balanced_experts.feature import FEATURE, Options
 
 SERVED = {
     "balanced_moe_experts": True,
@@ -22,7 +21,7 @@ SERVED = {
 
 
 def problems(**changes):
-    return FEATURE.validate(SimpleNamespace(**{**SERVED, **changes}))
+    return FEATURE.problems(SimpleNamespace(**{**SERVED, **changes}))
 
 
 def test_served():

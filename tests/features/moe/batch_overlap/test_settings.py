@@ -39,18 +39,18 @@ ALWAYS = {"moe_batch_overlap_always": True}
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_refused_in_one_sentence(arguments, flag):
-    (problem,) = FEATURE.validate(Namespace(**{**EP2, **arguments}))
+    (problem,) = FEATURE.problems(Namespace(**{**EP2, **arguments}))
     assert problem.startswith("--moe-batch-overlap")
     assert flag in problem
-    assert list(FEATURE.validate(Namespace(**EP2))) == []
+    assert list(FEATURE.problems(Namespace(**EP2))) == []
 
 
 def test_deterministic_without_measuring():
-    assert not FEATURE.validate(Namespace(**EP2, **ALWAYS, deterministic_mode=True))
+    assert not FEATURE.problems(Namespace(**EP2, **ALWAYS, deterministic_mode=True))
 
 
 def test_option_without_switch():
     arguments = Namespace(**{**EP2, **ALWAYS, "moe_batch_overlap": False})
     assert FEATURE.is_active(arguments)
-    (problem,) = FEATURE.validate(arguments)
+    (problem,) = FEATURE.problems(arguments)
     assert "--moe-batch-overlap-always has no effect without --moe-batch-overlap" in problem

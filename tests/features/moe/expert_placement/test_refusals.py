@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed_dsa.features.moe.expert_placement import checkpoints, placing
-from mindspeed_dsa.features.moe.expert_placement.options import Options
-from mindspeed_dsa.features.moe.expert_placement.validation import check_expert_placement
+from mindspeed_dsa.features.moe.expert_placement.feature import Options, check_expert_placement
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.runs import expert_load, expert_placement, metrics
 from mindspeed_dsa.runs.expert_load import LayerLoad
@@ -30,7 +29,7 @@ def problems(tmp_path, placement=None, **arguments):
         "mtp_num_layers": None,
         **arguments,
     }
-    return list(check_expert_placement(SimpleNamespace(**given)))
+    return list(check_expert_placement(SimpleNamespace(**given), None))
 
 
 def test_a_placement_of_this_model_is_accepted(tmp_path):

@@ -30,11 +30,11 @@ BUFFERS = {**ZERO, "ckpt_format": "torch", "moe_ffn_hidden_size": 64}
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_refusals_name_the_way_out(arguments, remedy):
-    (problem,) = FEATURE.validate(SimpleNamespace(**GROUPED, **arguments))
+    (problem,) = FEATURE.problems(SimpleNamespace(**GROUPED, **arguments))
     assert problem.startswith("--moe-grouped-gemm: ")
     assert remedy in problem
     transformer_engine = {"moe_grouped_gemm": True, "transformer_impl": "transformer_engine"}
-    assert not FEATURE.validate(SimpleNamespace(**transformer_engine, **arguments))
+    assert not FEATURE.problems(SimpleNamespace(**transformer_engine, **arguments))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_refusals_name_the_way_out(arguments, remedy):
     ],
 )
 def test_what_is_served(arguments):
-    assert not FEATURE.validate(SimpleNamespace(**GROUPED, **arguments))
+    assert not FEATURE.problems(SimpleNamespace(**GROUPED, **arguments))
 
 
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])

@@ -12,8 +12,7 @@ import mindspeed_dsa
 from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.moe.load_report import counting, steps
-from mindspeed_dsa.features.moe.load_report.options import Options
-from mindspeed_dsa.features.moe.load_report.validation import check_load_report
+from mindspeed_dsa.features.moe.load_report.feature import Options, check_load_report
 from mindspeed_dsa.runs import expert_load
 from mindspeed_dsa.runs.expert_load import LayerLoad
 from tests.features.moe.load_report.cases import summed
@@ -142,7 +141,7 @@ def test_what_cannot_be_reported_is_refused(tmp_path):
     file = tmp_path / "file"
     file.touch()
     args = SimpleNamespace(moe_router_load_report=str(file), num_experts=None, dsa_stage="warmup")
-    problems = " ".join(check_load_report(args))
+    problems = " ".join(check_load_report(args, None))
     assert "has no experts" in problems
     assert "--dsa-stage warmup" in problems
     assert "is a file; name a folder" in problems

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.features.moe.permute_fusion import options, permutation
+from mindspeed_dsa.features.moe.permute_fusion import feature, permutation
 from mindspeed_dsa.features.moe.permute_fusion.feature import FEATURE
 from mindspeed_dsa.features.moe.permute_fusion.kernels import counts
 from tests.support import model, moe
@@ -99,16 +99,16 @@ def args(**values):
 
 
 def test_the_flex_dispatcher_is_refused():
-    assert FEATURE.validate(args()) == []
-    (problem,) = FEATURE.validate(args(moe_token_dispatcher_type="flex"))
+    assert FEATURE.problems(args()) == []
+    (problem,) = FEATURE.problems(args(moe_token_dispatcher_type="flex"))
     assert "serves the dispatchers alltoall and allgather" in problem
 
 
 @pytest.mark.parametrize(("backend", "left"), [("auto", True), ("triton", False)])
 def test_transformer_engine_keeps_its_own_unless_asked(monkeypatch, backend, left):
-    monkeypatch.setattr(options, "find_spec", lambda name: object())
+    monkeypatch.setattr(feature, "find_spec", lambda name: object())
     kernels = SimpleNamespace(fused_unpermute=object())
-    chosen = options.Options.of(args(moe_permute_backend=backend))
+    chosen = feature.Options.of(args(moe_permute_backend=backend))
     assert chosen.leaves_it_to_transformer_engine(lambda name: kernels) is left
     kernels.fused_unpermute = None  # older than 2.1
     assert not chosen.leaves_it_to_transformer_engine(lambda name: kernels)
@@ -131,7 +131,7 @@ def test_a_part_of_a_map_has_no_topk(monkeypatch):
 
     said = []
     monkeypatch.setattr(permutation, "permute", lambda *_, **more: said.append(more["topk"]) or ())
-    ours = permutation.permute_fused(stock, context("moe-permute-fusion", options.Options("cpu")))
+    ours = permutation.permute_fused(stock, context("moe-permute-fusion", feature.Options("cpu")))
     tokens, part = torch.empty(2, 8), torch.tensor([[True, True], [False, False]])
     ours(tokens, part, num_out_tokens=2, fused=True)
     ours(tokens, part, part.float(), num_out_tokens=2, fused=True)

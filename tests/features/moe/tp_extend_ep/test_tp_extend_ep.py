@@ -8,8 +8,7 @@ import pytest
 
 import mindspeed_dsa
 from mindspeed_dsa import session
-from mindspeed_dsa.features.moe.tp_extend_ep.arguments import extend
-from mindspeed_dsa.features.moe.tp_extend_ep.validation import check_tp_extend_ep
+from mindspeed_dsa.features.moe.tp_extend_ep.feature import check_tp_extend_ep, extend
 from mindspeed_dsa.megatron.job import validate_with_feature_checks
 from tests.support import model
 

@@ -110,6 +110,6 @@ def test_refusals(given, said):
     from types import SimpleNamespace
 
     (feature,) = (each for each in features.built_in() if each.name == "two-streams")
-    found = list(feature.validate(SimpleNamespace(**given)))
+    found = list(feature.problems(SimpleNamespace(**given)))
     assert len(found) == (said is not None)
     assert said is None or said in found[0]

@@ -7,9 +7,7 @@ from argparse import Namespace
 import pytest
 
 from mindspeed_dsa.features import all_features
-from mindspeed_dsa.features.pipeline.fb_overlap.feature import FEATURE
-from mindspeed_dsa.features.pipeline.fb_overlap.options import Options
-from mindspeed_dsa.features.pipeline.fb_overlap.validation import check_overlap
+from mindspeed_dsa.features.pipeline.fb_overlap.feature import FEATURE, Options, check_overlap
 from mindspeed_dsa.session import checks
 
 SERVED = {
@@ -54,10 +52,10 @@ SERVED = {
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_refused_in_one_sentence(arguments, words):
-    (problem,) = FEATURE.validate(Namespace(**{**SERVED, **arguments}))
+    (problem,) = FEATURE.problems(Namespace(**{**SERVED, **arguments}))
     assert problem.startswith("--moe-fb-overlap")
     assert words in problem
-    assert list(FEATURE.validate(Namespace(**SERVED))) == []
+    assert list(FEATURE.problems(Namespace(**SERVED))) == []
 
 
 @pytest.mark.parametrize("shared", [{"mtp_num_layers": 1}, {"untie_embeddings_and_output_weights": False}])

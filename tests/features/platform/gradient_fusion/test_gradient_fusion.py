@@ -10,10 +10,10 @@ import torch
 
 import mindspeed_dsa
 from mindspeed_dsa import platforms
-from mindspeed_dsa.features.platform.gradient_fusion import validation
+from mindspeed_dsa.features.platform.gradient_fusion import feature
 from mindspeed_dsa.features.platform.gradient_fusion.feature import FEATURE
 from mindspeed_dsa.features.platform.gradient_fusion.kernels import Kernels
-from mindspeed_dsa.features.platform.mindspeed_flags.arguments import switch_off_missing_fusions
+from mindspeed_dsa.features.platform.mindspeed_flags.feature import switch_off_missing_fusions
 from tests.features.memory.recompute_cases import EXPERTS, PLAIN
 
 CASES = "tests.features.platform.gradient_fusion.cases"
@@ -83,7 +83,7 @@ def test_when_it_is_on(monkeypatch):
     assert not on(use_torch_fsdp2=True)
     assert on(**{SWITCH: True}, platform="cpu")
     assert not on(**{SWITCH: False})
-    monkeypatch.setattr(validation, "find_spec", lambda name: name == validation.EXTENSION)
+    monkeypatch.setattr(feature, "find_spec", lambda name: name == feature.EXTENSION)
     assert not on(**{SWITCH: True}), "Apex is taken where it is installed"
 
 

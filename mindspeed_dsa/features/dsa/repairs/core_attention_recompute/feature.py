@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.megatron.dsa import DSA, FIXES, MLA, dsa_repair
+from mindspeed_dsa.megatron.dsa import DSA, MLA, dsa_repair
 from mindspeed_dsa.patches.spec import Patch
 
-_IMPL = f"{FIXES}.core_attention_recompute.recompute"
+_HERE = "mindspeed_dsa.features.dsa.repairs.core_attention_recompute"
+
+_IMPL = f"{_HERE}.recompute"
 
 FEATURE = dsa_repair(
     "dsa-core-attention-recompute",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.megatron.dsa import DSA, FIXES, dsa_repair
+from mindspeed_dsa.megatron.dsa import DSA, dsa_repair
 from mindspeed_dsa.patches.spec import Patch
 
+_HERE = "mindspeed_dsa.features.dsa.repairs.cp_loss_grads"
+
 _KERNELS = f"{DSA.rpartition('.')[0]}.dsa_kernels"
-_IMPL = f"{FIXES}.cp_loss_grads.shares"
+_IMPL = f"{_HERE}.shares"
 _RELEASES = ">=0.19,<0.21"
 
 FEATURE = dsa_repair(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.megatron.dsa import DSA, FIXES, dsa_repair
+from mindspeed_dsa.megatron.dsa import DSA, dsa_repair
 from mindspeed_dsa.patches.spec import Patch
+
+_HERE = "mindspeed_dsa.features.dsa.repairs.indexer_tp_grads"
 
 FEATURE = dsa_repair(
     "dsa-indexer-tp-grads",
@@ -13,7 +15,7 @@ FEATURE = dsa_repair(
         Patch(
             f"{DSA}:DSAIndexer.__init__",
             "wrap",
-            f"{FIXES}.indexer_tp_grads.averaging:average_over_tensor_parallel_ranks",
+            f"{_HERE}.averaging:average_over_tensor_parallel_ranks",
             "every rank computes the full gradient, and sequence parallelism sums these copies",
             versions=">=0.16,<0.19",
         ),

@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.features.dsa.repairs.local_provider.options import Options
-from mindspeed_dsa.features.dsa.repairs.local_provider.validation import check_transformer_engine
-from mindspeed_dsa.megatron.dsa import FIXES, MLA, SPECS, dsa_repair, megatron_flag
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from mindspeed_dsa.megatron.dsa import MLA, SPECS, dsa_repair, megatron_flag
 from mindspeed_dsa.patches.spec import Patch
 
-_IMPL = f"{FIXES}.local_provider.modules"
+_HERE = "mindspeed_dsa.features.dsa.repairs.local_provider"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Facts of this session.
+
+    Attributes:
+        groups_experts: Megatron's own provider has experts for ``--moe-grouped-gemm``.
+    """
+
+    groups_experts: bool
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """From resolved settings."""
+        return cls(groups_experts="moe-grouped-gemm" in getattr(settings, "features_on", ()))
+
+
+def check_transformer_engine(args: Any, options: Any) -> Sequence[str]:
+    """Report a missing Transformer Engine, which Megatron's default implementation needs."""
+    if getattr(args, "transformer_impl", None) != "transformer_engine" or find_spec("transformer_engine"):
+        return ()
+    problem = (
+        "--transformer-impl transformer_engine (Megatron's default) needs Transformer Engine, which is not "
+        "installed; add --transformer-impl local"
+    )
+    return (problem,)
+
+
+_IMPL = f"{_HERE}.modules"
 
 FEATURE = dsa_repair(
     "dsa-local-provider",
     summary="Builds MLA + DSA + MoE from Megatron's own layers, without Transformer Engine.",
     switch_help="Support --transformer-impl local for DSA models.",
-    validate=check_transformer_engine,
+    check=check_transformer_engine,
     options=Options.of,
     megatron_flags=(megatron_flag("--transformer-impl"),),
     patches=(
@@ -46,7 +79,7 @@ FEATURE = dsa_repair(
         Patch(
             f"{MLA}:HAVE_TE",
             "value",
-            f"{_IMPL}:transformer_engine_is_usable",
+            "mindspeed_dsa.megatron.local_modules:transformer_engine_is_usable",
             "MLA assumes that Transformer Engine is available and fails in an isinstance check",
             versions=">=0.16,<0.17",
             factory=True,

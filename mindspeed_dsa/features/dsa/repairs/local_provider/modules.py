@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.dsa.repairs.local_provider.options import Options
+from mindspeed_dsa.features.dsa.repairs.local_provider.feature import Options
 from mindspeed_dsa.features.dsa.repairs.local_provider.spec_provider import local_spec_provider
 from mindspeed_dsa.megatron.local_modules import duplicated_linear
 
@@ -17,11 +17,6 @@ from mindspeed_dsa.megatron.local_modules import duplicated_linear
 def full_copy_linear(context: Context[Options]) -> type:
     """The class that MLA gets under the name ``Linear``."""
     return duplicated_linear(context.megatron)
-
-
-def transformer_engine_is_usable(context: Context[Options]) -> bool:
-    """Whether Megatron has found a Transformer Engine that it can use."""
-    return bool(context.megatron("core.extensions.transformer_engine").HAVE_TE)
 
 
 def provide_local_modules(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:

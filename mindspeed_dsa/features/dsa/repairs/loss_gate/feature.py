@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.megatron.dsa import DSA, FIXES, dsa_repair
+from mindspeed_dsa.megatron.dsa import DSA, dsa_repair
 from mindspeed_dsa.patches.spec import Patch
+
+_HERE = "mindspeed_dsa.features.dsa.repairs.loss_gate"
 
 FEATURE = dsa_repair(
     "dsa-loss-gate",
@@ -14,21 +16,21 @@ FEATURE = dsa_repair(
         Patch(
             f"{DSA}:DSAttention.forward",
             "wrap",
-            f"{FIXES}.loss_gate.gate:skip_unwanted_loss",
+            f"{_HERE}.gate:skip_unwanted_loss",
             "the loss is computed at coefficient 0, and a missing coefficient crashes",
             versions=">=0.16,<0.19",
         ),
         Patch(
             f"{DSA}:DSAIndexer.forward_with_scores",
             "wrap",
-            f"{FIXES}.loss_gate.gate:score_without_graph",
+            f"{_HERE}.gate:score_without_graph",
             "the scores' graph is built and kept although it is not used",
             versions=">=0.16,<0.19",
         ),
         Patch(
             f"{DSA}:DSAttention.forward",
             "wrap",
-            f"{FIXES}.loss_gate.gate:keep_indexer_gradients",
+            f"{_HERE}.gate:keep_indexer_gradients",
             "without the loss the indexer gets no gradients, and overlapped reduction waits for them",
             versions=">=0.19,<0.21",
         ),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.megatron.dsa import DSA, FIXES, dsa_repair
+from mindspeed_dsa.megatron.dsa import DSA, dsa_repair
 from mindspeed_dsa.patches.spec import Patch
 
+_HERE = "mindspeed_dsa.features.dsa.repairs.loss_tracker"
+
 _HELPER = f"{DSA}:DSAIndexerLossLoggingHelper"
-_IMPL = f"{FIXES}.loss_tracker.tracker"
+_IMPL = f"{_HERE}.tracker"
 _VERSIONS = ">=0.16,<0.21"
 
 FEATURE = dsa_repair(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from mindspeed_dsa.feature import Flag
-from mindspeed_dsa.megatron.dsa import FIXES, MLA, dsa_option
+from mindspeed_dsa.megatron.dsa import MLA, dsa_option
 from mindspeed_dsa.patches.spec import Patch
+
+_HERE = "mindspeed_dsa.features.dsa.repairs.normalised_query"
 
 FEATURE = dsa_option(
     "dsa-normalised-query",
@@ -19,7 +21,7 @@ FEATURE = dsa_option(
         Patch(
             f"{MLA}:MLASelfAttention.get_query_key_value_tensors",
             "wrap",
-            f"{FIXES}.normalised_query.latent_query:normalise_latent_query",
+            f"{_HERE}.latent_query:normalise_latent_query",
             "the norm is fused into the up projection, after the point where the indexer branches off",
             versions=">=0.16,<0.19",  # older releases get our indexer, which has the option
         ),

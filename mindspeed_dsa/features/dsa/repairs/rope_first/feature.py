@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from mindspeed_dsa.feature import Flag
-from mindspeed_dsa.megatron.dsa import DSA, FIXES, dsa_option
+from mindspeed_dsa.megatron.dsa import DSA, dsa_option
 from mindspeed_dsa.patches.spec import Patch
+
+_HERE = "mindspeed_dsa.features.dsa.repairs.rope_first"
 
 FEATURE = dsa_option(
     "dsa-rope-first",
@@ -19,7 +21,7 @@ FEATURE = dsa_option(
         Patch(
             f"{DSA}:DSAIndexer._apply_rope",
             "replace",
-            f"{FIXES}.rope_first.rotation:rotate_first",
+            f"{_HERE}.rotation:rotate_first",
             "Megatron rotates the last dimensions, in interleaved pairs",
             params=("x", "rotary_pos_emb", "mscale"),
             versions=">=0.16,<0.19",  # older releases get our indexer, which has the option

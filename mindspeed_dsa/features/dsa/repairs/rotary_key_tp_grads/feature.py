@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.megatron.dsa import FIXES, MLA, dsa_repair
+from mindspeed_dsa.megatron.dsa import MLA, dsa_repair
 from mindspeed_dsa.patches.spec import Patch
+
+_HERE = "mindspeed_dsa.features.dsa.repairs.rotary_key_tp_grads"
 
 FEATURE = dsa_repair(
     "dsa-rotary-key-tp-grads",
@@ -13,7 +15,7 @@ FEATURE = dsa_repair(
         Patch(
             f"{MLA}:MLASelfAttention.__init__",
             "wrap",
-            f"{FIXES}.rotary_key_tp_grads.rotary_key:sum_rotary_key_gradients",
+            f"{_HERE}.rotary_key:sum_rotary_key_gradients",
             "each rank keeps the gradient of its own heads only, and the copies drift apart",
             versions=">=0.16,<0.19",
         ),
