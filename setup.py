@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, setup
 
 README = Path(__file__).with_name("README.md")
 
@@ -36,7 +36,8 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10,<3.14",
-    packages=find_packages(include=["mindspeed_dsa", "mindspeed_dsa.*"]),
+    # Folders of features need no __init__.py: their feature.py says everything.
+    packages=find_namespace_packages(include=["mindspeed_dsa", "mindspeed_dsa.*"], exclude=["*.__pycache__"]),
     package_data={
         "mindspeed_dsa": ["py.typed"],
         "mindspeed_dsa.session": ["*.json"],

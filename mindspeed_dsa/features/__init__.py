@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from pkgutil import walk_packages
+from pathlib import Path
 
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.third_party import Plugin, read
@@ -19,21 +19,21 @@ from mindspeed_dsa.settings import GENERAL_FLAGS
 ENTRY_POINTS = "mindspeed_dsa.features"
 """Group in which plug-ins declare their features."""
 
-KINDS = (
-    "platform",
-    "dsa",
-    "attention",
-    "memory",
-    "tensor_parallel",
-    "moe",
-    "data_parallel",
-    "pipeline",
-    "operators",
-    "compilation",
-    "diagnostics",
-)
-"""Folders of features. Wrappers of one target nest in this order, and within a kind by folder name; where
-another nesting is meant, the rows say it with ``priority``."""
+KINDS = {
+    "platform": "Redirections that Megatron needs to run on a platform",
+    "dsa": "DeepSeek Sparse Attention: fused operators, repairs of Megatron's own, older releases served",
+    "attention": "Other attention: context parallelism, packed documents, sequence-tensor parallelism",
+    "memory": "Activations recomputed or swapped, optimizer state on the host, weights in one storage",
+    "tensor_parallel": "Tensor parallel communication hidden behind matmul",
+    "moe": "Mixture of experts",
+    "data_parallel": "Parameters, gradients and optimizer state sharded over data parallel ranks",
+    "pipeline": "Pipeline schedules",
+    "operators": "Small operators of a layer, each as one",
+    "compilation": "Parts of a layer compiled",
+    "diagnostics": "Records of a job, which change nothing in its training",
+}
+"""Folders of features, with what they hold. Wrappers of one target nest in this order, and within a kind by
+folder name; where another nesting is meant, the rows say it with ``priority``."""
 
 _registered: list[Feature] = []
 
@@ -75,12 +75,13 @@ def broken_plugins() -> list[Plugin]:
 @cache
 def built_in() -> tuple[Feature, ...]:
     """Return the features that each ``feature.py`` below the folders of :data:`KINDS` defines."""
+    here = Path(__file__).parent
     found: list[Feature] = []
     for kind in KINDS:
-        package = import_module(f"{__name__}.{kind}")
-        names = [m.name for m in walk_packages(package.__path__, f"{package.__name__}.")]
-        for name in sorted(name for name in names if name.endswith(".feature")):
-            found += declared_in(name)
+        files = (here / kind).rglob("feature.py")
+        modules = (".".join(file.relative_to(here).with_suffix("").parts) for file in files)
+        for module in sorted(modules):
+            found += declared_in(f"{__name__}.{module}")
     return tuple(found)
 
 

@@ -26,12 +26,19 @@ class Reference(NamedTuple):
         return f"{self.importer}:{self.line} -> {self.imported}"
 
 
+def _parts(name: str) -> list[str]:
+    return name.split(".")
+
+
 class Sources:
     """The modules of a package below a folder, and what they name of each other."""
 
     def __init__(self, folder: Path, package: str) -> None:
         self.package = package
         self.files = {self._name(file, folder): file for file in sorted(folder.rglob("*.py"))}
+        self.folders = {
+            ".".join(parts[:n]) for parts in map(_parts, self.files) for n in range(1, len(parts))
+        }
         self.trees = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in self.files.items()}
         self.references = [found for name in self.files for found in self._references_of(name)]
 
@@ -40,8 +47,8 @@ class Sources:
         return ".".join([self.package, *(parts[:-1] if parts[-1] == "__init__" else parts)])
 
     def resolve(self, dotted: str) -> str:
-        """The module that is, or holds, what the dotted name stands for; empty if that is not ours."""
-        while dotted and dotted not in self.files:
+        """Return the module or folder that is, or holds, what the dotted name stands for; empty if not ours."""
+        while dotted and dotted not in self.files and dotted not in self.folders:
             dotted = dotted.rpartition(".")[0]
         return dotted
 

@@ -1,1 +1,0 @@
-"""Attention of all kinds but DSA: context parallelism, packed documents, sequence-tensor parallelism."""

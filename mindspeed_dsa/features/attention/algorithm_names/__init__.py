@@ -1,1 +1,0 @@
-"""One name for each context parallel algorithm, whoever gave it."""

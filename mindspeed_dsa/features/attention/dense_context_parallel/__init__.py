@@ -1,1 +1,0 @@
-"""Context parallelism of dense attention without Transformer Engine."""

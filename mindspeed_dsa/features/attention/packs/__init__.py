@@ -1,1 +1,0 @@
-"""Documents of a pack attend to themselves only."""

@@ -1,1 +1,0 @@
-"""Latent attention by head between projections by row."""

@@ -1,1 +1,0 @@
-"""Code that a compiler makes of parts of a layer."""

@@ -1,1 +1,0 @@
-"""Regional compilation: see ``feature.py``."""

@@ -1,1 +1,0 @@
-"""Parameters, gradients and optimizer state shared among data parallel ranks."""

@@ -1,1 +1,0 @@
-"""Records of a job's results; none of them changes the training."""

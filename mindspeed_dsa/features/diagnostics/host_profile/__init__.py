@@ -1,1 +1,0 @@
-"""Host time by module class: see ``feature.py``."""

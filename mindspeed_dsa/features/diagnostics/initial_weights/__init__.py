@@ -1,1 +1,0 @@
-"""Digests of the weights before the first step."""

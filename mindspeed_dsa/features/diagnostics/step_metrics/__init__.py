@@ -1,1 +1,0 @@
-"""Metrics of each step of Megatron-LM's training loop."""

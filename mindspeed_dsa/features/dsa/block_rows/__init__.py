@@ -1,1 +1,0 @@
-"""The zigzag of rows repeated in blocks."""

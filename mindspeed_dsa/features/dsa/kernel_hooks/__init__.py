@@ -1,1 +1,0 @@
-"""Our operators behind the kernel hooks of Megatron-core 0.19."""

@@ -1,1 +1,0 @@
-"""DSA under context parallelism."""

@@ -1,1 +1,0 @@
-"""Fixes for Megatron's own DSA, and options that it lacks."""

@@ -1,1 +1,0 @@
-"""Selective recomputation of the core attention with DSA."""

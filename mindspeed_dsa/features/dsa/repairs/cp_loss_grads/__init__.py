@@ -1,1 +1,0 @@
-"""The indexer loss's gradient under Megatron's own context parallelism."""

@@ -1,1 +1,0 @@
-"""The indexer's Hadamard rotation on any device."""

@@ -1,1 +1,0 @@
-"""The indexer's gradients under tensor parallelism."""

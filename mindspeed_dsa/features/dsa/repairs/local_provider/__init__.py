@@ -1,1 +1,0 @@
-"""DSA without Transformer Engine."""

@@ -1,1 +1,0 @@
-"""No indexer loss computation if the loss is not used."""

@@ -1,1 +1,0 @@
-"""The scale of the indexer loss's gradient."""

@@ -1,1 +1,0 @@
-"""The indexer loss in the log."""

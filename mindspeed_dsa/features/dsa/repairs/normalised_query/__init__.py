@@ -1,1 +1,0 @@
-"""The indexer reads the normalised latent query."""

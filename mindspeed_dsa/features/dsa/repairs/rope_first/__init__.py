@@ -1,1 +1,0 @@
-"""The indexer's rotary dimensions in DeepSeek's order."""

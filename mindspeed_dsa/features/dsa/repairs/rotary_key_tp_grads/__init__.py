@@ -1,1 +1,0 @@
-"""The rotary key's gradient under tensor parallelism."""

@@ -1,1 +1,0 @@
-"""Recomputed layers that share a selection of keys."""

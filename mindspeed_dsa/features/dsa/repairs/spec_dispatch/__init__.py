@@ -1,1 +1,0 @@
-"""DSA in Megatron's spec functions."""

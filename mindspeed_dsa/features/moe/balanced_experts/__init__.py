@@ -1,1 +1,0 @@
-"""Hot experts' weights travel to the tokens."""

@@ -1,1 +1,0 @@
-"""The tokens of one microbatch in two halves: one is computed while the other travels."""

@@ -1,1 +1,0 @@
-"""Which rank holds which expert, chosen from recorded loads."""

@@ -1,1 +1,0 @@
-"""Load of experts and ranks, layer by layer and step by step."""

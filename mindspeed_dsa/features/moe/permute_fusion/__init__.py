@@ -1,1 +1,0 @@
-"""Fused permutation of tokens by expert."""

@@ -1,1 +1,0 @@
-"""The tensor parallel ranks hold whole experts instead of slices of all."""

@@ -1,1 +1,0 @@
-"""Small operators of a layer, each as one."""

@@ -1,1 +1,0 @@
-"""Selection by a mask without a search for the places where it is true."""

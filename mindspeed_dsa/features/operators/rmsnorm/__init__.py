@@ -1,1 +1,0 @@
-"""RMSNorm as one operator."""

@@ -1,1 +1,0 @@
-"""SwiGLU as one operator."""

@@ -1,1 +1,0 @@
-"""A second stream for products that need not wait for their neighbours."""

@@ -1,1 +1,0 @@
-"""Recomputation while a pipeline rank waits for a gradient."""

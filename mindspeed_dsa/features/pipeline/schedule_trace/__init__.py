@@ -1,1 +1,0 @@
-"""The real timeline of a step, recorded on every rank."""

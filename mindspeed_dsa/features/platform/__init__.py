@@ -1,1 +1,0 @@
-"""Redirections that Megatron needs to run on a platform."""

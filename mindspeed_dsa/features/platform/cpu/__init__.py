@@ -1,1 +1,0 @@
-"""Redirections that let Megatron train on a CPU."""

@@ -1,1 +1,0 @@
-"""Adam of torch's, whose step is one operator."""

@@ -1,1 +1,0 @@
-"""Gradient accumulation fusion without Apex."""

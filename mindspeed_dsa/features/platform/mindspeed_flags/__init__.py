@@ -1,1 +1,0 @@
-"""Command lines that were written for MindSpeed."""

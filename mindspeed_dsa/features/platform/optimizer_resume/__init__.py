@@ -1,1 +1,0 @@
-"""Resuming the distributed optimizer on torch's Adam."""

@@ -1,1 +1,0 @@
-"""Correct pipeline messages over gloo."""

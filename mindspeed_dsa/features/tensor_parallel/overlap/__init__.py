@@ -1,1 +1,0 @@
-"""Tensor parallel communication hidden behind matmul."""
