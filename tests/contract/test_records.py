@@ -18,8 +18,9 @@ from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.drift import TargetFacts
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.session import records
+from mindspeed_dsa.session.checks import checker
 from mindspeed_dsa.session.records import RELEASES, Development, Records
-from mindspeed_dsa.tools.compat import checker, pages
+from mindspeed_dsa.tools.compat import pages
 from mindspeed_dsa.tools.compat.verdicts import Verdict, judge
 
 MEGATRON_PATCHES = [(feature, patch) for feature, patch in records.megatron_patches()]

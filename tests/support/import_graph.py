@@ -47,7 +47,7 @@ class Sources:
         return ".".join([self.package, *(parts[:-1] if parts[-1] == "__init__" else parts)])
 
     def resolve(self, dotted: str) -> str:
-        """Return the module or folder that is, or holds, what the dotted name stands for; empty if not ours."""
+        """Return the module or folder that is, or holds, a dotted name; empty if it is not ours."""
         while dotted and dotted not in self.files and dotted not in self.folders:
             dotted = dotted.rpartition(".")[0]
         return dotted

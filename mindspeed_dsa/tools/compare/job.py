@@ -23,7 +23,7 @@ OUT = "{out}"
 _LAUNCHERS_LINE = re.compile(r"[IWE]\d{4} \S+ \d+ \S*torch/distributed/(run|elastic/\S*)\.py:\d+\]")
 _LAUNCHERS_REPORT = re.compile(_LAUNCHERS_LINE.pattern + r" failed \(exitcode: ")
 _PATIENCE_S = 30.0
-_PACKAGE_PARENT = Path(__file__).resolve().parents[2]
+_PACKAGE_PARENT = Path(__file__).resolve().parents[3]
 EXAMPLE = _PACKAGE_PARENT / "examples" / "pretrain_dsa.py"
 
 

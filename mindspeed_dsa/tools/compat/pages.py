@@ -77,7 +77,7 @@ def docs_folder() -> Path:
     Raises:
         MindSpeedDSAError: the package is installed without its checkout.
     """
-    folder = Path(__file__).resolve().parents[2] / "docs"
+    folder = Path(__file__).resolve().parents[3] / "docs"
     if not folder.is_dir():
         raise MindSpeedDSAError(
             f"mindspeed_dsa: {folder} does not exist: pages are generated in a checkout, installed with "

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import warm
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "plugin"
 
 

@@ -14,7 +14,7 @@ from mindspeed_dsa.tools.migrate import shell
 from mindspeed_dsa.tools.migrate.job import split
 from mindspeed_dsa.tools.migrate.translate import translate, words
 
-LAUNCHER = Path(__file__).parents[2] / "examples" / "megatron_lm" / "run_megatron.py"
+LAUNCHER = Path(__file__).parents[3] / "examples" / "megatron_lm" / "run_megatron.py"
 EVERYWHERE = """
 --pipeline-model-parallel-size 1 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
 --seq-length 64 --micro-batch-size 1 --global-batch-size 4 --vocab-size 512 --padded-vocab-size 640

@@ -9,7 +9,7 @@ import pytest
 from mindspeed_dsa.tools.planner import articles
 from mindspeed_dsa.tools.planner.articles import FIGURES
 
-PAGE = Path(__file__).parents[2] / "docs" / "articles.md"
+PAGE = Path(__file__).parents[3] / "docs" / "articles.md"
 DO_NOT_FOLLOW = {
     "other weights and gradients a rank, PP2 TP4, as printed": 17.0,
     "L1: gradient of ReLU": 256.0,
