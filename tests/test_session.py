@@ -163,7 +163,7 @@ def test_requirements_and_conflicts_are_told_at_once(megatron):
 def test_the_forks_own_parser_gets_flags_and_checks(megatron, monkeypatch, tmp_path, capsys):
     megatron(
         flags=(Flag("--use-counting", "count them"), Flag("--count-to", "limit", kind="value", type=int)),
-        validate=lambda args: [f"{args.derived} is odd; use another"] if args.num_layers == 7 else [],
+        check=lambda args, options: [f"{args.derived} is odd; use another"] if args.num_layers == 7 else [],
     )
     argv = ["--num-layers", "4", "--use-counting", "--count-to", "5"]
     monkeypatch.setattr(sys, "argv", ["train.py", *argv])

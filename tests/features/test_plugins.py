@@ -199,9 +199,9 @@ def test_a_failing_patch_names_the_distribution(install):
         mindspeed_dsa.enable(use_counting=True)
 
 
-@pytest.mark.parametrize("function", ["active", "options", "validate"])
+@pytest.mark.parametrize("function", ["active", "options", "check"])
 def test_a_function_that_raises_names_the_distribution(install, function):
-    raising = f"FEATURE = replace(FEATURE, {function}=lambda given: given.no_such)\n"
+    raising = f"FEATURE = replace(FEATURE, {function}=lambda *given: given[0].no_such)\n"
     install("bad", GOOD + "from dataclasses import replace\n" + raising)
     message = r"counting \(plug-in corp-bad 1\.2\): its .*no_such"
     with pytest.raises(SettingsError, match=message), mindspeed_dsa.enabled(use_counting=True):

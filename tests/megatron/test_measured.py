@@ -69,7 +69,7 @@ def test_every_feature_that_measures_asks_the_same_function():
         return {".".join(name.split(".")[:2]) for name in below if not name.startswith(PACKAGE)}
 
     assert folders_that_name("parallel.timing") == set(FEATURES)
-    assert folders_that_name("integration.measured") == set(FEATURES)
+    assert folders_that_name("megatron.measured") == set(FEATURES)
 
 
 @pytest.mark.parametrize(

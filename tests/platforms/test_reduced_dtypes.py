@@ -18,7 +18,7 @@ from mindspeed_dsa.features.moe.balanced_experts import rates
 
 FOLDER = Path(mindspeed_dsa.__file__).parent
 # Backends of operators on other devices.
-ELSEWHERE = ("cpu", "triton", "hopper", "cuda")
+ELSEWHERE = {"cpu", "triton", "hopper", "cuda"}
 REDUCING = {"all_reduce", "reduce_scatter", "reduce_scatter_tensor", "_all_reduce_coalesced"}
 WIDE = {"float64", "double"}
 
@@ -63,7 +63,7 @@ def names_in(tree):
 def test_no_function_that_reduces_makes_fp64():
     wrong, seen = [], 0
     for file in FOLDER.rglob("*.py"):
-        if file.stem.partition("_")[0] in ELSEWHERE or "platform/cpu" in file.as_posix():
+        if {file.stem.partition("_")[0], file.parent.name} & ELSEWHERE or "platform/cpu" in file.as_posix():
             continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef):

@@ -44,9 +44,9 @@ def test_chunk_counts_that_cannot_be(count):
 
 
 def test_one_rank_has_nothing_to_hide():
-    (problem,) = COC.validate(Namespace(tensor_model_parallel_size=1, sequence_parallel=False))
+    (problem,) = COC.problems(Namespace(tensor_model_parallel_size=1, sequence_parallel=False))
     assert "--use-ascend-coc: with --tensor-model-parallel-size 1 there is no communication" in problem
-    assert list(COC.validate(TP2)) == []
+    assert list(COC.problems(TP2)) == []
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_keeping_the_gathered_input_is_an_option_of_mc2_too():
 @pytest.mark.parametrize(("count", "refused"), [(None, True), (0, True), (4, False)])
 def test_deterministic_training_takes_no_measured_count(count, refused):
     args = Namespace(**vars(TP2), deterministic_mode=True, use_ascend_coc=True, coc_parallel_num=count)
-    problems = list(COC.validate(args))
+    problems = list(COC.problems(args))
     assert len(problems) == refused
     assert all("fix it, for example with --coc-parallel-num 4" in problem for problem in problems)
 

@@ -123,11 +123,11 @@ class Options:
     @classmethod
     def of(cls, settings: Any) -> Options:
         """From resolved settings."""
-        wanted = settings.moe_expert_placement
+        wanted = getattr(settings, "moe_expert_placement", None)
         if wanted != AUTO:
             return cls(Path(wanted))
         folders = [getattr(settings, "moe_router_load_report", None)]
-        for checkpoints in (settings.load, settings.save):
+        for checkpoints in (getattr(settings, "load", None), getattr(settings, "save", None)):
             folders += [checkpoints, checkpoints and Path(checkpoints).parent]
         return cls(None, tuple(Path(folder) for folder in folders if folder))
 

@@ -40,10 +40,10 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """From resolved settings."""
-        again = settings.coc_recompute_all_gather
+        """Build from resolved settings, or from arguments."""
+        again = getattr(settings, "coc_recompute_all_gather", None)
         return cls(
-            chunks=settings.coc_parallel_num or 0,
+            chunks=getattr(settings, "coc_parallel_num", None) or 0,
             keep_gathered=again is not None and not again,
             backend=_backend(settings),
         )
@@ -55,9 +55,9 @@ class Options:
 
 
 def _backend(settings: Any) -> str:
-    if settings.use_ascend_mc2:
+    if getattr(settings, "use_ascend_mc2", False):
         return "mc2"
-    return "symmetric" if settings.coc_fused_kernel else "chunked"
+    return "symmetric" if getattr(settings, "coc_fused_kernel", False) else "chunked"
 
 
 def check_sequence_parallel(args: Any, flag: str) -> Iterator[str]:
