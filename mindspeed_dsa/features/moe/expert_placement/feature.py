@@ -123,7 +123,7 @@ class Options:
     @classmethod
     def of(cls, settings: Any) -> Options:
         """From resolved settings."""
-        wanted = getattr(settings, "moe_expert_placement", None)
+        wanted = getattr(settings, "moe_expert_placement", None) or AUTO
         if wanted != AUTO:
             return cls(Path(wanted))
         folders = [getattr(settings, "moe_router_load_report", None)]
