@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast
 
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.patches.spec import Patch
@@ -194,6 +194,7 @@ def on_platform(platform: Platform) -> Callable[[Any], bool]:
 
 
 Options = TypeVar("Options")
+State = TypeVar("State")
 
 
 @dataclass(frozen=True)
@@ -216,19 +217,40 @@ class Megatron:
 
 @dataclass(frozen=True)
 class Context(Generic[Options]):
-    """Built once for each feature, when a session arms its patches; it never changes.
+    """Everything that a feature's implementations know of their session; made when it arms its patches.
 
     A ``wrap`` factory that takes ``(original, context)``, and every ``factory`` row, gets the context of
-    the feature that claims the site. Implementations read settings nowhere else.
+    the feature that claims the site. Implementations read settings nowhere else. What they have to remember
+    between calls lies in :meth:`state`; the other attributes never change.
 
     Attributes:
         feature: the feature's name.
         options: the result of ``Feature.options``.
         megatron: this session's Megatron.
-        log: the feature's logger.
+        log: the feature's logger, of this session alone: contexts of two sessions are never equal.
     """
 
     feature: str
     options: Options
     megatron: Megatron
     log: Log
+    _states: list[tuple[Any, Any]] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def state(self, factory: Callable[[Context[Options]], State]) -> State:
+        """Return the object in which the feature remembers things in this session, made on first use.
+
+        All implementations of the feature that ask get the same object. It lives as long as the context,
+        which ends with its session; a copy made with ``dataclasses.replace`` has a state of its own.
+
+        Args:
+            factory: a class, or function of a module, that makes the object from the context.
+
+        Raises:
+            TypeError: the object has been made by another factory.
+        """
+        if not self._states:
+            self._states.append((factory, factory(self)))
+        known, state = self._states[0]
+        if known is not factory:
+            raise TypeError(f"{self.feature}: its state is made by {known!r}, not by {factory!r}")
+        return cast(State, state)

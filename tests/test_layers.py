@@ -173,6 +173,29 @@ def test_options_are_frozen_and_made_by_of():
     assert not wrong, listed(wrong)
 
 
+def keyed_by_context(tree: ast.Module) -> list[ast.AnnAssign]:
+    """Return the module's own variables whose type mentions a context."""
+    return [
+        node
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign)
+        and node.value is not None
+        and any(isinstance(part, ast.Name) and part.id == "Context" for part in ast.walk(node.annotation))
+    ]
+
+
+def test_state_of_a_session_lies_in_its_context(sources):
+    """Not in a module, where a dictionary by context would outlive the session that its values refer to."""
+    refused = "_steps: WeakKeyDictionary[Context[Options], Step] = WeakKeyDictionary()"
+    assert keyed_by_context(ast.parse(refused))
+    wrong = [
+        f"{name}:{node.lineno}: keep {ast.unparse(node.target)} in Context.state"
+        for name, tree in sources.trees.items()
+        for node in keyed_by_context(tree)
+    ]
+    assert not wrong, listed(wrong)
+
+
 def test_checks_have_one_shape():
     """``check_*(args, options)``, so that whoever asks needs to know no feature."""
     default = type(built_in()[0]).__dataclass_fields__["check"].default

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import importlib
 import sys
+import weakref
 
 import pytest
 
 from mindspeed_dsa import Feature, Flag, Patch, settings
 from mindspeed_dsa.session import Session
-from tests.support import fork
+from tests.support import contexts, fork
 
 ROOTS = ("corp_megatron", "other_megatron")
 FEATURE = Feature(
@@ -40,6 +43,22 @@ def scale_by_option(original, context):
 
 def root_of(context):
     return context.megatron("core.package_info").__name__
+
+
+class Calls:
+    """How often a session's patches were called; refers to its context, as most states do."""
+
+    def __init__(self, context):
+        self.context, self.count = context, 0
+
+
+def scale_by_call(original, context):
+    def scale(x, factor=2):
+        calls = context.state(Calls)
+        calls.count += 1
+        return original(x, calls.count)
+
+    return scale
 
 
 @pytest.fixture
@@ -77,3 +96,46 @@ def test_each_session_has_its_own_options_and_megatron(forks, imported_first):
     assert other.use(7) == ("other_megatron", 70), "the other session is as it was"
     sessions[1].undo()
     assert other.use(7) == 14
+
+
+def scaled_by_calls(root: str) -> Session:
+    patch = Patch("megatron.core.layers:scale", "wrap", f"{__name__}:scale_by_call", "remembers")
+    counted = dataclasses.replace(FEATURE, name="counted", options=None, patches=(patch,))
+    resolved = settings.read(settings.GENERAL_FLAGS, api={"megatron_root": root}, environ={})
+    resolved.platform = "cpu"
+    session = Session(resolved, [counted])
+    session.arm()
+    return session
+
+
+def test_each_session_has_its_own_state(forks):
+    sessions = [scaled_by_calls(root) for root in ROOTS]
+    corp, other = (importlib.import_module(f"{root}.core.consumer") for root in ROOTS)
+    assert [corp.use(7), corp.use(7), other.use(7)] == [7, 14, 7]
+    states = [session.contexts["counted"].state(Calls) for session in sessions]
+    assert [state.count for state in states] == [2, 1]
+    for session in sessions:
+        session.undo()
+
+
+def test_the_state_of_an_ended_session_is_gone(forks):
+    session = scaled_by_calls(ROOTS[0])
+    consumer = importlib.import_module(f"{ROOTS[0]}.core.consumer")
+    assert consumer.use(7) == 7
+    state = weakref.ref(session.contexts["counted"].state(Calls))
+    session.undo()
+    assert consumer.use(7) == 14, "Megatron's own"
+    del session
+    gc.collect()
+    assert state() is None
+    again = scaled_by_calls(ROOTS[0])
+    assert consumer.use(7) == 7, "counted from the start"
+    again.undo()
+
+
+def test_a_state_has_one_factory():
+    context = contexts.context("counted")
+    assert context.state(Calls) is context.state(Calls)
+    assert dataclasses.replace(context).state(Calls) is not context.state(Calls)
+    with pytest.raises(TypeError, match=r"counted: its state is made by .*Calls"):
+        context.state(lambda _: Calls(context))

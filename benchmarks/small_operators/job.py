@@ -116,10 +116,16 @@ class Job:
         """What the compiler did so far."""
         from torch._dynamo.utils import counters
 
-        regions = sys.modules.get("mindspeed_dsa.features.compilation.regions.region")
-        if regions is None:
+        from mindspeed_dsa import session
+
+        running = session.current()
+        context = running.contexts.get("compile-regions") if running else None
+        if context is None:
             return {"regions": {}, "graph_breaks": 0, "seconds": 0.0, "failed": []}
-        found = [each for owner in regions._sessions.values() for each in owner.all()]
+
+        from mindspeed_dsa.features.compilation.regions.region import regions_of
+
+        found = regions_of(context).all()
         return {
             "regions": {each.name: each.compilations for each in found},
             "graph_breaks": sum(counters["graph_break"].values()),

@@ -23,6 +23,7 @@ from tests.matrix import model as tiny
 from tests.matrix.record import at_work
 from tests.support import memory_events
 from tests.support import model as job
+from tests.support.contexts import running
 
 MODEL = {
     "num_layers": 4,
@@ -109,9 +110,10 @@ def own_loop() -> Iterator[None]:
 
 def ahead() -> int:
     """How much has been recomputed ahead of its gradient."""
-    from mindspeed_dsa.features.pipeline.recompute_ahead import ahead
+    from mindspeed_dsa.features.pipeline.recompute_ahead.ahead import Ahead
 
-    return sum(each.recomputed["ahead"] for each in ahead._followers.values())
+    context = running("recompute-ahead")
+    return context.state(Ahead).recomputed["ahead"] if context else 0
 
 
 def compiled() -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 from tests.support import model
+from tests.support.contexts import running
 
 
 def run(
@@ -30,7 +31,7 @@ def run(
         norms: outputs of norms are recomputed, too.
         **arguments: of :func:`model.run`.
     """
-    from mindspeed_dsa.features.pipeline.recompute_ahead import ahead
+    from mindspeed_dsa.features.pipeline.recompute_ahead.ahead import Ahead
 
     overrides = {**recompute, **arguments.pop("overrides", {})}
     with mock.patch.object(model, "gpt_model", partial(_frozen, model.gpt_model, frozen)):
@@ -40,8 +41,8 @@ def run(
         if trace:
             switches |= {"trace_schedule": trace, "trace_schedule_step": 1}
         result = model.run(switches, overrides=overrides, **arguments, **layout)
-    counts = [each.recomputed for each in ahead._followers.values()]
-    return {**result, "recomputed": counts[0] if counts else None}
+    context = running("recompute-ahead")
+    return {**result, "recomputed": context.state(Ahead).recomputed if context else None}
 
 
 def _frozen(build: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -115,8 +114,8 @@ class Region:
 class Regions:
     """The regions of one session, each compiled at its first call."""
 
-    def __init__(self, options: Options, log: Log) -> None:
-        self._options, self._log = options, log
+    def __init__(self, context: Context[Options]) -> None:
+        self._options, self._log = context.options, context.log
         self._regions: dict[str, Region] = {}
         self._usable: dict[str, bool] = {}
 
@@ -147,14 +146,9 @@ class Regions:
         self._log.info("the %s runs as it is: %s", region, reason, once=(region, reason))
 
 
-_sessions: WeakKeyDictionary[Context[Options], Regions] = WeakKeyDictionary()
-
-
 def regions_of(context: Context[Options]) -> Regions:
-    """Those of one session, which its context identifies."""
-    if context not in _sessions:
-        _sessions[context] = Regions(context.options, context.log)
-    return _sessions[context]
+    """Return the regions of the context's session."""
+    return context.state(Regions)
 
 
 def rows_of(states: Tensor) -> Tensor:

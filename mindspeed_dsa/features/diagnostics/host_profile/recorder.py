@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -119,11 +118,6 @@ def own_share(functions: cProfile.Profile) -> dict[str, Any]:
     }
 
 
-_recorders: WeakKeyDictionary[Context[Options], Recorder] = WeakKeyDictionary()
-
-
 def record_steps(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``get_forward_backward_func``."""
-    if context not in _recorders:
-        _recorders[context] = Recorder(context)
-    return pipeline_steps.follow_steps(original, _recorders[context])
+    return pipeline_steps.follow_steps(original, context.state(Recorder))

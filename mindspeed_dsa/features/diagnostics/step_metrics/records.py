@@ -10,7 +10,6 @@ import inspect
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,21 +24,14 @@ from mindspeed_dsa.runs import metrics
 class _Step:
     """State of the current step."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: Context[Options]) -> None:
         self.begin = 0.0
         self.samples_before = 0
 
 
-_steps: WeakKeyDictionary[Context[Options], _Step] = WeakKeyDictionary()
-
-
-def _step_of(context: Context[Options]) -> _Step:
-    return _steps.setdefault(context, _Step())
-
-
 def time_step(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``train_step``: record clock and consumed samples."""
-    step = _step_of(context)
+    step = context.state(_Step)
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
         step.samples_before = _job_args(context).consumed_train_samples
@@ -53,7 +45,7 @@ def time_step(original: Callable[..., Any], context: Context[Options]) -> Callab
 
 def record_step(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``training_log``: write the step's record once Megatron has logged it."""
-    step = _step_of(context)
+    step = context.state(_Step)
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
         # Parameters moved between releases; names did not. The composed function carries the original's

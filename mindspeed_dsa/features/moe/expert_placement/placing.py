@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,20 @@ from mindspeed_dsa.runs.expert_placement import Placement
 
 _RECENT = 100  # steps of a report that a placement is made of: routers change in training
 
-_placements: WeakKeyDictionary[Context[Options], Placement | None] = WeakKeyDictionary()
+
+class _Chosen:
+    """The placement that all models of a session get, from their first block on."""
+
+    def __init__(self, context: Context[Options]) -> None:
+        self._context = context
+        self._known = False
+        self._placement: Placement | None = None
+
+    def over(self, ranks: int) -> Placement | None:
+        """Return the placement; the first call is a collective one, which all ranks make."""
+        if not self._known:
+            self._placement, self._known = _common(self._context, ranks), True
+        return self._placement
 
 
 def in_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
@@ -37,9 +49,7 @@ def in_mtp_block(original: Callable[..., None], context: Context[Options]) -> Ca
 def _placing(context: Context[Options]) -> moe_layers.Visit:
     def place(config: Any, layers: Sequence[Numbered]) -> None:
         # Every rank builds a block first, also one without experts: all of them come here.
-        if context not in _placements:
-            _placements[context] = _common(context, config.expert_model_parallel_size)
-        placement = _placements[context]
+        placement = context.state(_Chosen).over(config.expert_model_parallel_size)
         if placement is None:
             return
         wrong = list(misfits(placement, config.num_moe_experts, config.expert_model_parallel_size))

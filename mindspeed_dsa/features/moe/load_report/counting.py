@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.feature import Context, Megatron
+from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.load_report.feature import Options
 from mindspeed_dsa.megatron import moe_layers
 from mindspeed_dsa.megatron.moe_layers import Numbered
@@ -32,8 +32,8 @@ class Counts:
         own_loop: whether the job has said that it records its steps itself.
     """
 
-    def __init__(self, megatron: Megatron) -> None:
-        self._megatron = megatron
+    def __init__(self, context: Context[Options]) -> None:
+        self._megatron = context.megatron
         self._config: Any = None
         self._places: WeakKeyDictionary[Any, _Place] = WeakKeyDictionary()
         self._tokens: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
@@ -137,14 +137,9 @@ class _Sums:
         self.ranks = of_ranks.view(layers, replicas, ranks)
 
 
-_counts: WeakKeyDictionary[Context[Options], Counts] = WeakKeyDictionary()
-
-
 def counts_of(context: Context[Options]) -> Counts:
-    """The counts of the feature's session."""
-    if context not in _counts:
-        _counts[context] = Counts(context.megatron)
-    return _counts[context]
+    """Return the counts of the feature's session."""
+    return context.state(Counts)
 
 
 def count_tokens(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -104,34 +103,24 @@ class Ahead(pipeline_steps.Follower):
         return run_there
 
 
-_followers: WeakKeyDictionary[Context[Options], Ahead] = WeakKeyDictionary()
-
-
-def follower(context: Context[Options]) -> Ahead:
-    """Of a session."""
-    if context not in _followers:
-        _followers[context] = Ahead(context)
-    return _followers[context]
-
-
 def follow_steps(original: _Function, context: Context[Options]) -> _Function:
     """Decorate ``get_forward_backward_func``."""
-    return pipeline_steps.follow_steps(original, follower(context))
+    return pipeline_steps.follow_steps(original, context.state(Ahead))
 
 
 def follow_forwards(original: _Function, context: Context[Options]) -> _Function:
     """Decorate ``forward_step``."""
-    return pipeline_steps.follow_forwards(original, follower(context))
+    return pipeline_steps.follow_forwards(original, context.state(Ahead))
 
 
 def follow_backwards(original: _Function, context: Context[Options]) -> _Function:
     """Decorate ``backward_step``."""
-    return pipeline_steps.follow_backwards(original, follower(context))
+    return pipeline_steps.follow_backwards(original, context.state(Ahead))
 
 
 def checkpoint_ahead(original: _Function, context: Context[Options]) -> _Function:
     """Decorate ``tensor_parallel.random.checkpoint``."""
-    ahead = follower(context)
+    ahead = context.state(Ahead)
 
     def checkpoint(function: _Function, distribute_saved_activations: bool, *args: Any) -> Any:
         # Inside a segment there is no graph, and while one is recomputed there is no forward. What needs no
@@ -225,7 +214,7 @@ class _Wait:
 
 def recompute_before_waiting(original: _Function, context: Context[Options]) -> _Function:
     """Decorate ``_p2p_ops`` and ``_batched_p2p_ops``: who waits for a gradient recomputes first."""
-    ahead = follower(context)
+    ahead = context.state(Ahead)
 
     def p2p_ops(*, tensor_recv_next: Any, **kwargs: Any) -> Any:
         works = original(tensor_recv_next=tensor_recv_next, **kwargs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -98,30 +97,21 @@ def _mark() -> Any:
     return event
 
 
-_recorders: WeakKeyDictionary[Context[Options], Recorder] = WeakKeyDictionary()
-
-
-def _recorder(context: Context[Options]) -> Recorder:
-    if context not in _recorders:
-        _recorders[context] = Recorder(context)
-    return _recorders[context]
-
-
 def record_steps(original: _Function, context: Context[Options]) -> _Function:
     """Decorate ``get_forward_backward_func``."""
-    return pipeline_steps.follow_steps(original, _recorder(context))
+    return pipeline_steps.follow_steps(original, context.state(Recorder))
 
 
 def record_forwards(original: _Function, context: Context[Options]) -> _Function:
     """Decorate ``forward_step``."""
-    return pipeline_steps.follow_forwards(original, _recorder(context))
+    return pipeline_steps.follow_forwards(original, context.state(Recorder))
 
 
 def record_backwards(original: _Function, context: Context[Options]) -> _Function:
     """Decorate ``backward_step``."""
-    return pipeline_steps.follow_backwards(original, _recorder(context))
+    return pipeline_steps.follow_backwards(original, context.state(Recorder))
 
 
 def record_pairs(original: _Function, context: Context[Options]) -> _Function:
     """Decorate ``combined_forward_backward_step``."""
-    return pipeline_steps.follow_pairs(original, _recorder(context))
+    return pipeline_steps.follow_pairs(original, context.state(Recorder))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -12,6 +11,7 @@ import torch
 
 from tests.features.operators import cases as operators
 from tests.support import model as job
+from tests.support.contexts import running
 
 ROUTING = {
     "moe_router_load_balancing_type": "seq_aux_loss",
@@ -105,10 +105,10 @@ def _steps(cfg: Any) -> dict[str, Any]:
 
 def regions() -> list[Any]:
     """The session's regions."""
-    from mindspeed_dsa.features.compilation.regions import region
+    from mindspeed_dsa.features.compilation.regions.region import regions_of
 
-    gc.collect()  # those of sessions that have ended
-    return [each for owner in region._sessions.values() for each in owner.all()]
+    context = running("compile-regions")
+    return list(regions_of(context).all()) if context else []
 
 
 def compilations() -> dict[str, int]:
