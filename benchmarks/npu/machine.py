@@ -7,7 +7,7 @@ from typing import Any
 from mindspeed_dsa import platforms
 from mindspeed_dsa.ops.npu import device as npu_device
 from mindspeed_dsa.patches import versions
-from mindspeed_dsa.platforms.npu_environment import environment
+from mindspeed_dsa.platforms.npu import environment
 from mindspeed_dsa.platforms.npu_operators import OPERATORS
 
 

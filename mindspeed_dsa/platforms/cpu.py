@@ -12,9 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_dsa.platforms.base import MemoryFigures, Platform
-from mindspeed_dsa.platforms.host_memory import process_memory, reset_peak_memory
-from mindspeed_dsa.platforms.host_pages import tensor_on
-from mindspeed_dsa.platforms.host_pool import shared
+from mindspeed_dsa.platforms.host_pool import process_memory, reset_peak_memory, shared, tensor_on
 
 if TYPE_CHECKING:
     import torch

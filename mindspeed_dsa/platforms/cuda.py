@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import mmap
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.platforms.base import Event, MemoryFigures, Platform, PlatformName, Stream
-from mindspeed_dsa.platforms.host_pages import RegisteredPages, tensor_on
-from mindspeed_dsa.platforms.host_pool import shared
+from mindspeed_dsa.platforms.host_pool import shared, tensor_on
 
 if TYPE_CHECKING:
     import torch
@@ -130,3 +131,35 @@ class CudaPlatform(Platform):
 
     def reset_peak_memory(self) -> None:
         self._module.reset_peak_memory_stats()
+
+
+_PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
+
+
+class RegisteredPages(mmap.mmap):
+    """Pages that a CUDA runtime has pinned: as many as asked for, where torch pins a power of two."""
+
+    _runtime: Any = None
+    _address: int
+
+    def register(self, runtime: Any, address: int, synchronize: Callable[[], None]) -> bool:
+        """Pin the pages until they go back to the system.
+
+        Args:
+            runtime: ``torch.cuda.cudart()``.
+            address: where they are.
+            synchronize: blocks until no copy is under way; called before they go back.
+
+        Returns:
+            Whether the runtime could.
+        """
+        if int(runtime.cudaHostRegister(address, len(self), _PORTABLE_AND_MAPPED)) != 0:
+            return False
+        self._runtime, self._address, self._synchronize = runtime, address, synchronize
+        return True
+
+    # A weak reference's callback comes after the pages are unmapped, which is too late.
+    def __del__(self) -> None:
+        if self._runtime is not None and not sys.is_finalizing():
+            self._synchronize()
+            self._runtime.cudaHostUnregister(self._address)

@@ -1,13 +1,17 @@
-"""Host memory that a device copies from and to: one pool of buffers with exact byte accounting.
+"""Host memory: how much there is, and one pool of the buffers that a device copies from and to.
 
-Pinning memory costs far more than using it, so buffers are kept for reuse, in size classes. On a CPU
-the pool is memory of its own kind as well (see :meth:`CpuPlatform.empty_pinned`), so what torch's
-allocator holds is the device's and what the pool holds is the host's.
+The pool accounts for every byte. Pinning memory costs far more than using it, so buffers are reused, in size
+classes. On a CPU the pool is memory of its own kind as well (see :meth:`CpuPlatform.empty_pinned`), so what
+torch's allocator holds is the device's and what the pool holds is the host's.
 """
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
+import resource
+import sys
 import threading
 import weakref
 from collections import defaultdict
@@ -16,15 +20,83 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.platforms.base import Event, Platform
-from mindspeed_dsa.platforms.host_memory import host_memory_free
+from mindspeed_dsa.platforms.base import Event, MemoryFigures, Platform
 
 if TYPE_CHECKING:
     import torch
 
+
+_CGROUP = "/sys/fs/cgroup"
 _SMALLEST = 4096  # a page
 _STEPS = 4  # size classes between a power of two and the next: at most a fifth of a buffer is unused
+
+
+# How much memory the host and this process have, in bytes.
+
+
+def _kilobytes(path: str, key: str) -> int | None:
+    """Return the bytes of a ``key: 123 kB`` line below ``/proc``; ``None`` where there is no such file."""
+    try:
+        with open(path, encoding="ascii", errors="replace") as lines:
+            for line in lines:
+                if line.startswith(f"{key}:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def _lifetime_peak() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def process_memory() -> MemoryFigures:
+    """Return the resident set of this process, its peak, and the host's memory.
+
+    Linux reports all of it. Elsewhere only the peak since the start of the process is known, which is
+    then reported as the current figure too: it is the nearest upper bound.
+    """
+    peak = _kilobytes("/proc/self/status", "VmHWM") or _lifetime_peak()
+    current = _kilobytes("/proc/self/status", "VmRSS") or peak
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = _kilobytes("/proc/meminfo", "MemAvailable") or max(total - current, 0)
+    # The kernel counts lazily: the high-water mark may lag behind the current figure by some pages.
+    return MemoryFigures(current=current, peak=max(peak, current), total=total, free=free)
+
+
+def host_memory_free() -> int:
+    """Return the bytes that this process could still get: the system's, or its container's if less."""
+    free = process_memory().free
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+        figures = []
+        for name in ("memory.max", "memory.current"):
+            with open(f"{_CGROUP}/{name}", encoding="ascii") as file:
+                figures.append(int(file.read()))
+        limit, current = figures
+        with open(f"{_CGROUP}/memory.stat", encoding="ascii") as file:
+            lines = dict(line.split() for line in file)
+        free = min(free, limit - current + int(lines.get("inactive_file", 0)))  # files give way
+    return max(free, 0)
+
+
+def reset_peak_memory() -> None:
+    """Let the peak start again; where the system does not allow it, the peak stays that of the process."""
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as control:
+        control.write("5")  # proc(5): 5 resets VmHWM to the current resident set
+
+
 _free_at_start = host_memory_free()  # processes import this while they start, before any takes its share
+
+
+def local_processes() -> int:
+    """Return the processes of the job on this host, as torchrun counts them; one without a launcher."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+# The pool.
+
+
 _platform: Callable[[], Platform]
 """Returns the platform that pins the memory."""
 
@@ -59,7 +131,7 @@ class HostBuffer:
         self.tensor = whole[:nbytes]
 
     def as_tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """The same bytes as a tensor of that type and shape."""
+        """Return the same bytes as a tensor of that type and shape."""
         return self.tensor.view(dtype).view(shape)
 
     def give_back(self, after: Event | None = None) -> None:
@@ -84,7 +156,7 @@ class HostPool:
         self._in_use = self._held = self._peak = 0
 
     def take(self, nbytes: int, exact: bool = False, remedy: str = "use less of it") -> HostBuffer:
-        """A buffer of at least ``nbytes`` bytes, with what was in it before.
+        """Return a buffer of at least ``nbytes`` bytes, with what was in it before.
 
         Args:
             nbytes: length of :attr:`HostBuffer.tensor`.
@@ -116,7 +188,7 @@ class HostPool:
         return HostBuffer(self, whole, nbytes)
 
     def keep(self, nbytes: int, owner: object) -> torch.Tensor:
-        """Bytes that count as in use for as long as ``owner`` lives, and are never handed out again.
+        """Return bytes that count as in use for as long as ``owner`` lives, and are never handed out again.
 
         Args:
             nbytes: how many.
@@ -131,11 +203,11 @@ class HostPool:
         return buffer.tensor
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in a buffer of this pool."""
+        """Return whether the tensor lies in a buffer of this pool."""
         return tensor.untyped_storage().data_ptr() in self._addresses
 
     def figures(self) -> HostFigures:
-        """Bytes now."""
+        """Return the bytes now."""
         with self._lock:
             self._collect()
             return HostFigures(self._in_use, self._held, self._peak)
@@ -144,7 +216,7 @@ class HostPool:
         """Give unused memory back to the system."""
         with self._lock:
             self._collect()
-            for whole in (each for kept in self._kept.values() for each in kept):
+            for whole in (buffer for kept in self._kept.values() for buffer in kept):
                 self._addresses.discard(whole.untyped_storage().data_ptr())
                 self._held -= _pinned(whole)
             self._kept.clear()
@@ -176,8 +248,15 @@ class HostPool:
         self._in_use -= _pinned(whole)
 
 
+def tensor_on(pages: mmap.mmap) -> torch.Tensor:
+    """Return uint8 ``[len(pages)]`` on pages of the system; they live as long as the tensor's storage."""
+    import torch
+
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
 def size_class(nbytes: int) -> int:
-    """The smallest size class of at least ``nbytes`` bytes: powers of two from a page on, and quarters."""
+    """Return the smallest size class of at least ``nbytes``: powers of two from a page on, and quarters."""
     if nbytes <= _SMALLEST:
         return _SMALLEST
     half = 1 << (nbytes - 1).bit_length() - 1  # the largest power of two below nbytes
@@ -190,13 +269,8 @@ def _pinned(tensor: torch.Tensor) -> int:
     return nbytes
 
 
-def local_processes() -> int:
-    """Processes of the job on this host, as torchrun sets it; one without a launcher."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 def require_host_memory(nbytes: int, who: str, remedy: str, processes: int | None = None) -> None:
-    """Refuse before training starts what the host has no room for.
+    """Refuse, before training starts, a demand that the host has no room for.
 
     Each process asks for itself, before or after others have taken theirs. So what all of them need is
     compared with what the host had when this process started, and what this one needs with what is left.

@@ -1,16 +1,20 @@
-"""Ascend NPUs: torch_npu, with its own redirection of ``torch.cuda``."""
+"""Ascend NPUs: torch_npu, with its own redirection of ``torch.cuda``, and the environment it reads.
+
+Importing this loads no torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.platforms.cuda import CudaPlatform
-from mindspeed_dsa.platforms.npu_environment import environment
-from mindspeed_dsa.platforms.npu_products import product_of
+from mindspeed_dsa.platforms.npu_operators import product_of
 
 if TYPE_CHECKING:
     import torch
@@ -50,28 +54,28 @@ class NpuPlatform(CudaPlatform):
         import_module("torch_npu.contrib.transfer_to_npu")
 
     def facts(self) -> dict[str, Any]:
-        """The product, the limits of its operators, and the environment beside what is recommended."""
+        """Return the product, the limits of its operators, and the environment beside what is recommended."""
         product = product_of(self.device_name())
         return {"product": product.name, "limits": product.limits(), "environment": environment()}
 
     def empty_pinned(self, size: Any, dtype: torch.dtype) -> torch.Tensor:
-        """torch_npu's pinned memory; whatever it rounds the size up to is not seen."""
+        """Return torch_npu's pinned memory; whatever it rounds the size up to is not seen."""
         import torch
 
         return torch.empty(size, dtype=dtype, device="cpu", pin_memory=True)
 
     def release_pinned(self) -> None:
-        """torch_npu keeps it."""
+        """Do nothing: torch_npu keeps its pinned memory."""
 
     def empty_mapped(self, size: Sequence[int], dtype: torch.dtype, owner: object) -> torch.Tensor:
-        """torch_npu's swapped memory: the driver's, not the pool's."""
+        """Return torch_npu's swapped memory: the driver's, not the pool's."""
         swapped: torch.Tensor = _torch_npu().empty_with_swapped_memory(
             list(size), dtype=dtype, device=self.device
         )
         return swapped
 
     def read_mapped(self, mapped: torch.Tensor) -> torch.Tensor:
-        """A copy on the host, by way of the device: swapped memory is no source of a copy.
+        """Return a copy on the host, by way of the device: swapped memory is no source of a copy.
 
         The factor of a tensor of the device is the form in which torch_npu's manual reads it.
         """
@@ -80,7 +84,7 @@ class NpuPlatform(CudaPlatform):
         return torch.ones(mapped.shape, dtype=mapped.dtype, device=mapped.device).mul_(mapped).cpu()
 
     def write_mapped(self, mapped: torch.Tensor, values: torch.Tensor) -> None:
-        """By multiplication: swapped memory is no destination of a copy."""
+        """Multiply the values in: swapped memory is no destination of a copy."""
         mapped.fill_(1).mul_(values.to(mapped.device))
 
 
@@ -91,3 +95,116 @@ def _torch_npu() -> Any:
         return import_module("torch_npu")
     except (ImportError, OSError, RuntimeError) as error:
         raise SettingsError(f"platform npu: torch_npu does not load ({error}); {_CANN}") from error
+
+
+# Variables of the environment that decide speed and memory on NPUs. From the manuals of torch_npu, CANN and
+# HCCL, and from MindSpeed-LLM's script that trains DeepSeek-V3.2.
+
+UNSET = "not set"
+_MANUAL, _SCRIPT = "manual", "MindSpeed-LLM"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """Variable of the environment that decides speed or memory on NPUs.
+
+    Attributes:
+        name: of the environment.
+        does: a clause that begins with a verb.
+        recommended: a value, or :data:`UNSET`.
+        why: of the recommendation.
+        sources: where it is from.
+        accepts: whether another value is as good, or better.
+    """
+
+    name: str
+    does: str
+    recommended: str
+    why: str
+    sources: tuple[str, ...]
+    accepts: Callable[[str], bool] = lambda value: False
+
+    def said_of(self, value: str | None) -> str:
+        """Return the value, and what is recommended in its place if anything is.
+
+        Args:
+            value: None where it is not set.
+        """
+        shown = UNSET if value is None else value
+        if shown == self.recommended or (value is not None and self.accepts(value)):
+            return shown
+        wanted = "leave it out" if self.recommended == UNSET else f"{self.recommended} is recommended"
+        return f"{shown}; {wanted}: {self.why}"
+
+
+def _at_least(seconds: int) -> Callable[[str], bool]:
+    return lambda value: value.isdigit() and int(value) >= seconds
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable(
+        "TASK_QUEUE_ENABLE",
+        "hands operators to a second thread of the host, which launches them; 2 moves their workspaces "
+        "there, too. It does nothing beside `ASCEND_LAUNCH_BLOCKING=1`",
+        "2",
+        "the host runs ahead of the device; the peak of memory may rise",
+        (_MANUAL, _SCRIPT),
+    ),
+    Variable(
+        "CPU_AFFINITY_CONF",
+        "binds each process to the processor cores of its device; 2 gives the busiest threads cores of their "
+        "own, which the manual prefers where nothing else needs them",
+        "1",
+        "processes do not take each other's cores; where a container has fewer cores than the machine add "
+        "`,force:1`",
+        (_MANUAL, _SCRIPT),
+        lambda value: value[:1] in ("1", "2"),
+    ),
+    Variable(
+        "STREAMS_PER_DEVICE",
+        "sets how many streams torch_npu's pool has before streams share one queue; 8 or 32",
+        "32",
+        "swaps, overlapped gathers and chunked transfers have streams of their own; torch_npu up to mid 2025 "
+        "has 8 by default",
+        (_MANUAL, _SCRIPT),
+    ),
+    Variable(
+        "PYTORCH_NPU_ALLOC_CONF",
+        "configures torch_npu's allocators. With `--swap-optimizer` add `pinned_max_round_threshold_mb:128` "
+        "where torch_npu knows it (2.13 does): larger pinned buffers are not rounded up to a power of two",
+        "expandable_segments:True",
+        "fewer fragments where sizes change from step to step",
+        (_MANUAL, _SCRIPT),
+        lambda value: "expandable_segments:True" in value,
+    ),
+    Variable(
+        "HCCL_CONNECT_TIMEOUT",
+        "limits the seconds in which ranks must reach the same communicator, 120 to 7200, 120 by default",
+        "3600",
+        "ranks that load checkpoints or compile at different speed are waited for",
+        (_MANUAL, _SCRIPT),
+        _at_least(300),
+    ),
+    Variable(
+        "HCCL_OP_EXPANSION_MODE",
+        "chooses what unfolds a collective into transfers: the host (default of Atlas A2), the AI CPU "
+        "(`AI_CPU`, default of Atlas A3) or the vector cores (`AIV`)",
+        UNSET,
+        "the manual allows AIV for inference, and not beside communicators that run at the same time, of "
+        "which a training job has several",
+        (_MANUAL,),
+        lambda value: value != "AIV",
+    ),
+    Variable(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "does nothing on an NPU; Megatron-LM's arguments demand it with tensor or context parallelism",
+        "1",
+        "Megatron-LM may refuse the job without it",
+        (_SCRIPT, "Megatron-LM"),
+    ),
+)
+
+
+def environment() -> dict[str, str]:
+    """Return what is set in this process, by name, with what is recommended in its place."""
+    return {variable.name: variable.said_of(os.environ.get(variable.name)) for variable in VARIABLES}

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.platforms import host_memory, host_pool
+from mindspeed_dsa.platforms import host_pool
 from mindspeed_dsa.platforms.host_pool import HostFigures, HostPool, size_class
 
 
@@ -124,11 +124,11 @@ def test_what_is_kept_in_other_size_classes_goes_when_memory_is_short(monkeypatc
 
 
 def test_a_containers_limit_counts(monkeypatch, tmp_path):
-    system = host_memory.host_memory_free()
-    monkeypatch.setattr(host_memory, "_CGROUP", str(tmp_path))
+    system = host_pool.host_memory_free()
+    monkeypatch.setattr(host_pool, "_CGROUP", str(tmp_path))
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("500\n")
     (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 30\n")
-    assert host_memory.host_memory_free() == pytest.approx(system, rel=0.2)
+    assert host_pool.host_memory_free() == pytest.approx(system, rel=0.2)
     (tmp_path / "memory.max").write_text("1000\n")
-    assert host_memory.host_memory_free() == 530
+    assert host_pool.host_memory_free() == 530

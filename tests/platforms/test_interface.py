@@ -12,7 +12,7 @@ import torch
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.platforms import host_memory
+from mindspeed_dsa.platforms import host_pool
 from tests.support.memory import fresh_memory
 
 MIB = 1 << 20
@@ -87,7 +87,7 @@ def test_the_peak_starts_again(cpu):
 
 
 def test_figures_without_a_proc_file_system_are_an_upper_bound(cpu, monkeypatch):
-    monkeypatch.setattr(host_memory, "_kilobytes", lambda path, key: None)
+    monkeypatch.setattr(host_pool, "_kilobytes", lambda path, key: None)
     memory = cpu.memory()
     assert memory.current == memory.peak > 10 * MIB
     assert 0 < memory.free < memory.total

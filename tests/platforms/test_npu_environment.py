@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_dsa.platforms.npu_environment import VARIABLES, environment
+from mindspeed_dsa.platforms.npu import VARIABLES, environment
 
 NAMES = {each.name for each in VARIABLES}
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from mindspeed_dsa import log
-from mindspeed_dsa.platforms.npu_operators import BY_NAME, needs
-from mindspeed_dsa.platforms.npu_products import PRODUCTS, UNKNOWN, Product, product_of
+from mindspeed_dsa.platforms.npu_operators import BY_NAME, PRODUCTS, UNKNOWN, Product, needs, product_of
 
 _log = log.get("ops")
 DTYPES = (torch.bfloat16, torch.float16)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.npu.device import npu_op, product, unavailable
-from mindspeed_dsa.platforms.npu_products import PRODUCTS
+from mindspeed_dsa.platforms.npu_operators import PRODUCTS
 
 KIND: Literal["gradients"] = "gradients"
 _NORM = "npu_rms_norm"

@@ -13,9 +13,8 @@ from mindspeed_dsa.features import shipped
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.patches.versions import MEGATRON_DISTRIBUTION, TORCH_TRIED
-from mindspeed_dsa.platforms.npu_environment import UNSET, VARIABLES
-from mindspeed_dsa.platforms.npu_operators import OPERATORS
-from mindspeed_dsa.platforms.npu_products import PRODUCTS, UNKNOWN
+from mindspeed_dsa.platforms.npu import UNSET, VARIABLES
+from mindspeed_dsa.platforms.npu_operators import OPERATORS, PRODUCTS, UNKNOWN
 from mindspeed_dsa.session.records import MAIN, ROOT, Records, load
 from mindspeed_dsa.tools.compat import trained
 from mindspeed_dsa.tools.compat.verdicts import Verdict, judge

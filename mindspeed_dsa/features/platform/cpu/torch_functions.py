@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_dsa.platforms import cpu, host_memory
+from mindspeed_dsa.platforms import cpu, host_pool
 from mindspeed_dsa.platforms.cpu import CpuEvent, CpuStream
 
 __all__ = ["CpuEvent", "CpuStream"]  # named by patch rows
@@ -83,22 +83,22 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
 
 def memory_current(device: Any = None) -> int:
     """Resident set of the process."""
-    return host_memory.process_memory().current
+    return host_pool.process_memory().current
 
 
 def memory_peak(device: Any = None) -> int:
     """Peak resident set of the process since the last reset."""
-    return host_memory.process_memory().peak
+    return host_pool.process_memory().peak
 
 
 def reset_peak(device: Any = None) -> None:
     """Reset the peak."""
-    host_memory.reset_peak_memory()
+    host_pool.reset_peak_memory()
 
 
 def memory_stats(device: Any = None) -> OrderedDict[str, int]:
     """Resident set and its peak under the keys of the CUDA allocator; no counts of blocks exist."""
-    memory = host_memory.process_memory()
+    memory = host_pool.process_memory()
     stats: OrderedDict[str, int] = OrderedDict()
     for pool in ("allocated_bytes", "reserved_bytes", "active_bytes"):
         stats[f"{pool}.all.current"] = memory.current
@@ -109,13 +109,13 @@ def memory_stats(device: Any = None) -> OrderedDict[str, int]:
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
     """Free and total memory of the host."""
-    memory = host_memory.process_memory()
+    memory = host_pool.process_memory()
     return memory.free, memory.total
 
 
 def device_memory_used(device: Any = None) -> int:
     """Memory of the host in use by all processes."""
-    memory = host_memory.process_memory()
+    memory = host_pool.process_memory()
     return memory.total - memory.free
 
 
