@@ -1,7 +1,7 @@
-"""Connects the indexer loss to the backward pass and to the log, on any Megatron.
+"""Scale and log of the indexer loss, and its way into the backward pass, on any Megatron.
 
-Its scale and its log are kept in Megatron's own classes, which Megatron's DSA reads; releases without DSA get
-objects with the same attributes.
+The loss itself is made in :mod:`.loss`. Its scale and its log are kept in Megatron's own classes, which
+Megatron's DSA reads; releases without DSA get objects with the same attributes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import torch
 from packaging.specifiers import SpecifierSet
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp, all_reduce, get_backend
 
 from mindspeed_dsa.feature import Megatron
-from mindspeed_dsa.features.dsa.loss_tracker import LossTracker
 from mindspeed_dsa.patches import versions
 
 WITHOUT_DSA, TAKES_SUMS = "<0.16", ">=0.19"
@@ -24,7 +23,7 @@ WITHOUT_DSA, TAKES_SUMS = "<0.16", ">=0.19"
 
 
 def coefficient(config: Any) -> float:
-    """``dsa_indexer_loss_coeff``; None and negative values mean no loss."""
+    """Return ``dsa_indexer_loss_coeff``; None and negative values mean no loss."""
     return max(config.dsa_indexer_loss_coeff or 0.0, 0.0)
 
 
@@ -35,7 +34,7 @@ class LossScale:
         self.main_loss_backward_scale: Tensor | None = None
 
     def set_loss_scale(self, scale: Tensor) -> None:
-        """Factor of the gradient; the schedules set it before each microbatch's backward."""
+        """Set the factor of the gradient; the schedules set it before each microbatch's backward."""
         self.main_loss_backward_scale = scale.detach().clone()
 
 
@@ -71,11 +70,11 @@ class IndexerLoss:
         return self.megatron("core.transformer.experimental_attention_variant.dsa")
 
     def takes_sums(self, config: Any) -> bool:
-        """Whether the schedule's scale is for a loss that is a sum over rows."""
+        """Return whether the schedule's scale is for a loss that is a sum over rows."""
         return self._takes_sums and bool(config.calculate_per_token_loss)
 
     def gradient(self, loss: Tensor, rows: int) -> Tensor:
-        """The gradient that an indexer loss starts its backward pass with.
+        """Return the gradient that an indexer loss starts its backward pass with.
 
         Args:
             loss: scalar, a rank's sum over its rows divided by ``rows``.
@@ -92,7 +91,7 @@ class IndexerLoss:
         return gradient * rows if self.sums_over_tokens else gradient
 
     def attach(self, output: Tensor, loss: Tensor, rows: int) -> Tensor:
-        """``output``, through whose backward the loss gets its gradient; arguments as of :meth:`gradient`."""
+        """Return ``output``, whose backward gives the loss its :meth:`gradient`; arguments as there."""
         return _AttachedLoss.apply(output, loss, rows, self)  # type: ignore[no-any-return]
 
     def log(self, loss: Tensor, layer: Any, group: ProcessGroup | None) -> None:
@@ -113,7 +112,7 @@ class IndexerLoss:
 
 @cache
 def indexer_loss(megatron: Megatron) -> IndexerLoss:
-    """Scale and log of this Megatron, which has one of each."""
+    """Return scale and log of this Megatron, which has one of each."""
     return IndexerLoss(megatron)
 
 
@@ -134,3 +133,169 @@ class _AttachedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (loss,) = ctx.saved_tensors
         return grad_output, ctx.of.gradient(loss, ctx.rows), None, None
+
+
+# -- a step without the loss -------------------------------------------------------------------
+
+
+class _ZeroGradients(torch.autograd.Function):
+    """Identity on the output; in backward the parameters get gradients that are exactly zero."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.parameters = parameters
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
+        return grad_output, *(torch.zeros_like(parameter) for parameter in ctx.parameters)
+
+
+def with_zero_gradients(output: Tensor, module: torch.nn.Module) -> Tensor:
+    """Return ``output``, through which the module's trainable parameters get zero gradients.
+
+    Megatron's overlapped gradient reduction starts a bucket when all its parameters have a gradient; a
+    parameter without a gradient would make the step fail.
+    """
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return _ZeroGradients.apply(output, *parameters) if parameters else output
+
+
+# -- log ---------------------------------------------------------------------------------------
+
+_NAME = "indexer loss"
+
+
+class LossTracker:
+    """The functions of Megatron's ``DSAIndexerLossLoggingHelper``, and its state where Megatron lacks it.
+
+    Args:
+        megatron: the session's.
+        home: Megatron's class, which then holds the state and is called, so that patches of it apply.
+
+    Attributes:
+        tracker: ``values``, one sum per layer, and ``reported``, 1 for each layer that added to its sum since
+            the last clean-up; unused with a ``home``.
+    """
+
+    def __init__(self, megatron: Megatron, home: Any = None) -> None:
+        self._megatron = megatron
+        self._home: Any = self if home is None else home
+        self.tracker: dict[str, Any] = {}
+
+    def save_loss_to_tracker(
+        self,
+        loss: Tensor,
+        layer_number: int | None,
+        num_layers: int,
+        reduce_group: ProcessGroup | None = None,
+        avg_group: ProcessGroup | None = None,
+    ) -> None:
+        """Add one microbatch's loss of one layer.
+
+        Args:
+            loss: scalar.
+            layer_number: 1-based; MTP layers follow the decoder's. ``None``: not logged.
+            num_layers: decoder layers of the model.
+            reduce_group: group whose losses add up, or ``None``.
+            avg_group: group over whose losses the mean is taken, or ``None``.
+        """
+        if layer_number is None:
+            return
+        tracker = self._home.tracker
+        _grow(tracker, max(num_layers, layer_number), loss.device)
+        tracker["values"][layer_number - 1] += loss.detach()
+        tracker["reported"][layer_number - 1] = 1
+        tracker["reduce_group"], tracker["avg_group"] = reduce_group, avg_group
+
+    def clean_loss_in_tracker(self) -> None:
+        """Start the next step at zero."""
+        tracker = self._home.tracker
+        for name in ("values", "reported"):
+            if name in tracker:
+                tracker[name].zero_()
+        tracker["reduce_group"] = tracker["avg_group"] = None
+
+    def reduce_loss_in_tracker(self) -> None:
+        """Reduce the losses of all layers to every rank; a collective of all ranks, reporting or not."""
+        tracker = self._home.tracker
+        if "values" in tracker:
+            # Parts of one stage's loss, before stages are combined: only this stage knows the groups.
+            _reduce(tracker["values"], tracker.get("reduce_group"))
+            _reduce(tracker["values"], tracker.get("avg_group"), mean=True)
+
+        state = self._megatron("core.parallel_state")
+        pipeline = state.get_pipeline_model_parallel_group()
+        size = len(tracker.get("values", ()))
+        if pipeline.size() > 1:
+            longest = torch.tensor(size, device=_device_of(pipeline))
+            all_reduce(longest, op=ReduceOp.MAX, group=pipeline)
+            size = int(longest)
+        if size == 0:
+            return
+        _grow(tracker, size, _device_of(pipeline))
+        for name in ("values", "reported"):
+            _reduce(tracker[name], pipeline)
+        _reduce(tracker["values"], state.get_data_parallel_group(with_context_parallel=False), mean=True)
+
+    def track_indexer_metrics(
+        self,
+        loss_scale: float,
+        iteration: int,
+        writer: Any,
+        wandb_writer: Any = None,
+        total_loss_dict: dict[str, Tensor] | None = None,
+        per_layer_logging: bool = False,
+    ) -> None:
+        """Log the mean over the layers that have an indexer, and start again at zero.
+
+        A collective of all ranks.
+
+        Args:
+            loss_scale: factor of a layer's sum: one over the number of microbatches.
+            iteration: the step the figure belongs to.
+            writer: TensorBoard writer, or ``None``.
+            wandb_writer: Weights & Biases writer, or ``None``.
+            total_loss_dict: the mean is added to its ``"indexer loss"``.
+            per_layer_logging: also write each layer's figure to TensorBoard.
+        """
+        self._home.reduce_loss_in_tracker()
+        tracker = self._home.tracker
+        if "values" not in tracker:
+            return
+        losses = tracker["values"] * loss_scale
+        mean = losses.sum() / tracker["reported"].sum().clamp(min=1)
+        if total_loss_dict is not None:
+            total_loss_dict[_NAME] = total_loss_dict[_NAME] + mean if _NAME in total_loss_dict else mean
+        if writer is not None:
+            writer.add_scalar(_NAME, mean, iteration)
+            if per_layer_logging:
+                for layer, loss in enumerate(losses):
+                    if tracker["reported"][layer]:
+                        writer.add_scalar(f"{_NAME}/layer {layer + 1}", loss, iteration)
+        if wandb_writer is not None:
+            wandb_writer.log({_NAME: mean}, iteration)
+        self._home.clean_loss_in_tracker()
+
+
+def _grow(tracker: dict[str, Any], size: int, device: torch.device | int) -> None:
+    """Grow to ``size`` layers; existing values keep their device."""
+    for name in ("values", "reported"):
+        old = tracker.get(name)
+        if old is None:
+            tracker[name] = torch.zeros(size, device=device)
+        elif len(old) < size:
+            tracker[name] = torch.cat([old, old.new_zeros(size - len(old))])
+
+
+def _reduce(values: Tensor, group: ProcessGroup | None, mean: bool = False) -> None:
+    """Take the sum or mean over a group; a sum and a division, because gloo does not support a mean."""
+    if group is not None and group.size() > 1:
+        all_reduce(values, group=group)
+        if mean:
+            values /= group.size()
+
+
+def _device_of(group: ProcessGroup) -> torch.device | int:
+    return torch.device("cpu") if get_backend(group) == "gloo" else torch.cuda.current_device()

@@ -21,14 +21,12 @@ from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.dsa import core_attention
 from mindspeed_dsa.features.dsa.backport.feature import Options
 from mindspeed_dsa.features.dsa.backport.groups import Groups
-from mindspeed_dsa.features.dsa.deepseek_layout import rotate_first_dimensions
-from mindspeed_dsa.features.dsa.hadamard import hadamard_rotation
 from mindspeed_dsa.features.dsa.index_projection import angles_of_rows
-from mindspeed_dsa.features.dsa.indexer_loss import coefficient
+from mindspeed_dsa.features.dsa.indexer_loss import coefficient, with_zero_gradients
 from mindspeed_dsa.features.dsa.key_exchange.configuration import sum_gradients_of_own_rows
 from mindspeed_dsa.features.dsa.key_exchange.core_attention import recomputes, with_whole_key
 from mindspeed_dsa.features.dsa.key_exchange.exchange import key_exchange
-from mindspeed_dsa.features.dsa.zero_gradients import with_zero_gradients
+from mindspeed_dsa.features.dsa.repairs.indexer import hadamard_rotation, rotate_first_dimensions
 from mindspeed_dsa.megatron.local_modules import duplicated_linear
 from mindspeed_dsa.megatron.local_norms import SequenceParallelLayerNorm
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from mindspeed_dsa.megatron.dsa import SIZES
+
 
 @dataclasses.dataclass
 class DSAFields:
@@ -51,7 +53,7 @@ def problems_of(config: Any) -> list[str]:
         return [f"experimental_attention_variant={variant!r} is not known to this Megatron; use 'dsa'"]
     problems = [
         f"DSA needs {name}; DeepSeek-V3.2 has {usual}"
-        for name, usual in _SIZES.items()
+        for name, usual in SIZES.items()
         if not getattr(config, name)
     ]
     if not config.multi_latent_attention:
@@ -64,6 +66,3 @@ def problems_of(config: Any) -> list[str]:
     if config.apply_rope_fusion:
         problems.append("DSA has no fused RoPE here; use apply_rope_fusion=False")
     return problems
-
-
-_SIZES = {"dsa_indexer_n_heads": 64, "dsa_indexer_head_dim": 128, "dsa_indexer_topk": 2048}

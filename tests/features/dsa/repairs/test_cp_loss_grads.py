@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.features.dsa.repairs.cp_loss_grads.shares import share_of_kernels
+from mindspeed_dsa.features.dsa.repairs.loss import share_of_kernels
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.features.dsa.repairs.hadamard.feature import FEATURE
+from mindspeed_dsa.features.dsa.repairs.feature import HADAMARD
 
 CASES = "tests.features.attention.cases"
 ERROR = "tests.support.model:error_of"
@@ -68,6 +68,6 @@ def test_a_size_that_is_no_power_of_two(pool):
     (error,) = pool.run(ERROR, 1, case=f"{CASES}:rotate", activation=torch.ones(2, 48))
     assert "power of two" in error
     assert "dsa_indexer_head_dim" in error
-    (problem,) = FEATURE.problems(SimpleNamespace(dsa_indexer_head_dim=48))
+    (problem,) = HADAMARD.problems(SimpleNamespace(dsa_indexer_head_dim=48))
     assert "--dsa-indexer-head-dim 48" in problem
-    assert not FEATURE.problems(SimpleNamespace(dsa_indexer_head_dim=128))
+    assert not HADAMARD.problems(SimpleNamespace(dsa_indexer_head_dim=128))

@@ -109,8 +109,8 @@ def test_grouped_gemm_falls_back_with_a_word(pool):
 def test_transformer_engine_asked_for_but_missing():
     from types import SimpleNamespace
 
-    from mindspeed_dsa.features.dsa.repairs.local_provider.feature import FEATURE
+    from mindspeed_dsa.features.dsa.repairs.feature import LOCAL_PROVIDER
 
-    (problem,) = FEATURE.problems(SimpleNamespace(transformer_impl="transformer_engine"))
+    (problem,) = LOCAL_PROVIDER.problems(SimpleNamespace(transformer_impl="transformer_engine"))
     assert "--transformer-impl local" in problem
-    assert not FEATURE.problems(SimpleNamespace(transformer_impl="local"))
+    assert not LOCAL_PROVIDER.problems(SimpleNamespace(transformer_impl="local"))

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 import mindspeed_dsa
-from mindspeed_dsa.features.dsa.repairs.shared_selections.feature import FEATURE, refuse_recompute
+from mindspeed_dsa.features.dsa.repairs.feature import SHARED_SELECTIONS
+from mindspeed_dsa.features.dsa.repairs.recompute import refuse_recompute
 from mindspeed_dsa.patches.errors import SettingsError
 from tests.support.contexts import context
 
@@ -31,7 +32,7 @@ EXPERTS = {"moe_fb_overlap": True, "overlap_moe_expert_parallel_comm": True}
     ],
 )
 def test_refused_by_name(arguments, named):
-    (problem,) = FEATURE.problems(SimpleNamespace(**SHARED, **arguments))
+    (problem,) = SHARED_SELECTIONS.problems(SimpleNamespace(**SHARED, **arguments))
     for flag in ("--dsa-indexer-topk-freq 4", *named):
         assert flag in problem
 
@@ -47,7 +48,7 @@ def test_refused_by_name(arguments, named):
     ],
 )
 def test_what_runs_no_sharing_layer_again_is_served(arguments):
-    assert FEATURE.problems(SimpleNamespace(**{**SHARED, **arguments})) == []
+    assert SHARED_SELECTIONS.problems(SimpleNamespace(**{**SHARED, **arguments})) == []
 
 
 def test_no_switch_turns_it_off():

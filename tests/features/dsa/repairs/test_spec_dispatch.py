@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.features.dsa.repairs.spec_dispatch.feature import FEATURE
+from mindspeed_dsa.features.dsa.repairs.feature import SPEC_DISPATCH
 
 CASES = "tests.features.attention.cases"
 ERROR = "tests.support.model:error_of"
@@ -64,15 +64,15 @@ def arguments(**changes):
     ],
 )
 def test_what_cannot_be_built_is_told_before_anything_starts(changes, wanted):
-    (problem,) = FEATURE.problems(arguments(**changes))
+    (problem,) = SPEC_DISPATCH.problems(arguments(**changes))
     assert wanted in problem
 
 
 def test_all_problems_are_told_at_once():
-    assert len(FEATURE.problems(arguments(dsa_indexer_n_heads=None, dsa_indexer_topk=None))) == 2
+    assert len(SPEC_DISPATCH.problems(arguments(dsa_indexer_n_heads=None, dsa_indexer_topk=None))) == 2
 
 
 def test_what_can_be_built_is_not_complained_about():
-    assert not FEATURE.problems(arguments())
-    assert not FEATURE.problems(arguments(experimental_attention_variant=None, dsa_indexer_topk=None))
-    assert not FEATURE.problems(SimpleNamespace(experimental_attention_variant="dsa"))
+    assert not SPEC_DISPATCH.problems(arguments())
+    assert not SPEC_DISPATCH.problems(arguments(experimental_attention_variant=None, dsa_indexer_topk=None))
+    assert not SPEC_DISPATCH.problems(SimpleNamespace(experimental_attention_variant="dsa"))

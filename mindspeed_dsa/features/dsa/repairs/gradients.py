@@ -1,4 +1,7 @@
-"""The sum over tensor parallel ranks that the rotary key's gradient lacks."""
+"""Gradients under tensor parallelism: averaged for the indexer, summed for the shared rotary key.
+
+Imports nothing of Megatron: fetched while Megatron is being imported.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,24 @@ from mindspeed_dsa.feature import Context
 from mindspeed_dsa.megatron.mla_projections import SumGradients
 
 
+def average_over_tensor_parallel_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``DSAIndexer.__init__``: mark parameters for Megatron's average over ranks.
+
+    The indexer sees the gathered sequence, and its target is summed over all heads: each rank holds the
+    complete gradient. The attribute takes precedence over ``sequence_parallel``, which would sum these
+    copies.
+    """
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for parameter in self.parameters():
+            parameter.average_gradients_across_tp_domain = True
+
+    return __init__
+
+
 def sum_rotary_key_gradients(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``MLASelfAttention.__init__``.
+    """Decorate ``MLASelfAttention.__init__``: sum the rotary key's gradient over tensor parallel ranks.
 
     All heads share one rotary key. A rank's backward yields the gradient of its own heads. A reduce-scatter
     sums these parts where each rank has a replica of the projection and applies it to its part of the

@@ -1,4 +1,4 @@
-"""DSA's core attention under activation checkpointing, indexer inputs included.
+"""DSA's core attention under activation checkpointing: with its indexer, and never with a shared selection.
 
 Imports Megatron only when called: these functions are fetched while Megatron is being imported.
 """
@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.dsa.key_exchange.core_attention import recomputes
+from mindspeed_dsa.features.dsa.repairs.feature import check_recompute, uses_dsa
+from mindspeed_dsa.megatron.configuration import require
 
 
 def leave_recompute_to_dsa(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
@@ -27,7 +30,7 @@ def leave_recompute_to_dsa(original: Callable[..., Any], context: Context[None])
 
 
 def recompute_in_backward(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``DSAttention.forward``.
+    """Decorate ``DSAttention.forward``: checkpoint it with the indexer's inputs.
 
     The first pass runs without gradients, where DSA computes no indexer loss; the second, in backward,
     computes it once.
@@ -44,7 +47,7 @@ def recompute_in_backward(original: Callable[..., Any], context: Context[None]) 
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if not (self.training and torch.is_grad_enabled() and _is_asked_for(self.config)):
+        if not (self.training and torch.is_grad_enabled() and recomputes(self.config)):
             return original(self, query, key, value, attention_mask, x, qr, *args, **kwargs)
 
         def run(query: Tensor, key: Tensor, value: Tensor, x: Tensor, qr: Tensor) -> Any:
@@ -55,5 +58,12 @@ def recompute_in_backward(original: Callable[..., Any], context: Context[None]) 
     return forward
 
 
-def _is_asked_for(config: Any) -> bool:
-    return config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+def refuse_recompute(original: Callable[..., None], context: Context[None]) -> Callable[..., None]:
+    """Decorate ``TransformerConfig.__post_init__``: refuse layers that share a selection of keys."""
+
+    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if uses_dsa(self):
+            require(context, check_recompute, self)
+        original(self, *args, **kwargs)
+
+    return __post_init__

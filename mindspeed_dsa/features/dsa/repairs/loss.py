@@ -1,0 +1,214 @@
+"""Repairs of the indexer loss in Megatron's code: when it is computed, its scale, its share, its log.
+
+Imports nothing of Megatron: fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.dsa.indexer_loss import (
+    LossTracker,
+    coefficient,
+    indexer_loss,
+    with_zero_gradients,
+)
+
+# -- dsa-loss-gate: a loss that is not used ----------------------------------------------------
+
+_without_loss: ContextVar[bool] = ContextVar("_without_loss", default=False)
+"""True while an attention layer without indexer loss runs."""
+
+
+def skip_unwanted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``DSAttention.forward``: its evaluation path is the path without the loss."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        learns = self.training and torch.is_grad_enabled()
+        if learns and coefficient(self.config) > 0:
+            return original(self, *args, **kwargs)
+        mode = self.training
+        self.training = False  # of this module only; here it only decides whether there is a loss
+        # Under no_grad there is no graph to save, and code that enables one inside, like the warm-up stage,
+        # needs it.
+        token = _without_loss.set(torch.is_grad_enabled())
+        try:
+            output = original(self, *args, **kwargs)
+        finally:
+            _without_loss.reset(token)
+            self.training = mode
+        return with_zero_gradients(output, self.indexer) if learns else output
+
+    return forward
+
+
+def score_without_graph(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``DSAIndexer.forward_with_scores``: in attention, only the loss needs the scores' graph.
+
+    Other callers of the scores may need their gradient.
+    """
+
+    def forward_with_scores(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not _without_loss.get()):
+            return original(self, *args, **kwargs)
+
+    return forward_with_scores
+
+
+def keep_indexer_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a ``DSAttention.forward`` that skips the unused loss by itself."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        if not (self.training and torch.is_grad_enabled()) or coefficient(self.config) > 0:
+            return output
+        # A layer that reuses another layer's selection has no indexer.
+        return output if self.indexer is None else with_zero_gradients(output, self.indexer)
+
+    return forward
+
+
+# -- dsa-loss-scale: the scale of the gradient, set where Megatron sets that of other losses ----
+
+
+def indexer_loss_scale(config: Any, num_microbatches: int, cp_size: int, device: torch.device) -> Tensor:
+    """Return the factor of the gradient of one microbatch's indexer loss; a scalar tensor.
+
+    Megatron averages the main loss over microbatches. Data parallelism averages gradients over context
+    parallel ranks too, whose shares of the loss add up, hence the factor of their number. With
+    ``calculate_per_token_loss`` Megatron divides by the number of tokens instead, when all gradients are
+    complete.
+    """
+    scale = torch.ones((), device=device)
+    if config.grad_scale_func is not None:
+        scale = config.grad_scale_func(scale).reshape(())
+    return scale if config.calculate_per_token_loss else scale * cp_size / num_microbatches
+
+
+def set_indexer_loss_scale(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
+    """Decorate the function that every schedule runs once per microbatch, before its backward."""
+    ours = indexer_loss(context.megatron)
+    ours.sums_over_tokens = False  # an earlier session's
+    signature = inspect.signature(original)
+
+    def forward_step_calc_loss(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        arguments = signature.bind(*args, **kwargs).arguments
+        config, cp_size = arguments["config"], arguments.get("cp_group_size")
+        if getattr(config, "experimental_attention_variant", None) == "dsa":
+            if cp_size is None:
+                cp_size = context.megatron("core.parallel_state").get_context_parallel_world_size()
+            output = result[0][0] if isinstance(result[0], (list, tuple)) else result[0]
+            scale = indexer_loss_scale(config, arguments["num_microbatches"], cp_size, output.device)
+            ours.scale.set_loss_scale(scale)
+            ours.sums_over_tokens = config.calculate_per_token_loss
+        return result
+
+    return forward_step_calc_loss
+
+
+def weigh_by_tokens(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
+    """Decorate ``DSAIndexerLossAutoScaler.backward``: where sums over tokens are expected, sum.
+
+    For losses that Megatron's own ``DSAttention.forward`` attaches, which are means over its output's rows.
+    """
+    ours = indexer_loss(context.megatron)
+
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        grad_output, grad_loss = original(ctx, grad_output)
+        if ours.sums_over_tokens:
+            sequence, batch = grad_output.shape[:2]
+            grad_loss = grad_loss * (sequence * batch)
+        return grad_output, grad_loss
+
+    return backward
+
+
+# -- dsa-cp-loss-grads: a context parallel rank's share of the gradient -------------------------
+#
+# Megatron multiplies the loss by the number of context parallel ranks, because data parallelism averages
+# over them. That fits sums that were divided by all ranks' rows, but the loss is a mean over a rank's own
+# rows. The logged loss, an average over ranks, is right.
+
+_OURS = "mindspeed"
+"""Name of our kernel backend, whose losses have the gradient of a share already."""
+
+
+def start_with_share(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``FusedDSAIndexerLoss.backward``."""
+
+    def backward(ctx: Any, grad_topk_indices: Any, grad_loss: Tensor) -> Any:
+        if not ctx.calculate_per_token_loss:
+            grad_loss = grad_loss / _ranks(ctx.pg_collection)
+        return original(ctx, grad_topk_indices, grad_loss)
+
+    return backward
+
+
+def share_of_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function of ``dsa_kernels`` whose last result is the loss, or None."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        config = kwargs["config"] if "config" in kwargs else args[0]
+        ranks = _ranks(kwargs.get("pg_collection"))
+        if result is None or ranks == 1 or config.dsa_kernel_backend == _OURS:
+            return result
+        *others, loss = result
+        if loss is None or kwargs.get("calculate_per_token_loss"):
+            return result
+        return (*others, _Share.apply(loss, ranks))
+
+    return run
+
+
+class _Share(Function):
+    """Identity; in backward a part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return loss.view_as(loss)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.ranks, None
+
+
+def _ranks(groups: Any) -> int:
+    """Return the context parallel size."""
+    group = getattr(groups, "cp", None)
+    return 1 if group is None else int(group.size())
+
+
+# -- dsa-loss-tracker: our tracker behind the static methods of Megatron's ----------------------
+
+
+def _method_of_tracker(name: str) -> Callable[[Context[None]], Callable[..., None]]:
+    """Return a factory of what replaces one static method of ``DSAIndexerLossLoggingHelper``."""
+
+    def make(context: Context[None]) -> Callable[..., None]:
+        dsa = context.megatron("core.transformer.experimental_attention_variant.dsa")
+        method = getattr(LossTracker(context.megatron, dsa.DSAIndexerLossLoggingHelper), name)
+
+        def run(*args: Any, **kwargs: Any) -> None:
+            method(*args, **kwargs)
+
+        return run
+
+    return make
+
+
+save_loss = _method_of_tracker("save_loss_to_tracker")
+clean_loss = _method_of_tracker("clean_loss_in_tracker")
+reduce_loss = _method_of_tracker("reduce_loss_in_tracker")
+track_metrics = _method_of_tracker("track_indexer_metrics")

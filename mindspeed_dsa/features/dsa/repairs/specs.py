@@ -1,0 +1,125 @@
+"""Module specs of DSA models: dispatched to the variant, for the decoder and for MTP, and of local modules.
+
+Imports nothing of Megatron: fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from mindspeed_dsa.feature import Context, Megatron
+from mindspeed_dsa.features.dsa.repairs.feature import ProviderOptions
+from mindspeed_dsa.megatron.local_modules import (
+    duplicated_linear,
+    layer_norm_column_parallel_linear,
+)
+
+# -- dsa-spec-dispatch -------------------------------------------------------------------------
+
+
+def dispatch_dsa(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
+    """Decorate the dispatcher: ``experimental_attention_variant="dsa"`` builds the DSA spec."""
+
+    def get_experimental_attention_variant_module_spec(config: Any, backend: Any = None) -> Any:
+        if config.experimental_attention_variant != "dsa":
+            return original(config, backend)
+        specs = context.megatron("core.models.gpt.experimental_attention_variant_module_specs")
+        if backend is None:
+            backend = specs._get_backend_spec_provider(config=config)
+        spec = specs.get_dsa_module_spec_for_backend(config=config, backend=backend)
+        # The block builder reads whether the input norm is part of the attention module; MLA's is not.
+        spec.metainfo["fuse_input_layernorm"] = False
+        return spec
+
+    return get_experimental_attention_variant_module_spec
+
+
+def layer_specs_with_dsa(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
+    """Decorate the layer specs for MTP: MLA passes a DSA core attention more inputs than others accept."""
+
+    def get_gpt_decoder_layer_specs(config: Any, *args: Any, **kwargs: Any) -> Any:
+        if config.experimental_attention_variant != "dsa":
+            return original(config, *args, **kwargs)
+        specs = context.megatron("core.models.gpt.experimental_attention_variant_module_specs")
+        # The block spec holds the layers of one pipeline stage, the caller needs those of the model.
+        whole = copy.copy(config)
+        whole.pipeline_model_parallel_size = 1
+        whole.virtual_pipeline_model_parallel_size = None
+        whole.pipeline_model_parallel_layout = None
+        whole.num_layers_in_first_pipeline_stage = None
+        whole.num_layers_in_last_pipeline_stage = None
+        whole.account_for_embedding_in_pipeline_split = False
+        whole.account_for_loss_in_pipeline_split = False
+        return specs.get_transformer_block_with_experimental_attention_variant_spec(whole).layer_specs
+
+    return get_gpt_decoder_layer_specs
+
+
+# -- dsa-local-provider: modules where Megatron requires Transformer Engine ---------------------
+
+
+def full_copy_linear(context: Context[ProviderOptions]) -> type:
+    """Return the class that MLA gets under the name ``Linear``."""
+    return duplicated_linear(context.megatron)
+
+
+def provide_local_modules(
+    original: Callable[..., Any], context: Context[ProviderOptions]
+) -> Callable[..., Any]:
+    """Decorate ``_get_backend_spec_provider``: ``transformer_impl="local"`` gets our provider."""
+
+    def _get_backend_spec_provider(config: Any, *args: Any, **kwargs: Any) -> Any:
+        if config.transformer_impl != "local":
+            return original(config, *args, **kwargs)
+        return local_spec_provider(context.megatron, context.options.groups_experts)()
+
+    return _get_backend_spec_provider
+
+
+@cache
+def local_spec_provider(megatron: Megatron, groups_experts: bool) -> type:
+    """Build a subclass of that Megatron's ``LocalSpecProvider``.
+
+    Args:
+        megatron: whose.
+        groups_experts: whether it has experts for ``--moe-grouped-gemm`` without another package.
+    """
+    base: Any = megatron("core.models.backends").LocalSpecProvider
+    torch_norm: Any = megatron("core.transformer.torch_norm").WrappedTorchNorm
+
+    class LocalDSASpecProvider(base):
+        """Megatron's local modules, completed by the modules that the DSA specs need."""
+
+        def linear(self) -> type:
+            """Return a linear layer replicated on every tensor parallel rank: down projections, indexer."""
+            return duplicated_linear(megatron)
+
+        def fuse_layernorm_and_linear(self) -> bool:
+            """Return True: parameters are then named as in a Transformer Engine build of the model."""
+            return True
+
+        def column_parallel_layer_norm_linear(self) -> type:
+            """Return norm and column parallel linear in one module."""
+            return layer_norm_column_parallel_linear(megatron)
+
+        def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, **kwargs: Any) -> Any:
+            """Return Megatron's choice, without its side effect on the module's default norm."""
+            return torch_norm if rms_norm else super().layer_norm(rms_norm=False, for_qk=for_qk, **kwargs)
+
+        def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *args: Any) -> Any:
+            """Return sequential experts if the grouped GEMM kernels are not installed: same values."""
+            if moe_use_grouped_gemm and not groups_experts and find_spec("grouped_gemm") is None:
+                warnings.warn(
+                    "dsa-local-provider: --moe-grouped-gemm needs the grouped_gemm package, which is not "
+                    "installed; the experts run sequentially instead",
+                    stacklevel=2,
+                )
+                moe_use_grouped_gemm = False
+            return super().grouped_mlp_modules(moe_use_grouped_gemm, *args)
+
+    return LocalDSASpecProvider
