@@ -73,16 +73,21 @@ def broken_plugins() -> list[Plugin]:
 
 
 @cache
-def built_in() -> tuple[Feature, ...]:
-    """Return the features that each ``feature.py`` below the folders of :data:`KINDS` defines."""
+def by_kind() -> dict[str, tuple[Feature, ...]]:
+    """Return the features that each ``feature.py`` below a folder of :data:`KINDS` defines."""
     here = Path(__file__).parent
-    found: list[Feature] = []
+    kinds: dict[str, tuple[Feature, ...]] = {}
     for kind in KINDS:
         files = (here / kind).rglob("feature.py")
-        modules = (".".join(file.relative_to(here).with_suffix("").parts) for file in files)
-        for module in sorted(modules):
-            found += declared_in(f"{__name__}.{module}")
-    return tuple(found)
+        modules = sorted(".".join(file.relative_to(here).with_suffix("").parts) for file in files)
+        kinds[kind] = tuple(feature for module in modules for feature in declared_in(f"{__name__}.{module}"))
+    return kinds
+
+
+@cache
+def built_in() -> tuple[Feature, ...]:
+    """Return the features of all kinds, in the order in which their wrappers stack."""
+    return tuple(feature for features in by_kind().values() for feature in features)
 
 
 def declared_in(name: str) -> tuple[Feature, ...]:

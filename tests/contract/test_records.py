@@ -12,7 +12,7 @@ import shutil
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from mindspeed_dsa.feature import Feature, Requires
+from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.features import built_in, shipped
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.drift import TargetFacts
@@ -256,6 +256,24 @@ def test_every_row_applies_to_some_release():
     assert not never
 
 
+def test_the_index_lists_switches_by_kind():
+    """What a user writes, or that there is nothing to write."""
+    flags = (
+        Flag("--a", "Fuse.", kind="auto"),
+        Flag("--num-experts", "Megatron's.", kind="value", megatron=True),
+    )
+    features = (
+        Feature("one", "does one thing", flags, doc="page.md"),
+        Feature("two", "does two things", flags[1:]),
+        Feature("three", "does three things"),
+    )
+    text = pages.index({"moe": features[:2], "": features[2:]})
+    assert text.index("## Mixture of experts") < text.index("[one]") < text.index("always on")
+    assert "| [one](page.md) | `--a`, automatic | does one thing |" in text
+    assert "| two | `--num-experts` (Megatron's) | does two things |" in text
+    assert "| three | automatic | does three things |" in text
+
+
 def test_pages_and_records_hold_what_is_shipped_alone(monkeypatch):
     """Whatever plug-ins are installed where pages are generated."""
     foreign = Feature("foreign", "a plug-in's", patches=(patch(),), distribution="corp 1.0")
@@ -269,6 +287,7 @@ def test_stale_and_missing_pages_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "shipped", lambda: (Feature("f", "does f", doc="f.md"),))
     assert pages.stale(tmp_path) == [
         "compatibility.md is out of date; run make docs",
+        "README.md is out of date; run make docs",
         "  - write docs/npu.md",
         "  - write docs/features/f.md for f",
     ]
@@ -283,7 +302,7 @@ def test_stale_and_missing_pages_are_named(tmp_path, monkeypatch):
         "# F\n<!-- flags:begin --><!-- flags:end -->\n<!-- patched:begin -->old<!-- patched:end -->\nEnd\n"
     )
     assert pages.stale(tmp_path)
-    assert {path.name for path in pages.write_all(tmp_path)} == {"compatibility.md", "f.md"}
+    assert {path.name for path in pages.write_all(tmp_path)} == {"compatibility.md", "README.md", "f.md"}
     assert pages.stale(tmp_path) == []
     text = page.read_text()
     assert "old" not in text

@@ -1,10 +1,37 @@
-"""The load of MoE experts in the log."""
+"""Declaration of router-load: the load of MoE experts in the log."""
 
 from __future__ import annotations
 
-from dsa_router_load.options import Options
-from dsa_router_load.validation import check_router_load
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
 from mindspeed_dsa import Feature, Flag, Patch, Requires
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of router-load.
+
+    Attributes:
+        interval: forward passes of a layer from one line of the log to the next.
+    """
+
+    interval: int
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """Read the options from resolved settings."""
+        return cls(interval=settings.router_load_interval)
+
+
+def check_router_load(args: Any, options: Options) -> Iterator[str]:
+    """Yield every problem of a job's arguments; arguments that a job lacks are not judged."""
+    if getattr(args, "num_experts", 1) is None:
+        yield "--log-router-load: a model without experts has no router; add --num-experts or omit it"
+    if options.interval < 1:
+        yield f"--router-load-interval {options.interval}: use at least 1"
+
 
 FEATURE = Feature(
     name="router-load",
@@ -24,11 +51,11 @@ FEATURE = Feature(
             "megatron.core.transformer.moe.router:TopKRouter.forward",
             "wrap",
             "dsa_router_load.router:log_load",
-            "its routing map says how many tokens each expert gets",
+            "the routing map that the router returns says how many tokens each expert gets",
             params=("input",),
         ),
     ),
     requires=Requires(versions={"megatron-core": ">=0.12.1,<0.20"}),
     options=Options.of,
-    validate=check_router_load,
+    check=check_router_load,
 )

@@ -1,4 +1,4 @@
-"""What is wrapped around Megatron's router."""
+"""Decorator of Megatron's MoE router that logs the load of its experts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from dsa_router_load.options import Options
+from dsa_router_load.feature import Options
 from mindspeed_dsa.feature import Context
 
 
 def log_load(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``TopKRouter.forward``; its result is passed on as it is.
+    """Decorate ``TopKRouter.forward``; its result is passed on unchanged.
 
-    Counts belong to this composition, not to the module: another session in the process has its own.
+    The counts belong to this composition, not to the module: another session in the process has its own.
     """
     calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
@@ -36,10 +36,10 @@ def log_load(original: Callable[..., Any], context: Context[Options]) -> Callabl
 
 
 def describe(routing_map: Tensor) -> str:
-    """The load in words.
+    """Return the load of the experts in words.
 
     Args:
-        routing_map: bool ``[tokens, experts]``, whether a token goes to an expert.
+        routing_map: bool ``[tokens, experts]``, true where a token goes to an expert.
     """
     load = routing_map.detach().sum(dim=0)
     experts, idle = load.numel(), int((load == 0).sum())

@@ -1,0 +1,103 @@
+"""Sentences that are printed far from the code that they stand in: each names what it speaks of.
+
+A feature's summary, the helps of its flags, the reasons of its patches and conflicts come out in ``--help``,
+``doctor``, ``explain``, error messages and the pages. Docstrings come out in ``help()``.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mindspeed_dsa
+from mindspeed_dsa.feature import Feature
+from mindspeed_dsa.features import shipped
+from mindspeed_dsa.settings import GENERAL_FLAGS
+
+FOLDER = Path(mindspeed_dsa.__file__).parent
+
+NO_SUBJECT = re.compile(r"(what|of|that|those|it|its|they|their|them|see|whether|which|whose|where)\b", re.I)
+"""First words of sentences whose subject stands somewhere else, or nowhere."""
+FRAGMENT = re.compile(r"(what|of|that|those|it|they|see|whether)\b", re.I)
+"""First words of docstrings that are neither an imperative nor a noun."""
+
+LEFT_FEATURES = frozenset(
+    (
+        "balanced-moe-experts",
+        "compile-regions",
+        "dsa-context-parallel",
+        "dsa-kernel-backend",
+        "fsdp2",
+        "fused-adam",
+        "fused-swiglu",
+        "gradient-accumulation-fusion",
+        "moe-alltoall-overlap-comm",
+        "moe-batch-overlap",
+        "moe-fb-overlap",
+        "moe-grouped-gemm",
+        "moe-router-load-report",
+        "recompute-activation-function",
+        "recompute-ahead",
+        "recompute-norm",
+        "swap-attention",
+        "two-streams",
+    )
+)
+"""Features whose sentences are still to be rewritten; nothing is added here."""
+LEFT_DOCSTRINGS = 440
+"""Docstrings that are still to be rewritten, at most; never raised."""
+
+
+def sentences(feature: Feature) -> Iterator[tuple[str, str]]:
+    """Yield where a sentence stands and the sentence."""
+    yield "summary", feature.summary
+    for flag in feature.flags:
+        yield f"help of {flag.name}", flag.help
+    for patch in feature.patches:
+        yield f"why of {patch.label}", patch.why
+    for conflict in feature.conflicts:
+        yield f"why of the conflict with {conflict.feature}", conflict.why
+
+
+def is_wrong(sentence: str) -> bool:
+    return NO_SUBJECT.match(sentence) is not None or len(sentence.split()) < 2
+
+
+def fragments() -> list[str]:
+    """Return the docstrings of the package that begin with none of an imperative and a noun."""
+    wrong = []
+    for path in sorted(FOLDER.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node) or ""
+                if FRAGMENT.match(text):
+                    name = getattr(node, "name", "module")
+                    wrong.append(f"{path.relative_to(FOLDER)}: {name}: {text.splitlines()[0]}")
+    return wrong
+
+
+@pytest.mark.parametrize("feature", shipped(), ids=lambda feature: feature.name)
+def test_sentences_name_their_subject(feature):
+    wrong = [f"{where}: {text!r}" for where, text in sentences(feature) if is_wrong(text)]
+    if feature.name not in LEFT_FEATURES:
+        assert not wrong, "\n".join(["", *wrong])
+
+
+def test_helps_of_general_flags_name_their_subject():
+    assert not [flag.name for flag in GENERAL_FLAGS if is_wrong(flag.help)]
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    wrong = fragments()
+    assert len(wrong) <= LEFT_DOCSTRINGS, "\n".join(["", *wrong])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "it does nothing", "Its weights are gathered by layer", "see above for it"]
+)
+def test_what_is_refused(text):
+    assert is_wrong(text)
