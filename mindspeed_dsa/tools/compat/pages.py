@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 from packaging.specifiers import Specifier, SpecifierSet
 from packaging.version import Version
@@ -58,11 +59,12 @@ _INDEX_HEADER = """\
 # Features
 
 One page each: flags, background, method, when and how to use it, what is patched, effect, limits.
-`python -m mindspeed_dsa features` prints the same list, `python -m mindspeed_dsa explain NAME` one of them, and
-`python -m mindspeed_dsa doctor FLAGS` what a command line switches on.
+`python -m mindspeed_dsa features` prints the same list, `python -m mindspeed_dsa explain NAME` one of
+them, and `python -m mindspeed_dsa doctor FLAGS` what a command line switches on.
 
-Automatic features are on where they are needed: repairs where the model uses DSA, redirections on their platform. A flag
-beside the word switches the feature on, and its `--no-` form off. Flags marked so are Megatron's own.
+Automatic features are on where they are needed: repairs where the model uses DSA, redirections on their
+platform. A flag beside the word switches the feature on, and its `--no-` form off. Flags marked so are
+Megatron's own.
 """
 _SESSION = "The session's own rows, always on"
 
@@ -174,12 +176,21 @@ def index(by_kind: Mapping[str, Sequence[Feature]]) -> str:
 
 
 def _switch(feature: Feature) -> str:
-    """Name the first flag, which is the switch of a feature that has one."""
+    """Name the first flag, unless the feature follows from what the job asks for."""
     if not feature.flags or feature.when:
         return "automatic"
     switch = feature.flags[0]
-    note = " (Megatron's)" if switch.megatron else ", automatic" if _default(switch) == "automatic" else ""
-    return f"`{switch.name}`{note}"
+    if switch.megatron:
+        return f"`{switch.name}` (Megatron's)"
+    if switch.kind == "bool" and not feature.is_active(_alone(feature, switch)):
+        return "automatic"
+    return f"`{switch.name}`" + (", automatic" if _default(switch) == "automatic" else "")
+
+
+def _alone(feature: Feature, switch: Flag) -> SimpleNamespace:
+    """Build settings in which one switch of the feature is on and its other flags are not set."""
+    values = {flag.dest: flag.unset for flag in feature.flags} | {switch.dest: True}
+    return SimpleNamespace(**values, platform="cuda", features_on=())
 
 
 def npu_operators() -> str:
