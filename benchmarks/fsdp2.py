@@ -25,8 +25,7 @@ from benchmarks.linkbed import LinkBed
 from benchmarks.memory.measure import storage_bytes
 from benchmarks.moe.problem import minima
 from benchmarks.registry import Metrics
-from mindspeed_dsa.features.data_parallel.fsdp2 import prefetch, shards
-from mindspeed_dsa.parallel import fsdp2_copy_out
+from mindspeed_dsa.features.data_parallel.fsdp2 import direct, prefetch, shards
 
 RATE = "2gbit"
 _RECEIVED = Path("/sys/class/net/slow0/statistics/rx_bytes")
@@ -130,7 +129,7 @@ def copy_out_passes(sizes: Sizes) -> dict[str, float]:
 
     To copy is two passes.
     """
-    ours = fsdp2_copy_out.in_one_pass(_fsdp_param_group.foreach_all_gather_copy_out)
+    ours = direct.in_one_pass(_fsdp_param_group.foreach_all_gather_copy_out)
     found = {}
     for name, function in (
         ("FSDP2", _fsdp_param_group.foreach_all_gather_copy_out),

@@ -30,7 +30,7 @@ from mindspeed_dsa.context_parallel.carried import Carried, FromLatents
 from mindspeed_dsa.context_parallel.dense import DenseAttention
 from mindspeed_dsa.context_parallel.gather import GatheredRows, Members
 from mindspeed_dsa.context_parallel.layout import Zigzag
-from mindspeed_dsa.parallel import kept
+from mindspeed_dsa.parallel import buffer_pool
 
 ALLOWED = 0.8, 1.25
 """Of a transfer over what hides it."""
@@ -248,7 +248,7 @@ def going_around(of: Callable[[int, int], Around], tokens: int, rows: int, *, ba
 
     def transfer() -> None:
         for _ in range(2 if backward else 1):  # the gradient's sums follow
-            kept.give_back(ring.pass_on(block, dist.group.WORLD).wait())
+            buffer_pool.give_back(ring.pass_on(block, dist.group.WORLD).wait())
 
     def back() -> None:
         made["out"].backward(gradient)
@@ -284,7 +284,7 @@ def _standing_still(covers: list[float]) -> Iterator[None]:
 
     class Here:
         def __init__(self, tensor: Tensor, *unused: Any) -> None:
-            self._arrived, self._since = kept.take(tensor), time.perf_counter()
+            self._arrived, self._since = buffer_pool.take(tensor), time.perf_counter()
 
         def wait(self) -> Tensor:
             covers.append(time.perf_counter() - self._since)

@@ -109,13 +109,15 @@ def way(name: str) -> Iterator[None]:
     ``no transfers``: stock with a copy in place of every all-to-all, whose rows are then wrong.
     """
     from mindspeed_dsa.features.moe.alltoall_overlap import layer as feature
-    from mindspeed_dsa.parallel.port import opened
+    from mindspeed_dsa.parallel.weight_gradients import defer_gradients
 
     with contextlib.ExitStack() as stack:
         if name in ("stock", "no transfers"):
             stack.enter_context(mock.patch.object(feature, "_is_served", return_value=False))
         if name == "shared expert alone":
-            stack.enter_context(mock.patch.object(feature, "opened", side_effect=lambda weights: opened(())))
+            stack.enter_context(
+                mock.patch.object(feature, "opened", side_effect=lambda weights: defer_gradients(()))
+            )
         if name == "no transfers":
             stack.enter_context(mock.patch.object(dist, "all_to_all_single", copy_rows))
         yield

@@ -15,7 +15,7 @@ from torch.autograd.profiler import record_function
 from torch.distributed.tensor import DTensor
 
 from benchmarks.memory.measure import live_bytes, profiled_levels, storage_bytes
-from mindspeed_dsa.parallel import kept
+from mindspeed_dsa.parallel import buffer_pool
 
 GROUPS = {
     "TENSOR_MODEL_PARALLEL_GROUP": "TP",
@@ -34,7 +34,7 @@ FORWARD = "benchmarks.plan: forward"
 
 def level() -> int:
     """Bytes of live storages, without those that wait for the next transfer, a job's before this one too."""
-    return live_bytes() - storage_bytes(kept.held())
+    return live_bytes() - storage_bytes(buffer_pool.held())
 
 
 def state(model: list[Any], optimizer: Any, before: int) -> dict[str, float]:

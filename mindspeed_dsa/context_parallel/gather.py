@@ -20,8 +20,9 @@ from torch.distributed import ProcessGroup
 
 from mindspeed_dsa.context_parallel.layout import Layout, rows_of_all
 from mindspeed_dsa.ops.chunks import wide
-from mindspeed_dsa.parallel import discarded, kept, pairwise
+from mindspeed_dsa.parallel import buffer_pool, saved_tensors
 from mindspeed_dsa.parallel.collectives import reduce_scatter_tensor
+from mindspeed_dsa.parallel.transfers import exchange_pairs
 
 
 class HeldRows:
@@ -144,7 +145,7 @@ class _Transfer:
         """Start to gather ``[rows, ...]``."""
         self.local = local.detach().contiguous()
         whole = local.new_empty((self.members.rows.numel(), *local.shape[1:]))
-        self._whole = kept.on_huge_pages(whole)
+        self._whole = buffer_pool.on_huge_pages(whole)
         self._launch()
 
     def _launch(self) -> None:
@@ -153,12 +154,12 @@ class _Transfer:
         assert whole is not None
         self._is_here = False
         if not self.members.runs:
-            self._by_member = kept.take(whole)
+            self._by_member = buffer_pool.take(whole)
             self._works = [dist.all_gather_into_tensor(self._by_member, local, group=group, async_op=True)]
             return
         parts, own = self.members.parts_of(whole), local.chunk(len(self.members.runs))
         if whole.device.type == "cpu":
-            self._works = pairwise.start([own] * len(parts), parts, group)
+            self._works = exchange_pairs([own] * len(parts), parts, group)
             for view, part in zip(parts[group.rank()], own, strict=True):
                 view.copy_(part)
             return
@@ -175,7 +176,7 @@ class _Transfer:
                 work.wait()
             if self._by_member is not None:
                 self._whole.index_copy_(0, self.members.rows_on(self._whole.device), self._by_member)
-                kept.give_back(self._by_member)
+                buffer_pool.give_back(self._by_member)
             self._works, self._by_member, self._is_here = [], None, True
         return self._whole
 
@@ -195,10 +196,10 @@ class _Transfer:
             gradient = gradient.contiguous()
             parts = sums.parts_of(gradient)
             ours = torch.cat(parts[group.rank()])
-            others = [kept.take(ours) for _ in range(group.size() - 1)]
+            others = [buffer_pool.take(ours) for _ in range(group.size() - 1)]
             theirs = [other.chunk(len(sums.runs)) for other in others]
             theirs.insert(group.rank(), ())
-            self._sum = ours, pairwise.start(parts, theirs, group), others, gradient
+            self._sum = ours, exchange_pairs(parts, theirs, group), others, gradient
             return
         by_member = gradient.index_select(0, sums.rows_on(gradient.device))
         ours = by_member.new_empty((sums.rows.size(1), *by_member.shape[1:]))
@@ -213,7 +214,7 @@ class _Transfer:
             work.wait()
         for other in others:
             ours.add_(other)
-        kept.give_back(*others)
+        buffer_pool.give_back(*others)
         self._sum = None
         return ours
 
@@ -221,7 +222,7 @@ class _Transfer:
         """Give back the memory of what was gathered until :meth:`start_again`."""
         assert self._whole is not None
         storage = self._whole.untyped_storage()
-        discarded.mark(self._whole)
+        saved_tensors.mark_freed(self._whole)
         storage.resize_(0)
 
     def start_again(self) -> None:
@@ -229,7 +230,7 @@ class _Transfer:
         if self._whole is None or self._whole.untyped_storage().size():
             return
         self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.element_size())
-        kept.on_huge_pages(self._whole)
+        buffer_pool.on_huge_pages(self._whole)
         self._launch()
 
 

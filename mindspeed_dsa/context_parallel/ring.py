@@ -15,9 +15,8 @@ from mindspeed_dsa.context_parallel.layout import Layout
 from mindspeed_dsa.context_parallel.packs import Pack
 from mindspeed_dsa.context_parallel.strategy import ContextParallelStrategy, Exchanged, Inner
 from mindspeed_dsa.context_parallel.turns import Turns, ZigzagTurns, turns_of_pack
-from mindspeed_dsa.parallel import kept
-from mindspeed_dsa.parallel.handles import Pending
-from mindspeed_dsa.parallel.ring import pass_on
+from mindspeed_dsa.parallel import buffer_pool
+from mindspeed_dsa.parallel.transfers import Pending, pass_on
 
 _KEYS, _GRADIENTS = 1, 2
 """Tags: with two ranks both go to the same one."""
@@ -131,7 +130,7 @@ class _Ring(torch.autograd.Function):
             if coming is not None:
                 parts, block = turns.with_block_of((rank - step) % ranks), coming.wait()
             if before is not rows:
-                kept.give_back(before)
+                buffer_pool.give_back(before)
         value_dim = expansion.keys_and_values(rows[:0], weights)[1].size(-1)
         out, lse = merged.finish(query, value_dim)
         ctx.save_for_backward(query, rows, out, lse, *weights)
@@ -168,22 +167,22 @@ def _gradient_around(back: _Backward, rows: Tensor, group: ProcessGroup, turns: 
     for step in range(1, ranks):
         before, block = block, coming.wait()
         if before is not rows:
-            kept.give_back(before)
+            buffer_pool.give_back(before)
         if step < ranks - 1:
             coming = pass_on(block, group, _KEYS)
-        on_its_way, gradient = gradient, kept.take(block, own.dtype).zero_()
+        on_its_way, gradient = gradient, buffer_pool.take(block, own.dtype).zero_()
         back.add(turns.with_block_of((rank - step) % ranks), block, gradient)
         if arriving is not None and on_its_way is not None:
             received = arriving.wait()
             gradient.add_(received)
-            kept.give_back(received, on_its_way)
+            buffer_pool.give_back(received, on_its_way)
         arriving = pass_on(gradient, group, _GRADIENTS)
     back.add(last, rows, own)
     assert arriving is not None
     assert gradient is not None
     received = arriving.wait()
     own.add_(received)
-    kept.give_back(received, gradient, block)
+    buffer_pool.give_back(received, gradient, block)
     return own
 
 

@@ -1,17 +1,24 @@
-"""The one rule for what a feature measures before it chooses: not under deterministic training."""
+"""Measurements that a feature bases a choice on: when they are refused, and how ranks take them together.
+
+Imports no torch until something is measured, as ``feature.py`` of every feature that measures asks here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
+from mindspeed_dsa import platforms
 from mindspeed_dsa.megatron.configuration import argument
+
+Key = TypeVar("Key")
 
 
 def check_measured(args: Any, flag: str, measured: str, fix: str) -> Iterator[str]:
     """Refuse a choice that is measured, in arguments or in a model's configuration.
 
-    Every feature that measures (:func:`mindspeed_dsa.parallel.timing.timed`) asks this.
+    Every feature that measures (:func:`timed`) asks this.
 
     Args:
         args: a job's arguments, or a configuration.
@@ -25,3 +32,28 @@ def check_measured(args: Any, flag: str, measured: str, fix: str) -> Iterator[st
             f"bits, which --deterministic-mode rules out; {fix}, or train without --deterministic-mode "
             "(--no-deterministic-mode where a job has it by default)"
         )
+
+
+def timed(work: Callable[[], object], group: Any) -> float:
+    """Return the seconds of one call on this rank; all ranks of the group call this, and start together."""
+    import torch
+    import torch.distributed as dist
+
+    platform = platforms.current()
+    dist.all_reduce(torch.zeros(1, device=platform.device), group=group)
+    platform.synchronize()
+    start = time.perf_counter()
+    work()
+    platform.synchronize()
+    return time.perf_counter() - start
+
+
+def slowest(seconds: Mapping[Key, float], group: Any) -> dict[Key, float]:
+    """Return the maximum of each time over the ranks of the group, the same on all of them."""
+    import torch
+    import torch.distributed as dist
+
+    # HCCL reduces no float64 on most products.
+    times = torch.tensor(list(seconds.values()), dtype=torch.float32, device=platforms.current().device)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
+    return dict(zip(seconds, times.tolist(), strict=True))

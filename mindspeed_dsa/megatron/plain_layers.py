@@ -17,7 +17,7 @@ from torch import Tensor
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.megatron.gathered_weights import wait_for_weights, waits_for_weights
 from mindspeed_dsa.megatron.local_norms import SequenceParallelLayerNorm, SequenceParallelRMSNorm
-from mindspeed_dsa.parallel import port
+from mindspeed_dsa.parallel import weight_gradients
 
 
 class Norm(NamedTuple):
@@ -119,7 +119,7 @@ def _has_hooks(module: Any) -> bool:
 
 def _is_held(weight: Tensor) -> bool:
     """Whether somebody else computes the weight's gradient, or keeps the weight in another form."""
-    return "__fsdp_param__" in vars(weight) or port.is_open(weight)
+    return "__fsdp_param__" in vars(weight) or weight_gradients.is_deferred(weight)
 
 
 def _is_local(module: Any) -> bool:

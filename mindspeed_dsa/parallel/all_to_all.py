@@ -6,10 +6,15 @@ of the wait, and the moment its result is needed, by the node of the start.
 
 Where a graph is cut in pieces, each with a backward of its own, :func:`depart` and :meth:`InFlight.arrive`
 are the two halves, on either side of a cut: no rows pass it in the graph, and none are kept for it.
+
+Megatron's own all-to-all is one half inside of :func:`launching`, :func:`departing` and :func:`arriving`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.parallel.handles import Pending
+from mindspeed_dsa.parallel.transfers import Pending
 
 Splits = list[int] | None
 """Rows for each rank of the group, or ``None``: the same number for each."""
@@ -34,7 +39,7 @@ class InFlight:
         self._splits, self._group = (output_splits, input_splits), group
 
     def wait(self) -> Tensor:
-        """``[sum(output_splits), ...]``, arrived; its gradient starts on the way back where this stands.
+        """Return the rows, ``[sum(output_splits), ...]``; their gradient starts on the way back here.
 
         Raises:
             RuntimeError: it was waited for already.
@@ -42,7 +47,7 @@ class InFlight:
         return self.wait_and_mark()[0]
 
     def wait_and_mark(self) -> tuple[Tensor, Tensor]:
-        """As :meth:`wait`, and ``[0]`` for a later :func:`start`, which then comes first in backward, too."""
+        """Wait as :meth:`wait`, and return ``[0]`` for a :func:`start` that comes first in backward."""
         if self.received is None:
             raise RuntimeError(
                 "this all-to-all was waited for already; use the rows which that wait returned"
@@ -52,7 +57,7 @@ class InFlight:
         return rows, mark
 
     def arrive(self, edge: Tensor) -> Tensor:
-        """``[sum(output_splits), ...]``, arrived; their gradient starts on the way back where this stands.
+        """Return the rows, ``[sum(output_splits), ...]``; their gradient starts on the way back here.
 
         Args:
             edge: ``[0]``, what :func:`depart` returned, or a leaf that stands for it beyond a cut.
@@ -106,7 +111,7 @@ def start(
 
 
 def depart(rows: Tensor, output_splits: Splits, input_splits: Splits, group: Any) -> tuple[Tensor, InFlight]:
-    """As :func:`start`, where a cut of the graph lies between the two halves.
+    """Launch one as :func:`start` does, where a cut of the graph lies between the two halves.
 
     Returns:
         ``[0]``, from which backward waits for the rows' gradient; and the rows on their way.
@@ -174,3 +179,78 @@ class _Wait(torch.autograd.Function):
         # Autograd checks that a gradient has its tensor's shape, and the rows on their way back have another.
         # This one only reaches the start's node, which waits for them.
         return grad_output, None
+
+
+# -- inside of Megatron's steps -----------------------------------------------------------------
+
+_Half = Callable[[Any, Tensor, Splits, Splits], Tensor]
+_half: ContextVar[_Half | None] = ContextVar("half of an all-to-all", default=None)
+
+
+def split_all_to_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorate Megatron's ``all_to_all``."""
+
+    def all_to_all(
+        group: Any,
+        input_: Tensor,
+        output_split_sizes_: Any = None,
+        input_split_sizes: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        half = _half.get()
+        if half is None:
+            return original(group, input_, output_split_sizes_, input_split_sizes, *args, **kwargs)
+        return half(group, input_, _splits(output_split_sizes_), _splits(input_split_sizes))
+
+    return all_to_all
+
+
+def _splits(sizes: Any) -> Splits:
+    return None if sizes is None else [int(size) for size in sizes]
+
+
+@contextmanager
+def _inside(half: _Half) -> Iterator[None]:
+    token = _half.set(half)
+    try:
+        yield
+    finally:
+        _half.reset(token)
+
+
+def launching(flights: list[InFlight], after: Tensor | None = None) -> AbstractContextManager[None]:
+    """Start the all-to-alls of the block: each is added to ``flights`` and returns the buffer of its rows.
+
+    Args:
+        flights: gets it.
+        after: as for :func:`start`.
+    """
+
+    def launch(group: Any, rows: Tensor, output_splits: Splits, input_splits: Splits) -> Tensor:
+        flight = start(rows, output_splits, input_splits, group, after)
+        flights.append(flight)
+        assert flight.received is not None
+        return flight.received
+
+    return _inside(launch)
+
+
+def departing(flights: list[InFlight]) -> AbstractContextManager[None]:
+    """Start them as :func:`launching` does, before a cut of the graph: ``[0]`` takes the buffer's place."""
+
+    def launch(group: Any, rows: Tensor, output_splits: Splits, input_splits: Splits) -> Tensor:
+        edge, flight = depart(rows, output_splits, input_splits, group)
+        flights.append(flight)
+        return edge
+
+    return _inside(launch)
+
+
+def arriving(flights: list[InFlight]) -> AbstractContextManager[None]:
+    """Have all-to-alls of the block wait for the first of ``flights``; they get the ``[0]`` of its start."""
+
+    def arrive(group: Any, edge: Tensor, output_splits: Splits, input_splits: Splits) -> Tensor:
+        return flights.pop(0).arrive(edge)
+
+    return _inside(arrive)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mindspeed_dsa.parallel.collectives import exchange, reduce_scatter_tensor
 from mindspeed_dsa.parallel.gather import Allocate, Gather, bounds
-from mindspeed_dsa.parallel.handles import Pending
+from mindspeed_dsa.parallel.transfers import Pending
 
 __all__ = ["BESIDE_COLLECTIVES", "Gather", "gather_matmul", "matmul_reduce", "matmul_scatter"]
 

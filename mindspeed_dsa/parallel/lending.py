@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.parallel.handles import Pending
+from mindspeed_dsa.parallel.transfers import Pending
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,13 +64,19 @@ def test_every_feature_that_measures_asks_the_same_function():
     """What imports ``timed`` is here, and its validation has ``check_measured``."""
     sources = Sources(Path(mindspeed_dsa.__file__).parent, PACKAGE)
 
-    def folders_that_name(module):
-        named = (each for each in sources.references if each.imported == f"{PACKAGE}.{module}")
-        below = (each.importer.removeprefix(f"{PACKAGE}.features.") for each in named)
-        return {".".join(name.split(".")[:2]) for name in below if not name.startswith(PACKAGE)}
+    def folders_that_import(function):
+        module, features = f"{PACKAGE}.megatron.measured", f"{PACKAGE}.features."
+        importers = (
+            name
+            for name, tree in sources.trees.items()
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module == module
+            if function in {alias.name for alias in node.names}
+        )
+        return {".".join(name.removeprefix(features).split(".")[:2]) for name in importers}
 
-    assert folders_that_name("parallel.timing") == set(FEATURES)
-    assert folders_that_name("megatron.measured") == set(FEATURES)
+    assert folders_that_import("timed") == set(FEATURES)
+    assert folders_that_import("check_measured") == set(FEATURES)
 
 
 @pytest.mark.parametrize(

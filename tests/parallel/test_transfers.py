@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.parallel import pairwise, ring
+from mindspeed_dsa.parallel import transfers
 
 RANKS = 3
 
@@ -21,12 +21,12 @@ class Group:
 
 
 def around(group, tensor):
-    ring.pass_on(tensor, group)
+    transfers.pass_on(tensor, group)
     return 1
 
 
 def between_pairs(group, tensor):
-    pairwise.start([[tensor, tensor]] * RANKS, [[tensor, tensor]] * RANKS, group)
+    transfers.exchange_pairs([[tensor, tensor]] * RANKS, [[tensor, tensor]] * RANKS, group)
     return 2 * (RANKS - 1)
 
 
@@ -43,8 +43,7 @@ def test_receives_are_posted_before_sends(monkeypatch, start):
         get_global_rank=lambda group, rank: rank,
         batch_isend_irecv=posted.extend,
     )
-    for module in (ring, pairwise):
-        monkeypatch.setattr(module, "dist", dist)
+    monkeypatch.setattr(transfers, "dist", dist)
     each = start(Group(), torch.zeros(2))
     assert [function for function, _ in posted] == ["receive"] * each + ["send"] * each
     assert 1 not in {peer for _, peer in posted}

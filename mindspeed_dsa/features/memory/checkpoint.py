@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.feature import Megatron
-from mindspeed_dsa.parallel import discarded
-from mindspeed_dsa.parallel.discarded import bytes_of
+from mindspeed_dsa.parallel import saved_tensors
+from mindspeed_dsa.parallel.saved_tensors import bytes_of
 from mindspeed_dsa.patches import versions
 
 _is_checkpoint_valid = versions.private("torch.autograd:_is_checkpoint_valid", "recomputation of outputs")
@@ -165,7 +165,7 @@ class _Pending:
             address = output.untyped_storage().data_ptr()
             may_go = address not in taken and _is_whole(output)
             if may_go:
-                discarded.mark(output)
+                saved_tensors.mark_freed(output)
             self._outputs.append(_Output(output, may_go))
             taken.add(address)
         ctx.saved = None

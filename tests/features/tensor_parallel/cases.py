@@ -73,7 +73,7 @@ def compare_tuned(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     from mindspeed_dsa.features.tensor_parallel.overlap import tuning
 
     times, found = {1: 1.0, 2: 0.8, 4: 0.5, 8: 0.8}, []
-    with mock.patch.object(tuning, "_slowest", return_value=times):
+    with mock.patch.object(tuning, "slowest", return_value=times):
         for each in runs:
             tuning.forget()
             (result,) = compare([each], [{"use_ascend_coc": True}])

@@ -2,7 +2,7 @@
 
 A weight's gradient needs the layer's input and the gradient of its output, and not the weight: backward drops
 the gathered weight as ever, and what is computed later is reduced to its owners like any other gradient.
-Linear functions leave theirs at ports, see port.py; :class:`Late` has those of one unit.
+Linear functions defer theirs (``parallel/weight_gradients.py``); :class:`Late` has those of one unit.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.parallel.port import Gradient, Port, opened
+from mindspeed_dsa.parallel.weight_gradients import DeferredGradient, Gradient, defer_gradients
 
 
-class _LatePort(Port):
-    """One that is no node between the weight and the function: backward passes the weight by."""
+class _QueuedGradient(DeferredGradient):
+    """A deferred gradient that adds no autograd node, so that backward does not reach the weight."""
 
     def __init__(self, weight: Tensor, queue: list[tuple[Tensor, Gradient]]) -> None:
         self.weight, self.taken = weight, False
         self.edge = weight.new_empty(0).requires_grad_()
         self._queue = queue
 
-    def later(self, gradient: Gradient) -> Tensor:
+    def defer(self, gradient: Gradient) -> Tensor:
         self._queue.append((self.weight, gradient))
         return self.weight.new_empty(0)
 
@@ -45,10 +45,10 @@ class Late:
         self._weights = [each for each in weights if each._module_info.module not in apart]
         self._queue: list[tuple[Tensor, Gradient]] = []
 
-    def ports(self) -> AbstractContextManager[Collection[Port]]:
+    def deferred(self) -> AbstractContextManager[Collection[DeferredGradient]]:
         """Functions that are called in the block leave them here; the weights are gathered."""
         weights = [each.unsharded_param for each in self._weights]
-        return opened(weights, lambda weight: _LatePort(weight, self._queue))
+        return defer_gradients(weights, lambda weight: _QueuedGradient(weight, self._queue))
 
     def __len__(self) -> int:
         """Gradients to be computed."""

@@ -8,19 +8,21 @@ their way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from mindspeed_dsa.features.data_parallel.fsdp2 import checks
-from mindspeed_dsa.parallel import kept, pairwise
-from mindspeed_dsa.parallel.fsdp2_copy_out import by_rank, place, written_unseen
+from mindspeed_dsa.parallel import buffer_pool, transfers
 from mindspeed_dsa.parallel.local_shards import local_of
+from mindspeed_dsa.patches import versions
 
 _SMALL = 2**16
 """Bytes of a piece: smaller ones share a message, which costs more than copies of them."""
@@ -48,7 +50,7 @@ class Gather:
                 self._packed.append(each)
                 packed.append(shard)
             else:
-                rows = kept.on_huge_pages(each.all_gather_outputs[0]).view(ranks, -1)
+                rows = buffer_pool.on_huge_pages(each.all_gather_outputs[0]).view(ranks, -1)
                 messages.add([shard] * ranks, rows)
                 own.append((rows[rank], shard))
         self._sizes = [shard.numel() for shard in packed]
@@ -89,7 +91,7 @@ class _Messages:
             self._receives[peer].append(received[peer])
 
     def start(self) -> list[Any]:
-        return pairwise.start(self._sends, self._receives, self._group)
+        return transfers.exchange_pairs(self._sends, self._receives, self._group)
 
 
 class Reduction:
@@ -127,7 +129,7 @@ class Reduction:
         self._works = self._messages.start()
 
     def _send(self, owners: list[Any], pieces: Tensor) -> None:
-        received = kept.take(pieces)
+        received = buffer_pool.take(pieces)
         self._messages.add(pieces, received)
         self._lots.append((owners, pieces, received))
 
@@ -135,7 +137,7 @@ class Reduction:
         """Wait for the messages, and add nothing."""
         for work in self._works:
             work.wait()
-        kept.give_back(*(received for _, _, received in self._lots))
+        buffer_pool.give_back(*(received for _, _, received in self._lots))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -149,7 +151,7 @@ class Reduction:
             torch.add(pieces[self._rank], others.pop(0), out=part)
             for other in others:
                 part.add_(other)
-            kept.give_back(received)
+            buffer_pool.give_back(received)
         if isinstance(self._unit.mesh_info, DDPMeshInfo):  # replicas have sums of their own
             dist.all_reduce(total, group=self._unit._all_reduce_process_group)
         total.div_(self._unit.gradient_divide_factor or self._unit.mesh_info.mesh.size())
@@ -298,3 +300,79 @@ def _take_gradient(each: Any) -> Tensor | None:
     else:
         found, each._unsharded_param.grad = each._unsharded_param.grad, None
     return found
+
+
+_unsafe_preserve_version_counter = versions.private(
+    "torch.autograd.grad_mode:_unsafe_preserve_version_counter", "FSDP2"
+)
+_Function = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def written_unseen(wholes: Sequence[Tensor]) -> Iterator[None]:
+    """Memory is filled again with what autograd has saved of it."""
+    counted = tuple(each for each in wholes if not each.is_inference())
+    with torch.no_grad(), _unsafe_preserve_version_counter(counted):
+        yield
+
+
+def place(gathered: Tensor, parameters: Sequence[Any], sizes: Sequence[int]) -> None:
+    """Fill the memory of gathered weights.
+
+    Args:
+        gathered: ``[ranks, n]``: of each rank all pieces, one after the other.
+        parameters: ``FSDPParam``, in that order, whose memory is there.
+        sizes: of a piece of each, in elements.
+    """
+    wholes = [each.all_gather_outputs[0] for each in parameters]
+    first, targets, pieces = 0, [], []
+    with written_unseen(wholes):
+        for each, flat, size in zip(parameters, wholes, sizes, strict=True):
+            whole, end = flat.view(each._orig_size), first + size
+            targets.append(by_rank(whole, each.fsdp_placement.dim, gathered.size(0)))
+            pieces.append(gathered[:, first:end].view(targets[-1].shape))
+            first = end
+        torch._foreach_copy_(targets, pieces)
+
+
+def by_rank(whole: Tensor, dim: int, ranks: int) -> Tensor:
+    """``[ranks, *piece]``: what each rank has of a tensor that is cut on ``dim``; a view."""
+    pieces: Tensor = whole.unflatten(dim, (ranks, -1)).movedim(dim, 0)
+    return pieces
+
+
+def in_one_pass(original: _Function) -> _Function:
+    """Decorate ``foreach_all_gather_copy_out``, which splits only, and leaves the rest to further copies."""
+
+    def foreach_all_gather_copy_out(all_gather_result: Any, fsdp_params: list[Any], group: Any) -> None:
+        output = all_gather_result.all_gather_output
+        event, work = all_gather_result.all_gather_event, all_gather_result.all_gather_work
+        sizes = all_gather_result.all_gather_input_split_sizes
+        if not _gains(output, fsdp_params, sizes, group.size()):
+            original(all_gather_result, fsdp_params, group)
+            return
+        if event is not None:
+            torch.get_device_module(output.device).current_stream().wait_event(event)
+        if work is not None:
+            work.wait()
+        for each, size in zip(fsdp_params, sizes, strict=True):
+            each.init_all_gather_outputs([size], [output.dtype], group.size(), output.device)
+            each.alloc_all_gather_outputs()
+        place(output.view(group.size(), -1), fsdp_params, sizes)
+
+    return foreach_all_gather_copy_out
+
+
+def _gains(output: Tensor, parameters: Sequence[Any], sizes: Sequence[int], ranks: int) -> bool:
+    """Whether a split is not all there is to do, and the buffer holds one piece of each, as it is."""
+    return (
+        output.dtype is not torch.uint8
+        and len(sizes) == len(parameters)
+        and all(
+            each.sharded_state == ShardedState.SHARDED
+            and not hasattr(each._sharded_local_tensor, "fsdp_post_all_gather")
+            and size * ranks == each._orig_size.numel()  # nothing is padded
+            for each, size in zip(parameters, sizes, strict=True)
+        )
+        and any(each.fsdp_placement.dim != 0 for each in parameters)
+    )

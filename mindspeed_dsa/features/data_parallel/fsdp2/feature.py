@@ -352,7 +352,7 @@ FEATURE = Feature(
         Patch(
             f"{_COLLECTIVES}:foreach_all_gather_copy_out",
             "wrap",
-            "mindspeed_dsa.parallel.fsdp2_copy_out:in_one_pass",
+            "mindspeed_dsa.features.data_parallel.fsdp2.direct:in_one_pass",
             "it copies a weight once more that is not cut on its first dimension",
             params=("all_gather_result", "fsdp_params", "group"),
         ),

@@ -26,7 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from mindspeed_dsa.features.data_parallel.fsdp2 import checks
 from mindspeed_dsa.features.data_parallel.fsdp2.delayed import Late, groups_of
-from mindspeed_dsa.parallel import discarded
+from mindspeed_dsa.parallel import saved_tensors
 
 
 class Unit:
@@ -79,7 +79,7 @@ def beside(forward: Unit | None, backward: Unit | None) -> Iterator[None]:
     next_ones = [(state, direction) for unit, direction in running for state in unit.ahead(direction)]
     for state, direction in next_ones:
         _issue(state, direction)
-    with contextlib.nullcontext() if forward is None else forward.late.ports():
+    with contextlib.nullcontext() if forward is None else forward.late.deferred():
         yield
     kept = [state for state, _ in next_ones]
     for unit, direction in running:
@@ -177,7 +177,7 @@ def mark_gathered(unit: Any, *_: Any) -> None:
     """The memory of gathered weights is freed and filled again: who moves saved tensors leaves it alone."""
     for group in groups_of(unit):
         for each in group.fsdp_params:
-            discarded.mark(each._unsharded_param)
+            saved_tensors.mark_freed(each._unsharded_param)
 
 
 def _gather(unit: Any) -> None:

@@ -250,7 +250,7 @@ FEATURE = Feature(
         Patch(
             f"{_PARALLEL}.layers:LinearWithGradAccumulationAndAsyncCommunication.backward",
             "wrap",
-            "mindspeed_dsa.parallel.own_weights:with_own_weight",
+            "mindspeed_dsa.parallel.saved_tensors:with_own_weight",
             "gradient accumulation fusion reads and sets attributes of the parameter",
             ("ctx", "grad_output"),
             releases.SERVED,
@@ -271,7 +271,7 @@ OUTPUTS = Feature(
         Patch(
             f"{_PARALLEL}.random:CheckpointWithoutOutput.checkpoint",
             "wrap",
-            "mindspeed_dsa.parallel.discarded:mark_outputs",
+            "mindspeed_dsa.parallel.saved_tensors:mark_outputs",
             "outputs that are recomputed in place must not be moved",
             ("run_function",),
             releases.SERVED,

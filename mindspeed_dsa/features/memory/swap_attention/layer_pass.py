@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.features.memory.swap_attention.swapped_storage import SwappedStorage
-from mindspeed_dsa.parallel import discarded, own_weights
+from mindspeed_dsa.parallel import saved_tensors
 
 _running: ContextVar[LayerPass | None] = ContextVar("running", default=None)
 
@@ -128,7 +128,7 @@ class LayerPass:
             return False
         storage = tensor.untyped_storage()
         bytes_ = storage.nbytes()
-        if bytes_ == 0 or storage.data_ptr() in self._stays or discarded.is_marked(storage):
+        if bytes_ == 0 or storage.data_ptr() in self._stays or saved_tensors.is_freed(storage):
             return False
         if bytes_ < self._min_bytes:
             self.largest_too_small = max(self.largest_too_small, bytes_)
@@ -163,7 +163,7 @@ class _Kept(_Saved):
 
     def __init__(self, tensor: Tensor, name: str) -> None:
         if isinstance(tensor, Parameter):
-            own_weights.remember(tensor)
+            saved_tensors.remember_parameter(tensor)
         # A node that holds its own output, graph and all, would never be freed.
         super().__init__(tensor if tensor.is_leaf else tensor.detach(), name)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.parallel.discarded import bytes_of
+from mindspeed_dsa.parallel.saved_tensors import bytes_of
 from mindspeed_dsa.platforms.base import Event, Platform, Stream
 from mindspeed_dsa.platforms.host_pool import shared
 

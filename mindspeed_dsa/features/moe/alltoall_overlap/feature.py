@@ -7,29 +7,19 @@ from typing import Any
 
 from mindspeed_dsa import log
 from mindspeed_dsa.feature import Feature, Flag, Requires
-from mindspeed_dsa.megatron import ports, transfers
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.expert_parallel import ROWS, check_all_to_all, check_experts, number_of_experts
 from mindspeed_dsa.patches.spec import Patch
 
 FLAG = "--moe-alltoall-overlap-comm"
 
 
 def check_overlap(args: Any, options: Any = None) -> Iterator[str]:
-    """What in arguments, or in a model's configuration, leaves nothing to overlap or overlaps it already."""
-    if argument(args, "num_moe_experts") is None and not argument(args, "num_experts"):
-        yield f"{FLAG}: the model has no experts; add --num-experts or omit {FLAG}"
+    """Refuse arguments, or a model's configuration, that leave nothing to overlap or overlap it already."""
+    if not number_of_experts(args):
+        yield from check_experts(args, FLAG)
         return
-    if argument(args, "expert_model_parallel_size") == 1:
-        yield (
-            f"{FLAG}: with --expert-model-parallel-size 1 no token leaves its rank; use at least 2 or omit "
-            f"{FLAG}"
-        )
-    dispatcher = argument(args, "moe_token_dispatcher_type")
-    if dispatcher not in (None, "alltoall"):
-        yield (
-            f"{FLAG}: --moe-token-dispatcher-type {dispatcher} has no all-to-all of its own to overlap; use "
-            f"--moe-token-dispatcher-type alltoall or omit {FLAG}"
-        )
+    yield from check_all_to_all(args, FLAG, "overlap")
     if argument(args, "moe_shared_expert_overlap"):
         yield (
             f"{FLAG} and --moe-shared-expert-overlap both put the shared expert under the transfers; omit "
@@ -121,8 +111,7 @@ FEATURE = Feature(
             "the combine is on its way already",
             params=("hidden_states",),
         ),
-        transfers.ROW,
-        ports.ROW,
+        *ROWS,
     ),
     requires=Requires(versions={"megatron-core": ">=0.13,<0.21"}),
     check=check_overlap,

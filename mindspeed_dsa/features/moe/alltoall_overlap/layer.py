@@ -2,7 +2,7 @@
 
 The order of creation decides the order of backward (``parallel/all_to_all.py``), so forward creates
 
-    start dispatch, ports of the experts' weights, shared fc1 and activation, wait for dispatch,
+    start dispatch, deferred gradients of the experts, shared fc1 and activation, wait for dispatch,
     experts, start combine, shared fc2 and gate, wait for combine
 
 and backward runs the weight gradients under the reversed dispatch and fc2 under the reversed combine. There
@@ -21,10 +21,9 @@ from torch import Tensor
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.alltoall_overlap.feature import check_overlap
-from mindspeed_dsa.megatron.parted_transfers import launching
-from mindspeed_dsa.megatron.shared_output import SharedOutput, before_second_half, is_recomputed
-from mindspeed_dsa.parallel.all_to_all import InFlight
-from mindspeed_dsa.parallel.port import opened
+from mindspeed_dsa.megatron.shared_expert import SharedOutput, before_second_half, shared_expert_of
+from mindspeed_dsa.parallel.all_to_all import InFlight, launching
+from mindspeed_dsa.parallel.weight_gradients import defer_gradients
 
 Routed = Callable[[], "tuple[Any, ...]"]
 
@@ -120,11 +119,7 @@ def overlap_all_experts(original: Callable[..., Any], context: Context[None]) ->
         if call is None:
             return original(self, hidden_states, probs, residual)
         if self.use_shared_expert:
-            compute = partial(self.shared_experts, residual)
-            if is_recomputed(self):
-                checkpoint = context.megatron("core.tensor_parallel").checkpoint
-                compute = partial(checkpoint, self.shared_experts, False, residual)
-            call.shared = SharedOutput(compute)
+            call.shared = SharedOutput(partial(shared_expert_of(self, context.megatron), residual))
         output, _, bias = _around(self, call, lambda: _routed_alone(original, self, call, residual))
         return output, call.shared, bias
 
@@ -155,16 +150,13 @@ def _around(layer: Any, call: Call, routed: Routed) -> tuple[Any, ...]:
             output, *others = routed()
             with launching(call.combine):
                 done.append((layer.token_dispatcher.token_combine(output), *others))
-            if any(port.taken for port in ports):
+            if any(gradient.taken for gradient in deferred):
                 call.combine[0].give_way(call.dispatch[0])
 
-    with opened(layer.experts.parameters()) as ports:
+    with defer_gradients(layer.experts.parameters()) as deferred:
         if call.shared is not None:
-            hook = before_second_half(layer, between)
-            try:
+            with before_second_half(layer, between):
                 call.shared.compute()
-            finally:
-                hook.close()
         between()
     return done[0]
 

@@ -8,6 +8,12 @@ from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.expert_parallel import (
+    check_experts,
+    check_refused,
+    expert_tensor_ranks,
+    number_of_experts,
+)
 from mindspeed_dsa.megatron.measured import check_measured
 from mindspeed_dsa.patches.spec import Patch
 
@@ -74,7 +80,7 @@ _REFUSED = {
 
 
 def check_arguments(args: Any, options: Options) -> Iterator[str]:
-    """What in a job's arguments does not combine with the feature."""
+    """Refuse what in a job's arguments does not combine with the feature."""
     yield from check_balanced(args, options)
     # In a configuration this may be a default that says nothing of the layers, which are looked at instead.
     if options.switched_on and argument(args, "transformer_impl") not in (None, "local"):
@@ -82,7 +88,7 @@ def check_arguments(args: Any, options: Options) -> Iterator[str]:
 
 
 def check_balanced(args: Any, options: Options) -> Iterator[str]:
-    """What in arguments, or in a model's configuration, does not combine with the feature."""
+    """Refuse what in arguments, or in a model's configuration, does not combine with the feature."""
     if not options.switched_on:
         yield (
             "--balanced-moe-hot-expert-num, --balanced-moe-matmul-rate and --balanced-moe-link-rate have no "
@@ -91,10 +97,7 @@ def check_balanced(args: Any, options: Options) -> Iterator[str]:
         return
     yield from _check_options(args, options)
     yield from _check_parallelism(args)
-    for name, why in _REFUSED.items():
-        if argument(args, name):
-            flag = "--" + name.replace("_", "-")
-            yield f"{_FLAG} cannot be used with {flag}, which {why}; omit one of them"
+    yield from check_refused(args, _FLAG, _REFUSED)
     for name in ("fp8", "fp4"):
         if argument(args, name):
             yield f"{_FLAG} moves weights in the model's dtype, not in {name}; omit --{name}-format or this"
@@ -103,10 +106,9 @@ def check_balanced(args: Any, options: Options) -> Iterator[str]:
 
 
 def _check_options(args: Any, options: Options) -> Iterator[str]:
-    experts = argument(args, "num_experts") or argument(args, "num_moe_experts")
-    if not experts:
-        yield f"{_FLAG}: the model has no experts; add --num-experts or omit {_FLAG}"
-    elif not 1 <= options.limit <= experts:
+    experts = number_of_experts(args)
+    yield from check_experts(args, _FLAG)
+    if experts and not 1 <= options.limit <= experts:
         yield (
             f"--balanced-moe-hot-expert-num {options.limit}: give at least 1, and at most the {experts} "
             "experts of a layer"
@@ -128,12 +130,9 @@ def _check_parallelism(args: Any) -> Iterator[str]:
             f"{_FLAG}: with --expert-model-parallel-size 1 all experts are on every rank; use at least 2 or "
             f"omit {_FLAG}"
         )
-    size = argument(args, "expert_tensor_parallel_size")
-    if size is None:
-        size = argument(args, "tensor_model_parallel_size") or 1
-    if size > 1:
+    if (ranks := expert_tensor_ranks(args)) > 1:
         yield (
-            f"{_FLAG} moves whole experts, and here each is split over {size} ranks; add "
+            f"{_FLAG} moves whole experts, and here each is split over {ranks} ranks; add "
             "--expert-tensor-parallel-size 1"
         )
     dispatcher = argument(args, "moe_token_dispatcher_type")

@@ -10,12 +10,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from mindspeed_dsa import platforms
 from mindspeed_dsa.features.moe.balanced_experts.feature import Options
 from mindspeed_dsa.features.moe.balanced_experts.planning import Costs
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.megatron.experts import SingleExperts
-from mindspeed_dsa.parallel.timing import timed
+from mindspeed_dsa.megatron.measured import slowest, timed
 
 _ROWS = 512
 _BYTES = 4 << 20
@@ -109,8 +108,4 @@ def _measure(experts: SingleExperts, hidden: int, group: Any) -> Rates:
 
 def _slowest(work: Callable[[], object], group: Any) -> float:
     """Seconds of the slowest rank's fastest round, the same on all ranks."""
-    fastest = min(timed(work, group) for _ in range(_ROUNDS))
-    # HCCL reduces no float64 on most products.
-    found = torch.tensor([fastest], dtype=torch.float32, device=platforms.current().device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return float(found.item())
+    return slowest({"": min(timed(work, group) for _ in range(_ROUNDS))}, group)[""]

@@ -16,13 +16,9 @@ from functools import partial
 from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
-import torch
-import torch.distributed as dist
-
-from mindspeed_dsa import platforms
 from mindspeed_dsa.features.moe.batch_overlap.halves import Way
 from mindspeed_dsa.log import Log
-from mindspeed_dsa.parallel.timing import timed
+from mindspeed_dsa.megatron.measured import slowest, timed
 
 _GAIN = 0.97
 """Halves are taken only if they take less than this fraction of the whole's time."""
@@ -62,10 +58,8 @@ def _measure(run: Run, group: Any) -> Mapping[Way, float]:
     """Seconds of the slowest rank, the same on all of them; medians of rounds in which the ways alternate."""
     ways: tuple[Way, ...] = get_args(Way)
     rounds = [[timed(partial(run, way), group) for way in ways] for _ in range(1 + _ROUNDS)]
-    found = [statistics.median(seconds) for seconds in zip(*rounds[1:], strict=True)]
-    times = torch.tensor(found, dtype=torch.float32, device=platforms.current().device)
-    dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
-    return dict(zip(ways, times.tolist(), strict=True))
+    medians = [statistics.median(seconds) for seconds in zip(*rounds[1:], strict=True)]
+    return slowest(dict(zip(ways, medians, strict=True)), group)
 
 
 def _report(times: Mapping[Way, float], log: Log) -> None:

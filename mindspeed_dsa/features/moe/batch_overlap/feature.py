@@ -7,8 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
-from mindspeed_dsa.megatron import ports, transfers
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.expert_parallel import (
+    ROWS,
+    check_all_to_all,
+    check_experts,
+    check_refused,
+    expert_tensor_ranks,
+    number_of_experts,
+)
 from mindspeed_dsa.megatron.measured import check_measured
 from mindspeed_dsa.patches.spec import Patch
 
@@ -53,32 +60,31 @@ _REFUSED = {
     "fp4": "scales the rows of an expert together, which halves would change",
     "enable_cuda_graph": "would hold each transfer at a fixed place",
     "external_cuda_graph": "would hold each transfer at a fixed place",
+    "cuda_graph_impl": "would hold each transfer at a fixed place",
 }
 """Arguments of Megatron that are refused when they are set, and why."""
-_NAMES = {"fp8": "fp8-format", "fp4": "fp4-format"}
-"""Flags that have another name than what they set."""
 
 
 def check_halves(args: Any, options: Options) -> Iterator[str]:
-    """What in arguments, or in a model's configuration, rules out halves or leaves nothing to hide."""
+    """Refuse arguments, or a model's configuration, that rule out halves or leave nothing to hide."""
     if not options.switched_on:
         yield f"{_ALWAYS} has no effect without {_FLAG}; add that or omit it"
         return
-    if argument(args, "num_moe_experts") is None and not argument(args, "num_experts"):
-        yield f"{_FLAG}: the model has no experts; add --num-experts or omit {_FLAG}"
+    if not number_of_experts(args):
+        yield from check_experts(args, _FLAG)
         return
-    yield from _check_parallelism(args)
-    for name, why in _REFUSED.items():
-        if argument(args, name):
-            flag = "--" + _NAMES.get(name, name).replace("_", "-")
-            yield f"{_FLAG} cannot be used with {flag}, which {why}; omit one of them"
-    if (argument(args, "cuda_graph_impl") or "none") != "none":
+    yield from check_all_to_all(args, _FLAG)
+    if (ranks := expert_tensor_ranks(args)) > 1:
         yield (
-            f"{_FLAG} cannot be used with --cuda-graph-impl, which would hold each transfer at a fixed "
-            "place; omit one of them"
+            f"{_FLAG} does not hide the gather and reduce-scatter of experts that are split over {ranks} "
+            "ranks; add --expert-tensor-parallel-size 1"
         )
-    if not options.always:
-        yield from _check_measurement(args)
+    yield from check_refused(args, _FLAG, _REFUSED)
+    if not options.always and argument(args, "moe_enable_routing_replay"):
+        yield (
+            f"{_FLAG} measures with forwards that --moe-enable-routing-replay would count as the step's; add "
+            f"{_ALWAYS}"
+        )
 
 
 def check_arguments(args: Any, options: Options) -> Iterator[str]:
@@ -88,39 +94,9 @@ def check_arguments(args: Any, options: Options) -> Iterator[str]:
 
 
 def check_choice(args: Any, options: Options) -> Iterator[str]:
-    """Whether it may be measured if halves pay."""
+    """Refuse to measure whether halves pay, under deterministic training."""
     if options.switched_on and not options.always:
         yield from check_measured(args, _FLAG, "whether halves pay", f"add {_ALWAYS}")
-
-
-def _check_measurement(args: Any) -> Iterator[str]:
-    if argument(args, "moe_enable_routing_replay"):
-        yield (
-            f"{_FLAG} measures with forwards that --moe-enable-routing-replay would count as the step's; add "
-            f"{_ALWAYS}"
-        )
-
-
-def _check_parallelism(args: Any) -> Iterator[str]:
-    if argument(args, "expert_model_parallel_size") == 1:
-        yield (
-            f"{_FLAG}: with --expert-model-parallel-size 1 no token leaves its rank; use at least 2 or omit "
-            f"{_FLAG}"
-        )
-    size = argument(args, "expert_tensor_parallel_size")
-    if size is None:
-        size = argument(args, "tensor_model_parallel_size") or 1
-    if size > 1:
-        yield (
-            f"{_FLAG} does not hide the gather and reduce-scatter of experts that are split over {size} "
-            "ranks; add --expert-tensor-parallel-size 1"
-        )
-    dispatcher = argument(args, "moe_token_dispatcher_type")
-    if dispatcher not in (None, "alltoall"):
-        yield (
-            f"{_FLAG}: --moe-token-dispatcher-type {dispatcher} has no all-to-all of its own to hide; use "
-            f"--moe-token-dispatcher-type alltoall or omit {_FLAG}"
-        )
 
 
 _LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"
@@ -212,8 +188,7 @@ FEATURE = Feature(
             versions=_RANGE,
             priority=_OUTERMOST,
         ),
-        transfers.ROW,
-        ports.ROW,
+        *ROWS,
     ),
     requires=Requires(versions={"megatron-core": _RANGE}),
     conflicts=(

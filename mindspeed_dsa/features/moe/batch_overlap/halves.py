@@ -3,7 +3,7 @@
 The order of creation decides the order of backward (``parallel/all_to_all.py``). Forward creates, for the
 halves 0 and 1,
 
-    start dispatch 0, ports of the experts' weights, shared fc1 and activation, wait for dispatch 0,
+    start dispatch 0, deferred gradients of the experts, shared fc1 and activation, wait for dispatch 0,
     start dispatch 1, experts 0, start combine 0, wait for dispatch 1, experts 1, wait for combine 0,
     start combine 1, shared fc2 and gate, wait for combine 1
 
@@ -26,10 +26,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.megatron.parted_transfers import launching
-from mindspeed_dsa.megatron.shared_output import SharedOutput, before_second_half
-from mindspeed_dsa.parallel.all_to_all import InFlight
-from mindspeed_dsa.parallel.port import opened
+from mindspeed_dsa.megatron.shared_expert import SharedOutput, before_second_half
+from mindspeed_dsa.parallel.all_to_all import InFlight, launching
+from mindspeed_dsa.parallel.weight_gradients import defer_gradients
 
 Way = Literal["whole", "in turn", "interleaved"]
 """How the tokens of a layer are computed; in turn, each transfer of a half is waited for at once."""
@@ -116,11 +115,11 @@ def run(layer: Any, halves: tuple[Half, Half], experts: Experts, shared: SharedO
         rows, mark = first.combined[0].wait_and_mark()
         combined.append(rows)
         second.combine(output, after=mark)
-        if any(port.taken for port in ports):
+        if any(gradient.taken for gradient in deferred):
             second.combined[0].give_way(first.dispatched[0])
 
     first.dispatch()
-    with opened(layer.experts.parameters()) as ports:
+    with defer_gradients(layer.experts.parameters()) as deferred:
         if shared is not None:
             with before_second_half(layer, between):
                 shared.compute()

@@ -22,7 +22,7 @@ from mindspeed_dsa.features.moe.batch_overlap.choice import choose
 from mindspeed_dsa.features.moe.batch_overlap.feature import Options, check_choice, check_halves
 from mindspeed_dsa.features.moe.batch_overlap.halves import Half, Way, run
 from mindspeed_dsa.megatron.configuration import require
-from mindspeed_dsa.megatron.shared_output import SharedOutput, is_recomputed
+from mindspeed_dsa.megatron.shared_expert import SharedOutput, shared_expert_of
 from mindspeed_dsa.megatron.stand_in import StandIn
 
 
@@ -111,11 +111,7 @@ def postpone_shared_expert(original: Callable[..., Any], context: Context[Option
 def _shared_output(layer: Any, hidden_states: Tensor, context: Context[Options]) -> SharedOutput | None:
     if not layer.use_shared_expert:
         return None
-    compute = partial(layer.shared_experts, hidden_states)
-    if is_recomputed(layer):
-        checkpoint = context.megatron("core.tensor_parallel").checkpoint
-        compute = partial(checkpoint, layer.shared_experts, False, hidden_states)
-    return SharedOutput(compute)
+    return SharedOutput(partial(shared_expert_of(layer, context.megatron), hidden_states))
 
 
 def take_tokens(original: Callable[..., Any]) -> Callable[..., Any]:

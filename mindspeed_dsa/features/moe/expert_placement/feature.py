@@ -10,6 +10,7 @@ from typing import Any
 from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.megatron import moe_layers
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.expert_parallel import number_of_experts
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.runs import expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
@@ -28,7 +29,7 @@ _UNNUMBERED = {
 def check_expert_placement(args: Any, options: Any) -> Sequence[str]:
     """Report what the placement does not fit, and what it cannot be combined with."""
     problems = [*_formats(args), *_combinations(args)]
-    if not (argument(args, "num_experts") or argument(args, "num_moe_experts")):
+    if not number_of_experts(args):
         problems.append(f"{FLAG}: this model has no experts; set --num-experts or omit the flag")
     elif args.moe_expert_placement != AUTO:
         file = Path(args.moe_expert_placement)
@@ -45,7 +46,7 @@ def _misfits(file: Path, placement: Placement, args: Any) -> Iterator[str]:
     wrong = list(
         misfits(
             placement,
-            argument(args, "num_experts") or argument(args, "num_moe_experts"),
+            number_of_experts(args),
             argument(args, "expert_model_parallel_size") or 1,
         )
     )

@@ -14,7 +14,7 @@ from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.moe.grouped_experts.main_grad import gradient_receiver
 from mindspeed_dsa.features.moe.grouped_experts.stacks import Stack
 from mindspeed_dsa.ops.grouped_matmul import Groups, WeightGradient, grouped_matmul
-from mindspeed_dsa.parallel.port import Gradient, Port, port_of
+from mindspeed_dsa.parallel.weight_gradients import DeferredGradient, Gradient, deferred_gradient_of
 
 
 class GroupedLinear(torch.nn.Module):
@@ -58,9 +58,9 @@ class GroupedLinear(torch.nn.Module):
                 "belong to which expert; call the experts module"
             )
         receive = gradient_receiver(self.weight, self._megatron)
-        port = port_of(self.weight)
-        take = receive if port is None else partial(_put_off, port, receive or WeightGradient.new)
-        edge = None if port is None else port.edge
+        deferred = deferred_gradient_of(self.weight)
+        take = receive if deferred is None else partial(_defer, deferred, receive or WeightGradient.new)
+        edge = None if deferred is None else deferred.edge
         output = grouped_matmul(
             rows, self.weight, self.groups, layout=self.layout, take_gradient=take, edge=edge
         )
@@ -70,8 +70,8 @@ class GroupedLinear(torch.nn.Module):
         """No-op: part of the interface of Megatron's layers, whose weight gradients may be delayed."""
 
 
-def _put_off(
-    port: Port, receive: Callable[[WeightGradient], Tensor | None], gradient: WeightGradient
+def _defer(
+    deferred: DeferredGradient, receive: Callable[[WeightGradient], Tensor | None], gradient: WeightGradient
 ) -> Tensor:
     later: Gradient = partial(receive, gradient)
-    return port.later(later)
+    return deferred.defer(later)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.ops.grouped_matmul import WeightGradient
-from mindspeed_dsa.parallel.weight_gradient import placeholder
+from mindspeed_dsa.parallel.weight_gradients import placeholder
 
 
 def gradient_receiver(weight: Any, megatron: Megatron) -> Callable[[WeightGradient], Tensor | None] | None:

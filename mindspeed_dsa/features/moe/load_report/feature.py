@@ -10,6 +10,7 @@ from typing import Any
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.megatron import moe_layers
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.expert_parallel import number_of_experts
 from mindspeed_dsa.patches.spec import Patch
 
 
@@ -33,7 +34,7 @@ def check_load_report(args: Any, options: Any) -> Sequence[str]:
     """Report models that route nothing and folders that are files."""
     flag = f"--moe-router-load-report {args.moe_router_load_report}"
     problems = []
-    if not (argument(args, "num_experts") or argument(args, "num_moe_experts")):
+    if not number_of_experts(args):
         problems.append(f"{flag}: this model has no experts to route to; set --num-experts or omit the flag")
     if argument(args, "dsa_stage") == "warmup":
         problems.append(

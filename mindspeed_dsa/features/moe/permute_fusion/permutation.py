@@ -14,7 +14,7 @@ from torch import Tensor
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.permute_fusion.feature import Options
 from mindspeed_dsa.features.moe.permute_fusion.kernels import counts
-from mindspeed_dsa.megatron.shared_output import SharedOutput
+from mindspeed_dsa.megatron.shared_expert import SharedOutput
 from mindspeed_dsa.ops.moe_permute import permute, sort_chunks, unpermute
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from mindspeed_dsa.feature import Context, Feature, Flag
 from mindspeed_dsa.megatron import across_layouts
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.expert_parallel import number_of_experts
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 
 
@@ -38,7 +39,7 @@ def check_tp_extend_ep(args: Any, options: None = None) -> Iterator[str]:
     size of 1 the expert parallel size is the whole one.
     """
     tp, ep, etp = layout(args)
-    experts = argument(args, "num_experts") or argument(args, "num_moe_experts")
+    experts = number_of_experts(args)
     if not experts:
         yield f"{_FLAG}: this model has no experts; set --num-experts or omit the flag"
         return

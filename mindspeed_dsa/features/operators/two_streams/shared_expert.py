@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.operators.two_streams import side
-from mindspeed_dsa.megatron.shared_output import SharedOutput
+from mindspeed_dsa.megatron.shared_expert import SharedOutput
 
 
 class _Beside(SharedOutput):

@@ -9,8 +9,14 @@ from typing import Any
 from packaging.version import Version
 
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
-from mindspeed_dsa.megatron import ports, transfers
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.expert_parallel import (
+    ROWS,
+    check_all_to_all,
+    check_experts,
+    check_refused,
+    number_of_experts,
+)
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
 
@@ -46,40 +52,24 @@ _REFUSED = {
     "moe_paged_stash": "moves activations by pieces that are cut elsewhere",
     "cpu_offloading": "moves activations by whole layers",
     "use_megatron_fsdp": "gathers weights by whole layers",
+    "cuda_graph_impl": "would hold each transfer at a fixed place",
 }
 """Arguments of Megatron that are refused when they are set, and why."""
 
 
 def check_overlap(args: Any, options: Options) -> Iterator[str]:
-    """What in arguments, or in a model's configuration, rules out pairs or leaves nothing to hide."""
-    if argument(args, "num_moe_experts") is None and not argument(args, "num_experts"):
-        yield f"{FLAG}: the model has no experts; add --num-experts or omit {FLAG}"
+    """Refuse arguments, or a model's configuration, that rule out pairs or leave nothing to hide."""
+    if not number_of_experts(args):
+        yield from check_experts(args, FLAG)
         return
     yield from _check_parallelism(args, options)
     yield from _check_microbatches(args)
     yield from _check_recompute(args)
-    for name, why in _REFUSED.items():
-        if argument(args, name):
-            yield f"{FLAG} cannot be used with --{name.replace('_', '-')}, which {why}; omit one of them"
-    if (argument(args, "cuda_graph_impl") or "none") != "none":
-        yield (
-            f"{FLAG} cannot be used with --cuda-graph-impl, which would hold each transfer at a fixed place; "
-            "omit one of them"
-        )
+    yield from check_refused(args, FLAG, _REFUSED)
 
 
 def _check_parallelism(args: Any, options: Options) -> Iterator[str]:
-    if argument(args, "expert_model_parallel_size") == 1:
-        yield (
-            f"{FLAG}: with --expert-model-parallel-size 1 no token leaves its rank; use at least 2 or omit "
-            f"{FLAG}"
-        )
-    dispatcher = argument(args, "moe_token_dispatcher_type")
-    if dispatcher not in (None, "alltoall"):
-        yield (
-            f"{FLAG}: --moe-token-dispatcher-type {dispatcher} has no all-to-all of its own to hide; use "
-            f"--moe-token-dispatcher-type alltoall or omit {FLAG}"
-        )
+    yield from check_all_to_all(args, FLAG)
     stages = argument(args, "pipeline_model_parallel_size") or 1
     if stages > 1 and argument(args, "virtual_pipeline_model_parallel_size") is None:
         yield (
@@ -204,8 +194,7 @@ FEATURE = Feature(
             "it refuses pieces in which nothing learns, as a frozen embedding",
             params=("outputs", "output_grad"),
         ),
-        transfers.ROW,
-        ports.ROW,
+        *ROWS,
     ),
     requires=Requires(versions={"megatron-core": _RANGE}),
     conflicts=(

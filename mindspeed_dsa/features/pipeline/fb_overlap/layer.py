@@ -31,8 +31,8 @@ from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.pipeline.fb_overlap.feature import Options
 from mindspeed_dsa.features.pipeline.fb_overlap.pieces import Crossing, Pieces, Shared, until_dispatch
 from mindspeed_dsa.megatron.layer_pieces import transformer_layer
-from mindspeed_dsa.megatron.parted_transfers import arriving, departing
-from mindspeed_dsa.parallel.port import opened
+from mindspeed_dsa.parallel.all_to_all import arriving, departing
+from mindspeed_dsa.parallel.weight_gradients import defer_gradients
 
 _Step = Callable[..., Any]
 """A node's forward: it gets the node and its inputs."""
@@ -95,7 +95,9 @@ def _experts(experts: _Step, layer: Any, crossing: Crossing) -> _Step:
         state = node.layer_state
         # The shared expert is a node of its own, and reads the norm's output when the experts have run:
         # neither may Megatron's step run the one nor free the other.
-        with opened(moe.experts.parameters()):  # before the arrivals: their gradients under the way back
+        with defer_gradients(
+            moe.experts.parameters()
+        ):  # before the arrivals: their gradients under the way back
             tokens, probs = crossing.dispatch
             crossing.dispatch.clear()
             state.dispatched_probs = probs.arrive(state.dispatched_probs)

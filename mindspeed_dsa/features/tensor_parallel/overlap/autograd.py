@@ -11,8 +11,8 @@ from torch import Tensor
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.parallel import chunked
 from mindspeed_dsa.parallel.gather import Allocate
-from mindspeed_dsa.parallel.own_weights import own
-from mindspeed_dsa.parallel.weight_gradient import WeightGradient
+from mindspeed_dsa.parallel.saved_tensors import parameter_of
+from mindspeed_dsa.parallel.weight_gradients import WeightGradient
 
 Backend = Any
 """A module with the functions of ``parallel/chunked.py``."""
@@ -212,4 +212,5 @@ def _recall(ctx: Any) -> tuple[Tensor, WeightGradient | None]:
         (weight,) = ctx.saved_tensors
         return weight, None
     weight, rows = ctx.saved_tensors
-    return weight, WeightGradient(own(weight), rows, ctx.main_grad, ctx.plan.fusion, ctx.plan.megatron)
+    parameter, plan = parameter_of(weight), ctx.plan
+    return weight, WeightGradient(parameter, rows, ctx.main_grad, plan.fusion, plan.megatron)

@@ -23,7 +23,7 @@ from mindspeed_dsa.features.tensor_parallel.overlap.autograd import (
 )
 from mindspeed_dsa.features.tensor_parallel.overlap.feature import Options, check_tuned
 from mindspeed_dsa.megatron.configuration import require
-from mindspeed_dsa.parallel.weight_gradient import WeightGradient
+from mindspeed_dsa.parallel.weight_gradients import WeightGradient
 
 
 def overlap_column_parallel(

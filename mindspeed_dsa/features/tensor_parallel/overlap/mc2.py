@@ -17,7 +17,7 @@ from torch import Tensor
 from mindspeed_dsa.ops.npu.device import listed, product
 from mindspeed_dsa.parallel import chunked
 from mindspeed_dsa.parallel.gather import Allocate, Gather
-from mindspeed_dsa.parallel.handles import Pending
+from mindspeed_dsa.parallel.transfers import Pending
 
 __all__ = ["BESIDE_COLLECTIVES", "Gather", "declines", "gather_matmul", "matmul_scatter"]
 

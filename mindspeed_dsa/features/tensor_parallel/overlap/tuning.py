@@ -9,11 +9,9 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
-from mindspeed_dsa import platforms
 from mindspeed_dsa.log import Log
-from mindspeed_dsa.parallel.timing import timed
+from mindspeed_dsa.megatron.measured import slowest, timed
 
 Kind = Literal["column forward", "column backward", "row forward", "row backward"]
 CANDIDATES = (1, 2, 4, 8)
@@ -108,20 +106,13 @@ def chunks_for(problem: Problem, group: Any, prepare: Callable[[], Run], log: Lo
 
 def _measure(group: Any, run: Run) -> dict[int, float]:
     """Seconds by number of chunks: medians over rounds in which the candidates alternate."""
-    first = _slowest({chunks: timed(partial(run, chunks), group) for chunks in CANDIDATES}, group)
+    first = slowest({chunks: timed(partial(run, chunks), group) for chunks in CANDIDATES}, group)
     rounds = max(1, min(_ROUNDS, int(_BUDGET_S / max(sum(first.values()), 1e-9))))
     found: dict[int, list[float]] = {chunks: [] for chunks in CANDIDATES}
     for _ in range(rounds):
         for chunks in CANDIDATES:
             found[chunks].append(timed(partial(run, chunks), group))
-    return _slowest({chunks: statistics.median(seconds) for chunks, seconds in found.items()}, group)
-
-
-def _slowest(seconds: Mapping[int, float], group: Any) -> dict[int, float]:
-    """Maximum of each time over ranks, the same on all of them."""
-    times = torch.tensor(list(seconds.values()), dtype=torch.float32, device=platforms.current().device)
-    dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
-    return dict(zip(seconds, times.tolist(), strict=True))
+    return slowest({chunks: statistics.median(seconds) for chunks, seconds in found.items()}, group)
 
 
 def _report(problem: Problem, choice: int, times: Mapping[int, float], log: Log) -> None:

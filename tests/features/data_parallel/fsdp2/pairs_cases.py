@@ -16,7 +16,7 @@ from mindspeed_dsa.features.data_parallel.fsdp2 import delayed
 from mindspeed_dsa.features.data_parallel.fsdp2 import direct as fsdp2_direct
 from mindspeed_dsa.features.data_parallel.fsdp2.parts import Unit
 from mindspeed_dsa.parallel.local_shards import local_of
-from mindspeed_dsa.parallel.weight_gradient import WeightGradient
+from mindspeed_dsa.parallel.weight_gradients import WeightGradient
 from tests.support import optimizer_job
 from tests.support.model import gpt_model, per_token_loss, samples, start
 
@@ -51,7 +51,7 @@ def train(
             (optimizer_job, "gpt_model", lambda cfg: gpt_model(cfg, mtp=bool(cfg.mtp_num_layers))),
             (optimizer_job, "MICROBATCHES", MICROBATCHES),
             *([] if direct else [(fsdp2_direct.DirectGroup, "takes", lambda group: False)]),
-            *([] if late else [(delayed.Late, "ports", lambda self: nullcontext())]),
+            *([] if late else [(delayed.Late, "deferred", lambda self: nullcontext())]),
         ):
             stack.enter_context(mock.patch.object(holder, name, value))
         options: dict[str, Any] = {"precision": precision, "ep": 2, "clip": 0.1, "fsdp2": True}

@@ -15,7 +15,7 @@ from torch import Tensor
 from mindspeed_dsa import platforms
 from mindspeed_dsa.features.memory.swap_attention.layer_pass import LayerPass
 from mindspeed_dsa.features.memory.swap_attention.layers import _of_others
-from mindspeed_dsa.parallel import discarded, own_weights
+from mindspeed_dsa.parallel import saved_tensors
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.platforms import host_pool
 from mindspeed_dsa.platforms.cpu import CpuEvent, CpuPlatform, CpuStream
@@ -158,16 +158,16 @@ def test_parameters_are_found_again():
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             (saved,) = ctx.saved_tensors
-            got.append((saved, own_weights.own(saved)))
+            got.append((saved, saved_tensors.parameter_of(saved)))
             return grad.expand(4, 4)
 
     swapped(Keeps.apply, weight).backward()
     ((saved, own),) = got
     assert own is weight
     assert saved is not weight, "autograd hands out a look-alike"
-    assert own_weights.own(other) is other, "nobody has taken it"
+    assert saved_tensors.parameter_of(other) is other, "nobody has taken it"
     weight.data = torch.randn(4, 4)
-    assert own_weights.own(saved) is saved, "the parameter lies elsewhere now"
+    assert saved_tensors.parameter_of(saved) is saved, "the parameter lies elsewhere now"
 
 
 def test_a_dropped_graph_gives_everything_back(seen):
@@ -243,7 +243,7 @@ def test_a_change_of_a_view_in_place_is_reported(seen):
 def test_storages_that_are_recomputed_in_place_stay(seen):
     x = source()
     middle = 2 * x
-    discarded.mark(middle)
+    saved_tensors.mark_freed(middle)
     y = swapped(lambda t: t[1:].sin(), middle)
     assert seen.out == []
     values, storage = middle.detach().clone(), middle.untyped_storage()

@@ -151,17 +151,17 @@ def state_dicts(**arguments: Any) -> None:
 
 
 def overlapped(**arguments: Any) -> int:
-    """Both layers under overlapped all-to-alls; how many weight gradients of stacks waited in a port."""
-    from mindspeed_dsa.parallel.port import Port
+    """Both layers under overlapped all-to-alls; how many weight gradients of stacks were deferred."""
+    from mindspeed_dsa.parallel.weight_gradients import DeferredGradient
 
     waiting: list[int] = []
-    later = Port.later
+    later = DeferredGradient.later
 
     def counted(self: Any, gradient: Any) -> torch.Tensor:
         waiting.append(self.weight.dim())
         return later(self, gradient)
 
-    with mock.patch.object(Port, "later", counted):
+    with mock.patch.object(DeferredGradient, "later", counted):
         layers(switches={"moe_alltoall_overlap_comm": True}, **arguments)
     return waiting.count(3)
 

@@ -3,19 +3,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_dsa.parallel import own_weights
+from mindspeed_dsa.parallel import saved_tensors
 
 
 @pytest.fixture
 def weight() -> torch.nn.Parameter:
     """Square, the second half of its memory."""
     parameter = torch.nn.Parameter(torch.randn(8, 4)[4:])
-    own_weights.remember(parameter)
+    saved_tensors.remember_parameter(parameter)
     return parameter
 
 
 def test_a_look_alike_is_the_parameter(weight):
-    assert own_weights.own(weight.detach()) is weight
+    assert saved_tensors.parameter_of(weight.detach()) is weight
 
 
 @pytest.mark.parametrize(
@@ -30,4 +30,4 @@ def test_a_look_alike_is_the_parameter(weight):
 def test_other_views_at_its_address_are_not(weight, view):
     other = view(weight.detach())
     assert other.data_ptr() == weight.data_ptr()
-    assert own_weights.own(other) is other
+    assert saved_tensors.parameter_of(other) is other

@@ -1,4 +1,4 @@
-"""Gradients that wait at a weight's port add up, whatever some of them return."""
+"""Deferred gradients of one weight add up, whatever some of them return."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.features.data_parallel.fsdp2.delayed import Late, _LatePort
-from mindspeed_dsa.parallel.port import Port
+from mindspeed_dsa.features.data_parallel.fsdp2.delayed import Late, _QueuedGradient
+from mindspeed_dsa.parallel.weight_gradients import DeferredGradient
 
 ORDERS = [(1.0, 2.0), (1.0, None, 2.0), (1.0, None), (None, 1.0), (None, None)]
 
 
-def leave(port, values):
+def leave(deferred, values):
     for value in values:
-        port.later(lambda value=value: None if value is None else torch.full((3,), value))
+        deferred.defer(lambda value=value: None if value is None else torch.full((3,), value))
 
 
 def expected(values):
@@ -30,9 +30,9 @@ def same(found, wanted):
 @pytest.mark.parametrize("values", ORDERS, ids=str)
 def test_one_that_is_in_main_grad_already_drops_no_other(values):
     weight = torch.zeros(3, requires_grad=True)
-    port = Port(weight)
-    leave(port, values)
-    port.edge.backward(torch.empty(0))
+    deferred = DeferredGradient(weight)
+    leave(deferred, values)
+    deferred.edge.backward(torch.empty(0))
     assert same(weight.grad, expected(values))
 
 
@@ -42,7 +42,7 @@ def test_the_same_of_a_unit_whose_gradients_come_late(values, before):
     unit = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_groups=[]))
     late, weight = Late(unit), torch.zeros(3, requires_grad=True)
     weight.grad = None if before is None else torch.full((3,), before)
-    leave(_LatePort(weight, late._queue), values)
+    leave(_QueuedGradient(weight, late._queue), values)
     late.run()
     assert len(late) == 0
     assert same(weight.grad, expected((before, *values)))

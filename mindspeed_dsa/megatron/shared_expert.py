@@ -1,12 +1,18 @@
-"""The shared expert, run while other work is under way, where Megatron's steps hand on its output before."""
+"""The shared expert, run while other work is under way: its output, postponed, and its two halves.
+
+Megatron's steps hand the output on before it is needed, so something stands for it until it is computed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
+
+from mindspeed_dsa.feature import Megatron
 
 
 class SharedOutput:
@@ -26,17 +32,17 @@ class SharedOutput:
 
     @property
     def tensor(self) -> Tensor:
-        """The output, once it is computed: before the last of Megatron's steps, which adds it."""
+        """Output, once it is computed: before the last of Megatron's steps, which adds it."""
         assert self._output is not None
         return self._output
 
     def __radd__(self, routed: Tensor) -> Tensor:
-        """What Megatron does with it in the end: ``routed + shared``."""
+        """Add it to the routed experts' output, as the last of Megatron's steps does."""
         return routed + self.tensor
 
 
 def before_second_half(layer: Any, between: Callable[..., None]) -> contextlib.ExitStack:
-    """Call ``between`` when a layer's shared expert reaches fc2; until the result is closed.
+    """Call ``between`` when the shared expert of a ``MoELayer`` reaches fc2; until the result is closed.
 
     One that is recomputed stays in one piece: its forward runs twice, and what is between must not.
     """
@@ -47,6 +53,15 @@ def before_second_half(layer: Any, between: Callable[..., None]) -> contextlib.E
     return stack
 
 
+def shared_expert_of(layer: Any, megatron: Megatron) -> Callable[[Tensor], Tensor]:
+    """Return a ``MoELayer``'s shared expert, which backward recomputes where Megatron does."""
+    if not is_recomputed(layer):
+        compute: Callable[[Tensor], Tensor] = layer.shared_experts
+        return compute
+    checkpoint = megatron("core.tensor_parallel").checkpoint
+    return partial(checkpoint, layer.shared_experts, False)
+
+
 def is_recomputed(layer: Any) -> bool:
-    """Whether Megatron recomputes the shared expert of this ``MoELayer``."""
+    """Return whether Megatron recomputes the shared expert of this ``MoELayer``."""
     return bool(getattr(layer, "shared_experts_recompute", False))

@@ -18,7 +18,7 @@ _MOST = 8
 """Buffers that are kept; sizes that a job no longer uses make room for those that it does."""
 _MADV_HUGEPAGE = 14
 _HUGE = 2**21
-_kept: list[Tensor] = []
+_buffers: list[Tensor] = []
 
 
 def take(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -30,9 +30,9 @@ def take(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """
     dtype = like.dtype if dtype is None else dtype
     if like.device.type == "cpu":
-        for number, buffer in enumerate(_kept):
+        for number, buffer in enumerate(_buffers):
             if buffer.dtype == dtype and buffer.numel() == like.numel():
-                return _kept.pop(number).view(like.shape)
+                return _buffers.pop(number).view(like.shape)
     return on_huge_pages(torch.empty(like.shape, dtype=dtype, device=like.device))
 
 
@@ -41,13 +41,13 @@ def give_back(*buffers: Tensor) -> None:
     for buffer in buffers:
         # Those of inference mode cannot be written to outside of it, where the next training step is.
         if buffer.device.type == "cpu" and not buffer.is_inference():
-            _kept.insert(0, buffer)
-    del _kept[_MOST:]
+            _buffers.insert(0, buffer)
+    del _buffers[_MOST:]
 
 
 def held() -> tuple[Tensor, ...]:
     """What :func:`take` could hand out."""
-    return tuple(_kept)
+    return tuple(_buffers)
 
 
 def on_huge_pages(tensor: Tensor) -> Tensor:

@@ -1,0 +1,97 @@
+"""Declarations that features for expert parallel layers share: rows that open up the all-to-alls, and checks.
+
+Imports neither torch nor the implementations, as ``feature.py`` of every feature that wants them does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.patches.spec import Patch
+
+ROWS = (
+    Patch(
+        "megatron.core.tensor_parallel.mappings:all_to_all",
+        "wrap",
+        "mindspeed_dsa.parallel.all_to_all:split_all_to_all",
+        "starts an all-to-all, or waits for one, where the feature has asked for that half",
+        params=("group", "input_", "output_split_sizes_", "input_split_sizes"),
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce",
+        "wrap",
+        "mindspeed_dsa.parallel.weight_gradients:defer_in_linear",
+        "computes the weight's gradient later in backward, where the feature has deferred it",
+        params=(
+            "input",
+            "weight",
+            "bias",
+            "gradient_accumulation_fusion",
+            "allreduce_dgrad",
+            "sequence_parallel",
+            "grad_output_buffer",
+        ),
+        # Outside of chunked communication, which has nothing to do where a gradient is deferred.
+        priority=1,
+    ),
+)
+"""All-to-alls in two halves, and deferred weight gradients; each is applied once, whoever claims it."""
+
+
+def number_of_experts(args: Any) -> int:
+    """Return the number of a layer's experts in arguments or in a model's configuration; 0: it has none."""
+    return argument(args, "num_experts") or argument(args, "num_moe_experts") or 0
+
+
+def expert_tensor_ranks(args: Any) -> int:
+    """Return over how many ranks each expert is split."""
+    size = argument(args, "expert_tensor_parallel_size")
+    return (argument(args, "tensor_model_parallel_size") or 1) if size is None else size
+
+
+def check_experts(args: Any, flag: str) -> Iterator[str]:
+    """Refuse models without experts."""
+    if not number_of_experts(args):
+        yield f"{flag}: the model has no experts; add --num-experts or omit {flag}"
+
+
+def check_all_to_all(args: Any, flag: str, to: str = "hide") -> Iterator[str]:
+    """Refuse layers without an all-to-all between ranks.
+
+    Args:
+        args: a job's arguments, or a configuration.
+        flag: of the feature.
+        to: what the feature does with the all-to-alls.
+    """
+    if argument(args, "expert_model_parallel_size") == 1:
+        yield (
+            f"{flag}: with --expert-model-parallel-size 1 no token leaves its rank; use at least 2 or omit "
+            f"{flag}"
+        )
+    dispatcher = argument(args, "moe_token_dispatcher_type")
+    if dispatcher not in (None, "alltoall"):
+        yield (
+            f"{flag}: --moe-token-dispatcher-type {dispatcher} has no all-to-all of its own to {to}; use "
+            f"--moe-token-dispatcher-type alltoall or omit {flag}"
+        )
+
+
+def check_refused(args: Any, flag: str, refused: Mapping[str, str]) -> Iterator[str]:
+    """Refuse arguments that are set.
+
+    Args:
+        args: a job's arguments, or a configuration.
+        flag: of the feature.
+        refused: why, by the argument's name; a value ``"none"`` counts as not set.
+    """
+    for name, why in refused.items():
+        value = argument(args, name)
+        if value and value != "none":
+            other = "--" + _FLAGS.get(name, name).replace("_", "-")
+            yield f"{flag} cannot be used with {other}, which {why}; omit one of them"
+
+
+_FLAGS = {"fp8": "fp8-format", "fp4": "fp4-format"}
+"""Flags that have another name than what they set."""

@@ -1,0 +1,305 @@
+"""Gradients of linear layers' weights: into ``main_grad`` where Megatron accumulates, and at another time.
+
+:class:`WeightGradient` computes one, in one piece or in several.
+
+A *deferred* gradient is computed at another place in backward than where its operands become known. It is a
+node of the graph between a weight and the functions that use it. Autograd runs ready nodes in the reverse
+order of their creation, so the place where it is created in forward decides when the gradient is computed in
+backward: between the start and the wait of a transfer, it is computed under the reverse transfer. The
+weight's ``AccumulateGrad``, and with it every hook of data parallelism, runs after it, as often as without.
+
+A function takes part in three steps::
+
+    deferred = deferred_gradient_of(weight)                     # in forward: None where nobody defers it
+    output = Function.apply(rows, deferred.edge, deferred)      # the edge stands for the weight in the graph
+    return grad_rows, deferred.defer(gradient), None            # in its backward, for the edge
+
+Megatron's own linear layers do so through :func:`defer_in_linear`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mindspeed_dsa.feature import Context, Megatron
+from mindspeed_dsa.patches.compose import depends_on
+
+# -- gradients ---------------------------------------------------------------------------------
+
+
+class WeightGradient:
+    """Gradient of a linear layer's weight, summed over the rows that :meth:`add` is given.
+
+    Args:
+        weight: ``[out, in]``, the parameter.
+        rows: ``[rows, in]``, contiguous: the layer's input as it was saved for backward.
+        main_grad: ``[out, in]``, where gradients accumulate, or ``None``.
+        fusion: Megatron's ``gradient_accumulation_fusion``: the product is added to ``main_grad`` directly.
+        megatron: whose fused kernels add it.
+    """
+
+    def __init__(
+        self, weight: Tensor, rows: Tensor, main_grad: Tensor | None, fusion: bool, megatron: Megatron
+    ) -> None:
+        self._weight, self.rows, self._fusion = weight, rows, fusion
+        if fusion and main_grad is not None:
+            # A weight that several layers share may have lost it since the forward.
+            self._weight.main_grad = main_grad  # type: ignore[attr-defined]
+        self._sum: Tensor | None = None
+        self._megatron = megatron
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether several calls of :meth:`add` are as accurate as one: sums have 32 bits or more."""
+        target: Tensor = self._weight.main_grad if self._fusion else self._weight  # type: ignore[attr-defined]
+        return target.dtype in (torch.float32, torch.float64)
+
+    def add(self, grad_output: Tensor, rows: Tensor) -> None:
+        """Add ``grad_output.T @ rows``.
+
+        Args:
+            grad_output: ``[rows, out]``, contiguous.
+            rows: ``[rows, in]``, contiguous.
+        """
+        if self._fusion:
+            self._add_to_main_grad(grad_output, rows)
+        elif self._sum is None:
+            self._sum = torch.mm(grad_output.t(), rows)
+        else:
+            torch.addmm(self._sum, grad_output.t(), rows, out=self._sum)
+
+    def _add_to_main_grad(self, grad_output: Tensor, rows: Tensor) -> None:
+        layers = self._megatron("core.tensor_parallel.layers")
+        main_grad = self._weight.main_grad  # type: ignore[attr-defined]
+        if main_grad.dtype == torch.float32:
+            layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(rows, grad_output, main_grad)
+        elif main_grad.dtype in (torch.float16, torch.bfloat16):
+            layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp16(rows, grad_output, main_grad)
+        else:
+            raise RuntimeError(
+                f"gradient accumulation fusion takes main_grad in fp32, fp16 or bf16, not {main_grad.dtype}; "
+                "use --no-gradient-accumulation-fusion"
+            )
+
+    def result(self, dtype: torch.dtype) -> Tensor | None:
+        """Return what backward gives to the weight: the sum, or with fusion :func:`placeholder`."""
+        if not self._fusion:
+            return self._sum
+        return placeholder(self._weight, dtype, self._megatron)
+
+
+def placeholder(weight: Any, dtype: torch.dtype, megatron: Megatron) -> Tensor | None:
+    """Return what backward gives to a weight whose gradient is in ``main_grad`` already.
+
+    A tensor, so that hooks run, where Megatron's DDP asks for it (``grad_added_to_main_grad``); else nothing.
+
+    Args:
+        weight: the parameter; it is marked.
+        dtype: of the placeholder.
+        megatron: whose shared placeholder it may be.
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    zero = bool(getattr(weight, "zero_out_wgrad", False))
+    layers = megatron("core.tensor_parallel.layers")
+    shared = getattr(layers, "get_dummy_wgrad", None)
+    if shared is not None:
+        dummy: Tensor = shared(list(weight.main_grad.shape), dtype, zero=zero)
+        return dummy
+    make = torch.zeros if zero else torch.empty
+    return make(weight.main_grad.shape, dtype=dtype, device=weight.device)
+
+
+# -- deferred gradients ------------------------------------------------------------------------
+
+Gradient = Callable[[], "Tensor | None"]
+"""Computes what goes to the weight: its gradient, or a placeholder (or ``None``) if ``main_grad`` has it."""
+
+
+class DeferredGradient:
+    """One weight's gradient in one forward and backward.
+
+    Attributes:
+        weight: the parameter, of any shape.
+        taken: whether a function has asked for it.
+        edge: ``[0]``; a function that takes it depends on the weight.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self.taken = False
+        self._gradients: list[Gradient] = []
+        self.edge: Tensor = _Deferral.apply(weight, self._gradients)
+
+    def defer(self, gradient: Gradient) -> Tensor:
+        """Leave the gradient's computation here; several are added up.
+
+        Returns:
+            ``[0]``, what the caller's backward returns for :attr:`edge`.
+        """
+        self._gradients.append(gradient)
+        return self.weight.new_empty(0)
+
+
+class _Deferral(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, gradients: list[Gradient]) -> Tensor:
+        ctx.gradients = gradients
+        return weight.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, None]:
+        total: Tensor | None = None
+        while ctx.gradients:
+            gradient = ctx.gradients.pop(0)()  # each lets go of its operands as soon as it is done
+            if gradient is not None:  # else main_grad has it
+                total = gradient if total is None else total + gradient
+        return total, None
+
+
+_NONE: Mapping[int, DeferredGradient] = {}
+_deferred: ContextVar[Mapping[int, DeferredGradient]] = ContextVar("deferred gradients", default=_NONE)
+
+
+@contextlib.contextmanager
+def defer_gradients(
+    weights: Iterable[Tensor], make: Callable[[Tensor], DeferredGradient] = DeferredGradient
+) -> Iterator[Collection[DeferredGradient]]:
+    """Defer the gradients of the weights that learn, for functions that are called in the block.
+
+    A weight that none of them asks for takes its gradient as ever.
+
+    Args:
+        weights: parameters.
+        make: makes one.
+    """
+    learning = [weight for weight in weights if weight.requires_grad] if torch.is_grad_enabled() else []
+    made = {id(weight): make(weight) for weight in learning}
+    token = _deferred.set({**_deferred.get(), **made})
+    try:
+        yield made.values()
+    finally:
+        _deferred.reset(token)
+
+
+def deferred_gradient_of(weight: Tensor) -> DeferredGradient | None:
+    """Return where the caller is going to leave this weight's gradient; ``None`` where nobody defers it."""
+    deferred = _deferred.get().get(id(weight))
+    if deferred is not None:
+        deferred.taken = True
+    return deferred
+
+
+def is_deferred(weight: Tensor) -> bool:
+    """Return whether :func:`deferred_gradient_of` would find one; asking takes nothing."""
+    return id(weight) in _deferred.get()
+
+
+# -- linear layers -----------------------------------------------------------------------------
+
+
+@depends_on(attrgetter("megatron"))
+def defer_in_linear(original: Callable[..., Tensor], context: Context[Any]) -> Callable[..., Tensor]:
+    """Decorate ``linear_with_grad_accumulation_and_async_allreduce``.
+
+    Layers that communicate, defer the gradient themselves, or compute in another dtype are Megatron's own
+    affair: their weights take their gradients as ever. Several features claim this row; the engine applies it
+    once.
+    """
+
+    def linear(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        grad_output_buffer: list[Tensor] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        plain = (
+            not (allreduce_dgrad or sequence_parallel)
+            and grad_output_buffer is None
+            and kwargs.get("gtp_remat_size", 1) == 1
+            and _is_plain(input, weight)
+        )
+        deferred = deferred_gradient_of(weight) if plain else None
+        if deferred is None:
+            return original(
+                input,
+                weight,
+                bias,
+                gradient_accumulation_fusion,
+                allreduce_dgrad,
+                sequence_parallel,
+                grad_output_buffer,
+                *args,
+                **kwargs,
+            )
+        fusion = gradient_accumulation_fusion
+        output: Tensor = _Linear.apply(input, deferred.edge, bias, deferred, fusion, context.megatron)
+        return output
+
+    return linear
+
+
+def _is_plain(input: Tensor, weight: Tensor) -> bool:
+    return (
+        weight.dim() == 2
+        and input.dtype == weight.dtype
+        and not hasattr(weight, "__fsdp_param__")
+        and not torch.is_autocast_enabled(input.device.type)
+        and not torch.compiler.is_compiling()
+    )
+
+
+class _Linear(torch.autograd.Function):
+    """``rows @ weight.T + bias`` for ``rows`` ``[..., in]``, ``weight`` ``[out, in]`` and ``bias`` ``[out]``.
+
+    The operands of the weight's gradient stay until it is computed: ``rows``, which backward needs anyway,
+    and the gradient of the output.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        edge: Tensor,
+        bias: Tensor | None,
+        deferred: DeferredGradient,
+        fusion: bool,
+        megatron: Megatron,
+    ) -> Tensor:
+        ctx.save_for_backward(rows, deferred.weight)
+        ctx.deferred, ctx.fusion, ctx.megatron = deferred, fusion, megatron
+        ctx.main_grad = getattr(deferred.weight, "main_grad", None) if fusion else None
+        output = torch.matmul(rows, deferred.weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        grad_rows = grad_output.matmul(weight) if ctx.needs_input_grad[0] else None
+        flat, dtype = grad_output.reshape(-1, grad_output.size(-1)).contiguous(), rows.dtype
+        grad_bias = flat.sum(dim=0) if ctx.needs_input_grad[2] else None
+        saved = rows.reshape(-1, rows.size(-1)).contiguous()
+        parameter, main_grad, fusion, megatron = ctx.deferred.weight, ctx.main_grad, ctx.fusion, ctx.megatron
+
+        def gradient() -> Tensor | None:
+            total = WeightGradient(parameter, saved, main_grad, fusion, megatron)
+            total.add(flat, saved)
+            return total.result(dtype)
+
+        return grad_rows, ctx.deferred.defer(gradient), grad_bias, None, None, None
