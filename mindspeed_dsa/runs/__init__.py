@@ -1,4 +1,4 @@
-"""Files of training runs that survive a kill: indexed text, metrics by step, checkpoint and run folders.
+"""Files of training runs that survive a kill: metrics by step, the load of experts and their placement.
 
-Nothing here imports torch or, but for indexing text, Megatron: launch scripts and notebooks can use it.
+Nothing here imports torch or Megatron: launch scripts and notebooks can use it.
 """

@@ -1,8 +1,11 @@
-"""Files and folders of this repository that the pages name are there; links are in ``test_links.py``."""
+"""Code that the pages name is there: paths, imports of examples, whole files."""
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 
@@ -51,3 +54,42 @@ def test_paths_that_a_page_names_exist(page):
 def test_a_path_that_is_gone_is_named():
     text = "`tests/no.py`, ops/backend.py and `mindspeed_dsa/patches/{site,lost}.py`, see session/gone.py."
     assert missing(text) == ["mindspeed_dsa/patches/lost.py", "session/gone.py", "tests/no.py"]
+
+
+# -- code on pages -----------------------------------------------------------------------------
+
+BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.M | re.S)
+
+
+def blocks(page: Path) -> list[str]:
+    """Return the examples in Python on a page."""
+    return [textwrap.dedent(code) for _, code in BLOCK.findall(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if blocks(p)], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_examples_import_what_is_there(page):
+    for code in blocks(page):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Import):
+                names = [(alias.name, "") for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [(node.module or "", alias.name) for alias in node.names]
+            else:
+                continue
+            for module, name in names:
+                if module.partition(".")[0] == "mindspeed_dsa" and module != "mindspeed_dsa.megatron_adaptor":
+                    found = import_module(module)
+                    assert not name or hasattr(found, name) or import_module(f"{module}.{name}")
+
+
+@pytest.mark.parametrize("name", ["dsa_router_load/feature.py", "dsa_router_load/router.py"])
+def test_the_feature_on_one_page_is_the_example(name):
+    code = (ROOT / "examples" / "plugin" / name).read_text(encoding="utf-8")
+    assert code in blocks(ROOT / "CONTRIBUTING.md")
+
+
+def test_the_test_on_one_page_is_that_of_the_example():
+    code = (ROOT / "examples/plugin/tests/test_router_load.py").read_text(encoding="utf-8")
+    assert blocks(ROOT / "CONTRIBUTING.md")[-1] in code
