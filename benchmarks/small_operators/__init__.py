@@ -5,14 +5,16 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+from torch._inductor import config as inductor
+
 from benchmarks.memory.child import Child
 from benchmarks.registry import Metrics
-from benchmarks.small_operators.job import Sizes
+from benchmarks.small_operators.job import EAGER_OPERATORS, Sizes
 
 _MODULE = "benchmarks.small_operators.job"
 SWITCHES: dict[str, Any] = {"compile_regions": True, "fused_operators": ["all"]}
@@ -82,6 +84,11 @@ def _measure(sizes: Sizes, device: str, cache: str, rounds: int) -> dict[str, An
     return {
         "dispatches_per_layer": dispatches,
         "host_us_per_layer": _host(sizes, device, f"{cache}-narrow", rounds),
+        "host_us_without_triton": (
+            _host(sizes, device, f"{cache}-eager", rounds, {EAGER_OPERATORS: "1"})
+            if hasattr(inductor, "fallback_by_default")
+            else None
+        ),
         "saved_bytes_ratio": saved["ratio"],
         "step_seconds": {"stock": off_seconds, "ours": on_seconds},
         "step_time_ratio": statistics.median(o / s for s, o in pairs),
@@ -97,17 +104,26 @@ def _measure(sizes: Sizes, device: str, cache: str, rounds: int) -> dict[str, An
     }
 
 
-def _host(sizes: Sizes, device: str, cache: str, rounds: int) -> dict[str, float]:
-    """What the host does for a layer, without the arithmetic, which on a CPU is the host's as well.
+def _host(
+    sizes: Sizes, device: str, cache: str, rounds: int, environment: Mapping[str, str] | None = None
+) -> dict[str, float]:
+    """Measure what the host does for a layer, without the arithmetic, which on a CPU is the host's as well.
 
     The same layers and operators, so narrow that a product takes less than its dispatch, on one thread:
     waking others is part of the arithmetic.
+
+    Args:
+        sizes: of the model, which is made narrow.
+        device: where.
+        cache: empty folder for compiled code.
+        rounds: number of times that both sides are measured, in turns.
+        environment: of our side.
     """
     narrow = replace(sizes, hidden=_NARROW * sizes.heads)
     alone = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": cache}
     with (
         Child("stock, narrow", narrow, {}, device, _MODULE, alone) as stock,
-        Child("ours, narrow", narrow, SWITCHES, device, _MODULE, alone) as ours,
+        Child("ours, narrow", narrow, SWITCHES, device, _MODULE, {**alone, **(environment or {})}) as ours,
     ):
         for child in (stock, ours):
             for _ in range(_SETTLED + 1):

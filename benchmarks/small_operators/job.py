@@ -21,6 +21,8 @@ from benchmarks.memory.child import serve, timed
 from mindspeed_dsa import platforms
 from mindspeed_dsa.features.diagnostics.host_profile.account import is_launch
 
+EAGER_OPERATORS = "SMALL_OPERATORS_EAGER"
+"""Environment variable: Inductor's wrapper calls eager operators, as a device without Triton needs it."""
 _FEW = 16
 """Tokens whose arithmetic takes next to no time: what a layer costs then is the host's."""
 
@@ -45,6 +47,10 @@ class Job:
         import mindspeed_dsa
 
         self.sizes = sizes
+        if os.environ.get(EAGER_OPERATORS):
+            from torch._inductor import config
+
+            config.fallback_by_default = True
         mindspeed_dsa.enable(experimental_attention_variant="dsa", **switches)
         from megatron.core import parallel_state, tensor_parallel
 
