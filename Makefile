@@ -22,6 +22,8 @@ TRITON := 3.9.0
 # WORKERS=0 runs them in one, as a debugger needs it.
 WORKERS ?= auto
 XDIST := --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
+# What took longest is part of the output, so that a test that has become slow is seen where it did.
+SLOWEST := --durations 25
 
 # Threads that spin while they wait starve the others where cores are shared: a step took 0.5 s with this
 # and 5 to 14 s without it on a busy machine.
@@ -55,10 +57,10 @@ train: $(STAMP)  ## train a small DeepSeek-V3.2-shaped model with DSA on real te
 	$(BIN)/python examples/pretrain_dsa.py --output-dir runs/quickstart $(ARGS)
 
 test: $(STAMP)  ## quick tests: one case per parallel layout
-	$(BIN)/python -m pytest $(XDIST) -m "not full" $(ARGS)
+	$(BIN)/python -m pytest $(XDIST) $(SLOWEST) -m "not full" $(ARGS)
 
 test-full: $(STAMP)  ## every test
-	$(BIN)/python -m pytest $(XDIST) $(ARGS)
+	$(BIN)/python -m pytest $(XDIST) $(SLOWEST) $(ARGS)
 
 $(NPU_STAMP): setup.py constraints.txt
 	@$(NPU_BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(NPU_VENV)

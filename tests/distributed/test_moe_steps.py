@@ -11,9 +11,9 @@ import pytest
 
 from mindspeed_dsa.runs import expert_load, expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
-from tests.distributed.parity import EP2, HEADING, TP2, ZERO, Lab, Layout, Outcome
-from tests.distributed.test_memory_parity import assert_same_bits
-from tests.distributed.test_overlap_parity import BESIDE_STOCK
+from tests.distributed.layouts import EP2, ETP1, TP2, ZERO
+from tests.distributed.parity import HEADING, Lab, Layout, Outcome, assert_same_bits
+from tests.distributed.rows import BESIDE_STOCK
 from tests.features.moe.balanced_experts.cases import ALWAYS
 from tests.support.figures import tell
 from tests.support.memory_events import (
@@ -32,7 +32,7 @@ SMALL = "--num-layers 3"
 """Two layers with experts."""
 ORDERS = {2: [0, 2, 1, 3], 3: [3, 0, 1, 2]}
 EXPERTS = 2 * 4
-WHOLE = f"{EP2} --expert-tensor-parallel-size 1"
+WHOLE = f"{EP2} {ETP1}"
 
 
 @dataclass(frozen=True)

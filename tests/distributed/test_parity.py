@@ -1,60 +1,62 @@
-"""Every layout is the same training as one process; see ``parity.py`` for what is compared."""
+"""Every layout of the registry is the same training as its reference; see ``parity.py`` for what is compared.
+
+Beside the rows of ``layouts.py``: proof that the model would show a defect, and what no row can say.
+"""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from tests.distributed.parity import (
+from mindspeed_dsa import features
+from tests.distributed.layouts import (
+    COMBINATIONS,
     EP2,
-    FP32,
-    HEADING,
-    PP2,
-    PP4,
+    ETP1,
+    PACK,
+    PACKED,
+    PACKS,
+    PACKS_ALONE,
+    ROWS,
     SHALLOW,
     TP2,
-    VPP2,
-    ZERO,
-    Lab,
-    Layout,
 )
+from tests.distributed.parity import FP32, HEADING, STEPS, Lab, Layout, Outcome
+from tests.distributed.rows import Row
 from tests.support.figures import tell
-from tests.support.memory_events import GROUPED, PERMUTED, STARTED
+from tests.support.memory_events import CAUSES
 from tests.support.observe import Fault
 
-OVERLAPPED = "moe_alltoall_overlap_comm"
-LAYOUTS = (
-    Layout("TP2+SP", 2, TP2, SHALLOW),
-    Layout("PP2", 2, PP2, SHALLOW),
-    Layout("PP4 x VPP2, P2P overlap", 4, f"{PP4} {VPP2}"),
-    Layout("EP2", 2, EP2, SHALLOW),
-    Layout(
-        "EP2, fused permutation",
-        2,
-        f"{EP2} --moe-permute-fusion",
-        SHALLOW,
-        switches={"moe_permute_fusion": True},
-    ),
-    Layout("EP2, overlapped all-to-alls", 2, EP2, SHALLOW, switches={OVERLAPPED: True}),
-    Layout("DP2, distributed optimizer", 2, ZERO, SHALLOW),
-    Layout(
-        "EP2, distributed optimizer, grouped experts",
-        2,
-        f"{EP2} {ZERO} --moe-grouped-gemm",
-        SHALLOW,
-        switches={"moe_grouped_gemm": True},
-    ),
-)
+CASES = [pytest.param(row, id=row.layout.name, marks=() if row.quick else pytest.mark.full) for row in ROWS]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_layout_trains_as_one_process(lab: Lab, layout: Layout) -> None:
-    outcome = lab.check(layout)
-    for event, switch in (
-        (STARTED, OVERLAPPED),
-        (GROUPED, "moe_grouped_gemm"),
-        (PERMUTED, "moe_permute_fusion"),
-    ):
-        assert (outcome.memory[event] > 0) == (switch in layout.switches), event
+@pytest.mark.parametrize("row", CASES)
+def test_layout_trains_as_its_reference(lab: Lab, ten_steps: Lab, row: Row) -> None:
+    runs = {STEPS: lab, 10: ten_steps}[row.steps]
+    reference = runs.reference(row.reference) if row.reference else runs.one_process(row.layout)
+    outcome = runs.check(row.layout, row.bounds, reference)
+    assert_at_work(outcome, row.layout, row)
+    assert_at_work(reference, row.reference, row)
+
+
+def assert_at_work(outcome: Outcome, layout: Layout | None, row: Row) -> None:
+    """What the row watches happened if and only if a switch of the layout causes it."""
+    switches = layout.switches if layout else {}
+    for event, least in row.watched.items():
+        if any(switches.get(cause) for cause in CAUSES[event]):
+            assert outcome.memory[event] >= least, event
+        else:
+            assert outcome.memory[event] == 0, event
+
+
+def test_rows_are_found_by_the_name_of_a_feature() -> None:
+    names = [row.layout.name for row in ROWS]
+    assert len(set(names)) == len(names)
+    known = {feature.name for feature in features.shipped()} | COMBINATIONS.keys()
+    assert {row.feature for row in ROWS} <= known
+
+
+# -- the measure itself ------------------------------------------------------------------------
 
 
 def test_the_model_is_what_it_is_meant_to_be(lab: Lab) -> None:
@@ -96,3 +98,71 @@ def test_a_wrong_gradient_of_one_small_parameter_is_noticed(lab: Lab, parameter:
     assert comparison.grad_norm <= FP32.grad_norm
     noticed = [name for value, name in comparison.first_gradients if value > FP32.first_gradient]
     assert noticed == [f"decoder.{parameter}"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("TP2+SP, repair off", 2, TP2, switches={"dsa_indexer_tp_grads": False}),
+        Layout("DP2, repair off", 2, switches={"dsa_loss_scale": False}),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_a_defect_of_the_host_does_not_pass(lab: Lab, layout: Layout) -> None:
+    """Without its repair each defect spoils every gradient of the indexer and no other."""
+    comparison = lab.compare(layout, lab.run(layout))
+    tell(HEADING, str(comparison))
+    wrong = {name for value, name in comparison.first_gradients if value > FP32.first_gradient}
+    assert wrong == {name for _, name in comparison.first_gradients if ".indexer." in name}
+
+
+@pytest.mark.full
+def test_forced_choices_are_made_in_every_layout(lab: Lab) -> None:
+    """Any choices, here drawn by lot: ties cannot be a reason for a difference."""
+    alone, layout = Layout("one process, choices by lot"), Layout("TP2+SP, choices by lot", 2, TP2)
+    generator = np.random.default_rng(0)
+    forced = {key: by_lot(key[0], own, generator) for key, own in lab.one_process(alone).choices.items()}
+    reference = lab.run(alone, forced=forced)
+    comparison = lab.compare(layout, lab.run(layout, forced=forced), reference)
+    tell(HEADING, str(comparison))
+    assert all(np.array_equal(reference.choices[key], forced[key]) for key in forced)
+    assert {count for count, _ in comparison.flips.values()} == {0}
+    assert not comparison.violations(FP32)
+    assert lab.compare(alone, reference).violations(FP32), "the choices made no difference"
+
+
+def by_lot(kind: str, own: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """As many choices in each row as the model's own, among visible keys or all experts."""
+    draw = generator.random(own.shape)
+    if kind == "topk":
+        length = own.shape[-1]
+        draw[..., ~np.tri(length, dtype=bool)] = 2.0  # future keys come last
+    rank = draw.argsort(axis=-1).argsort(axis=-1)
+    chosen: np.ndarray = rank < own.sum(axis=-1, keepdims=True)
+    return chosen
+
+
+# -- what no row can say -----------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_moe_tp_extend_ep_is_megatrons_own_layout_without_expert_tensor_parallelism(lab: Lab) -> None:
+    """Bit for bit; the sliced experts of the same command line without the flag add up otherwise."""
+    own = lab.run(Layout("TP2+SP, EP2, ETP1", 2, f"{TP2} {EP2} {ETP1}"))
+    switches = {"moe_tp_extend_ep": True}
+    extended = lab.run(Layout("TP2+SP, experts over its ranks", 2, TP2, switches=switches))
+    sliced = lab.run(Layout("TP2+SP", 2, TP2))
+    assert all(extended.weights[name].equal(weight) for name, weight in own.weights.items())
+    assert not all(extended.weights[name].equal(weight) for name, weight in sliced.weights.items())
+
+
+@pytest.mark.full
+def test_pack_documents_is_other_training(lab: Lab) -> None:
+    """Documents that see each other give another loss: the packs are packs."""
+    whole_flags = PACK.replace("--pack-documents", "")
+    switches = {name: value for name, value in PACKED.items() if name != "pack_documents"}
+    whole = lab.run(Layout("whole", 1, whole_flags, PACKS, switches=switches))
+    packed = lab.reference(PACKS_ALONE)
+    losses = [[record["lm_loss"] for record in outcome.records] for outcome in (packed, whole)]
+    assert losses[0] != losses[1]

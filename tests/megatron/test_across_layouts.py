@@ -1,6 +1,6 @@
 """What cannot be loaded in another layout is refused in one message; the rest goes where it belongs.
 
-Whole checkpoints of all layouts are in ``tests/distributed/test_resume_across_layouts.py``.
+Whole checkpoints of all layouts are in ``tests/distributed/test_resume.py``.
 """
 
 from __future__ import annotations

@@ -52,6 +52,22 @@ BESIDE = "started on the second stream"
 HELD = "experts held"
 """In all layers of all ranks, whatever is on: an expert that is sliced over two ranks counts for both."""
 
+CAUSES: dict[str, tuple[str, ...]] = {
+    **{event: (feature.replace("-", "_"),) for feature, event in EVENTS.items()},
+    **dict.fromkeys(FUSED_OPERATORS.values(), ("fused_operators",)),
+    CHUNKED: ("coc_parallel_num", "use_ascend_coc"),
+    CHUNKED_SUM: ("coc_parallel_num", "use_ascend_coc"),
+    MEASURED: ("use_ascend_coc",),
+    STARTED: ("moe_alltoall_overlap_comm", "moe_batch_overlap", "moe_fb_overlap"),
+    MOVED: ("balanced_moe_experts",),
+    GROUPED: ("moe_grouped_gemm",),
+    PERMUTED: ("moe_permute_fusion",),
+    GATHERED: ("use_torch_fsdp2",),
+    REGIONS: ("compile_regions",),
+    BESIDE: ("two_streams",),
+}
+"""Switches of which each alone makes an event happen."""
+
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:

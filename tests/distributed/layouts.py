@@ -1,0 +1,494 @@
+"""The registry of layouts: each row is one comparison of the main job, run by ``test_parity.py``.
+
+A row names the feature that it is about, the layout that runs, what that is compared with, how much they may
+differ, and what has to be counted to show that the feature was at work. ``pytest tests/distributed -k fsdp2``
+runs all rows of a feature. Rows without ``quick`` are for ``make test-full``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tests.distributed.parity import Layout
+from tests.distributed.rows import AS_DDP, BESIDE_STOCK, ROUNDED, STEPPED, row
+from tests.features.moe.balanced_experts.cases import ALWAYS as HOT_EXPERTS
+from tests.features.moe.batch_overlap.cases import ALWAYS as HALVES
+from tests.support import memory_events as events
+
+COMBINATIONS = {
+    "megatron": "Megatron's own layouts, with nothing of ours but repairs",
+    "moe": "all features for experts at once",
+    "recompute": "activation functions and norms recomputed",
+    "fused-operators": "all fused operators",
+}
+"""What rows may be about beside a feature."""
+
+# -- layouts -----------------------------------------------------------------------------------
+
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
+PP4 = "--pipeline-model-parallel-size 4"
+VPP2 = "--num-virtual-stages-per-pipeline-rank 2"
+EP2 = "--expert-model-parallel-size 2"
+ZERO = "--use-distributed-optimizer"
+ETP1 = "--expert-tensor-parallel-size 1"
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
+FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+TP4 = "--tensor-model-parallel-size 4 --sequence-parallel"
+INTERLEAVED = f"{PP2} {VPP2} --microbatch-group-size-per-virtual-pipeline-stage 2"
+BLOCKS = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
+FOUR_MICROBATCHES = "--micro-batch-size 1"
+STACKED = "--moe-grouped-gemm"
+FULLY_SHARDED = "--use-torch-fsdp2"
+
+# -- models ------------------------------------------------------------------------------------
+
+SHALLOW = "--num-layers 4"  # for quick tests: eight are needed by PP4 x VPP2 alone
+BF16 = "--bf16"
+MTP = "--mtp-num-layers 1"
+PER_TOKEN = "--calculate-per-token-loss"
+# With per-token loss Megatron weighs a rank's share of the balancing loss by its own tokens only.
+PER_TOKEN_ALONE = f"{PER_TOKEN} --moe-router-load-balancing-type none"
+MTP_PER_TOKEN = f"{MTP} {PER_TOKEN_ALONE}"
+NO_LOSS = "--dsa-indexer-loss-coeff 0"
+DENSE_LOSS = "--no-dsa-indexer-use-sparse-loss"
+FOR_THREE = "--seq-length 48 --max-position-embeddings 48"
+DENSE = "--experimental-attention-variant none --num-layers 4 --num-attention-heads 8"
+NO_EXPERTS = "--num-experts 0 --moe-shared-expert-intermediate-size 0"  # experts train with SP only
+
+# -- switches ----------------------------------------------------------------------------------
+
+FUSED = {"use_fused_dsa": True}
+GROUP, PERMUTE = {"moe_grouped_gemm": True}, {"moe_permute_fusion": True}
+PAIRS = {"moe_fb_overlap": True}
+RECOMPUTED = {"recompute_activation_function": True, "recompute_norm": True}
+ON_HOST = {"swap_attention": True, "swap_attention_min_bytes": 0}
+SWAP = {"swap_optimizer": True, "swap_optimizer_times": 4}
+VIRTUAL = {"virtual_optimizer": ["all"]}
+# What combines with one treatment of the optimizer: --swap-optimizer leaves nothing for the others to do.
+ACTIVATIONS = {**RECOMPUTED, **ON_HOST}
+WITH_SWAP = {**ACTIVATIONS, **SWAP}
+
+# -- Megatron's own layouts --------------------------------------------------------------------
+
+AT_EXPERTS = (events.STARTED, events.GROUPED, events.PERMUTED)
+plain = partial(row, "megatron", watched=AT_EXPERTS)
+
+MEGATRON = (
+    plain("TP2+SP", 2, TP2, SHALLOW, quick=True),
+    plain("PP2", 2, PP2, SHALLOW, quick=True),
+    plain("PP4 x VPP2, P2P overlap", 4, f"{PP4} {VPP2}", quick=True),
+    plain("EP2", 2, EP2, SHALLOW, quick=True),
+    plain("DP2, distributed optimizer", 2, ZERO, SHALLOW, quick=True),
+    plain("TP2+SP x PP2", 4, f"{TP2} {PP2}"),
+    plain("TP2+SP x EP2", 2, f"{TP2} {EP2} {ETP1}"),
+    plain("TP2+SP x DP2, EP2, distributed optimizer", 4, f"{TP2} {EP2} {ZERO}"),
+    plain("EP2 x DP2, distributed optimizer", 4, f"{EP2} {ZERO}"),
+    plain("EP2, allgather dispatcher", 2, f"{EP2} --moe-token-dispatcher-type allgather"),
+    plain("PP2 x VPP2", 2, f"{PP2} {VPP2}"),
+    plain("PP4 x VPP2, no P2P overlap", 4, f"{PP4} {VPP2} --no-overlap-p2p-communication"),
+    plain("PP2 x EP2", 4, f"{PP2} {EP2}"),
+    plain("DP2, overlapped gradients", 2, "--overlap-grad-reduce --ddp-bucket-size 20000"),
+    plain("DP2, distributed optimizer, overlap", 2, f"{ZERO} {OVERLAP}"),
+    plain("PP2 x VPP2 x DP2, distributed optimizer, overlap", 4, f"{PP2} {VPP2} {ZERO} {OVERLAP}"),
+    plain("TP2+SP, core attention recomputed", 2, f"{TP2} {SELECTIVE} core_attn"),
+    plain("PP2, all layers recomputed", 2, f"{PP2} {FULL_RECOMPUTE}"),
+    plain("TP2+SP, MTP", 2, TP2, MTP),
+    plain("PP2, MTP", 2, PP2, MTP),
+    plain("PP4 x VPP2, MTP", 4, f"{PP4} {VPP2}", MTP),
+    plain("EP2, distributed optimizer, MTP", 2, f"{EP2} {ZERO}", MTP),
+    plain("TP2+SP, no indexer loss", 2, TP2, NO_LOSS),
+    plain("DP2, overlap, no indexer loss", 2, f"{ZERO} {OVERLAP}", NO_LOSS),
+    plain("TP2+SP, dense indexer loss", 2, TP2, DENSE_LOSS),
+    plain("dense GPT, TP2", 2, "--tensor-model-parallel-size 2", stock=True),
+    plain("dense GPT, PP2", 2, PP2, stock=True),
+    plain("dense GPT, PP2 x VPP2", 2, f"{PP2} {VPP2}", stock=True),
+    plain("dense GPT, DP2, distributed optimizer, overlap", 2, f"{ZERO} {OVERLAP}", stock=True),
+    plain("bf16, DP2, distributed optimizer", 2, f"{ZERO} {OVERLAP}", BF16, bounds=STEPPED),
+    plain("bf16, PP2, distributed optimizer", 2, f"{PP2} {ZERO}", BF16, bounds=ROUNDED),
+    plain("bf16, EP2, distributed optimizer", 2, f"{EP2} {ZERO}", BF16, bounds=ROUNDED),
+    plain("bf16, TP2+SP, distributed optimizer", 2, f"{TP2} {ZERO}", BF16, bounds=ROUNDED),
+)
+
+# -- attention ---------------------------------------------------------------------------------
+
+fused = partial(row, "fused-dsa", **FUSED)
+IN_BACKWARD = {"dsa_fuse_kl_in_backward": True}
+
+shared = partial(row, "dsa-context-parallel", **FUSED)
+blocks = partial(row, "cp-block-rows", cp=2, blocks=4, **FUSED)
+SWAPPED_INPUTS = {**ON_HOST, "swap_modules": "input_norm,self_attention"}
+
+dense = partial(row, "dense-context-parallel", model=DENSE)
+ring = partial(dense, context_parallel_algo="megatron_cp_algo")
+heads = partial(dense, context_parallel_algo="ulysses_cp_algo")
+parted = partial(row, "mla-sp-tp-sp", model=DENSE, mla_sp_tp_sp=True)
+
+# Some samples hold the end of a document.
+PACKS = f"{SHALLOW} --seq-length 256"
+# Ranks have different numbers of rows that count: the loss is that of one rank per token only.
+PACKS_PER_TOKEN = f"{PACKS} {PER_TOKEN_ALONE}"
+PACK = "--micro-batch-size 1 --pack-documents"
+PACKED = {**FUSED, "pack_documents": True}
+PACKS_ALONE, PACKS_ALONE_PER_TOKEN = (
+    Layout("packed", 1, PACK, model, switches=PACKED) for model in (PACKS, PACKS_PER_TOKEN)
+)
+packed = partial(row, "pack-documents", model=PACKS, reference=PACKS_ALONE, **PACKED)
+packed_on = partial(packed, model=PACKS_PER_TOKEN, reference=PACKS_ALONE_PER_TOKEN, steps=10, blocks=16)
+
+ATTENTION = (
+    fused("TP2+SP", 2, TP2, SHALLOW, quick=True),
+    fused("one process"),
+    fused("DP2, distributed optimizer, overlap", 2, f"{ZERO} {OVERLAP}"),
+    fused("TP2+SP, loss in backward", 2, TP2, **IN_BACKWARD),
+    fused("PP4 x VPP2", 4, f"{PP4} {VPP2}"),
+    fused("PP2", 2, PP2),
+    fused("EP2", 2, EP2),
+    fused("TP2+SP x PP2", 4, f"{TP2} {PP2}"),
+    fused("TP2+SP, core attention recomputed", 2, f"{TP2} {SELECTIVE} core_attn"),
+    fused("core attention recomputed, loss in backward", 1, f"{SELECTIVE} core_attn", **IN_BACKWARD),
+    fused("up-projection recomputed", 1, f"{SELECTIVE} mla_up_proj"),
+    fused("PP2, all layers recomputed", 2, f"{PP2} {FULL_RECOMPUTE}"),
+    fused("TP2+SP, MTP", 2, TP2, MTP),
+    fused("TP2+SP, no indexer loss", 2, TP2, NO_LOSS),
+    fused("TP2+SP, dense indexer loss", 2, TP2, DENSE_LOSS),
+    shared("CP2 x PP2", 4, PP2, "--num-layers 2", steps=10, quick=True, cp=2),
+    shared("CP2", 2, model=SHALLOW, steps=10, cp=2),
+    shared("CP2, keys kept", 2, model=SHALLOW, steps=10, cp_keep_gathered=True, cp=2),
+    blocks("CP2", 2, model=SHALLOW, steps=10),
+    shared("CP4", 4, model=SHALLOW, steps=10, cp=4),
+    shared("CP2 x TP2+SP", 4, TP2, SHALLOW, steps=10, cp=2),
+    shared("CP2 x PP2 x VPP2", 4, INTERLEAVED, SHALLOW, steps=10, cp=2),
+    shared("CP2 x EP2", 2, EP2, SHALLOW, steps=10, cp=2),
+    shared("CP2, loss in backward", 2, **IN_BACKWARD, cp=2),
+    shared("CP3", 3, model=FOR_THREE, cp=3),
+    shared("CP2 x DP2, distributed optimizer, overlap", 4, f"{ZERO} {OVERLAP}", cp=2),
+    shared("CP2, MTP", 2, model=MTP_PER_TOKEN, cp=2),
+    blocks("CP2, MTP", 2, model=MTP_PER_TOKEN),
+    shared("CP2, no indexer loss", 2, "--overlap-grad-reduce", NO_LOSS, cp=2),
+    shared("CP2, core attention recomputed", 2, f"{SELECTIVE} core_attn", cp=2),
+    shared("CP2, attention swapped", 2, **SWAPPED_INPUTS, cp=2),
+    dense(
+        "heads over 2, ring of 2",
+        4,
+        cp=4,
+        steps=10,
+        context_parallel_algo="hybrid_cp_algo",
+        ulysses_degree_in_cp=2,
+    ),
+    ring("ring of 2", 2, cp=2),
+    ring("ring of 3", 3, model=f"{DENSE} {FOR_THREE}", cp=3),
+    ring("ring of 2 x TP2+SP", 4, TP2, cp=2),
+    ring("ring of 2 x PP2", 4, PP2, cp=2),
+    ring("ring of 2 x PP2 x VPP2", 4, INTERLEAVED, cp=2),
+    ring("ring of 2 x EP2, distributed optimizer, overlap", 2, f"{EP2} {ZERO} {OVERLAP}", cp=2),
+    ring("ring of 2, core attention recomputed", 2, f"{SELECTIVE} core_attn", cp=2),
+    ring("ring of 2, MTP", 2, model=f"{DENSE} {MTP_PER_TOKEN}", cp=2),
+    heads("heads over 4", 4, cp=4),
+    heads("heads over 2 x TP2+SP", 4, TP2, cp=2),
+    row("megatron", "dense latent attention, TP2+SP", 2, TP2, DENSE),
+    parted("TP2+SP", 2, TP2),
+    parted("TP2+SP x DP2, distributed optimizer", 4, f"{TP2} {ZERO}"),
+    parted("TP2+SP x ring of 2", 4, TP2, cp=2, context_parallel_algo="megatron_cp_algo"),
+    packed("TP2+SP", 2, f"{TP2} {PACK}"),
+    packed("PP2, all layers recomputed", 2, f"{PP2} {FULL_RECOMPUTE} {PACK}"),
+    packed("PP2 x VPP2", 2, f"{PP2} {VPP2} {PACK}"),
+    packed("DP2", 2, PACK),
+    packed_on("CP2", 2, PACK, cp=2),
+    packed_on("CP4", 4, PACK, cp=4),
+    packed_on("CP2 x TP2+SP", 4, f"{TP2} {PACK}", cp=2),
+    packed_on("CP2 x PP2", 4, f"{PP2} {PACK}", cp=2),
+)
+
+# -- experts -----------------------------------------------------------------------------------
+
+launched = partial(
+    row, "moe-alltoall-overlap-comm", watched=(events.STARTED,), moe_alltoall_overlap_comm=True
+)
+
+halves = partial(row, "moe-batch-overlap", watched=AT_EXPERTS, **HALVES)
+
+# Buckets start once a fixed number of gradients is there: every forward has as many, whatever moves.
+moved = partial(row, "balanced-moe-experts", watched=(events.MOVED,), **HOT_EXPERTS)
+
+grouped = partial(row, "moe-grouped-gemm", watched=(events.GROUPED,), **GROUP)
+
+permuted = partial(row, "moe-permute-fusion", watched=AT_EXPERTS, **PERMUTE)
+extended = partial(row, "moe-tp-extend-ep", moe_tp_extend_ep=True)
+
+together = partial(
+    row,
+    "moe",
+    own=f"--moe-permute-fusion {STACKED}",
+    watched=(events.MOVED, *AT_EXPERTS),
+    moe_alltoall_overlap_comm=True,
+    **HOT_EXPERTS,
+    **GROUP,
+    **PERMUTE,
+)
+
+EXPERTS = (
+    launched("EP2", 2, EP2, SHALLOW, quick=True, watched=AT_EXPERTS),
+    launched("EP2, beside stock", 2, EP2, both={}, bounds=BESIDE_STOCK),
+    launched("TP2+SP x EP2", 2, f"{TP2} {EP2} {ETP1}"),
+    launched("PP2 x EP2", 4, f"{PP2} {EP2}"),
+    launched("PP2 x VPP2 x EP2", 4, f"{PP2} {VPP2} {EP2}"),
+    launched("EP2 x DP2, distributed optimizer, overlap", 4, f"{EP2} {ZERO} {OVERLAP}"),
+    launched("EP2, MTP", 2, EP2, MTP),
+    launched("EP2, all layers recomputed", 2, f"{EP2} {FULL_RECOMPUTE}"),
+    halves("EP2, beside stock", 2, EP2, both={}, bounds=BESIDE_STOCK),
+    halves("TP2+SP x EP2", 2, f"{TP2} {EP2} {ETP1}"),
+    halves("PP2 x VPP2 x EP2", 4, f"{PP2} {VPP2} {EP2}"),
+    halves("EP2 x DP2, distributed optimizer, overlap", 4, f"{EP2} {ZERO} {OVERLAP}"),
+    halves("EP2, MTP", 2, EP2, MTP),
+    halves("EP2, all layers recomputed", 2, f"{EP2} {FULL_RECOMPUTE}"),
+    halves(
+        "EP2, grouped experts, fused permutation, fused DSA",
+        2,
+        f"{EP2} --moe-permute-fusion {STACKED}",
+        **GROUP,
+        **PERMUTE,
+        **FUSED,
+    ),
+    moved("EP2, distributed optimizer, overlap", 2, f"{EP2} {ZERO} {OVERLAP}", SHALLOW, quick=True),
+    moved("EP2 x DP2, distributed optimizer, overlap", 4, f"{EP2} {ZERO} {OVERLAP}"),
+    moved("EP2 x DP2, one expert", 4, f"{EP2} --overlap-grad-reduce", balanced_moe_hot_expert_num=1),
+    moved("PP2 x EP2, distributed optimizer, overlap", 4, f"{PP2} {EP2} {ZERO} {OVERLAP}"),
+    moved("TP2+SP as EP2", 2, f"{TP2} {EP2} {ETP1}"),
+    moved("EP2, experts recomputed", 2, f"{EP2} {SELECTIVE} moe"),
+    moved("EP2, activations recomputed", 2, EP2, recompute_activation_function=True),
+    moved("EP2, MTP", 2, EP2, MTP),
+    grouped(
+        "EP2, distributed optimizer", 2, f"{EP2} {ZERO} {STACKED}", SHALLOW, quick=True, watched=AT_EXPERTS
+    ),
+    grouped("PP2, MTP", 2, f"{PP2} {STACKED}", MTP),
+    grouped("TP2+SP x EP2", 4, f"{TP2} {EP2} {STACKED}"),
+    grouped("PP2 x EP2 x DP2, overlap", 4, f"{PP2} {EP2} {ZERO} {OVERLAP} {STACKED}"),
+    grouped(
+        "EP2, fused DSA, activations recomputed",
+        2,
+        f"{EP2} {STACKED}",
+        **FUSED,
+        recompute_activation_function=True,
+    ),
+    permuted("EP2", 2, f"{EP2} --moe-permute-fusion", SHALLOW, quick=True),
+    extended("TP2+SP", 2, TP2, SHALLOW, quick=True),
+    extended("TP2+SP x EP2", 4, f"{TP2} {EP2}"),
+    together("EP2 x DP2, distributed optimizer, overlap", 4, f"{EP2} {ZERO} {OVERLAP}", SHALLOW, quick=True),
+    together("PP2 x VPP2 x EP2", 4, f"{PP2} {VPP2} {EP2}"),
+    together("TP2+SP as EP2, chunks", 2, TP2, moe_tp_extend_ep=True, use_ascend_coc=True, coc_parallel_num=2),
+    together("EP2, fused DSA", 2, EP2, **FUSED),
+    together("EP2, activations recomputed", 2, EP2, recompute_activation_function=True),
+    together("EP2, attention swapped", 2, EP2, swap_attention=True),
+    together("EP2, norms recomputed", 2, EP2, recompute_norm=True),
+    together("EP2, optimizer swapped", 2, f"{EP2} {ZERO}", swap_optimizer=True),
+)
+
+# -- data and tensor parallelism ---------------------------------------------------------------
+
+SHALLOW_MTP = f"{SHALLOW} {MTP}"
+# Five steps of four microbatches, each layer in either direction.
+SHARDED = {events.GATHERED: 5 * 4 * 4 * 2, events.GROUPED: 1}
+
+fsdp2 = partial(
+    row,
+    "fsdp2",
+    model=SHALLOW,
+    own=FULLY_SHARDED,
+    both=FUSED,
+    bounds=AS_DDP,
+    watched=SHARDED,
+    use_torch_fsdp2=True,
+)
+in_pairs = partial(fsdp2, watched=(events.GATHERED, events.STARTED), **PAIRS)
+
+chunks = partial(row, "ascend-coc", watched=(events.CHUNKED, events.MEASURED))
+same_chunks = partial(chunks, both={}, bounds=BESIDE_STOCK, watched=(events.CHUNKED,))
+
+COMMUNICATION = (
+    fsdp2("DP2, loss per token", 2, PER_TOKEN, quick=True),
+    fsdp2("TP2+SP x DP2", 4, TP2),
+    fsdp2("TP2+SP x EP2 x DP2", 4, f"{TP2} {EP2} {ETP1}"),
+    fsdp2("PP2 x DP2, MTP", 4, PP2, model=SHALLOW_MTP),
+    fsdp2("EP2, MTP", 2, EP2, model=SHALLOW_MTP),
+    fsdp2("EP2 x EDP2", 4, EP2),
+    fsdp2("PP2 x EP2", 4, f"{PP2} {EP2}", quick=True),
+    fsdp2("PP2 x VPP2 x EP2, loss per token", 4, f"{PP2} {VPP2} {EP2} {PER_TOKEN}"),
+    fsdp2("EP2, layers recomputed", 2, f"{EP2} {FULL_RECOMPUTE}"),
+    fsdp2(
+        "EP2, outputs recomputed, all-to-alls overlapped",
+        2,
+        EP2,
+        both={**FUSED, **RECOMPUTED, "moe_alltoall_overlap_comm": True},
+    ),
+    fsdp2("CP2 x DP2", 4, cp=2),
+    fsdp2(
+        "EP2 x EDP2, grouped experts, MTP", 4, f"{EP2} {STACKED}", model=SHALLOW_MTP, both={**FUSED, **GROUP}
+    ),
+    fsdp2("PP2 x EP2, grouped experts", 4, f"{PP2} {EP2} {STACKED}", both={**FUSED, **GROUP}),
+    # Pairs beside plain DDP in Megatron's usual schedule.
+    in_pairs("EP2, MTP, pairs", 2, f"{EP2} {FOUR_MICROBATCHES}", model=SHALLOW_MTP),
+    in_pairs(
+        "PP2 x VPP2 x EP2, loss per token, pairs", 4, f"{PP2} {VPP2} {EP2} {FOUR_MICROBATCHES} {PER_TOKEN}"
+    ),
+    in_pairs("TP2+SP x EP2 x DP2, pairs", 4, f"{TP2} {EP2} {FOUR_MICROBATCHES} {ETP1}"),
+    same_chunks("TP2+SP, 4 chunks, beside stock", 2, TP2, coc_parallel_num=4),
+    same_chunks("TP2+SP, 2 chunks, beside stock", 2, TP2, coc_parallel_num=2),
+    same_chunks("TP2+SP, 8 chunks, beside stock", 2, TP2, coc_parallel_num=8),
+    same_chunks("TP4+SP, 4 chunks, beside stock", 4, TP4, coc_parallel_num=4),
+    same_chunks(
+        "TP2 without SP, no experts, 4 chunks, beside stock",
+        2,
+        "--tensor-model-parallel-size 2",
+        NO_EXPERTS,
+        watched=(events.CHUNKED_SUM,),
+        coc_parallel_num=4,
+    ),
+    chunks("TP2+SP, 2 chunks, input kept", 2, TP2, coc_parallel_num=2, coc_recompute_all_gather=False),
+    chunks("TP2+SP, tuned", 2, f"{TP2} --no-deterministic-mode", use_ascend_coc=True),
+    chunks("TP4+SP, 4 chunks", 4, TP4, coc_parallel_num=4),
+    chunks("TP2+SP x PP2, 4 chunks", 4, f"{TP2} {PP2}", coc_parallel_num=4),
+    chunks("TP2+SP x EP2, 4 chunks", 4, f"{TP2} {EP2}", coc_parallel_num=4),
+    chunks("TP2+SP x DP2, distributed optimizer, 4 chunks", 4, f"{TP2} {ZERO}", coc_parallel_num=4),
+    chunks("TP2+SP, MTP, 4 chunks", 2, TP2, MTP, coc_parallel_num=4),
+    chunks("TP2+SP, fused DSA, 4 chunks", 2, TP2, **FUSED, coc_parallel_num=4),
+    chunks("TP2+SP, recomputed, 4 chunks", 2, TP2, **RECOMPUTED, coc_parallel_num=4),
+)
+
+# -- memory: the same bits ---------------------------------------------------------------------
+
+same_bits = partial(row, bounds=None, watched=events.EVENTS.values())
+reuse = partial(same_bits, "reuse-fp32-param", model=BF16, both={}, reuse_fp32_param=True)
+swap = partial(same_bits, "swap-optimizer", model=BF16, both={}, **SWAP)
+
+swapped = partial(
+    row,
+    "swap-attention",
+    both={},
+    bounds=None,
+    watched=(events.EVENTS["swap-attention"],),
+    **ON_HOST,
+    swap_modules="input_norm,self_attention,post_attention_norm",
+)
+
+FSDP2 = {**FUSED, "use_torch_fsdp2": True}
+beside_fsdp2 = partial(same_bits, "fsdp2", both=FSDP2)
+
+VERIFIED = {**RECOMPUTED, "recompute_verify": True}
+SOME_LAYERS = {"recompute_activation_function_num_layers": 1, "recompute_norm_num_layers": 1}
+recomputed = partial(
+    row,
+    "recompute",
+    watched=(events.EVENTS["recompute-activation-function"], events.EVENTS["recompute-norm"]),
+    **VERIFIED,
+)
+
+MEMORY = (
+    reuse("PP4 x VPP2, all others", 4, f"{PP4} {VPP2} {ZERO}", **ACTIVATIONS, **VIRTUAL),
+    reuse("TP2+SP, all others, fused DSA", 2, f"{TP2} {ZERO}", both=FUSED, **ACTIVATIONS, **VIRTUAL),
+    reuse("PP4 x VPP2, overlap", 4, f"{PP4} {VPP2} {ZERO} {OVERLAP}"),
+    reuse("PP2 x DP2, overlap", 4, f"{PP2} {ZERO} {OVERLAP}"),
+    reuse("PP2, without the distributed optimizer", 2, PP2),
+    reuse("EP2", 2, EP2),
+    reuse("EP2 x DP2, distributed optimizer", 4, f"{EP2} {ZERO}"),
+    reuse("TP2+SP x DP2, distributed optimizer", 4, f"{TP2} {ZERO}"),
+    swap("PP4 x VPP2, all others", 4, f"{PP4} {VPP2} {ZERO}", **ACTIVATIONS),
+    swap("PP2 x DP2, overlap, all others", 4, f"{PP2} {ZERO} {OVERLAP}", **ACTIVATIONS),
+    swap("PP4 x VPP2, overlap", 4, f"{PP4} {VPP2} {ZERO} {OVERLAP}"),
+    swap("EP2 x DP2, distributed optimizer", 4, f"{EP2} {ZERO}"),
+    swap("TP2+SP x DP2, distributed optimizer", 4, f"{TP2} {ZERO}"),
+    swap("PP2, without the distributed optimizer", 2, PP2),
+    swapped("PP2", 2, PP2),
+    swapped("PP4 x VPP2", 4, f"{PP4} {VPP2}"),
+    swapped("PP4 x VPP2, norms and activations recomputed", 4, f"{PP4} {VPP2}", both=RECOMPUTED),
+    swapped("TP2+SP, fused DSA", 2, TP2, both=FUSED),
+    swapped("TP2+SP x PP2", 4, f"{TP2} {PP2}"),
+    swapped("EP2 x DP2, distributed optimizer, overlap, bf16", 4, f"{EP2} {ZERO} {OVERLAP}", BF16),
+    swapped("PP2, experts and up-projection recomputed", 2, f"{PP2} {SELECTIVE} moe core_attn mla_up_proj"),
+    swapped("TP2+SP, MTP", 2, TP2, MTP),
+    beside_fsdp2(
+        "PP2 x VPP2 x EP2, memory", 4, f"{FULLY_SHARDED} {PP2} {VPP2} {EP2}", f"{SHALLOW} {BF16}", **WITH_SWAP
+    ),
+    beside_fsdp2(
+        "TP2+SP x DP2, MTP, memory",
+        4,
+        f"{FULLY_SHARDED} {TP2}",
+        f"{SHALLOW_MTP} {BF16}",
+        **ACTIVATIONS,
+        **VIRTUAL,
+    ),
+    beside_fsdp2(
+        "PP2 x VPP2 x EP2, pairs, memory",
+        4,
+        f"{FULLY_SHARDED} {PP2} {VPP2} {EP2} {FOUR_MICROBATCHES}",
+        f"{SHALLOW} {BF16}",
+        both={**FSDP2, **PAIRS},
+        **WITH_SWAP,
+    ),
+    # In fp32 an RMSNorm of several operations is recomputed with gradients that are rounded differently.
+    beside_fsdp2(
+        "EP2, fp32, grouped experts, memory",
+        2,
+        f"{FULLY_SHARDED} {EP2} {STACKED}",
+        SHALLOW,
+        both={**FSDP2, **GROUP},
+        **ON_HOST,
+        **SWAP,
+    ),
+    recomputed("PP4 x VPP2", 4, f"{PP4} {VPP2}"),
+    recomputed("TP2+SP", 2, TP2),
+    recomputed("PP2", 2, PP2),
+    recomputed("PP2 x VPP2, some layers", 2, f"{PP2} {VPP2}", **SOME_LAYERS),
+    recomputed("EP2", 2, EP2),
+    recomputed("DP2, distributed optimizer, overlap", 2, f"{ZERO} {OVERLAP}"),
+    recomputed("TP2+SP, MTP", 2, TP2, MTP),
+    recomputed("TP2+SP, fused DSA", 2, TP2, **FUSED),
+    recomputed("PP2, beside full recompute", 2, f"{PP2} {BLOCKS}"),
+    recomputed(
+        "one process, beside up-projection and core attention", 1, f"{SELECTIVE} core_attn mla_up_proj"
+    ),
+    row(
+        "recompute-activation-function",
+        "PP2",
+        2,
+        PP2,
+        both={},
+        bounds=None,
+        watched=(events.EVENTS["recompute-activation-function"], events.EVENTS["recompute-norm"]),
+        recompute_activation_function=True,
+    ),
+)
+
+# -- operators and compilation: ten steps ------------------------------------------------------
+
+OPERATED = (
+    *events.FUSED_OPERATORS.values(),
+    *(events.EVENTS[name] for name in ("recompute-norm", "recompute-activation-function", "swap-attention")),
+    events.STARTED,
+)
+operators = partial(
+    row, "fused-operators", model=SHALLOW, steps=10, watched=OPERATED, fused_operators=["all"]
+)
+compiled = partial(
+    row,
+    "compile-regions",
+    model=SHALLOW,
+    steps=10,
+    watched=(events.REGIONS, events.BESIDE),
+    compile_regions=True,
+)
+
+FASTER_LAYERS = (
+    operators("one process"),
+    operators("TP2+SP x DP2, distributed optimizer, recomputed", 4, f"{TP2} {ZERO}", **RECOMPUTED),
+    operators("PP2 x VPP2, attention swapped", 2, f"{PP2} {VPP2}", **ON_HOST),
+    operators("EP2, fused DSA, overlapped", 2, EP2, **FUSED, moe_alltoall_overlap_comm=True),
+    operators("TP2+SP, fused DSA, chunks", 2, TP2, **FUSED, coc_parallel_num=2),
+    operators("CP2, fused DSA", 2, cp=2, **FUSED),
+    compiled("one process"),
+    compiled("TP2+SP, absorbed", 2, TP2, **FUSED, use_dsa_absorb=True),
+    compiled("one process, all that saves host time", fused_operators=["all"], two_streams=True),
+)
+
+ROWS = (*MEGATRON, *ATTENTION, *EXPERTS, *COMMUNICATION, *MEMORY, *FASTER_LAYERS)

@@ -1,0 +1,294 @@
+"""A run goes on from a checkpoint, in its layout or another, with the optimizer's state as it was saved.
+
+Megatron keeps the parameters that expert parallel ranks do not share in an optimizer of their own, in some
+layouts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.distributed.layouts import (
+    BF16,
+    EP2,
+    FSDP2,
+    FULLY_SHARDED,
+    FUSED,
+    GROUP,
+    MTP,
+    PP2,
+    SHALLOW,
+    STACKED,
+    TP2,
+    VPP2,
+    WITH_SWAP,
+    ZERO,
+)
+from tests.distributed.parity import MODEL, TRAINING, Lab, Layout
+from tests.support import example_job
+from tests.support.pool import WorkerPool
+
+HERE = "tests.distributed.test_resume"
+STEPS, SAVED = 4, 2
+LAYOUTS = {
+    each.name: each
+    for each in (
+        Layout("one process"),
+        Layout("DP2", 2),
+        Layout("EP2", 2, EP2),
+        Layout("TP2+SP", 2, TP2),
+        Layout("TP2+SP, extended", 2, TP2, switches={"moe_tp_extend_ep": True}),
+        Layout("PP2", 2, PP2),
+        Layout("PP2 x EP2", 4, f"{PP2} {EP2}"),
+        Layout("EP2, stacked", 2, f"{EP2} {STACKED}", switches=GROUP),
+        Layout("FSDP2, EP2", 2, f"{EP2} {FULLY_SHARDED}", switches={"use_torch_fsdp2": True}),
+    )
+}
+SHARDED, PP2_EP2, GROUPED = "FSDP2, EP2", "PP2 x EP2", "EP2, stacked"
+PLAIN = ""
+LATE_EXPERTS = "--moe-layer-freq [0,0,1,1]"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A run that never stopped, with a checkpoint of it on the way."""
+
+    folder: Path
+    losses: list[tuple[float, float]]
+
+
+Go = Callable[[str, str, str, str, str], None]
+
+
+@pytest.fixture(scope="module")
+def go(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Go:
+    """From one layout and optimizer to another; whole runs are made once."""
+    tmp_path = tmp_path_factory.mktemp("layouts")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "input.py").write_text(inspect.getsource(argparse))
+    data = f"--data {tmp_path / 'text'} --data-cache-path {tmp_path / 'cache'} --train-iters {STEPS}"
+    sources: dict[tuple[str, str, str], Source] = {}
+
+    def train(function: str, layout: Layout, flags: str, **arguments: object) -> list:
+        argv = f"{MODEL} {SHALLOW} {TRAINING} {data} {layout.flags} {flags}".split()
+        return pool.run(function, layout.world_size, argv=argv, switches=dict(layout.switches), **arguments)
+
+    def whole(layout: str, optimizer: str, model: str) -> Source:
+        key = layout, optimizer, model
+        if key not in sources:
+            folder = tmp_path / f"whole-{len(sources)}"
+            flags = f"{optimizer} {model} --save {folder} --save-interval {SAVED}"
+            ranks = train("tests.support.example_job:train", LAYOUTS[layout], flags)
+            losses = [(each["lm_loss"], each["grad_norm"]) for each in ranks[0].records[SAVED:]]
+            sources[key] = Source(folder, losses)
+        return sources[key]
+
+    def check(first: str, first_optimizer: str, second: str, second_optimizer: str, model: str) -> None:
+        source = whole(first, first_optimizer, model)
+        again = tmp_path / f"again-{first}-{second}-{first_optimizer}-{second_optimizer}-{model}"
+        flags = f"{second_optimizer} {model} --no-save --load {source.folder} --ckpt-step {SAVED}"
+        ranks = train(f"{HERE}:go_on", LAYOUTS[second], flags, again=str(again))
+        files = [(str(source.folder), SAVED), (str(again), SAVED)]
+        (saved, saved_steps), (loaded, loaded_steps) = pool.run(f"{HERE}:contents", 1, checkpoints=files)[0]
+        if first_optimizer == second_optimizer:
+            assert loaded.keys() == saved.keys()
+        moments = [name for name in loaded if ".exp_avg" in name]
+        assert any("expert" in name for name in moments)
+        assert set(moments) == {name for name in saved if ".exp_avg" in name}
+        assert [name for name in loaded if name in saved and not loaded[name].equal(saved[name])] == []
+        assert saved_steps == loaded_steps == {SAVED}
+        parts = 2 if any(rank.experts for rank in ranks) else 1
+        for rank in ranks:
+            assert rank.counts == {SAVED}
+            assert rank.optimizers == parts
+            assert {group[0] for group in rank.groups} == ({False, True} if rank.experts else {False})
+            assert {group[1:3] for group in rank.groups} == {(1.0, 0.1), (0.0, 0.0)}
+            assert len({group[3:] for group in rank.groups}) == 1
+        assert len(source.losses) == STEPS - SAVED
+        loss, norm = (5e-3, 3e-2) if BF16 in model else (1e-5, 1e-4)
+        for ours, theirs in zip(ranks[0].losses, source.losses, strict=True):
+            assert ours[0] == pytest.approx(theirs[0], rel=loss)
+            assert ours[1] == pytest.approx(theirs[1], rel=norm)
+
+    return check
+
+
+QUICK = {("EP2", "one process", PLAIN), ("one process", "EP2", ZERO)}
+PAIRS = [
+    (first, second, optimizer)
+    for first in LAYOUTS
+    for second in LAYOUTS
+    for optimizer in (PLAIN, ZERO)
+    if not {PP2_EP2, GROUPED} & {first, second}
+    and (optimizer == PLAIN or first != SHARDED)  # which has no such optimizer
+]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "optimizer"),
+    [pytest.param(*each, marks=() if each in QUICK else pytest.mark.full) for each in PAIRS],
+)
+def test_any_layout_goes_on_from_any_other(go: Go, first: str, second: str, optimizer: str) -> None:
+    go(first, optimizer, second, PLAIN if second == SHARDED else optimizer, "")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", [PLAIN, ZERO], ids=["plain", "distributed"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("one process", "EP2"), ("EP2", "DP2"), ("EP2", SHARDED), ("TP2+SP", SHARDED)],
+)
+def test_master_weights_go_along(go: Go, first: str, second: str, optimizer: str) -> None:
+    go(first, optimizer, second, PLAIN if second == SHARDED else optimizer, BF16)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", [PLAIN, ZERO], ids=["plain", "distributed"])
+@pytest.mark.parametrize(("first", "second"), [(GROUPED, "one process"), ("DP2", GROUPED)])
+def test_stacked_experts_go_along(go: Go, first: str, second: str, optimizer: str) -> None:
+    go(first, optimizer, second, optimizer, "")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", [LATE_EXPERTS, f"{LATE_EXPERTS} {BF16}"], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("first", "second"), [("one process", PP2_EP2), (PP2_EP2, "one process")])
+def test_a_first_stage_without_experts(go: Go, first: str, second: str, model: str) -> None:
+    """Rank 0, which writes what is common to all, has an empty optimizer of experts."""
+    go(first, PLAIN, second, PLAIN, model)
+
+
+# -- weights that FSDP2 shards -----------------------------------------------------------------
+
+
+def with_fsdp2(name: str, ranks: int, flags: str, model: str = "", **switches: Any) -> Layout:
+    flags, model = f"{flags} {FULLY_SHARDED}", f"{SHALLOW} {model}"
+    return Layout(f"FSDP2: {name}", ranks, flags, model, switches={**FSDP2, **switches})
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        with_fsdp2("DP2, fp32", 2, ""),
+        pytest.param(
+            with_fsdp2("PP2 x VPP2 x EP2", 4, f"{PP2} {VPP2} {EP2}", BF16, **WITH_SWAP),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(with_fsdp2("TP2+SP x DP2", 4, TP2, BF16), marks=pytest.mark.full),
+        pytest.param(with_fsdp2("EP2 x EDP2, MTP", 4, EP2, f"{BF16} {MTP}"), marks=pytest.mark.full),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_fsdp2_resumes_to_the_bit(lab: Lab, layout: Layout) -> None:
+    (whole, resumed), contents = lab.resume(layout, step=3)
+    results = [[(each["lm_loss"], each["grad_norm"]) for each in records] for records in (whole, resumed)]
+    assert len(results[0]) == 2
+    assert results[1] == results[0]
+    first, second = contents
+    assert any("exp_avg_sq" in name for name in first)
+    assert first.keys() == second.keys()
+    assert [name for name in first if not first[name].equal(second[name])] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("model", "loss", "norm"),
+    [(f"{SHALLOW} {BF16}", 1e-3, 2e-2), (SHALLOW, 1e-5, 1e-4)],
+    ids=["bf16", "fp32"],
+)
+def test_fsdp2_goes_on_from_the_distributed_optimizer(lab: Lab, model: str, loss: float, norm: float) -> None:
+    layout = Layout("EP2, distributed optimizer", 2, f"{EP2} {ZERO}", f"{SHALLOW} {model}", switches=FUSED)
+    into = with_fsdp2("PP2 x EP2", 4, f"{PP2} {EP2}", model)
+    (whole, resumed), _ = lab.resume(layout, 3, into)
+    for ours, theirs in zip(resumed, whole, strict=True):
+        assert ours["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=loss)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=norm)
+
+
+# -- what the ranks do -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run that goes on from a checkpoint, as one rank saw it.
+
+    Attributes:
+        losses: loss and gradient norm of each step.
+        counts: steps that the optimizers of torch have counted, right after loading.
+        groups: ``(is_expert_parallel, wd_mult, weight_decay, lr, betas, eps)`` of those with parameters.
+        experts: how many parameters Megatron marks as an expert parallel rank's own.
+        optimizers: how many Megatron has chained.
+    """
+
+    losses: list[tuple[float, float]]
+    counts: set[float]
+    groups: list[tuple[Any, ...]]
+    experts: int
+    optimizers: int
+
+
+def go_on(argv: Sequence[str], again: str, switches: Mapping[str, Any]) -> Resumed:
+    """Run the job, and write what it has loaded to the folder ``again`` before the first step."""
+    if example_job.EXAMPLES not in sys.path:
+        sys.path.insert(0, example_job.EXAMPLES)
+    from dsa_job import checkpoint
+
+    load = checkpoint.load
+    found: dict[str, Any] = {}
+
+    def load_and_save(args: Any, folder: Path, model: Any, optimizer: Any, scheduler: Any) -> Any:
+        progress = load(args, folder, model, optimizer, scheduler)
+        parts = [each.optimizer for each in optimizer.chained_optimizers]
+        found["counts"] = _counts(parts)
+        found["groups"] = [_facts(group) for part in parts for group in part.param_groups if group["params"]]
+        parameters = [each for chunk in model for each in chunk.parameters()]
+        found["experts"] = sum(not getattr(each, "allreduce", True) for each in parameters)
+        found["optimizers"] = len(parts)
+        checkpoint.save(args, Path(again), progress, model, optimizer, scheduler)
+        return progress
+
+    with mock.patch.object(checkpoint, "load", load_and_save):
+        outcome = example_job.train(argv, switches=switches)
+    losses = [(each["lm_loss"], each["grad_norm"]) for each in outcome.records]
+    return Resumed(losses, **found)
+
+
+def _counts(parts: Sequence[Any]) -> set[float]:
+    return {float(state["step"]) for part in parts for state in part.state.values()}
+
+
+def _facts(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    names = ("is_expert_parallel", "wd_mult", "weight_decay", "lr", "betas", "eps")
+    return tuple(group[name] for name in names)
+
+
+def contents(checkpoints: Sequence[tuple[str, int]]) -> list[tuple[dict[str, torch.Tensor], set[float]]]:
+    """Tensors by name, and the steps that the optimizers have counted, of distributed checkpoints."""
+    from megatron.core import dist_checkpointing
+
+    found = []
+    for (folder, step), tensors in zip(checkpoints, example_job.read(checkpoints), strict=True):
+        common = dist_checkpointing.load_common_state_dict(str(Path(folder) / f"iter_{step:07d}"))
+        found.append((tensors, set(_saved_counts(common["optimizer"]))))
+    return found
+
+
+def _saved_counts(state: Any) -> Any:
+    if isinstance(state, dict):
+        for name, value in state.items():
+            if name in ("step", "common_step"):
+                yield float(value)
+            else:
+                yield from _saved_counts(value)
+    elif isinstance(state, list):
+        for each in state:
+            yield from _saved_counts(each)
