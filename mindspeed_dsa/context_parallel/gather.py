@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mindspeed_dsa.context_parallel.layout import Layout, rows_of_all
+from mindspeed_dsa.context_parallel.strategy import ContextParallelStrategy, Exchanged
 from mindspeed_dsa.ops.chunks import wide
 from mindspeed_dsa.parallel import buffer_pool, saved_tensors
 from mindspeed_dsa.parallel.collectives import reduce_scatter_tensor
@@ -346,3 +347,25 @@ def freed_until_backward(out: Tensor, gathered: list[GatheredRows]) -> Tensor:
     for transfer in transfers:
         transfer.free()
     return _Again.apply(out, transfers)  # type: ignore[no-any-return]
+
+
+class KeyGather(ContextParallelStrategy):
+    """Gathers keys and values, in any layout of rows; ``kvallgather_cp_algo``."""
+
+    def members(self, length: int, group: ProcessGroup | None = None) -> Members:
+        """Return who has which rows of a sequence.
+
+        Args:
+            length: rows of the whole sequence.
+            group: default: the context parallel ranks; or these times tensor parallel ranks, which have
+                equal parts of their rows under sequence parallelism.
+        """
+        return Members.of(self.group if group is None else group, self.layout, length)
+
+    def exchange(self, query: Tensor, key: Tensor, value: Tensor) -> Exchanged:
+        """Gather key and value, which may have any number of dimensions."""
+        members = self.members(key.size(0) * self.ranks)
+        keys, values = GatheredRows(key, members), GatheredRows(value, members)
+        return Exchanged(
+            query, keys.wait(), values.wait(), self.positions(query.size(0), device=query.device)
+        )

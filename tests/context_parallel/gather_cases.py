@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_dsa.context_parallel.gather import GatheredRows, Members, freed_until_backward
-from mindspeed_dsa.context_parallel.key_gather import KeyGather
+from mindspeed_dsa.context_parallel.gather import GatheredRows, KeyGather, Members, freed_until_backward
 from mindspeed_dsa.context_parallel.layout import Zigzag, rows_of_all
 
 LENGTH, BATCH, WIDTH = 48, 2, 3

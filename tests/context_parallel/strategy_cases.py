@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.context_parallel import algorithms
-from mindspeed_dsa.context_parallel.key_gather import KeyGather
+from mindspeed_dsa.context_parallel.gather import KeyGather
 from mindspeed_dsa.context_parallel.layout import Zigzag
 from mindspeed_dsa.context_parallel.strategy import Exchanged
 

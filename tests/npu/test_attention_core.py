@@ -6,14 +6,7 @@ import pytest
 import torch
 
 from mindspeed_dsa.features.dsa.loss import sparse_loss
-from mindspeed_dsa.features.dsa.problem import (
-    Groups,
-    IndexInputs,
-    LossOptions,
-    Operands,
-    Rows,
-    Selection,
-)
+from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Operands, Problem, Selection
 from mindspeed_dsa.features.dsa.sparse_attention import attend_to_chosen
 from mindspeed_dsa.ops import chunks
 from mindspeed_dsa.ops.backend import BackendUnavailable
@@ -30,9 +23,9 @@ def out_and_loss(backend, inputs, query, key, up_value):
     # Megatron's layout, sequence first
     operands = Operands(query.transpose(0, 1), key.transpose(0, 1)[:, :, None], up_value, SCALE)
     selection = Selection(indices, scores, IndexInputs(*inputs))
-    attended = attend_to_chosen(operands, selection, Rows(), backend, with_target=True)
-    wanted = LossOptions(0.5, on_chosen_keys=True)
-    return attended.out, sparse_loss(operands, selection, attended, Rows(), Groups(), wanted, backend)
+    problem = Problem(operands, 2048, loss=LossOptions(0.5, on_chosen_keys=True), backend=backend)
+    attended = attend_to_chosen(problem, selection, with_target=True)
+    return attended.out, sparse_loss(problem, selection, attended)
 
 
 def test_loss_takes_the_lse_of_the_attention(npu_kernels, monkeypatch):

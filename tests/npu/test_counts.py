@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.context_parallel.packs import Pack, PackRows
-from mindspeed_dsa.features.dsa import by_runs, sparse_attention
-from mindspeed_dsa.features.dsa.problem import Groups, IndexInputs, LossOptions, Operands, Rows
+from mindspeed_dsa.features.dsa import problem as problems
+from mindspeed_dsa.features.dsa import sparse_attention
+from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Operands, Problem, Rows
 from mindspeed_dsa.ops.npu import layout
 from tests.npu.counting import Counts, counted
 from tests.npu.test_indexer_kl_loss import SCALE
@@ -35,13 +36,15 @@ def layer(
     query, key, up_value, *index = given
     operands, inputs = Operands(query, key, up_value, SCALE, query_rope=rope), IndexInputs(*index)
     if form == "runs":
-        result = by_runs.attend_by_runs(operands, inputs, TOPK, RUNS, LENGTH, Groups(), loss, backend)
+        problem = Problem(operands, TOPK, loss=loss, backend=backend)
+        result = sparse_attention.attend_by_runs(problem, inputs, RUNS, LENGTH)
     else:
         rows = Rows()
         if form == "packed":
             pack = PackRows(Pack.of_prefix_sums([0, 25, 26, LENGTH], None, LENGTH))
             rows = Rows.of_pack(pack, query.device)
-        result = sparse_attention.sparse_attention(operands, inputs, TOPK, rows, Groups(), loss, backend)
+        problem = Problem(operands, TOPK, rows, loss=loss, backend=backend)
+        result = sparse_attention.sparse_attention(problem, inputs)
     assert result.loss is not None
     total = result.out.float().square().sum() + 100 * result.loss
     asked = given if rope is None else [*given, rope]
@@ -51,7 +54,7 @@ def layer(
 @pytest.fixture
 def counts_of(npu_kernels, monkeypatch):
     # As in a sequence of more keys than a row selects, which would take the kernels here minutes.
-    monkeypatch.setattr(sparse_attention, "_every_key_is_chosen", lambda *_: False)
+    monkeypatch.setattr(problems, "every_key_is_chosen", lambda *_: False)
 
     def run(form: str) -> Counts:
         layout.layout_of_form.cache_clear()

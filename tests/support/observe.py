@@ -168,12 +168,12 @@ class Observer:
 
         attend, layer = core_attention.attend, 0
 
-        def attend_in_layer(attention: Any, *args: Any) -> Tensor:
+        def attend_in_layer(call: Any) -> Tensor:
             nonlocal layer
-            layer = attention.layer_number
+            layer, indexer = call.layer.layer_number, call.layer.indexer
             # The choice is forced and noted here, also where it is left to Megatron's own indexer.
-            with mock.patch.object(attention.indexer, "forward_with_scores", _plain(attention.indexer)):
-                return attend(attention, *args)
+            with mock.patch.object(indexer, "forward_with_scores", _plain(indexer)):
+                return attend(call)
 
         def watched(choose: Callable[..., Any], fused: bool) -> Callable[..., Any]:
             def choose_keys(*args: Any) -> Any:

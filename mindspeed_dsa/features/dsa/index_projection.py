@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_dsa.context_parallel.gather import GatheredRows
-from mindspeed_dsa.context_parallel.packs import PackRows
 from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.features.dsa.call import Call
 from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange
 from mindspeed_dsa.features.dsa.problem import IndexInputs
 
@@ -25,7 +25,7 @@ class _NoScores:
 
 @dataclass
 class _Tap:
-    """Records the arguments of Megatron's score function."""
+    """Record of the arguments of Megatron's score function."""
 
     compute: bool
     inputs: IndexInputs | None = None
@@ -64,32 +64,26 @@ def rotate_by_documents(original: Callable[..., Tensor]) -> Callable[..., Tensor
 
 
 def angles_of_rows(angles: Tensor) -> Tensor:
-    """``[s, 1, 1, rope]``: those of packed documents, if any are being projected, in place of ``angles``."""
+    """Return the angles of packed documents, if any are being projected, in place of ``[s, 1, 1, rope]``."""
     of_documents = _angles.get()
     return angles if of_documents is None else of_documents
 
 
-def index_inputs(indexer: Any, x: Tensor, qr: Tensor, documents: PackRows | None = None) -> IndexInputs:
-    """Project hidden states and latent queries for the indexer.
-
-    Args:
-        indexer: a ``DSAIndexer``, Megatron's or ours.
-        x: ``[sequence, batch, hidden]``, a rank's part of the sequence under sequence parallelism.
-        qr: ``[sequence, batch, q_lora_rank]``, likewise.
-        documents: that the rows belong to; None for whole sequences.
-    """
+def index_inputs(call: Call) -> IndexInputs:
+    """Project a call's hidden states and latent queries for the indexer."""
+    indexer, documents, inputs = call.layer.indexer, call.documents, call.indexer_inputs
     token = _angles.set(None if documents is None else documents.angles(indexer.rotary_pos_emb)[0])
     try:
         if hasattr(indexer, "forward_before_topk"):
-            return IndexInputs.from_megatron(*indexer.forward_before_topk(x, qr, None))
-        return run_tapped(indexer, x, qr, None, compute=False)[0]
+            return IndexInputs.from_megatron(*indexer.forward_before_topk(*inputs, None))
+        return run_tapped(indexer, *inputs, None, compute=False)[0]
     finally:
         _angles.reset(token)
 
 
 @dataclass(frozen=True)
 class SharedIndexInputs:
-    """The indexer's inputs on a context parallel rank, whose keys are still on their way.
+    """Inputs of the indexer on a context parallel rank, whose keys are still on their way.
 
     Attributes:
         query: ``[rows, batch, index_heads, index_dim]``, this rank's.
@@ -104,33 +98,24 @@ class SharedIndexInputs:
     use_relu: bool
 
     def wait(self) -> IndexInputs:
-        """Complete, with the keys of the whole sequence."""
+        """Return the complete inputs, with the keys of the whole sequence."""
         key, receiver = self.key.wait_with_receiver()
         return IndexInputs.from_megatron(self.query, key, self.weights, self.use_relu, receiver)
 
 
-def shared_index_inputs(
-    indexer: Any,
-    x: Tensor,
-    qr: Tensor,
-    exchange: KeyExchange,
-    megatron: Megatron,
-    documents: PackRows | None = None,
-) -> SharedIndexInputs:
-    """As :func:`index_inputs`, on one of several context parallel ranks.
+def shared_index_inputs(call: Call, exchange: KeyExchange) -> SharedIndexInputs:
+    """Project as :func:`index_inputs`, on one of several context parallel ranks.
 
     Megatron projects the query before the key. Here the key comes first, and is on its way while the query is
     projected. Key and weights need nothing but their own row, so that under sequence parallelism they are
     gathered instead of the hidden states.
 
     Args:
-        indexer: a ``DSAIndexer``, Megatron's or ours; its modules, ``_apply_rope`` and sizes are used.
-        x: ``[rows, batch, hidden]``, a part of this rank's rows under sequence parallelism.
-        qr: ``[rows, batch, q_lora_rank]``, likewise.
+        call: whose indexer's modules, ``_apply_rope`` and sizes are used.
         exchange: of the layer.
-        megatron: the indexer's Megatron.
-        documents: that the rows belong to; None for whole sequences.
     """
+    indexer, documents, megatron = call.layer.indexer, call.documents, call.megatron
+    x, qr = call.indexer_inputs
     hadamard = _hadamard(indexer, megatron)
     if documents is not None:
         angles, mscale = documents.angles(indexer.rotary_pos_emb)
@@ -162,7 +147,7 @@ def _normed(indexer: Any, key: Tensor) -> Tensor:
 
 
 def _hadamard(indexer: Any, megatron: Megatron) -> Callable[[Tensor], Tensor]:
-    """The rotation of query and key, which 0.19 can do without."""
+    """Return the rotation of query and key, which 0.19 can do without."""
     if not getattr(indexer.config, "dsa_indexer_rotate_activation", True):
         return lambda states: states
     own: Callable[[Tensor], Tensor] | None = getattr(indexer, "rotate_activation", None)
@@ -178,8 +163,8 @@ def run_tapped(
 
     Args:
         indexer: Megatron's ``DSAIndexer``.
-        x: as for :func:`index_inputs`.
-        qr: as for :func:`index_inputs`.
+        x: ``[sequence, batch, hidden]``, a rank's part of the sequence under sequence parallelism.
+        qr: ``[sequence, batch, q_lora_rank]``, likewise.
         mask: ``[sequence, sequence]``, added to the scores.
         compute: whether to compute scores.
 

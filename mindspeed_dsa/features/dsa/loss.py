@@ -13,6 +13,7 @@ from mindspeed_dsa.features.dsa.problem import (
     IndexInputs,
     LossOptions,
     Operands,
+    Problem,
     Rows,
     Selection,
 )
@@ -20,7 +21,7 @@ from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_
 
 
 def share_of_rank(loss: LossOptions, rows: Rows, groups: Groups) -> tuple[str, float | Tensor]:
-    """How the operators reduce over this rank's rows, and the factor of the result.
+    """Return how the operators reduce over this rank's rows, and the factor of the result.
 
     The product is the sum over this rank's rows divided by the rows of all context parallel ranks that count,
     so that losses, and their gradients, add up over ranks to those of the whole sequence. A collective of the
@@ -39,26 +40,24 @@ def share_of_rank(loss: LossOptions, rows: Rows, groups: Groups) -> tuple[str, f
     return "sum", loss.coefficient / count.clamp_min(1)
 
 
-def sparse_loss(
-    operands: Operands,
-    selection: Selection,
-    attended: Attended | None,
-    rows: Rows,
-    groups: Groups,
-    loss: LossOptions,
-    backend: str,
-) -> Tensor:
-    """Loss between both distributions on the selected keys; this rank's share, a scalar, coefficient
-    included.
+def sparse_loss(problem: Problem, selection: Selection, attended: Attended | None = None) -> Tensor:
+    """Compare both distributions on the selected keys.
 
-    Without the attention's probabilities (``attended``) they are recomputed.
+    Args:
+        problem: the layer's.
+        selection: the selected keys.
+        attended: has the attention's probabilities; without it they are recomputed.
+
+    Returns:
+        This rank's share of the loss, a scalar, coefficient included.
     """
+    operands, rows, groups, backend = problem.operands, problem.rows, problem.groups, problem.backend
     query, key = operands.detached()
     attention_sum, lse = (attended.attention_sum, attended.lse) if attended else (None, None)
     if attention_sum is None and not operands.absorbed:
         attention_sum = attention_sum_by_head(operands, selection.topk_indices, backend)
     inputs = selection.inputs
-    reduction, factor = share_of_rank(loss, rows, groups)
+    reduction, factor = share_of_rank(problem.wanted, rows, groups)
     value = indexer_kl_loss(
         inputs.query,
         inputs.key,
@@ -82,11 +81,10 @@ def sparse_loss(
     return value * factor
 
 
-def dense_loss(
-    operands: Operands, inputs: IndexInputs, rows: Rows, groups: Groups, loss: LossOptions, backend: str
-) -> Tensor:
-    """Loss between both distributions on all visible keys; otherwise as :func:`sparse_loss`."""
-    reduction, factor = share_of_rank(loss, rows, groups)
+def dense_loss(problem: Problem, inputs: IndexInputs) -> Tensor:
+    """Compare both distributions on all visible keys; otherwise as :func:`sparse_loss`."""
+    operands, rows, groups = problem.operands, problem.rows, problem.groups
+    reduction, factor = share_of_rank(problem.wanted, rows, groups)
     value = dense_indexer_kl_loss(
         inputs.query,
         inputs.key,
@@ -100,13 +98,13 @@ def dense_loss(
         tp_group=groups.tensor,
         use_relu=inputs.use_relu,
         form=rows.form,
-        backend=backend,
+        backend=problem.backend,
     )
     return value * factor
 
 
 def attention_sum_by_head(operands: Operands, topk_indices: Tensor, backend: str) -> Tensor:
-    """Probabilities summed over heads with separate keys: ``[b, s, topk]`` fp32, no gradient."""
+    """Return probabilities summed over heads with separate keys: ``[b, s, topk]`` fp32, no gradient."""
     with torch.no_grad():
         summed = attend_sparsely(operands, topk_indices, backend, with_sum=True).attention_sum
     assert summed is not None

@@ -7,37 +7,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.features.dsa.call import Call
 from mindspeed_dsa.features.dsa.index_projection import run_tapped
 from mindspeed_dsa.features.dsa.indexer_loss import coefficient
 from mindspeed_dsa.features.dsa.main_attention import expanded_key
 from mindspeed_dsa.features.dsa.problem import Attended, IndexInputs, Operands, Parts, Selection
-from mindspeed_dsa.megatron.dsa import Options
 
 
-def parts_left_to_megatron(
-    attention: Any, operands: Operands, x: Tensor, qr: Tensor, options: Options, megatron: Megatron
-) -> Parts:
-    """The parts that run Megatron's own code under these options.
+def parts_left_to_megatron(call: Call, operands: Operands) -> Parts:
+    """Return the parts that run Megatron's own code under the call's options.
 
     Args:
-        attention: Megatron's ``DSAttention``.
+        call: of Megatron's ``DSAttention``.
         operands: of the main attention.
-        x: hidden states, as for :func:`choose_with_megatron`.
-        qr: latent queries, likewise.
-        options: the parts that run on our operators.
-        megatron: the attention's Megatron.
     """
-    dsa = None if options.all_ours else megatron("core.transformer.experimental_attention_variant.dsa")
+    options, layer = call.options, call.layer
+    if options.all_ours:
+        return Parts()
+    dsa = call.megatron("core.transformer.experimental_attention_variant.dsa")
 
     def choose() -> Selection:
-        return choose_with_megatron(dsa, attention.indexer, x, qr)
+        return choose_with_megatron(dsa, layer.indexer, *call.indexer_inputs)
 
     def attend(selection: Selection) -> Attended:
         return attend_with_megatron(dsa, operands, selection.topk_indices)
 
     def loss(selection: Selection) -> Tensor:
-        return megatron_loss(dsa, attention, operands, selection)
+        return megatron_loss(dsa, layer, operands, selection)
 
     return Parts(
         choose=None if options.indexer else choose,
@@ -47,7 +43,7 @@ def parts_left_to_megatron(
 
 
 def choose_with_megatron(dsa: Any, indexer: Any, x: Tensor, qr: Tensor) -> Selection:
-    """Megatron's own scores and ``torch.topk``, causal; holds ``[batch, sequence, sequence]``.
+    """Select by Megatron's own scores and ``torch.topk``, causal; holds ``[batch, sequence, sequence]``.
 
     Args:
         dsa: Megatron's module.
@@ -70,7 +66,7 @@ def choose_with_megatron(dsa: Any, indexer: Any, x: Tensor, qr: Tensor) -> Selec
 
 
 def attend_with_megatron(dsa: Any, operands: Operands, topk_indices: Tensor) -> Attended:
-    """Megatron's ``unfused_dsa_fn``: holds ``[b, heads, s, s]``."""
+    """Attend by Megatron's ``unfused_dsa_fn``: holds ``[b, heads, s, s]``."""
     query, key, value = operands.query, operands.key, operands.value
     if operands.absorbed:
         key = expanded_key(operands)
@@ -82,7 +78,7 @@ def attend_with_megatron(dsa: Any, operands: Operands, topk_indices: Tensor) -> 
 
 
 def megatron_loss(dsa: Any, attention: Any, operands: Operands, selection: Selection) -> Tensor:
-    """Megatron's ``compute_dsa_indexer_loss``: holds ``[b, heads, s, s]``."""
+    """Return the loss of Megatron's ``compute_dsa_indexer_loss``: holds ``[b, heads, s, s]``."""
     scores = selection.scores
     if scores is None:
         scores = megatron_scores(dsa, attention.indexer, selection.inputs)
@@ -101,7 +97,7 @@ def megatron_loss(dsa: Any, attention: Any, operands: Operands, selection: Selec
 
 
 def megatron_scores(dsa: Any, indexer: Any, inputs: IndexInputs) -> Tensor:
-    """Megatron's scores of all pairs, future keys at -inf: ``[batch, sequence, sequence]``."""
+    """Return Megatron's scores of all pairs, future keys at -inf: ``[batch, sequence, sequence]``."""
     operands = inputs.query.transpose(0, 1), inputs.weights.transpose(0, 1), inputs.key.transpose(0, 1)
     if hasattr(indexer, "_compute_index_scores"):
         scores = indexer._compute_index_scores(*operands)
@@ -111,12 +107,12 @@ def megatron_scores(dsa: Any, indexer: Any, inputs: IndexInputs) -> Tensor:
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor:
-    """``[length, length]`` fp32, -inf above the diagonal and 0 elsewhere."""
+    """Make a mask ``[length, length]`` fp32, -inf above the diagonal and 0 elsewhere."""
     return torch.full((length, length), -torch.inf, dtype=torch.float32, device=device).triu_(1)
 
 
 def canonical(chosen: Tensor) -> Tensor:
-    """Megatron's selection, which pads short rows with future keys, in the operators' form.
+    """Bring Megatron's selection, which pads short rows with future keys, into the operators' form.
 
     Args:
         chosen: ``[batch, sequence, topk]``, int64 positions in any order.
@@ -131,7 +127,7 @@ def canonical(chosen: Tensor) -> Tensor:
 
 
 def for_megatron(topk_indices: Tensor) -> Tensor:
-    """The operators' selection in a form that Megatron's functions can scatter: no -1, int64.
+    """Bring the operators' selection into a form that Megatron's functions can scatter: no -1, int64.
 
     Surplus entries repeat the first key of the row; scattering it twice is harmless.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -299,3 +299,69 @@ class Parts:
     choose: Callable[[], Selection] | None = None
     attend: Callable[[Selection], Attended] | None = None
     loss: Callable[[Selection], Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sparse attention of one layer's rows, with everything but the indexer's inputs.
+
+    Attributes:
+        operands: of the main attention.
+        topk: keys per row.
+        rows: which keys each row sees.
+        groups: ranks with the other heads and the other rows.
+        loss: the indexer loss; None for none.
+        backend: of the operators.
+        parts: code that replaces our operators.
+    """
+
+    operands: Operands
+    topk: int
+    rows: Rows = field(default_factory=Rows)
+    groups: Groups = field(default_factory=Groups)
+    loss: LossOptions | None = None
+    backend: str = "auto"
+    parts: Parts = field(default_factory=Parts)
+
+    @property
+    def needs_index(self) -> bool:
+        """Whether the indexer's inputs are read; if not, the indexer need not be run."""
+        return needs_index(self.operands.key.shape[0], self.rows, self.topk, self.loss, self.parts)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether no row sees more than ``topk`` keys."""
+        return every_key_is_chosen(self.operands.key.shape[0], self.rows, self.topk, self.parts)
+
+    @property
+    def wanted(self) -> LossOptions:
+        """The indexer loss, where there is one."""
+        assert self.loss is not None
+        return self.loss
+
+    def first(self, rows: int) -> Problem:
+        """Without the rows from this one on, none of which counts."""
+        return replace(self, operands=self.operands.first(rows), rows=self.rows.first(rows))
+
+
+def needs_index(
+    keys: int, rows: Rows, topk: int, loss: LossOptions | None, parts: Parts | None = None
+) -> bool:
+    """Return whether sparse attention reads the indexer's inputs, before its operands are there.
+
+    Args:
+        keys: of the whole sequence.
+        rows: which of them each row sees.
+        topk: keys per row.
+        loss: the indexer loss; None for none.
+        parts: code that replaces our operators.
+    """
+    parts = parts or Parts()
+    if every_key_is_chosen(keys, rows, topk, parts):
+        return loss is not None and (parts.loss is None or parts.choose is None)
+    return parts.choose is None
+
+
+def every_key_is_chosen(keys: int, rows: Rows, topk: int, parts: Parts) -> bool:
+    """Return whether no row sees more than ``topk`` keys, so that the attention is dense."""
+    return parts.attend is None and rows.most_visible(keys) <= topk

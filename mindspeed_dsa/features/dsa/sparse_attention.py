@@ -1,12 +1,13 @@
 """DeepSeek Sparse Attention of one layer: tensors in, output and indexer loss out.
 
 Every Megatron release calls it through an adapter: patched core attentions (:mod:`.core_attention`, 0.16 to
-0.18, and the backport to older releases) and kernel hooks (``adapters.kernel_hooks``, 0.19).
+0.18, and the backport to older releases) and kernel hooks (:mod:`.kernel_hooks.hooks`, 0.19).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,21 +16,10 @@ from torch import Tensor
 
 from mindspeed_dsa.features.dsa.loss import dense_loss, share_of_rank, sparse_loss
 from mindspeed_dsa.features.dsa.main_attention import attend_densely, attend_sparsely
-from mindspeed_dsa.features.dsa.problem import (
-    Attended,
-    Groups,
-    IndexInputs,
-    LossOptions,
-    Operands,
-    Parts,
-    Rows,
-    Selection,
-)
+from mindspeed_dsa.features.dsa.problem import Attended, IndexInputs, Operands, Problem, Rows, Selection
 from mindspeed_dsa.ops.indexer_kl_loss import divergence_and_score_gradient, takes_lse
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
-
-OURS = Parts()
-"""Every part runs on our operators."""
+from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY
 
 
 class Result(NamedTuple):
@@ -42,69 +32,46 @@ class Result(NamedTuple):
     computed in the backward pass."""
 
 
-def needs_index(keys: int, rows: Rows, topk: int, loss: LossOptions | None, parts: Parts = OURS) -> bool:
-    """Whether :func:`sparse_attention` reads ``index``; if not, the indexer need not be run."""
-    if _every_key_is_chosen(keys, rows, topk, parts):
-        return loss is not None and (parts.loss is None or parts.choose is None)
-    return parts.choose is None
-
-
-def sparse_attention(
-    operands: Operands,
-    index: IndexInputs | None,
-    topk: int,
-    rows: Rows,
-    groups: Groups,
-    loss: LossOptions | None,
-    backend: str,
-    parts: Parts = OURS,
-) -> Result:
+def sparse_attention(problem: Problem, index: IndexInputs | None) -> Result:
     """Select keys for every row, attend to them, and compute the indexer loss.
 
     Args:
-        operands: of the main attention.
-        index: the indexer's query, key and weights; None if :func:`needs_index` says no.
-        topk: keys per row.
-        rows: which keys each row sees.
-        groups: ranks with the other heads and the other rows.
-        loss: the indexer loss; None for none.
-        backend: of the operators.
-        parts: code that replaces our operators.
+        problem: the layer's.
+        index: the indexer's query, key and weights; None if the problem does not need them.
     """
+    rows, loss, parts = problem.rows, problem.loss, problem.parts
     if rows.end is not None:
         # Operators that know documents one behind the other, and nothing else, run as well.
-        padding = operands.query.shape[0] - rows.end
-        kept, of_kept = operands.first(rows.end), None if index is None else index.first(rows.end)
-        result = sparse_attention(kept, of_kept, topk, rows.first(rows.end), groups, loss, backend, parts)
+        padding = problem.operands.query.shape[0] - rows.end
+        result = sparse_attention(problem.first(rows.end), None if index is None else index.first(rows.end))
         return Result(F.pad(result.out, (0, 0, 0, 0, 0, padding)), result.loss)
 
     def choose() -> Selection:
         if parts.choose is not None:
             return parts.choose()
-        return select_keys(_given(index), topk, rows, backend)
+        return select_keys(_present(index), problem.topk, rows, problem.backend)
 
-    if _every_key_is_chosen(operands.key.shape[0], rows, topk, parts):
-        out = attend_densely(operands, rows, backend).out
+    if problem.is_dense:
+        out = attend_densely(problem.operands, rows, problem.backend).out
         if loss is None:
             return Result(out, None)
         if parts.loss is not None:
             return Result(out, parts.loss(choose()))
         # Both forms of the loss are the dense one.
-        return Result(out, dense_loss(operands, _given(index), rows, groups, loss, backend))
+        return Result(out, dense_loss(problem, _present(index)))
 
     with torch.set_grad_enabled(loss is not None):
         selection = choose()
     # Without a gradient for its scores there is no backward pass that could compute the loss.
-    has_backward = operands.absorbed and selection.topk_scores.requires_grad
+    has_backward = problem.operands.absorbed and selection.topk_scores.requires_grad
     if loss is not None and loss.in_backward is not None and loss.on_chosen_keys and has_backward:
-        score_gradient = _loss_in_backward(selection, rows, groups, loss, loss.in_backward, backend)
         attended = attend_sparsely(
-            operands,
+            problem.operands,
             selection.topk_indices,
-            backend,
+            problem.backend,
             False,
             selection.topk_scores,
-            score_gradient,
+            _loss_in_backward(problem, selection, loss.in_backward),
             form=selection.form,
         )
         return Result(attended.out, None)
@@ -113,14 +80,14 @@ def sparse_attention(
         attended = parts.attend(selection)
     else:
         with_target = loss is not None and parts.loss is None and loss.on_chosen_keys
-        attended = attend_to_chosen(operands, selection, rows, backend, with_target)
+        attended = attend_to_chosen(problem, selection, with_target)
     if loss is None:
         return Result(attended.out, None)
     if parts.loss is not None:
         return Result(attended.out, parts.loss(selection))
     if loss.on_chosen_keys:
-        return Result(attended.out, sparse_loss(operands, selection, attended, rows, groups, loss, backend))
-    return Result(attended.out, dense_loss(operands, selection.inputs, rows, groups, loss, backend))
+        return Result(attended.out, sparse_loss(problem, selection, attended))
+    return Result(attended.out, dense_loss(problem, selection.inputs))
 
 
 def select_keys(index: IndexInputs, topk: int, rows: Rows, backend: str, in_order: bool = False) -> Selection:
@@ -149,50 +116,38 @@ def select_keys(index: IndexInputs, topk: int, rows: Rows, backend: str, in_orde
     return Selection(topk_indices, topk_scores, index, form=rows.form)
 
 
-def attend_to_chosen(
-    operands: Operands, selection: Selection, rows: Rows, backend: str, with_target: bool
-) -> Attended:
-    """Main attention by the operator.
+def attend_to_chosen(problem: Problem, selection: Selection, with_target: bool) -> Attended:
+    """Attend to the selected keys by the operator.
 
     Args:
-        operands: query, key, value and scale.
+        problem: the layer's.
         selection: the selected keys.
-        rows: which of them count in the loss.
-        backend: of the operator.
         with_target: also return the input of the sparse loss's target: the probabilities summed over heads,
-        or, where the loss computes its own, ``lse`` alone.
+            or, where the loss computes its own, ``lse`` alone.
     """
-    inputs = selection.inputs
-    if with_target and operands.absorbed and rows.counted is None and inputs.use_relu:
+    operands, inputs = problem.operands, selection.inputs
+    if with_target and operands.absorbed and problem.rows.counted is None and inputs.use_relu:
         query, topk = operands.query.transpose(0, 1), selection.topk_indices.shape[-1]
-        with_target = not takes_lse(inputs.query, query, topk, backend=backend)
+        with_target = not takes_lse(inputs.query, query, topk, backend=problem.backend)
     return attend_sparsely(
-        operands, selection.topk_indices, backend, with_sum=with_target, form=selection.form
+        operands, selection.topk_indices, problem.backend, with_sum=with_target, form=selection.form
     )
 
 
-def _every_key_is_chosen(keys: int, rows: Rows, topk: int, parts: Parts) -> bool:
-    """Whether no row sees more than ``topk`` keys, so that the attention is dense."""
-    return parts.attend is None and rows.most_visible(keys) <= topk
-
-
 def _loss_in_backward(
-    selection: Selection,
-    rows: Rows,
-    groups: Groups,
-    loss: LossOptions,
-    report: Callable[[Tensor], Tensor],
-    backend: str,
+    problem: Problem, selection: Selection, report: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """Callback of the attention's backward with its probabilities summed over heads."""
-    scores = selection.topk_scores.detach()
+    """Return what the attention's backward calls with its probabilities summed over heads."""
+    scores, indices = selection.topk_scores.detach(), selection.topk_indices
+    # The callback lives until backward, and must not hold the operands.
+    rows, groups, loss, backend = problem.rows, problem.groups, problem.wanted, problem.backend
 
     def score_gradient(attention_sum: Tensor) -> Tensor:
         reduction, factor = share_of_rank(loss, rows, groups)
         value, gradient = divergence_and_score_gradient(
             scores,
             attention_sum,
-            selection.topk_indices,
+            indices,
             row_mask=rows.counted,
             reduction=reduction,
             tp_group=groups.tensor,
@@ -203,6 +158,62 @@ def _loss_in_backward(
     return score_gradient
 
 
-def _given(index: IndexInputs | None) -> IndexInputs:
+def _present(index: IndexInputs | None) -> IndexInputs:
     assert index is not None, "the caller goes by needs_index"
     return index
+
+
+# -- runs of neighbours ------------------------------------------------------------------------
+#
+# Ascend's operators know causal rows that end at the last key, which those of a context parallel rank do run
+# by run, with the keys up to the run's end, of packed documents from the document's begin.
+
+Run = tuple[int, int, int, int]
+"""First row, end of the rows, begin and end of the keys that the last of them sees; none for padding."""
+
+
+def in_runs(device: torch.device) -> bool:
+    """Return whether this device's operators want one run at a time."""
+    return device.type == "npu"
+
+
+def attend_by_runs(problem: Problem, index: IndexInputs | None, runs: list[Run], all_rows: int) -> Result:
+    """Attend as :func:`sparse_attention`, with one call of the operators for each run; in absorbed form.
+
+    Args:
+        problem: of all rows, with the keys of the whole sequence.
+        index: likewise.
+        runs: neighbours in the sequence, in the order of the rows.
+        all_rows: that the loss is a mean of, on all context parallel ranks.
+    """
+    loss, results = problem.loss, []
+    for first, end, low, high in runs:
+        keys = high - low
+        operands = problem.operands.of(slice(first, end), slice(low, high))
+        if keys == 0:
+            results.append(_nothing(operands, index if loss is not None else None))
+            continue
+        inputs = None if index is None else index.of(slice(first, end), slice(low, high))
+        share = loss
+        if loss is not None and not loss.per_token:
+            # Of the run's mean in that of all rows; sums over runs add up as they are.
+            batch, ranks = problem.operands.query.shape[1], problem.groups.context_ranks
+            weight = (end - first) * batch * ranks / all_rows
+            share = replace(loss, coefficient=loss.coefficient * weight)
+        ends = torch.arange(keys - (end - first), keys, dtype=torch.int32, device=operands.query.device) + 1
+        # As made a line above: nobody has to read it back from the device.
+        rows = Rows(ends=ends, known=TO_LAST_KEY)
+        results.append(sparse_attention(replace(problem, operands=operands, rows=rows, loss=share), inputs))
+    losses = [result.loss for result in results if result.loss is not None]
+    out = torch.cat([result.out for result in results])
+    return Result(out, torch.stack(losses).sum() if losses else None)
+
+
+def _nothing(operands: Operands, index: IndexInputs | None) -> Result:
+    """Return zeros for rows that see no key, with a graph: other ranks wait for gradients of their keys."""
+    query, key, value = operands.query, operands.key, operands.value
+    zero = query[:0].sum() + key[:0].sum() + value[:0].sum()
+    out = query.new_zeros(*query.shape[:2], query.shape[2] * value.shape[1]) + zero
+    if index is None:
+        return Result(out, None)
+    return Result(out, index.query[:0].sum() + index.key[:0].sum() + index.weights[:0].sum())

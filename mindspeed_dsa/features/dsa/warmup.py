@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.feature import Context, Megatron
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.dsa.call import Call
 from mindspeed_dsa.features.dsa.indexer_loss import coefficient, indexer_loss
 from mindspeed_dsa.features.dsa.loss import dense_loss
 from mindspeed_dsa.features.dsa.main_attention import attend_densely
-from mindspeed_dsa.features.dsa.problem import Groups, IndexInputs, LossOptions, Operands, Rows
+from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Operands, Problem, Rows
 from mindspeed_dsa.megatron.dsa import Options
 
 _losses: ContextVar[list[tuple[Tensor, int]] | None] = ContextVar("_losses", default=None)
@@ -50,12 +51,12 @@ def freeze_all_but_indexers(original: Callable[..., None], context: Context[Opti
 
 
 def _start_graph(module: Any, inputs: Any, output: Tensor) -> Tensor:
-    """Activation checkpointing runs a layer's backward only if its input requires a gradient."""
+    """Let the graph begin here: checkpointing runs a layer's backward only if its input has a gradient."""
     return output.detach().requires_grad_(torch.is_grad_enabled())
 
 
 class _WithoutGraph(torch.autograd.Function):
-    """Replace a layer's output, computed without a graph, by one that depends on the layer's input."""
+    """Output of a layer, computed without a graph, that depends on the layer's input."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, hidden_states: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ class _WithoutGraph(torch.autograd.Function):
 
 
 def layer_without_graph(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``TransformerLayer.forward``."""
+    """Decorate ``TransformerLayer.forward``: run it without a graph, and attach its indexer's loss."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
@@ -93,32 +94,23 @@ def layer_without_graph(original: Callable[..., Any], context: Context[Options])
     return forward
 
 
-def attend(
-    attention: Any,
-    operands: Operands,
-    rows: Rows,
-    groups: Groups,
-    index: Callable[[], IndexInputs],
-    backend: str,
-    megatron: Megatron,
-) -> Tensor:
-    """Dense causal attention; the indexer loss is passed to the running layer.
+def attend(call: Call, operands: Operands, rows: Rows, index: Callable[[], IndexInputs]) -> Tensor:
+    """Attend to all visible keys; the indexer loss is passed to the running layer.
 
     Args:
-        attention: Megatron's ``DSAttention``.
+        call: of the core attention.
         operands: of the main attention.
         rows: which keys each row sees.
-        groups: ranks with the other heads and the other rows.
         index: projects for the indexer; called where there is a loss.
-        backend: of the operators.
-        megatron: the attention's Megatron.
     """
-    losses = _losses.get()
-    if losses is not None and coefficient(attention.config) > 0:
-        wanted = LossOptions(coefficient(attention.config), on_chosen_keys=False)
+    losses, layer, backend = _losses.get(), call.layer, call.options.backend
+    weight = coefficient(layer.config)
+    if losses is not None and weight > 0:
+        wanted = LossOptions(weight, on_chosen_keys=False)
+        problem = Problem(operands, layer.indexer.index_topk, rows, call.groups, wanted, backend)
         with torch.enable_grad():
-            loss = dense_loss(operands, index(), rows, groups, wanted, backend)
-        indexer_loss(megatron).log(loss, attention, groups.context)
+            loss = dense_loss(problem, index())
+        indexer_loss(call.megatron).log(loss, layer, call.groups.context)
         all_rows = operands.key.shape[0] * operands.key.shape[1]
         losses.append((loss, all_rows if rows.count is None else rows.count))
     return attend_densely(operands, rows, backend).out

@@ -51,13 +51,13 @@ def step(
     **arguments: Any,
 ) -> dict[str, Any]:
     """As :func:`job.run`, with the indexer loss that is logged; ``by_run`` as operators on Ascend want it."""
-    from mindspeed_dsa.features.dsa import by_runs
+    from mindspeed_dsa.features.dsa import core_attention
 
     switches = {**(switches or {}), "context_parallel_size": cp}
     rows, own_positions = switches.get("cp_block_rows", 0), job.own_positions
     if rows:
         own_positions = positions_in_blocks(rows)
-    runs = mock.patch.object(by_runs, "in_runs", return_value=by_run)
+    runs = mock.patch.object(core_attention, "in_runs", return_value=by_run)
     with context_parallel(job, cp), mock.patch.object(job, "own_positions", own_positions), runs:
         result = job.run(switches, num_microbatches=num_microbatches, micro_batch_size=2, cp=cp, **arguments)
     if (arguments.get("overrides") or {}).get("dsa_indexer_loss_coeff", 1) == 0:

@@ -254,7 +254,7 @@ def operator_calls(mode: str, switches: Mapping[str, Any], overrides: Mapping[st
         for patch in patches:
             patch.stop()
     calls = {name: called.call_count for name, called in mocks.items()}
-    forms = [call.args[0].absorbed for call in mocks["sparse_attention"].call_args_list]
+    forms = [call.args[0].operands.absorbed for call in mocks["sparse_attention"].call_args_list]
     return {**result, "counts": {**result["counts"], **calls}, "forms": forms}
 
 

@@ -20,12 +20,15 @@ from torch.distributed import ProcessGroup
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.dsa import core_attention
 from mindspeed_dsa.features.dsa.backport.feature import Options
-from mindspeed_dsa.features.dsa.backport.groups import Groups
+from mindspeed_dsa.features.dsa.call import Call
 from mindspeed_dsa.features.dsa.index_projection import angles_of_rows
 from mindspeed_dsa.features.dsa.indexer_loss import coefficient, with_zero_gradients
-from mindspeed_dsa.features.dsa.key_exchange.configuration import sum_gradients_of_own_rows
-from mindspeed_dsa.features.dsa.key_exchange.core_attention import recomputes, with_whole_key
 from mindspeed_dsa.features.dsa.key_exchange.exchange import key_exchange
+from mindspeed_dsa.features.dsa.key_exchange.layers import (
+    recomputes,
+    sum_gradients_of_own_rows,
+    with_whole_key,
+)
 from mindspeed_dsa.features.dsa.repairs.indexer import hadamard_rotation, rotate_first_dimensions
 from mindspeed_dsa.megatron.local_modules import duplicated_linear
 from mindspeed_dsa.megatron.local_norms import SequenceParallelLayerNorm
@@ -68,7 +71,7 @@ class Indexer(torch.nn.Module):
     gradient. The parameters are marked to be averaged, not summed, over tensor parallel ranks.
 
     Args:
-        config: Megatron's, with the fields of :class:`..fields.DSAFields`.
+        config: Megatron's, with the fields of :class:`.job.DSAFields`.
         submodules: the four modules.
         pg_collection: Megatron's process groups; by default those of ``parallel_state``.
         rope_first: rotate the first dimensions of each head, as DeepSeek does.
@@ -271,10 +274,9 @@ class Attention(torch.nn.Module):
     def _attend(
         self, packed_seq_params: Any, query: Tensor, key: Tensor, value: Tensor, x: Tensor, qr: Tensor
     ) -> Tensor:
-        core_attention.check_keys(query, key, value, key_exchange(self, self.options.dsa, self.megatron))
-        out = core_attention.attend(
-            self, query, key, value, x, qr, self.options.dsa, self.megatron, packed_seq_params
-        )
+        call = Call(self, query, key, value, x, qr, self.options.dsa, self.megatron, packed_seq_params)
+        call.check_keys()
+        out = core_attention.attend(call)
         if self.training and torch.is_grad_enabled() and coefficient(self.config) == 0:
             return with_zero_gradients(out, self.indexer)
         return out
@@ -350,3 +352,21 @@ def _rotary_embedding(megatron: Megatron, config: Any, cp_group: ProcessGroup) -
         mscale_all_dim=config.mscale_all_dim,
         **group,
     )
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups that DSA uses, with the names of Megatron's ``ProcessGroupCollection``."""
+
+    tp: ProcessGroup
+    cp: ProcessGroup
+
+    @classmethod
+    def of(cls, megatron: Megatron, given: Any = None) -> Groups:
+        """The groups passed to a module (0.13 and later), else Megatron's global ones."""
+        state = megatron("core.parallel_state")
+        tp, cp = getattr(given, "tp", None), getattr(given, "cp", None)
+        return cls(
+            tp=state.get_tensor_model_parallel_group() if tp is None else tp,
+            cp=state.get_context_parallel_group() if cp is None else cp,
+        )

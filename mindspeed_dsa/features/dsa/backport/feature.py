@@ -93,7 +93,7 @@ _FIELD_ROWS = (
     Patch(
         f"{_CONFIG}:{name}.__dataclass_fields__",
         "entry",
-        f"{_IMPL}.fields:FIELDS.{field}",
+        f"{_IMPL}.job:FIELDS.{field}",
         "the configuration lacks the field, and Megatron-LM copies arguments to fields it knows",
         versions=_RELEASES,
         key=field,
@@ -105,7 +105,7 @@ _INIT_ROWS = (
     Patch(
         f"{_CONFIG}:{name}.__init__",
         "wrap",
-        f"{_IMPL}.fields:accept_dsa_fields",
+        f"{_IMPL}.job:accept_dsa_fields",
         "the configuration rejects unknown fields",
         versions=_RELEASES,
     )
@@ -155,21 +155,21 @@ FEATURE = dsa_repair(
         Patch(
             "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
             "wrap",
-            f"{_IMPL}.layer_numbers:number_in_model",
+            f"{_IMPL}.job:number_in_model",
             "the attention gets its number in the pipeline stage, and the log needs that in the model",
             versions=_RELEASES,
         ),
         Patch(
             "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.__init__",
             "wrap",
-            f"{_IMPL}.layer_numbers:number_after_decoder",
+            f"{_IMPL}.job:number_after_decoder",
             "the attention of an MTP layer gets the number of a decoder layer",
             versions=_RELEASES,
         ),
         Patch(
             "megatron.core.distributed.finalize_model_grads:_allreduce_layernorm_grads",
             "wrap",
-            f"{_IMPL}.tp_grads:average_marked_gradients",
+            f"{_IMPL}.job:average_marked_gradients",
             "this release does not support averaging gradients over tensor parallel ranks",
             params=("model",),
             versions=">=0.12.1,<0.13",
@@ -186,7 +186,7 @@ FEATURE = dsa_repair(
         Patch(
             "megatron.training.training:training_log",
             "wrap",
-            f"{_IMPL}.log:log_indexer_loss",
+            f"{_IMPL}.job:log_indexer_loss",
             "the indexer loss is neither collected nor logged",
             params=("total_loss_dict", "iteration"),
             versions=_RELEASES,

@@ -16,7 +16,7 @@ from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.dsa.absorb import by_head_is_faster, up_projections
 from mindspeed_dsa.features.dsa.backport.attention import core_attention_spec
 from mindspeed_dsa.features.dsa.backport.feature import Options
-from mindspeed_dsa.features.dsa.backport.fields import problems_of
+from mindspeed_dsa.features.dsa.backport.job import problems_of
 from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, key_exchange
 from mindspeed_dsa.features.dsa.problem import query_and_key
 from mindspeed_dsa.megatron.gathered_weights import wait_for_weights

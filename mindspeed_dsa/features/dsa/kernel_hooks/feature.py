@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def refusals(chosen: FusedOptions) -> list[str]:
-    """Switches that are not supported from Megatron-core 0.19 on; each message includes a fix."""
+    """Return the switches that are not supported from Megatron-core 0.19 on; each message includes a fix."""
     if not chosen.fuse_kl_in_backward:
         return []
     return ["--dsa-fuse-kl-in-backward requires Megatron-core 0.16 to 0.18; omit it"]
 
 
 def check_kernel_hooks(args: Any, options: Any) -> Sequence[str]:
-    """:func:`refusals`, if this Megatron has the hooks."""
+    """Report :func:`refusals`, if this Megatron has the hooks."""
     release = versions.of_megatron(getattr(args, "megatron_root", "megatron"))
     has_hooks = release is not None and release in SpecifierSet(">=0.19", prereleases=True)
     return refusals(FusedOptions.of(args)) if has_hooks else ()
@@ -35,11 +35,11 @@ def check_kernel_hooks(args: Any, options: Any) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class Options(FusedOptions):
-    """The selected parts; all of them, if none was named."""
+    """Selected parts; all of them, if none was named."""
 
     @classmethod
     def of(cls, settings: Any) -> Self:
-        """From resolved settings."""
+        """Build from resolved settings."""
         chosen = super().of(settings)
         if chosen.any:
             return chosen
@@ -47,7 +47,7 @@ class Options(FusedOptions):
 
 
 def kernel_hooks_wanted(settings: Any) -> bool:
-    """Whether any switch of fused DSA is on, or Megatron's flag names our backend."""
+    """Return whether any switch of fused DSA is on, or Megatron's flag names our backend."""
     named = getattr(settings, "dsa_backend", "auto") != "auto"
     return FusedOptions.of(settings).any or named or settings.dsa_kernel_backend == "mindspeed"
 
@@ -82,7 +82,7 @@ FEATURE = Feature(
             f"{DSA.rpartition('.')[0]}.dsa_kernels:_BACKEND_MODULE_NAME_BY_BACKEND",
             "entry",
             f"{_HERE}.hooks:module_name",
-            "Megatron's table of kernel backends",
+            "Megatron's table of kernel backends lacks ours",
             versions=_RELEASES,
             key="mindspeed",
             factory=True,
@@ -90,7 +90,7 @@ FEATURE = Feature(
         Patch(
             "megatron.core.utils:_validate_dsa_kernel_backend_dependencies",
             "wrap",
-            f"{_HERE}.choice:accept_our_backend",
+            f"{_HERE}.hooks:accept_our_backend",
             "Megatron knows only its own backends, and requires CUDA for them",
             params=("dsa_kernel_backend",),
             versions=_RELEASES,
@@ -99,7 +99,7 @@ FEATURE = Feature(
             Patch(
                 f"{_CONFIG}:{name}.__dataclass_fields__",
                 "entry",
-                f"{_HERE}.choice:FIELD",
+                f"{_HERE}.hooks:FIELD",
                 "Megatron-LM reads the choices of --dsa-kernel-backend from the field",
                 versions=_RELEASES,
                 key="dsa_kernel_backend",
@@ -109,7 +109,7 @@ FEATURE = Feature(
         Patch(
             f"{_CONFIG}:TransformerConfig.__post_init__",
             "wrap",
-            f"{_HERE}.choice:choose_our_backend",
+            f"{_HERE}.hooks:choose_our_backend",
             "--use-fused-dsa selects the backend without a second flag",
             versions=_RELEASES,
         ),
@@ -125,14 +125,14 @@ FEATURE = Feature(
             f"{_ABSORBED}._checkpointed_attention_forward",
             "wrap",
             f"{_HERE}.shared_keys:wait_before_checkpoint",
-            "a gather under way cannot be recomputed",
+            "a gather of keys under way cannot be recomputed",
             params=("q_absorbed", "k_compressed"),
             versions=SHARED_KEYS,
         ),
         Patch(
             f"{_ABSORBED}.forward",
             "wrap",
-            "mindspeed_dsa.features.dsa.key_exchange.core_attention:gather_again_early",
+            "mindspeed_dsa.features.dsa.key_exchange.layers:gather_again_early",
             "the keys that backward reads are gathered behind the output projection's backward",
             versions=SHARED_KEYS,
         ),
@@ -159,7 +159,7 @@ FEATURE = Feature(
             f"{DSA}:DSAIndexer.__init__",
             "wrap",
             f"{_HERE}.shared_keys:mark_where_keys_are_shared",
-            "what projects a rank's own rows has a part of the gradient, to be summed",
+            "key and weights are projected from a rank's own rows: their gradients are parts, to be summed",
             versions=SHARED_KEYS,
             priority=100,  # after the mark that asks for an average
         ),

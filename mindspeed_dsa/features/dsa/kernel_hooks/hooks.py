@@ -1,36 +1,39 @@
-"""The functions of a DSA kernel backend for Megatron-core 0.19, on the operators of ``mindspeed_dsa.ops``.
+"""Our kernel backend of DSA for Megatron-core 0.19: when it is selected, and its functions.
 
-Megatron calls them with its layout, sequence first, and treats ``None`` as "declined": it then calls the next
-function, and finally runs its own PyTorch code. ``starts`` and ``ends`` (the keys that each row sees, in the
-order of ``k``) cover causal, packed and context parallel rows alike, so Megatron's other arguments about
+Megatron calls these with its layout, sequence first, and treats ``None`` as "declined": it then calls the
+next function, and finally runs its own PyTorch code. ``starts`` and ``ends`` (the keys that each row sees, in
+the order of ``k``) cover causal, packed and context parallel rows alike, so Megatron's other arguments about
 packing are ignored.
+
+Imports nothing of Megatron: fetched while Megatron is being imported.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.dsa import loss as losses
-from mindspeed_dsa.features.dsa.kernel_hooks.feature import Options
-from mindspeed_dsa.features.dsa.problem import (
-    Groups,
-    IndexInputs,
-    LossOptions,
-    Operands,
-    Rows,
-)
+from mindspeed_dsa.features.dsa.kernel_hooks.feature import Options, refusals
+from mindspeed_dsa.features.dsa.loss import sparse_loss
+from mindspeed_dsa.features.dsa.problem import Groups, IndexInputs, LossOptions, Operands, Problem, Rows
 from mindspeed_dsa.features.dsa.sparse_attention import select_keys, sparse_attention
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 
+NAME = "mindspeed"
+"""Name of our kernel backend."""
+# The field's type is a real one: Megatron-LM reads a flag's choices from it.
+_CHOICES = Literal["none", "tilelang", "cudnn", "mindspeed"]
+FIELD = fields(make_dataclass("_Choice", [("dsa_kernel_backend", _CHOICES, field(default="none"))]))[0]
+"""The configuration's field with one more choice."""
 HOOKS = (
     "run_fused_qk_topk",
     "run_fused_qk_topk_with_loss",
@@ -41,8 +44,45 @@ _NO_VALUE = torch.empty(0, 0, 0)
 """Value for a loss without attention; its three dimensions mark the operands as absorbed."""
 
 
+# -- selection of the backend ------------------------------------------------------------------
+
+
+def accept_our_backend(original: Callable[[str], None]) -> Callable[[str], None]:
+    """Decorate ``_validate_dsa_kernel_backend_dependencies``, which requires CUDA."""
+
+    def _validate_dsa_kernel_backend_dependencies(dsa_kernel_backend: str) -> None:
+        if dsa_kernel_backend != NAME:
+            original(dsa_kernel_backend)
+
+    return _validate_dsa_kernel_backend_dependencies
+
+
+def choose_our_backend(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+    """Decorate ``TransformerConfig.__post_init__``: a DSA model gets our backend unless it names another."""
+
+    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.experimental_attention_variant == "dsa":
+            problems = refusals(context.options)
+            if self.dsa_kernel_backend not in ("none", NAME):
+                problems.append(
+                    f"dsa_kernel_backend={self.dsa_kernel_backend!r} selects other kernels than "
+                    "--use-fused-dsa; omit one of them"
+                )
+            if getattr(self.attention_backend, "name", self.attention_backend) == "unfused":
+                problems.append(
+                    "with attention_backend=unfused Megatron queries no kernel backend; use "
+                    "--attention-backend auto or omit --use-fused-dsa"
+                )
+            if problems:
+                raise ValueError("mindspeed_dsa: dsa-kernel-backend: " + "; ".join(problems))
+            self.dsa_kernel_backend = NAME
+        original(self, *args, **kwargs)
+
+    return __post_init__
+
+
 def module_name(context: Context[Options]) -> str:
-    """The entry in Megatron's table of kernel backends, which it imports as a module."""
+    """Return the entry in Megatron's table of kernel backends, which it imports as a module."""
     return backend_module(context.options).__name__
 
 
@@ -61,9 +101,12 @@ def backend_module(options: Options) -> ModuleType:
     return module
 
 
+# -- hooks -------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class KernelHooks:
-    """The hooks.
+    """Functions that Megatron calls, on the operators of ``mindspeed_dsa.ops``.
 
     Attributes:
         options: which parts our operators take over.
@@ -159,7 +202,7 @@ class KernelHooks:
         selection = select_keys(index, index_topk, rows, backend, in_order=True)
         wanted = LossOptions(loss_coeff, on_chosen_keys=True, per_token=calculate_per_token_loss)
         operands = Operands(query, key, _NO_VALUE, softmax_scale)
-        loss = losses.sparse_loss(operands, selection, None, rows, groups, wanted, backend)
+        loss = sparse_loss(Problem(operands, index_topk, rows, groups, wanted, backend), selection)
         return selection.topk_indices, None, _for_average(loss, wanted, groups)
 
     def run_fused_absorbed_sparse_attention(
@@ -225,7 +268,7 @@ class KernelHooks:
         pg_collection: Any = None,
         **layout: Any,
     ) -> tuple[Tensor, Tensor] | None:
-        """The whole layer, so that the loss gets its target from the attention; the dense loss is streamed.
+        """Run the whole layer: the loss gets its target from the attention, and the dense loss is streamed.
 
         Args:
             query: ``[sq, b, heads, latent + rope]``.
@@ -272,22 +315,23 @@ class KernelHooks:
             return None
         groups, counted = Groups.of(pg_collection), _counted(query_valid_rows)
         loss = LossOptions(loss_coeff, sparse_loss, calculate_per_token_loss) if with_loss else None
-        result = sparse_attention(
+        problem = Problem(
             Operands(query, key, up_v_weight, softmax_scale),
-            IndexInputs.from_megatron(q_indexer, k_indexer, indexer_weights, use_relu),
             indexer_topk,
             Rows(counted=counted) if plain else Rows(varlen_starts, varlen_ends, counted),
             groups,
             loss,
             chosen.backend,
         )
+        index = IndexInputs.from_megatron(q_indexer, k_indexer, indexer_weights, use_relu)
+        result = sparse_attention(problem, index)
         if loss is None or result.loss is None:
             return result.out, result.out.new_zeros((), dtype=torch.float32)
         return result.out, _for_average(result.loss, loss, groups)
 
 
 def _for_average(loss: Tensor, wanted: LossOptions, groups: Groups) -> Tensor:
-    """A context parallel rank's share of the loss, scaled as Megatron expects it.
+    """Scale a context parallel rank's share of the loss as Megatron expects it.
 
     Megatron multiplies the loss's gradient by the number of ranks and averages the logged value over them. So
     the value is the share times the number of ranks, and the gradient is that of the share. Per-token sums,

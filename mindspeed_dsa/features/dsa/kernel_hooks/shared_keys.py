@@ -15,18 +15,19 @@ from torch import Tensor
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.dsa.absorb import absorbed_query_and_shared_key
-from mindspeed_dsa.features.dsa.core_attention import attend, check_keys, refuse_unknown
+from mindspeed_dsa.features.dsa.call import Call
+from mindspeed_dsa.features.dsa.core_attention import attend, refuse_unknown
 from mindspeed_dsa.features.dsa.kernel_hooks.feature import Options
-from mindspeed_dsa.features.dsa.key_exchange.configuration import mark_gradients_of_own_rows
-from mindspeed_dsa.features.dsa.key_exchange.core_attention import with_whole_key
 from mindspeed_dsa.features.dsa.key_exchange.exchange import ATTRIBUTE, key_exchange
+from mindspeed_dsa.features.dsa.key_exchange.layers import mark_gradients_of_own_rows, with_whole_key
 from mindspeed_dsa.megatron.dsa import shares_keys
 from mindspeed_dsa.megatron.mla_projections import Projections
 
 
 def start_with_the_key(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``AbsorbedMLASelfAttention.get_query_key_value_tensors``: the key travels while the query is
-    projected.
+    """Decorate ``AbsorbedMLASelfAttention.get_query_key_value_tensors``: start with the key.
+
+    It travels while the query is projected.
     """
 
     def get_query_key_value_tensors(
@@ -60,8 +61,9 @@ def start_with_the_key(original: Callable[..., Any], context: Context[Options]) 
 
 
 def wait_before_checkpoint(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``AbsorbedMLASelfAttention._checkpointed_attention_forward``: a gather under way cannot be
-    recomputed.
+    """Decorate ``AbsorbedMLASelfAttention._checkpointed_attention_forward``: wait for the key first.
+
+    A gather under way cannot be recomputed.
     """
 
     def _checkpointed_attention_forward(
@@ -114,11 +116,12 @@ def attend_to_shared_keys(
                 up_v_weight=up_v_weight,
                 **kwargs,
             )
-        check_keys(query, key, up_v_weight, exchange)
-        refuse_unknown(attn_mask_type, attention_bias, kwargs)
-        return attend(
+        call = Call(
             self, query, key, up_v_weight, x, qr, context.options, context.megatron, packed_seq_params
         )
+        call.check_keys()
+        refuse_unknown(attn_mask_type, attention_bias, kwargs)
+        return attend(call)
 
     return forward
 
@@ -126,7 +129,7 @@ def attend_to_shared_keys(
 def mark_where_keys_are_shared(
     original: Callable[..., None], context: Context[Options]
 ) -> Callable[..., None]:
-    """Decorate ``DSAIndexer.__init__``, see :func:`mark_gradients_of_own_rows`."""
+    """Decorate ``DSAIndexer.__init__`` by :func:`mark_gradients_of_own_rows`, where keys are shared."""
     marking = mark_gradients_of_own_rows(original)
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -137,7 +140,8 @@ def mark_where_keys_are_shared(
 
 
 def _is_dealt_here(packed_seq_params: Any) -> bool:
-    """Whether rows are those of whole sequences, or of packs that --pack-documents has dealt; others Megatron
-    has cut itself, and finds them.
+    """Return whether rows are those of whole sequences, or of packs that --pack-documents has dealt.
+
+    Others Megatron has cut itself, and finds them.
     """
     return packed_seq_params is None or bool(getattr(packed_seq_params, "dealt_block_rows", 0))

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mindspeed_dsa.context_parallel.gather import LATEST, GatheredRows, freed_until_backward
-from mindspeed_dsa.context_parallel.key_gather import KeyGather
+from mindspeed_dsa.context_parallel.gather import LATEST, GatheredRows, KeyGather, freed_until_backward
 from mindspeed_dsa.context_parallel.layout import Layout, Zigzag
 from mindspeed_dsa.context_parallel.packs import PackRows
 from mindspeed_dsa.feature import Megatron

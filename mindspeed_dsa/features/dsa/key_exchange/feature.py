@@ -1,4 +1,4 @@
-"""DSA under context parallelism."""
+"""DSA under context parallelism: keys that are gathered, and rows dealt in blocks that balance the work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
 
-from mindspeed_dsa.context_parallel.algorithms import MEGATRON_FLAGS, Algorithms
+from mindspeed_dsa.context_parallel.algorithms import BLOCK_ROWS, MEGATRON_FLAGS, Algorithms
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import DSA, MLA
@@ -36,11 +36,11 @@ GATHER = "allgather"
 
 @dataclass(frozen=True)
 class Options(Algorithms):
-    """The algorithms of a job's layers, which all gather keys."""
+    """Algorithms of a job's layers, which all gather keys."""
 
     @classmethod
     def of(cls, settings: Any) -> Self:
-        """See :meth:`Algorithms.of`.
+        """Build as :meth:`Algorithms.of` does.
 
         Raises:
             SettingsError: also where somebody named another algorithm: each row of sparse attention chooses
@@ -57,7 +57,7 @@ class Options(Algorithms):
 
 
 def wanted(settings: Any) -> bool:
-    """Whether a DSA model is trained on several context parallel ranks."""
+    """Return whether a DSA model is trained on several context parallel ranks."""
     is_dsa = getattr(settings, "experimental_attention_variant", None) == "dsa"
     return is_dsa and (getattr(settings, "context_parallel_size", None) or 1) > 1
 
@@ -106,7 +106,7 @@ KEEP_GATHERED = Flag(
     "again there.",
 )
 
-FEATURE = Feature(
+KEYS = Feature(
     name="dsa-context-parallel",
     summary="DSA under context parallelism: queries stay, small keys are gathered behind the projections.",
     flags=(KEEP_GATHERED, *MEGATRON_FLAGS, EXPERIMENTAL_ATTENTION_VARIANT),
@@ -119,23 +119,23 @@ FEATURE = Feature(
         Patch(
             "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
             "wrap",
-            f"{_IMPL}.configuration:accept_context_parallel_dsa",
-            "the configuration asserts one context parallel rank for DSA",
+            f"{_IMPL}.layers:accept_context_parallel_dsa",
+            "Megatron's configuration asserts one context parallel rank for DSA",
             versions=_RELEASES,
         ),
         Patch(
             f"{DSA}:DSAIndexer.__init__",
             "wrap",
-            f"{_IMPL}.configuration:mark_gradients_of_own_rows",
-            "what projects a rank's own rows has a part of the gradient, to be summed",
+            f"{_IMPL}.layers:mark_gradients_of_own_rows",
+            "key and weights are projected from a rank's own rows: their gradients are parts, to be summed",
             versions=_RELEASES,
             priority=100,  # after the mark that asks for an average
         ),
         Patch(
             f"{DSA}:DSAttention.forward",
             "wrap",
-            f"{_IMPL}.core_attention:wait_before_recompute",
-            "a gather under way cannot be recomputed",
+            f"{_IMPL}.layers:wait_before_recompute",
+            "a gather of keys under way cannot be recomputed",
             params=("query", "key", "value", "attention_mask"),
             versions=_RELEASES,
             priority=200,  # outside of the recomputation
@@ -143,8 +143,73 @@ FEATURE = Feature(
         Patch(
             f"{MLA}:MultiLatentAttention.forward",
             "wrap",
-            f"{_IMPL}.core_attention:gather_again_early",
+            f"{_IMPL}.layers:gather_again_early",
             "the keys that backward reads are gathered behind the output projection's backward",
+            versions=">=0.12.1,<0.19",
+        ),
+    ),
+)
+
+
+# -- rows in blocks: --cp-block-rows ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BlockOptions(Algorithms):
+    """Rows of a job's context parallel ranks."""
+
+
+def deals_blocks(settings: Any) -> bool:
+    """Return whether rows are dealt in blocks."""
+    chosen = BlockOptions.of(settings)
+    return chosen.ranks > 1 and chosen.block_rows > 0
+
+
+def check_block_rows(args: Any, options: BlockOptions) -> Iterator[str]:
+    """Report attentions and batches that know Megatron's rows only; absent arguments are not checked."""
+    if options.ranks == 1 or not options.block_rows:
+        return
+    if argument(args, "experimental_attention_variant") != "dsa":
+        yield (
+            "--cp-block-rows balances sparse attention, and the model has none; omit it or add "
+            "--experimental-attention-variant dsa"
+        )
+    release = versions.of_megatron(getattr(args, "megatron_root", "megatron"))
+    if release is not None and release in SpecifierSet(">=0.19", prereleases=True):
+        yield f"--cp-block-rows: the attention of Megatron-core {release} knows its own rows only; omit it"
+
+
+BLOCKS = Feature(
+    name="cp-block-rows",
+    summary="Deals rows to context parallel ranks in small blocks, which balances sparse attention.",
+    flags=(BLOCK_ROWS, *MEGATRON_FLAGS, EXPERIMENTAL_ATTENTION_VARIANT),
+    active=deals_blocks,
+    options=BlockOptions.of,
+    check=check_block_rows,
+    doc="cp-block-rows.md",
+    patches=(
+        Patch(
+            "megatron.core.utils:get_batch_on_this_cp_rank",
+            "wrap",
+            f"{_IMPL}.rows:slice_batch",
+            "Megatron cuts batches into two chunks for each rank",
+            params=("batch",),
+            versions=">=0.12.1,<0.19",
+        ),
+        Patch(
+            "megatron.core.models.common.embeddings.rope_utils:get_pos_emb_on_this_cp_rank",
+            "wrap",
+            f"{_IMPL}.rows:slice_angles",
+            "Megatron's rotary angles are those of two chunks",
+            params=("pos_emb", "seq_dim"),
+            versions=">=0.12.1,<0.19",
+        ),
+        Patch(
+            "megatron.core.transformer.multi_token_prediction:roll_tensor",
+            "wrap",
+            f"{_IMPL}.rows:roll_rows",
+            "Megatron's multi-token prediction exchanges the borders of two chunks",
+            params=("tensor", "shifts", "dims"),
             versions=">=0.12.1,<0.19",
         ),
     ),

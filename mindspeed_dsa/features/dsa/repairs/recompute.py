@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.dsa.key_exchange.core_attention import recomputes
+from mindspeed_dsa.features.dsa.key_exchange.layers import recomputes
 from mindspeed_dsa.features.dsa.repairs.feature import check_recompute, uses_dsa
 from mindspeed_dsa.megatron.configuration import require
 

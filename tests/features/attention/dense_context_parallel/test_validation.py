@@ -10,8 +10,8 @@ import torch
 
 from mindspeed_dsa.context_parallel.carried import Carried
 from mindspeed_dsa.context_parallel.dense import DenseAttention
+from mindspeed_dsa.context_parallel.gather import KeyGather
 from mindspeed_dsa.context_parallel.head_exchange import check_heads
-from mindspeed_dsa.context_parallel.key_gather import KeyGather
 from mindspeed_dsa.context_parallel.ring import Ring, ring_attention
 from mindspeed_dsa.features.attention.dense_context_parallel.core_attention import (
     Plan,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mindspeed_dsa.context_parallel.packs import Pack
 from mindspeed_dsa.feature import Megatron
-from mindspeed_dsa.features.dsa import by_runs
+from mindspeed_dsa.features.dsa import core_attention
 from tests.features.attention.cp_cases import logged_indexer_loss
 from tests.support import model as job
 
@@ -198,7 +198,7 @@ def scripted_step(
         or parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     )
     rows = packs[0]["tokens"].size(1)
-    runs = mock.patch.object(by_runs, "in_runs", return_value=by_run)
+    runs = mock.patch.object(core_attention, "in_runs", return_value=by_run)
     with mock.patch.object(job, "SEQUENCE", rows), end_of_documents(), runs:
         heads = {"mtp": True} if mtp else {}
         chunks = [build.gpt_model(cfg, vp_stage=stage if vpp else None, **heads) for stage in range(vpp or 1)]

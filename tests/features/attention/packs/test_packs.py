@@ -16,7 +16,7 @@ from mindspeed_dsa.context_parallel.packs import DealtBlocks, Pack, PackRows
 from mindspeed_dsa.features.attention.packs import delivery
 from mindspeed_dsa.features.attention.packs.feature import check_packs, reset_at_documents
 from mindspeed_dsa.features.dsa import sparse_attention
-from mindspeed_dsa.features.dsa.problem import Groups, IndexInputs, Operands, Rows
+from mindspeed_dsa.features.dsa.problem import IndexInputs, Operands, Problem, Rows
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.npu.layout import layout_of_ranges
 from mindspeed_dsa.ops.row_ranges import visible_ranges
@@ -237,7 +237,7 @@ def test_padding_at_the_end_reaches_no_operator():
         return lightning_indexer(query, key, *args, **kwargs)
 
     with mock.patch.object(sparse_attention, "lightning_indexer", noting):
-        out = sparse_attention.sparse_attention(operands, index, 6, rows, Groups(), None, "auto").out
+        out = sparse_attention.sparse_attention(Problem(operands, 6, rows), index).out
     assert seen == [(31, 31)]
     assert out.shape[0] == 39
     assert out[:31].any(dim=-1).all()

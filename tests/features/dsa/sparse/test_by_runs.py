@@ -11,9 +11,8 @@ import torch
 
 from mindspeed_dsa.context_parallel.layout import Zigzag
 from mindspeed_dsa.context_parallel.packs import DealtBlocks, Pack, PackRows
-from mindspeed_dsa.features.dsa.by_runs import attend_by_runs
-from mindspeed_dsa.features.dsa.problem import Groups, IndexInputs, LossOptions, Operands, Rows
-from mindspeed_dsa.features.dsa.sparse_attention import sparse_attention
+from mindspeed_dsa.features.dsa.problem import Groups, IndexInputs, LossOptions, Operands, Problem, Rows
+from mindspeed_dsa.features.dsa.sparse_attention import attend_by_runs, sparse_attention
 
 LENGTH, TOPK = 48, 6
 HEADS, LATENT, ROPE, VALUE, INDEX_HEADS, INDEX = 2, 8, 4, 6, 8, 8
@@ -28,7 +27,7 @@ LAYOUTS = {
 LOSSES = {"sparse": {"on_chosen_keys": True}, "dense": {"on_chosen_keys": False}}
 
 
-def problem(batch, rows):
+def tensors(batch, rows):
     """Operands of some rows and all keys, and of the indexer, with leaves for gradients; float64."""
     noise = torch.Generator().manual_seed(0)
 
@@ -60,7 +59,7 @@ def whole_and_runs(layout, rank, loss):
     assert len(runs) > 1 or layout in ("one rank", "zigzag")  # whose last rank has neighbours
     found = []
     for by_runs in (False, True):
-        operands, index, leaves = problem(batch, own)
+        operands, index, leaves = tensors(batch, own)
         shares = []
 
         def started(share, shares=shares):
@@ -68,10 +67,11 @@ def whole_and_runs(layout, rank, loss):
             return torch.ones_like(share)
 
         wanted = replace(loss, in_backward=started) if loss.in_backward else loss
+        layer = Problem(operands, TOPK, rows, groups, wanted, "reference")
         if by_runs:
-            result = attend_by_runs(operands, index, TOPK, runs, all_rows, groups, wanted, "reference")
+            result = attend_by_runs(layer, index, runs, all_rows)
         else:
-            result = sparse_attention(operands, index, TOPK, rows, groups, wanted, "reference")
+            result = sparse_attention(layer, index)
         total = (result.out * torch.arange(1.0, result.out.numel() + 1).view_as(result.out).sin()).sum()
         if result.loss is not None:
             total = total + result.loss

@@ -13,10 +13,10 @@ from torch import Tensor
 from mindspeed_dsa.context_parallel.layout import Zigzag, split
 from mindspeed_dsa.context_parallel.roll import rolled
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.dsa.block_rows.feature import Options
+from mindspeed_dsa.features.dsa.key_exchange.feature import BlockOptions
 
 
-def slice_batch(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+def slice_batch(original: Callable[..., Any], context: Context[BlockOptions]) -> Callable[..., Any]:
     """Decorate ``get_batch_on_this_cp_rank``."""
 
     def get_batch_on_this_cp_rank(batch: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def slice_batch(original: Callable[..., Any], context: Context[Options]) -> Call
     return get_batch_on_this_cp_rank
 
 
-def slice_angles(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
+def slice_angles(original: Callable[..., Tensor], context: Context[BlockOptions]) -> Callable[..., Tensor]:
     """Decorate ``get_pos_emb_on_this_cp_rank``."""
 
     def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, *args: Any, **kwargs: Any) -> Tensor:
@@ -40,7 +40,7 @@ def slice_angles(original: Callable[..., Tensor], context: Context[Options]) -> 
     return get_pos_emb_on_this_cp_rank
 
 
-def roll_rows(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+def roll_rows(original: Callable[..., Any], context: Context[BlockOptions]) -> Callable[..., Any]:
     """Decorate ``roll_tensor`` of multi-token prediction, which moves rows by one position."""
 
     def roll_tensor(
@@ -63,12 +63,12 @@ def roll_rows(original: Callable[..., Any], context: Context[Options]) -> Callab
     return roll_tensor
 
 
-def _group(context: Context[Options], cp_group: Any = None) -> Any:
+def _group(context: Context[BlockOptions], cp_group: Any = None) -> Any:
     """The group that was given, or, as before 0.14, the only one there is."""
     return (
         context.megatron("core.parallel_state").get_context_parallel_group() if cp_group is None else cp_group
     )
 
 
-def _layout(context: Context[Options], group: Any) -> Zigzag:
+def _layout(context: Context[BlockOptions], group: Any) -> Zigzag:
     return Zigzag(group.size(), context.options.block_rows)

@@ -1,0 +1,161 @@
+"""Parts of a job around the attention that these releases lack: configuration, numbers, gradients, log.
+
+Imports nothing of Megatron: fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.dsa.backport.feature import Options
+from mindspeed_dsa.features.dsa.indexer_loss import coefficient, indexer_loss
+from mindspeed_dsa.megatron.dsa import SIZES
+from mindspeed_dsa.megatron.indexer_loss import keep_step_loss
+
+# -- fields of the configuration, under the names of later releases ----------------------------
+
+
+@dataclasses.dataclass
+class DSAFields:
+    """Names, types and defaults as in ``TransformerConfig`` of Megatron-core 0.16."""
+
+    experimental_attention_variant: str | None = None
+    dsa_indexer_n_heads: int | None = None
+    dsa_indexer_head_dim: int | None = None
+    dsa_indexer_topk: int | None = None
+    dsa_indexer_loss_coeff: float | None = None
+    dsa_indexer_use_sparse_loss: bool = False
+
+
+FIELDS = SimpleNamespace(**{field.name: field for field in dataclasses.fields(DSAFields)})
+"""``dataclasses.Field`` objects by name; in a class's ``__dataclass_fields__`` they are found by code that
+copies arguments to fields, replaces fields, or derives a dataclass."""
+
+
+def accept_dsa_fields(original: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a configuration's ``__init__``, which was generated without these fields."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        for field in dataclasses.fields(DSAFields):
+            setattr(self, field.name, kwargs.pop(field.name, field.default))
+        original(self, *args, **kwargs)
+        problems = problems_of(self)
+        if problems:
+            raise ValueError("mindspeed_dsa: dsa-backport: " + "; ".join(problems))
+
+    return __init__
+
+
+def problems_of(config: Any) -> list[str]:
+    """Return problems that prevent a DSA model with this configuration; each message includes a fix."""
+    variant = getattr(config, "experimental_attention_variant", None)
+    if variant is None:
+        return []
+    if variant != "dsa":
+        return [f"experimental_attention_variant={variant!r} is not known to this Megatron; use 'dsa'"]
+    problems = [
+        f"DSA needs {name}; DeepSeek-V3.2 has {usual}"
+        for name, usual in SIZES.items()
+        if not getattr(config, name)
+    ]
+    if not config.multi_latent_attention:
+        problems.append("DSA is built on latent attention; use MLATransformerConfig")
+    elif config.dsa_indexer_head_dim and config.dsa_indexer_head_dim < config.qk_pos_emb_head_dim:
+        problems.append(
+            f"dsa_indexer_head_dim={config.dsa_indexer_head_dim} has no room for the "
+            f"qk_pos_emb_head_dim={config.qk_pos_emb_head_dim} in it; make it larger"
+        )
+    if config.apply_rope_fusion:
+        problems.append("DSA has no fused RoPE here; use apply_rope_fusion=False")
+    return problems
+
+
+# -- layers' numbers in the whole model, by which their indexer loss is logged -----------------
+#
+# These releases give the attention its number within a pipeline stage, or an MTP module, at best.
+
+
+def number_in_model(original: Callable[..., None]) -> Callable[..., None]:
+    """Decorate ``TransformerLayer.__init__``: its attention gets its number in the model."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _number(self, self.layer_number)
+
+    return __init__
+
+
+def number_after_decoder(original: Callable[..., None]) -> Callable[..., None]:
+    """Decorate ``MultiTokenPredictionLayer.__init__``: MTP layers follow the decoder's."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _number(self.transformer_layer, self.config.num_layers + self.layer_number)
+
+    return __init__
+
+
+def _number(layer: Any, number: int) -> None:
+    core_attention: Any = getattr(getattr(layer, "self_attention", None), "core_attention", None)
+    if hasattr(core_attention, "indexer"):
+        core_attention.layer_number = number
+
+
+# -- gradients that are complete on every tensor parallel rank ---------------------------------
+
+
+def average_marked_gradients(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+    """Decorate ``_allreduce_layernorm_grads``: then average the gradients that later releases average.
+
+    The copies of the indexer start equal and get equal gradients; with nondeterministic kernels these differ
+    by rounding, and without the mean the copies would drift apart.
+    """
+
+    def _allreduce_layernorm_grads(model: list[Any], *args: Any, **kwargs: Any) -> None:
+        original(model, *args, **kwargs)
+        group = context.megatron("core.parallel_state").get_tensor_model_parallel_group()
+        if group.size() == 1:
+            return
+        for chunk in model:
+            for name, parameter in chunk.named_parameters():
+                if not getattr(parameter, "average_gradients_across_tp_domain", False):
+                    continue
+                gradient = getattr(parameter, "main_grad", parameter.grad)
+                if gradient is None:  # not trained
+                    continue
+                if "q_layernorm" not in name:  # already summed, because of its name
+                    dist.all_reduce(gradient, group=group)
+                gradient /= group.size()
+
+    return _allreduce_layernorm_grads
+
+
+# -- the indexer loss in Megatron-LM's log -----------------------------------------------------
+
+
+def log_indexer_loss(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``megatron.training.training.training_log``; a collective of all ranks, once per step."""
+
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        job = context.megatron("training.global_vars")
+        if coefficient(job.get_args()) > 0:
+            # Parameters moved between releases; names did not.
+            signature = inspect.signature(context.megatron("training.training").training_log)
+            arguments = signature.bind(*args, **kwargs).arguments
+            keep_step_loss(indexer_loss(context.megatron).tracker.track_indexer_metrics, context)(
+                loss_scale=1 / context.megatron("core.num_microbatches_calculator").get_num_microbatches(),
+                iteration=arguments["iteration"],
+                writer=job.get_tensorboard_writer(),
+                wandb_writer=job.get_wandb_writer(),
+                total_loss_dict=arguments["total_loss_dict"],
+            )
+        return original(*args, **kwargs)
+
+    return training_log

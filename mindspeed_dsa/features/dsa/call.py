@@ -1,0 +1,132 @@
+"""One call of a DSA core attention: what a layer was given, and what was asked for.
+
+Every adapter builds one at its door: the patched core attention (0.16 to 0.18), the backport's, and that of
+context parallel ranks from 0.19 on. What lies behind takes the call and nothing else of Megatron.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.context_parallel.packs import PackRows
+from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.features.dsa.indexer_loss import coefficient, indexer_loss
+from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, key_exchange
+from mindspeed_dsa.features.dsa.problem import Groups, LossOptions
+from mindspeed_dsa.megatron.dsa import Options
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of a core attention.
+
+    Attributes:
+        layer: a ``DSAttention``, Megatron's or ours; its ``training``, ``config``, ``indexer``,
+            ``softmax_scale`` and ``layer_number`` are read.
+        query: as in :class:`Operands`.
+        key: likewise; on several context parallel ranks also what the exchange put in its place.
+        value: likewise.
+        x: hidden states ``[sequence, batch, hidden]``, as many rows as queries; a rank's part of them under
+            sequence parallelism.
+        qr: latent queries ``[sequence, batch, q_lora_rank]``, likewise; packed by Megatron without the batch.
+        options: the parts that run on our operators.
+        megatron: the layer's Megatron.
+        packed_seq_params: Megatron's description of documents, for a batch of 1; None for whole sequences.
+    """
+
+    layer: Any
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    x: Tensor
+    qr: Tensor
+    options: Options
+    megatron: Megatron
+    packed_seq_params: Any = None
+
+    @cached_property
+    def groups(self) -> Groups:
+        """Ranks with the other heads and the other rows."""
+        return Groups.of(self.layer.indexer.pg_collection)
+
+    @cached_property
+    def documents(self) -> PackRows | None:
+        """Documents that the rows belong to; None for whole sequences."""
+        if self.packed_seq_params is None:
+            return None
+        group = self.layer.indexer.pg_collection.cp
+        return PackRows.of(self.packed_seq_params, self.query.shape[0], group)
+
+    @cached_property
+    def exchange(self) -> KeyExchange | None:
+        """The layer's key exchange; None without context parallelism."""
+        return key_exchange(self.layer, self.options, self.megatron, self.documents)
+
+    @property
+    def indexer_inputs(self) -> tuple[Tensor, Tensor]:
+        """Hidden states and latent queries, with a batch; detached, as the loss must not train the model."""
+        qr = self.qr.detach()
+        is_packed = self.packed_seq_params is not None and qr.dim() == 2
+        return self.x.detach(), qr.unsqueeze(1) if is_packed else qr
+
+    def check_keys(self) -> None:
+        """Refuse keys that are not those of the whole sequence.
+
+        Raises:
+            ValueError: there are fewer, or more, keys than the context parallel ranks have queries; or
+                several ranks have keys by head, as in the prefill of generation, which nobody has gathered.
+        """
+        exchange = key_exchange(self.layer, self.options, self.megatron)
+        rows, keys = self.query.shape[0], self.key.shape[0]
+        is_absorbed, ranks = self.value.dim() == 3, 1 if exchange is None else exchange.ranks
+        is_whole = keys == rows * ranks and (ranks == 1 or is_absorbed)
+        if is_whole or (exchange is not None and exchange.is_on_its_way):
+            return
+        problem = f"fused-dsa: {rows} queries came with {keys} keys"
+        if ranks == 1:
+            raise ValueError(
+                f"{problem}, as in generation with a key-value cache; Megatron-core 0.16 to 0.18 cannot "
+                "decode with DSA, fused or not"
+            )
+        if is_absorbed:
+            raise ValueError(f"{problem} on one of {ranks} context parallel ranks, not {rows * ranks}")
+        raise ValueError(
+            f"{problem} by head on one of {ranks} context parallel ranks, which share keys in absorbed form "
+            "only; train with --use-dsa-absorb, and generate with --context-parallel-size 1"
+        )
+
+    def loss_options(self, all_rows: int) -> LossOptions | None:
+        """Return the indexer loss of a training step; None where there is none.
+
+        Args:
+            all_rows: of the microbatch's whole sequences, over all context parallel ranks.
+        """
+        config = self.layer.config
+        if not (self.layer.training and torch.is_grad_enabled() and coefficient(config) > 0):
+            return None
+        # The callback lives until backward: it must not hold this call, and with it the layer's tensors.
+        ours, layer, group = indexer_loss(self.megatron), self.layer, self.groups.context
+
+        def log_and_start(share: Tensor) -> Tensor:
+            ours.log(share, layer, group)
+            return ours.gradient(share, all_rows)
+
+        return LossOptions(
+            coefficient=coefficient(config),
+            on_chosen_keys=config.dsa_indexer_use_sparse_loss,
+            per_token=ours.takes_sums(config),
+            in_backward=log_and_start if self.options.fuse_kl_in_backward else None,
+        )
+
+    def with_loss(self, out: Tensor, loss: Tensor | None, all_rows: int) -> Tensor:
+        """Log a loss, and return the output to whose backward it is attached; ``all_rows`` as above."""
+        if loss is None:
+            return out
+        ours = indexer_loss(self.megatron)
+        ours.log(loss, self.layer, self.groups.context)
+        return ours.attach(out, loss, all_rows)
