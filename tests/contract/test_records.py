@@ -239,10 +239,22 @@ def test_tables_of_patches_print_where_a_row_applies():
     other = Patch("torch.cuda:f", "wrap", "implementation:f", "a test wants it", versions=">=2.6")
     feature = Feature("f", "does f", patches=(patch(), patch(versions=">=0.14"), other), requires=requires)
     column = [line.split(" | ")[2] for line in pages.patched_tables((feature,)).splitlines()[2:]]
-    assert column == ["`>=0.16,<0.17`", "`>=0.16,<0.17`", "`>=0.16,<0.17`, torch `>=2.6`"]
+    assert column == ["`>=0.16,<0.17`", "`>=0.16,<0.17`, torch `>=2.6`"]
     free = dataclasses.replace(feature, requires=Requires())
     column = [line.split(" | ")[2] for line in pages.patched_tables((free,)).splitlines()[2:]]
     assert column == ["all", "`>=0.14`", "all, torch `>=2.6`"]
+
+
+def test_rows_that_differ_in_their_targets_alone_are_one():
+    """Neighbours only: the order of the rows is that of the declaration."""
+    first, other = patch(), Patch("megatron.core.b:g", "replace", "implementation:g", "a test wants it")
+    rows = (first, dataclasses.replace(first, target="megatron.core.c:h"), other, first)
+    table = pages.patched_tables((Feature("f", "does f", patches=rows),)).splitlines()[2:]
+    assert [line.split(" | ")[0] for line in table] == [
+        "| `megatron.core.a:f`, `megatron.core.c:h`",
+        "| `megatron.core.b:g`",
+        "| `megatron.core.a:f`",
+    ]
 
 
 def test_every_row_applies_to_some_release():

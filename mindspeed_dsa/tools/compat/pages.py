@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -320,22 +322,20 @@ def _span(releases: Sequence[str], matrix: trained.Trained) -> str:
 
 
 def patched_tables(features: Sequence[Feature]) -> str:
-    """Tables of the features' patches, from their rows."""
+    """Build tables of the features' patches; neighbours that differ in their targets alone share a row."""
     parts = []
     for feature in features:
-        rows = [
-            [
-                f"`{patch.label}`",
-                patch.kind + ("" if patch.required else ", optional"),
-                _releases(feature, patch),
-                patch.why,
-            ]
-            for patch in feature.patches
-        ]
+        alike = groupby(feature.patches, partial(_described, feature))
+        rows = [[", ".join(f"`{patch.label}`" for patch in patches), *same] for same, patches in alike]
         title = f"`{feature.name}`: {feature.summary}\n\n" if len(features) > 1 else ""
         body = _table(["Target", "How", "Megatron-core", "Why"], rows) if rows else "Nothing is patched.\n"
         parts.append(title + body)
     return "\n".join(parts)
+
+
+def _described(feature: Feature, patch: Patch) -> tuple[str, str, str]:
+    """Return how, where and why a row patches; everything but its target."""
+    return patch.kind + ("" if patch.required else ", optional"), _releases(feature, patch), patch.why
 
 
 def _releases(feature: Feature, patch: Patch) -> str:
