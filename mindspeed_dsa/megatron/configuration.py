@@ -25,14 +25,24 @@ def require(context: Context[Any], check: Check, *configurations: Any) -> None:
     Raises:
         SettingsError: what the check says.
     """
-    found = list(check(_Together(configurations), context.options))
-    if found:
-        raise SettingsError(f"{context.feature}: " + "; ".join(found))
+    problems = list(check(_Together(configurations), context.options))
+    if problems:
+        raise SettingsError(f"{context.feature}: " + "; ".join(problems))
 
 
 def argument(args: Any, name: str) -> Any:
-    """One of Megatron's arguments; ``None`` where this namespace or configuration does not have it."""
+    """Return one of Megatron's arguments; ``None`` where this namespace or configuration does not have it."""
     return getattr(args, name, None)
+
+
+def uses_cuda_graphs(args: Any) -> bool:
+    """Return whether parts of the model run as CUDA graphs, however a release spells that."""
+    implementation = argument(args, "cuda_graph_impl") or "none"
+    return bool(
+        implementation != "none"
+        or argument(args, "enable_cuda_graph")
+        or argument(args, "external_cuda_graph")
+    )
 
 
 class _Together:

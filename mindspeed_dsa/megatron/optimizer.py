@@ -1,4 +1,4 @@
-"""Megatron's optimizers as features meet them: one protocol for the life of an optimizer and its state.
+"""Protocol for the life of Megatron's optimizers and of the state that features keep for them.
 
 A feature that keeps weights or moments elsewhere subclasses :class:`OptimizerState` and overrides the methods
 it needs. In its declaration, :func:`rows` names these methods and gives the patches behind them. Imports
@@ -7,19 +7,26 @@ neither torch nor Megatron.
 The order of events in a step: gradients are copied and checked (``prepare_grads``), clipped, and then
 ``step_with_ready_grads`` updates the master weights, makes the model's weights from them, and, with the
 distributed optimizer, has them gathered. A skipped step ends after ``prepare_grads``.
+
+Megatron's own step, when it fails in the middle, leaves some parameters updated and others not, and the next
+step continues from there. State that lies elsewhere cannot always be left as Megatron would leave it: then
+the optimizer refuses to step and to be saved until all of its state has been loaded again
+(:class:`StepIntegrity`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.megatron.configuration import require
-from mindspeed_dsa.megatron.whole_steps import WholeSteps
 from mindspeed_dsa.patches.spec import Patch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 FLOAT16 = f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params"
@@ -73,7 +80,7 @@ class Hook:
 
 
 def rows(implementation: str, *hooks: Hook) -> tuple[Patch, ...]:
-    """The patches behind the methods that a feature overrides.
+    """Return the patches behind the methods that a feature overrides.
 
     Args:
         implementation: its subclass of :class:`OptimizerState`, ``"package.module:Class"``.
@@ -107,68 +114,68 @@ class Place(NamedTuple):
 
 
 class OptimizerState:
-    """What a feature keeps for one of Megatron's optimizers.
+    """State that a feature keeps for one of Megatron's optimizers.
 
     Methods get the rest of the patched call, Megatron's own part included, and return its result. Before a
-    step and before anything is saved, :attr:`whole` is checked; it is whole again when all has been loaded.
+    step and before anything is saved, :attr:`integrity` is required; it is restored when all has been loaded.
 
     Attributes:
-        whole: whether the state is that of a whole number of steps.
+        integrity: whether the state is that of a whole number of steps.
     """
 
-    whole: WholeSteps
+    integrity: StepIntegrity
 
     @classmethod
     def check(cls, args: Any, options: Any) -> Iterable[str]:
-        """Problems of arguments or of the optimizer's configuration."""
+        """Yield problems of arguments or of the optimizer's configuration."""
         return ()
 
     @classmethod
     def constructing(cls) -> AbstractContextManager[Any]:
-        """Surrounds the constructor of Megatron's optimizer."""
+        """Surround the constructor of Megatron's optimizer."""
         return nullcontext()
 
     @classmethod
     def built(cls, optimizer: Any, context: Context[Any]) -> OptimizerState | None:
-        """The state for an optimizer that has just been constructed and has parameters."""
+        """Return the state for an optimizer that has just been constructed and has parameters."""
         raise NotImplementedError
 
     def before_grads(self) -> None:
-        """Gradients are complete, and are about to be prepared."""
+        """Do what is to be done when gradients are complete, and about to be prepared."""
 
     def after_skip(self) -> None:
-        """The preparation of the gradients has found that the step has to be skipped."""
+        """Do what is to be done when the gradients say that the step is skipped."""
 
     def step(self, call: Callable[[], bool]) -> bool:
-        """The update of the weights."""
+        """Update the weights."""
         return call()
 
     def master_to_model(self, call: Callable[[], None]) -> None:
-        """The model's weights are made from the master weights."""
+        """Make the model's weights from the master weights."""
         call()
 
     def model_to_master(self, call: Callable[[], None], from_state_dict: bool) -> None:
-        """Master weights are made from the model's weights, or read from a model's state dict."""
+        """Make master weights from the model's weights, or read them from a model's state dict."""
         call()
 
     def state_dict(self, call: Callable[[], Any]) -> Any:
-        """What the optimizer saves; with the distributed optimizer without the state of parameters."""
+        """Return what the optimizer saves; with the distributed optimizer without the state of parameters."""
         return call()
 
     def load_state_dict(self, call: Callable[[], Any]) -> Any:
-        """The counterpart."""
+        """Load what :meth:`state_dict` has returned."""
         return call()
 
     def get_parameter(self, place: Place, call: Callable[[], Any]) -> Any:
-        """Master weight and moments of one parameter, to be saved."""
+        """Return the master weight and moments of one parameter, to be saved."""
         return call()
 
     def set_parameter(self, place: Place, call: Callable[[], None]) -> None:
-        """Master weight and moments of one parameter are loaded."""
+        """Load the master weight and moments of one parameter."""
         call()
 
     def load_parameters(self, call: Callable[[], None]) -> None:
-        """Master weights and moments of all parameters are loaded, from an old checkpoint."""
+        """Load master weights and moments of all parameters, from an old checkpoint."""
         call()
 
     # -- decorators, one for each method ---------------------------------------------------------
@@ -196,7 +203,7 @@ class OptimizerState:
             parts = [state_of(each, context.feature) for each in getattr(self, "chained_optimizers", [self])]
             states = [state for state in parts if state is not None]
             for state in states:
-                state.whole.require()  # of all parts, before the first of them makes its step
+                state.integrity.require()  # of all parts, before the first of them makes its step
             for state in states:
                 state.before_grads()
             skipped = bool(original(self))
@@ -215,7 +222,7 @@ class OptimizerState:
             state = state_of(self, context.feature)
             if state is None:
                 return bool(original(self))
-            state.whole.require()
+            state.integrity.require()
             return state.step(lambda: bool(original(self)))
 
         return step_with_ready_grads
@@ -256,7 +263,7 @@ class OptimizerState:
             state = state_of(self, context.feature)
             if state is None:
                 return original(self, *args, **kwargs)
-            state.whole.require()
+            state.integrity.require()
             return state.state_dict(lambda: original(self, *args, **kwargs))
 
         return state_dict
@@ -271,7 +278,7 @@ class OptimizerState:
                 return original(self, state_dict, *args, **kwargs)
             result = state.load_state_dict(lambda: original(self, state_dict, *args, **kwargs))
             if not is_sharded(self):  # otherwise the state of parameters is loaded separately
-                state.whole.all_loaded()
+                state.integrity.all_loaded()
             return result
 
         return load_state_dict
@@ -284,7 +291,7 @@ class OptimizerState:
             state = state_of(self, context.feature)
             if state is None:
                 return original(self, model_param)
-            state.whole.require()
+            state.integrity.require()
             return state.get_parameter(_place(self, model_param), lambda: original(self, model_param))
 
         return _get_main_param_and_optimizer_states
@@ -300,7 +307,7 @@ class OptimizerState:
                 return
             place = _place(self, model_param)
             state.set_parameter(place, lambda: original(self, model_param, tensors))
-            state.whole.loaded(place.main)
+            state.integrity.loaded(place.main)
 
         return _set_main_param_and_optimizer_states
 
@@ -314,22 +321,94 @@ class OptimizerState:
                 original(self, state_dict)
                 return
             state.load_parameters(lambda: original(self, state_dict))
-            state.whole.all_loaded()
+            state.integrity.all_loaded()
 
         return load_parameter_state_from_dp_zero_legacy
 
 
 def state_of(optimizer: Any, feature: str) -> OptimizerState | None:
-    """What a feature keeps for one of Megatron's optimizers; ``None`` if it was built without the feature."""
-    found: OptimizerState | None = vars(optimizer).get(_ATTRIBUTE, {}).get(feature)
-    return found
+    """Return what a feature keeps for an optimizer; ``None`` if it was built without the feature."""
+    state: OptimizerState | None = vars(optimizer).get(_ATTRIBUTE, {}).get(feature)
+    return state
 
 
 def is_sharded(optimizer: Any) -> bool:
-    """Whether it is Megatron's distributed optimizer."""
+    """Return whether it is Megatron's distributed optimizer."""
     return hasattr(optimizer, "shard_fp32_from_float16_groups")
 
 
 def _place(optimizer: Any, model_param: Any) -> Place:
     group, at = optimizer.model_param_group_index_map[model_param]
     return Place(group, at, optimizer.optimizer.param_groups[group]["params"][at])
+
+
+# -- integrity of steps --------------------------------------------------------------------------
+
+
+class StepIntegrity:
+    """Record of whether an optimizer's state is that of a whole number of steps.
+
+    Args:
+        feature: name of the feature that keeps the state.
+    """
+
+    def __init__(self, feature: str) -> None:
+        self._feature = feature
+        self._stale: set[Any] | None = None
+
+    @property
+    def broken(self) -> bool:
+        """Return whether a failed step has left other state than Megatron's own step would."""
+        return self._stale is not None
+
+    def mark_broken(self, parameters: Iterable[Any]) -> None:
+        """Note that a step has failed.
+
+        Args:
+            parameters: what has to be loaded before the state is whole again, by any key.
+        """
+        self._stale = set(parameters)
+
+    def loaded(self, parameter: Any) -> None:
+        """Note that all state of one parameter has been loaded."""
+        if self._stale is not None:
+            self._stale.discard(parameter)
+            self._stale = self._stale or None
+
+    def all_loaded(self) -> None:
+        """Note that all state has been loaded, or a step has been completed."""
+        self._stale = None
+
+    def require(self) -> None:
+        """Refuse to go on from a broken step.
+
+        Raises:
+            RuntimeError: a step has failed in the middle.
+        """
+        if self.broken:
+            raise RuntimeError(
+                f"{self._feature}: a step of this optimizer failed in the middle, so weights and optimizer "
+                "state are those of no step and are neither updated nor saved; start again from the last "
+                "checkpoint, or load a state dict into the model and into the optimizer"
+            )
+
+
+class Writes:
+    """Watch over tensors that an optimizer may write to, as far as writes can be known.
+
+    torch counts in-place writes to each tensor. Its fused kernels and those of other libraries do not count.
+
+    Args:
+        optimizer: the inner one.
+        tensors: that it may write to; views count together with what they are views of.
+    """
+
+    def __init__(self, optimizer: Any, tensors: Sequence[Tensor]) -> None:
+        self._tensors, self._before = tensors, [each._version for each in tensors]
+        self._are_counted = type(optimizer).__module__.startswith("torch.optim") and not any(
+            group.get("fused") for group in optimizer.param_groups
+        )
+
+    def may_have_happened(self) -> bool:
+        """Return false only if there was no write."""
+        return not self._are_counted or self._before != [each._version for each in self._tensors]

@@ -13,11 +13,11 @@ from mindspeed_dsa.megatron.optimizer import (
     Hook,
     OptimizerState,
     Place,
+    StepIntegrity,
     is_sharded,
     rows,
     state_of,
 )
-from mindspeed_dsa.megatron.whole_steps import WholeSteps
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
 from tests.support.contexts import context
@@ -29,7 +29,7 @@ class Recorded(OptimizerState):
     """Notes its calls, with the name of its feature, in the optimizer."""
 
     def __init__(self, optimizer: Any, feature: str) -> None:
-        self.whole, self.events, self.feature = WholeSteps(feature), optimizer.events, feature
+        self.integrity, self.events, self.feature = StepIntegrity(feature), optimizer.events, feature
 
     @classmethod
     def check(cls, args: Any, options: Any) -> Iterator[str]:
@@ -114,8 +114,8 @@ def test_features_nest_and_keep_apart_what_they_keep():
     assert optimizer.step_with_ready_grads() is True
     assert optimizer.events == ["outer begins", "inner begins", "update", "inner ends", "outer ends"]
     assert state_of(optimizer, "inner") is not state_of(optimizer, "outer")
-    state_of(optimizer, "inner").whole.tear([MAIN])
-    assert not state_of(optimizer, "outer").whole.torn
+    state_of(optimizer, "inner").integrity.mark_broken([MAIN])
+    assert not state_of(optimizer, "outer").integrity.broken
 
 
 @pytest.mark.parametrize("size", [0, -1], ids=["nothing to keep", "stub"])
@@ -134,7 +134,7 @@ def test_all_parts_of_a_chain_are_checked_before_the_first_of_them_begins():
     prepare = Recorded.wrap_before_grads(lambda self: True, context("inner"))
     assert prepare(chain) is True
     assert [part.events for part in parts] == [["inner before", "inner skips"]] * 2
-    state_of(parts[1], "inner").whole.tear([MAIN])
+    state_of(parts[1], "inner").integrity.mark_broken([MAIN])
     with pytest.raises(RuntimeError, match="inner: a step of this optimizer failed in the middle"):
         prepare(chain)
     assert parts[0].events == ["inner before", "inner skips"]
@@ -144,15 +144,15 @@ def test_all_parts_of_a_chain_are_checked_before_the_first_of_them_begins():
 def test_torn_state_is_neither_updated_nor_saved_until_it_is_loaded(cls):
     optimizer = wrapped(cls, inner=None)(None, CONFIG)
     state = state_of(optimizer, "inner")
-    state.whole.tear([MAIN])
+    state.integrity.mark_broken([MAIN])
     for refused in (optimizer.step_with_ready_grads, optimizer.state_dict, optimizer.prepare_grads):
         with pytest.raises(RuntimeError, match="load a state dict into the model"):
             refused()
     assert optimizer.events == []
     optimizer.load_state_dict({})
-    assert state.whole.torn == is_sharded(optimizer) == (cls is Sharded)
+    assert state.integrity.broken == is_sharded(optimizer) == (cls is Sharded)
     optimizer._set_main_param_and_optimizer_states("weight", {})
-    assert not state.whole.torn
+    assert not state.integrity.broken
     assert optimizer.step_with_ready_grads()
 
 

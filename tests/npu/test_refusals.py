@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_dsa.features.diagnostics.step_metrics import records
-from mindspeed_dsa.features.memory.checkpoint import CheckpointWithoutOutput
+from mindspeed_dsa.features.memory.recompute_outputs.checkpoint import CheckpointWithoutOutput
 from tests.npu.refusals import blocked_storages, hccl, in_blocks, require_idle
 
 

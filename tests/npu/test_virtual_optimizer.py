@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.features.memory.virtual_optimizer import kernel_moments
+from mindspeed_dsa.features.memory.virtual_optimizer import mapped_moments
 from mindspeed_dsa.platforms.npu import NpuPlatform
 
 
@@ -55,12 +55,12 @@ def test_the_operator_makes_the_steps_of_torchs_adamw():
     optimizer, expected = (torch.optim.AdamW(each, **rates) for each in (ours, reference))
     # The last one is outside of the quota and is the optimizer's own.
     places = {each: (torch.zeros_like(each), torch.zeros_like(each)) for each in ours[:2]}
-    moments = kernel_moments.Moments(optimizer, places)
-    assert not list(kernel_moments.check_adamw(optimizer))
+    moments = mapped_moments.Moments(optimizer, places)
+    assert not list(mapped_moments.check_adamw(optimizer))
     for _ in range(4):
         for left, right in zip(ours, reference, strict=True):
             left.grad = right.grad = torch.randn(left.shape, generator=generator)
-        kernel_moments.step(optimizer, moments, optimizer.step)
+        mapped_moments.step_with_kernels(optimizer, moments, optimizer.step)
         expected.step()
     for left, right in zip(ours, reference, strict=True):
         torch.testing.assert_close(left, right)

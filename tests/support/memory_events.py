@@ -76,9 +76,9 @@ def counted() -> Iterator[Counter[str]]:
 
     from mindspeed_dsa.features.compilation.regions.region import Region
     from mindspeed_dsa.features.data_parallel.fsdp2 import direct
-    from mindspeed_dsa.features.memory.checkpoint import _Output
-    from mindspeed_dsa.features.memory.host_moments import Moments
-    from mindspeed_dsa.features.memory.reuse_fp32_param.masters import Masters
+    from mindspeed_dsa.features.memory.optimizer_memory import Moments
+    from mindspeed_dsa.features.memory.recompute_outputs.checkpoint import _Output
+    from mindspeed_dsa.features.memory.reuse_fp32_param.shared_weights import Masters
     from mindspeed_dsa.features.memory.swap_attention.swapped_storage import SwappedStorage
     from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Pipeline
     from mindspeed_dsa.features.moe.balanced_experts import layer as balanced

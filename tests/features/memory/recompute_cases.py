@@ -296,9 +296,9 @@ def grouped_experts(switches: Mapping[str, Any]) -> dict[str, Any]:
         torch.nn.init.normal_(module.weight1, generator=torch.Generator().manual_seed(1))
         torch.nn.init.normal_(module.weight2, generator=torch.Generator().manual_seed(2))
         if switches:
-            from mindspeed_dsa.features.memory.recompute_activation_function import mlp
+            from mindspeed_dsa.features.memory.recompute_outputs import activations
 
-            mlp._chosen[module] = "layer 1, mlp.experts"
+            activations._chosen[module] = "layer 1, mlp.experts"
         found = {}
         for counts in ([3, 0, 2, 4], [0, 0, 0, 0]):
             generator = torch.Generator().manual_seed(0)
@@ -316,8 +316,8 @@ def grouped_experts(switches: Mapping[str, Any]) -> dict[str, Any]:
 
 def chosen_layers(switches: Mapping[str, Any], num_layers: int, **layout: Any) -> dict[str, list[int]]:
     """Numbers of this rank's layers whose outputs are recomputed, by feature."""
-    from mindspeed_dsa.features.memory.recompute_activation_function import mlp
-    from mindspeed_dsa.features.memory.recompute_norm import layer as recompute_norm
+    from mindspeed_dsa.features.memory.recompute_outputs import activations
+    from mindspeed_dsa.features.memory.recompute_outputs import norms as recompute_norm
 
     job.start(switches, **layout)
     vpp = layout.get("vpp")
@@ -327,7 +327,7 @@ def chosen_layers(switches: Mapping[str, Any], num_layers: int, **layout: Any) -
         "activation": [
             layer.layer_number
             for layer in layers
-            if any(module in mlp._chosen for module in layer.mlp.modules())
+            if any(module in activations._chosen for module in layer.mlp.modules())
         ],
         "norm": [layer.layer_number for layer in layers if layer in recompute_norm._layers],
     }

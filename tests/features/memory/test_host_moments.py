@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_dsa.features.memory.host_moments import MOMENTS, Moments
+from mindspeed_dsa.features.memory.optimizer_memory import MOMENTS, Moments
 from mindspeed_dsa.patches.errors import SettingsError
 
 

@@ -7,12 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_dsa.features.memory.recompute_activation_function.feature import FEATURE as ACTIVATION
-from mindspeed_dsa.features.memory.recompute_norm.feature import FEATURE as NORM
-from mindspeed_dsa.features.memory.recompute_outputs.feature import FEATURE as OUTPUTS
+from mindspeed_dsa.features.memory.recompute_outputs.feature import ACTIVATION_FUNCTION, NORM, OUTPUTS
 
 CASES = "tests.features.memory.recompute_cases"
-check_activation, check_norm, check_outputs = ACTIVATION.problems, NORM.problems, OUTPUTS.problems
+check_activation, check_norm, check_outputs = ACTIVATION_FUNCTION.problems, NORM.problems, OUTPUTS.problems
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.megatron.plain_layers import Linear, Norm
+from mindspeed_dsa.megatron.inlinable import Linear, Norm
 
 
 class Sizes(NamedTuple):

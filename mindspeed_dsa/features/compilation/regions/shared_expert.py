@@ -14,7 +14,7 @@ from torch import Tensor
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.compilation.regions.feature import Options
 from mindspeed_dsa.features.compilation.regions.region import regions_of, rows_of
-from mindspeed_dsa.megatron.plain_layers import Linear, linear_of
+from mindspeed_dsa.megatron.inlinable import Linear, linear_of
 
 EXPERT = "shared expert"
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.data_parallel.fsdp2 import parts
-from mindspeed_dsa.megatron.layer_pieces import transformer_layer
+from mindspeed_dsa.megatron.split_layers import transformer_layer
 from mindspeed_dsa.patches.errors import SettingsError
 
 _PARTS = "_mindspeed_dsa_fsdp2_parts"

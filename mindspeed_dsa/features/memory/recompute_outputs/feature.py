@@ -1,4 +1,8 @@
-"""The checkpoint that outputs are recomputed with."""
+"""Outputs that only their consumer's backward reads, freed after the forward and recomputed before that.
+
+Three features: the norms of a layer, the activation functions of its MLPs, and the checkpoint that both of
+them and Megatron's own modules recompute with (``checkpoint.py``).
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,159 @@ from importlib.util import find_spec
 from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag, Requires
-from mindspeed_dsa.features.memory.recompute_checks import check_precision_and_graphs
-from mindspeed_dsa.features.memory.switches import any_of, wanted
+from mindspeed_dsa.features.memory import chosen_layers
+from mindspeed_dsa.features.memory.chosen_layers import LayerOptions, check_layers
+from mindspeed_dsa.features.memory.conditions import any_of, check_weight_shards, wanted
 from mindspeed_dsa.megatron import releases
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument, uses_cuda_graphs
 from mindspeed_dsa.patches.spec import Patch
+
+_HERE = "mindspeed_dsa.features.memory.recompute_outputs"
+_REQUIRES = Requires(versions={"megatron-core": releases.SERVED})
+
+# -- activation functions ------------------------------------------------------------------------
+
+_ACTIVATION = "--recompute-activation-function"
+_activation_wanted = wanted("recompute_activation_function", "recompute_activation_function_num_layers")
+
+
+@dataclass(frozen=True)
+class ActivationOptions(LayerOptions):
+    """Options of ``--recompute-activation-function``.
+
+    Attributes:
+        verify: compare recomputed bytes with those of the forward.
+    """
+
+    verify: bool
+
+    @classmethod
+    def of(cls, settings: Any) -> ActivationOptions:
+        """Read them from resolved settings, or from arguments."""
+        verify = bool(getattr(settings, "recompute_verify", False))
+        return cls.from_settings(settings, "recompute_activation_function", verify=verify)
+
+
+def check_activation(args: Any, options: ActivationOptions) -> Iterator[str]:
+    """Yield what in arguments, or in a model's configuration, does not combine with the feature."""
+    yield from check_layers(args, options, _ACTIVATION)
+    yield from _check_recompute(args, _ACTIVATION)
+    yield from _check_own_module(args, _ACTIVATION, "moe_act")
+    if argument(args, "use_transformer_engine_op_fuser"):
+        yield (
+            f"{_ACTIVATION}: with --use-transformer-engine-op-fuser the activation is inside one operation "
+            "with both linear layers and has no output of its own; drop one of them"
+        )
+
+
+ACTIVATION_FUNCTION = Feature(
+    name="recompute-activation-function",
+    summary="Frees the output of each MLP's activation function after fc2 has used it, and computes it again "
+    "right before fc2's backward reads it.",
+    flags=(
+        Flag(
+            "--recompute-activation-function",
+            "Recompute the activation function of MLPs, experts and shared experts in backward.",
+        ),
+        Flag(
+            "--recompute-activation-function-num-layers",
+            "Recompute activation functions in N layers of each pipeline stage; default: in all layers.",
+            kind="value",
+            type=int,
+            metavar="N",
+        ),
+    ),
+    patches=(
+        Patch(
+            "megatron.core.transformer.mlp:MLP.forward",
+            "wrap",
+            f"{_HERE}.activations:recompute_in_mlp",
+            "the activation function lies between the forward's calls of fc1 and fc2",
+            params=("hidden_states", "per_token_scale"),
+            versions=releases.SERVED,
+        ),
+        *(
+            Patch(
+                f"megatron.core.transformer.moe.experts:{experts}.forward",
+                "wrap",
+                f"{_HERE}.activations:recompute_in_grouped_mlp",
+                "Megatron's own moe_act recompute is switched on in the chosen layers",
+                versions=versions,
+            )
+            for experts, versions in (("GroupedMLP", ">=0.12.1,<0.17"), ("TEGroupedMLP", releases.SERVED))
+        ),
+        *chosen_layers.rows(f"{_HERE}.activations", releases.SERVED),
+    ),
+    requires=_REQUIRES,
+    active=_activation_wanted,
+    options=ActivationOptions.of,
+    check=check_activation,
+    doc="recompute-activation-function.md",
+)
+
+# -- norms ---------------------------------------------------------------------------------------
+
+_NORM = "--recompute-norm"
+_norm_wanted = wanted("recompute_norm", "recompute_norm_num_layers")
+
+
+@dataclass(frozen=True)
+class NormOptions(LayerOptions):
+    """Options of ``--recompute-norm``."""
+
+    @classmethod
+    def of(cls, settings: Any) -> NormOptions:
+        """Read them from resolved settings, or from arguments."""
+        return cls.from_settings(settings, "recompute_norm")
+
+
+def check_norm(args: Any, options: NormOptions) -> Iterator[str]:
+    """Yield what in arguments, or in a model's configuration, does not combine with the feature."""
+    yield from check_layers(args, options, _NORM)
+    yield from _check_recompute(args, _NORM)
+    yield from _check_own_module(args, _NORM, "layernorm")
+
+
+NORM = Feature(
+    name="recompute-norm",
+    summary="Frees the outputs of a layer's two norms after their consumers have used them, and computes "
+    "them again right before the consumers' backward reads them.",
+    flags=(
+        Flag("--recompute-norm", "Recompute the input norm and the norm before the MLP in backward."),
+        Flag(
+            "--recompute-norm-num-layers",
+            "Recompute norms in N layers of each pipeline stage; default: in all layers.",
+            kind="value",
+            type=int,
+            metavar="N",
+        ),
+    ),
+    patches=(
+        Patch(
+            "megatron.core.transformer.transformer_layer:TransformerLayer.forward",
+            "wrap",
+            f"{_HERE}.norms:recompute_norms",
+            "Megatron's own layernorm recompute is switched on in the chosen layers",
+            versions=releases.SERVED,
+        ),
+        *chosen_layers.rows(f"{_HERE}.norms", releases.SERVED),
+    ),
+    requires=_REQUIRES,
+    active=_norm_wanted,
+    options=NormOptions.of,
+    check=check_norm,
+    doc="recompute-norm.md",
+)
+
+# -- the checkpoint ------------------------------------------------------------------------------
+
+_NEED_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "gdn_norm_out", "gdp_qkv")
+"""Modules whose checkpoint Megatron constructs without saying that there is no fp8, from 0.14 on."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for.
+    """Options of the checkpoint.
 
     Attributes:
         verify: compare recomputed bytes with those of the forward.
@@ -27,20 +174,27 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """From resolved settings, or from arguments."""
+        """Read them from resolved settings, or from arguments."""
         return cls(verify=bool(getattr(settings, "recompute_verify", False)))
 
 
-_NEED_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "gdn_norm_out", "gdp_qkv")
-"""Modules whose checkpoint Megatron constructs without saying that there is no fp8, from 0.14 on."""
-
-
 def recomputes_without_engine(settings: Any) -> bool:
-    """Whether modules of Megatron are recomputed with its checkpoint, which does not run here.
+    """Return whether modules of Megatron are recomputed with its checkpoint, which does not run here.
 
     With Transformer Engine it runs, in fp8 too, and is left as it is.
     """
     return bool(_modules(settings)) and find_spec("transformer_engine") is None
+
+
+def check_outputs(args: Any, options: Options) -> Iterator[str]:
+    """Yield problems of ``--recompute-verify`` where it is used with Megatron's own modules alone."""
+    if argument(args, "recompute_verify"):
+        yield from _check_precision_and_graphs(args, "--recompute-verify")
+    elif recomputes_without_engine(args) and argument(args, "recompute_granularity") == "selective":
+        modules = " ".join(_modules(args))
+        yield from _check_precision_and_graphs(
+            args, f"--recompute-modules {modules} without Transformer Engine"
+        )
 
 
 def _modules(settings: Any) -> list[str]:
@@ -48,21 +202,11 @@ def _modules(settings: Any) -> list[str]:
     return [name for name in _NEED_TRANSFORMER_ENGINE if name in modules]
 
 
-def check_outputs(args: Any, options: Options) -> Iterator[str]:
-    """Problems of ``--recompute-verify`` where it is used with Megatron's own modules alone."""
-    if argument(args, "recompute_verify"):
-        yield from check_precision_and_graphs(args, "--recompute-verify")
-    elif recomputes_without_engine(args) and argument(args, "recompute_granularity") == "selective":
-        modules = " ".join(_modules(args))
-        yield from check_precision_and_graphs(
-            args, f"--recompute-modules {modules} without Transformer Engine"
-        )
-
-
-FEATURE = Feature(
+OUTPUTS = Feature(
     name="recompute-outputs",
-    summary="The checkpoint without output that both of these, and Megatron's own modules, recompute with: "
-    "works without Transformer Engine, restores random states only where they are drawn from, verifies.",
+    summary="The checkpoint without output that recompute-norm, recompute-activation-function and Megatron's "
+    "own modules recompute with: works without Transformer Engine, restores random states only where they "
+    "are drawn from, verifies.",
     flags=(
         Flag(
             "--recompute-verify",
@@ -75,20 +219,65 @@ FEATURE = Feature(
         Patch(
             "megatron.core.tensor_parallel:CheckpointWithoutOutput",
             "value",
-            "mindspeed_dsa.features.memory.recompute_outputs.megatron_checkpoint:checkpoint_without_output",
-            "Megatron's needs Transformer Engine even without fp8, and copies random states every time",
+            f"{_HERE}.checkpoint:checkpoint_without_output",
+            "Megatron's class needs Transformer Engine even without fp8, and copies random states every time",
             versions=releases.SERVED,
             factory=True,
         ),
     ),
-    requires=Requires(versions={"megatron-core": releases.SERVED}),
-    active=any_of(
-        wanted("recompute_activation_function", "recompute_activation_function_num_layers"),
-        wanted("recompute_norm", "recompute_norm_num_layers"),
-        wanted("recompute_verify"),
-        recomputes_without_engine,
-    ),
+    requires=_REQUIRES,
+    active=any_of(_activation_wanted, _norm_wanted, wanted("recompute_verify"), recomputes_without_engine),
     options=Options.of,
     check=check_outputs,
     doc="recompute-outputs.md",
 )
+
+# -- refusals that they share --------------------------------------------------------------------
+
+
+def _check_recompute(args: Any, flag: str) -> Iterator[str]:
+    """Yield what rules out recomputing outputs inside a layer."""
+    yield from _check_precision_and_graphs(args, flag)
+    yield from check_weight_shards(args, flag)
+    if argument(args, "recompute_granularity") == "full" and argument(args, "recompute_method") != "block":
+        yield (
+            f"{flag} has nothing left to do where --recompute-granularity full recomputes every layer; drop "
+            "one of them, or recompute only some layers in full with --recompute-method block"
+        )
+    if argument(args, "cpu_offloading"):
+        yield (
+            f"{flag} frees the memory of tensors that --cpu-offloading-num-layers moves to the host, which "
+            "gains nothing; drop one of them"
+        )
+
+
+def _check_precision_and_graphs(args: Any, flag: str) -> Iterator[str]:
+    """Yield what rules out freeing outputs at all."""
+    for name in ("fp8", "fp4"):
+        if argument(args, name):
+            yield (
+                f"{flag} cannot be used with --{name}-format: the consumer keeps a quantised copy, "
+                "so nothing would be freed, and recomputing would change scaling factors a second time; drop "
+                "one of them"
+            )
+    if "mhc" in (argument(args, "recompute_modules") or ()):
+        yield (
+            f"{flag} cannot be used with --recompute-modules mhc: Megatron frees and recomputes what several "
+            "layers' hyper-connections put out together; drop one of them"
+        )
+    if uses_cuda_graphs(args):
+        yield (
+            f"{flag} cannot be used with CUDA graphs: a graph holds the addresses of the memory that this "
+            "frees; drop --cuda-graph-impl or this"
+        )
+
+
+def _check_own_module(args: Any, flag: str, module: str) -> Iterator[str]:
+    """Yield a problem where Megatron's own module does the same work."""
+    if argument(args, "recompute_granularity") == "selective" and module in (
+        argument(args, "recompute_modules") or ()
+    ):
+        yield (
+            f"{flag} and --recompute-modules {module} do the same work, the latter in every layer; drop "
+            f"{module} from the modules"
+        )

@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag, Requires
-from mindspeed_dsa.features.memory.moved_state import Row, check_arguments, check_optimizer
-from mindspeed_dsa.features.memory.weight_shards import check_weight_shards
+from mindspeed_dsa.features.memory.conditions import (
+    Row,
+    check_arguments,
+    check_optimizer,
+    check_weight_shards,
+)
 from mindspeed_dsa.megatron import optimizer, releases
 from mindspeed_dsa.megatron.optimizer import DISTRIBUTED, FLOAT16, MIXED, Hook
 
@@ -42,7 +46,7 @@ _OPTIMIZERS = ("adam", "sgd")
 
 
 def check_shared_weights(args: Any, options: Any = None) -> Iterator[str]:
-    """What in arguments, or in an optimizer's configuration, does not combine with the feature."""
+    """Yield what in arguments, or in an optimizer's configuration, does not combine with the feature."""
     yield from check_arguments(args, _FLAG, _REFUSED)
     yield from check_weight_shards(args, _FLAG)
     # A namespace without bf16 is not Megatron's.

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag, Requires
-from mindspeed_dsa.features.memory.switches import check_has_effect, wanted, without
-from mindspeed_dsa.features.memory.weight_shards import check_weight_shards
-from mindspeed_dsa.megatron import layers, releases
-from mindspeed_dsa.megatron.configuration import argument
-from mindspeed_dsa.megatron.layers import LayerOptions, check_num_layers, check_pieces, follows_pieces
+from mindspeed_dsa.features.memory import chosen_layers
+from mindspeed_dsa.features.memory.chosen_layers import LayerOptions, check_layers
+from mindspeed_dsa.features.memory.conditions import check_has_effect, check_weight_shards, wanted, without
+from mindspeed_dsa.megatron import releases
+from mindspeed_dsa.megatron.configuration import argument, uses_cuda_graphs
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.platforms.host_pool import local_processes, require_host_memory
@@ -29,7 +29,7 @@ DEFAULT_MIN_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Options(LayerOptions):
-    """What was asked for.
+    """Options of ``--swap-attention``.
 
     Attributes:
         modules: names with commas between them; ``None`` if unset.
@@ -41,18 +41,17 @@ class Options(LayerOptions):
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """From resolved settings, or from arguments."""
-        return cls(
-            switched_on=bool(getattr(settings, "swap_attention", False)),
-            num_layers=getattr(settings, "swap_attention_num_layers", None),
-            follows_pieces=follows_pieces(settings),
+        """Read them from resolved settings, or from arguments."""
+        return cls.from_settings(
+            settings,
+            "swap_attention",
             modules=getattr(settings, "swap_modules", None),
             min_bytes=getattr(settings, "swap_attention_min_bytes", None),
         )
 
     @property
     def names(self) -> list[str]:
-        """Of the modules, out of :data:`MODULES` once they are validated."""
+        """Names of the modules, out of :data:`MODULES` once they are validated."""
         return [name.strip() for name in (self.modules or DEFAULT_MODULES).split(",")]
 
     @property
@@ -70,22 +69,21 @@ _FLAG = "--swap-attention"
 
 
 def check_swapped_attention(args: Any, options: Options) -> Iterator[str]:
-    """What in arguments, or in a model's configuration, does not combine with the feature."""
-    yield from check_num_layers(args, options, _FLAG)
+    """Yield what in arguments, or in a model's configuration, does not combine with the feature."""
+    yield from check_layers(args, options, _FLAG)
     yield from check_has_effect(
         options.switched_on,
         _FLAG,
         swap_modules=options.modules,
         swap_attention_min_bytes=options.min_bytes,
     )
-    yield from check_values(options)
-    yield from check_other_movers(args)
-    yield from check_pieces(args, options, _FLAG)
-    yield from check_host_memory(args, options)
+    yield from _check_values(options)
+    yield from _check_other_movers(args)
+    yield from _check_host_memory(args, options)
 
 
-def check_values(options: Options) -> Iterator[str]:
-    """Names and numbers that are none."""
+def _check_values(options: Options) -> Iterator[str]:
+    """Yield names of modules that there are not, and sizes below zero."""
     unknown = [name for name in options.names if name not in MODULES]
     if unknown:
         yield (
@@ -96,8 +94,8 @@ def check_values(options: Options) -> Iterator[str]:
         yield f"--swap-attention-min-bytes {options.min_bytes}: use a number of bytes, at least 0"
 
 
-def check_other_movers(args: Any) -> Iterator[str]:
-    """What else in Megatron moves, frees or hides saved tensors."""
+def _check_other_movers(args: Any) -> Iterator[str]:
+    """Yield what else in Megatron moves, frees or hides saved tensors."""
     if argument(args, "recompute_granularity") == "full" and argument(args, "recompute_method") != "block":
         yield (
             "--swap-attention has nothing left to swap where --recompute-granularity full recomputes every "
@@ -114,8 +112,7 @@ def check_other_movers(args: Any) -> Iterator[str]:
                 f"--swap-attention and {flag} both take saved tensors from autograd, which lets only the "
                 "innermost of them have a tensor; drop one of them"
             )
-    graphs = argument(args, "cuda_graph_impl") or "none"
-    if graphs != "none" or argument(args, "enable_cuda_graph") or argument(args, "external_cuda_graph"):
+    if uses_cuda_graphs(args):
         yield (
             "--swap-attention cannot be used with CUDA graphs: what a graph saves for backward lies in the "
             "graph's own memory and passes no hook; drop --cuda-graph-impl or this"
@@ -129,8 +126,8 @@ def check_other_movers(args: Any) -> Iterator[str]:
             )
 
 
-def check_host_memory(args: Any, options: Options) -> Iterator[str]:
-    """Less host memory than the first pipeline stage certainly needs."""
+def _check_host_memory(args: Any, options: Options) -> Iterator[str]:
+    """Yield a problem where the host has less memory than the first pipeline stage certainly needs."""
     nbytes = least_host_bytes(args, options)
     if nbytes is None:
         return
@@ -146,14 +143,14 @@ def check_host_memory(args: Any, options: Options) -> Iterator[str]:
 
 
 def _on_first_stage(args: Any) -> int:
-    """Processes of this host that are on a first pipeline stage; ranks of a stage follow each other."""
+    """Count this host's processes on a first pipeline stage; ranks of a stage follow each other."""
     local = local_processes()
     world = int(os.environ.get("WORLD_SIZE", local))
     return min(local, max(world // (argument(args, "pipeline_model_parallel_size") or 1), 1))
 
 
 def least_host_bytes(args: Any, options: Options) -> int | None:
-    """Bytes that the first pipeline stage certainly moves; ``None`` where the arguments do not say enough.
+    """Return the bytes that the first pipeline stage certainly moves; ``None`` where arguments are missing.
 
     That stage has as many microbatches under way as there are stages, or as the batch has. Of each layer and
     microbatch at least these go to the host: the query and the output of the core attention, and key and
@@ -205,7 +202,7 @@ def _microbatches(args: Any) -> int:
     return max(of_rank, 1)
 
 
-_IMPL = "mindspeed_dsa.features.memory.swap_attention.layers"
+_IMPL = "mindspeed_dsa.features.memory.swap_attention.layer_pass"
 _PARALLEL = "megatron.core.tensor_parallel"
 _wanted = wanted("swap_attention", "swap_modules", "swap_attention_num_layers", "swap_attention_min_bytes")
 
@@ -217,7 +214,7 @@ FEATURE = Feature(
         Flag("--swap-attention", "Keep saved tensors of attention in host memory until their backward."),
         Flag(
             "--swap-modules",
-            f"Whose saved tensors: names out of {', '.join(MODULES)}, with commas between them; "
+            f"Swap what these modules save: names out of {', '.join(MODULES)}, with commas between them; "
             f"default: {DEFAULT_MODULES}.",
             kind="value",
             metavar="NAMES",
@@ -231,8 +228,7 @@ FEATURE = Feature(
         ),
         Flag(
             "--swap-attention-min-bytes",
-            "Leave storages on the device that are smaller than this; default: "
-            f"{DEFAULT_MIN_BYTES >> 20} MiB.",
+            f"Leave storages on the device that have fewer bytes; default: {DEFAULT_MIN_BYTES >> 20} MiB.",
             kind="value",
             type=int,
             metavar="BYTES",
@@ -243,15 +239,15 @@ FEATURE = Feature(
             "megatron.core.transformer.transformer_layer:TransformerLayer.forward",
             "wrap",
             f"{_IMPL}:swap_in_layer",
-            "device memory goes at the end of a layer, and comes back when backward reaches the layer above",
+            "saved tensors leave the device at the end of a layer, and return a layer ahead of backward",
             versions=releases.SERVED,
         ),
-        *layers.rows(_IMPL, releases.SERVED),
+        *chosen_layers.rows(_IMPL, releases.SERVED),
         Patch(
             f"{_PARALLEL}.layers:LinearWithGradAccumulationAndAsyncCommunication.backward",
             "wrap",
             "mindspeed_dsa.parallel.saved_tensors:with_own_weight",
-            "gradient accumulation fusion reads and sets attributes of the parameter",
+            "gradient accumulation fusion reads and sets attributes of the weight, which a saved copy lacks",
             ("ctx", "grad_output"),
             releases.SERVED,
         ),
@@ -272,7 +268,7 @@ OUTPUTS = Feature(
             f"{_PARALLEL}.random:CheckpointWithoutOutput.checkpoint",
             "wrap",
             "mindspeed_dsa.parallel.saved_tensors:mark_outputs",
-            "outputs that are recomputed in place must not be moved",
+            "outputs that Megatron recomputes in place must not be moved",
             ("run_function",),
             releases.SERVED,
         ),

@@ -1,35 +1,191 @@
-"""One forward of one layer: what the chosen modules save for backward, on its way to the host and back.
+"""Saved tensors of chosen modules in one forward of one layer, on their way to the host and back.
 
-There is one object for each microbatch and layer of a chunk, held by the graph of that forward alone, so
-nothing depends on the order in which a schedule runs them.
+There is one :class:`LayerPass` for each microbatch and layer of a chunk, held by the graph of that forward
+alone, so nothing depends on the order in which a schedule runs them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from mindspeed_dsa import platforms
+from mindspeed_dsa.feature import Context, Megatron
+from mindspeed_dsa.features.memory import chosen_layers
+from mindspeed_dsa.features.memory.swap_attention.feature import Options, check_swapped_attention
 from mindspeed_dsa.features.memory.swap_attention.swapped_storage import SwappedStorage
+from mindspeed_dsa.megatron import releases, split_layers
 from mindspeed_dsa.parallel import saved_tensors
+from mindspeed_dsa.parallel.local_shards import local_of
+
+_chosen: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
+"""Layers that swap, with the attributes of the modules that do."""
+_pass_of_output: WeakKeyDictionary[Any, LayerPass] = WeakKeyDictionary()
+"""By the storage of a layer's output, which is that of the layer above's input: passes find each other by it.
+
+The tensor is another one where FSDP2 puts a node of its own between the layers.
+"""
+
+
+def swap_in_layer(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``TransformerLayer.forward``."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self not in _chosen or not torch.is_grad_enabled():
+            return original(self, *args, **kwargs)
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        others = [*args[1:], *(value for name, value in kwargs.items() if name != "hidden_states")]
+        swapping = _Swapping(context, self, hidden_states, others)
+        with swapping.piece():
+            result = original(self, *args, **kwargs)
+        swapping.ends(result[0])
+        return result
+
+    return forward
+
+
+class _Swapping(split_layers.Pass):
+    """Forward of a layer that swaps.
+
+    Args:
+        context: the feature's.
+        layer: which one.
+        hidden_states: its input.
+        others: what else it is given.
+    """
+
+    def __init__(
+        self, context: Context[Options], layer: Any, hidden_states: Tensor, others: Sequence[Any]
+    ) -> None:
+        self._context = context
+        self._pass = LayerPass(
+            f"layer {layer.layer_number}",
+            context.options.smallest,
+            _of_others([getattr(layer, name) for name in _chosen[layer]], list(others)),
+            _pass_of_output.get(hidden_states.untyped_storage()),
+            # Transformer Engine computes every other part of the sequence on a stream of its own.
+            of_any_stream=layer.config.context_parallel_size > 1,
+        )
+
+    def piece(self) -> contextlib.AbstractContextManager[None]:
+        return self._pass.piece()
+
+    def ends(self, output: Tensor) -> None:
+        layer_pass = self._pass
+        layer_pass.leave()
+        if layer_pass.largest_too_small:
+            self._context.log.info(
+                "swap-attention: %s swaps nothing: the largest storage that could leave has %d bytes, fewer "
+                "than --swap-attention-min-bytes %d",
+                layer_pass.name,
+                layer_pass.largest_too_small,
+                self._context.options.smallest,
+                once=layer_pass.name,
+                ranks="stage",
+            )
+        if output.requires_grad:
+            output.register_hook(layer_pass.backward_begins)
+            _pass_of_output[output.untyped_storage()] = layer_pass
+
+
+def _of_others(modules: list[Any], arguments: list[Any]) -> Iterator[Tensor]:
+    """Yield parameters, buffers, and what every layer is given: masks, rotary angles, encoder's output."""
+    for module in modules:
+        # Shards are gathered into other memory, which is marked.
+        yield from (each for each in module.parameters() if local_of(each) is each)
+        yield from module.buffers()
+    yield from _tensors(arguments)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(value):
+        yield from _tensors(list(vars(value).values()))
+
+
+def choose_in_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+    """Decorate ``TransformerBlock.__init__``."""
+    return chosen_layers.choose_in_block(original, context, _choose_with(context), check_swapped_attention)
+
+
+def choose_in_mtp(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+    """Decorate ``MultiTokenPredictionBlock.__init__``."""
+    return chosen_layers.choose_in_mtp(original, context, _choose_with(context))
+
+
+def _choose_with(context: Context[Options]) -> Callable[[Any], None]:
+    def enter(module: Any, _: Any) -> None:
+        stack = contextlib.ExitStack()
+        layer_pass = running()
+        if layer_pass is not None and torch.is_grad_enabled():
+            stack.enter_context(_with_parameters_kept(context.megatron))
+            stack.enter_context(layer_pass.hooks())
+        _entered.setdefault(module, []).append(stack)
+
+    def choose(layer: Any) -> None:
+        _chosen[layer] = context.options.attributes
+        for name in _chosen[layer]:
+            module = getattr(layer, name)
+            module.register_forward_pre_hook(enter)
+            module.register_forward_hook(_leave, always_call=True)
+        split_layers.follow(layer, partial(_Swapping, context))
+
+    return choose
+
+
+_entered: WeakKeyDictionary[Any, list[contextlib.ExitStack]] = WeakKeyDictionary()
+"""By module; a module inside itself would have more than one."""
+
+
+def _leave(module: Any, _: Any, __: Any) -> None:
+    stacks = _entered.get(module)
+    if stacks:  # none if another hook has raised before ours was called
+        stacks.pop().close()
+
+
+@contextlib.contextmanager
+def _with_parameters_kept(megatron: Megatron) -> Iterator[None]:
+    """Let Transformer Engine's linear layers keep weights as parameters, as beside its own such hooks."""
+    engine = getattr(releases.transformer_engine(megatron), "cpu_offload", None)
+    if engine is None:
+        yield
+        return
+    before = getattr(engine, "CPUOffloadEnabled", None)  # not in every release; setting it does no harm
+    engine.CPUOffloadEnabled = True
+    try:
+        yield
+    finally:
+        if before is None:
+            del engine.CPUOffloadEnabled
+        else:
+            engine.CPUOffloadEnabled = before
+
 
 _running: ContextVar[LayerPass | None] = ContextVar("running", default=None)
 
 
 def running() -> LayerPass | None:
-    """The pass that this thread is in."""
+    """Return the pass that this thread is in."""
     return _running.get()
 
 
 class LayerPass:
-    """What one forward of a layer has saved.
+    """Tensors that one forward of a layer has saved.
 
     Args:
         name: of the layer, for messages.
@@ -62,14 +218,14 @@ class LayerPass:
 
     @contextlib.contextmanager
     def whole_layer(self) -> Iterator[None]:
-        """The layer's forward. At its end the device's memory goes."""
+        """Surround the layer's forward, at whose end the device's memory goes."""
         with self.piece():
             yield
         self.leave()
 
     @contextlib.contextmanager
     def piece(self) -> Iterator[None]:
-        """A part of the layer's forward."""
+        """Surround a part of the layer's forward."""
         token = _running.set(self)
         try:
             yield
@@ -77,7 +233,7 @@ class LayerPass:
             _running.reset(token)
 
     def leave(self) -> None:
-        """The layer's forward is done; the device's memory goes."""
+        """Let the device's memory go at the end of the layer's forward."""
         if self._leaving:
             self.largest_too_small = 0
         for swapped in self._leaving:
@@ -86,13 +242,13 @@ class LayerPass:
         self._leaving, self._saved = [], {}
 
     def hooks(self) -> Any:
-        """Context in which what autograd saves is taken over."""
+        """Return a context in which saved tensors are taken over from autograd."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def backward_begins(self, _: Tensor) -> None:
-        """Hook on the gradient of the layer's output.
+        """Fetch the layer below when the gradient of this layer's output is there.
 
-        The layer below is fetched a whole layer ahead; this one has been, unless it is the last.
+        It comes a whole layer ahead; this one has come so already, unless it is the last.
         """
         for layer_pass in (self, self._previous):
             for former in () if layer_pass is None else layer_pass._gone:
@@ -137,7 +293,7 @@ class LayerPass:
 
 
 class _Saved:
-    """Handed to autograd in place of a tensor.
+    """Object that autograd holds in place of a tensor.
 
     Autograd does not watch tensors that hooks have taken, so whether they are changed in place is
     watched here, by the same counter.
@@ -159,7 +315,7 @@ class _Saved:
 
 
 class _Kept(_Saved):
-    """A tensor that stays where it is."""
+    """Tensor that stays where it is."""
 
     def __init__(self, tensor: Tensor, name: str) -> None:
         if isinstance(tensor, Parameter):
@@ -173,7 +329,7 @@ class _Kept(_Saved):
 
 
 class _Swapped(_Saved):
-    """A view of a storage that goes to the host."""
+    """View of a storage that goes to the host."""
 
     def __init__(self, tensor: Tensor, name: str, swapped: SwappedStorage) -> None:
         counter = tensor.detach()  # shares the version counter,
@@ -190,7 +346,7 @@ class _Swapped(_Saved):
         )
 
     def is_as_saved(self, tensor: Tensor) -> bool:
-        """Whether the storage has not changed since, by the counters of both tensors.
+        """Return whether the storage has not changed since, by the counters of both tensors.
 
         Views and detached tensors share a counter; ``tensor.data`` has one of its own, which may show the
         same number after the other one has moved.

@@ -1,4 +1,4 @@
-"""The bytes of one device storage, which spend the time between forward and backward on the host.
+"""Bytes of one device storage that spend the time between forward and backward on the host.
 
 Copies run on two streams of their own, one per direction. Nothing is resized, and no memory is taken from
 other users: the device has the bytes as long as anything holds the storage.
@@ -26,12 +26,12 @@ _REMEDY = (
 
 @functools.cache
 def _streams(platform: Platform) -> tuple[Stream, Stream]:
-    """To the host, and back."""
+    """Return the stream to the host, and the one back."""
     return platform.new_stream(), platform.new_stream()
 
 
 class SwappedStorage:
-    """One storage and its copy on the host.
+    """Storage and its copy on the host.
 
     The copy to the host starts at once, behind what the current stream has computed so far. The host's
     buffer goes back to the pool, and the device's memory to its allocator, with the last reference to this
@@ -99,7 +99,7 @@ class SwappedStorage:
         self._storage = place.untyped_storage()
 
     def on_device(self) -> Any:
-        """The storage; the current stream waits until its bytes are there."""
+        """Return the storage; the current stream waits until its bytes are there."""
         self.come_back()
         if self._back is not None:
             platform = platforms.current()

@@ -15,26 +15,26 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.features.memory.swap_optimizer.host_slab import Chunk
+from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Chunk
 from mindspeed_dsa.platforms.base import Event
 
 _GATHERED = "_mindspeed_dsa_gathered"
 
 
 class BucketOrder:
-    """The bucket groups of a ``DistributedOptimizer`` in the order in which Megatron gathers them.
+    """Bucket groups of a ``DistributedOptimizer`` in the order in which Megatron gathers them.
 
     Args:
         optimizer: Megatron's.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        own = {id(bucket) for buffer in optimizer.buffers for bucket in buffer.buckets}
+        own_buckets = {id(bucket) for buffer in optimizer.buffers for bucket in buffer.buckets}
         self.groups = [
             group
             for chunk in optimizer.model_chunks
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
-            if group.buckets and id(group.buckets[0]) in own
+            if group.buckets and id(group.buckets[0]) in own_buckets
         ]
         self._positions = {
             id(bucket): position for position, group in enumerate(self.groups) for bucket in group.buckets
@@ -42,13 +42,13 @@ class BucketOrder:
         self._optimizer = optimizer
 
     def position(self, model: Tensor) -> int:
-        """Number of the group that gathers one of the model's parameters."""
+        """Return the number of the group that gathers one of the model's parameters."""
         number, _, place = self._optimizer.model_param_gbuf_map[model]
         return self._positions[id(self._optimizer.buffers[number].buckets[place])]
 
 
 class EarlyGather:
-    """The gathers of one optimizer's steps.
+    """Gathers of one optimizer's steps.
 
     Args:
         groups: bucket groups, in order.
@@ -66,7 +66,7 @@ class EarlyGather:
 
     @contextmanager
     def during_a_step(self) -> Iterator[Callable[[int, Event], None]]:
-        """A function to call with each chunk's number and the event that its update is recorded in."""
+        """Yield a function to call with each chunk's number and the event that its update is recorded in."""
         self._done = 0
         try:
             yield self._updated
@@ -78,7 +78,7 @@ class EarlyGather:
 
     @contextmanager
     def with_nothing_to_update(self) -> Iterator[None]:
-        """The gathers of a step on a rank that has no part of the buckets, in the order of the others."""
+        """Gather in a step on a rank that has no part of the buckets, in the order of the others."""
         with self.during_a_step() as updated:
             event = platforms.current().new_event()
             event.record(platforms.current().current_stream())

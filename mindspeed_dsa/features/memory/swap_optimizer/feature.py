@@ -7,8 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
-from mindspeed_dsa.features.memory.moved_state import Row, check_arguments, check_moved_adam
-from mindspeed_dsa.features.memory.switches import check_has_effect, wanted
+from mindspeed_dsa.features.memory.conditions import (
+    Row,
+    check_arguments,
+    check_has_effect,
+    check_moved_adam,
+    wanted,
+)
 from mindspeed_dsa.megatron import optimizer, releases
 from mindspeed_dsa.megatron.optimizer import Hook
 from mindspeed_dsa.patches.spec import Patch
@@ -18,7 +23,7 @@ DEFAULT_TIMES = 16
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for.
+    """Options of ``--swap-optimizer``.
 
     Attributes:
         switched_on: the feature's own switch is on.
@@ -30,12 +35,12 @@ class Options:
 
     @property
     def parts(self) -> int:
-        """Number of parts of a step."""
+        """Return the number of parts of a step."""
         return DEFAULT_TIMES if self.times is None else self.times
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """From resolved settings, or from arguments."""
+        """Read them from resolved settings, or from arguments."""
         return cls(
             switched_on=bool(getattr(settings, "swap_optimizer", False)),
             times=getattr(settings, "swap_optimizer_times", None),
@@ -54,7 +59,7 @@ _REFUSED: tuple[Row, ...] = (
 
 
 def check_swapped_state(args: Any, options: Options) -> Iterator[str]:
-    """What in arguments, or in an optimizer's configuration, does not combine with the feature."""
+    """Yield what in arguments, or in an optimizer's configuration, does not combine with the feature."""
     yield from check_moved_adam(args, _FLAG)
     yield from check_arguments(args, _FLAG, _REFUSED)
     if options.times is not None and options.times < 1:

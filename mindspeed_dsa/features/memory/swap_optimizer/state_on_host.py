@@ -1,7 +1,7 @@
 """Megatron's optimizers with state that lies on the host.
 
 The master weights, which are keys of the optimizer's state and carry the gradients, stay as tensors on the
-device, without numbers: views of one NaN. What Megatron reads and writes of them outside of a step, it
+device, without numbers. What Megatron reads and writes of them outside of a step, it
 finds on the host instead, for the duration of that call.
 """
 
@@ -19,14 +19,11 @@ from torch import Tensor
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.memory.host_moments import Moments, StateWithMoments, replaced
+from mindspeed_dsa.features.memory.optimizer_memory import FreedStorage, Moments, StateWithMoments, replaced
 from mindspeed_dsa.features.memory.swap_optimizer.early_gather import BucketOrder, EarlyGather
 from mindspeed_dsa.features.memory.swap_optimizer.feature import Options, check_swapped_state
-from mindspeed_dsa.features.memory.swap_optimizer.host_slab import Parameter, Slab
-from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Pipeline
-from mindspeed_dsa.features.memory.voids import Voids
-from mindspeed_dsa.megatron.optimizer import OptimizerState, Place, is_sharded
-from mindspeed_dsa.megatron.whole_steps import WholeSteps
+from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Parameter, Pipeline, Slab
+from mindspeed_dsa.megatron.optimizer import OptimizerState, Place, StepIntegrity, is_sharded
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.platforms import host_pool
 
@@ -35,18 +32,18 @@ _WAITING = "_mindspeed_dsa_swapped"
 # The name that torch has for it since 2.5, and the one before.
 _OUT_OF_MEMORY = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 _LISTS = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
-_voids: ContextVar[Voids | None] = ContextVar("voids", default=None)
-"""While an optimizer is constructed, what its new master weights become."""
+_freed: ContextVar[FreedStorage | None] = ContextVar("freed", default=None)
+"""Set while an optimizer is constructed: its new master weights are freed."""
 
 
 class GatherAlone(OptimizerState):
-    """Of an optimizer that has nothing to update, because this rank's part of the buckets is empty.
+    """State of an optimizer that has nothing to update, because this rank's part of the buckets is empty.
 
     Other ranks gather the buckets early, and this one in the same order.
     """
 
-    def __init__(self, optimizer: Any, whole: WholeSteps) -> None:
-        self.whole = whole
+    def __init__(self, optimizer: Any, integrity: StepIntegrity) -> None:
+        self.integrity = integrity
         self._gather = EarlyGather(BucketOrder(optimizer).groups, [])
 
     def step(self, call: Callable[[], bool]) -> bool:
@@ -69,34 +66,36 @@ class SwappedState(StateWithMoments):
     @contextlib.contextmanager
     def constructing(cls) -> Iterator[None]:
         """Free each master weight when it has been made."""
-        token = _voids.set(Voids())
+        token = _freed.set(FreedStorage())
         try:
             yield
         finally:
-            _voids.reset(token)
+            _freed.reset(token)
 
     @classmethod
     @torch.no_grad()
     def built(cls, optimizer: Any, context: Context[Options]) -> OptimizerState | None:
         """Lay out the state of a new optimizer on the host."""
         parameters = list(_parameters(optimizer))
-        whole = WholeSteps(context.feature)
+        integrity = StepIntegrity(context.feature)
         if not parameters:
-            return GatherAlone(optimizer, whole) if _gathers_after_steps(optimizer) else None
+            return GatherAlone(optimizer, integrity) if _gathers_after_steps(optimizer) else None
         host_pool.require_host_memory(
             4 * sum(each.rows * each.piece.numel() for each in parameters),
             context.feature,
             "use more data parallel ranks with --use-distributed-optimizer or --use-torch-fsdp2, fewer "
             "processes on a host, or omit --swap-optimizer",
         )
-        state = cls(optimizer, parameters, context.options.parts, whole)
+        state = cls(optimizer, parameters, context.options.parts, integrity)
         for chunk in getattr(optimizer, "model_chunks", ()):
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 # The model may outlive the optimizer.
                 vars(group).setdefault(_WAITING, weakref.WeakSet()).add(state)
         return state
 
-    def __init__(self, optimizer: Any, parameters: list[Parameter], times: int, whole: WholeSteps) -> None:
+    def __init__(
+        self, optimizer: Any, parameters: list[Parameter], times: int, integrity: StepIntegrity
+    ) -> None:
         self._optimizer = optimizer
         kinds = ([each for each in parameters if each.rows == rows] for rows in (3, 2))
         slabs = [Slab(kind) for kind in kinds if kind]
@@ -104,20 +103,20 @@ class SwappedState(StateWithMoments):
         self._weights = {each.main: each.weights for each in parameters if each.weights is not None}
         self._masters = {each.main: rows[each][0] for each in parameters if each.main in self._weights}
         places = {each.main: (rows[each][-2], rows[each][-1]) for each in parameters}
-        super().__init__(optimizer, Moments(optimizer.optimizer, places), whole)
-        self.pipeline = Pipeline(optimizer.optimizer, slabs, self.moments, times, whole)
+        super().__init__(optimizer, Moments(optimizer.optimizer, places), integrity)
+        self.pipeline = Pipeline(optimizer.optimizer, slabs, self.moments, times, integrity)
         self._gather: EarlyGather | None = None
         if _gathers_after_steps(optimizer):
             self._gather = EarlyGather(BucketOrder(optimizer).groups, self.pipeline.chunks)
         self.reload()
 
     def master(self, main: Tensor) -> Tensor:
-        """The float32 weight that ``main`` stands for, on the host; ``main`` if it is the model's weight."""
+        """Return ``main``'s float32 weight on the host; ``main`` itself if it is the model's weight."""
         return self._masters.get(main, main)
 
     @torch.no_grad()
     def reload(self) -> None:
-        """The master weights become what the model's weights are, one after the other."""
+        """Set the master weights to what the model's weights are, one after the other."""
         self.pipeline.settle()
         for main, master in self._masters.items():
             master.view(-1).copy_(self._weights[main]())
@@ -151,11 +150,11 @@ class SwappedState(StateWithMoments):
             except BaseException:
                 # Megatron's own step would not have written the model's weights yet; the pipeline has.
                 if self._masters and self.pipeline.completed != completed:
-                    self.pipeline.tear()
+                    self.pipeline.mark_broken()
                 raise
 
     def master_to_model(self, call: Callable[[], None]) -> None:
-        """Nothing: the pipeline does it."""
+        """Do nothing: the pipeline does it."""
 
     def model_to_master(self, call: Callable[[], None], from_state_dict: bool) -> None:
         if not from_state_dict:
@@ -190,7 +189,7 @@ class SwappedState(StateWithMoments):
 
     @contextlib.contextmanager
     def on_the_host(self) -> Iterator[None]:
-        """In its lists Megatron finds the master weights on the host."""
+        """Let Megatron find the master weights on the host in its lists."""
         self.pipeline.settle()
         with contextlib.ExitStack() as stack:
             for name in _LISTS:
@@ -203,7 +202,7 @@ class SwappedState(StateWithMoments):
 
     @contextlib.contextmanager
     def keyed_on_the_host(self, places: list[Place]) -> Iterator[None]:
-        """In the inner optimizer's groups and state, too, these master weights are those on the host."""
+        """Let the inner optimizer's groups and state, too, have these master weights as those on the host."""
         self.pipeline.settle()
         inner = self._optimizer.optimizer
         for group, at, main in places:
@@ -224,9 +223,9 @@ def without_master(original: _Function) -> _Function:
 
     def copy_tensor_model_parallel_attributes(destination_tensor: Any, source_tensor: Any) -> None:
         original(destination_tensor, source_tensor)
-        voids = _voids.get()
-        if voids is not None and destination_tensor.dtype is torch.float32 is not source_tensor.dtype:
-            voids.void(destination_tensor)  # the weights it was made from are still there
+        freed = _freed.get()
+        if freed is not None and destination_tensor.dtype is torch.float32 is not source_tensor.dtype:
+            freed.free(destination_tensor)  # the weights it was made from are still there
 
     return copy_tensor_model_parallel_attributes
 
@@ -243,7 +242,7 @@ def load_before_gradients(original: _Function) -> _Function:
 
 
 def _parameters(optimizer: Any) -> Iterator[Parameter]:
-    """What is updated, each with a function that gives the model's weights."""
+    """Yield what is updated, each with a function that gives the model's weights."""
     weights: dict[Tensor, Callable[[], Tensor]] = {}
     positions: dict[Tensor, int] = {}
     if is_sharded(optimizer):
@@ -266,13 +265,13 @@ def _gathers_after_steps(optimizer: Any) -> bool:
 
 
 def _pairs(models: list[list[Tensor]], mains: list[list[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The model's parameters with what the optimizer updates for them."""
+    """Yield the model's parameters with what the optimizer updates for them."""
     for model_group, main_group in zip(models, mains, strict=True):
         yield from zip(model_group, main_group, strict=True)
 
 
 def _shard_in_bucket(optimizer: Any, model: Tensor) -> Tensor:
-    """Where Megatron gathers the weights from: the parameter's part in this rank's shard of its bucket."""
+    """Return the parameter's part in this rank's shard of its bucket, from which Megatron gathers it."""
     span = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
     number, _, place = optimizer.model_param_gbuf_map[model]
     weights: Tensor = optimizer.buffers[number].buckets[place].param_data.view(-1)[span.start : span.end]

@@ -1,4 +1,9 @@
-"""An optimizer step over chunks of state that lies on the host: load, update, store, at the same time.
+"""Optimizer step over chunks of state that lies on the host: load, update and store at the same time.
+
+A *slab* is one buffer of float32 on the host, ``[rows, numel]``: the parameters of an optimizer one after the
+other, in every row the same columns. Three rows are master weight, ``exp_avg`` and ``exp_avg_sq``; two are
+the moments alone, where the model's own weight is float32. A *chunk* is a range of columns. Adam works
+element by element, so a chunk may begin and end inside a parameter.
 
 Three staging buffers go round. While Adam updates a chunk in one of them on the current stream, the next
 chunk arrives in the second on a stream of its own, and the chunk before leaves the third on another.
@@ -18,11 +23,115 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.features.memory.host_moments import MOMENTS, Moments, is_torch_adam
-from mindspeed_dsa.features.memory.swap_optimizer.host_slab import Chunk, Piece, Slab, cut
-from mindspeed_dsa.megatron.whole_steps import WholeSteps, Writes
+from mindspeed_dsa.features.memory.optimizer_memory import MOMENTS, Moments, is_torch_adam
+from mindspeed_dsa.megatron.optimizer import StepIntegrity, Writes
 from mindspeed_dsa.parallel.local_shards import local_of
+from mindspeed_dsa.platforms import host_pool
 from mindspeed_dsa.platforms.base import Event, Stream
+
+# -- state on the host ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Parameter:
+    """Tensor that an optimizer updates.
+
+    Attributes:
+        main: the optimizer's own tensor, a key of its state. Its numbers are on the host, unless it is the
+            model's float32 weight itself.
+        group: number of its parameter group.
+        weights: gives the model's weights that are made from it, ``[piece.numel()]``; ``None`` if ``main``
+            is the model's weight.
+        position: parameters are updated in this order; with sharding, that of the buckets they lie in.
+    """
+
+    main: Tensor
+    group: int
+    weights: Callable[[], Tensor] | None
+    position: int = 0
+
+    @property
+    def piece(self) -> Tensor:
+        """Return what this rank has of ``main``: all of it, unless it is sharded."""
+        return local_of(self.main)
+
+    @property
+    def rows(self) -> int:
+        """Return how many numbers are on the host for each of the parameter's."""
+        return 2 if self.weights is None else 3
+
+
+class Slab:
+    """Float32 numbers of parameters that have equally many rows.
+
+    Attributes:
+        rows: ``[rows, numel]``, on the host; the moments are zero at first.
+        starts: first column of each parameter.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self.parameters = sorted(parameters, key=lambda each: each.position)
+        count = self.parameters[0].rows
+        self.starts: dict[Tensor, int] = {}
+        numel = 0
+        for each in self.parameters:
+            self.starts[each.main] = numel
+            numel += each.piece.numel()
+        # A padding number: Megatron's writer assumes that a tensor which fills its storage is never changed.
+        memory = host_pool.shared.keep(4 * (count * numel + 1), owner=self).view(torch.float32)
+        self.rows = memory[:-1].view(count, numel)
+        self.rows[-2:].zero_()
+
+    def of(self, parameter: Parameter) -> tuple[Tensor, ...]:
+        """Return the parameter's numbers on this rank, one tensor per row, shaped as they are there."""
+        start, piece = self.starts[parameter.main], parameter.piece
+        return tuple(row[start : start + piece.numel()].view(piece.shape) for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a parameter that lies in a chunk: ``parameter[start:end]``, from ``column`` on."""
+
+    parameter: Parameter
+    start: int
+    end: int
+    column: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Range of columns of a slab.
+
+    Attributes:
+        host: ``[rows, columns]``, a view of the slab.
+        pieces: the parts of parameters inside, in order, without gaps.
+    """
+
+    host: Tensor
+    pieces: tuple[Piece, ...]
+
+
+def cut(slab: Slab, columns: int) -> list[Chunk]:
+    """Cut a slab into chunks of ``columns`` columns, at least one; the last one takes what is left."""
+    numel = slab.rows.size(1)
+    return [
+        Chunk(slab.rows[:, first:last], tuple(_pieces(slab, first, last)))
+        for first, last in (
+            (first, min(first + columns, numel)) for first in range(0, max(numel, 1), columns)
+        )
+    ]
+
+
+def _pieces(slab: Slab, first: int, last: int) -> Iterator[Piece]:
+    for parameter in slab.parameters:
+        begin, numel = slab.starts[parameter.main], parameter.piece.numel()
+        start, end = max(first - begin, 0), min(last - begin, numel)
+        # One without elements has no moments, but steps to count: it goes with the column before it.
+        if start < end or (numel == 0 and max(begin - 1, 0) in range(first, max(last, 1))):
+            yield Piece(parameter, start, end, begin + start - first)
+
+
+# -- its way through the device -------------------------------------------------------------------
 
 BUFFERS = 3
 _NUMBER = 4  # bytes of a float32
@@ -31,7 +140,7 @@ _ALIGNMENT = 64  # columns, for vectorised copies
 
 
 def columns_of(slabs: Sequence[Slab], times: int, scratch: int) -> int:
-    """Columns of a chunk, such that staging buffers and scratch are at most ``3 / times`` of all state.
+    """Return how many columns a chunk has: buffers and scratch are at most ``3 / times`` of all state.
 
     Args:
         slabs: the state.
@@ -45,7 +154,7 @@ def columns_of(slabs: Sequence[Slab], times: int, scratch: int) -> int:
 
 
 def scratch_of(optimizer: Any) -> int:
-    """Bytes per number that this optimizer's step allocates; a fused one needs none."""
+    """Return the bytes per number that this optimizer's step allocates; a fused one needs none."""
     is_fused = all(group["fused"] for group in optimizer.param_groups) if is_torch_adam(optimizer) else True
     return 0 if is_fused else _SCRATCH
 
@@ -60,7 +169,7 @@ class _Buffer:
     stored: Event
 
     def holding(self, chunk: Chunk) -> Tensor:
-        """The chunk's rows, ``[rows, columns]``."""
+        """Return the chunk's rows, ``[rows, columns]``."""
         return self.memory[: chunk.host.numel()].view(chunk.host.shape)
 
 
@@ -72,15 +181,15 @@ class Pipeline:
         slabs: its state.
         moments: of the same state.
         times: staging buffers are a ``times``-th of the state each, scratch included.
-        whole: to be torn by a step that fails after it has updated anything.
+        integrity: broken by a step that fails after it has updated anything.
 
     Attributes:
-        whole: as given.
+        integrity: as given.
         completed: how many steps have been made.
     """
 
     def __init__(
-        self, optimizer: Any, slabs: Sequence[Slab], moments: Moments, times: int, whole: WholeSteps
+        self, optimizer: Any, slabs: Sequence[Slab], moments: Moments, times: int, integrity: StepIntegrity
     ) -> None:
         columns = columns_of(slabs, times, scratch_of(optimizer))
         self.chunks = [chunk for slab in slabs for chunk in cut(slab, columns)]
@@ -91,12 +200,12 @@ class Pipeline:
         self._loader, self._storer = platform.new_stream(), platform.new_stream()
         self._stored = platform.new_event()
         self._buffers: list[_Buffer] = []
-        self.whole = whole
+        self.integrity = integrity
         self.completed = 0
 
     @property
     def staging(self) -> int:
-        """Bytes of the staging buffers on the device now."""
+        """Return the bytes of the staging buffers on the device now."""
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
     def prefetch(self) -> None:
@@ -135,15 +244,15 @@ class Pipeline:
         self.discard()
         self._stored.synchronize()
 
-    def tear(self) -> None:
+    def mark_broken(self) -> None:
         """Say that the state is that of no step."""
-        self.whole.tear(parameter.main for slab in self._slabs for parameter in slab.parameters)
+        self.integrity.mark_broken(parameter.main for slab in self._slabs for parameter in slab.parameters)
 
     @torch.no_grad()
     def step(
         self, update: Callable[[], Any], updated: Callable[[int, Event], Any] = lambda number, event: None
     ) -> None:
-        """One step over all chunks.
+        """Make one step over all chunks.
 
         Args:
             update: the optimizer's own step.
@@ -151,9 +260,9 @@ class Pipeline:
 
         Raises:
             RuntimeError: a step before this one has failed in the middle.
-            Exception: whatever ``update`` raises. If it has written anything by then, the state is torn.
+            Exception: whatever ``update`` raises. If it has written anything, the state is that of no step.
         """
-        self.whole.require()
+        self.integrity.require()
         self.prefetch()
         counters: dict[Tensor, dict[str, Any]] = {}
         groups: dict[int, dict[str, Any]] = {}
@@ -170,7 +279,7 @@ class Pipeline:
             _assign(self._optimizer.state[main], counted)
         for index, counted in groups.items():
             _assign(self._optimizer.param_groups[index], counted)
-        self.whole.all_loaded()
+        self.integrity.all_loaded()
         self.completed += 1
 
     def _load(self, number: int, buffer: _Buffer) -> None:
@@ -200,9 +309,9 @@ class Pipeline:
                 update()
             except BaseException:
                 if writes.may_have_happened():
-                    self.tear()
+                    self.mark_broken()
                 raise
-        self.tear()  # until the last chunk is updated and all is counted
+        self.mark_broken()  # until the last chunk is updated and all is counted
         for piece, part in parts.items():
             if part in view.state:
                 counters[piece.parameter.main] = _without_moments(view.state[part])
@@ -226,7 +335,7 @@ class Pipeline:
     @contextmanager
     def _only(self, parts: Mapping[Piece, Tensor], rows: Tensor) -> Iterator[_View]:
         """Let the optimizer see the parts that have a gradient, as if they were its parameters."""
-        own_groups, own_state = self._optimizer.param_groups, self._optimizer.state
+        all_groups, all_state = self._optimizer.param_groups, self._optimizer.state
         view = _View({}, defaultdict(dict))
         for piece, part in parts.items():
             main, index = piece.parameter.main, piece.parameter.group
@@ -234,9 +343,9 @@ class Pipeline:
                 continue
             part.grad = local_of(main.grad).view(-1)[piece.start : piece.end]
             if index not in view.groups:
-                view.groups[index] = _own_tensors({**own_groups[index], "params": []})
+                view.groups[index] = _own_tensors({**all_groups[index], "params": []})
             view.groups[index]["params"].append(part)
-            begun = _without_moments(self._moments.begin(main, own_groups[index]))
+            begun = _without_moments(self._moments.begin(main, all_groups[index]))
             columns = slice(piece.column, piece.column + part.numel())
             moments = dict(zip(MOMENTS, rows[-2:, columns], strict=True))
             view.state[part] = {**_own_tensors(begun), **moments}
@@ -244,19 +353,19 @@ class Pipeline:
         try:
             yield view
         finally:
-            self._optimizer.param_groups, self._optimizer.state = own_groups, own_state
+            self._optimizer.param_groups, self._optimizer.state = all_groups, all_state
 
 
 @dataclass
 class _View:
-    """What the optimizer sees of itself during the update of a chunk."""
+    """The optimizer's groups and state as it sees them during the update of a chunk."""
 
     groups: dict[int, dict[str, Any]]
     state: dict[Tensor, dict[str, Any]]
 
 
 def _part(piece: Piece, rows: Tensor) -> Tensor:
-    """The weights to update: the master weights that were loaded, or the model's own."""
+    """Return the weights to update: the master weights that were loaded, or the model's own."""
     if piece.parameter.weights is None:
         return piece.parameter.piece.detach().view(-1)[piece.start : piece.end]
     return rows[0, piece.column : piece.column + piece.end - piece.start]
@@ -279,7 +388,7 @@ def _without_moments(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _own_tensors(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy whose tensors can be counted up in place: a parameter in several chunks is one step older."""
+    """Copy tensors, to count them up in place: a parameter in several chunks is one step older."""
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in values.items()}
 
 

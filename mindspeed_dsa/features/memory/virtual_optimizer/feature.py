@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
-from mindspeed_dsa.features.memory.moved_state import check_moved_adam
-from mindspeed_dsa.features.memory.switches import is_given
+from mindspeed_dsa.features.memory.conditions import check_moved_adam, is_given
 from mindspeed_dsa.megatron import optimizer, releases
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.optimizer import Hook
@@ -20,7 +19,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for.
+    """Options of ``--virtual-optimizer``.
 
     Attributes:
         words: of the flag, for all pipeline stages or for each of them; none where it is not set.
@@ -30,14 +29,14 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """From resolved settings, or from arguments."""
+        """Read them from resolved settings, or from arguments."""
         words = getattr(settings, "virtual_optimizer", None)
         if words is None:
             return cls(())
         return cls((words,) if isinstance(words, (str, int, float)) else tuple(words))
 
     def quota(self, stage: int, stages: int) -> float:
-        """Bytes that a process may keep on the host.
+        """Return the bytes that a process may keep on the host.
 
         Args:
             stage: the process's pipeline stage.
@@ -56,7 +55,7 @@ class Options:
 
 
 def gibibytes(word: str | float) -> float:
-    """A quota: ``all``, or a number of GiB.
+    """Parse a quota: ``all``, or a number of GiB.
 
     Raises:
         ValueError: it is neither.
@@ -70,13 +69,13 @@ def gibibytes(word: str | float) -> float:
 
 
 def check_mapped_moments(args: Any, options: Options) -> Iterator[str]:
-    """What in arguments, or in an optimizer's configuration, does not combine with the feature."""
+    """Yield what in arguments, or in an optimizer's configuration, does not combine with the feature."""
     yield from check_moved_adam(args, "--virtual-optimizer")
     yield from check_quotas(args, options)
 
 
 def check_quotas(args: Any, options: Options) -> Iterator[str]:
-    """Quotas that are none, or do not fit the number of pipeline stages, where ``args`` has it."""
+    """Yield quotas that are none, or do not fit the number of pipeline stages, where ``args`` has it."""
     if options.words:
         try:
             options.quota(0, argument(args, "pipeline_model_parallel_size") or len(options.words))

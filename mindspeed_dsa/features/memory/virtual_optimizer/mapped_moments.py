@@ -1,36 +1,46 @@
-"""Megatron's optimizers with moments that lie in host memory and are tensors of the device."""
+"""Megatron's optimizers with moments that lie in host memory and are tensors of the device.
+
+On NPUs only kernels reach that memory: torch_npu documents it for ``fill_``, ``zero_`` and its own AdamW
+operator, so that operator updates the parameters whose moments lie there. For the duration of a call, other
+code finds copies of the moments in the optimizer's state, which are made, and written back, element by
+element.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context, Megatron
-from mindspeed_dsa.features.memory.host_moments import Moments, StateWithMoments, replaced
-from mindspeed_dsa.features.memory.virtual_optimizer import kernel_moments
+from mindspeed_dsa.features.memory.optimizer_memory import (
+    MOMENTS,
+    Moments,
+    StateWithMoments,
+    is_torch_adam,
+    replaced,
+)
 from mindspeed_dsa.features.memory.virtual_optimizer.feature import (
     Options,
     check_mapped_moments,
     check_quotas,
 )
 from mindspeed_dsa.megatron.configuration import require
-from mindspeed_dsa.megatron.optimizer import Place
-from mindspeed_dsa.megatron.whole_steps import WholeSteps
+from mindspeed_dsa.megatron.optimizer import Place, StepIntegrity
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.platforms import host_pool
 
 _BYTES = 8  # of a parameter's two moments
 _living: weakref.WeakSet[MappedMoments] = weakref.WeakSet()
-"""Those of all optimizers, which share a quota."""
+"""Moments of all optimizers, which share a quota."""
 
 
 class MappedMoments(StateWithMoments):
@@ -72,12 +82,12 @@ class MappedMoments(StateWithMoments):
         self._inner = inner
         platform = platforms.current()
         if platform.mapped_by_kernels_only:
-            require(context, lambda *_: kernel_moments.check_adamw(inner))
+            require(context, lambda *_: check_adamw(inner))
         moments = Moments(inner, dict(self._places(chosen)), platform.write_mapped)
-        super().__init__(optimizer, moments, WholeSteps(context.feature))
+        super().__init__(optimizer, moments, StepIntegrity(context.feature))
 
     def step(self, call: Callable[[], bool]) -> bool:
-        """Every parameter that is about to be updated has its moments."""
+        """Give every parameter that is about to be updated its moments."""
         self.moments.begin_step()
         if not platforms.current().mapped_by_kernels_only:
             return call()
@@ -86,10 +96,10 @@ class MappedMoments(StateWithMoments):
 
     def _step_with_kernels(self, rest: Callable[[], Any]) -> None:
         try:
-            kernel_moments.step(self._inner, self.moments, rest)
+            step_with_kernels(self._inner, self.moments, rest)
         except BaseException:
             # Kernels update parameters in an order of their own.
-            self.whole.tear(self.moments.places)
+            self.integrity.mark_broken(self.moments.places)
             raise
 
     def state_dict(self, call: Callable[[], Any]) -> Any:
@@ -110,10 +120,10 @@ class MappedMoments(StateWithMoments):
             call()
 
     def _copied(self, **options: Any) -> AbstractContextManager[None]:
-        """Moments in the optimizer's state that can be copied; see :func:`kernel_moments.copied`."""
+        """Let the optimizer's state have moments that can be copied; see :func:`copied_moments`."""
         if not platforms.current().mapped_by_kernels_only:
             return contextlib.nullcontext()
-        return kernel_moments.copied(self._inner, self.moments, **options)
+        return copied_moments(self._inner, self.moments, **options)
 
     def _places(self, chosen: list[Tensor]) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
         platform = platforms.current()
@@ -137,7 +147,7 @@ class MappedMoments(StateWithMoments):
 
 
 def _of_kind(parameter: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Moments of a shard are shards too, as the optimizer's own step takes them."""
+    """Return moments as shards where the parameter is one, as the optimizer's own step takes them."""
     if local_of(parameter) is parameter:
         return first, second
     from mindspeed_dsa.parallel.local_shards import like  # torch has what that imports since 2.6
@@ -146,8 +156,101 @@ def _of_kind(parameter: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, 
 
 
 def _quota(context: Context[Options]) -> float:
-    """Bytes for this process, by its pipeline stage."""
+    """Return the bytes for this process, by its pipeline stage."""
     parallel_state = context.megatron("core.parallel_state")
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     require(context, check_quotas, SimpleNamespace(pipeline_model_parallel_size=stages))
     return context.options.quota(parallel_state.get_pipeline_model_parallel_rank(), stages)
+
+
+# -- moments that only kernels reach --------------------------------------------------------------
+
+
+def check_adamw(optimizer: Any) -> Iterator[str]:
+    """Yield a problem where the operator does not compute what the inner optimizer would."""
+    if not is_torch_adam(optimizer) or any(
+        group["weight_decay"] and not _is_decoupled(optimizer, group) for group in optimizer.param_groups
+    ):
+        yield (
+            "on NPUs only torch_npu's AdamW operator updates moments in swapped memory, and this optimizer "
+            "is another one; use decoupled weight decay without Apex, or omit --virtual-optimizer"
+        )
+
+
+def _is_decoupled(optimizer: Any, group: Mapping[str, Any]) -> bool:
+    # AdamW's groups have no such key where it is not a subclass of Adam.
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+
+
+@contextlib.contextmanager
+def copied_moments(
+    optimizer: Any, moments: Moments, parameters: Sequence[Tensor] | None = None, write_back: bool = False
+) -> Iterator[None]:
+    """Put copies of the moments into the optimizer's state.
+
+    Args:
+        optimizer: the inner one.
+        moments: its moments.
+        parameters: whose; by default all.
+        write_back: whether the copies are changed.
+    """
+    platform = platforms.current()
+    chosen = moments.places if parameters is None else parameters
+    own = {each: optimizer.state[each] for each in chosen if each in moments.places}
+    for parameter, state in own.items():
+        # A state of its own, which a state dict may keep.
+        optimizer.state[parameter] = {
+            key: platform.read_mapped(value) if key in MOMENTS else value for key, value in state.items()
+        }
+    try:
+        yield
+    finally:
+        for parameter, state in own.items():
+            if write_back:
+                for key in MOMENTS:
+                    platform.write_mapped(state[key], optimizer.state[parameter][key])
+            optimizer.state[parameter] = state
+
+
+@torch.no_grad()
+def step_with_kernels(optimizer: Any, moments: Moments, rest: Callable[[], Any]) -> None:
+    """Make a step: the operator for parameters whose moments lie in such memory, ``rest`` for others."""
+    hidden: dict[Tensor, Tensor] = {}
+    try:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter in moments.places:
+                    apply_adamw(parameter, moments.begin(parameter, group), group)
+                    hidden[parameter], parameter.grad = parameter.grad, None
+        rest()
+    finally:
+        for parameter, gradient in hidden.items():
+            parameter.grad = gradient
+
+
+def apply_adamw(parameter: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+    """Apply torch_npu's AdamW in place to the parameter and its two moments.
+
+    Args:
+        parameter: with its gradient, of the same type.
+        state: ``step``, which is counted up, and the moments.
+        group: rates, as in torch's Adam.
+    """
+    import torch_npu
+
+    (beta1, beta2), before = group["betas"], float(state["step"])
+    state["step"] += 1
+    torch_npu.npu_apply_adam_w(
+        beta1**before,
+        beta2**before,
+        float(group["lr"]),
+        group["weight_decay"],
+        beta1,
+        beta2,
+        group["eps"],
+        local_of(cast(Tensor, parameter.grad)),
+        None,
+        False,
+        bool(group["maximize"]),
+        out=(local_of(parameter).data, *(state[key] for key in MOMENTS)),
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_dsa import log
 from mindspeed_dsa.feature import Feature, Flag, Requires
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument, uses_cuda_graphs
 from mindspeed_dsa.megatron.expert_parallel import ROWS, check_all_to_all, check_experts, number_of_experts
 from mindspeed_dsa.patches.spec import Patch
 
@@ -37,8 +37,7 @@ def check_overlap(args: Any, options: Any = None) -> Iterator[str]:
             f"{FLAG} computes the experts' weight gradients under the transfers itself; omit "
             "--delay-wgrad-compute and --overlap-dispatch-backward-with-experts-wgrad"
         )
-    graphs = argument(args, "cuda_graph_impl") or "none"
-    if graphs != "none" or argument(args, "enable_cuda_graph") or argument(args, "external_cuda_graph"):
+    if uses_cuda_graphs(args):
         yield (
             f"{FLAG} cannot be used with CUDA graphs, which hold each transfer at a fixed place; omit "
             f"--cuda-graph-impl or {FLAG}"

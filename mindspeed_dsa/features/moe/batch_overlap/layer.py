@@ -21,9 +21,9 @@ from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.batch_overlap.choice import choose
 from mindspeed_dsa.features.moe.batch_overlap.feature import Options, check_choice, check_halves
 from mindspeed_dsa.features.moe.batch_overlap.halves import Half, Way, run
+from mindspeed_dsa.megatron.attribute_override import AttributeOverride
 from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.megatron.shared_expert import SharedOutput, shared_expert_of
-from mindspeed_dsa.megatron.stand_in import StandIn
 
 
 @dataclass
@@ -148,7 +148,7 @@ def run_halves(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, hidden_states, probs, *rest)
 
         def experts(half: Any, rows: Tensor, probs: Tensor) -> Tensor:
-            output: Tensor = original(StandIn(self, token_dispatcher=half), rows, probs, *rest)[0]
+            output: Tensor = original(AttributeOverride(self, token_dispatcher=half), rows, probs, *rest)[0]
             return output
 
         return _in_halves(self, experts, _shared.pop(dispatcher, None)), None
@@ -166,7 +166,7 @@ def run_halves_and_shared_expert(
             return original(self, hidden_states, probs, residual)
 
         def experts(half: Any, rows: Tensor, probs: Tensor) -> Tensor:
-            routed_alone = StandIn(self, token_dispatcher=half, use_shared_expert=False)
+            routed_alone = AttributeOverride(self, token_dispatcher=half, use_shared_expert=False)
             output: Tensor = original(routed_alone, rows, probs, residual)[0]
             return output
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.expert_placement.feature import Options
 from mindspeed_dsa.megatron import moe_layers
-from mindspeed_dsa.megatron.stand_in import StandIn
+from mindspeed_dsa.megatron.attribute_override import AttributeOverride
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 
 _BY_PARAMETER = ("fully_reshardable", "fully_sharded_model_space")
@@ -27,14 +27,14 @@ class _Numbers(NamedTuple):
         return self.experts
 
 
-def _one_expert(experts: Any, position: int, number: int) -> StandIn:
+def _one_expert(experts: Any, position: int, number: int) -> AttributeOverride:
     """One expert of a ``SequentialMLP``, on a rank whose number among all is the expert's.
 
     Megatron numbers experts by rank and position; with one expert per rank that leaves the rank.
     """
     group = _Numbers(number, experts.ep_group.size() * experts.num_local_experts)
     held = [experts.local_experts[position]]
-    return StandIn(experts, local_experts=held, num_local_experts=1, ep_group=group)
+    return AttributeOverride(experts, local_experts=held, num_local_experts=1, ep_group=group)
 
 
 def number_experts(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:

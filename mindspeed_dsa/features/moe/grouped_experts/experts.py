@@ -16,9 +16,9 @@ from mindspeed_dsa.features.moe.grouped_experts import checkpoint
 from mindspeed_dsa.features.moe.grouped_experts.feature import Options, check_model, recomputes_activation
 from mindspeed_dsa.features.moe.grouped_experts.linear import GroupedLinear
 from mindspeed_dsa.features.moe.grouped_experts.stacks import Stack
+from mindspeed_dsa.megatron.attribute_override import AttributeOverride, activation_of
 from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.megatron.gathered_weights import wait_for_weights
-from mindspeed_dsa.megatron.stand_in import StandIn, activation_of
 from mindspeed_dsa.ops.grouped_matmul import Groups
 from mindspeed_dsa.parallel.lending import Place
 
@@ -68,7 +68,7 @@ def grouped_experts(context: Context[Options]) -> type:
             linears = [getattr(self.mlp, name) for name in LINEARS]
             groups = Groups(tokens_per_expert)
             mlp = self._recomputing_mlp if self._recomputes and torch.is_grad_enabled() else self.mlp
-            as_one = StandIn(self, num_local_experts=1, local_experts=[mlp])
+            as_one = AttributeOverride(self, num_local_experts=1, local_experts=[mlp])
             for linear in linears:
                 linear.groups = groups
             try:
@@ -116,7 +116,7 @@ def grouped_experts(context: Context[Options]) -> type:
         ) -> dict[str, Any]:
             """Keys, shapes and offsets are those of ``SequentialMLP``."""
             # What other features have noted of the module counts for its experts too.
-            apart = StandIn(self, **{**vars(self), "local_experts": self._experts_apart()})
+            apart = AttributeOverride(self, **{**vars(self), "local_experts": self._experts_apart()})
             found: dict[str, Any] = base.sharded_state_dict(apart, prefix, sharded_offsets, metadata)
             for name in LINEARS:
                 shards = [found.pop(key) for key in checkpoint.expert_keys(self, prefix, name)]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mindspeed_dsa.features.moe.grouped_experts.feature import ALIGNMENT, GAPS, LEGACY
 from mindspeed_dsa.features.moe.grouped_experts.stacks import Stack, runs, stack_of
-from mindspeed_dsa.megatron.stand_in import StandIn
+from mindspeed_dsa.megatron.attribute_override import AttributeOverride
 
 _MASTERS = "fp32_from_fp16_params"
 
@@ -174,7 +174,9 @@ def save_buffers_of_single_experts(original: Callable[..., Any]) -> Callable[...
         if parts is None:
             return original(_gathering_single_experts(self), *args, **kwargs)
         if len(parts) > 1:  # otherwise it is the only one's method that saves
-            self = StandIn(self, chained_optimizers=[_gathering_single_experts(each) for each in parts])
+            self = AttributeOverride(
+                self, chained_optimizers=[_gathering_single_experts(each) for each in parts]
+            )
         return original(self, *args, **kwargs)
 
     return save
@@ -191,7 +193,7 @@ def _gathering_single_experts(optimizer: Any) -> Any:
             _reorder(optimizer, state, _single_from_stacks)
         return state
 
-    return StandIn(optimizer, get_parameter_state_dp_zero=get_parameter_state_dp_zero)
+    return AttributeOverride(optimizer, get_parameter_state_dp_zero=get_parameter_state_dp_zero)
 
 
 def load_buffers_of_single_experts(original: Callable[..., Any]) -> Callable[..., Any]:

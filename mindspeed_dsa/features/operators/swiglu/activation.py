@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_dsa.megatron.stand_in import StandIn
+from mindspeed_dsa.megatron.attribute_override import AttributeOverride
 from mindspeed_dsa.ops.swiglu import swiglu
 
 
@@ -52,8 +52,8 @@ def fuse_in_mlp(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, hidden_states, per_token_scale, **kwargs)
         if per_token_scale is not None and config.add_bias_linear:  # which Megatron's function refuses
             return original(self, hidden_states, per_token_scale, **kwargs)
-        fusing = StandIn(config, bias_activation_fusion=True, activation_func_fp8_input_store=False)
-        return original(StandIn(self, config=fusing), hidden_states, per_token_scale, **kwargs)
+        fusing = AttributeOverride(config, bias_activation_fusion=True, activation_func_fp8_input_store=False)
+        return original(AttributeOverride(self, config=fusing), hidden_states, per_token_scale, **kwargs)
 
     return forward
 

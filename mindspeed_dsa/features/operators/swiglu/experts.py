@@ -12,9 +12,9 @@ from torch import Tensor
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.operators.swiglu.activation import is_plain_swiglu
 from mindspeed_dsa.features.operators.swiglu.feature import Options
+from mindspeed_dsa.megatron.attribute_override import AttributeOverride, Function
 from mindspeed_dsa.megatron.gathered_weights import waits_for_weights
-from mindspeed_dsa.megatron.plain_layers import linears_of
-from mindspeed_dsa.megatron.stand_in import Function, StandIn
+from mindspeed_dsa.megatron.inlinable import linears_of
 from mindspeed_dsa.ops.grouped_matmul.apart import multiply_apart
 
 
@@ -29,13 +29,13 @@ def activate_together(original: Callable[..., Any], context: Context[Options]) -
             return original(self, rows, tokens_per_expert, probs)
         experts, counts = self.local_experts, tokens_per_expert.tolist()
         first = experts[0]
-        joint = StandIn(
+        joint = AttributeOverride(
             first,
             linear_fc1=_of_each([each.linear_fc1 for each in experts], counts, context.megatron),
             linear_fc2=_of_each([each.linear_fc2 for each in experts], counts, context.megatron),
         )
         one = partial(type(first).forward, joint)
-        as_one = StandIn(self, num_local_experts=1, local_experts=[one])
+        as_one = AttributeOverride(self, num_local_experts=1, local_experts=[one])
         return original(as_one, rows, tokens_per_expert, probs)
 
     return forward

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument, uses_cuda_graphs
 from mindspeed_dsa.patches.spec import Patch
 
 FLAG = "--two-streams"
@@ -36,8 +36,7 @@ def check_streams(args: Any, options: Any) -> Iterator[str]:
         if argument(args, name):
             flag = {"cpu_offloading": "cpu_offloading_num_layers"}.get(name, name).replace("_", "-")
             yield f"{FLAG} cannot be used with --{flag}, which {why}; omit one of them"
-    graphs = argument(args, "cuda_graph_impl") or "none"
-    if graphs != "none" or argument(args, "enable_cuda_graph") or argument(args, "external_cuda_graph"):
+    if uses_cuda_graphs(args):
         yield (
             f"{FLAG}: a CUDA graph of a part of the layer would end between the two streams; omit "
             f"--cuda-graph-impl or {FLAG}"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.operators.two_streams import side
-from mindspeed_dsa.megatron.stand_in import Function, StandIn
+from mindspeed_dsa.megatron.attribute_override import AttributeOverride, Function
 
 
 class _Projected(NamedTuple):
@@ -74,7 +74,7 @@ def take_projections(original: Callable[..., Any]) -> Callable[..., Any]:
             # In the warm-up stage layers run without a graph, and their indexers with one.
             return original(self, x, *args, **kwargs)
         key, weights = projected.started.wait()
-        early = StandIn(
+        early = AttributeOverride(
             self,
             linear_wk=Function(lambda _: (key, None)),
             linear_weights_proj=Function(lambda _: (weights, None)),

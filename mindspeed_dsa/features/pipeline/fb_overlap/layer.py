@@ -30,7 +30,7 @@ from torch import Tensor
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.pipeline.fb_overlap.feature import Options
 from mindspeed_dsa.features.pipeline.fb_overlap.pieces import Crossing, Pieces, Shared, until_dispatch
-from mindspeed_dsa.megatron.layer_pieces import transformer_layer
+from mindspeed_dsa.megatron.split_layers import transformer_layer
 from mindspeed_dsa.parallel.all_to_all import arriving, departing
 from mindspeed_dsa.parallel.weight_gradients import defer_gradients
 

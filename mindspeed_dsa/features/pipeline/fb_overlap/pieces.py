@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mindspeed_dsa.megatron.layer_pieces import Passes
+from mindspeed_dsa.megatron.split_layers import Passes
 from mindspeed_dsa.parallel.all_to_all import InFlight
 
 

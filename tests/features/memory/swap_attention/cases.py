@@ -253,7 +253,7 @@ def transformer_engine_switch(switches: Mapping[str, Any], **before: bool) -> di
 
 def chosen_layers(switches: Mapping[str, Any], num_layers: int, **layout: Any) -> dict[int, tuple[str, ...]]:
     """Numbers of this rank's layers that swap, with the modules that do."""
-    from mindspeed_dsa.features.memory.swap_attention import layers as swap_layers
+    from mindspeed_dsa.features.memory.swap_attention import layer_pass as swap_layers
 
     job.start(switches, **layout)
     vpp = layout.get("vpp")

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.features.memory.swap_attention.layer_pass import LayerPass
-from mindspeed_dsa.features.memory.swap_attention.layers import _of_others
+from mindspeed_dsa.features.memory.swap_attention.layer_pass import LayerPass, _of_others
 from mindspeed_dsa.parallel import saved_tensors
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.platforms import host_pool

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_dsa import log, platforms
 from mindspeed_dsa.feature import Context, Megatron
-from mindspeed_dsa.features.memory.swap_attention import layers as swap_layers
+from mindspeed_dsa.features.memory.swap_attention import layer_pass as swap_layers
 from mindspeed_dsa.features.memory.swap_attention.feature import Options
 from mindspeed_dsa.features.memory.swap_attention.layer_pass import LayerPass
 from mindspeed_dsa.features.memory.swap_attention.swapped_storage import SwappedStorage

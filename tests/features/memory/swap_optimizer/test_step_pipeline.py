@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.features.memory.host_moments import Moments
+from mindspeed_dsa.features.memory.optimizer_memory import Moments
 from mindspeed_dsa.features.memory.swap_optimizer import step_pipeline
 from mindspeed_dsa.features.memory.swap_optimizer.early_gather import EarlyGather, unless_gathered
 from mindspeed_dsa.features.memory.swap_optimizer.feature import Options
-from mindspeed_dsa.features.memory.swap_optimizer.host_slab import Parameter, Slab
 from mindspeed_dsa.features.memory.swap_optimizer.state_on_host import SwappedState
-from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Pipeline
-from mindspeed_dsa.megatron.whole_steps import WholeSteps
+from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Parameter, Pipeline, Slab
+from mindspeed_dsa.megatron.optimizer import StepIntegrity
 from tests.support.contexts import context
 from tests.support.stream_order import OrderedPlatform, watched
 
@@ -88,7 +87,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Swapped:
     slab = Slab(parameters)
     rows = [slab.of(each) for each in parameters]
     moments = Moments(optimizer, {main: row[1:] for main, row in zip(mains, rows, strict=True)})
-    pipeline = Pipeline(optimizer, [slab], moments, 1, WholeSteps("swap-optimizer"))
+    pipeline = Pipeline(optimizer, [slab], moments, 1, StepIntegrity("swap-optimizer"))
     groups = [Group(each) for each in weights]
     made = Swapped(
         weights,
@@ -189,9 +188,9 @@ def test_after_a_step_that_fails_in_the_middle_no_other_follows(platform, monkey
     made = build(monkeypatch)
     made.step(0)
     fail_in_chunk(made, chunk)
-    assert made.pipeline.whole.torn
+    assert made.pipeline.integrity.broken
     made.pipeline.prefetch()
-    for refused in (partial(made.step, 1), made.pipeline.whole.require):
+    for refused in (partial(made.step, 1), made.pipeline.integrity.require):
         with pytest.raises(RuntimeError, match=r"those of no step.*load a state dict"):
             refused()
 

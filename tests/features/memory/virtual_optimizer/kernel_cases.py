@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mindspeed_dsa.features.memory.virtual_optimizer import kernel_moments
+from mindspeed_dsa.features.memory.virtual_optimizer import mapped_moments
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.platforms import host_pool
 from mindspeed_dsa.platforms.cpu import CpuPlatform
@@ -91,7 +91,7 @@ def _kernels_only() -> Iterator[None]:
         mock.patch.object(CpuPlatform, "empty_mapped", _empty_mapped),
         mock.patch.object(CpuPlatform, "read_mapped", NpuPlatform.read_mapped),
         mock.patch.object(CpuPlatform, "write_mapped", NpuPlatform.write_mapped),
-        mock.patch.object(kernel_moments, "apply_adamw", _adamw),
+        mock.patch.object(mapped_moments, "apply_adamw", _adamw),
         mock.patch.object(job, "digest", _digest),  # what the test itself reads
         _KernelsOnly(),
     ):
@@ -124,7 +124,7 @@ def after_failure(**options: Any) -> dict[str, Any]:
         kept = failure_cases.saved(mine)
         with (
             contextlib.suppress(failure_cases.OutOfLuckError),
-            failure_cases.nth_call_fails(kernel_moments, "apply_adamw", 2),
+            failure_cases.nth_call_fails(mapped_moments, "apply_adamw", 2),
         ):
             job.step(mine, 1)
         refused = [

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.features.memory.host_moments import Moments
-from mindspeed_dsa.features.memory.virtual_optimizer import kernel_moments, mapped_moments
+from mindspeed_dsa.features.memory.optimizer_memory import Moments
+from mindspeed_dsa.features.memory.virtual_optimizer import mapped_moments
 from mindspeed_dsa.features.memory.virtual_optimizer.feature import Options
 from tests.support.contexts import context
 from tests.support.optimizer_training import DISTRIBUTED, JOB, LARGER, OFF, PLAIN, assert_same_training
@@ -110,9 +110,9 @@ def test_gradients_are_back_after_the_operator_has_failed(monkeypatch):
         if len(calls) == 3:
             raise ZeroDivisionError
 
-    monkeypatch.setattr(kernel_moments, "apply_adamw", fails)
+    monkeypatch.setattr(mapped_moments, "apply_adamw", fails)
     with pytest.raises(ZeroDivisionError):
-        kernel_moments.step(optimizer, Moments(optimizer, places), lambda: None)
+        mapped_moments.step_with_kernels(optimizer, Moments(optimizer, places), lambda: None)
     assert [each.grad for each in parameters] == gradients
 
 
@@ -123,10 +123,10 @@ def test_adamw_that_is_no_subclass_of_adam(monkeypatch):
         pass
 
     optimizer = Old([torch.ones(4)], {"weight_decay": 0.1})
-    (problem,) = kernel_moments.check_adamw(optimizer)
+    (problem,) = mapped_moments.check_adamw(optimizer)
     assert "AdamW operator" in problem
     monkeypatch.setattr(torch.optim, "AdamW", Old)
-    assert list(kernel_moments.check_adamw(optimizer)) == []
+    assert list(mapped_moments.check_adamw(optimizer)) == []
 
 
 def test_a_quota_for_all_stages_or_one_for_each():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_dsa.megatron.layers import chosen
+from mindspeed_dsa.features.memory.chosen_layers import chosen
 
 
 def test_layers_are_spread_over_chunks():

@@ -1,13 +1,18 @@
-"""Adam's moments in memory of this library's choice, for any Adam that Megatron builds.
+"""Optimizer state outside of the memory that an optimizer would give it: moments elsewhere, masters freed.
 
-torch, Apex and Transformer Engine agree on the names ``exp_avg`` and ``exp_avg_sq`` in the optimizer's
-state, create them in the first step where a parameter has no state yet, and use what they find there
-afterwards. So a state that exists before the first step decides where the moments are.
+Moments work with any Adam that Megatron builds: torch, Apex and Transformer Engine agree on the names
+``exp_avg`` and ``exp_avg_sq`` in the optimizer's state, create them in the first step where a parameter has
+no state yet, and use what they find there afterwards. So a state that exists before the first step decides
+where the moments are.
+
+Master weights stay as tensors when their numbers go elsewhere, because Megatron and the optimizer know each
+by its tensor, as a key of the optimizer's state for instance: see :class:`FreedStorage`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -15,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.megatron.optimizer import OptimizerState, is_sharded
-from mindspeed_dsa.megatron.whole_steps import WholeSteps
+from mindspeed_dsa.megatron.optimizer import OptimizerState, StepIntegrity, is_sharded
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.patches.errors import SettingsError
 
@@ -24,7 +28,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def is_torch_adam(optimizer: Any) -> bool:
-    """Whether it is torch's own Adam or AdamW, of which neither is the other's subclass before torch 2.7."""
+    """Return whether it is torch's own; before torch 2.7 neither class is the other's subclass."""
     return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
 
@@ -55,7 +59,7 @@ class Moments:
         }
 
     def begin(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The parameter's state, with what a first step starts from if there is none.
+        """Return the parameter's state, with what a first step starts from if there is none.
 
         Args:
             parameter: one of the optimizer's.
@@ -147,7 +151,7 @@ class Moments:
 
 @contextlib.contextmanager
 def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """An instance attribute for the duration of a block, whether or not there is one already."""
+    """Set an instance attribute for the duration of a block, whether or not there is one already."""
     before = vars(holder).get(name)
     setattr(holder, name, value)
     try:
@@ -159,14 +163,14 @@ def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class StateWithMoments(OptimizerState):
-    """Of an optimizer whose moments lie in places of this library's choice.
+    """State of an optimizer whose moments lie in places of this library's choice.
 
     Attributes:
         moments: where the inner optimizer's state has them.
     """
 
-    def __init__(self, optimizer: Any, moments: Moments, whole: WholeSteps) -> None:
-        self.moments, self.whole = moments, whole
+    def __init__(self, optimizer: Any, moments: Moments, integrity: StepIntegrity) -> None:
+        self.moments, self.integrity = moments, integrity
         self._is_sharded = is_sharded(optimizer)
         optimizer.init_state_fn = moments.init_state
 
@@ -181,3 +185,20 @@ class StateWithMoments(OptimizerState):
         self.moments.begin_all()  # otherwise Megatron makes some on the device
         with self.moments.loading():
             return call()
+
+
+class FreedStorage:
+    """Stand-in for numbers that lie elsewhere: a single NaN on each device, which freed tensors view.
+
+    They keep shape and device. Reading gives NaN, and writing raises torch's error: neither goes unnoticed.
+    """
+
+    def __init__(self) -> None:
+        self._nan: dict[torch.device, Tensor] = {}
+
+    def free(self, tensor: Tensor) -> None:
+        """Free the memory of a float32 tensor, or of this rank's shard of it."""
+        tensor = local_of(tensor)
+        if tensor.device not in self._nan:
+            self._nan[tensor.device] = torch.full((), math.nan, dtype=torch.float32, device=tensor.device)
+        tensor.data = self._nan[tensor.device].expand(tensor.shape)

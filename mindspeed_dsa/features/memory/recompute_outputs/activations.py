@@ -1,4 +1,4 @@
-"""The activation function between fc1 and fc2, recomputed when fc2's backward is about to read its output."""
+"""Activation functions between fc1 and fc2, recomputed when fc2's backward is about to read their outputs."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.memory.checkpoint import (
+from mindspeed_dsa.features.memory import chosen_layers
+from mindspeed_dsa.features.memory.recompute_outputs.checkpoint import (
     CheckpointWithoutOutput,
     RandomStates,
     attributes,
     needs_gradient,
     within,
 )
-from mindspeed_dsa.features.memory.recompute_activation_function.feature import Options, check_activation
-from mindspeed_dsa.megatron import layers, releases
-from mindspeed_dsa.megatron.stand_in import Function, StandIn, activation_of
+from mindspeed_dsa.features.memory.recompute_outputs.feature import ActivationOptions, check_activation
+from mindspeed_dsa.megatron import releases
+from mindspeed_dsa.megatron.attribute_override import AttributeOverride, Function, activation_of
 
 _chosen: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """MLPs and grouped experts that recompute, with what messages call them."""
 
 
-def recompute_in_mlp(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+def recompute_in_mlp(original: Callable[..., Any], context: Context[ActivationOptions]) -> Callable[..., Any]:
     """Decorate ``MLP.forward``.
 
-    Megatron's forward runs as it is, with every fusion that it has, on a stand-in for the module: what it
+    Megatron's forward runs as it is, with every fusion that it has, on a view of the module: what it
     does between its calls of fc1 and fc2 is the activation function.
     """
 
@@ -39,14 +40,14 @@ def recompute_in_mlp(original: Callable[..., Any], context: Context[Options]) ->
         if self not in _chosen or not torch.is_grad_enabled():
             return original(self, hidden_states, per_token_scale, **kwargs)
         with contextlib.ExitStack() as without_graph, within(f"activation function of {_chosen[self]}"):
-            stand_in = _Observed(self, per_token_scale, original, kwargs, without_graph, context)
-            return original(stand_in, hidden_states, per_token_scale, **kwargs)
+            observed = _Observed(self, per_token_scale, original, kwargs, without_graph, context)
+            return original(observed, hidden_states, per_token_scale, **kwargs)
 
     return forward
 
 
-class _Observed(StandIn):
-    """Calls fc1 and fc2 of the module; in between no graph is built, and fc2 gets the recomputed node."""
+class _Observed(AttributeOverride):
+    """View of an MLP without a graph between its calls of fc1 and fc2; fc2 gets the recomputed node."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class _Observed(StandIn):
         forward: Callable[..., Any],
         kwargs: dict[str, Any],
         without_graph: contextlib.ExitStack,
-        context: Context[Options],
+        context: Context[ActivationOptions],
     ) -> None:
         super().__init__(module)
         self._scale = scale
@@ -111,17 +112,19 @@ def recompute_in_grouped_mlp(original: Callable[..., Any]) -> Callable[..., Any]
     return forward
 
 
-def choose_in_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+def choose_in_block(
+    original: Callable[..., None], context: Context[ActivationOptions]
+) -> Callable[..., None]:
     """Decorate ``TransformerBlock.__init__``."""
-    return layers.choose_in_block(original, context, _choose_with(context), check_activation)
+    return chosen_layers.choose_in_block(original, context, _choose_with(context), check_activation)
 
 
-def choose_in_mtp(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+def choose_in_mtp(original: Callable[..., None], context: Context[ActivationOptions]) -> Callable[..., None]:
     """Decorate ``MultiTokenPredictionBlock.__init__``."""
-    return layers.choose_in_mtp(original, context, _choose_with(context))
+    return chosen_layers.choose_in_mtp(original, context, _choose_with(context))
 
 
-def _choose_with(context: Context[Options]) -> Callable[[Any], None]:
+def _choose_with(context: Context[ActivationOptions]) -> Callable[[Any], None]:
     def choose(layer: Any) -> None:
         mlp = context.megatron("core.transformer.mlp").MLP
         for name, module in _mlps(layer, (mlp, *releases.grouped_experts(context.megatron))):
@@ -131,7 +134,7 @@ def _choose_with(context: Context[Options]) -> Callable[[Any], None]:
 
 
 def _mlps(layer: Any, kinds: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
-    """The layer's MLPs and grouped experts, except where Megatron recomputes the whole of them."""
+    """Yield the layer's MLPs and grouped experts, except where Megatron recomputes the whole of them."""
     mlp = layer.mlp
     if layer.recompute_mlp or getattr(mlp, "moe_layer_recompute", False):
         return

@@ -11,15 +11,16 @@ from weakref import WeakSet
 import torch
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.memory.checkpoint import attributes, within
-from mindspeed_dsa.features.memory.recompute_norm.feature import Options, check_norm
-from mindspeed_dsa.megatron import layer_pieces, layers
+from mindspeed_dsa.features.memory import chosen_layers
+from mindspeed_dsa.features.memory.recompute_outputs.checkpoint import attributes, within
+from mindspeed_dsa.features.memory.recompute_outputs.feature import NormOptions, check_norm
+from mindspeed_dsa.megatron import split_layers
 
 _layers: WeakSet[Any] = WeakSet()
 """Layers that recompute."""
 
 
-def recompute_norms(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+def recompute_norms(original: Callable[..., Any], context: Context[NormOptions]) -> Callable[..., Any]:
     """Decorate ``TransformerLayer.forward``.
 
     Megatron reads the two attributes in every forward. They are set for its duration alone, so that a
@@ -36,7 +37,7 @@ def recompute_norms(original: Callable[..., Any], context: Context[Options]) -> 
 
 
 @contextlib.contextmanager
-def _recomputing(layer: Any, context: Context[Options]) -> Iterator[None]:
+def _recomputing(layer: Any, context: Context[NormOptions]) -> Iterator[None]:
     identity = context.megatron("core.transformer.identity_op").IdentityOp
     flags = {
         # Where a norm is part of the linear layer that follows, there is an identity in its place.
@@ -47,29 +48,29 @@ def _recomputing(layer: Any, context: Context[Options]) -> Iterator[None]:
         yield
 
 
-class _InPieces(layer_pieces.Pass):
-    """A forward whose pieces read the attributes, each on its own."""
+class _InPieces(split_layers.Pass):
+    """Forward whose pieces read the attributes, each on its own."""
 
-    def __init__(self, context: Context[Options], layer: Any, *_: Any) -> None:
+    def __init__(self, context: Context[NormOptions], layer: Any, *_: Any) -> None:
         self._context, self._layer = context, layer
 
     def piece(self) -> contextlib.AbstractContextManager[None]:
         return _recomputing(self._layer, self._context)
 
 
-def _choose_with(context: Context[Options]) -> Callable[[Any], None]:
+def _choose_with(context: Context[NormOptions]) -> Callable[[Any], None]:
     def choose(layer: Any) -> None:
         _layers.add(layer)
-        layer_pieces.follow(layer, partial(_InPieces, context))
+        split_layers.follow(layer, partial(_InPieces, context))
 
     return choose
 
 
-def choose_in_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+def choose_in_block(original: Callable[..., None], context: Context[NormOptions]) -> Callable[..., None]:
     """Decorate ``TransformerBlock.__init__``."""
-    return layers.choose_in_block(original, context, _choose_with(context), check_norm)
+    return chosen_layers.choose_in_block(original, context, _choose_with(context), check_norm)
 
 
-def choose_in_mtp(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+def choose_in_mtp(original: Callable[..., None], context: Context[NormOptions]) -> Callable[..., None]:
     """Decorate ``MultiTokenPredictionBlock.__init__``."""
-    return layers.choose_in_mtp(original, context, _choose_with(context))
+    return chosen_layers.choose_in_mtp(original, context, _choose_with(context))

@@ -1,4 +1,4 @@
-"""Which layers of a pipeline stage a feature works in: N of them, spread over the stage's chunks.
+"""Layers of a pipeline stage that a feature works in: N of them, spread over the stage's chunks.
 
 Imports neither torch nor Megatron.
 """
@@ -16,30 +16,56 @@ from mindspeed_dsa.patches.spec import Patch
 
 _BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock.__init__"
 _MTP_BLOCK = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock.__init__"
+_Options = TypeVar("_Options", bound="LayerOptions")
 
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """What was asked for; options of features that work in layers derive from it.
+    """Options of a feature that works in chosen layers; its own options derive from them.
 
     Attributes:
         switched_on: the feature's own switch is on.
         num_layers: of each pipeline stage; ``None`` for all of them.
-        follows_pieces: layers may run in pieces, which ``integration/layer_pieces.py`` is asked about.
+        follows_pieces: our own schedule runs layers in pieces, and asks ``megatron/split_layers.py``.
     """
 
     switched_on: bool
     num_layers: int | None
     follows_pieces: bool = field(default=False, kw_only=True)
 
+    @classmethod
+    def from_settings(cls: type[_Options], settings: Any, switch: str, **own: Any) -> _Options:
+        """Read them from resolved settings, or from arguments.
 
-def follows_pieces(settings: Any) -> bool:
-    """Whether it is our own schedule that runs layers in pieces, from settings or from arguments."""
-    return bool(getattr(settings, "moe_fb_overlap", False))
+        Args:
+            settings: with values by ``dest``.
+            switch: ``dest`` of the feature's switch.
+            **own: attributes that the derived class adds.
+        """
+        return cls(
+            switched_on=bool(getattr(settings, switch, False)),
+            num_layers=getattr(settings, f"{switch}_num_layers", None),
+            follows_pieces=bool(getattr(settings, "moe_fb_overlap", False)),
+            **own,
+        )
 
 
-def check_pieces(args: Any, options: LayerOptions, flag: str) -> Iterator[str]:
-    """Layers that Megatron runs in pieces without asking ``integration/layer_pieces.py``."""
+def check_layers(args: Any, options: LayerOptions, flag: str) -> Iterator[str]:
+    """Yield problems of the number of layers, and of schedules that split layers without asking.
+
+    Args:
+        args: arguments or a configuration.
+        options: of the feature.
+        flag: its switch.
+    """
+    wanted = options.num_layers
+    if wanted is not None:
+        if not options.switched_on:
+            yield f"{flag}-num-layers {wanted} has no effect without {flag}; add that or drop it"
+        total = argument(args, "num_layers")
+        if wanted < 0 or (total is not None and wanted > total):
+            most = "" if total is None else f" and at most {total}, the number of layers"
+            yield f"{flag}-num-layers {wanted}: use a number that is at least 0{most}"
     if argument(args, "overlap_moe_expert_parallel_comm") and not options.follows_pieces:
         yield (
             f"{flag} works in the layer's forward, which --overlap-moe-expert-parallel-comm takes apart; use "
@@ -47,11 +73,8 @@ def check_pieces(args: Any, options: LayerOptions, flag: str) -> Iterator[str]:
         )
 
 
-_Options = TypeVar("_Options", bound=LayerOptions)
-
-
 def rows(module: str, versions: str) -> tuple[Patch, ...]:
-    """The patches that choose layers when they are built.
+    """Return the patches that choose layers when they are built.
 
     Args:
         module: has ``choose_in_block`` and ``choose_in_mtp``, made of the functions below.
@@ -62,7 +85,7 @@ def rows(module: str, versions: str) -> tuple[Patch, ...]:
             _BLOCK,
             "wrap",
             f"{module}:choose_in_block",
-            "which layers of this pipeline stage take part is known once they are built",
+            "the layers of a pipeline stage that take part are chosen once they are built",
             ("config",),
             versions,
         ),
@@ -76,21 +99,8 @@ def rows(module: str, versions: str) -> tuple[Patch, ...]:
     )
 
 
-def check_num_layers(args: Any, options: LayerOptions, flag: str) -> Iterator[str]:
-    """Problems of the number of layers of the feature that ``flag`` switches on."""
-    wanted = options.num_layers
-    if wanted is None:
-        return
-    if not options.switched_on:
-        yield f"{flag}-num-layers {wanted} has no effect without {flag}; add that or drop it"
-    total = argument(args, "num_layers")
-    if wanted < 0 or (total is not None and wanted > total):
-        most = "" if total is None else f" and at most {total}, the number of layers"
-        yield f"{flag}-num-layers {wanted}: use a number that is at least 0{most}"
-
-
 def chosen(layers: Sequence[int], chunk: int, wanted: int | None, in_full: int = 0) -> list[int]:
-    """Positions, from 0, of the chunk's layers that take part.
+    """Return the positions, from 0, of the chunk's layers that take part.
 
     The stage's layers are taken in the order of their position inside their chunk, at equal position in
     the order of the chunks: first layers of all chunks, second layers of all chunks, and so on. Layers that

@@ -1,7 +1,7 @@
-"""Megatron's own methods on something that looks like the module, in part.
+"""Megatron's own methods on a module of which some attributes are overridden.
 
-A method that does what is wanted but for one of its parts runs on a stand-in, which has that part replaced:
-nothing of its body is copied.
+A method that does what is wanted but for one of its parts runs on a view of the module that has that part
+replaced: nothing of its body is copied.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Function(nn.Module):
-    """A function in the place of a layer, where releases since 0.17 accept modules alone.
+    """Function in the place of a layer, where releases since 0.17 accept modules alone.
 
     Args:
         function: what a call does. An object that keeps a module of its own method keeps itself alive.
@@ -24,12 +24,12 @@ class Function(nn.Module):
         self._function = function
 
     def forward(self, *args: Any) -> Any:
-        """What the function returns."""
+        """Return what the function returns."""
         return self._function(*args)
 
 
-class StandIn:
-    """Takes the place of ``self`` in a method of Megatron's; what is not replaced is the module's.
+class AttributeOverride:
+    """View of a module, as ``self`` of a method of Megatron's; what is not replaced is the module's.
 
     Args:
         module: the module.
@@ -46,7 +46,7 @@ class StandIn:
 def activation_of(
     forward: Callable[..., Any], mlp: Any, bias: Tensor | None, kwargs: Mapping[str, Any]
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """What ``MLP.forward`` does between fc1 and fc2, with every fusion that it has.
+    """Build the part of ``MLP.forward`` between fc1 and fc2, with every fusion that it has.
 
     Args:
         forward: Megatron's ``MLP.forward``.
@@ -64,7 +64,7 @@ def activation_of(
     def second(activation: Tensor) -> tuple[Tensor, None]:
         return activation, None
 
-    between = StandIn(mlp, linear_fc1=Function(first), linear_fc2=Function(second))
+    between = AttributeOverride(mlp, linear_fc1=Function(first), linear_fc2=Function(second))
 
     def activation(intermediate: Tensor, scale: Tensor | None) -> Tensor:
         output: Tensor = forward(between, intermediate, scale, **kwargs)[0]

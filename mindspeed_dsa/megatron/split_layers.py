@@ -1,4 +1,4 @@
-"""Forwards of transformer layers that run in several pieces, for features that work in a layer's forward.
+"""Transformer layers whose forward a schedule splits into pieces, for features that work in that forward.
 
 Such a feature decorates ``TransformerLayer.forward``, which a schedule that takes layers apart does not call.
 For each layer that it works in it says here what it does around a forward, and the schedule does it.
@@ -15,14 +15,14 @@ from torch import Tensor
 
 
 class Pass:
-    """One forward of a layer."""
+    """Forward of a layer in pieces, as one feature follows it."""
 
     def piece(self) -> contextlib.AbstractContextManager[None]:
-        """Surrounds each piece."""
+        """Surround a piece."""
         return contextlib.nullcontext()
 
     def ends(self, output: Tensor) -> None:
-        """The layer's output is there, ``[sequence, batch, hidden]``; its backward begins from it."""
+        """Take the layer's output, ``[sequence, batch, hidden]``, from which its backward begins."""
 
 
 Begin = Callable[[Any, Tensor, Sequence[Any]], Pass]
@@ -36,27 +36,27 @@ def follow(layer: Any, begin: Begin) -> None:
 
 
 class Passes(Pass):
-    """All features' passes of one forward."""
+    """Forward of a layer in pieces, as all features follow it."""
 
     def __init__(self, layer: Any, hidden: Tensor, others: Sequence[Any]) -> None:
         self._passes = [begin(layer, hidden, others) for begin in _begins.get(layer, ())]
 
     @contextlib.contextmanager
     def piece(self) -> Iterator[None]:
-        """Surrounds each piece."""
+        """Surround a piece."""
         with contextlib.ExitStack() as stack:
             for each in self._passes:
                 stack.enter_context(each.piece())
             yield
 
     def ends(self, output: Tensor) -> None:
-        """The layer's output is there."""
+        """Give the layer's output to all features."""
         for each in self._passes:
             each.ends(output)
 
 
 def transformer_layer(layer: Any) -> Any:
-    """The layer itself, or the one in a layer of multi-token prediction."""
+    """Return the layer itself, or the one in a layer of multi-token prediction."""
     for name in ("transformer_layer", "mtp_model_layer"):
         if hasattr(layer, name):
             return getattr(layer, name)

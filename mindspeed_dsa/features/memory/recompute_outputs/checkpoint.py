@@ -1,4 +1,4 @@
-"""Outputs whose memory is free from their last use in the forward to the first in the backward."""
+"""Checkpoint of outputs whose memory is free from their last use in forward to the first in backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.feature import Context, Megatron
+from mindspeed_dsa.features.memory.recompute_outputs.feature import Options
 from mindspeed_dsa.parallel import saved_tensors
 from mindspeed_dsa.parallel.saved_tensors import bytes_of
 from mindspeed_dsa.patches import versions
@@ -22,7 +23,7 @@ _where: ContextVar[str] = ContextVar("where", default="a layer")
 
 @contextlib.contextmanager
 def within(what: str) -> Iterator[None]:
-    """Name what is being computed, for messages about its outputs."""
+    """Name the computation inside, for messages about its outputs."""
     token = _where.set(what)
     try:
         yield
@@ -51,12 +52,12 @@ class RandomStates:
         self._states = self._random._get_all_rng_states()
 
     def are_current(self) -> bool:
-        """Whether nothing has been drawn since; false where that cannot be known."""
+        """Return whether nothing has been drawn since; false where that cannot be known."""
         return _equal(self._states, self._random._get_all_rng_states())
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """These states inside, those of before afterwards."""
+        """Restore these states inside, and the present ones afterwards."""
         with self._random._fork_rng():
             self._random._set_all_rng_states(*self._states)
             yield
@@ -97,7 +98,7 @@ class CheckpointWithoutOutput:
         self._pending: _Pending | None = None
 
     def checkpoint(self, run_function: Callable[..., Any], *args: Tensor | None) -> Any:
-        """``run_function(*args)`` without a graph; its outputs are ready to be discarded.
+        """Return ``run_function(*args)`` without a graph; its outputs are ready to be discarded.
 
         Args:
             run_function: returns a tensor or a tuple of tensors.
@@ -143,8 +144,19 @@ class CheckpointWithoutOutput:
             hook_tensor.register_hook(pending.recompute)
 
 
+def checkpoint_without_output(context: Context[Options]) -> type[CheckpointWithoutOutput]:
+    """Build the class that Megatron's modules create, with its own arguments."""
+
+    class Checkpoint(CheckpointWithoutOutput):
+        def __init__(self, fp8: Any = None, retain_input_tensors: bool = False) -> None:
+            # Memory that outputs share with inputs is never freed, which is all that the flag asks for.
+            super().__init__(context.megatron, context.options.verify, fp8)
+
+    return Checkpoint
+
+
 def needs_gradient(args: Sequence[Tensor | None]) -> bool:
-    """Whether autograd will ask for a gradient of any of these."""
+    """Return whether autograd will ask for a gradient of any of these."""
     return torch.is_grad_enabled() and any(arg is not None and arg.requires_grad for arg in args)
 
 
@@ -158,7 +170,7 @@ class _Pending:
         self._outputs: list[_Output] = []
 
     def created(self, ctx: Any, outputs: Sequence[Tensor]) -> None:
-        """Called by the autograd node; ``outputs`` have no graph yet."""
+        """Take the autograd node and its outputs, which have no graph yet."""
         self._ctx = ctx
         taken = {arg.untyped_storage().data_ptr() for arg in ctx.saved if arg is not None}
         for output in outputs:
@@ -175,7 +187,7 @@ class _Pending:
             output.discard(self._verify)
 
     def recompute(self, _: Tensor) -> None:
-        """Hook on the consumer's gradient; computes once, with a graph for the backward that follows."""
+        """Compute the outputs again, with a graph for the backward that follows the consumer's gradient."""
         if self._ctx is None:
             raise RuntimeError(
                 f"mindspeed_dsa: {self._where}: a second backward through a recomputed output; use one "
@@ -278,16 +290,16 @@ def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Whether the tensor covers its memory: no part of it belongs to another tensor."""
+    """Return whether the tensor covers its memory: no part of it belongs to another tensor."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
-def _compare(found: Tensor, expected: Tensor, like: Tensor, where: str) -> None:
-    if torch.equal(found, expected):
+def _compare(recomputed: Tensor, expected: Tensor, like: Tensor, where: str) -> None:
+    if torch.equal(recomputed, expected):
         return
-    ours, theirs = found.view(like.dtype), expected.view(like.dtype)
+    ours, theirs = recomputed.view(like.dtype), expected.view(like.dtype)
     differing = int(
-        (found.view(-1, like.element_size()) != expected.view(-1, like.element_size())).any(1).sum()
+        (recomputed.view(-1, like.element_size()) != expected.view(-1, like.element_size())).any(1).sum()
     )
     largest = float((ours.double() - theirs.double()).abs().max())
     raise RuntimeError(

@@ -1,0 +1,127 @@
+"""When memory features are on, and what more than one of them does not combine with.
+
+Imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from mindspeed_dsa.megatron.configuration import argument
+
+# -- activation: on with a switch or its options, so that an option without its switch is reported ----
+
+
+def wanted(switch: str, *options: str) -> Callable[[Any], bool]:
+    """Return the rule: on with its switch, or with an option, which is then refused by validation.
+
+    Args:
+        switch: ``dest`` of a flag.
+        options: those of its options, ``None`` if unset.
+    """
+
+    def active(settings: Any) -> bool:
+        return bool(getattr(settings, switch, False)) or any(
+            getattr(settings, option, None) is not None for option in options
+        )
+
+    return active
+
+
+def any_of(*rules: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return the rule: on where one of the rules says so."""
+    return lambda settings: any(rule(settings) for rule in rules)
+
+
+def is_given(option: str) -> Callable[[Any], bool]:
+    """Return the rule: on where an option has a value."""
+    return lambda settings: getattr(settings, option, None) is not None
+
+
+def without(rule: Callable[[Any], bool], feature: str) -> Callable[[Any], bool]:
+    """Return the rule: on as ``rule`` says, where another feature, which is decided earlier, is off."""
+    return lambda settings: rule(settings) and feature not in settings.features_on
+
+
+def check_has_effect(switched_on: bool, switch: str, **options: Any) -> Iterator[str]:
+    """Yield problems of options that are set without their switch.
+
+    Args:
+        switched_on: whether it is on.
+        switch: the flag.
+        options: values by ``dest``, ``None`` if unset.
+    """
+    if switched_on:
+        return
+    for option, value in options.items():
+        if value is not None:
+            yield f"--{option.replace('_', '-')} has no effect without {switch}; add that or drop it"
+
+
+# -- what does not combine -----------------------------------------------------------------------
+
+Row = tuple[str, str, str]
+"""Name of an argument, why it does not combine, what to do."""
+
+MOVED_STATE: tuple[Row, ...] = (
+    (
+        "use_precision_aware_optimizer",
+        "it keeps master weights and moments in types and places of its own",
+        "choose one of the two",
+    ),
+    ("optimizer_cpu_offload", "it moves the same state to the host", "choose one of the two"),
+    ("fp8", "weights in fp8 are made from the master weights in another way", "omit --fp8-format"),
+    ("fp4", "weights in fp4 are made from the master weights in another way", "omit --fp4-format"),
+    ("use_megatron_fsdp", "it shards optimizer state by itself", "use --use-distributed-optimizer alone"),
+    ("use_custom_fsdp", "it shards optimizer state by itself", "use --use-distributed-optimizer alone"),
+    (
+        "rl_offload_optimizer_during_inference",
+        "it moves the same state to the host",
+        "omit --rl-offload-optimizer-during-inference",
+    ),
+)
+"""Arguments that features which move weights or optimizer state do not combine with."""
+
+
+def check_moved_adam(args: Any, flag: str) -> Iterator[str]:
+    """Yield problems of a feature that moves optimizer state, and knows Adam's alone."""
+    yield from check_arguments(args, flag, MOVED_STATE)
+    yield from check_weight_shards(args, flag)
+    yield from check_optimizer(args, flag, ("adam",), "has other state than Adam's")
+    if argument(args, "use_torch_fsdp2") and argument(args, "ckpt_format") == "torch_dcp":
+        yield (
+            f"{flag} does not combine with --ckpt-format torch_dcp, which would take a rank's pieces of the "
+            "moments for whole ones; use torch_dist"
+        )
+
+
+def check_arguments(args: Any, flag: str, rows: Iterable[Row]) -> Iterator[str]:
+    """Yield problems of the feature that ``flag`` switches on with arguments that are set."""
+    for name, why, remedy in rows:
+        if argument(args, name):
+            yield f"{flag} does not combine with {name}: {why}; {remedy}"
+
+
+def check_optimizer(args: Any, flag: str, known: Sequence[str], why: str) -> Iterator[str]:
+    """Yield a problem if another optimizer than the ``known`` ones is asked for."""
+    optimizer = argument(args, "optimizer")
+    if optimizer is not None and optimizer not in known:
+        yield f"{flag}: --optimizer {optimizer} {why}; use one of {', '.join(known)}"
+
+
+def check_weight_shards(args: Any, flag: str) -> Iterator[str]:
+    """Yield a problem where weights have more shards than there are tensor parallel ranks.
+
+    Modules gather such weights from shards of their own, which Megatron-core has since 0.19.
+    """
+    ranks = argument(args, "tensor_model_parallel_size") or 1
+    for kind, whole in (("", ranks), ("expert_", argument(args, "expert_tensor_parallel_size") or ranks)):
+        name = f"{kind}tensor_parallel_num_weight_shards"
+        shards = argument(args, name) or 1
+        if shards > whole:
+            yield (
+                f"{flag} does not combine with --{name.replace('_', '-')} {shards}: modules then gather "
+                "weights in forward and backward, into memory that this knows nothing of; use "
+                f"{whole} or omit one of them"
+            )
