@@ -72,7 +72,7 @@ def test_two_backwards_of_the_embedding_need_a_release_that_counts_them(shared):
 
 def test_features_that_work_in_a_layers_forward_are_served_or_named():
     """Every one that decorates it, and those with transfers of their own."""
-    served = {"recompute-norm", "swap-attention"}  # by what integration/layer_pieces.py has them say
+    served = {"recompute-norm", "swap-attention"}  # by what megatron/split_layers.py has them say
     whole = {
         feature.name
         for feature in all_features()
