@@ -37,6 +37,12 @@ class Case:
         return function(device, **({"quick": True} if quick else {}), **options)
 
 
+_CELLS = {
+    "link": "rate of the link, as tc reads it (default: 2gbit)",
+    "only": "names of cells with commas between",
+}
+_TRACE = {"trace": "file for a chrome trace of one step; an image is written next to it"}
+
 CASES: dict[str, Case] = {
     case.name: case
     for case in (
@@ -96,11 +102,7 @@ CASES: dict[str, Case] = {
             "benchmarks.moe",
             on_device=False,
             has_quick=True,
-            options={
-                "link": "rate of the link, as tc reads it (default: 2gbit)",
-                "trace": "file for a chrome trace of one step; an image is written next to it",
-                "only": "names of cells with commas between",
-            },
+            options={**_CELLS, **_TRACE},
         ),
         Case(
             "pipeline",
@@ -108,10 +110,7 @@ CASES: dict[str, Case] = {
             "benchmarks.pipeline",
             on_device=False,
             has_quick=True,
-            options={
-                "link": "rate of the link, as tc reads it (default: 2gbit)",
-                "only": "names of cells with commas between",
-            },
+            options=_CELLS,
         ),
         Case(
             "context-parallel",
@@ -119,11 +118,7 @@ CASES: dict[str, Case] = {
             "benchmarks.context_parallel",
             on_device=False,
             has_quick=True,
-            options={
-                "link": "rate of the link, as tc reads it (default: 2gbit)",
-                "trace": "file for a chrome trace of one step; an image is written next to it",
-                "only": "names of cells with commas between",
-            },
+            options={**_CELLS, **_TRACE},
         ),
         Case(
             "fsdp2",

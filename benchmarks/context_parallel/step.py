@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.linkbed import LinkBed
 from benchmarks.memory.measure import peak_bytes
+from benchmarks.model import latent_layers
 from benchmarks.moe.problem import timed
 from benchmarks.registry import Metrics
 from benchmarks.tp_overlap.cells import slowest
@@ -170,33 +170,23 @@ def _configuration(sizes: Sizes, ranks: int) -> Any:
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     return MLATransformerConfig(
-        num_layers=1,
-        hidden_size=sizes.hidden,
-        num_attention_heads=4,
-        ffn_hidden_size=2 * sizes.hidden,
-        q_lora_rank=128,
-        kv_lora_rank=128,
-        qk_head_dim=64,
-        qk_pos_emb_head_dim=32,
-        v_head_dim=64,
-        multi_latent_attention=True,
-        rope_type="rope",
-        normalization="RMSNorm",
-        qk_layernorm=True,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        apply_rope_fusion=False,
-        experimental_attention_variant="dsa",
-        dsa_indexer_n_heads=4,
-        dsa_indexer_head_dim=64,
-        dsa_indexer_topk=sizes.topk,
-        dsa_indexer_loss_coeff=0.01,
-        dsa_indexer_use_sparse_loss=True,
-        context_parallel_size=ranks,
-        transformer_impl="local",
+        **latent_layers(
+            num_layers=1,
+            hidden_size=sizes.hidden,
+            num_attention_heads=4,
+            ffn_hidden_size=2 * sizes.hidden,
+            q_lora_rank=128,
+            kv_lora_rank=128,
+            qk_head_dim=64,
+            qk_pos_emb_head_dim=32,
+            v_head_dim=64,
+            experimental_attention_variant="dsa",
+            dsa_indexer_n_heads=4,
+            dsa_indexer_head_dim=64,
+            dsa_indexer_topk=sizes.topk,
+            dsa_indexer_loss_coeff=0.01,
+            dsa_indexer_use_sparse_loss=True,
+            context_parallel_size=ranks,
+            transformer_impl="local",
+        )
     )

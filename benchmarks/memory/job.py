@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.memory.measure import live_bytes, peak_bytes, storage_bytes
+from benchmarks.model import deterministic_layers
 from mindspeed_dsa import platforms
 
 _Reduce = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -159,23 +159,16 @@ def _configs(sizes: Sizes) -> tuple[Any, Any, Any]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     model = TransformerConfig(
-        num_layers=sizes.layers,
-        hidden_size=sizes.hidden,
-        ffn_hidden_size=sizes.ffn,
-        num_attention_heads=sizes.heads,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        transformer_impl="local",
+        **deterministic_layers(
+            num_layers=sizes.layers,
+            hidden_size=sizes.hidden,
+            ffn_hidden_size=sizes.ffn,
+            num_attention_heads=sizes.heads,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            pipeline_dtype=torch.bfloat16,
+            transformer_impl="local",
+        )
     )
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     optimizer = OptimizerConfig(

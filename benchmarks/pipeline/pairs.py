@@ -14,10 +14,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.linkbed import LinkBed
+from benchmarks.model import deterministic_layers
 from benchmarks.moe.overlap import copy_rows
 from benchmarks.moe.problem import deviation, minima, start
 from benchmarks.registry import Metrics
@@ -170,29 +170,22 @@ def _configuration(sizes: Sizes) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
-        num_layers=sizes.layers,
-        hidden_size=sizes.hidden,
-        num_attention_heads=8,
-        ffn_hidden_size=sizes.ffn,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        num_moe_experts=sizes.experts,
-        moe_ffn_hidden_size=sizes.ffn,
-        moe_shared_expert_intermediate_size=sizes.shared,
-        moe_router_topk=sizes.topk,
-        moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type="alltoall",
-        expert_model_parallel_size=dist.get_world_size(),
-        expert_tensor_parallel_size=1,
-        transformer_impl="local",
+        **deterministic_layers(
+            num_layers=sizes.layers,
+            hidden_size=sizes.hidden,
+            num_attention_heads=8,
+            ffn_hidden_size=sizes.ffn,
+            masked_softmax_fusion=False,
+            num_moe_experts=sizes.experts,
+            moe_ffn_hidden_size=sizes.ffn,
+            moe_shared_expert_intermediate_size=sizes.shared,
+            moe_router_topk=sizes.topk,
+            moe_router_load_balancing_type="none",
+            moe_token_dispatcher_type="alltoall",
+            expert_model_parallel_size=dist.get_world_size(),
+            expert_tensor_parallel_size=1,
+            transformer_impl="local",
+        )
     )
 
 

@@ -19,10 +19,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.linkbed import LinkBed
+from benchmarks.model import deterministic_layers
 from benchmarks.moe.problem import deviation, minima
 from benchmarks.registry import Metrics
 
@@ -187,28 +187,21 @@ def _configuration(chunks: int, sizes: Sizes) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
-        num_layers=sizes.layers,
-        hidden_size=sizes.hidden,
-        num_attention_heads=8,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        recompute_granularity="full",
-        recompute_method="uniform",
-        recompute_num_layers=1,
-        pipeline_model_parallel_size=dist.get_world_size(),
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        pipeline_dtype=torch.float32,
-        overlap_p2p_comm=chunks > 1,
-        batch_p2p_comm=chunks == 1,
-        transformer_impl="local",
+        **deterministic_layers(
+            num_layers=sizes.layers,
+            hidden_size=sizes.hidden,
+            num_attention_heads=8,
+            masked_softmax_fusion=False,
+            recompute_granularity="full",
+            recompute_method="uniform",
+            recompute_num_layers=1,
+            pipeline_model_parallel_size=dist.get_world_size(),
+            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+            pipeline_dtype=torch.float32,
+            overlap_p2p_comm=chunks > 1,
+            batch_p2p_comm=chunks == 1,
+            transformer_impl="local",
+        )
     )
 
 

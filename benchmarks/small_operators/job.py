@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.memory.child import serve, timed
+from benchmarks.model import latent_layers
 from mindspeed_dsa import platforms
 from mindspeed_dsa.features.diagnostics.host_profile.account import is_launch
 
@@ -149,46 +149,36 @@ def _model(sizes: Sizes) -> Any:
 
     wide, heads = sizes.hidden, sizes.heads
     config = MLATransformerConfig(
-        num_layers=sizes.layers,
-        hidden_size=wide,
-        num_attention_heads=heads,
-        ffn_hidden_size=2 * wide,
-        q_lora_rank=wide // 2,
-        kv_lora_rank=wide // 4,
-        qk_head_dim=wide // heads,
-        qk_pos_emb_head_dim=16,
-        v_head_dim=wide // heads,
-        multi_latent_attention=True,
-        rope_type="rope",
-        normalization="RMSNorm",
-        qk_layernorm=True,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        apply_rope_fusion=False,
-        num_moe_experts=sizes.experts,
-        moe_ffn_hidden_size=wide // 2,
-        moe_router_topk=2,
-        moe_shared_expert_intermediate_size=wide // 2,
-        moe_router_load_balancing_type="seq_aux_loss",
-        moe_aux_loss_coeff=1e-3,
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        moe_router_dtype="fp32",
-        moe_token_dispatcher_type="alltoall",
-        transformer_impl="local",
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
-        experimental_attention_variant="dsa",
-        dsa_indexer_n_heads=heads,
-        dsa_indexer_head_dim=32,
-        dsa_indexer_topk=64,
-        dsa_indexer_loss_coeff=1e-2,
-        dsa_indexer_use_sparse_loss=True,
+        **latent_layers(
+            num_layers=sizes.layers,
+            hidden_size=wide,
+            num_attention_heads=heads,
+            ffn_hidden_size=2 * wide,
+            q_lora_rank=wide // 2,
+            kv_lora_rank=wide // 4,
+            qk_head_dim=wide // heads,
+            qk_pos_emb_head_dim=16,
+            v_head_dim=wide // heads,
+            num_moe_experts=sizes.experts,
+            moe_ffn_hidden_size=wide // 2,
+            moe_router_topk=2,
+            moe_shared_expert_intermediate_size=wide // 2,
+            moe_router_load_balancing_type="seq_aux_loss",
+            moe_aux_loss_coeff=1e-3,
+            moe_router_score_function="sigmoid",
+            moe_router_enable_expert_bias=True,
+            moe_router_dtype="fp32",
+            moe_token_dispatcher_type="alltoall",
+            transformer_impl="local",
+            params_dtype=torch.float32,
+            pipeline_dtype=torch.float32,
+            experimental_attention_variant="dsa",
+            dsa_indexer_n_heads=heads,
+            dsa_indexer_head_dim=32,
+            dsa_indexer_topk=64,
+            dsa_indexer_loss_coeff=1e-2,
+            dsa_indexer_use_sparse_loss=True,
+        )
     )
     return GPTModel(
         config=config,

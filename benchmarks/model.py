@@ -1,0 +1,34 @@
+"""Settings of Megatron's models in every case: no dropout, no fusion that needs a GPU, SwiGLU, RMSNorm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+
+
+def deterministic_layers(**sizes: Any) -> dict[str, Any]:
+    """Return keyword arguments of a ``TransformerConfig``, or of one derived from it.
+
+    Args:
+        **sizes: what a case sets beside them; they win.
+    """
+    return {
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        **sizes,
+    }
+
+
+def latent_layers(**sizes: Any) -> dict[str, Any]:
+    """Return keyword arguments of an ``MLATransformerConfig``; see :func:`deterministic_layers`."""
+    return deterministic_layers(
+        **{"multi_latent_attention": True, "rope_type": "rope", "qk_layernorm": True, **sizes}
+    )
