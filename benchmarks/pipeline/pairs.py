@@ -18,6 +18,7 @@ from torch import Tensor
 
 from benchmarks.linkbed import LinkBed
 from benchmarks.model import deterministic_layers
+from benchmarks.moe import problem
 from benchmarks.moe.overlap import copy_rows
 from benchmarks.moe.problem import deviation, minima, start
 from benchmarks.registry import Metrics
@@ -28,28 +29,18 @@ VOCABULARY = 256
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Sizes of the measurement.
+class Sizes(problem.Sizes):
+    """Sizes of the measurement, with those of an MoE layer.
 
     Attributes:
         layers: all with experts.
-        microbatches: of one sequence each.
-        tokens: of a sequence.
-        hidden: width of a token.
-        ffn: of each routed expert.
-        shared: of the shared expert.
-        experts: of all ranks.
-        topk: experts of a token.
-        rounds: each runs every variant once.
+        microbatches: of one sequence each, of which ``tokens`` is the length.
     """
 
     layers: int = 4
     microbatches: int = 4
     tokens: int = 512
-    hidden: int = 1024
     ffn: int = 256
-    shared: int = 512
-    experts: int = 8
     topk: int = 4
     rounds: int = 2
 

@@ -4,11 +4,6 @@ Reads one JSON object a line. ``{"address": ..., "log": ...}`` starts a worker, 
 the answer is its process id. ``{"wait": ...}`` names one that ends; the answer is its exit code.
 """
 
-from __future__ import annotations
-
-import contextlib
-import gc
-import io
 import json
 import os
 import signal
@@ -17,31 +12,9 @@ import traceback
 from multiprocessing.connection import Client
 from typing import TextIO
 
-import mindspeed_dsa
-from tests.support import sources, third_party, worker
+from tests.support import preload, worker
 
-_MEGATRON = (
-    "megatron.core.dist_checkpointing",
-    "megatron.core.distributed",
-    "megatron.core.models.gpt.gpt_model",
-    "megatron.core.models.gpt.experimental_attention_variant_module_specs",
-    "megatron.core.optimizer",
-    "megatron.core.pipeline_parallel",
-    "megatron.core.transformer.experimental_attention_variant.dsa",
-)
-
-
-def preload() -> None:
-    """Import what workers need, so that each of them is forked with it."""
-    gc.disable()  # imports leave no garbage
-    third_party.load(third_party.OF_CASES)
-    sources.parse_once()
-    sources.check_all()
-    third_party.out_of_sight()
-    with contextlib.redirect_stderr(io.StringIO()), mindspeed_dsa.enabled(mindspeed_platform="cpu"):
-        # As in a job, so that what Megatron would compile stays eager.
-        third_party.load(_MEGATRON)
-    gc.enable()
+__all__ = ["preload"]
 
 
 def main(answers: TextIO) -> None:
@@ -57,7 +30,7 @@ def main(answers: TextIO) -> None:
 
 
 def work(address: str, log: str) -> None:
-    """Serve a pool in the forked child; never returns."""
+    """What the forked child does; never returns."""
     code = 0
     try:
         worker.serve(Client(address, "AF_UNIX"), log)
@@ -69,5 +42,4 @@ def work(address: str, log: str) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on the terminal: the pool ends its workers
-    preload()
     main(sys.stdout)
