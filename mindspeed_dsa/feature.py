@@ -1,4 +1,4 @@
-"""What a feature is: one declaration that answers everything about one switch."""
+"""Declaration of a feature: everything about one switch that needs no torch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Flag:
         return False if self.kind == "bool" and self.default is None else self.default
 
     def same_as(self, other: Flag) -> bool:
-        """Whether two declarations are of one flag; Megatron's own may be described in other words."""
+        """Return whether two declarations are of one flag; the help of Megatron's own may differ."""
         if self.megatron and other.megatron:
             return replace(self, help="") == replace(other, help="")
         return self == other
@@ -64,7 +64,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Requires:
-    """What must be true of the machine before a feature may be switched on."""
+    """Requirements on the machine, to be met before a feature may be switched on."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     """Distribution name to PEP 440 range, e.g. ``{"megatron-core": ">=0.16,<0.19"}``."""
@@ -158,7 +158,7 @@ class Feature:
         return list(self.check(args, self.options(args) if self.options else None))
 
     def is_active(self, settings: Any) -> bool:
-        """Whether these settings switch the feature on."""
+        """Return whether these settings switch the feature on."""
         if self.active is not None:
             return self.active(settings)
         return bool(self.flags) and _switch_is_on(self.flags[0].dest)(settings)

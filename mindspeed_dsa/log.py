@@ -87,7 +87,7 @@ def forget() -> None:
 
 
 def is_first_rank() -> bool:
-    """Whether this is the job's first rank, as the launcher or else the process group says."""
+    """Return whether this is the job's first rank, as the launcher or else the process group says."""
     if "RANK" in os.environ:
         return int(os.environ["RANK"]) == 0
     distributed = sys.modules.get("torch.distributed")  # imported already if there is a group
@@ -97,7 +97,7 @@ def is_first_rank() -> bool:
 
 
 def _is_first_of_stage(megatron_root: str) -> bool:
-    """Whether this rank logs for its pipeline stage: stages hold different layers."""
+    """Return whether this rank logs for its pipeline stage: stages hold different layers."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return True

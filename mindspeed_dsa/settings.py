@@ -354,7 +354,7 @@ def _switched(flag: Flag, text: str, who: str) -> bool | str:
 
 
 def truth(text: str, who: str) -> bool:
-    """What a text such as ``yes`` or ``0`` says.
+    """Return the meaning of a text such as ``yes`` or ``0`` says.
 
     Raises:
         ValueError: it is none of the words for either.

@@ -63,12 +63,12 @@ def all_features() -> tuple[Feature, ...]:
 
 @cache
 def plugins() -> tuple[Plugin, ...]:
-    """What is installed beside this library, broken plug-ins included; read once per process."""
+    """Return the plug-ins that are installed, broken ones included; read once per process."""
     return read(ENTRY_POINTS, (*built_in(), *SERVICES, *_registered), GENERAL_FLAGS)
 
 
 def broken_plugins() -> list[Plugin]:
-    """Those of which nothing can be used."""
+    """Return the plug-ins that cannot be used."""
     return [plugin for plugin in plugins() if plugin.problem]
 
 

@@ -112,7 +112,7 @@ class _Taken:
 
 
 def _spellings(flag: Flag) -> Iterator[str]:
-    """What may not mean two things: destination, names on the command line, negations."""
+    """Yield the spellings that may not mean two things: destination, names on the command line, negations."""
     yield flag.dest
     yield from (flag.name, *flag.aliases)
     if flag.kind == "auto":

@@ -1,4 +1,4 @@
-"""What a block of source binds to which name, conditional and repeated definitions included."""
+"""Names that a block of source binds, conditional and repeated definitions included."""
 
 from __future__ import annotations
 

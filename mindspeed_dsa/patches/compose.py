@@ -42,7 +42,7 @@ def depends_on(part: Callable[[Any], Any]) -> Callable[[_Factory], _Factory]:
 
 
 def identity(decorate: Any, context: Any) -> Any:
-    """What tells one use of a decorator from another: the part of the context that enters it, if any."""
+    """Return the part of the context that enters a decorator, which tells one use of it from another."""
     if not _takes_context(decorate):
         return None
     part = getattr(decorate, "_depends_on", None)
@@ -58,7 +58,7 @@ def with_context(decorate: Any, context: Any) -> Decorator:
 
 
 def is_patch(code: CodeType) -> bool:
-    """Whether a function of this code was put in place of another package's, or around it."""
+    """Return whether a function of this code was put in place of another package's, or around it."""
     return _codes.get(id(code)) is code
 
 

@@ -27,7 +27,7 @@ FATAL: frozenset[State] = frozenset({"missing", "parameter"})
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What the source says about one target.
+    """Facts that the source states about one target.
 
     Attributes:
         exists: ``None`` where the source cannot tell (inherited from unavailable code, computed at import).
@@ -61,12 +61,12 @@ class Finding:
 
     @property
     def fatal(self) -> bool:
-        """Whether the patch cannot be applied."""
+        """Return whether the patch cannot be applied."""
         return self.state in FATAL
 
 
 def assess(patch: Patch, facts: TargetFacts) -> list[Finding]:
-    """Whether a target with these facts exists and takes what the implementation relies on."""
+    """Check that a target with these facts exists and takes what the implementation relies on."""
     if facts.exists is None:
         return [Finding("unknown", f"{patch.label} cannot be judged from source: {facts.reason}")]
     if not facts.exists:

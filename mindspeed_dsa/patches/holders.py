@@ -175,7 +175,7 @@ def _alias(function: FunctionType) -> str:
 
 
 def _is_part_of(function: FunctionType, original: Any) -> bool:
-    """Whether a function is the original itself, or a method of it that knows its class."""
+    """Return whether a function is the original itself, or a method of it that knows its class."""
     if isinstance(original, type):
         inside = function.__qualname__.startswith(f"{original.__qualname__}.")
         return inside and function.__module__ == original.__module__

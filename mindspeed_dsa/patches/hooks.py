@@ -30,19 +30,19 @@ def execution(name: str) -> Any:
 
 
 def is_loaded(name: str) -> bool:
-    """Whether the module has been executed to its end (or is lazy, and will be on first access)."""
+    """Return whether the module has been executed to its end (or is lazy, and will be on first access)."""
     module = sys.modules.get(name)
     return module is not None and not is_initializing(module)
 
 
 def is_initializing(module: Any) -> bool:
-    """Whether the module is on the import stack right now (a circular import sees it half executed)."""
+    """Return whether the module is on the import stack (a circular import sees it half executed)."""
     spec = (namespace(module) or {}).get("__spec__")
     return bool(getattr(spec, "_initializing", False))
 
 
 def cannot_be_imported(name: str) -> bool:
-    """Whether there is no such module; queries the finders, but only if that imports no parent."""
+    """Return whether there is no such module; queries the finders, but only if that imports no parent."""
     parent = name.rpartition(".")[0]
     if name in sys.modules or (parent and not is_loaded(parent)):
         return False
@@ -138,7 +138,7 @@ def bound_as(wanted: Iterable[tuple[Any, Any]]) -> Iterator[tuple[dict[str, Any]
 
 
 def _without(ids: frozenset[int], names: dict[str, Any]) -> bool:
-    """Whether no value of a dictionary is one of the objects with these ids."""
+    """Return whether no value of a dictionary is one of the objects with these ids."""
     try:
         return ids.isdisjoint(map(id, names.values()))
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Whether a callable that other code installed still leads to ours.
+"""Search for our function below a callable that other code has installed.
 
 A decorator holds what it wraps: in a closure, a default argument, an attribute, an argument of a partial, or
 under a name of its module that its code uses. All of these are followed.
@@ -20,7 +20,7 @@ _DEPTH = 8
 
 
 def reaches(live: Any, ours: Any) -> bool:
-    """Whether ``ours`` is found among what ``live`` holds.
+    """Return whether ``ours`` is found among what ``live`` holds.
 
     Args:
         live: what a lookup of the target finds.

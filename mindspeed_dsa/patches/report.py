@@ -1,4 +1,4 @@
-"""What the engine did, as rows for doctor, the startup table and JSON."""
+"""State of every site, as rows for doctor, the startup table and JSON."""
 
 from __future__ import annotations
 

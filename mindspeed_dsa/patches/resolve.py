@@ -28,7 +28,7 @@ class Found:
 
     @property
     def is_definition(self) -> bool:
-        """Whether it is a function or a class rather than a value or a module."""
+        """Return whether it is a function or a class rather than a value or a module."""
         return isinstance(self.node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda))
 
 

@@ -1,4 +1,4 @@
-"""Whether a replacement can be called wherever the original is called."""
+"""Signatures: a replacement can be called wherever the original is called, and takes what it relies on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parameters(function: Any) -> list[Parameter] | None:
 
 
 def missing(function: Any, names: set[str]) -> list[str]:
-    """Those of ``names`` that ``function`` does not take, sorted."""
+    """Return the ``names`` that ``function`` does not take, sorted."""
     if is_a(function, FunctionType) and not function.__dict__:  # what inspect would say, at once
         code = function.__code__
         if code.co_flags & inspect.CO_VARKEYWORDS:

@@ -85,27 +85,27 @@ class Site:
 
     @property
     def required(self) -> bool:
-        """Whether any feature requires it."""
+        """Return whether any feature requires it."""
         return any(claim.patch.required for claim in self.claims)
 
     @property
     def stale_is_error(self) -> bool:
-        """Whether a reference that cannot be rebound fails the run."""
+        """Return whether a reference that cannot be rebound fails the run."""
         return any(claim.patch.required and claim.patch.stale == "error" for claim in self.claims)
 
     @property
     def stale_is_harmless(self) -> bool:
-        """Whether every patch of the site declares such a reference harmless."""
+        """Return whether every patch of the site declares such a reference harmless."""
         return all(claim.patch.stale == "report" for claim in self.claims)
 
     @property
     def composed(self) -> bool:
-        """Whether a function is composed for this site, from replacements and decorators."""
+        """Return whether a function is composed for this site, from replacements and decorators."""
         return self.patch.kind in ("replace", "wrap")
 
     @property
     def traceable(self) -> bool:
-        """Whether the installed object is unique to this site, so that its identity names the site."""
+        """Return whether the installed object is unique to this site, so that its identity names the site."""
         return self.composed or (self.patch.kind == "value" and is_a(self.installed, FunctionType))
 
     # -- before --------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class Site:
         return [load(claim.patch.impl) for claim in self.claims]
 
     def awaits_implementation(self) -> bool:
-        """Whether an implementation's module is only half executed: it is importing the target's."""
+        """Return whether an implementation's module is only half executed: it is importing the target's."""
         modules = (claim.patch.impl.partition(":")[0] for claim in self.claims)
         return any(hooks.is_initializing(sys.modules.get(module)) for module in modules)
 
@@ -265,12 +265,12 @@ class Site:
         return vars(self.owner).get(self.slot, ABSENT)
 
     def executed_again(self) -> bool:
-        """Whether the module has been reloaded, or imported again, since it was patched."""
+        """Return whether the module has been reloaded, or imported again, since it was patched."""
         now = hooks.execution(self.patch.module)
         return now is not None and now is not self.execution
 
     def base_has_changed(self) -> bool:
-        """Whether a patched inherited method is no longer the one of the base classes."""
+        """Return whether a patched inherited method is no longer the one of the base classes."""
         if not isinstance(self.owner, type) or self.original is not ABSENT:
             return False
         bases = (vars(base) for base in self.owner.__mro__[1:])
@@ -278,7 +278,7 @@ class Site:
 
     @property
     def lost(self) -> bool:
-        """Whether other code restored the original, or put a function there that does not reach ours.
+        """Return whether other code restored the original, or put a function there that does not reach ours.
 
         The latter is harmless where every patch of the site says so of callers that go past it.
         """
@@ -332,7 +332,7 @@ class Site:
         self.state, self.reason = "undone", ""
 
     def can_be_told_by(self, name: str) -> bool:
-        """Whether a name bound to what is installed can only have come from this site's target.
+        """Return whether a name bound to what is installed can only have come from this site's target.
 
         An object that ``value`` put in place may be bound elsewhere independently; under the
         target's name, which is not its own, it came from the target.
@@ -350,7 +350,7 @@ class Site:
 
 
 def _at_home(thing: Any, package: str) -> bool:
-    """Whether a callable was made in ``package``, or does not record where it was made."""
+    """Return whether a callable was made in ``package``, or does not record where it was made."""
     says = is_a(thing, (type, FunctionType, BuiltinFunctionType, MethodType))
     if not says and "__module__" not in getattr(thing, "__dict__", ()):
         return True  # an instance names the module of its class, not its own

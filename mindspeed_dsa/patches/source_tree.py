@@ -18,7 +18,7 @@ from mindspeed_dsa.patches.bindings import Scope, scope_of
 
 
 def scope_of_text(text: str) -> Scope | None:
-    """What a module of this source binds at its top level; ``None`` if this Python cannot parse it."""
+    """Return the names that a source binds at its top level; ``None`` if this Python cannot parse it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escape sequences in that code are not our concern
@@ -46,7 +46,7 @@ class ModuleSource:
 
     @cached_property
     def scope(self) -> Scope | None:
-        """What the module's top level binds; ``None`` when ``unreadable`` says why."""
+        """Return the names that the module's top level binds; ``None`` when ``unreadable`` says why."""
         return None if self.text is None else scope_of_text(self.text)
 
     @property
@@ -86,7 +86,7 @@ class SourceTree:
 
     @classmethod
     def installed(cls) -> SourceTree:
-        """What ``import`` would find in this interpreter."""
+        """Return the tree in which ``import`` searches in this interpreter."""
         return cls()
 
     @classmethod
@@ -115,7 +115,7 @@ class SourceTree:
         return tree
 
     def holds(self, name: str) -> bool:
-        """Whether the module is in this tree itself, ignoring its fallback."""
+        """Return whether the module is in this tree itself, ignoring its fallback."""
         return self._spec(name) is not None
 
     def module(self, name: str) -> ModuleSource | None:

@@ -1,4 +1,4 @@
-"""What a patch is: one frozen row that says where, what kind, with what, and why."""
+"""Patch: one frozen row with target, kind, implementation and reason."""
 
 from __future__ import annotations
 

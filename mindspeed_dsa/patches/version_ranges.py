@@ -1,4 +1,4 @@
-"""Whether a patch is declared for the installed release."""
+"""Version ranges: is a patch declared for the installed release?"""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def outside(patch: Patch, version_of: Callable[[str], str | None]) -> str:
 
 @cache
 def _covers(versions: str, version: str | None) -> bool:
-    """Whether a range has the version, or could have it.
+    """Return whether a range has the version, or could have it.
 
     Raises:
         ValueError: the range cannot be parsed.

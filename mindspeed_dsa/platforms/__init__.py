@@ -1,4 +1,4 @@
-"""What differs between devices, behind one small interface. Importing this loads no torch."""
+"""Platforms: the differences between devices, behind one small interface. Importing this loads no torch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def detect(requested: str = "auto") -> str:
 
 
 def _npu_answers() -> bool:
-    """Whether an NPU is there; a torch_npu that cannot be loaded is reported, never skipped silently."""
+    """Return whether an NPU is there; a torch_npu that cannot be loaded is reported, never skipped."""
     try:
         return _PLATFORMS["npu"].is_available()
     except SettingsError as error:

@@ -28,7 +28,7 @@ class Event(Protocol):
         """Make the stream wait for the point; does not block the host."""
 
     def query(self) -> bool:
-        """Whether everything before the point is done."""
+        """Return whether everything before the point is done."""
 
     def synchronize(self) -> None:
         """Block the host until it is."""
@@ -84,7 +84,7 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def is_available(self) -> bool:
-        """Whether this process could run here."""
+        """Return whether this process could run here."""
 
     @property
     @abc.abstractmethod
@@ -93,7 +93,7 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def device_name(self) -> str:
-        """What the device calls itself."""
+        """Return the device's own name."""
 
     @abc.abstractmethod
     def current_stream(self) -> Stream:
@@ -168,7 +168,7 @@ class Platform(abc.ABC):
         """Whatever has to happen once, before Megatron is imported."""
 
     def read_mapped(self, mapped: torch.Tensor) -> torch.Tensor:
-        """What memory from :meth:`empty_mapped` holds, as a tensor that can be copied; maybe the same one."""
+        """Return memory from :meth:`empty_mapped` as a tensor that can be copied; maybe the same one."""
         return mapped
 
     def write_mapped(self, mapped: torch.Tensor, values: torch.Tensor) -> None:

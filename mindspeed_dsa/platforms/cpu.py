@@ -85,7 +85,7 @@ class CpuStream:
         return event
 
     def query(self) -> bool:
-        """Whether the queue is empty."""
+        """Return whether the queue is empty."""
         return True
 
     def synchronize(self) -> None:

@@ -45,7 +45,7 @@ def _end_line(file: IO[bytes]) -> None:
 
 
 def _is_torn(text: bytes) -> bool:
-    """Whether a last line without an end is what a kill has left of a record."""
+    """Return whether a last line without an end is what a kill has left of a record."""
     begun = text.strip(b"\0")  # a power cut leaves zeros in some file systems
     if not begun.startswith(b"{"):
         return not begun
@@ -174,7 +174,7 @@ def truncate(path: Path, step: int, required: Sequence[str]) -> tuple[list[Recor
 
 
 def is_number(value: Any) -> bool:
-    """Whether a figure of a record is a number; NaN and infinity are."""
+    """Return whether a figure of a record is a number; NaN and infinity are."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -38,7 +38,7 @@ class Beside(NamedTuple):
     """By how much the duration differs, largest first."""
 
     def figures(self) -> list[Figures]:
-        """Of both."""
+        """Compute the figures of both schedules."""
         return [figures(self.recorded, Costs()), figures(self.simulated, Costs())]
 
 

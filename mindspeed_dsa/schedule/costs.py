@@ -1,4 +1,4 @@
-"""What the events of a schedule cost."""
+"""Costs of a schedule's events."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Costs:
                 raise SettingsError(f"schedule: {name.replace('_', '-')} is a share; give at most 1")
 
     def scaled(self, factor: float) -> Costs:
-        """Of chunks that are ``factor`` times as large."""
+        """Return the costs of chunks that are ``factor`` times as large."""
         names = (
             "forward",
             "input_gradient",

@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Kind(str, Enum):
-    """What an event computes."""
+    """Kind of work that an event does."""
 
     FORWARD = "F"
     BACKWARD = "B"

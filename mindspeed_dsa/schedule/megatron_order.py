@@ -27,7 +27,7 @@ class _Group:
 
 
 class _Communicator:
-    """What ``get_pp_rank_microbatches`` reads of one, without any process group."""
+    """Communicator as far as ``get_pp_rank_microbatches`` reads one, without any process group."""
 
     def __init__(self, size: int, rank: int, chunks: int) -> None:
         self.pp_group = _Group(size, rank)
@@ -94,7 +94,7 @@ def backward_order(
 
 
 def in_bubble(index: int, backwards: int, warmup: int) -> bool:
-    """Whether a rank waits for a backward's gradient: for the first, and for those without a forward."""
+    """Return whether a rank waits for a backward's gradient: the first one, and those without a forward."""
     return index == 0 or index >= backwards - warmup
 
 

@@ -17,7 +17,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Layout:
-    """What the schedule was made from.
+    """Layout from which the schedule was made.
 
     Attributes:
         ranks: pipeline parallel size.

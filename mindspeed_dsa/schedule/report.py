@@ -1,4 +1,4 @@
-"""What a timeline says: step time, bubbles, hidden communication, activations."""
+"""Figures of a timeline: step time, bubbles, hidden communication, activations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mindspeed_dsa.schedule.simulate import Span, Timeline
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one schedule.
+    """Figures of one schedule.
 
     Attributes:
         schedule: its name.

@@ -253,7 +253,9 @@ def enable(**switches: Any) -> None:
 
 
 def enable_from_argv(argv: Sequence[str]) -> None:
-    """What ``import mindspeed_dsa.megatron_adaptor`` does; raises as :func:`enable` does.
+    """Enable what environment and command line say, as ``import mindspeed_dsa.megatron_adaptor`` does.
+
+    Raises as :func:`enable` does.
 
     A feature that another one needs may still follow from code, as in a job that names its model itself:
     :func:`validate` and :func:`finalize` refuse it if it does not.

@@ -1,4 +1,4 @@
-"""What is wrong with the features that are on, or with a job's arguments, all reported at once."""
+"""Checks of the features that are on and of a job's arguments: every problem, reported at once."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Records:
 
     @property
     def releases(self) -> tuple[str, ...]:
-        """What there is a verdict on, oldest first."""
+        """Return the releases that there is a verdict on, oldest first."""
         return RELEASES if self.main is None else (*RELEASES, MAIN)
 
     def version(self, release: str) -> str:

@@ -122,7 +122,7 @@ def write_all(docs: Path) -> list[Path]:
 
 
 def stale(docs: Path) -> list[str]:
-    """What `make docs` would change, or could not write."""
+    """Return what `make docs` would change, or could not write."""
     pages, problems = expected(docs)
     outdated = [path.name for path, text in pages.items() if not path.exists() or _read(path) != text]
     return [f"{name} is out of date; run make docs" for name in outdated] + problems
@@ -260,7 +260,7 @@ def _shown(verdict: Verdict, result: trained.Result | None, links: Mapping[str, 
 
 
 def _to_be_explained(verdict: Verdict, result: trained.Result) -> bool:
-    """Whether the static verdict does not tell what came of training."""
+    """Return whether the result of training is missing from the static verdict."""
     refused = result.word.startswith(trained.REFUSED) and verdict.word == "fits"
     return refused or result.word.startswith(trained.FAILS)
 

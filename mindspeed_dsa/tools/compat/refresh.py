@@ -55,7 +55,7 @@ def _branch(clone: Path) -> str | None:
 
 
 def _commit(clone: Path, ref: str) -> Development:
-    """What the last commit of a branch is."""
+    """Return the last commit of a branch."""
     commit, date = _git(clone, "log", "-1", "--format=%H %cs", ref).stdout.decode().split()
     text = _git(clone, "show", f"{ref}:{ROOT}/core/package_info.py").stdout.decode()
     version = versions.version_in_source(text)

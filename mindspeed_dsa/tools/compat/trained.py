@@ -1,4 +1,4 @@
-"""What has really trained: results of ``make test-matrix``, by feature and release.
+"""Trained features: results of ``make test-matrix``, by feature and release.
 
 ``trained.json`` in this folder is put together from the files that the tests write, one for each release.
 """
@@ -131,7 +131,7 @@ def merge(previous: Trained, folder: Path, features: Iterable[Feature], records:
 
 
 def result(found: Mapping[str, Mapping[str, str]], verdict: str) -> Result:
-    """What a release's cases say about a feature.
+    """Return what a release's cases say about a feature.
 
     Args:
         found: ``trained``, ``refused`` and ``fails`` to layouts, each with its reason.

@@ -1,4 +1,4 @@
-"""Whether a feature works with a release, from the record alone."""
+"""Verdicts: does a feature work with a release, by the record alone?"""
 
 from __future__ import annotations
 
@@ -69,6 +69,6 @@ def judge(feature: Feature, release: str, records: Records, others: Iterable[Fea
 
 
 def _is_below(release: str, specifiers: str) -> bool:
-    """Whether a release outside the range is older than the range."""
+    """Return whether a release outside the range is older than the range."""
     lower = [s for s in SpecifierSet(specifiers) if s.operator in (">=", ">", "~=", "==")]
     return any(Version(release) < Version(s.version.removesuffix(".*")) for s in lower)
