@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.registry import Metrics
 from mindspeed_dsa.context_parallel.layout import Layout, Zigzag, rows_of_all
-from mindspeed_dsa.context_parallel.packs import DealtBlocks, Pack
+from mindspeed_dsa.context_parallel.packs import BalancedBlocks, Pack
 
 TOPK = 2048
 BLOCK = 128
@@ -55,7 +55,7 @@ def of_packs(mean: int, ranks: int, packs: int, length: int = LENGTHS["64k"]) ->
     for seed in range(packs):
         pack = pack_of(mean, length, seed)
         visible = (pack.ends - pack.starts).long()
-        dealt_rows = rows_of_all(DealtBlocks(ranks, pack, BLOCK), length)
+        dealt_rows = rows_of_all(BalancedBlocks(ranks, pack, BLOCK), length)
         for name, rows in (("zigzag", zigzag), ("dealt", dealt_rows)):
             found.setdefault(f"indexer {name}", []).append(imbalance(visible, rows))
             found.setdefault(f"selected {name}", []).append(imbalance(visible.clamp_max(TOPK), rows))
@@ -107,7 +107,7 @@ def draw(path: Path, ranks: int = 4, length: int = 2048, block: int = 32) -> Non
         ("sequence, Megatron's rows", Zigzag(ranks), whole),
         (f"sequence, --cp-block-rows {block}", Zigzag(ranks, block), whole),
         ("pack, Megatron's rows", Zigzag(ranks), packed),
-        ("pack, rows dealt by work", DealtBlocks(ranks, pack, block), packed),
+        ("pack, rows dealt by work", BalancedBlocks(ranks, pack, block), packed),
     )
     colours = ListedColormap(["white", *("#4878a8", "#e08a3c", "#58a070", "#c05050")[:ranks]])
     figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 5), layout="constrained")

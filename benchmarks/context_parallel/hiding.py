@@ -25,11 +25,11 @@ from benchmarks.linkbed import LinkBed
 from benchmarks.moe.problem import minima
 from benchmarks.registry import Metrics
 from benchmarks.tp_overlap.cells import slowest
-from mindspeed_dsa.context_parallel import ring
-from mindspeed_dsa.context_parallel.carried import Carried, FromLatents
-from mindspeed_dsa.context_parallel.dense import DenseAttention
 from mindspeed_dsa.context_parallel.gather import GatheredRows, Members
 from mindspeed_dsa.context_parallel.layout import Zigzag
+from mindspeed_dsa.features.attention.context_parallel import ring
+from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention
+from mindspeed_dsa.features.attention.context_parallel.payload import FromLatents, Payload
 from mindspeed_dsa.parallel import buffer_pool
 
 ALLOWED = 0.8, 1.25
@@ -218,33 +218,33 @@ def gathering(sizes: Sizes, width: int, *, backward: bool) -> Problem:
     return Problem(back, back, back, prepare=prepare)
 
 
-Around = tuple[Tensor, Carried]
+Around = tuple[Tensor, Payload]
 """Queries and what goes around."""
 
 
 def latents(rows: int, batch: int) -> Around:
     """Latent attention in DeepSeek-V3.2's widths; with one head, because more take longer than transfers."""
     weight = torch.randn(128 + 128, 512).div_(16).requires_grad_()
-    carried = torch.randn(rows, batch, 1, 576, requires_grad=True)
+    payload = torch.randn(rows, batch, 1, 576, requires_grad=True)
     query = torch.randn(rows, batch, 1, 192, requires_grad=True)
-    return query, Carried(carried, FromLatents(1, 512, 128), (weight,))
+    return query, Payload(payload, FromLatents(1, 512, 128), (weight,))
 
 
 def grouped(rows: int, batch: int) -> Around:
     """Four heads that share two keys."""
     key, value = (torch.randn(rows, batch, 2, 128, requires_grad=True) for _ in range(2))
-    return torch.randn(rows, batch, 4, 128, requires_grad=True), Carried.of(key, value)
+    return torch.randn(rows, batch, 4, 128, requires_grad=True), Payload.of(key, value)
 
 
 def going_around(of: Callable[[int, int], Around], tokens: int, rows: int, *, backward: bool) -> Problem:
     """A ring's attention. On two ranks the own block, half of the work, hides what is on its way."""
-    query, carried = of(rows, max(1, tokens // rows))
-    block = carried.rows.detach().contiguous()
-    gradient, made = torch.randn(*query.shape[:3], _value_dim(carried)), {}
+    query, payload = of(rows, max(1, tokens // rows))
+    block = payload.rows.detach().contiguous()
+    gradient, made = torch.randn(*query.shape[:3], _value_dim(payload)), {}
     covers: list[float] = []
 
     def attend() -> None:
-        made["out"] = ring.ring_attention(DenseAttention(0.1), query, carried, dist.group.WORLD)
+        made["out"] = ring.ring_attention(DenseAttention(0.1), query, payload, dist.group.WORLD)
 
     def transfer() -> None:
         for _ in range(2 if backward else 1):  # the gradient's sums follow
@@ -269,9 +269,9 @@ def going_around(of: Callable[[int, int], Around], tokens: int, rows: int, *, ba
     return Problem(main, transfer, without_transfers, lambda: sum(covers), prepare)
 
 
-def _value_dim(carried: Carried) -> int:
+def _value_dim(payload: Payload) -> int:
     with torch.no_grad():
-        return carried.expansion.keys_and_values(carried.rows[:1], carried.weights)[1].size(-1)
+        return payload.expansion.keys_and_values(payload.rows[:1], payload.weights)[1].size(-1)
 
 
 @contextmanager

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from benchmarks.linkbed import LinkBed
 from benchmarks.registry import Metrics
-from mindspeed_dsa.context_parallel.carried import Carried, FromLatents
-from mindspeed_dsa.context_parallel.dense import DenseAttention
 from mindspeed_dsa.context_parallel.gather import GatheredRows, Members, freed_until_backward
-from mindspeed_dsa.context_parallel.head_exchange import HeadExchange
 from mindspeed_dsa.context_parallel.layout import Zigzag
-from mindspeed_dsa.context_parallel.ring import Ring
+from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention
+from mindspeed_dsa.features.attention.context_parallel.head_exchange import HeadExchange
+from mindspeed_dsa.features.attention.context_parallel.payload import FromLatents, Payload
+from mindspeed_dsa.features.attention.context_parallel.ring import Ring
 
 _DEVICE = Path("/sys/class/net/slow0/statistics/rx_bytes")
 FLOAT = 4  # bytes of a number here, and of a gradient anywhere
@@ -106,8 +106,8 @@ def cases(sizes: Sizes) -> dict[str, tuple[Callable[[], Tensor], tuple[float, fl
             query = random(rows, 1, sizes.heads, sizes.plain + sizes.rope)
             expansion = FromLatents(sizes.heads, sizes.latent, sizes.plain)
             weight = random(sizes.heads * 2 * sizes.plain, sizes.latent)
-            carried = Carried(random(rows, 1, 1, key), expansion, (weight,))
-            return strategy.attend_carried(inner, query, carried)
+            payload = Payload(random(rows, 1, 1, key), expansion, (weight,))
+            return strategy.attend_payload(inner, query, payload)
 
         return forward
 

@@ -1,16 +1,19 @@
-"""Which rows of a sequence each context parallel rank holds."""
+"""Layouts: which rows of a sequence each context parallel rank holds, and rows moved between them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
 class Layout(Protocol):
-    """Gives every row of a sequence to one of the ranks, the same number to each; equal ones hash equally."""
+    """Assignment of a sequence's rows to ranks, the same number to each; equal ones hash equally."""
 
     def __hash__(self) -> int: ...
 
@@ -19,7 +22,7 @@ class Layout(Protocol):
         """Context parallel size."""
 
     def rows_of_rank(self, rank: int, length: int) -> Tensor:
-        """Positions in the sequence of a rank's rows, in the order in which it holds them.
+        """Return the positions in the sequence of a rank's rows, in the order in which it holds them.
 
         Args:
             rank: in the context parallel group.
@@ -51,7 +54,7 @@ class Zigzag:
     block_rows: int = 0
 
     def rows_of_rank(self, rank: int, length: int) -> Tensor:
-        """See :class:`Layout`."""
+        """Do as :class:`Layout` says."""
         if self.ranks == 1:
             return torch.arange(length)
         unit = 2 * self.ranks * max(self.block_rows, 1)
@@ -67,17 +70,57 @@ class Zigzag:
 
 
 def rows_of_all(layout: Layout, length: int) -> Tensor:
-    """``[ranks, length / ranks]`` int64: :meth:`Layout.rows_of_rank` of each."""
+    """Return ``[ranks, length / ranks]`` int64: :meth:`Layout.rows_of_rank` of each."""
     return torch.stack([layout.rows_of_rank(rank, length) for rank in range(layout.ranks)])
 
 
 def split(whole: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
-    """A rank's rows of a tensor that has those of the whole sequence along ``dim``."""
+    """Return a rank's rows of a tensor that has those of the whole sequence along ``dim``."""
     return whole.index_select(dim, layout.rows_of_rank(rank, whole.size(dim)).to(whole.device))
 
 
 def join(parts: list[Tensor], layout: Layout, dim: int) -> Tensor:
-    """The whole sequence from every rank's rows, in its own order; what :func:`split` undoes."""
+    """Join every rank's rows to the whole sequence, in its own order; :func:`split` undoes it."""
     together = torch.cat(parts, dim=dim)
     order = rows_of_all(layout, together.size(dim)).flatten().argsort()
     return together.index_select(dim, order.to(together.device))
+
+
+# -- rows moved by one position, whose neighbours may be on other ranks ------------------------
+
+
+@lru_cache(maxsize=32)
+def _plan_of_roll(layout: Layout, length: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Find own rows that others may need, own rows whose successor is elsewhere, and where that lies.
+
+    The last is an index into what all ranks have sent, each the same number of rows, and one zero after it.
+    """
+    rows = rows_of_all(layout, length)
+    begins = rows != torch.nn.functional.pad(rows[:, :-1] + 1, (1, 0), value=-1)
+    most = int(begins.sum(dim=1).max())
+    # Each rank's first rows of its runs; other rows fill up those of a rank with fewer runs.
+    sent = begins.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+    place = torch.full((length + 1,), layout.ranks * most)
+    place[rows.gather(1, sent).flatten()] = torch.arange(layout.ranks * most)
+    ends = torch.cat([begins[rank, 1:], torch.ones(1, dtype=torch.bool)]).nonzero().flatten()
+    following = rows[rank, ends] + 1
+    return sent[rank], ends, place[following]
+
+
+def rolled(tensor: Tensor, dim: int, group: ProcessGroup, layout: Layout) -> Tensor:
+    """Return the row after each of a rank's rows in the sequence, zeros after the last; a collective.
+
+    Args:
+        tensor: this rank's rows along ``dim``; no gradient.
+        dim: which one.
+        group: context parallel ranks.
+        layout: who has which rows.
+    """
+    length = tensor.size(dim) * layout.ranks
+    sent, ends, following = (index.to(tensor.device) for index in _plan_of_roll(layout, length, group.rank()))
+    mine = tensor.index_select(dim, sent).movedim(dim, 0).contiguous()
+    all_ranks = [torch.empty_like(mine) for _ in range(layout.ranks)]
+    dist.all_gather(all_ranks, mine, group=group)
+    table = torch.cat([*all_ranks, torch.zeros_like(mine[:1])])
+    result = tensor.roll(-1, dim)
+    return result.index_copy_(dim, ends, table.index_select(0, following).movedim(0, dim))

@@ -1,4 +1,4 @@
-"""Which rows of packed documents each context parallel rank holds."""
+"""Packed documents: where they lie, which rows each context parallel rank holds, and one rank's rows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mindspeed_dsa.context_parallel.layout import Layout
-from mindspeed_dsa.context_parallel.roll import rolled
+from mindspeed_dsa.context_parallel.layout import Layout, rolled
 from mindspeed_dsa.feature import Megatron
+
+# -- where documents lie -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Where documents lie in a row of tokens; rows of no document are padding.
+    """Places of documents in a row of tokens; rows of no document are padding.
 
     Attributes:
         documents: first row of each document, and one past its last, in order; none is empty.
@@ -64,7 +65,7 @@ class Pack:
 
     @classmethod
     def of_prefix_sums(cls, ends: list[int], begins: list[int] | None, length: int) -> Pack:
-        """Documents from prefix sums of their lengths.
+        """Build from prefix sums of their lengths.
 
         Args:
             ends: begins with 0.
@@ -86,11 +87,11 @@ class Pack:
                 + "; prefix sums begin with 0, never fall, and end with at most the number of rows"
             )
         places = zip(begins, sizes, strict=False)  # begins ends with the end of the last
-        return cls(tuple((at, at + size) for at, size in places if size), length)
+        return cls(tuple((begin, begin + size) for begin, size in places if size), length)
 
     @classmethod
     def of_tokens(cls, tokens: Tensor, end: int) -> Pack:
-        """Documents that end with a token of their own, the last one also with the row.
+        """Build from tokens: documents end with a token of their own, the last one also with the row.
 
         Args:
             tokens: ``[length]`` or ``[1, length]``.
@@ -101,7 +102,7 @@ class Pack:
         return cls.of_prefix_sums([0, *after.tolist(), length], None, length)
 
     def params(self, megatron: Megatron, device: torch.device, block_rows: int = 0) -> Any:
-        """Megatron's description, which its own code understands too: padding belongs to a place.
+        """Make Megatron's description, which its own code understands too: padding belongs to a place.
 
         Args:
             megatron: whose ``PackedSeqParams`` it is.
@@ -113,18 +114,18 @@ class Pack:
         if not places or places[0][0] > 0:
             places.insert(0, (0, 0))
         bounds = [*(begin for begin, _ in places), self.length]
-        given = {"cu_seqlens": torch.tensor([0, *(end - begin for begin, end in places)]).cumsum(0)}
+        sums = {"cu_seqlens": torch.tensor([0, *(end - begin for begin, end in places)]).cumsum(0)}
         longest = self.longest
         if self.tokens < self.length:
-            given["cu_seqlens_padded"] = torch.tensor(bounds)
+            sums["cu_seqlens_padded"] = torch.tensor(bounds)
             # Megatron's own rotary embedding makes as many angles.
             longest = max(after - before for before, after in pairwise(bounds))
         fields = {
             name.replace("seqlens", f"seqlens_{kind}"): tensor.to(device=device, dtype=torch.int32)
-            for name, tensor in given.items()
+            for name, tensor in sums.items()
             for kind in ("q", "kv")
         }
-        make = _with_deal(megatron("core.packed_seq_params").PackedSeqParams)
+        make = _with_block_rows(megatron("core.packed_seq_params").PackedSeqParams)
         return make(
             qkv_format="thd",
             max_seqlen_q=longest,
@@ -182,14 +183,17 @@ class Pack:
         return starts, ends
 
 
+# -- Megatron's description, PackedSeqParams ---------------------------------------------------
+
+
 @cache
-def _with_deal(params: type) -> Any:
-    """A ``PackedSeqParams`` that also says how context parallel ranks were dealt the rows."""
+def _with_block_rows(params: type) -> Any:
+    """Make a ``PackedSeqParams`` that also says how context parallel ranks were dealt the rows."""
     return make_dataclass(params.__name__, [("dealt_block_rows", int, 0)], bases=(params,))
 
 
 def places_of(params: Any) -> tuple[tuple[int, int], ...]:
-    """Rows that each document of Megatron's description takes, padding behind it included."""
+    """Return the rows that each document of Megatron's description takes, padding behind it included."""
     sums = _prefix_sums(params, "cu_seqlens_q_padded") or _prefix_sums(params, "cu_seqlens_q") or [0]
     return tuple(pairwise(sums))
 
@@ -209,7 +213,7 @@ def _prefix_sums(params: Any, name: str) -> list[int] | None:
 
 
 def _host_waits_for(sums: Tensor) -> bool:
-    """Whether reading is slow; tensors of inference mode do not tell when they have changed."""
+    """Return whether reading is slow; tensors of inference mode do not tell when they have changed."""
     return sums.device.type != "cpu" and not sums.is_inference()
 
 
@@ -217,8 +221,11 @@ def _listed(sums: Any) -> list[int]:
     return [int(end) for end in torch.as_tensor(sums).flatten().tolist()]
 
 
+# -- layouts: rows of each context parallel rank -----------------------------------------------
+
+
 @dataclass(frozen=True)
-class DealtBlocks:
+class BalancedBlocks:
     """Blocks of rows dealt by the work in them: the heaviest to the first rank, and back from the last one.
 
     A row costs as much as its position in its document. Chunks of the pack, or of its documents, do not
@@ -236,18 +243,18 @@ class DealtBlocks:
     block_rows: int = 128
 
     def rows_of_rank(self, rank: int, length: int) -> Tensor:
-        """See :class:`mindspeed_dsa.context_parallel.layout.Layout`; padding costs nothing."""
+        """Do as :class:`.layout.Layout` says; padding costs nothing."""
         if length != self.pack.length or length % self.ranks:
             raise ValueError(
                 f"packed sequences: {length} rows of a pack of {self.pack.length} cannot be dealt evenly to "
                 f"{self.ranks} context parallel ranks; use a multiple of {self.ranks}"
             )
-        return _dealt(self)[rank]
+        return _assigned(self)[rank]
 
 
 @lru_cache(maxsize=64)
-def _dealt(layout: DealtBlocks) -> Tensor:
-    """``[ranks, length / ranks]`` int64; microbatches on their way have one each."""
+def _assigned(layout: BalancedBlocks) -> Tensor:
+    """Return ``[ranks, length / ranks]`` int64; microbatches on their way have one each."""
     ranks, pack = layout.ranks, layout.pack
     block = math.gcd(pack.length // ranks, layout.block_rows)
     work = (pack.ends - pack.starts).view(-1, block).sum(1)
@@ -271,7 +278,7 @@ class DocumentZigzag:
     places: tuple[tuple[int, int], ...]
 
     def rows_of_rank(self, rank: int, length: int) -> Tensor:
-        """See :class:`mindspeed_dsa.context_parallel.layout.Layout`."""
+        """Do as :class:`.layout.Layout` says."""
         parts = []
         for begin, end in self.places:
             chunk, rest = divmod(end - begin, 2 * self.ranks)
@@ -293,7 +300,7 @@ class DocumentZigzag:
 
 
 def layout_of(params: Any, pack: Pack, ranks: int) -> Layout:
-    """Which rows of a pack context parallel ranks hold: dealt out here, or cut by Transformer Engine.
+    """Return which rows of a pack context parallel ranks hold: dealt out here, or cut by Transformer Engine.
 
     Args:
         params: Megatron's description of the pack.
@@ -301,7 +308,10 @@ def layout_of(params: Any, pack: Pack, ranks: int) -> Layout:
         ranks: context parallel size.
     """
     block_rows = getattr(params, "dealt_block_rows", 0)
-    return DealtBlocks(ranks, pack, block_rows) if block_rows else DocumentZigzag(ranks, places_of(params))
+    return BalancedBlocks(ranks, pack, block_rows) if block_rows else DocumentZigzag(ranks, places_of(params))
+
+
+# -- rows of one rank --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -349,7 +359,7 @@ class PackRows:
         return None if counted is None else self._own(counted)
 
     def next_rows(self, tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        """For each row the one behind it in its document, zeros behind the last; a collective.
+        """Return, for each row, the one behind it in its document, zeros behind the last; a collective.
 
         Args:
             tensor: this rank's rows along ``dim``; no gradient.
@@ -375,7 +385,7 @@ class PackRows:
         return lengths if lengths and sum(lengths) == (self.end or self.pack.length) else None
 
     def runs(self) -> list[tuple[int, int, int, int]]:
-        """Neighbours in one document, or in padding: first row, end, and the keys that the last row sees."""
+        """List runs of one document, or of padding: first row, end, and the keys that the last row sees."""
         starts, ends = self.starts, self.ends
         sees = ends > 0
         leaps = (ends.diff() != 1) | (starts.diff() != 0)
@@ -384,7 +394,7 @@ class PackRows:
         return [(first, end, int(starts[first]), int(ends[end - 1])) for first, end in pairwise(bounds)]
 
     def angles(self, embedding: Any) -> tuple[Tensor, float]:
-        """Rotary angles, from position 0 in each document, and YaRN's magnitude.
+        """Return rotary angles, from position 0 in each document, and YaRN's magnitude.
 
         Args:
             embedding: Megatron's rotary embedding, plain or YaRN.

@@ -96,8 +96,7 @@ def rolled_rows(block_rows: int) -> bool:
     """Whether every row got the next one of the sequence, as Megatron moves a whole one."""
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-    from mindspeed_dsa.context_parallel.layout import split
-    from mindspeed_dsa.context_parallel.roll import rolled
+    from mindspeed_dsa.context_parallel.layout import rolled, split
 
     layout, rank = Zigzag(dist.get_world_size(), block_rows), dist.get_rank()
     whole = torch.randint(1, 100, (BATCH, LENGTH), generator=torch.manual_seed(0))

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.context_parallel import head_exchange
 from mindspeed_dsa.context_parallel.layout import rows_of_all
-from mindspeed_dsa.context_parallel.packs import DealtBlocks, DocumentZigzag, Pack, layout_of
+from mindspeed_dsa.context_parallel.packs import BalancedBlocks, DocumentZigzag, Pack, layout_of
+from mindspeed_dsa.features.attention.context_parallel import head_exchange
 
 
 def pack_of(lengths, padding=0):
@@ -29,7 +29,7 @@ def lognormal(mean, total, seed):
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_every_row_has_one_rank_and_every_rank_as_many_rows(ranks):
     pack = pack_of((5, 17, 0, 1, 40, 9), 72)
-    rows = rows_of_all(DealtBlocks(ranks, pack), pack.length)
+    rows = rows_of_all(BalancedBlocks(ranks, pack), pack.length)
     assert rows.shape == (ranks, pack.length // ranks)
     assert rows.flatten().sort().values.tolist() == list(range(pack.length))
     assert (rows.diff(dim=1) > 0).all()
@@ -41,7 +41,7 @@ def test_ranks_have_equal_work(mean, ranks):
     """Pairs of the indexer and of the attention over 2048 keys, of the heaviest rank and on average."""
     for seed in range(3):
         pack = pack_of(lognormal(mean, 65536, seed))
-        seen = (pack.ends - pack.starts)[rows_of_all(DealtBlocks(ranks, pack), pack.length)].double()
+        seen = (pack.ends - pack.starts)[rows_of_all(BalancedBlocks(ranks, pack), pack.length)].double()
         for pairs in (seen, seen.clamp_max(2048)):
             by_rank = pairs.sum(dim=1)
             assert by_rank.max() / by_rank.mean() <= 1.02
@@ -60,7 +60,7 @@ def test_documents_cut_by_transformer_engine():
 @pytest.mark.parametrize(
     ("layout", "length", "message"),
     [
-        (DealtBlocks(3, pack_of((80,))), 80, "cannot be dealt evenly to 3"),
+        (BalancedBlocks(3, pack_of((80,))), 80, "cannot be dealt evenly to 3"),
         (DocumentZigzag(2, ((0, 8), (8, 13))), 13, "a document that takes 5 rows of 13"),
         (DocumentZigzag(2, ((0, 8),)), 12, "documents take 8 of 12 rows"),
     ],
@@ -72,7 +72,7 @@ def test_what_cannot_be_shared_is_refused(layout, length, message):
 
 
 def test_training_saves_the_order_that_an_evaluation_found():
-    layout = DealtBlocks(2, pack_of((3, 13)), 2)
+    layout = BalancedBlocks(2, pack_of((3, 13)), 2)
     with torch.inference_mode():
         head_exchange._order_of_pack(layout, 16, 0, 2)
     rows = torch.randn(16, 2, requires_grad=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.features.attention.dense_context_parallel import cases
+from tests.features.attention.context_parallel import cases
 from tests.support import model as job
 
 PAGE = Path(__file__).parents[2] / "docs" / "context-parallel-strategy.md"
@@ -50,9 +50,7 @@ def test_the_page_is_as_short_as_it_says():
 
 @pytest.mark.parametrize("attention", ["grouped", pytest.param("latent", marks=pytest.mark.full)])
 def test_the_page_trains_as_one_rank(pool, attention):
-    (expected,) = pool.run(
-        "tests.features.attention.dense_context_parallel.cases:step", 1, attention=attention
-    )
+    (expected,) = pool.run("tests.features.attention.context_parallel.cases:step", 1, attention=attention)
     ranks = pool.run("tests.context_parallel.test_strategy_page:trained", 2, attention=attention, cp=2)
     found = cases.in_one_group(ranks, cp=2, tp=1)
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-5, atol=0)

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from tests.features.attention.fused_cases import ties_to_the_lowest
+from tests.features.dsa.fused_cases import ties_to_the_lowest
 from tests.support import observe
 from tests.support.example_job import RankOutcome, train
 

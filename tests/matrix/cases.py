@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.features.attention import cp_cases
+from tests.features.dsa import cp_cases
 from tests.matrix import model as tiny
 from tests.support import model as job
 from tests.support.counting import counted

@@ -16,8 +16,8 @@ import mindspeed_dsa
 from mindspeed_dsa import session
 from mindspeed_dsa.megatron import moe_layers
 from mindspeed_dsa.ops import backend
-from tests.features.attention import cp_cases
 from tests.features.compilation.regions import cases as regions
+from tests.features.dsa import cp_cases
 from tests.matrix import memory_cases
 from tests.matrix import model as tiny
 from tests.matrix.record import at_work

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.features.attention import cp_cases
+from tests.features.dsa import cp_cases
 from tests.support import model as job
 
 HOOKS = (

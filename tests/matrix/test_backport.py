@@ -8,7 +8,7 @@ from importlib import metadata
 import pytest
 import torch
 
-from tests.features.attention.cp_cases import in_order
+from tests.features.dsa.cp_cases import in_order
 from tests.matrix.make_reference import CASES, FILE, summary
 from tests.support.model import assert_same_gradients, put_together
 
@@ -321,7 +321,7 @@ def test_context_parallel_ranks_have_the_gradients_of_one(pool, cp):
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_weights_are_read_after_the_hooks_that_wait_for_them(pool, cp):
-    case = "tests.features.attention.cp_cases:losses_of_late_weights"
+    case = "tests.features.dsa.cp_cases:losses_of_late_weights"
     switches = {"dsa_indexer_normalised_query": True}
     for there, late in pool.run(case, cp, cp=cp, builder="tests.matrix.model", **switches):
         assert late.equal(there)

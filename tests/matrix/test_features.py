@@ -21,7 +21,7 @@ from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.runs import expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
-from tests.features.attention.dense_context_parallel import cases as dense
+from tests.features.attention.context_parallel import cases as dense
 from tests.features.moe.balanced_experts import cases as balanced
 from tests.features.moe.batch_overlap import cases as batch_overlap
 from tests.matrix.record import Note
@@ -39,7 +39,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "CP2": {"cp": 2},
 }
 SHARDED = "tests.matrix.fsdp2_cases"
-DENSE = "tests.features.attention.dense_context_parallel.cases"
+DENSE = "tests.features.attention.context_parallel.cases"
 DSA = {"experimental_attention_variant": "dsa"}  # so that older releases know the tests' configuration
 FUSED = {"use_fused_dsa": True}
 CP2 = {**FUSED, "context_parallel_size": 2}

@@ -1,8 +1,9 @@
-"""The lengths of every microbatch's documents, on every pipeline stage and tensor parallel rank.
+"""Lengths of every microbatch's documents, on every pipeline stage and tensor parallel rank.
 
 Before a step begins, the first stage reads its microbatches ahead and tells the others where documents end:
 once a step, because a message for each microbatch would tie the stages together. Then each model chunk gets
-its microbatch's description, whatever the script passes on.
+its microbatch's description, whatever the script passes on. Megatron's own attention gets documents one by
+one.
 
 Imports Megatron only when called: these functions are fetched while Megatron is being imported.
 """
@@ -23,18 +24,20 @@ from mindspeed_dsa.context_parallel.layout import split
 from mindspeed_dsa.context_parallel.packs import Pack, PackRows, layout_of
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.attention.packs.feature import Options, cut_by_megatron
+from mindspeed_dsa.ops.documents import attend_by_documents
 from mindspeed_dsa.patches import versions
 
 _LENGTHS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 """Entries of a batch that Megatron's own scripts would read, and some of them wrongly."""
 _running: ContextVar[_Running | None] = ContextVar("_running", default=None)
-"""The microbatch whose forward pass is running."""
 
 _Batch = Mapping[str, Any]
 
 
 @dataclass
 class _Running:
+    """Microbatch whose forward pass is running."""
+
     pack: Pack
     params: Any
     is_dealt: bool = False
@@ -74,28 +77,30 @@ def with_pack(original: Callable[..., Any], context: Context[Options]) -> Callab
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        running, given = _running.get(), kwargs.get("packed_seq_params")
+        running, described = _running.get(), kwargs.get("packed_seq_params")
         if running is not None:
             ranks = context.megatron("core.parallel_state").get_context_parallel_world_size()
             if ranks > 1:
-                _check_rows(running, given, [*args[:1], kwargs.get("input_ids"), kwargs.get("labels")], ranks)
-            if given is None:
+                _check_rows(
+                    running, described, [*args[:1], kwargs.get("input_ids"), kwargs.get("labels")], ranks
+                )
+            if described is None:
                 kwargs["packed_seq_params"] = running.params
         return original(self, *args, **kwargs)
 
     return forward
 
 
-def _check_rows(running: _Running, given: Any, batch: list[Any], ranks: int) -> None:
+def _check_rows(running: _Running, described: Any, batch: list[Any], ranks: int) -> None:
     """Raise ``ValueError`` where a script has cut a microbatch for context parallel ranks itself.
 
     Args:
         running: the microbatch.
-        given: the description of documents that the script passes on, or None.
+        described: the description of documents that the script passes on, or None.
         batch: tokens and labels; None on stages between the first and the last.
         ranks: context parallel size.
     """
-    if given is not None and not getattr(given, "dealt_block_rows", 0):
+    if described is not None and not getattr(described, "dealt_block_rows", 0):
         raise ValueError(
             "pack-documents: the script passes packed_seq_params of documents that it has cut for "
             f"{ranks} context parallel ranks itself, and --pack-documents deals out their rows by "
@@ -147,7 +152,7 @@ def roll_in_documents(original: Callable[..., Any], context: Context[Options]) -
     ) -> tuple[Tensor, Tensor]:
         if packed_seq_params is None:
             return original(tensor, shifts, dims, cp_group, packed_seq_params, **others)  # type: ignore[no-any-return]
-        if shifts != -1 or any(given is not None for given in others.values()):
+        if shifts != -1 or any(value is not None for value in others.values()):
             raise ValueError(
                 "pack-documents: multi-token prediction moves rows by one position here, and roll_tensor got "
                 f"shifts={shifts} and {sorted(others)}; omit --pack-documents"
@@ -177,7 +182,7 @@ def packs_of_step(data: Any, microbatches: int, megatron: Megatron) -> tuple[Any
     """
     state = megatron("core.parallel_state")
     group, first = state.get_model_parallel_group(), state.get_model_parallel_src_rank()
-    ahead = [_read(each, microbatches) for each in (data if isinstance(data, list) else [data])]
+    ahead = [_read(batches, microbatches) for batches in (data if isinstance(data, list) else [data])]
     told: list[Any] = [None]
     if dist.get_rank() == first:
         batches = next(batches for batches in ahead if batches is not None)
@@ -200,7 +205,7 @@ def _without_lengths(batches: list[_Batch]) -> Iterator[_Batch]:
 
 
 def _packs(batches: list[_Batch], megatron: Megatron) -> list[Pack] | str:
-    """The packs of all microbatches, or what is wrong with one of them, which every rank has to know."""
+    """Return the packs of all microbatches, or what is wrong with one: every rank has to know."""
     try:
         return [_pack(batch, megatron) for batch in batches]
     except ValueError as problem:
@@ -236,7 +241,7 @@ def _end_of_document(megatron: Megatron) -> int:
 def _with_its_pack(
     forward_step: Callable[..., Any], packs: list[Pack], context: Context[Options]
 ) -> Callable[..., Any]:
-    """The script's step for a microbatch; every model chunk takes microbatches in order."""
+    """Wrap the script's step for a microbatch; every model chunk takes microbatches in order."""
     taken: Counter[int] = Counter()
     device: Any = torch.cuda.current_device()
 
@@ -251,3 +256,77 @@ def _with_its_pack(
             _running.reset(token)
 
     return forward_one
+
+
+# -- Megatron's own dense attention, DotProductAttention; without Transformer Engine there is no other
+
+
+def attend_to_own_document(original: Callable[..., Tensor], context: Context[Any]) -> Callable[..., Tensor]:
+    """Decorate ``DotProductAttention.forward``, which refuses packs: attend by documents."""
+
+    def forward(
+        self: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        # Context parallel ranks attend to documents together.
+        if packed_seq_params is None or self.config.context_parallel_size > 1:
+            return original(
+                self,
+                query,
+                key,
+                value,
+                attention_mask,
+                attn_mask_type=attn_mask_type,
+                attention_bias=attention_bias,
+                packed_seq_params=packed_seq_params,
+                **kwargs,
+            )
+        _refuse_unsupported(self, attn_mask_type, attention_bias)
+        # [t, heads, dim]
+        pack = Pack.of(packed_seq_params, key.size(0))
+        softmax = self.scale_mask_softmax
+
+        def attend(dropout: float) -> Tensor:
+            return attend_by_documents(
+                query.unsqueeze(1),
+                key.unsqueeze(1),
+                value.unsqueeze(1),
+                pack.starts,
+                pack.ends,
+                # What --apply-query-key-layer-scaling divides by, the softmax multiplies by.
+                self.softmax_scale * (softmax.scale or 1.0),
+                dropout,
+            )
+
+        dropout = self.attention_dropout.p if self.training else 0.0
+        if dropout and not self.config.sequence_parallel:
+            with context.megatron("core.tensor_parallel").get_cuda_rng_tracker().fork():
+                out = attend(dropout)
+        else:
+            out = attend(dropout)
+        return out.flatten(1)
+
+    return forward
+
+
+def _refuse_unsupported(attention: Any, attn_mask_type: Any, attention_bias: Tensor | None) -> None:
+    kind = getattr(attn_mask_type or attention.attn_mask_type, "name", "")
+    unsupported = [] if kind in ("causal", "padding_causal") else [f"attn_mask_type {kind}"]
+    if attention_bias is not None:
+        unsupported.append("attention_bias")
+    if getattr(attention.scale_mask_softmax, "window_size", None) is not None:
+        unsupported.append("a sliding window")
+    if getattr(attention.config, "softmax_type", "vanilla") != "vanilla":
+        unsupported.append(f"softmax_type {attention.config.softmax_type}")
+    if unsupported:
+        raise ValueError(
+            f"pack-documents: DotProductAttention got {', '.join(unsupported)}; packed documents have plain "
+            "causal attention without Transformer Engine. Omit that, or do not pack"
+        )

@@ -1,4 +1,4 @@
-"""The switch that packs documents."""
+"""Samples that are packs of documents, which do not see each other."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa.context_parallel.algorithms import BLOCK_ROWS, CONTEXT_PARALLEL_SIZE
 from mindspeed_dsa.feature import Feature, Flag
-from mindspeed_dsa.features.attention.dense_context_parallel.feature import NO_DEAL
-from mindspeed_dsa.megatron import dsa
+from mindspeed_dsa.features.attention.context_parallel.feature import NO_DEAL
 from mindspeed_dsa.megatron.dsa import SHARED_KEYS, megatron_flag, shares_keys
 from mindspeed_dsa.megatron.dsa import Options as Fused
 from mindspeed_dsa.patches import versions
@@ -30,7 +29,7 @@ _WANTED = {
 
 
 def reset_at_documents(args: Any) -> Sequence[str]:
-    """Positions begin at 0 in each document, and no document predicts the first token of the next one."""
+    """Begin positions at 0 in each document, of which none predicts the first token of the next one."""
     changes = []
     for name, value in _WANTED.items():
         if hasattr(args, name) and getattr(args, name) != value:
@@ -44,7 +43,7 @@ _BLOCK_ROWS = 128
 
 @dataclass(frozen=True)
 class Options:
-    """How packs are dealt out.
+    """Distribution of packs over ranks.
 
     Attributes:
         block_rows: rows of the blocks that context parallel ranks get.
@@ -52,12 +51,12 @@ class Options:
     """
 
     block_rows: int
-    fused: dsa.Options
+    fused: Fused
 
     @classmethod
     def of(cls, settings: Any) -> Self:
-        """From resolved settings."""
-        return cls(getattr(settings, "cp_block_rows", None) or _BLOCK_ROWS, dsa.Options.of(settings))
+        """Build from resolved settings."""
+        return cls(getattr(settings, "cp_block_rows", None) or _BLOCK_ROWS, Fused.of(settings))
 
 
 _WITHOUT_PACKED_ROLL = SpecifierSet("<0.16", prereleases=True)
@@ -68,7 +67,7 @@ _SHARE_KEYS = SpecifierSet(SHARED_KEYS, prereleases=True)
 
 
 def check_packs(args: Any, options: Any) -> Sequence[str]:
-    """Report them; absent arguments are not checked."""
+    """Report invalid combinations; absent arguments are not checked."""
     problems = []
     if (getattr(args, "micro_batch_size", None) or 1) != 1:
         problems.append(
@@ -105,7 +104,7 @@ def check_packs(args: Any, options: Any) -> Sequence[str]:
 
 
 def _problems_of_dense_attention(args: Any) -> Iterator[str]:
-    """Rows that are dealt out are known to our own attention, and to latent attention's rotary embedding."""
+    """Report attention that does not know rows dealt out; ours does, and latent attention's embedding."""
     if not getattr(args, "multi_latent_attention", True):
         yield NO_DEAL
     if getattr(args, "transformer_impl", None) == "transformer_engine" and find_spec("transformer_engine"):
@@ -116,7 +115,7 @@ def _problems_of_dense_attention(args: Any) -> Iterator[str]:
 
 
 def cut_by_megatron(release: str, config: Any, fused: Fused) -> list[str]:
-    """Whether Megatron's own attention runs in this model and expects the rows of packs on certain ranks.
+    """Report that Megatron's own attention runs in this model and expects the rows of packs on certain ranks.
 
     Args:
         release: of Megatron-core.
@@ -160,20 +159,20 @@ FEATURE = Feature(
             "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
             "wrap",
             f"{_IMPL}:deliver_packs",
-            "the stages between the first and the last see no batch, and would attend across documents",
+            "pipeline stages between the first and the last see no batch, and would attend across documents",
         ),
         Patch(
             f"{_GPT}.forward",
             "wrap",
             f"{_IMPL}:with_pack",
-            "scripts do not pass the lengths of documents on",
+            "training scripts do not pass the lengths of documents on",
             params=("packed_seq_params",),
         ),
         Patch(
             f"{_GPT}.build_schedule_plan",
             "wrap",
             f"{_IMPL}:with_pack",
-            "scripts do not pass the lengths of documents on",
+            "training scripts do not pass the lengths of documents on",
             params=("packed_seq_params",),
             versions=">=0.14",
             required=False,
@@ -182,7 +181,7 @@ FEATURE = Feature(
             "megatron.core.utils:get_batch_on_this_cp_rank",
             "wrap",
             f"{_IMPL}:deal_rows",
-            "packs are cut into chunks as whole sequences are, which balances no work",
+            "Megatron cuts packs into chunks as it cuts whole sequences, which balances no work",
             params=("batch",),
             priority=100,
         ),
@@ -198,7 +197,7 @@ FEATURE = Feature(
         Patch(
             "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
             "wrap",
-            "mindspeed_dsa.megatron.local_attention:attend_to_own_document",
+            f"{_IMPL}:attend_to_own_document",
             "Megatron's own dense attention refuses packs",
             params=("query", "key", "value", "attention_mask", "attn_mask_type", "packed_seq_params"),
             priority=100,  # outside of what knows whole sequences only

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mindspeed_dsa.context_parallel.layout import Zigzag, split
-from mindspeed_dsa.context_parallel.roll import rolled
+from mindspeed_dsa.context_parallel.layout import Zigzag, rolled, split
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.dsa.key_exchange.feature import BlockOptions
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from mindspeed_dsa.context_parallel.packs import Pack
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.dsa import core_attention
-from tests.features.attention.cp_cases import logged_indexer_loss
+from tests.features.dsa.cp_cases import logged_indexer_loss
 from tests.support import model as job
 
 LENGTHS = (5, 17, 1, 40, 9)

@@ -12,7 +12,7 @@ import torch
 
 import mindspeed_dsa
 from mindspeed_dsa.context_parallel import packs
-from mindspeed_dsa.context_parallel.packs import DealtBlocks, Pack, PackRows
+from mindspeed_dsa.context_parallel.packs import BalancedBlocks, Pack, PackRows
 from mindspeed_dsa.features.attention.packs import delivery
 from mindspeed_dsa.features.attention.packs.feature import check_packs, reset_at_documents
 from mindspeed_dsa.features.dsa import sparse_attention
@@ -24,7 +24,7 @@ from mindspeed_dsa.patches import SettingsError
 from tests.support.model import assert_same_gradients, put_together
 
 CASES = "tests.features.attention.packs.cases"
-BUILDER = "tests.features.attention.dense_context_parallel.cases"
+BUILDER = "tests.features.attention.context_parallel.cases"
 DENSE = {
     "use_fused_dsa": False,
     "experimental_attention_variant": None,
@@ -250,7 +250,7 @@ def test_padding_at_the_end_reaches_no_operator():
 def test_runs_are_neighbours_in_one_document():
     """Blocks of four rows; what Ascend's operators are given one by one."""
     pack = Pack.of(params((5, 1, 7)), 16)
-    rows = [PackRows(pack, DealtBlocks(2, pack, 4), rank) for rank in (0, 1)]
+    rows = [PackRows(pack, BalancedBlocks(2, pack, 4), rank) for rank in (0, 1)]
     for each in rows:
         covered = 0
         for first, end, low, high in each.runs():

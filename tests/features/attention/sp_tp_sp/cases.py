@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.features.attention.dense_context_parallel import cases
+from tests.features.attention.context_parallel import cases
 from tests.support import model as job
 
 ON = {"mla_sp_tp_sp": True}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mindspeed_dsa.features.attention.sp_tp_sp.feature import check_sp_tp_sp
-from tests.features.attention.dense_context_parallel import cases
+from tests.features.attention.context_parallel import cases
 from tests.support import model as job
 
 CASES = "tests.features.attention.sp_tp_sp.cases"
@@ -16,7 +16,7 @@ CASES = "tests.features.attention.sp_tp_sp.cases"
 
 @pytest.fixture(scope="module")
 def one_rank(pool):
-    (result,) = pool.run("tests.features.attention.dense_context_parallel.cases:step", 1, attention="latent")
+    (result,) = pool.run("tests.features.attention.context_parallel.cases:step", 1, attention="latent")
     return result
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-CASES = "tests.features.attention.core_cases"
+CASES = "tests.features.dsa.core_cases"
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 
 

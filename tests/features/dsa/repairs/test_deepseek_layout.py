@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.support.model import SEQUENCE
 
-CASES = "tests.features.attention.core_cases"
+CASES = "tests.features.dsa.core_cases"
 
 
 def rotated(x: Tensor, size: int, first: bool, interleaved: bool) -> Tensor:

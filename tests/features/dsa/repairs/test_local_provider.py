@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-CASES = "tests.features.attention.cases"
+CASES = "tests.features.dsa.cases"
 ERROR = "tests.support.model:error_of"
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-CASES = "tests.features.attention.core_cases"
+CASES = "tests.features.dsa.core_cases"
 
 
 def step(pool, coefficient, **arguments):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-CASES = "tests.features.attention.core_cases"
+CASES = "tests.features.dsa.core_cases"
 
 
 def test_mean_over_the_layers_that_have_an_indexer(pool):

@@ -5,8 +5,8 @@ import torch
 
 from tests.support.model import assert_same_gradients, put_together
 
-RUN = "tests.features.attention.fused_cases:whole_step"
-SPLIT = "tests.features.attention.fused_cases:step_with_split_down_projections"
+RUN = "tests.features.dsa.fused_cases:whole_step"
+SPLIT = "tests.features.dsa.fused_cases:step_with_split_down_projections"
 DENSE = {  # Megatron wants sequence parallelism with experts
     "num_moe_experts": None,
     "moe_layer_freq": 1,

@@ -294,7 +294,7 @@ def test_undo_gives_the_model_back(pool):
 def test_every_row_is_applied_and_undone(pool, beside):
     """recompute-outputs has a checkpoint of its own; then there is nothing to decorate in Megatron's."""
     switches = {**ON, **beside}
-    (result,) = pool.run("tests.features.attention.cases:arm_and_undo", 1, switches=switches)
+    (result,) = pool.run("tests.features.dsa.cases:arm_and_undo", 1, switches=switches)
     ours = [site for site in result["sites"] if any("swap-attention" in name for name in site["features"])]
     assert len(ours) == (4 if beside else 5)
     assert {site["state"] for site in ours} == {"applied"}

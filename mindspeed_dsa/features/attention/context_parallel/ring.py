@@ -9,12 +9,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from mindspeed_dsa.context_parallel.carried import Carried
-from mindspeed_dsa.context_parallel.dense import DenseAttention, Merged, Part, Saved, zeros_for_sums
 from mindspeed_dsa.context_parallel.layout import Layout
 from mindspeed_dsa.context_parallel.packs import Pack
 from mindspeed_dsa.context_parallel.strategy import ContextParallelStrategy, Exchanged, Inner
-from mindspeed_dsa.context_parallel.turns import Turns, ZigzagTurns, turns_of_pack
+from mindspeed_dsa.features.attention.context_parallel.dense import (
+    DenseAttention,
+    Merged,
+    Part,
+    Saved,
+    zeros_for_sums,
+)
+from mindspeed_dsa.features.attention.context_parallel.payload import Payload
+from mindspeed_dsa.features.attention.context_parallel.ring_plan import RingPlan, ZigzagPlan, plan_of_pack
 from mindspeed_dsa.parallel import buffer_pool
 from mindspeed_dsa.parallel.transfers import Pending, pass_on
 
@@ -29,28 +35,28 @@ class PackedRows(NamedTuple):
     layout: Layout
 
 
-class CarryingStrategy(ContextParallelStrategy):
-    """A strategy that attends in steps of its own, to keys and values that are made where they are needed."""
+class PayloadStrategy(ContextParallelStrategy):
+    """Strategy that attends in steps of its own, to keys and values that are made of a payload."""
 
     def exchange(self, query: Tensor, key: Tensor, value: Tensor) -> Exchanged:
-        """Raises: keys come in several steps; :meth:`attend` does them all."""
+        """Raise ``NotImplementedError``: keys come in several steps, and :meth:`attend` does them all."""
         raise NotImplementedError(f"{type(self).__name__} attends in steps; call attend")
 
     def attend(self, inner: Inner, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See :meth:`ContextParallelStrategy.attend`; ``inner`` is a :class:`DenseAttention`."""
+        """Attend as :class:`ContextParallelStrategy` says; ``inner`` is a :class:`DenseAttention`."""
         if not isinstance(inner, DenseAttention):
             raise TypeError(f"{type(self).__name__} merges parts of dense attention and cannot use {inner!r}")
-        return self.attend_carried(inner, query, Carried.of(key, value))
+        return self.attend_payload(inner, query, Payload.of(key, value))
 
-    def attend_carried(
-        self, inner: DenseAttention, query: Tensor, carried: Carried, packed: PackedRows | None = None
+    def attend_payload(
+        self, inner: DenseAttention, query: Tensor, payload: Payload, packed: PackedRows | None = None
     ) -> Tensor:
-        """Causal attention of this rank's rows to the whole sequence, or to their documents.
+        """Attend causally, this rank's rows to the whole sequence, or to their documents.
 
         Args:
             inner: attention to a part of the keys.
             query: ``[rows, b, heads, dim]``, this rank's rows.
-            carried: this rank's keys and values.
+            payload: this rank's keys and values.
             packed: whose rows these are; default: those of one sequence in Megatron's zigzag.
 
         Returns:
@@ -59,34 +65,34 @@ class CarryingStrategy(ContextParallelStrategy):
         raise NotImplementedError
 
 
-class Ring(CarryingStrategy):
+class Ring(PayloadStrategy):
     """``megatron_cp_algo``: keys and values go around; queries stay."""
 
-    def attend_carried(
-        self, inner: DenseAttention, query: Tensor, carried: Carried, packed: PackedRows | None = None
+    def attend_payload(
+        self, inner: DenseAttention, query: Tensor, payload: Payload, packed: PackedRows | None = None
     ) -> Tensor:
-        """See :meth:`CarryingStrategy.attend_carried`."""
-        turns = None if packed is None else turns_of_pack(packed.pack, packed.layout, self.rank)
-        return ring_attention(inner, query, carried, self.group, turns)
+        """Attend as :class:`PayloadStrategy` says."""
+        plan = None if packed is None else plan_of_pack(packed.pack, packed.layout, self.rank)
+        return ring_attention(inner, query, payload, self.group, plan)
 
 
 def ring_attention(
     inner: DenseAttention,
     query: Tensor,
-    carried: Carried,
+    payload: Payload,
     group: ProcessGroup | None,
-    turns: Turns | None = None,
+    plan: RingPlan | None = None,
 ) -> Tensor:
-    """Causal attention of a rank's rows to those of all ranks; gradients of keys go around as well, in fp32.
+    """Attend causally, a rank's rows to those of all ranks; gradients of keys go around as well, in fp32.
 
     Nothing of other ranks is kept for backward, in which keys and values travel again.
 
     Args:
         inner: attention to a part of the keys.
         query: ``[rows, b, heads, dim]``.
-        carried: the same rows' keys and values.
+        payload: the same rows' keys and values.
         group: of the ring; ``None`` or one rank: the rows are all there are.
-        turns: which rows see which keys; default: those of one sequence in a zigzag.
+        plan: which rows see which keys; default: those of one sequence in a zigzag.
 
     Returns:
         ``[rows, b, heads, value_dim]``; zeros in rows that see no key.
@@ -95,16 +101,14 @@ def ring_attention(
         ValueError: an odd number of rows of a zigzag on several ranks.
     """
     rows, ranks = query.size(0), 1 if group is None else group.size()
-    if turns is None:
+    if plan is None:
         if ranks > 1 and rows % 2:
             raise ValueError(
                 f"ring attention over {ranks} ranks takes two chunks of the sequence from each, and {rows} "
                 f"rows are not two; use a sequence length divisible by {2 * ranks}"
             )
-        turns = ZigzagTurns(0 if group is None else group.rank(), rows)
-    out: Tensor = _Ring.apply(
-        query, carried.rows.contiguous(), inner, carried, group, turns, *carried.weights
-    )
+        plan = ZigzagPlan(0 if group is None else group.rank(), rows)
+    out: Tensor = _Ring.apply(query, payload.rows.contiguous(), inner, payload, group, plan, *payload.weights)
     return out
 
 
@@ -115,26 +119,26 @@ class _Ring(torch.autograd.Function):
         query: Tensor,
         rows: Tensor,
         inner: DenseAttention,
-        carried: Carried,
+        payload: Payload,
         group: ProcessGroup | None,
-        turns: Turns,
+        plan: RingPlan,
         *weights: Tensor,
     ) -> Tensor:
         rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
-        expansion, merged, block, parts = carried.expansion, Merged(), rows, turns.own()
+        expansion, merged, block, parts = payload.expansion, Merged(), rows, plan.own()
         for step in range(1, ranks + 1):
             coming = pass_on(block, group, _KEYS) if step < ranks else None
             for part in parts:
                 inner.forward(merged, query, *expansion.keys_and_values(block[part.keys], weights), part)
             before = block
             if coming is not None:
-                parts, block = turns.with_block_of((rank - step) % ranks), coming.wait()
+                parts, block = plan.with_block_of((rank - step) % ranks), coming.wait()
             if before is not rows:
                 buffer_pool.give_back(before)
         value_dim = expansion.keys_and_values(rows[:0], weights)[1].size(-1)
         out, lse = merged.finish(query, value_dim)
         ctx.save_for_backward(query, rows, out, lse, *weights)
-        ctx.inner, ctx.expansion, ctx.group, ctx.turns = inner, expansion, group, turns
+        ctx.inner, ctx.expansion, ctx.group, ctx.plan = inner, expansion, group, plan
         return out.transpose(0, 1)
 
     @staticmethod
@@ -144,22 +148,22 @@ class _Ring(torch.autograd.Function):
         back = _Backward(ctx.inner, ctx.expansion, Saved(grad_out, query, out, lse), tuple(weights))
         if ctx.group is None or ctx.group.size() == 1:
             own = zeros_for_sums(rows)
-            back.add(ctx.turns.own(), rows, own)
+            back.add(ctx.plan.own(), rows, own)
         else:
-            own = _gradient_around(back, rows, ctx.group, ctx.turns)
+            own = _gradient_around(back, rows, ctx.group, ctx.plan)
         grad_query = back.grad_query.to(query.dtype)
         return grad_query, own.to(rows.dtype), None, None, None, None, *back.of_weights()
 
 
-def _gradient_around(back: _Backward, rows: Tensor, group: ProcessGroup, turns: Turns) -> Tensor:
-    """Gradient of a rank's own block, fp32 or wider.
+def _gradient_around(back: _Backward, rows: Tensor, group: ProcessGroup, plan: RingPlan) -> Tensor:
+    """Return the gradient of a rank's own block, fp32 or wider.
 
     A block's gradient goes around behind it and comes home last. Each step's part of it is computed while
     what other ranks have added so far is on its way. One half of the own block hides the first transfer, and
     the other the last.
     """
     rank, ranks = group.rank(), group.size()
-    own, (first, last) = zeros_for_sums(rows), turns.own_in_halves()
+    own, (first, last) = zeros_for_sums(rows), plan.own_in_halves()
     block, coming = rows, pass_on(rows, group, _KEYS)
     gradient: Tensor | None = None
     arriving: Pending | None = None
@@ -171,7 +175,7 @@ def _gradient_around(back: _Backward, rows: Tensor, group: ProcessGroup, turns: 
         if step < ranks - 1:
             coming = pass_on(block, group, _KEYS)
         on_its_way, gradient = gradient, buffer_pool.take(block, own.dtype).zero_()
-        back.add(turns.with_block_of((rank - step) % ranks), block, gradient)
+        back.add(plan.with_block_of((rank - step) % ranks), block, gradient)
         if arriving is not None and on_its_way is not None:
             received = arriving.wait()
             gradient.add_(received)
@@ -201,12 +205,12 @@ class _Backward:
         for part in parts:
             rows = block[part.keys]
             key, value = self._expansion.keys_and_values(rows, self._weights)
-            found = self._inner.backward(self._saved, key, value, part, self.grad_query)
-            of_rows, of_weights = self._expansion.gradients(rows, self._weights, *found)
+            gradients = self._inner.backward(self._saved, key, value, part, self.grad_query)
+            of_rows, of_weights = self._expansion.gradients(rows, self._weights, *gradients)
             gradient[part.keys].add_(of_rows)
             for total, one in zip(self._grad_weights, of_weights, strict=True):
                 total.add_(one)
 
     def of_weights(self) -> list[Tensor]:
-        """Gradients of the weights, in their dtypes."""
+        """Return the gradients of the weights, in their dtypes."""
         return [one.to(weight.dtype) for one, weight in zip(self._grad_weights, self._weights, strict=True)]

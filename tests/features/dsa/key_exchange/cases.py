@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_dsa.context_parallel.carried import Carried, FromLatents
-from mindspeed_dsa.context_parallel.dense import DenseAttention
-from mindspeed_dsa.context_parallel.head_exchange import HeadExchange
+from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention
+from mindspeed_dsa.features.attention.context_parallel.head_exchange import HeadExchange
+from mindspeed_dsa.features.attention.context_parallel.payload import FromLatents, Payload
 from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange
 
 LAYERS, HEADS, LATENT, ROPE, PLAIN = 2, 2, 4, 2, 3
@@ -49,9 +49,9 @@ def _layer(kind: str) -> Layer:
         heads = HeadExchange(world)
 
         def attend(rows: Tensor) -> Tensor:
-            carried = Carried(rows[:, :, None], FromLatents(HEADS, LATENT, PLAIN), (_weight(),))
+            payload = Payload(rows[:, :, None], FromLatents(HEADS, LATENT, PLAIN), (_weight(),))
             query = rows.new_ones(rows.size(0), 1, HEADS, PLAIN + ROPE)
-            return heads.attend_carried(DenseAttention(0.3), query, carried)
+            return heads.attend_payload(DenseAttention(0.3), query, payload)
 
         return attend
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]

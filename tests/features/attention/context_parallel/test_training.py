@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.features.attention.dense_context_parallel import cases
+from tests.features.attention.context_parallel import cases
 from tests.support import model as job
 
-CASES = "tests.features.attention.dense_context_parallel.cases"
+CASES = "tests.features.attention.context_parallel.cases"
 RING, HEADS, HYBRID = "megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo"
 OVERLAPPED = {"ddp": {"overlap_grad_reduce": True, "bucket_size": 2000}}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.features.attention.cp_cases import in_order
+from tests.features.dsa.cp_cases import in_order
 from tests.support.model import WITHOUT_EXPERTS, assert_same_gradients, put_together
 from tests.support.pool import WorkerPool
 
-CASES = "tests.features.attention.cp_cases"
+CASES = "tests.features.dsa.cp_cases"
 FUSED = {"use_fused_dsa": True}
 PER_TOKEN = {"overrides": {"calculate_per_token_loss": True}, "ddp": {"average_in_collective": False}}
 RECOMPUTE = {"recompute_granularity": "selective"}

@@ -59,7 +59,7 @@ class Merged:
         before.copy_(both)
 
     def finish(self, query: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp; zeros and -inf in rows that no part had.
+        """Return output and log-sum-exp; zeros and -inf in rows that no part had.
 
         Args:
             query: ``[rows, b, heads, dim]``, whose dtype the output has.
@@ -86,7 +86,7 @@ class DenseAttention:
     backend: str = "auto"
 
     def __call__(self, exchanged: Exchanged) -> Tensor:
-        """``[rows, b, heads, value_dim]``, differentiable."""
+        """Attend; ``[rows, b, heads, value_dim]``, differentiable."""
         parts = [WHOLE]
         if exchanged.positions is not None:
             parts = list(parts_of_positions(exchanged.positions))
@@ -128,7 +128,7 @@ class DenseAttention:
         Returns:
             Gradients of these keys and values.
         """
-        found = dense_attention_backward(
+        gradients = dense_attention_backward(
             saved.grad_out[part.rows].transpose(0, 1),
             saved.query[part.rows].transpose(0, 1),
             key.transpose(0, 1),
@@ -139,13 +139,13 @@ class DenseAttention:
             causal=part.causal,
             backend=self.backend,
         )
-        of_query, of_key, of_value = (one.transpose(0, 1) for one in found)
+        of_query, of_key, of_value = (one.transpose(0, 1) for one in gradients)
         grad_query[part.rows].add_(of_query)
         return of_key, of_value
 
 
 class Saved(NamedTuple):
-    """What backward knows of all rows; output and log-sum-exp are final and batch first."""
+    """Tensors of all rows that backward reads; output and log-sum-exp are final and batch first."""
 
     grad_out: Tensor
     query: Tensor
@@ -154,7 +154,7 @@ class Saved(NamedTuple):
 
 
 def parts_of_positions(positions: Tensor) -> Iterator[Part]:
-    """Parts of rows that see the keys of a sequence, in its order, up to their own positions.
+    """Yield parts of rows that see the keys of a sequence, in its order, up to their own positions.
 
     Args:
         positions: ``[rows]`` int64.
@@ -170,7 +170,7 @@ def parts_of_positions(positions: Tensor) -> Iterator[Part]:
 
 
 def zeros_for_sums(states: Tensor) -> Tensor:
-    """As large as ``states``, contiguous, fp32 or wider."""
+    """Make zeros as large as ``states``, contiguous, fp32 or wider."""
     return torch.zeros(states.shape, dtype=wide(states.dtype), device=states.device)
 
 
@@ -195,7 +195,9 @@ class _Parts(torch.autograd.Function):
         gradients = tuple(zeros_for_sums(one) for one in (query, key, value))
         grad_query, grad_key, grad_value = gradients
         for part in ctx.parts:
-            found = ctx.attention.backward(saved, key[part.keys], value[part.keys], part, grad_query)
-            grad_key[part.keys].add_(found[0])
-            grad_value[part.keys].add_(found[1])
+            of_key, of_value = ctx.attention.backward(
+                saved, key[part.keys], value[part.keys], part, grad_query
+            )
+            grad_key[part.keys].add_(of_key)
+            grad_value[part.keys].add_(of_value)
         return *(one.to(query.dtype) for one in gradients), None, None

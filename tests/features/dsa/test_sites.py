@@ -6,7 +6,7 @@ from mindspeed_dsa import settings
 from mindspeed_dsa.features import all_features, all_flags
 from mindspeed_dsa.session import checks
 
-CASES = "tests.features.attention.cases"
+CASES = "tests.features.dsa.cases"
 OURS = [feature for feature in all_features() if feature.name.startswith("dsa-")]
 NAMES = [feature.name for feature in OURS]
 OPTIONS = {"dsa-rope-first", "dsa-normalised-query"}

@@ -1,4 +1,4 @@
-"""Megatron's dense attention, whose keys lie on several ranks.
+"""Megatron's dense attention on several ranks or by our operator, with latents in place of keys and values.
 
 Imports nothing of Megatron: these functions are fetched while Megatron is being imported.
 """
@@ -13,14 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.context_parallel.carried import Carried, FromLatents
-from mindspeed_dsa.context_parallel.dense import DenseAttention
-from mindspeed_dsa.context_parallel.packs import DealtBlocks, PackRows
-from mindspeed_dsa.context_parallel.ring import CarryingStrategy, PackedRows, ring_attention
+from mindspeed_dsa.context_parallel.packs import BalancedBlocks, PackRows
 from mindspeed_dsa.context_parallel.strategy import ContextParallelStrategy, Exchanged
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.attention.dense_context_parallel.feature import NO_DEAL, Options
-from mindspeed_dsa.features.attention.dense_context_parallel.groups import make_strategy
+from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention
+from mindspeed_dsa.features.attention.context_parallel.feature import NO_DEAL, Options
+from mindspeed_dsa.features.attention.context_parallel.payload import FromLatents, Payload
+from mindspeed_dsa.features.attention.context_parallel.ring import (
+    PackedRows,
+    PayloadStrategy,
+    ring_attention,
+)
+from mindspeed_dsa.features.attention.context_parallel.strategies import make_strategy
+from mindspeed_dsa.megatron.mla_projections import Projections, plain_up_projection
 from mindspeed_dsa.patches.errors import SettingsError
 
 _WHO = "dense-context-parallel"
@@ -29,7 +34,7 @@ _SIZES_OF_LATENT_ATTENTION = ("k_channels", "v_channels")
 
 @dataclass(frozen=True)
 class Plan:
-    """How one layer attends.
+    """Attention of one layer.
 
     Attributes:
         inner: attention on this rank.
@@ -40,12 +45,12 @@ class Plan:
     strategy: ContextParallelStrategy | None
 
     @property
-    def carries(self) -> bool:
-        """Whether keys and values may be made where they are needed."""
-        return self.strategy is None or isinstance(self.strategy, CarryingStrategy)
+    def takes_payload(self) -> bool:
+        """Whether keys and values may be made where they are needed, of a payload."""
+        return self.strategy is None or isinstance(self.strategy, PayloadStrategy)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention; arguments as Megatron's, sequence first."""
+        """Attend causally; arguments as Megatron's, sequence first."""
         if self.strategy is not None:
             return self.strategy.attend(self.inner, query, key, value)
         positions = None
@@ -53,40 +58,40 @@ class Plan:
             positions = torch.arange(key.size(0) - query.size(0), key.size(0))
         return self.inner(Exchanged(query, key, value, positions))
 
-    def attend_to_latents(self, query: Tensor, carried: Carried) -> Tensor:
-        """The same where latents stand for keys and values."""
+    def attend_to_latents(self, query: Tensor, payload: Payload) -> Tensor:
+        """Attend where latents stand for keys and values."""
         if self.strategy is None:
-            return ring_attention(self.inner, query, carried, None)
-        assert isinstance(self.strategy, CarryingStrategy)
-        return self.strategy.attend_carried(self.inner, query, carried)
+            return ring_attention(self.inner, query, payload, None)
+        assert isinstance(self.strategy, PayloadStrategy)
+        return self.strategy.attend_payload(self.inner, query, payload)
 
-    def attend_to_documents(self, query: Tensor, carried: Carried, packed_seq_params: Any) -> Tensor:
-        """The same of packed documents, on several ranks.
+    def attend_to_documents(self, query: Tensor, payload: Payload, packed_seq_params: Any) -> Tensor:
+        """Attend in packed documents, on several ranks.
 
         Raises:
             ValueError: the layer's strategy, or its rotary embedding, knows whole sequences only.
         """
-        if not isinstance(self.strategy, CarryingStrategy):
+        if not isinstance(self.strategy, PayloadStrategy):
             raise ValueError(
                 f"{_WHO}: {type(self.strategy).__name__} takes whole sequences, and a batch came with packed "
                 "ones; use megatron_cp_algo, ulysses_cp_algo or hybrid_cp_algo"
             )
         rows = PackRows.of(packed_seq_params, query.size(0), self.strategy.group)
         assert rows.layout is not None
-        if isinstance(rows.layout, DealtBlocks) and not isinstance(carried.expansion, FromLatents):
+        if isinstance(rows.layout, BalancedBlocks) and not isinstance(payload.expansion, FromLatents):
             raise ValueError(f"{_WHO}: {NO_DEAL}")
-        return self.strategy.attend_carried(self.inner, query, carried, PackedRows(rows.pack, rows.layout))
+        return self.strategy.attend_payload(self.inner, query, payload, PackedRows(rows.pack, rows.layout))
 
 
 def plan_of(core_attention: Any) -> Plan | None:
-    """What :func:`build_for_context_parallel` has decided for a layer; ``None``: Megatron's own attention."""
+    """Return the plan that a layer was built with; ``None``: Megatron's own attention."""
     return getattr(core_attention, "dense_context_parallel_plan", None)
 
 
 def build_for_context_parallel(
     original: Callable[..., None], context: Context[Options]
 ) -> Callable[..., None]:
-    """Decorate ``DotProductAttention.__init__``."""
+    """Decorate ``DotProductAttention.__init__``: accept context parallel ranks, and plan the attention."""
     accepted = inspect.signature(original).parameters
 
     def __init__(
@@ -114,8 +119,7 @@ def build_for_context_parallel(
             raise SettingsError(f"{_WHO}: {problem}")
         strategy = None
         if ranks > 1:
-            given = kwargs.get("cp_comm_type")
-            strategy = make_strategy(self, layer_number, given, context)
+            strategy = make_strategy(self, layer_number, kwargs.get("cp_comm_type"), context)
         self.dense_context_parallel_plan = Plan(DenseAttention(scale_of(self)), strategy)
 
     return __init__
@@ -127,7 +131,7 @@ def scale_of(attention: Any) -> float:
 
 
 def unsupported_attention(attention: Any, attention_type: str) -> str | None:
-    """Why the operator cannot attend for a ``DotProductAttention``, or None.
+    """Return why the operator cannot attend for a ``DotProductAttention``, or None.
 
     Its configuration may ask for what is in no argument namespace.
     """
@@ -144,7 +148,7 @@ def unsupported_attention(attention: Any, attention_type: str) -> str | None:
 
 
 def attend_with_other_ranks(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``DotProductAttention.forward``."""
+    """Decorate ``DotProductAttention.forward``: attend as planned."""
 
     def forward(
         self: Any,
@@ -173,11 +177,11 @@ def attend_with_other_ranks(original: Callable[..., Tensor], context: Context[Op
             )
         _require_plain(context.feature, attention_mask, attention_bias)
         latents = None
-        # Latent attention hands over the weight of its up-projection for values: see latents.py.
+        # Latent attention hands over the weight of its up-projection for values: see :func:`project_latents`.
         if value.dim() == 2:
             config = self.config
             expansion = FromLatents(query.size(2), config.kv_lora_rank, config.qk_head_dim)
-            latents = Carried(key, expansion, (value,))
+            latents = Payload(key, expansion, (value,))
         elif query.dim() == 3:  # packed, without a batch
             query, key, value = (states.unsqueeze(1) for states in (query, key, value))
         if plan.strategy is not None and key.size(0) != query.size(0):
@@ -187,7 +191,7 @@ def attend_with_other_ranks(original: Callable[..., Tensor], context: Context[Op
                 "--context-parallel-size 1"
             )
         if packed_seq_params is not None:
-            out = plan.attend_to_documents(query, latents or Carried.of(key, value), packed_seq_params)
+            out = plan.attend_to_documents(query, latents or Payload.of(key, value), packed_seq_params)
         elif latents is not None:
             out = plan.attend_to_latents(query, latents)
         else:
@@ -198,17 +202,17 @@ def attend_with_other_ranks(original: Callable[..., Tensor], context: Context[Op
 
 
 def _require_plain(who: str, mask: Tensor | None, bias: Tensor | None) -> None:
-    found = {
+    refused = {
         "an attention mask": (mask, "pass None, or add --no-create-attention-mask-in-dataloader"),
         "an attention bias": (bias, "pass None"),
     }
-    for what, (given, instead) in found.items():
-        if given is not None:
+    for what, (tensor, instead) in refused.items():
+        if tensor is not None:
             raise ValueError(f"{who}: {what} came with a batch, and attention here is causal; {instead}")
 
 
 def build_for_the_operator(original: Callable[..., None], context: Context[None]) -> Callable[..., None]:
-    """Decorate ``DotProductAttention.__init__``.
+    """Decorate ``DotProductAttention.__init__``: plan to attend by the operator.
 
     A layer of another kind, such as cross attention, keeps Megatron's, which is said once.
     """
@@ -230,3 +234,79 @@ def build_for_the_operator(original: Callable[..., None], context: Context[None]
         self.dense_context_parallel_plan = Plan(DenseAttention(scale_of(self)), None)
 
     return __init__
+
+
+def project_latents(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``MLASelfAttention.get_query_key_value_tensors``: return latents where they may travel.
+
+    Generation keeps Megatron's form, and so do packed sequences on one rank, and strategies that know keys
+    and values only.
+    """
+    return _project(original, context, 5)
+
+
+def project_latents_in_three(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate it before 0.16, which returns no latents beside query, key and value."""
+    return _project(original, context, 3)
+
+
+def _project(original: Callable[..., Any], context: Context[Options], results: int) -> Callable[..., Any]:
+
+    def get_query_key_value_tensors(
+        self: Any,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: Any = None,
+        inference_context: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        plan = plan_of(self.core_attention)
+        others: tuple[Any, ...] = (inference_context, *args, *kwargs.values())
+        if plan is not None and plan.strategy is None:
+            others = (packed_seq_params, *others)
+        if plan is None or not plan.takes_payload or any(other is not None for other in others):
+            return original(
+                self,
+                hidden_states,
+                key_value_states,
+                position_ids,
+                packed_seq_params,
+                inference_context,
+                *args,
+                **kwargs,
+            )
+        projections = Projections(self, context.megatron).on(packed_seq_params, hidden_states)
+        return query_and_latents(projections, hidden_states)[:results]
+
+    return get_query_key_value_tensors
+
+
+def query_and_latents(projections: Projections, hidden_states: Tensor) -> tuple[Tensor, ...]:
+    """Return the result of ``get_query_key_value_tensors``, with latents in place of keys.
+
+    Args:
+        projections: of an ``MLASelfAttention``.
+        hidden_states: ``[s, b, hidden]``, a rank's part of the sequence under sequence parallelism.
+
+    Returns:
+        query ``[s, b, heads, qk_head_dim + rope]``, latents and rotated key ``[s, b, 1, latent + rope]``, the
+        up-projection's weight ``[heads * (qk_head_dim + value_dim), latent]``, the latent query and the
+        latent key-value (both parts of the sequence under sequence parallelism).
+    """
+    latent_query = projections.latent_query(hidden_states)
+    latent, rotary_key = projections.latent_key(hidden_states)
+    rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states)
+    rotate = projections.rotation(rotary_key.size(0))
+    weight = plain_up_projection(
+        projections.layer, "dense-context-parallel", "use Transformer Engine's attention"
+    )
+
+    def derive(latent_query: Tensor, latent: Tensor, rotary_key: Tensor) -> tuple[Tensor, Tensor]:
+        plain, rotary = projections.query_parts(latent_query)
+        key = projections.whole_latent_key(rotate, latent, rotary_key)
+        return torch.cat([plain, rotate(rotary)], dim=-1), key
+
+    query, key = projections.recomputed_if_asked(derive, latent_query, latent, rotary_key)
+    return query, key, weight, latent_query, latent

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mindspeed_dsa.context_parallel.layout import Zigzag
-from mindspeed_dsa.context_parallel.packs import DealtBlocks, Pack, PackRows
+from mindspeed_dsa.context_parallel.packs import BalancedBlocks, Pack, PackRows
 from mindspeed_dsa.features.dsa.problem import Groups, IndexInputs, LossOptions, Operands, Problem, Rows
 from mindspeed_dsa.features.dsa.sparse_attention import attend_by_runs, sparse_attention
 
@@ -21,7 +21,7 @@ LAYOUTS = {
     "one rank": (1, 2, Zigzag(1), None),
     "zigzag": (2, 2, Zigzag(2), None),
     "blocks": (2, 2, Zigzag(2, 4), None),
-    "packs": (2, 1, DealtBlocks(2, PACK, 4), PACK),
+    "packs": (2, 1, BalancedBlocks(2, PACK, 4), PACK),
     "packs on one rank": (1, 1, None, PACK),
 }
 LOSSES = {"sparse": {"on_chosen_keys": True}, "dense": {"on_chosen_keys": False}}

@@ -1,4 +1,4 @@
-"""What each rank of a ring computes with the block of keys that arrives in each step."""
+"""Plan of a ring: which rows each rank attends with the block of keys that arrives in each step."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.context_parallel.dense import ALL, WHOLE, Part
 from mindspeed_dsa.context_parallel.layout import Layout, rows_of_all
 from mindspeed_dsa.context_parallel.packs import Pack
+from mindspeed_dsa.features.attention.context_parallel.dense import ALL, WHOLE, Part
 
 
-class Turns(Protocol):
-    """One rank's work, by the rank whose block it is done with."""
+class RingPlan(Protocol):
+    """Work of one rank, by the rank whose block it is done with."""
 
     def own(self) -> list[Part]:
-        """With this rank's own block."""
+        """Return the work with this rank's own block."""
 
     def own_in_halves(self) -> tuple[list[Part], list[Part]]:
-        """The same as two parts of about equal work."""
+        """Return the same as two parts of about equal work."""
 
     def with_block_of(self, other: int) -> list[Part]:
-        """With another rank's block, whose rows :class:`Part` counts from its first."""
+        """Return the work with another rank's block, whose rows :class:`Part` counts from its first."""
 
 
 @dataclass(frozen=True)
-class ZigzagTurns:
+class ZigzagPlan:
     """Chunks ``rank`` and ``2R - 1 - rank`` of ``2R`` of a sequence.
 
     Of a block that an older rank ``j < rank`` holds, all rows see the first half and none sees the second; of
@@ -44,15 +44,15 @@ class ZigzagTurns:
     rows: int
 
     def own(self) -> list[Part]:
-        """See :class:`Turns`."""
+        """Do as :class:`RingPlan` says."""
         return [WHOLE]
 
     def own_in_halves(self) -> tuple[list[Part], list[Part]]:
-        """See :class:`Turns`."""
+        """Do as :class:`RingPlan` says."""
         return _in_halves(0, self.rows)
 
     def with_block_of(self, other: int) -> list[Part]:
-        """See :class:`Turns`."""
+        """Do as :class:`RingPlan` says."""
         half = self.rows // 2
         if other < self.rank:
             return [Part(ALL, slice(0, half), causal=False)]
@@ -60,7 +60,7 @@ class ZigzagTurns:
 
 
 @dataclass(frozen=True)
-class PackTurns:
+class PackPlan:
     """Any ascending rows of packed documents on each rank.
 
     Of its own block a row sees the rows of its document up to itself, of another block those of its document
@@ -77,11 +77,11 @@ class PackTurns:
     rank: int
 
     def own(self) -> list[Part]:
-        """See :class:`Turns`."""
+        """Do as :class:`RingPlan` says."""
         return [Part(rows, rows, causal=True) for rows in self._documents(self.rank).values()]
 
     def own_in_halves(self) -> tuple[list[Part], list[Part]]:
-        """See :class:`Turns`."""
+        """Do as :class:`RingPlan` says."""
         first, last = [], []
         for rows in self._documents(self.rank).values():
             halves = _in_halves(rows.start, rows.stop)
@@ -90,7 +90,7 @@ class PackTurns:
         return first, last
 
     def with_block_of(self, other: int) -> list[Part]:
-        """See :class:`Turns`."""
+        """Do as :class:`RingPlan` says."""
         if other not in self._seen:
             self._seen[other] = list(self._parts_of(other))
         return self._seen[other]
@@ -114,7 +114,7 @@ class PackTurns:
                     yield Part(slice(end - length, end), seen_keys, causal=False)
 
     def _documents(self, rank: int) -> dict[int, slice]:
-        """By a document's first row in the pack, where its rows lie on a rank."""
+        """Return where each document's rows lie on a rank, by its first row in the pack."""
         return self._by_rank[rank]
 
     @cached_property
@@ -123,8 +123,8 @@ class PackTurns:
 
 
 @lru_cache(maxsize=64)
-def turns_of_pack(pack: Pack, layout: Layout, rank: int, neighbours: int = 1) -> PackTurns:
-    """Those of a ring over ranks, or over groups of neighbours that hold their rows together, in order.
+def plan_of_pack(pack: Pack, layout: Layout, rank: int, neighbours: int = 1) -> PackPlan:
+    """Plan a ring over ranks, or over groups of neighbours that hold their rows together, in order.
 
     Args:
         pack: where documents lie.
@@ -133,22 +133,22 @@ def turns_of_pack(pack: Pack, layout: Layout, rank: int, neighbours: int = 1) ->
         neighbours: of a group.
     """
     held = rows_of_all(layout, pack.length).view(layout.ranks // neighbours, -1)
-    return PackTurns(pack, held.sort(dim=1).values, rank)
+    return PackPlan(pack, held.sort(dim=1).values, rank)
 
 
 def _documents_among(pack: Pack, rows: Tensor) -> dict[int, slice]:
     starts, sees = pack.starts[rows].long(), pack.ends[rows] > 0
     begins, counts = torch.unique_consecutive(torch.where(sees, starts, -1), return_counts=True)
-    found, at = {}, 0
+    documents, row = {}, 0
     for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
         if begin >= 0:
-            found[begin] = slice(at, at + count)
-        at += count
-    return found
+            documents[begin] = slice(row, row + count)
+        row += count
+    return documents
 
 
 def _in_halves(begin: int, end: int) -> tuple[list[Part], list[Part]]:
-    """Causal rows and keys: each half by itself, and what the second sees of the first."""
+    """Halve causal rows and keys: each half by itself, and what the second sees of the first."""
     half = (begin + end) // 2
     front, back = slice(begin, half), slice(half, end)
     if begin == half:

@@ -8,21 +8,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.context_parallel.carried import Carried
-from mindspeed_dsa.context_parallel.dense import DenseAttention
 from mindspeed_dsa.context_parallel.gather import KeyGather
-from mindspeed_dsa.context_parallel.head_exchange import check_heads
-from mindspeed_dsa.context_parallel.ring import Ring, ring_attention
-from mindspeed_dsa.features.attention.dense_context_parallel.core_attention import (
+from mindspeed_dsa.features.attention.context_parallel.core_attention import (
     Plan,
     attend_with_other_ranks,
 )
-from mindspeed_dsa.features.attention.dense_context_parallel.feature import (
+from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention
+from mindspeed_dsa.features.attention.context_parallel.feature import (
     Options,
     check_dense_attention,
     wanted,
     without_mask,
 )
+from mindspeed_dsa.features.attention.context_parallel.head_exchange import check_heads
+from mindspeed_dsa.features.attention.context_parallel.payload import Payload
+from mindspeed_dsa.features.attention.context_parallel.ring import Ring, ring_attention
 from tests.support.contexts import context
 
 GOOD = {
@@ -103,23 +103,23 @@ def test_what_comes_with_a_batch():
 def test_packs_that_a_strategy_or_a_rotary_embedding_does_not_know():
     states, group = torch.randn(4, 1, 2, 8), SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     whole_only = Plan(DenseAttention(0.3), KeyGather(group))
-    carried = Carried.of(states, states)
+    payload = Payload.of(states, states)
     with pytest.raises(ValueError, match="dense-context-parallel: KeyGather takes whole sequences"):
-        whole_only.attend_to_documents(states, carried, object())
+        whole_only.attend_to_documents(states, payload, object())
     sums = torch.tensor([0, 3, 8])
     dealt = SimpleNamespace(qkv_format="thd", cu_seqlens_q=sums, dealt_block_rows=2)
     with pytest.raises(ValueError, match="rotates the rows of grouped heads"):
-        Plan(DenseAttention(0.3), Ring(group)).attend_to_documents(states, carried, dealt)
+        Plan(DenseAttention(0.3), Ring(group)).attend_to_documents(states, payload, dealt)
 
 
 def test_rows_and_heads_that_cannot_be_shared():
     odd = torch.randn(5, 1, 2, 8)
     group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     with pytest.raises(ValueError, match="5 rows are not two; use a sequence length divisible by 4"):
-        ring_attention(DenseAttention(0.3), odd, Carried.of(odd, odd), group)
+        ring_attention(DenseAttention(0.3), odd, Payload.of(odd, odd), group)
     with pytest.raises(ValueError, match=r"2 heads with 2 key-value heads .* cannot be shared by 3 ranks"):
-        check_heads(2, Carried.of(odd, odd), 3)
-    check_heads(4, Carried.of(odd, odd), 4)  # two key-value heads, twice each
+        check_heads(2, Payload.of(odd, odd), 3)
+    check_heads(4, Payload.of(odd, odd), 4)  # two key-value heads, twice each
 
 
 def test_when_it_is_on():

@@ -141,9 +141,9 @@ def step(
 @contextlib.contextmanager
 def whole_keys_of_megatron(active: bool) -> Iterator[None]:
     """Latent attention expands keys and values for all heads, as Megatron does."""
-    from mindspeed_dsa.features.attention.dense_context_parallel.core_attention import Plan
+    from mindspeed_dsa.features.attention.context_parallel.core_attention import Plan
 
-    with mock.patch.object(Plan, "carries", False) if active else contextlib.nullcontext():
+    with mock.patch.object(Plan, "takes_payload", False) if active else contextlib.nullcontext():
         yield
 
 

@@ -1,7 +1,11 @@
-"""The strategy of a layer, and the process groups that it exchanges in."""
+"""Strategy of each layer, by its number, and the process groups that it exchanges in.
+
+Imports nothing of Megatron: fetched while Megatron is being imported.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -9,11 +13,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from mindspeed_dsa.context_parallel.algorithms import registered
-from mindspeed_dsa.context_parallel.head_exchange import HeadExchange
-from mindspeed_dsa.context_parallel.ring import Ring
 from mindspeed_dsa.context_parallel.strategy import ContextParallelStrategy
 from mindspeed_dsa.feature import Context, Megatron
-from mindspeed_dsa.features.attention.dense_context_parallel.feature import DEFAULT, Options
+from mindspeed_dsa.features.attention.context_parallel.feature import DEFAULT, Options
+from mindspeed_dsa.features.attention.context_parallel.head_exchange import HeadExchange
+from mindspeed_dsa.features.attention.context_parallel.ring import Ring
 from mindspeed_dsa.patches.errors import SettingsError
 
 _built: WeakKeyDictionary[ProcessGroup, tuple[int, ProcessGroup, ProcessGroup]] = WeakKeyDictionary()
@@ -23,7 +27,7 @@ _built: WeakKeyDictionary[ProcessGroup, tuple[int, ProcessGroup, ProcessGroup]] 
 def make_strategy(
     attention: Any, layer_number: int, comm_type: str | None, context: Context[Options]
 ) -> ContextParallelStrategy:
-    """What a layer's algorithm names.
+    """Build the strategy that a layer's algorithm names.
 
     Args:
         attention: Megatron's core attention.
@@ -52,7 +56,7 @@ def make_strategy(
 
 
 def _groups_of_layer(attention: Any) -> Any:
-    """``pg_collection`` since 0.15, ``model_comm_pgs`` in 0.13 and 0.14."""
+    """Return ``pg_collection`` since 0.15, ``model_comm_pgs`` in 0.13 and 0.14."""
     return getattr(attention, "pg_collection", None) or getattr(attention, "model_comm_pgs", None)
 
 
@@ -66,7 +70,7 @@ def _context_parallel_group(attention: Any, megatron: Megatron) -> ProcessGroup:
 def _neighbours_and_ring(
     attention: Any, group: ProcessGroup, context: Context[Options]
 ) -> tuple[ProcessGroup, ProcessGroup]:
-    """Megatron's hierarchical groups where it has made them of these sizes, or our own."""
+    """Return Megatron's hierarchical groups where it has made them of these sizes, or our own."""
     levels = getattr(_groups_of_layer(attention), "hcp", None)
     find = getattr(context.megatron("core.parallel_state"), "get_hierarchical_context_parallel_groups", None)
     if levels is None and find is not None:
@@ -92,3 +96,27 @@ def _neighbours_and_ring(
             ),
         )
     return _built[group][1:]
+
+
+class _FromOne(list[str]):
+    """Entries by a layer's number, from 1; layers after the last one have the last one's."""
+
+    def __getitem__(self, number: Any) -> Any:
+        return super().__getitem__(min(number, len(self)) - 1)
+
+
+def count_layers_from_one(original: Callable[..., None]) -> Callable[..., None]:
+    """Decorate ``TransformerLayer.__init__``, which takes its number for an index of ``cp_comm_type``."""
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        names = config.cp_comm_type
+        if not isinstance(names, list):
+            original(self, config, *args, **kwargs)
+            return
+        config.cp_comm_type = _FromOne(names)
+        try:
+            original(self, config, *args, **kwargs)
+        finally:
+            config.cp_comm_type = names
+
+    return __init__

@@ -12,7 +12,7 @@ from mindspeed_dsa.ops.cpu import bf16
 from mindspeed_dsa.patches import SettingsError
 from tests.support.model import assert_same_gradients, put_together
 
-CASES = "tests.features.attention.fused_cases"
+CASES = "tests.features.dsa.fused_cases"
 PARTS = (
     "use_dsa_absorb",
     "use_fused_lightning_indexer",

@@ -6,7 +6,7 @@ import mindspeed_dsa
 from mindspeed_dsa.patches import SettingsError
 from tests.support.model import assert_same_gradients
 
-CASES = "tests.features.attention.fused_cases"
+CASES = "tests.features.dsa.fused_cases"
 SELECTED = {"dsa_indexer_topk": 6}
 
 

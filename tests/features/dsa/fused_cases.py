@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.features.attention import core_cases
+from tests.features.dsa import core_cases
 from tests.support import model as job
 from tests.support.counting import counted
 

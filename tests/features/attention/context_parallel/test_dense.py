@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_dsa.context_parallel.dense import Part, parts_of_positions
+from mindspeed_dsa.features.attention.context_parallel.dense import Part, parts_of_positions
 
-CASES = "tests.context_parallel.dense_cases"
+CASES = "tests.features.attention.context_parallel.dense_cases"
 TOLERANCES = {"float64": 1e-13, "float32": 5e-6, "bfloat16": 2e-2}
 QUICK = (
     (2, {"algorithm": "p2p", "kv_heads": 2}),

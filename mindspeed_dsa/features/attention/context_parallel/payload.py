@@ -1,4 +1,4 @@
-"""What a rank sends of its keys and values, and how keys and values are made of it where it arrives."""
+"""Payload of a ring or an exchange: rows that travel, and the keys and values that are made of them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mindspeed_dsa.ops.chunks import wide
 
 
 class Expansion(Protocol):
-    """Makes keys and values of carried rows, and their gradients of those of keys and values."""
+    """Maker of keys and values from a payload's rows, and of the rows' gradients from theirs."""
 
     def keys_and_values(self, rows: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """``[keys, b, kv_heads, dim]`` and ``[keys, b, kv_heads, value_dim]``."""
+        """Return ``[keys, b, kv_heads, dim]`` and ``[keys, b, kv_heads, value_dim]``."""
 
     def gradients(
         self, rows: Tensor, weights: tuple[Tensor, ...], grad_key: Tensor, grad_value: Tensor
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Of the rows and of each weight."""
+        """Return the gradients of the rows and of each weight."""
 
 
 @dataclass(frozen=True)
-class Carried:
+class Payload:
     """Rows of a sequence that stand for their keys and values.
 
     Attributes:
@@ -39,17 +39,17 @@ class Carried:
     weights: tuple[Tensor, ...] = ()
 
     @classmethod
-    def of(cls, key: Tensor, value: Tensor) -> Carried:
-        """Keys ``[keys, b, kv_heads, dim]`` and values ``[keys, b, kv_heads, value_dim]`` as they are."""
-        return cls(torch.cat([key, value], dim=-1), Together(key.size(-1)))
+    def of(cls, key: Tensor, value: Tensor) -> Payload:
+        """Build of keys ``[keys, b, kv_heads, dim]`` and values ``[keys, b, kv_heads, value_dim]``."""
+        return cls(torch.cat([key, value], dim=-1), SideBySide(key.size(-1)))
 
-    def with_rows(self, rows: Tensor, *weights: Tensor) -> Carried:
-        """The same of other rows, and of other weights if there are any."""
+    def with_rows(self, rows: Tensor, *weights: Tensor) -> Payload:
+        """Return the same of other rows, and of other weights if there are any."""
         return replace(self, rows=rows, weights=weights or self.weights)
 
 
 @dataclass(frozen=True)
-class Together:
+class SideBySide:
     """Keys and values side by side, ``[keys, b, kv_heads, dim + value_dim]``.
 
     Attributes:
@@ -59,13 +59,13 @@ class Together:
     dim: int
 
     def keys_and_values(self, rows: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """See :class:`Expansion`."""
+        """Do as :class:`Expansion` says."""
         return rows[..., : self.dim], rows[..., self.dim :]
 
     def gradients(
         self, rows: Tensor, weights: tuple[Tensor, ...], grad_key: Tensor, grad_value: Tensor
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See :class:`Expansion`."""
+        """Do as :class:`Expansion` says."""
         return torch.cat([grad_key, grad_value], dim=-1), ()
 
 
@@ -87,7 +87,7 @@ class FromLatents:
     plain: int
 
     def keys_and_values(self, rows: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """See :class:`Expansion`."""
+        """Do as :class:`Expansion` says."""
         (weight,) = weights
         latent, rotary = rows[..., : self.latent], rows[..., self.latent :]
         # [keys, b, heads, plain + value_dim]
@@ -98,7 +98,7 @@ class FromLatents:
     def gradients(
         self, rows: Tensor, weights: tuple[Tensor, ...], grad_key: Tensor, grad_value: Tensor
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See :class:`Expansion`."""
+        """Do as :class:`Expansion` says."""
         (weight,) = weights
         of_up = torch.cat([grad_key[..., : self.plain], grad_value], dim=-1)
         flat = of_up.to(weight.dtype).flatten(0, 1).flatten(1)  # [keys * b, heads * (plain + value_dim)]
@@ -108,6 +108,6 @@ class FromLatents:
         return torch.cat([of_latent.to(of_rotary.dtype), of_rotary], dim=-1), (torch.mm(flat.t(), latent),)
 
     def of_heads(self, weight: Tensor, part: int, parts: int) -> tuple[FromLatents, Tensor]:
-        """The same for one of equal parts of the heads, and the weight's part."""
+        """Return the same for one of equal parts of the heads, and the weight's part."""
         weights = weight.unflatten(0, (parts, -1))
         return replace(self, heads=self.heads // parts), weights[part]

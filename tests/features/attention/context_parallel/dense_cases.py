@@ -10,19 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_dsa.context_parallel.carried import Carried, FromLatents
-from mindspeed_dsa.context_parallel.dense import DenseAttention
-from mindspeed_dsa.context_parallel.head_exchange import HeadExchange
 from mindspeed_dsa.context_parallel.layout import Layout, Zigzag, split
-from mindspeed_dsa.context_parallel.packs import DealtBlocks, DocumentZigzag, Pack
-from mindspeed_dsa.context_parallel.ring import CarryingStrategy, PackedRows, Ring
+from mindspeed_dsa.context_parallel.packs import BalancedBlocks, DocumentZigzag, Pack
+from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention
+from mindspeed_dsa.features.attention.context_parallel.head_exchange import HeadExchange
+from mindspeed_dsa.features.attention.context_parallel.payload import FromLatents, Payload
+from mindspeed_dsa.features.attention.context_parallel.ring import PackedRows, PayloadStrategy, Ring
 from tests.ops import dense_cases
 
 BATCH, HEADS, LATENT, PLAIN, ROPE, VALUE = 2, 8, 10, 6, 4, 5
 SCALE = 0.4
 
 
-def strategy(algorithm: str) -> CarryingStrategy:
+def strategy(algorithm: str) -> PayloadStrategy:
     """``p2p``, ``a2a`` or ``a2a+p2p`` over all ranks, of which two neighbours exchange heads in the last."""
     world = dist.group.WORLD
     if algorithm == "p2p":
@@ -59,7 +59,7 @@ CUT = Pack(((0, 13), (16, 32), (40, 47)), 48)
 def packed_rows(packed: str, ranks: int) -> PackedRows | None:
     """Rows dealt by work, or cut by document."""
     if packed == "dealt":
-        return PackedRows(PACK, DealtBlocks(ranks, PACK, 3))
+        return PackedRows(PACK, BalancedBlocks(ranks, PACK, 3))
     return PackedRows(CUT, DocumentZigzag(ranks, ((0, 16), (16, 40), (40, 48)))) if packed == "cut" else None
 
 
@@ -85,10 +85,10 @@ def compared(
     inner, chosen = DenseAttention(SCALE), strategy(algorithm)
     with no_memory_of_others():
         if latent:
-            carried = Carried(mine[1], FromLatents(HEADS, LATENT, PLAIN), (weights[0],))
+            payload = Payload(mine[1], FromLatents(HEADS, LATENT, PLAIN), (weights[0],))
         else:
-            carried = Carried.of(*mine[1:])
-        out = chosen.attend_carried(inner, mine[0], carried, rows)
+            payload = Payload.of(*mine[1:])
+        out = chosen.attend_payload(inner, mine[0], payload, rows)
         found = [out, *torch.autograd.grad(out, [*mine, *weights], split(grad, layout, rank, 0))]
     for gradient in found[len(mine) + 1 :]:
         dist.all_reduce(gradient)  # as data parallelism does for a weight
@@ -130,7 +130,7 @@ def no_memory_of_others() -> Iterator[None]:
 
 def events_of_ring() -> dict[str, list[str]]:
     """What a ring does in which order, in forward and in backward."""
-    from mindspeed_dsa.context_parallel import dense, ring
+    from mindspeed_dsa.features.attention.context_parallel import dense, ring
 
     events: list[str] = []
     originals = ring.pass_on, dense.dense_attention, dense.dense_attention_backward

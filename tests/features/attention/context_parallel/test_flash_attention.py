@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from mindspeed_dsa import log
-from mindspeed_dsa.features.attention.dense_context_parallel.core_attention import (
+from mindspeed_dsa.features.attention.context_parallel.core_attention import (
     attend_with_other_ranks,
     build_for_the_operator,
     plan_of,
 )
-from mindspeed_dsa.features.attention.dense_context_parallel.feature import (
+from mindspeed_dsa.features.attention.context_parallel.feature import (
     check_flash_attention,
     flash_wanted,
 )
 from tests.support import model as job
 from tests.support.contexts import context
 
-CASES = "tests.features.attention.dense_context_parallel.cases"
+CASES = "tests.features.attention.context_parallel.cases"
 ON = {"use_flash_attn": True}
 LAYERS, MICROBATCHES = 2, 2
 
@@ -79,9 +79,8 @@ def test_when_it_is_on():
 
 
 def test_refused_before_training():
-    assert (
-        check_flash_attention(SimpleNamespace(attention_dropout=0.0, reset_attention_mask=False), None) == []
-    )
+    fine = SimpleNamespace(attention_dropout=0.0, reset_attention_mask=False)
+    assert not list(check_flash_attention(fine, None))
     (dropout, reset) = check_flash_attention(
         SimpleNamespace(attention_dropout=0.1, reset_attention_mask=True), None
     )

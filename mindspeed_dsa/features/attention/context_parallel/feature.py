@@ -1,4 +1,6 @@
-"""Dense and latent attention without Transformer Engine, on context parallel ranks and on one."""
+"""Context parallelism of dense and latent attention: one name for each algorithm, whoever gave it, and
+attention without Transformer Engine, on several ranks and on one.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from mindspeed_dsa.context_parallel.algorithms import (
     MEGATRON_FLAGS,
     ULYSSES_DEGREE,
     Algorithms,
+    problems,
     registered,
 )
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
@@ -20,22 +23,86 @@ from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import MLA, megatron_flag
 from mindspeed_dsa.patches.spec import Patch
 
+_IMPL = "mindspeed_dsa.features.attention.context_parallel"
+_CORE = "megatron.core.transformer.dot_product_attention:DotProductAttention"
 DEFAULT = "p2p"
-"""Megatron's own."""
+"""Megatron's own algorithm."""
 NO_DEAL = (
     "under context parallelism Megatron rotates the rows of grouped heads where Transformer Engine cuts "
     "documents, and --pack-documents deals them out by work; omit --pack-documents, or use latent attention"
 )
-"""Why dense attention without latents has no rows that were dealt out."""
+"""Reason why dense attention without latents has no rows that were dealt out."""
 
 
 @dataclass(frozen=True)
 class Options(Algorithms):
-    """The algorithms of a job's layers."""
+    """Algorithms of a job's layers."""
+
+
+# -- names of algorithms -----------------------------------------------------------------------
+
+
+def is_named(settings: Any) -> bool:
+    """Return whether a flag of context parallelism was given."""
+    return Options.of(settings) != Options()
+
+
+def name_for_megatron(args: Any) -> Sequence[str]:
+    """Write what ``--context-parallel-algo`` says to Megatron's own arguments; ``Feature.rewrite``."""
+    algorithms = Options.of(args)
+    said = getattr(args, ALGORITHM.dest, None)
+    if said is None or algorithms.ranks == 1 or algorithms.names[0] not in COMM_TYPES.values():
+        return ()
+    changes = []
+    names = list(algorithms.names)
+    if getattr(args, "cp_comm_type", None) != names:
+        args.cp_comm_type = names
+        changes.append(f"--context-parallel-algo {said} becomes --cp-comm-type {names[0]}")
+    degree = algorithms.ulysses_degree
+    if names == ["a2a+p2p"] and degree and algorithms.ranks % degree == 0:
+        sizes = [degree, algorithms.ranks // degree]
+        if getattr(args, "hierarchical_context_parallel_sizes", None) != sizes:
+            args.hierarchical_context_parallel_sizes = sizes
+            changes.append(
+                f"--ulysses-degree-in-cp {degree} becomes --hierarchical-context-parallel-sizes "
+                f"{sizes[0]} {sizes[1]}"
+            )
+    return tuple(changes)
+
+
+def check_context_parallel(args: Any, options: Options) -> Iterator[str]:
+    """Report what :func:`problems` finds; absent arguments are not checked."""
+    yield from problems(args, options)
+
+
+NAMES = Feature(
+    name="context-parallel",
+    summary="Takes MindSpeed's names of context parallel algorithms beside Megatron's, for all layers or one "
+    "per layer.",
+    flags=(ALGORITHM, ULYSSES_DEGREE, *MEGATRON_FLAGS),
+    active=is_named,
+    options=Options.of,
+    rewrite=name_for_megatron,
+    check=check_context_parallel,
+    doc="context-parallel.md",
+    patches=(
+        Patch(
+            "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
+            "wrap",
+            f"{_IMPL}.strategies:count_layers_from_one",
+            "Megatron reads a list of --cp-comm-type one layer too late, and past its end in the last layer",
+            params=("config", "layer_number"),
+            versions=">=0.12.1,<0.17",
+        ),
+    ),
+)
+
+
+# -- attention on context parallel ranks -------------------------------------------------------
 
 
 def wanted(settings: Any) -> bool:
-    """Whether a dense model has context parallel ranks, or latent attention on Megatron's own modules."""
+    """Return whether a dense model has context parallel ranks, or latent attention on Megatron's modules."""
     if getattr(settings, "experimental_attention_variant", None) == "dsa":
         return False
     latent = getattr(settings, "multi_latent_attention", False)
@@ -93,7 +160,7 @@ def _check_heads(args: Any, options: Options, names: set[str]) -> Iterator[str]:
 
 
 def can_share(heads: int, kv_heads: int, degree: int, tensor_ranks: int) -> bool:
-    """Whether ranks that exchange heads get equally many; fewer key-value heads than ranks are repeated."""
+    """Return whether ranks that exchange heads get equally many; too few key-value heads are repeated."""
     if heads % (degree * tensor_ranks) or kv_heads % tensor_ranks:
         return False
     own = kv_heads // tensor_ranks
@@ -126,41 +193,6 @@ def without_mask(args: Any) -> Sequence[str]:
     return ("--no-create-attention-mask-in-dataloader is added: attention is causal without a mask",)
 
 
-_OURS = "--use-flash-attn without Transformer Engine"
-
-
-def flash_wanted(settings: Any) -> bool:
-    """Whether the flag is on, and no other feature attends for it.
-
-    Context parallel ranks and latent attention without Transformer Engine attend by the same operator in any
-    case (``dense-context-parallel``), and sparse attention has operators of its own.
-    """
-    return bool(
-        getattr(settings, "use_flash_attn", False)
-        and getattr(settings, "transformer_impl", None) == "local"
-        and getattr(settings, "experimental_attention_variant", None) != "dsa"
-        and not wanted(settings)
-    )
-
-
-def check_flash_attention(args: Any, options: Any) -> Sequence[str]:
-    """Report invalid combinations; absent arguments are not checked."""
-    problems = []
-    if argument(args, "attention_dropout"):
-        problems.append(
-            f"--attention-dropout: {_OURS} drops nothing; use --attention-dropout 0, or omit the flag"
-        )
-    if argument(args, "reset_attention_mask"):
-        problems.append(
-            f"--reset-attention-mask: {_OURS} is causal over the whole sequence; omit it for "
-            "--pack-documents, or omit the flag"
-        )
-    return problems
-
-
-_CORE = "megatron.core.transformer.dot_product_attention:DotProductAttention"
-_IMPL = "mindspeed_dsa.features.attention.dense_context_parallel"
-_LOCAL = "mindspeed_dsa.megatron.local_modules"
 _FLAGS = (
     ALGORITHM,
     ULYSSES_DEGREE,
@@ -170,7 +202,7 @@ _FLAGS = (
     megatron_flag("--transformer-impl"),
 )
 
-FEATURE = Feature(
+DENSE = Feature(
     name="dense-context-parallel",
     summary="Ring, exchanged heads, or both for dense and latent attention, without Transformer Engine.",
     flags=_FLAGS,
@@ -199,23 +231,23 @@ FEATURE = Feature(
         Patch(
             f"{MLA}:MLASelfAttention.get_query_key_value_tensors",
             "wrap",
-            f"{_IMPL}.latents:carry_latents",
-            "latents are a hundredth of the keys and values that Megatron makes of them for all heads",
+            f"{_IMPL}.core_attention:project_latents",
+            "latents are a hundredth of the keys and values of all heads, which Megatron would make and send",
             params=("hidden_states", "packed_seq_params"),
             versions=">=0.16",
         ),
         Patch(
             f"{MLA}:MLASelfAttention.get_query_key_value_tensors",
             "wrap",
-            f"{_IMPL}.latents:carry_latents_in_three",
-            "latents are a hundredth of the keys and values that Megatron makes of them for all heads",
+            f"{_IMPL}.core_attention:project_latents_in_three",
+            "latents are a hundredth of the keys and values of all heads, which Megatron would make and send",
             params=("hidden_states", "packed_seq_params"),
             versions="<0.16",
         ),
         Patch(
             f"{MLA}:HAVE_TE",
             "value",
-            f"{_LOCAL}:transformer_engine_is_usable",
+            "mindspeed_dsa.megatron.local_modules:transformer_engine_is_usable",
             "MLA assumes that Transformer Engine is available and fails in an isinstance check",
             versions=">=0.16,<0.17",
             factory=True,
@@ -224,12 +256,42 @@ FEATURE = Feature(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
             "wrap",
             "mindspeed_dsa.megatron.local_norms:norm_for_every_setting",
-            "the PyTorch norms are rejected with sequence parallelism and zero-centered gamma",
+            "Megatron rejects PyTorch's norms with sequence parallelism and zero-centered gamma",
             params=("config", "hidden_size", "eps"),
             versions=">=0.12.1,<0.21",
         ),
     ),
 )
+
+
+# -- attention on one rank: --use-flash-attn ---------------------------------------------------
+
+
+def flash_wanted(settings: Any) -> bool:
+    """Return whether the flag is on, and no other feature attends for it.
+
+    Context parallel ranks and latent attention without Transformer Engine attend by the same operator in any
+    case (``dense-context-parallel``), and sparse attention has operators of its own.
+    """
+    return bool(
+        getattr(settings, "use_flash_attn", False)
+        and getattr(settings, "transformer_impl", None) == "local"
+        and getattr(settings, "experimental_attention_variant", None) != "dsa"
+        and not wanted(settings)
+    )
+
+
+def check_flash_attention(args: Any, options: Any) -> Iterator[str]:
+    """Report invalid combinations; absent arguments are not checked."""
+    ours = "--use-flash-attn without Transformer Engine"
+    if argument(args, "attention_dropout"):
+        yield f"--attention-dropout: {ours} drops nothing; use --attention-dropout 0, or omit the flag"
+    if argument(args, "reset_attention_mask"):
+        yield (
+            f"--reset-attention-mask: {ours} is causal over the whole sequence; omit it for "
+            "--pack-documents, or omit the flag"
+        )
+
 
 FLASH = Feature(
     name="flash-attention",

@@ -14,16 +14,20 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mindspeed_dsa.context_parallel.carried import Carried, FromLatents
-from mindspeed_dsa.context_parallel.dense import DenseAttention
 from mindspeed_dsa.context_parallel.gather import GatheredRows, HeldRows, Members
 from mindspeed_dsa.context_parallel.layout import Layout, Zigzag, rows_of_all
-from mindspeed_dsa.context_parallel.ring import CarryingStrategy, PackedRows, ring_attention
-from mindspeed_dsa.context_parallel.turns import turns_of_pack
+from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention
+from mindspeed_dsa.features.attention.context_parallel.payload import FromLatents, Payload
+from mindspeed_dsa.features.attention.context_parallel.ring import (
+    PackedRows,
+    PayloadStrategy,
+    ring_attention,
+)
+from mindspeed_dsa.features.attention.context_parallel.ring_plan import plan_of_pack
 from mindspeed_dsa.parallel.all_to_all import InFlight, start
 
 
-class HeadExchange(CarryingStrategy):
+class HeadExchange(PayloadStrategy):
     """``ulysses_cp_algo``, and with a ring across ``hybrid_cp_algo``.
 
     Latent attention exchanges the queries' heads and gathers the latents, which are smaller than the keys and
@@ -43,27 +47,27 @@ class HeadExchange(CarryingStrategy):
         self._across = across
         self._of_pack: Members | None = None
 
-    def attend_carried(
-        self, inner: DenseAttention, query: Tensor, carried: Carried, packed: PackedRows | None = None
+    def attend_payload(
+        self, inner: DenseAttention, query: Tensor, payload: Payload, packed: PackedRows | None = None
     ) -> Tensor:
-        """See :meth:`CarryingStrategy.attend_carried`.
+        """Attend as :class:`PayloadStrategy` says.
 
         Raises:
             ValueError: heads cannot be dealt out evenly.
         """
-        ranks, order, turns = self._heads.size(), None, None
-        check_heads(query.size(2), carried, ranks)
+        ranks, order, plan = self._heads.size(), None, None
+        check_heads(query.size(2), payload, ranks)
         if packed is not None:
-            turns = turns_of_pack(packed.pack, packed.layout, self.rank // ranks, ranks)
+            plan = plan_of_pack(packed.pack, packed.layout, self.rank // ranks, ranks)
             order = _order_of_pack(packed.layout, packed.pack.length, self.rank // ranks, ranks)
         flight = self._send(query)
-        if isinstance(carried.expansion, FromLatents):
-            carried = self._gathered(carried, carried.expansion, order)
+        if isinstance(payload.expansion, FromLatents):
+            payload = self._gathered(payload, payload.expansion, order)
         else:
-            rows = self._send(_enough_heads(carried.rows, ranks))
-            carried = carried.with_rows(in_order(rows.wait(), ranks, order))
+            rows = self._send(_enough_heads(payload.rows, ranks))
+            payload = payload.with_rows(in_order(rows.wait(), ranks, order))
         query = in_order(flight.wait(), ranks, order)
-        return self._rows_again(ring_attention(inner, query, carried, self._across, turns), order)
+        return self._rows_again(ring_attention(inner, query, payload, self._across, plan), order)
 
     def _send(self, states: Tensor) -> InFlight:
         """Start to exchange ``[rows, b, heads, dim]``."""
@@ -71,29 +75,29 @@ class HeadExchange(CarryingStrategy):
         return start(parts.flatten(0, 1), None, None, self._heads)
 
     def _rows_again(self, out: Tensor, order: Tensor | None) -> Tensor:
-        """``[ranks * rows, b, heads / ranks, dim]`` to ``[rows, b, heads, dim]``."""
+        """Exchange ``[ranks * rows, b, heads / ranks, dim]`` for ``[rows, b, heads, dim]``."""
         ranks = self._heads.size()
         arrived = start(by_rank(out, ranks, order), None, None, self._heads).wait()
         # [ranks, rows, b, heads / ranks, dim]
         rows: Tensor = arrived.unflatten(0, (ranks, -1)).movedim(0, 2).flatten(2, 3)
         return rows
 
-    def _gathered(self, carried: Carried, expansion: FromLatents, order: Tensor | None) -> Carried:
-        rows, ranks = carried.rows.size(0) * self._heads.size(), self._heads.size()
+    def _gathered(self, payload: Payload, expansion: FromLatents, order: Tensor | None) -> Payload:
+        rows, ranks = payload.rows.size(0) * self._heads.size(), self._heads.size()
         if order is not None:
             members = self._of_pack = _members_of_order(self._heads, order)
         else:
             members = Members.of(self._heads, Zigzag(ranks), rows)
-        (weight,) = carried.weights
+        (weight,) = payload.weights
         own, part = expansion.of_heads(weight, self._heads.rank(), ranks)
-        latents = GatheredRows(carried.rows, members).wait()
-        return Carried(latents, own, (part,))
+        latents = GatheredRows(payload.rows, members).wait()
+        return Payload(latents, own, (part,))
 
 
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)  # what an evaluation finds first, autograd saves in training
 def _order_of_pack(layout: Layout, length: int, number: int, ranks: int) -> Tensor:
-    """``[rows]`` int64 on the host: places in what neighbours hold, rank after rank, in the pack's order."""
+    """Return places in what neighbours hold, rank after rank, in the pack's order: ``[rows]`` int64, host."""
     held = rows_of_all(layout, length)
     return held.view(-1, ranks, held.size(1))[number].flatten().argsort()
 
@@ -104,17 +108,17 @@ else holds goes, and its threads with it."""
 
 
 def _members_of_order(group: ProcessGroup, order: Tensor) -> Members:
-    found = _shared.get((id(group), order))
-    if found is None:
-        found = Members(group, HeldRows(order.argsort().view(group.size(), -1)))
-        _shared[id(group), order] = found
-    return found
+    members = _shared.get((id(group), order))
+    if members is None:
+        members = Members(group, HeldRows(order.argsort().view(group.size(), -1)))
+        _shared[id(group), order] = members
+    return members
 
 
-def check_heads(heads: int, carried: Carried, ranks: int) -> None:
+def check_heads(heads: int, payload: Payload, ranks: int) -> None:
     """Raise ``ValueError`` unless ``ranks`` can share ``heads`` query heads and their keys' heads evenly."""
-    latent = isinstance(carried.expansion, FromLatents)
-    kv_heads = heads if latent else carried.rows.size(2)
+    latent = isinstance(payload.expansion, FromLatents)
+    kv_heads = heads if latent else payload.rows.size(2)
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         raise ValueError(
             f"{heads} heads with {kv_heads} key-value heads on a tensor parallel rank cannot be shared by "
@@ -124,12 +128,12 @@ def check_heads(heads: int, carried: Carried, ranks: int) -> None:
 
 
 def _enough_heads(rows: Tensor, ranks: int) -> Tensor:
-    """Key-value heads repeated until each rank gets one; autograd adds up the gradients of the copies."""
+    """Repeat key-value heads until each rank gets one; autograd adds up the gradients of the copies."""
     return rows if rows.size(2) >= ranks else rows.repeat_interleave(ranks // rows.size(2), dim=2)
 
 
 def in_order(arrived: Tensor, ranks: int, order: Tensor | None) -> Tensor:
-    """Rows of ranks one after another, first halves ascending and then second halves descending.
+    """Order rows of ranks one after another, first halves ascending and then second halves descending.
 
     Args:
         arrived: ``[ranks * rows, ...]``, rank after rank.
@@ -145,7 +149,7 @@ def in_order(arrived: Tensor, ranks: int, order: Tensor | None) -> Tensor:
 
 
 def by_rank(rows: Tensor, ranks: int, order: Tensor | None) -> Tensor:
-    """The inverse of :func:`in_order`."""
+    """Undo :func:`in_order`."""
     if order is not None:
         return rows.index_select(0, order.argsort().to(rows.device))
     if ranks == 1:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from mindspeed_dsa.context_parallel.gather import Members
-from mindspeed_dsa.context_parallel.head_exchange import _members_of_order
 from mindspeed_dsa.context_parallel.layout import Zigzag
+from mindspeed_dsa.features.attention.context_parallel.head_exchange import _members_of_order
 
-CASES = "tests.features.dsa.context_parallel.cases"
+CASES = "tests.features.dsa.key_exchange.cases"
 
 
 class Group:
