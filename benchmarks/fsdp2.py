@@ -25,7 +25,7 @@ from benchmarks.linkbed import LinkBed
 from benchmarks.memory.measure import storage_bytes
 from benchmarks.moe.problem import minima
 from benchmarks.registry import Metrics
-from mindspeed_dsa.features.data_parallel.fsdp2 import direct, prefetch, shards
+from mindspeed_dsa.features.data_parallel.fsdp2 import shards, transfers
 
 RATE = "2gbit"
 _RECEIVED = Path("/sys/class/net/slow0/statistics/rx_bytes")
@@ -79,7 +79,7 @@ def sharded(sizes: Sizes, ahead: int) -> Any:
     placements = dict.fromkeys(stack.parameters(), 0)
     units = list(stack.layers)
     shards.shard(stack, units, shards.Plan(mesh, placements, True, torch.float32, mesh.size(), direct=True))
-    prefetch.prefetch(units, ahead, stack, asynchronous=True)
+    shards.prefetch(units, ahead, stack, asynchronous=True)
     return stack
 
 
@@ -129,7 +129,7 @@ def copy_out_passes(sizes: Sizes) -> dict[str, float]:
 
     To copy is two passes.
     """
-    ours = direct.in_one_pass(_fsdp_param_group.foreach_all_gather_copy_out)
+    ours = transfers.in_one_pass(_fsdp_param_group.foreach_all_gather_copy_out)
     found = {}
     for name, function in (
         ("FSDP2", _fsdp_param_group.foreach_all_gather_copy_out),

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_dsa.features.tensor_parallel.overlap.chunked import Gather, bounds
 from mindspeed_dsa.parallel.collectives import exchange, reduce_scatter_tensor
-from mindspeed_dsa.parallel.gather import Gather, bounds
 
 LAYERS, DIRECTIONS = ("column", "row"), ("forward", "backward")
 FIXED = (2, 4, 8)

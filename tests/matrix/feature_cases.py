@@ -14,7 +14,7 @@ import torch
 
 import mindspeed_dsa
 from mindspeed_dsa import session
-from mindspeed_dsa.megatron import moe_layers
+from mindspeed_dsa.features.moe import numbering
 from mindspeed_dsa.ops import backend
 from tests.features.compilation.regions import cases as regions
 from tests.features.dsa import cp_cases
@@ -68,7 +68,7 @@ def numbered_experts(model: Any) -> dict[str, torch.nn.Parameter]:
         found = re.match(r"decoder\.layers\.(\d+)\.mlp\.experts\.local_experts\.(\d+)", name)
         if found:
             experts = model.decoder.layers[int(found[1]) - first].mlp.experts
-            number = moe_layers.experts_of(experts, rank)[int(found[2])]
+            number = numbering.experts_of(experts, rank)[int(found[2])]
             name = name.replace(f"local_experts.{found[2]}", f"local_experts.{number}")
         named[name] = parameter
     return named

@@ -33,7 +33,7 @@ class Stack(nn.Module):
 
 
 def _shard(model: Stack, ahead: int, reshard: bool = True) -> dict[nn.Parameter, int]:
-    from mindspeed_dsa.features.data_parallel.fsdp2 import prefetch, shards
+    from mindspeed_dsa.features.data_parallel.fsdp2 import shards
 
     mesh = shards.mesh_of(dist.group.WORLD, "cpu", dist.get_world_size())
     placements = {
@@ -41,13 +41,13 @@ def _shard(model: Stack, ahead: int, reshard: bool = True) -> dict[nn.Parameter,
     }
     plan = shards.Plan(mesh, placements, reshard, torch.float32, mesh.size(), direct=True)
     shards.shard(model, list(model.layers), plan)
-    prefetch.prefetch(list(model.layers), ahead, model, asynchronous=True)
+    shards.prefetch(list(model.layers), ahead, model, asynchronous=True)
     return placements
 
 
 def recompute() -> int:
     """Gathers of a step whose layers each run again in backward."""
-    from mindspeed_dsa.features.data_parallel.fsdp2 import direct as fsdp2_direct
+    from mindspeed_dsa.features.data_parallel.fsdp2 import transfers as fsdp2_direct
 
     model = Stack(recomputed=True)
     _shard(model, ahead=1)
@@ -58,7 +58,7 @@ def recompute() -> int:
 
 def two_microbatches() -> int:
     """Gathers of two forward passes and then of their two backwards, as in a pipeline."""
-    from mindspeed_dsa.features.data_parallel.fsdp2 import direct as fsdp2_direct
+    from mindspeed_dsa.features.data_parallel.fsdp2 import transfers as fsdp2_direct
 
     model = Stack()
     model.last = nn.Identity()  # nothing is left with the root, which ran between the microbatches
@@ -82,7 +82,7 @@ def evaluate() -> list[bool]:
 
 def train(ahead: int) -> dict[str, Any]:
     """A step of a stack, sharded and not: events, gradients, and how much was whole at a time."""
-    from mindspeed_dsa.features.data_parallel.fsdp2.direct import DirectGroup, Reduction
+    from mindspeed_dsa.features.data_parallel.fsdp2.transfers import DirectGroup, Reduction
 
     whole, model = Stack(), Stack()
     placements = _shard(model, ahead)
@@ -179,7 +179,7 @@ def same_bits(dtype: torch.dtype, apart: bool = False) -> dict[str, Any]:
         dtype: of the weights.
         apart: replicas add up their sums after the second microbatch alone.
     """
-    from mindspeed_dsa.features.data_parallel.fsdp2.direct import DirectGroup
+    from mindspeed_dsa.features.data_parallel.fsdp2.transfers import DirectGroup
 
     found = []
     for direct in (False, True):
@@ -232,7 +232,7 @@ def renamed() -> dict[str, str]:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-    from mindspeed_dsa.features.data_parallel.fsdp2 import parts
+    from mindspeed_dsa.features.data_parallel.fsdp2 import pairs
     from mindspeed_dsa.patches.errors import SettingsError
 
     def another(self: Any, reason: str) -> None:
@@ -252,7 +252,7 @@ def renamed() -> dict[str, str]:
 
     def in_parts() -> None:
         model = _mixed(torch.float32, direct=False)
-        parts.Model(model, [])
+        pairs.Model(model, [])
 
     said = {}
     for what, change, use in (
@@ -274,7 +274,7 @@ def renamed() -> dict[str, str]:
 def first_gradients() -> dict[str, str]:
     """What is said after the first backward, by what FSDP2 no longer does."""
     from mindspeed_dsa.features.data_parallel.fsdp2 import shards
-    from mindspeed_dsa.features.data_parallel.fsdp2.direct import DirectGroup
+    from mindspeed_dsa.features.data_parallel.fsdp2.transfers import DirectGroup
     from mindspeed_dsa.patches.errors import SettingsError
 
     # Stand for what nobody calls or reads any more.
@@ -310,7 +310,7 @@ def untried() -> dict[str, Any]:
     import logging
 
     from mindspeed_dsa import log
-    from mindspeed_dsa.features.data_parallel.fsdp2.direct import DirectGroup
+    from mindspeed_dsa.features.data_parallel.fsdp2.transfers import DirectGroup
 
     log.forget()
     said: list[str] = []
@@ -363,7 +363,7 @@ def copy_out() -> dict[str, Any]:
     """Weights and passes over them, out of FSDP2's buffer and of messages."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
-    from mindspeed_dsa.features.data_parallel.fsdp2.direct import in_one_pass
+    from mindspeed_dsa.features.data_parallel.fsdp2.transfers import in_one_pass
 
     plain, found = Mixed(torch.float32), {}
     for name, direct, function in (

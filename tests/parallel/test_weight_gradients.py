@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.features.data_parallel.fsdp2.delayed import Late, _QueuedGradient
+from mindspeed_dsa.features.data_parallel.fsdp2.pairs import Late, _QueuedGradient
 from mindspeed_dsa.parallel.weight_gradients import DeferredGradient
 
 ORDERS = [(1.0, 2.0), (1.0, None, 2.0), (1.0, None), (None, 1.0), (None, None)]

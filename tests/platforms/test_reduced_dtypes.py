@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import mindspeed_dsa
 from mindspeed_dsa.features.diagnostics.step_metrics import records
-from mindspeed_dsa.features.moe.balanced_experts import rates
+from mindspeed_dsa.features.moe.balanced_experts import planning
 
 FOLDER = Path(mindspeed_dsa.__file__).parent
 # Backends of operators on other devices.
@@ -48,8 +48,8 @@ def test_the_largest_peak_of_memory_is_exact(mine):
 
 
 def test_the_slowest_rank():
-    with as_hccl(1e9), mock.patch.object(rates, "timed", return_value=0.5):
-        assert rates._slowest(lambda: None, SimpleNamespace()) == 1e9
+    with as_hccl(1e9), mock.patch.object(planning, "timed", return_value=0.5):
+        assert planning._slowest(lambda: None, SimpleNamespace()) == 1e9
 
 
 def names_in(tree):

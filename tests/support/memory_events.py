@@ -75,24 +75,23 @@ def counted() -> Iterator[Counter[str]]:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     from mindspeed_dsa.features.compilation.regions.region import Region
-    from mindspeed_dsa.features.data_parallel.fsdp2 import direct
+    from mindspeed_dsa.features.data_parallel.fsdp2 import transfers
     from mindspeed_dsa.features.memory.optimizer_memory import Moments
     from mindspeed_dsa.features.memory.recompute_outputs.checkpoint import _Output
     from mindspeed_dsa.features.memory.reuse_fp32_param.shared_weights import Masters
     from mindspeed_dsa.features.memory.swap_attention.swapped_storage import SwappedStorage
     from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Pipeline
     from mindspeed_dsa.features.moe.balanced_experts import layer as balanced
-    from mindspeed_dsa.features.moe.expert_placement.routing import _Columns
-    from mindspeed_dsa.features.moe.load_report.counting import Counts
+    from mindspeed_dsa.features.moe.expert_placement.placing import _Columns
+    from mindspeed_dsa.features.moe.load_report.steps import Counts
     from mindspeed_dsa.features.operators.mask_arithmetic import filling
     from mindspeed_dsa.features.operators.two_streams import side
-    from mindspeed_dsa.features.tensor_parallel.overlap import tuning
+    from mindspeed_dsa.features.tensor_parallel.overlap import chunked, tuning
     from mindspeed_dsa.ops.grouped_matmul import cpu as grouped
     from mindspeed_dsa.ops.moe_permute import cpu as permutation
     from mindspeed_dsa.ops.rms_norm import cpu as norm
     from mindspeed_dsa.ops.rotary import cpu as rotary
     from mindspeed_dsa.ops.swiglu import cpu as activation
-    from mindspeed_dsa.parallel import chunked
     from mindspeed_dsa.parallel.all_to_all import InFlight
 
     counts: Counter[str] = Counter()
@@ -155,7 +154,7 @@ def counted() -> Iterator[Counter[str]]:
         stack.enter_context(mock.patch.object(balanced, "choose", chosen))
         stack.enter_context(counting_calls(grouped, "multiply", GROUPED))
         stack.enter_context(counting_calls(permutation, "permute", PERMUTED))
-        stack.enter_context(counting_calls(direct, "gather", GATHERED))
+        stack.enter_context(counting_calls(transfers, "gather", GATHERED))
         for module, function, operator in (
             (norm, "forward", "rmsnorm"),
             (rotary, "forward", "rotary-pos-emb"),

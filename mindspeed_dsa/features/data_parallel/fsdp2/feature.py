@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.features.data_parallel.fsdp2.config_file import read
@@ -14,44 +12,6 @@ from mindspeed_dsa.megatron import across_layouts
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.optimizer import FLOAT16, FLOAT32
 from mindspeed_dsa.patches.spec import Patch
-
-_CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-
-
-def validate_beside_experts_and_pipelines(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``validate_args``; with pipelines or experts it is not told of FSDP2.
-
-    What it refuses beside them, the feature's own checks refuse; what it derives from the flag is made up
-    for.
-    """
-
-    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        alone = args.pipeline_model_parallel_size == 1 and args.expert_model_parallel_size == 1
-        if alone or not getattr(args, "use_torch_fsdp2", False):
-            return original(args, *rest, **kwargs)
-        args.use_torch_fsdp2 = False
-        try:
-            # Tensor parallelism alone would ask for it.
-            with mock.patch.dict(os.environ, _CONNECTIONS):
-                result = original(args, *rest, **kwargs)
-        finally:
-            args.use_torch_fsdp2 = True
-        streams = getattr(args, "high_priority_stream_groups", None)
-        if streams is not None:
-            streams += [group for group in ("dp_cp", "ep_dp") if group not in streams]
-        return result
-
-    return validate_args
-
-
-def load_everything(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``load_checkpoint``."""
-
-    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("skip_load_to_model_and_opt", None)
-        return original(*args, **kwargs)
-
-    return load_checkpoint
 
 
 @dataclass(frozen=True)
@@ -124,7 +84,7 @@ def wanted(settings: Any) -> bool:
 
 
 def check_fsdp2(args: Any, options: Options) -> Iterator[str]:
-    """What in a job's arguments does not combine with it."""
+    """Refuse what in a job's arguments does not combine with it."""
     if not argument(args, "use_torch_fsdp2"):
         for name in _OWN:
             if argument(args, name) is not None:
@@ -175,7 +135,7 @@ def _check_parallel_checkpoints(args: Any) -> Iterator[str]:
 
 
 def check_sharding_size(size: int, ranks: int) -> Iterator[str]:
-    """A problem where replicas would be of different sizes, or none would be shared.
+    """Refuse sizes with which replicas would differ, or none would be shared.
 
     Args:
         size: ranks that share one copy of the weights.
@@ -279,7 +239,7 @@ FEATURE = Feature(
             Patch(
                 f"{optimizer}.sharded_state_dict",
                 "wrap",
-                f"{_HERE}.distributed_optimizer:in_its_format",
+                f"{_HERE}.checkpoint:in_its_format",
                 "the distributed optimizer names masters and counts steps in other ways",
                 params=("model_sharded_state_dict", "is_loading", "metadata"),
             )
@@ -288,7 +248,7 @@ FEATURE = Feature(
         Patch(
             "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",
             "wrap",
-            f"{_HERE}.distributed_optimizer:count_in_all",
+            f"{_HERE}.checkpoint:count_in_all",
             "a first stage without experts writes no count of their steps",
             params=("state_dict",),
             priority=1,  # outside of features that take states apart
@@ -297,20 +257,20 @@ FEATURE = Feature(
         Patch(
             f"{FLOAT16}._collect_main_grad_data_for_unscaling",
             "wrap",
-            f"{_HERE}.tensors:describe_whole_gradients",
+            f"{_HERE}.wrapper:describe_whole_gradients",
             "one operator unscales all gradients, and takes sharded and plain ones only apart",
         ),
         Patch(
             f"{_UTILS}:to_local_if_dtensor",
             "replace",
-            f"{_HERE}.tensors:to_local_if_dtensor",
+            f"{_HERE}.wrapper:to_local_if_dtensor",
             "to_local() is a new tensor each time in torch 2.13, and optimizers are saved by identity",
             params=("tensor",),
         ),
         Patch(
             f"{_UTILS}:get_data_parallel_group_if_dtensor",
             "replace",
-            f"{_HERE}.tensors:shard_group_if_dtensor",
+            f"{_HERE}.wrapper:shard_group_if_dtensor",
             "norms are summed over the ranks that share a replica; the original knows one replica alone",
             params=("tensor", "data_parallel_group"),
         ),
@@ -338,28 +298,28 @@ FEATURE = Feature(
         Patch(
             f"{_FINALIZE}:_unshard_if_dtensor",
             "replace",
-            f"{_HERE}.tensors:to_local_if_dtensor",
+            f"{_HERE}.wrapper:to_local_if_dtensor",
             "tensor parallel ranks have the same piece of a gradient, which can be reduced as it is",
             params=("tensor",),
         ),
         Patch(
             f"{_FINALIZE}:_reshard_if_dtensor",
             "replace",
-            f"{_HERE}.tensors:gradient_in_place",
+            f"{_HERE}.wrapper:gradient_in_place",
             "the piece has been reduced in place",
             params=("tensor_to_shard", "reference_tensor"),
         ),
         Patch(
             f"{_COLLECTIVES}:foreach_all_gather_copy_out",
             "wrap",
-            "mindspeed_dsa.features.data_parallel.fsdp2.direct:in_one_pass",
+            "mindspeed_dsa.features.data_parallel.fsdp2.transfers:in_one_pass",
             "it copies a weight once more that is not cut on its first dimension",
             params=("all_gather_result", "fsdp_params", "group"),
         ),
         Patch(
             f"{_PLAN}:TransformerLayerSchedulePlan.run",
             "wrap",
-            f"{_HERE}.schedule:run_layers",
+            f"{_HERE}.pairs:run_layers",
             "it runs parts of layers, whose weights hooks of whole layers gather",
             params=("f_layer", "b_layer", "f_input", "b_grad", "is_last_layer_in_bwd"),
             priority=1,  # outside of features that run these parts in another order
@@ -367,14 +327,14 @@ FEATURE = Feature(
         Patch(
             f"{_PLAN}:TransformerModelChunkSchedulePlan.run",
             "wrap",
-            f"{_HERE}.schedule:run_chunks",
+            f"{_HERE}.pairs:run_chunks",
             "the end of each part's backward is not that of the model's",
             params=("f_schedule_plan", "b_schedule_plan", "b_grad", "post_backward"),
         ),
         Patch(
             "megatron.training.arguments:validate_args",
             "wrap",
-            f"{_HERE}.feature:validate_beside_experts_and_pipelines",
+            f"{_HERE}.wrapper:validate_beside_experts_and_pipelines",
             "it refuses pipeline and expert parallelism",
             params=("args",),
             required=False,
@@ -383,14 +343,14 @@ FEATURE = Feature(
         Patch(
             "megatron.training.checkpointing:load_checkpoint",
             "wrap",
-            f"{_HERE}.feature:load_everything",
+            f"{_HERE}.checkpoint:load_everything",
             "it leaves out the optimizer's own state dict, and with it the number of steps done",
             required=False,
         ),
         Patch(
             "megatron.training.checkpointing:_build_sharded_state_dict_metadata",
             "wrap",
-            f"{_HERE}.distributed_optimizer:say_format",
+            f"{_HERE}.checkpoint:say_format",
             "the distributed optimizer reads a checkpoint by the format that it names",
             params=("args",),
             required=False,

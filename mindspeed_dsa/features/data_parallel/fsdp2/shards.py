@@ -1,8 +1,11 @@
-"""FSDP2 with shards of equal size on whatever dimension has them; gradients are summed in their own type."""
+"""FSDP2 with shards of equal size on whatever dimension has them, and gathers ahead of what hides them.
+
+Gradients are summed in their own type. Nothing here knows Megatron: any job's ``FSDPModule`` will do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from mindspeed_dsa.features.data_parallel.fsdp2 import checks
-from mindspeed_dsa.features.data_parallel.fsdp2.direct import DirectGroup, Reductions
+from mindspeed_dsa.features.data_parallel.fsdp2.transfers import DirectGroup, Reductions
 from mindspeed_dsa.parallel.local_shards import like, local_of
+from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
 
 
@@ -37,7 +41,7 @@ class Cut:
 
 
 def cut_of(tensor: DTensor) -> Cut:
-    """Of a parameter of a unit, or of anything of its placement."""
+    """Return the cut of a parameter of a unit, or of anything of its placement."""
     mesh = tensor.device_mesh
     axis = shard_axis(tensor)
     (dim,) = (placement.dim for placement in tensor.placements if isinstance(placement, Shard))
@@ -46,12 +50,12 @@ def cut_of(tensor: DTensor) -> Cut:
 
 
 def shard_axis(tensor: DTensor) -> int:
-    """Dimension of the mesh whose ranks have different pieces."""
+    """Return the dimension of the mesh whose ranks have different pieces."""
     return next(axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard))
 
 
 def mesh_of(group: Any, device_type: str, sharding_size: int) -> DeviceMesh:
-    """``[replicas, shards]``, or ``[shards]`` alone where there is one replica.
+    """Make the mesh ``[replicas, shards]``, or ``[shards]`` alone where there is one replica.
 
     Consecutive ranks of the group share a replica: ranks that lie next to each other have the fastest links.
 
@@ -64,18 +68,18 @@ def mesh_of(group: Any, device_type: str, sharding_size: int) -> DeviceMesh:
     if sharding_size == len(ranks):
         return DeviceMesh.from_group(group, device_type, mesh_dim_names=("shard",))
     grid = torch.tensor(ranks).view(-1, sharding_size)
-    own, own_column = divmod(ranks.index(dist.get_rank()), sharding_size)
+    row, column = divmod(ranks.index(dist.get_rank()), sharding_size)
     groups = [
         # Other ranks make groups of their own, and none of them knows all.
         dist.new_group(members.tolist(), use_local_synchronization=True)
-        for members in (grid[:, own_column], grid[own])
+        for members in (grid[:, column], grid[row])
     ]
     return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=("replicate", "shard"))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to shard a model.
+    """Placements and types with which a model is sharded.
 
     Attributes:
         mesh: from :func:`mesh_of`.
@@ -96,7 +100,7 @@ class Plan:
 
 
 def dimension(shape: Sequence[int], pieces: int, dims: Iterable[int] | None = None) -> int | None:
-    """The first dimension (of ``dims``) that has ``pieces`` equal pieces."""
+    """Return the first dimension (of ``dims``) that has ``pieces`` equal pieces."""
     chosen = range(len(shape)) if dims is None else dims
     return next((dim for dim in chosen if shape[dim] and shape[dim] % pieces == 0), None)
 
@@ -117,7 +121,7 @@ class FirstGradients:
         """Compare them with what was asked for, once there are any.
 
         Raises:
-            SettingsError: from :func:`fsdp2_checks.require_reduced`.
+            SettingsError: from :func:`checks.require_reduced`.
         """
         if self._left is None:
             return
@@ -181,7 +185,7 @@ def shard(root: nn.Module, units: Collection[nn.Module], plan: Plan) -> FirstGra
 
 
 def _drop_without_backward(root: nn.Module, *_: Any) -> None:
-    """What backward would do: parameters that are not shards are no optimizer's, and in no checkpoint.
+    """Drop weights as backward would: parameters that are not shards are in no optimizer and no checkpoint.
 
     Nor may a gather that turned out to be for nobody be taken for one of the next weights.
     """
@@ -198,7 +202,7 @@ def _groups(root: Any) -> list[Any]:
 
 
 def _keep_sums_in(dtype: torch.dtype, groups: Iterable[Any]) -> None:
-    """FSDP2 would round every microbatch's sum to the parameter's type."""
+    """Keep sums of gradients in ``dtype``; FSDP2 would round every microbatch's to the parameter's type."""
     for group in groups:
         checks.require_names(group, ("_orig_dtype",))
         if group._orig_dtype is not None and group._orig_dtype != dtype:
@@ -216,9 +220,56 @@ def _shard_like(each: Any, tensor: Tensor) -> Any:
 
 
 def sharded_gradients(root: nn.Module) -> list[Tensor]:
-    """This rank's pieces of all gradients that are there."""
+    """Return this rank's pieces of all gradients that are there."""
     return [
         local_of(parameter.grad)
         for parameter in root.parameters()
         if isinstance(parameter, DTensor) and parameter.grad is not None
     ]
+
+
+# -- gathers ahead of the computation that hides them -----------------------------------------------
+
+_graph_task_id = versions.private("torch._C:_current_graph_task_id", "FSDP2's prefetch")
+
+
+class _InForward(list[Any]):
+    """Units that follow in forward; none for a layer that backward runs again, where they have been used."""
+
+    def __iter__(self) -> Iterator[Any]:
+        in_backward = _graph_task_id() != -1
+        return iter(()) if in_backward else super().__iter__()
+
+
+def prefetch(units: Sequence[Any], ahead: int, root: Any = None, asynchronous: bool = False) -> None:
+    """Have each unit start the gathers of its neighbours: the next in forward, those before in backward.
+
+    At most ``ahead`` units are gathered beside the one that computes.
+
+    Args:
+        units: ``FSDPModule``, in the order in which a forward pass runs them.
+        ahead: units; 0: every unit gathers its own weights when it runs.
+        root: the ``FSDPModule`` around them, which runs first in either direction.
+        asynchronous: issue gathers as works to wait for; without streams, only these overlap.
+    """
+    units = list(units)
+    for number, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[number + 1 : number + 1 + ahead])
+        state = unit._get_fsdp_state()
+        state._states_to_forward_prefetch = _InForward(state._states_to_forward_prefetch)
+        _set_backward_prefetch(unit, units[max(number - ahead, 0) : number][::-1])
+    if root is not None:
+        root.set_modules_to_forward_prefetch(units[:ahead])
+        _set_backward_prefetch(root, units[-ahead:][::-1] if ahead else [])
+        units.append(root)
+    if asynchronous:
+        for unit in units:
+            unit._set_unshard_async_op(True)
+
+
+def _set_backward_prefetch(unit: Any, others: Sequence[Any]) -> None:
+    """Set those alone: with none given FSDP2 gathers what ran before, in a pipeline another microbatch's.
+
+    A unit whose backward runs has its weights, so that its own gather is none.
+    """
+    unit.set_modules_to_backward_prefetch(list(others) or [unit])

@@ -1,20 +1,29 @@
-"""Megatron's wrapper for FSDP2: dense weights are sharded, everything else is left to Megatron's own DDP."""
+"""Megatron's wrapper for FSDP2, its helpers for sharded tensors, and its check of arguments.
+
+Dense weights are sharded, everything else is left to Megatron's own DDP. Helpers make no copies, and know
+meshes with replicas.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context, Megatron
-from mindspeed_dsa.features.data_parallel.fsdp2 import parts, prefetch, schedule, shards
+from mindspeed_dsa.features.data_parallel.fsdp2 import pairs, shards
 from mindspeed_dsa.features.data_parallel.fsdp2.feature import Options, check_sharding_size
+from mindspeed_dsa.features.data_parallel.fsdp2.shards import shard_axis
+from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.patches.errors import SettingsError
 
 _Function = Callable[..., Any]
@@ -84,7 +93,7 @@ def _mesh(group: Any, options: Options) -> Any:
 def _placements(
     module: nn.Module, config: Any, pieces: int, megatron: Megatron, options: Options
 ) -> dict[nn.Parameter, int]:
-    """The dimension that each parameter is cut on; those left out stay whole.
+    """Return the dimension that each parameter is cut on; those left out stay whole.
 
     These are experts, which checkpoints place by their own data parallel ranks, what has no dimension that
     can be cut into equal pieces, as checkpoints need, and what is of another type than its layer's rest.
@@ -144,19 +153,19 @@ def _shard(
     )
     first_gradients = shards.shard(self.module, units, plan)
     for unit in units:
-        unit.register_forward_pre_hook(parts.mark_gathered)
+        unit.register_forward_pre_hook(pairs.mark_gathered)
     embeddings = context.megatron("core.models.common.embeddings.language_model_embedding")
     for unit in units:
         if isinstance(unit, embeddings.LanguageModelEmbedding):
             unit.set_unshard_in_backward(False)  # its backward reads no weight
-    prefetch.prefetch(units, options.prefetch, self.module, asynchronous=not platform.asynchronous)
+    shards.prefetch(units, options.prefetch, self.module, asynchronous=not platform.asynchronous)
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
-        schedule.follow(self.module, units, context.megatron)
+        pairs.follow(self.module, units, context.megatron)
     return first_gradients
 
 
 def _reduce_dtype(config: Any, options: Options) -> torch.dtype:
-    """Sums are never narrower than what is summed."""
+    """Return the type of sums, never narrower than what is summed."""
     dtype: torch.dtype = config.params_dtype
     return dtype if dtype.itemsize > 2 else _DTYPES[options.reduce_dtype]
 
@@ -164,7 +173,7 @@ def _reduce_dtype(config: Any, options: Options) -> torch.dtype:
 def _units(
     module: nn.Module, config: Any, classes: Iterable[type], context: Context[Options]
 ) -> Iterator[nn.Module]:
-    """What gathers its weights for itself, in the order of a forward pass."""
+    """Yield what gathers its weights for itself, in the order of a forward pass."""
     megatron = context.megatron
     column = megatron("core.tensor_parallel.layers").ColumnParallelLinear
     # Parts of layers in Megatron's own modules, and the output layer, which is found by its name.
@@ -202,7 +211,7 @@ def _class(name: str) -> type:
 def _ddp_of(
     whole: dict[str, nn.Parameter], self: Any, trains_shards: bool, megatron: Megatron, options: Options
 ) -> Any:
-    """Megatron's DDP around parameters that are not sharded; None where there are none."""
+    """Wrap parameters that are not sharded in Megatron's DDP; None where there are none."""
     if trains_shards and self.device_mesh.get_local_rank(self.device_mesh.ndim - 1):
         for parameter in whole.values():
             # Norms are summed over ranks, each of which has these: one of them counts. Experts are an
@@ -255,3 +264,86 @@ def zero_whole_gradients(original: _Function) -> _Function:
             ddp.zero_grad_buffer()
 
     return zero_grad_buffer
+
+
+# -- Megatron's helpers for sharded tensors ---------------------------------------------------------
+
+
+def to_local_if_dtensor(tensor: Any) -> Any:
+    """Return this rank's piece, one object; in place of this function and of ``_unshard_if_dtensor``."""
+    return local_of(tensor)
+
+
+def shard_group_if_dtensor(tensor: Any, data_parallel_group: Any = None) -> Any:
+    """Return the ranks that have the other pieces, in place of ``get_data_parallel_group_if_dtensor``.
+
+    Args:
+        tensor: a parameter or gradient.
+        data_parallel_group: of the tensors before, which have the same; None if there is none.
+    """
+    if not isinstance(tensor, DTensor):
+        return data_parallel_group
+    return tensor.device_mesh.get_group(shard_axis(tensor))
+
+
+def gradient_in_place(tensor_to_shard: Tensor, reference_tensor: Any) -> Any:
+    """Return the gradient itself, in place of ``_reshard_if_dtensor``.
+
+    Args:
+        tensor_to_shard: what :func:`to_local_if_dtensor` made of the gradient, reduced since.
+        reference_tensor: the gradient.
+    """
+    return reference_tensor
+
+
+def describe_whole_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``_collect_main_grad_data_for_unscaling``: one operator works on all of them.
+
+    Pieces come first: by the first one torch decides whether ranks tell each other of infinities.
+    """
+
+    def collect(self: Any) -> Any:
+        gradients = original(self) or []
+        pieces = [each for each in gradients if isinstance(each, DTensor)]
+        if len(pieces) in (0, len(gradients)):
+            return gradients
+        mesh = pieces[0].device_mesh
+        everywhere = [Replicate()] * mesh.ndim
+        return pieces + [
+            DTensor.from_local(each, mesh, everywhere, run_check=False)
+            for each in gradients
+            if not isinstance(each, DTensor)
+        ]
+
+    return collect
+
+
+# -- arguments --------------------------------------------------------------------------------------
+
+_CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+def validate_beside_experts_and_pipelines(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``validate_args``; with pipelines or experts it is not told of FSDP2.
+
+    What it refuses beside them, the feature's own checks refuse; what it derives from the flag is made up
+    for.
+    """
+
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        alone = args.pipeline_model_parallel_size == 1 and args.expert_model_parallel_size == 1
+        if alone or not getattr(args, "use_torch_fsdp2", False):
+            return original(args, *rest, **kwargs)
+        args.use_torch_fsdp2 = False
+        try:
+            # Tensor parallelism alone would ask for it.
+            with mock.patch.dict(os.environ, _CONNECTIONS):
+                result = original(args, *rest, **kwargs)
+        finally:
+            args.use_torch_fsdp2 = True
+        streams = getattr(args, "high_priority_stream_groups", None)
+        if streams is not None:
+            streams += [group for group in ("dp_cp", "ep_dp") if group not in streams]
+        return result
+
+    return validate_args

@@ -42,7 +42,7 @@ class Call:
         self.combine: list[InFlight] = []
 
     def arrived(self) -> Iterator[Tensor]:
-        """Tokens and probabilities at their experts."""
+        """Wait for tokens and probabilities at their experts."""
         return (flight.wait() for flight in self.dispatch)
 
 
@@ -135,7 +135,7 @@ def _routed_alone(original: Callable[..., Any], layer: Any, call: Call, residual
 
 
 def _around(layer: Any, call: Call, routed: Routed) -> tuple[Any, ...]:
-    """Routed experts and the launch of the combine, between the shared expert's two halves.
+    """Run the routed experts and launch the combine, between the shared expert's two halves.
 
     The second half begins where the shared expert calls fc2. What it does before and after, a gate or a
     recomputed activation function, stays its own.

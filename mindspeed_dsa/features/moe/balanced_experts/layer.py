@@ -23,17 +23,16 @@ from torch import Tensor
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.balanced_experts.feature import Options, check_balanced
-from mindspeed_dsa.features.moe.balanced_experts.planning import Plan, choose
-from mindspeed_dsa.features.moe.balanced_experts.rates import rates_of
+from mindspeed_dsa.features.moe.balanced_experts.planning import Plan, choose, rates_of
+from mindspeed_dsa.features.moe.balanced_experts.weight_transfer import MovedExpert, WeightTransfer, announce
+from mindspeed_dsa.features.moe.experts import SingleExperts, single_experts
 from mindspeed_dsa.megatron.configuration import require
-from mindspeed_dsa.megatron.experts import SingleExperts, single_experts
-from mindspeed_dsa.parallel.lending import Lending, Loan, lend
 
 Call = Callable[..., Any]
 
 
 class _Layer:
-    """What one MoE layer's forwards share: no tensors but its weights."""
+    """State that one MoE layer's forwards share: no tensors but its weights."""
 
     def __init__(self, experts: SingleExperts, dispatcher: Any) -> None:
         self.experts = experts
@@ -44,31 +43,31 @@ class _Layer:
 
     @cached_property
     def parameters(self) -> list[Tensor]:
-        """Everything that may be lent, each once."""
-        places = (place for expert in range(self.count) for place in self.experts.expert_weights(expert))
-        return list({id(place.parameter): place.parameter for place in places}.values())
+        """Every parameter that may be sent, once."""
+        weights = (weight for expert in range(self.count) for weight in self.experts.expert_weights(expert))
+        return list({id(weight.parameter): weight.parameter for weight in weights}.values())
 
     @cached_property
     def shapes(self) -> list[torch.Size]:
-        """Of one expert's weights."""
-        return [place.of(place.parameter).shape for place in self.experts.expert_weights(0)]
+        """Shapes of one expert's weights."""
+        return [weight.of(weight.parameter).shape for weight in self.experts.expert_weights(0)]
 
     def gathered(self, counts: Tensor) -> tuple[Any, list[bool]]:
-        """Counts of all ranks, ``[ranks, experts]``, and which experts learn; the one host synchronisation.
+        """Gather counts of all ranks, ``[ranks, experts]``, and which experts learn; the host waits for it.
 
         Args:
             counts: ``[experts]``, this rank's rows for each expert.
         """
         learning = torch.tensor([self._learns(expert) for expert in range(self.count)], dtype=counts.dtype)
-        own = torch.cat((counts, learning.to(counts.device, non_blocking=True)))
-        all_ranks = own.new_empty(self.ranks * own.numel())
-        dist.all_gather_into_tensor(all_ranks, own, group=self.group)
+        mine = torch.cat((counts, learning.to(counts.device, non_blocking=True)))
+        all_ranks = mine.new_empty(self.ranks * mine.numel())
+        dist.all_gather_into_tensor(all_ranks, mine, group=self.group)
         table = all_ranks.cpu().numpy().reshape(self.ranks, -1)
         experts = counts.numel()
-        return table[:, :experts], [bool(each) for each in table[:, experts:].ravel()]
+        return table[:, :experts], [bool(flag) for flag in table[:, experts:].ravel()]
 
     def _learns(self, expert: int) -> bool:
-        flags = {place.parameter.requires_grad for place in self.experts.expert_weights(expert)}
+        flags = {weight.parameter.requires_grad for weight in self.experts.expert_weights(expert)}
         if len(flags) > 1:
             raise RuntimeError(
                 f"balanced-moe-experts: some weights of local expert {expert} are frozen and some are not; "
@@ -82,15 +81,15 @@ class _Forward:
     """One forward of one layer, between the dispatcher's steps.
 
     Attributes:
-        lending: of the moved experts' weights.
-        counts: rows of this rank for each expert that it borrows.
+        transfer: of the moved experts' weights.
+        counts: rows of this rank for each expert that it receives.
         cold: number of rows to dispatch.
         indices: ``[rows]``, the tokens that stay, by expert.
         rows: ``[rows, hidden]``, these tokens; when they are computed, the outputs.
         probs: ``[rows]``.
     """
 
-    lending: Lending
+    transfer: WeightTransfer
     counts: list[int]
     cold: int
     indices: Tensor
@@ -156,7 +155,7 @@ def send_weights(original: Call) -> Call:
         result = original(self, *args, **kwargs)
         layer = _layers.get(self)
         if layer is not None and layer.forward is not None:
-            layer.forward.lending.launch()
+            layer.forward.transfer.launch()
         return result
 
     return dispatch_postprocess
@@ -204,33 +203,32 @@ def _split(
     routing_map: Tensor,
     probs: Tensor,
 ) -> tuple[_Forward, Tensor]:
-    """Loans of a plan, the tokens that stay here, and the routing map of the others."""
-    loans = []
-    borrowed = []
+    """Split tokens by a plan: those that stay here for moved experts, and the routing map of the others."""
+    moved = []
+    received = []
     for expert in plan.experts:
-        lender = expert // layer.count
-        borrowers = tuple(int(rank) for rank in np.flatnonzero(counts[:, expert]) if rank != lender)
-        own = lender == layer.rank
-        places = layer.experts.expert_weights(expert % layer.count) if own else ()
-        loans.append(Loan(lender, borrowers, learning[expert], places))
-        if layer.rank in borrowers:
-            borrowed.append(expert)
-    rows = [int(counts[layer.rank, expert]) for expert in borrowed]
+        owner = expert // layer.count
+        receivers = tuple(int(rank) for rank in np.flatnonzero(counts[:, expert]) if rank != owner)
+        weights = layer.experts.expert_weights(expert % layer.count) if owner == layer.rank else ()
+        moved.append(MovedExpert(owner, receivers, learning[expert], weights))
+        if layer.rank in receivers:
+            received.append(expert)
+    rows = [int(counts[layer.rank, expert]) for expert in received]
     cold_map = routing_map
     indices = torch.zeros(0, dtype=torch.long, device=routing_map.device)
     experts = indices
-    if borrowed:
-        columns = torch.tensor(borrowed, device=routing_map.device)
+    if received:
+        columns = torch.tensor(received, device=routing_map.device)
         cold_map = routing_map.index_fill(1, columns, False)
         # Tokens of each expert first, in their order: the numbers of them are known, so no synchronisation.
         order = routing_map[:, columns].T.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-        indices = torch.cat([own[:count] for own, count in zip(order, rows, strict=True)])
+        indices = torch.cat([tokens[:count] for tokens, count in zip(order, rows, strict=True)])
         experts = torch.repeat_interleave(
             columns, torch.tensor(rows, device=columns.device), output_size=sum(rows)
         )
     forward = _Forward(
         # The first node of all: in backward it is the last one, and waits for what has had most time.
-        lending=lend(loans, layer.parameters, layer.shapes, layer.group),
+        transfer=announce(moved, layer.parameters, layer.shapes, layer.group),
         counts=rows,
         cold=int(counts[layer.rank].sum()) - sum(rows),
         indices=indices,
@@ -242,10 +240,10 @@ def _split(
 
 def _run(experts: SingleExperts, forward: _Forward) -> None:
     """Replace rows by outputs."""
-    rows, weights = forward.lending.wait(forward.rows)
+    rows, weights = forward.transfer.wait(forward.rows)
     outputs = [
-        experts.run_expert(own, part, probs)
-        for own, part, probs in zip(
+        experts.run_expert(expert, part, probs)
+        for expert, part, probs in zip(
             weights, rows.split(forward.counts), forward.probs.split(forward.counts), strict=True
         )
     ]

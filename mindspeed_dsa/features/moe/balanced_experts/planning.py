@@ -1,18 +1,27 @@
-"""Which experts' weights travel to the tokens: the subset with which the busiest rank is done first.
+"""Choice of the experts whose weights travel to tokens, so that the busiest rank is done first.
 
 Moving an expert means that its weights go to every rank that has tokens for it, and those tokens stay where
 they are; tokens of the expert's own rank are computed there as before. All ranks plan from the same counts
 and come to the same plan: counts are added exactly, whatever the order (integers in float64), and the rest
-is done element by element.
+is done element by element. Costs follow from rates, which are given or measured once for a group.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from mindspeed_dsa.features.moe.balanced_experts.feature import Options
+from mindspeed_dsa.features.moe.experts import SingleExperts
+from mindspeed_dsa.log import Log
+from mindspeed_dsa.megatron.measured import slowest, timed
 
 Floats = npt.NDArray[np.float64]
 
@@ -30,7 +39,7 @@ _BACKWARD = 2.0
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds.
+    """Costs in seconds.
 
     Attributes:
         row: one row through one expert, forward.
@@ -49,7 +58,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to move, and what that does.
+    """Experts to move, and the effect.
 
     Attributes:
         experts: that travel, ascending by number among all experts.
@@ -71,7 +80,7 @@ class Plan:
 
 
 class _Problem:
-    """What moving each candidate changes; everything is a sum over the moved experts.
+    """Effect of moving each candidate; everything is a sum over the moved experts.
 
     ``sums`` are, one after another and each ``[ranks]``: rows computed for all ranks, rows computed at home
     for others' experts, rows that leave, rows that arrive, weights that leave, weights that arrive.
@@ -100,7 +109,7 @@ class _Problem:
         self.fewest_borrowers = min((int(borrowers[:, expert].sum()) for expert in moved), default=0)
 
     def seconds(self, chosen: npt.NDArray[np.bool_]) -> tuple[Floats, Floats]:
-        """Predicted time of each subset, and the rows of all ranks.
+        """Predict the time of each subset, and the rows of all ranks.
 
         Args:
             chosen: ``[subsets, candidates]``.
@@ -121,7 +130,7 @@ class _Problem:
 
 
 def choose(counts: Any, costs: Costs, limit: int) -> Plan:
-    """The best subset of at most ``limit`` experts, none where moving does not pay.
+    """Choose the best subset of at most ``limit`` experts, none where moving does not pay.
 
     Ties go to fewer experts, then to lower numbers.
 
@@ -132,8 +141,7 @@ def choose(counts: Any, costs: Costs, limit: int) -> Plan:
         limit: most experts to move.
     """
     problem = _Problem(np.asarray(counts, dtype=np.int64), costs, limit)
-    found = len(problem.candidates)
-    none = np.zeros((1, found), dtype=np.bool_)
+    none = np.zeros((1, len(problem.candidates)), dtype=np.bool_)
     seconds, rows = problem.seconds(none)
     before = float(seconds[0])
     best = (before, none[0], rows[0])
@@ -155,7 +163,7 @@ def choose(counts: Any, costs: Costs, limit: int) -> Plan:
 
 
 def _search(problem: _Problem, best: tuple[float, Any, Any]) -> tuple[float, Any, Any]:
-    """Subsets by size; of each size the best ones are extended by one more expert."""
+    """Search subsets by size; of each size the best ones are extended by one more expert."""
     count = len(problem.candidates)
     bits = 1 << np.arange(count - 1, -1, -1)  # the first candidate is the highest bit
     subsets = np.zeros(1, dtype=np.int64)
@@ -170,3 +178,100 @@ def _search(problem: _Problem, best: tuple[float, Any, Any]) -> tuple[float, Any
             best = (float(seconds[order[0]]), chosen[order[0]], rows[order[0]])
         subsets = subsets[order]
     return best
+
+
+# -- rates -----------------------------------------------------------------------------------------
+
+_ROWS = 512
+_BYTES = 4 << 20
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Speed of the slowest rank.
+
+    Attributes:
+        matmul: FLOP/s of an expert's matmuls.
+        link: bytes per second of a link in one direction.
+        call: seconds that one more expert takes beside its rows.
+        message: seconds that one more message takes beside its bytes.
+    """
+
+    matmul: float
+    link: float
+    call: float = 0.0
+    message: float = 0.0
+
+    def costs(self, shapes: Sequence[torch.Size], hidden: int, dtype: torch.dtype) -> Costs:
+        """Return costs for experts with weights of these shapes and rows of ``hidden`` elements."""
+        numel = sum(shape.numel() for shape in shapes)
+        wide = torch.promote_types(dtype, torch.float32).itemsize
+        latency = len(shapes) * self.message
+        return Costs(
+            row=2 * numel / self.matmul,
+            token=hidden * dtype.itemsize / self.link,
+            weights=numel * dtype.itemsize / self.link + latency,
+            gradients=numel * wide / self.link + latency,
+            call=self.call,
+        )
+
+
+_measured: WeakKeyDictionary[Any, Rates] = WeakKeyDictionary()
+"""By process group."""
+
+
+def rates_of(experts: SingleExperts, hidden: int, group: Any, options: Options, log: Log) -> Rates:
+    """Return rates as given, or measured; a collective call of all ranks of the group the first time.
+
+    Args:
+        experts: of a layer, all of one size.
+        hidden: elements of a row.
+        group: expert parallel ranks.
+        options: with the rates that are given.
+        log: gets the measured rates.
+    """
+    if options.matmul_rate is not None and options.link_rate is not None:
+        return Rates(options.matmul_rate * 1e12, options.link_rate * 1e9)
+    if group not in _measured:
+        _measured[group] = _measure(experts, hidden, group)
+        log.info(
+            "measured %.3g TFLOP/s of experts and %.3g GB/s of a link between %d ranks",
+            _measured[group].matmul / 1e12,
+            _measured[group].link / 1e9,
+            dist.get_world_size(group),
+            ranks="stage",
+        )
+    rates = _measured[group]
+    return replace(
+        rates,
+        matmul=rates.matmul if options.matmul_rate is None else options.matmul_rate * 1e12,
+        link=rates.link if options.link_rate is None else options.link_rate * 1e9,
+    )
+
+
+@torch.no_grad()
+def _measure(experts: SingleExperts, hidden: int, group: Any) -> Rates:
+    weights = [weight.of(weight.parameter.detach()) for weight in experts.expert_weights(0)]
+
+    def run(count: int) -> float:
+        rows = weights[0].new_full((count, hidden), 0.01)
+        return _slowest(lambda: experts.run_expert(weights, rows, rows.new_ones(count)), group)
+
+    def send(size: int) -> float:
+        # All ranks send to the next one, so each link is used in both directions, as tokens use it.
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        data = torch.zeros(size, dtype=torch.uint8, device=weights[0].device)
+        received = torch.empty_like(data)
+        to, sender = ([size * (other == (rank + step) % ranks) for other in range(ranks)] for step in (1, -1))
+        return _slowest(lambda: dist.all_to_all_single(received, data, sender, to, group=group), group)
+
+    numel = sum(weight.numel() for weight in weights)
+    return Rates(
+        matmul=2 * numel * _ROWS / run(_ROWS), link=_BYTES / send(_BYTES), call=run(1), message=send(1)
+    )
+
+
+def _slowest(work: Callable[[], object], group: Any) -> float:
+    """Return the seconds of the slowest rank's fastest round, the same on all ranks."""
+    return slowest({"": min(timed(work, group) for _ in range(_ROUNDS))}, group)[""]

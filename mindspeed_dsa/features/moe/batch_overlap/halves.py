@@ -31,13 +31,13 @@ from mindspeed_dsa.parallel.all_to_all import InFlight, launching
 from mindspeed_dsa.parallel.weight_gradients import defer_gradients
 
 Way = Literal["whole", "in turn", "interleaved"]
-"""How the tokens of a layer are computed; in turn, each transfer of a half is waited for at once."""
+"""Execution modes of a layer; in turn, each transfer of a half is waited for at once."""
 Experts = Callable[[Any, Tensor, Tensor], Tensor]
 """Runs the routed experts: gets a dispatcher, and rows and probabilities that it has dispatched."""
 
 
 class Half:
-    """Some of the tokens of one forward.
+    """Half of the tokens of one forward.
 
     Megatron's dispatcher keeps one forward in its attributes, so each half has a copy of it.
 
@@ -71,7 +71,7 @@ class Half:
         self._arrived = [flight.wait() for flight in self.dispatched]
 
     def compute(self, experts: Experts) -> Tensor:
-        """Outputs of this rank's experts, ``[rows, hidden]``."""
+        """Return the outputs of this rank's experts, ``[rows, hidden]``."""
         (rows, probs), self._arrived = self._arrived, []
         return experts(self._dispatcher, rows, probs)
 
@@ -82,7 +82,7 @@ class Half:
         self._wait_now(self.combined)
 
     def finish(self, combined: Tensor) -> Tensor:
-        """Outputs of the tokens, ``[tokens, hidden]``."""
+        """Return the outputs of the tokens, ``[tokens, hidden]``."""
         output: Tensor = self._dispatcher.combine_postprocess(combined)
         return output
 
@@ -93,7 +93,7 @@ class Half:
 
 
 def run(layer: Any, halves: tuple[Half, Half], experts: Experts, shared: SharedOutput | None) -> Tensor:
-    """The routed experts' outputs for all tokens, ``[tokens, hidden]``; runs the shared expert, too.
+    """Run the routed experts, and the shared expert beside them; return ``[tokens, hidden]``.
 
     Args:
         layer: Megatron's ``MoELayer``.

@@ -3,32 +3,41 @@
 The router sees the whole microbatch, so that what depends on all tokens is as ever: losses that balance
 the load, their logs, dropped tokens. From the dispatcher on every token is computed by itself. The halves run
 in the step of the routed experts; the dispatcher's other steps only pass on what they are given.
+
+Whether tokens are cut is measured once for layers of one size, in the first step. Two halves cost more than
+the whole where time does not grow with the number of tokens: small matmuls, a host that launches kernels more
+slowly than the device runs them. What overlap takes back depends on the link. So forward runs whole and in
+halves, with the step's own tokens, and the ranks compare the slowest one's times. Backward follows: it has
+the same transfers, more computation above them, and the same calls. The choice does not depend on the number
+of tokens, which may differ between ranks that have to agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Hashable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.moe.batch_overlap.choice import choose
 from mindspeed_dsa.features.moe.batch_overlap.feature import Options, check_choice, check_halves
 from mindspeed_dsa.features.moe.batch_overlap.halves import Half, Way, run
+from mindspeed_dsa.log import Log
 from mindspeed_dsa.megatron.attribute_override import AttributeOverride
 from mindspeed_dsa.megatron.configuration import require
+from mindspeed_dsa.megatron.measured import slowest, timed
 from mindspeed_dsa.megatron.shared_expert import SharedOutput, shared_expert_of
 
 
 @dataclass
 class _Call:
-    """One forward of one layer: what reaches the dispatcher."""
+    """One forward of one layer, as it reaches the dispatcher."""
 
     hidden_states: Tensor
     routing_map: Tensor
@@ -36,7 +45,7 @@ class _Call:
 
     def halves(self, dispatcher: Any, waits: bool) -> tuple[Half, Half]:
         rows = self.hidden_states.reshape(-1, self.hidden_states.size(-1))
-        cut = [each.tensor_split(2) for each in (rows, self.routing_map, self.probs)]
+        cut = [tensor.tensor_split(2) for tensor in (rows, self.routing_map, self.probs)]
         first, second = (Half(dispatcher, *parts, waits=waits) for parts in zip(*cut, strict=True))
         return first, second
 
@@ -49,7 +58,7 @@ _measured: ContextVar[Way | None] = ContextVar("way that is measured", default=N
 
 
 def _way(dispatcher: Any) -> Way:
-    """How a layer works; a copy of its dispatcher is one half's own."""
+    """Return a layer's execution mode. Copies of its dispatcher belong to half-batches."""
     if dispatcher not in _ways:
         return "whole"
     return _measured.get() or _ways[dispatcher]
@@ -73,7 +82,7 @@ def choose_way(original: Callable[..., Any], context: Context[Options]) -> Calla
 
 
 def _run_measured(random: Any, forward: Callable[[], object], way: Way) -> None:
-    """A forward that leaves nothing behind: no graph, no counts of tokens, no change of random states."""
+    """Run a forward that leaves nothing behind: no graph, no counts of tokens, no change of random states."""
     token = _measured.set(way)
     try:
         with torch.no_grad(), random._fork_rng():
@@ -203,3 +212,67 @@ def give_back_tokens(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return hidden_states.view(call.hidden_states.shape)
 
     return combine_postprocess
+
+
+# -- whether tokens are cut ------------------------------------------------------------------------
+
+_GAIN = 0.97
+"""Halves are taken only if they take less than this fraction of the whole's time."""
+_ROUNDS = 5
+Run = Callable[[Way], object]
+"""A layer's forward, without side effects."""
+
+_chosen: WeakKeyDictionary[Any, dict[Hashable, Way]] = WeakKeyDictionary()
+"""By process group and size of layer."""
+
+
+def choose(layer: Any, run: Run, log: Log) -> Way:
+    """Choose how layers of this size run; a collective call of all of its expert parallel ranks.
+
+    Args:
+        layer: Megatron's ``MoELayer``.
+        run: its forward.
+        log: gets a line for each size.
+    """
+    group = layer.token_dispatcher.ep_group
+    known = _chosen.setdefault(group, {})
+    size = _size(layer)
+    if size not in known:
+        times = _measure(run, group)
+        known[size] = "interleaved" if times["interleaved"] < _GAIN * times["whole"] else "whole"
+        _report(times, log)
+    return known[size]
+
+
+def _size(layer: Any) -> Hashable:
+    """Return what the time of a token depends on; the same on all ranks."""
+    weights = tuple((name, weight.shape, weight.dtype) for name, weight in layer.named_parameters())
+    return layer.config.moe_router_topk, weights
+
+
+def _measure(run: Run, group: Any) -> Mapping[Way, float]:
+    """Return the slowest rank's seconds for each way: medians of rounds in which the ways alternate."""
+    ways: tuple[Way, ...] = get_args(Way)
+    rounds = [[timed(partial(run, way), group) for way in ways] for _ in range(1 + _ROUNDS)]
+    medians = [statistics.median(seconds) for seconds in zip(*rounds[1:], strict=True)]
+    return slowest(dict(zip(ways, medians, strict=True)), group)
+
+
+def _report(times: Mapping[Way, float], log: Log) -> None:
+    whole, in_turn, interleaved = times["whole"], times["in turn"], times["interleaved"]
+    if interleaved < _GAIN * whole:
+        choice = "tokens are cut"
+    elif in_turn - interleaved < (1 - _GAIN) * whole:
+        choice = "tokens stay whole, because the transfers leave too little to hide"
+    else:
+        choice = (
+            "tokens stay whole, because halves cost more than overlap takes back: time does not grow with "
+            "the number of tokens, or the host does not keep up"
+        )
+    log.info(
+        "forward of a layer takes %.2f ms whole, %.2f ms in two halves one after the other and %.2f ms with "
+        "the halves interleaved: %s",
+        *(1e3 * seconds for seconds in (whole, in_turn, interleaved)),
+        choice,
+        ranks="stage",
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag, Requires
-from mindspeed_dsa.megatron import moe_layers
+from mindspeed_dsa.features.moe import numbering
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.expert_parallel import number_of_experts
 from mindspeed_dsa.patches.spec import Patch
@@ -17,6 +17,33 @@ from mindspeed_dsa.runs.expert_placement import Placement
 from mindspeed_dsa.runs.files import RunError
 
 FLAG = "--moe-expert-placement"
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The requested settings.
+
+    Attributes:
+        file: the placement; ``None`` where it is made from a report.
+        reports: folders in which that report may be, the first that has one counts.
+    """
+
+    file: Path | None
+    reports: tuple[Path, ...] = ()
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """From resolved settings."""
+        wanted = getattr(settings, "moe_expert_placement", None) or AUTO
+        if wanted != AUTO:
+            return cls(Path(wanted))
+        folders = [getattr(settings, "moe_router_load_report", None)]
+        for checkpoints in (getattr(settings, "load", None), getattr(settings, "save", None)):
+            folders += [checkpoints, checkpoints and Path(checkpoints).parent]
+        return cls(None, tuple(Path(folder) for folder in folders if folder))
+
+
 _UNNUMBERED = {
     "moe_use_upcycling": "--moe-use-upcycling, which fills experts by their place",
     "use_megatron_fsdp": "--use-megatron-fsdp, whose checkpoints know experts by their place",
@@ -61,7 +88,7 @@ def _misfits(file: Path, placement: Placement, args: Any) -> Iterator[str]:
 
 
 def misfits(placement: Placement, experts: int, ranks: int) -> Iterator[str]:
-    """Sizes of a placement that are not the model's."""
+    """Name sizes of a placement that are not the model's."""
     if placement.experts != experts:
         yield f"{placement.experts} experts, and --num-experts is {experts}"
     if placement.ranks != ranks:
@@ -69,7 +96,7 @@ def misfits(placement: Placement, experts: int, ranks: int) -> Iterator[str]:
 
 
 def layers_with_experts(args: Any) -> list[int]:
-    """Numbers of the decoder's layers with experts, as far as the arguments say."""
+    """Return the numbers of the decoder's layers with experts, as far as the arguments say."""
     count, pattern = argument(args, "num_layers") or 0, argument(args, "moe_layer_freq") or 1
     if isinstance(pattern, str):  # Megatron evaluates it later
         return []
@@ -106,33 +133,6 @@ def _combinations(args: Any) -> Iterator[str]:
             yield f"{FLAG} cannot be combined with {what}; omit one of them"
 
 
-AUTO = "auto"
-
-
-@dataclass(frozen=True)
-class Options:
-    """The requested settings.
-
-    Attributes:
-        file: the placement; ``None`` where it is made from a report.
-        reports: folders in which that report may be, the first that has one counts.
-    """
-
-    file: Path | None
-    reports: tuple[Path, ...] = ()
-
-    @classmethod
-    def of(cls, settings: Any) -> Options:
-        """From resolved settings."""
-        wanted = getattr(settings, "moe_expert_placement", None) or AUTO
-        if wanted != AUTO:
-            return cls(Path(wanted))
-        folders = [getattr(settings, "moe_router_load_report", None)]
-        for checkpoints in (getattr(settings, "load", None), getattr(settings, "save", None)):
-            folders += [checkpoints, checkpoints and Path(checkpoints).parent]
-        return cls(None, tuple(Path(folder) for folder in folders if folder))
-
-
 _HERE = "mindspeed_dsa.features.moe.expert_placement"
 _RANGE = ">=0.13,<0.21"
 
@@ -154,7 +154,7 @@ FEATURE = Feature(
         Patch(
             "megatron.core.transformer.moe.router:TopKRouter.forward",
             "wrap",
-            f"{_HERE}.routing:route_to_slots",
+            f"{_HERE}.placing:route_to_slots",
             "tokens are dispatched to slots; all that the router itself computes is about experts",
             params=("input",),
             versions=_RANGE,
@@ -163,7 +163,7 @@ FEATURE = Feature(
         Patch(
             "megatron.core.transformer.moe.experts:SequentialMLP.sharded_state_dict",
             "wrap",
-            f"{_HERE}.checkpoints:number_experts",
+            f"{_HERE}.placing:number_experts",
             "checkpoints know experts by their numbers, wherever they are held",
             params=("prefix", "sharded_offsets", "metadata"),
             versions=_RANGE,
@@ -171,7 +171,7 @@ FEATURE = Feature(
         Patch(
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_state_dict",
             "wrap",
-            f"{_HERE}.checkpoints:refuse_buckets",
+            f"{_HERE}.placing:refuse_buckets",
             "some formats of its state know no experts, only places in a rank's buffers",
             params=("is_loading", "sharding_type", "metadata"),
             versions=_RANGE,
@@ -179,12 +179,12 @@ FEATURE = Feature(
         Patch(
             "megatron.training.checkpointing:_load_base_checkpoint",
             "wrap",
-            f"{_HERE}.checkpoints:refuse_files_of_ranks",
+            f"{_HERE}.placing:refuse_files_of_ranks",
             "other than distributed checkpoints know no experts, only places on a rank",
             versions=_RANGE,
             required=False,
         ),
-        *moe_layers.rows(
+        *numbering.rows(
             f"{_HERE}.placing", "experts get their slots, and their initial weights follow them", _RANGE
         ),
     ),

@@ -1,9 +1,15 @@
-"""Experts get their slots when their layer has been built, and their initial weights follow them."""
+"""Placement of experts: when their layer is built, when tokens are routed, and in checkpoints.
+
+Experts get their slots when their layer has been built, and their initial weights follow them. The router
+goes on to know experts; what it returns is turned to slots. Checkpoints know every expert by its number, and
+formats that cannot are refused.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -11,10 +17,11 @@ from torch import Tensor
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.moe import numbering
 from mindspeed_dsa.features.moe.expert_placement.feature import FLAG, Options, misfits
-from mindspeed_dsa.megatron import moe_layers
-from mindspeed_dsa.megatron.moe_layers import Numbered
-from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.features.moe.numbering import Numbered
+from mindspeed_dsa.megatron.attribute_override import AttributeOverride
+from mindspeed_dsa.patches.errors import MindSpeedDSAError, SettingsError
 from mindspeed_dsa.runs import expert_load, expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
 
@@ -38,15 +45,15 @@ class _Chosen:
 
 def in_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
     """Decorate ``TransformerBlock.__init__``."""
-    return moe_layers.after_block(original, context, _placing(context))
+    return numbering.after_block(original, context, _placing(context))
 
 
 def in_mtp_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
     """Decorate ``MultiTokenPredictionBlock.__init__``."""
-    return moe_layers.after_mtp_block(original, context, _placing(context))
+    return numbering.after_mtp_block(original, context, _placing(context))
 
 
-def _placing(context: Context[Options]) -> moe_layers.Visit:
+def _placing(context: Context[Options]) -> numbering.Visit:
     def place(config: Any, layers: Sequence[Numbered]) -> None:
         # Every rank builds a block first, also one without experts: all of them come here.
         placement = context.state(_Chosen).over(config.expert_model_parallel_size)
@@ -67,17 +74,17 @@ def _placing(context: Context[Options]) -> moe_layers.Visit:
 
 
 def _common(context: Context[Options], ranks: int) -> Placement | None:
-    """What rank 0 reads, for all ranks; the files may be on its machine alone."""
-    found: list[Placement | Exception | None] = [None]
+    """Read on rank 0 for all ranks; the files may be on its machine alone."""
+    read: list[Placement | Exception | None] = [None]
     if dist.get_rank() == 0:
         try:
-            found[0] = _read(context, ranks)
+            read[0] = _read(context, ranks)
         except Exception as error:
-            found[0] = error
-    dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+            read[0] = error
+    dist.broadcast_object_list(read, src=0)
+    if isinstance(read[0], Exception):
+        raise read[0]
+    return read[0]
 
 
 def _read(context: Context[Options], ranks: int) -> Placement | None:
@@ -86,15 +93,10 @@ def _read(context: Context[Options], ranks: int) -> Placement | None:
         placement = expert_placement.read(options.file)
         log.info("experts are placed as %s says, over %d ranks", options.file, ranks)
         return placement
-    report = next((each for each in options.reports if (each / expert_load.FILE).is_file()), None)
+    report = next((folder for folder in options.reports if (folder / expert_load.FILE).is_file()), None)
     records, broken = expert_load.recent(report, _RECENT) if report is not None else ([], 0)
     if broken:
-        log.warning(
-            "%s auto: %d lines among the last of %s are damaged and left out",
-            FLAG,
-            broken,
-            report,
-        )
+        log.warning("%s auto: %d lines among the last of %s are damaged and left out", FLAG, broken, report)
     if not records:
         looked = ", ".join(map(str, options.reports)) or "nowhere: no --load, --save or load report was given"
         log.warning(
@@ -123,23 +125,20 @@ def move(layer: Any, order: Sequence[int], context: Context[Options]) -> None:
         context: the feature's.
     """
     state = context.megatron("core.parallel_state")
-    rank, ranks = (
-        state.get_expert_model_parallel_rank(),
-        state.get_expert_model_parallel_world_size(),
-    )
-    held = moe_layers.tensors_by_position(layer.experts)
+    rank, ranks = state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size()
+    held = numbering.tensors_by_position(layer.experts)
     if held is None:
         raise SettingsError(
             f"{context.feature}: the checkpoints of {type(layer.experts).__name__} know experts by their "
             f"place on a rank, so {FLAG} works with Megatron's SequentialMLP alone; drop --moe-grouped-gemm"
         )
-    moe_layers.set_order(layer, order)
+    numbering.set_order(layer, order)
     room = len(order) // ranks
-    slots = [order[each * room : (each + 1) * room] for each in range(ranks)]
+    slots = [order[other * room : (other + 1) * room] for other in range(ranks)]
     # Positions that go to each rank, in its order; and slots of ours that come from each rank.
-    leaving = [[expert - rank * room for expert in each if expert // room == rank] for each in slots]
+    leaving = [[expert - rank * room for expert in theirs if expert // room == rank] for theirs in slots]
     arriving = [
-        [at for at, expert in enumerate(slots[rank]) if expert // room == each] for each in range(ranks)
+        [slot for slot, expert in enumerate(slots[rank]) if expert // room == other] for other in range(ranks)
     ]
     group = state.get_expert_model_parallel_group()
     for tensors in zip(*held, strict=True):  # the same parameter of all experts
@@ -162,5 +161,133 @@ def _exchange(
         [size * len(positions) for positions in leaving],
         group=group,
     )
-    for slot, values in zip([slot for each in arriving for slot in each], incoming.split(size), strict=True):
+    filled = [slot for from_rank in arriving for slot in from_rank]
+    for slot, values in zip(filled, incoming.split(size), strict=True):
         tensors[slot].copy_(values.view_as(tensors[slot]))
+
+
+# -- routing ------------------------------------------------------------------------------------
+
+
+class _Columns(torch.autograd.Function):
+    """Columns in another order; backward gathers too, where indexing would add into zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.inverse = inverse
+        return values.index_select(1, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.index_select(1, ctx.inverse), None, None
+
+
+def route_to_slots(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``TopKRouter.forward``, outside of everything that is about experts.
+
+    Probabilities and routing map are ``[tokens, experts]``; their columns become slots.
+    """
+    orders: WeakKeyDictionary[Any, tuple[tuple[int, ...], Tensor, Tensor]] = WeakKeyDictionary()
+
+    def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, input, *args, **kwargs)
+        order = numbering.order_of(self)
+        if order is None:
+            return result
+        probs, routing_map = result
+        known = orders.get(self)
+        if known is None or known[0] != order or known[1].device != probs.device:
+            by_slot = torch.tensor(order, device=probs.device)
+            known = orders[self] = order, by_slot, by_slot.argsort()
+        _, by_slot, inverse = known
+        return _Columns.apply(probs, by_slot, inverse), routing_map.index_select(1, by_slot)
+
+    return forward
+
+
+# -- checkpoints --------------------------------------------------------------------------------
+
+_BY_PARAMETER = ("fully_reshardable", "fully_sharded_model_space")
+
+
+class _Numbers(NamedTuple):
+    """An expert parallel group of ranks with one expert each."""
+
+    number: int
+    experts: int
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return self.experts
+
+
+def _one_expert(experts: Any, position: int, number: int) -> AttributeOverride:
+    """Return one expert of a ``SequentialMLP``, on a rank whose number among all is the expert's.
+
+    Megatron numbers experts by rank and position; with one expert per rank that leaves the rank.
+    """
+    group = _Numbers(number, experts.ep_group.size() * experts.num_local_experts)
+    held = [experts.local_experts[position]]
+    return AttributeOverride(experts, local_experts=held, num_local_experts=1, ep_group=group)
+
+
+def number_experts(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``SequentialMLP.sharded_state_dict``."""
+
+    def sharded_state_dict(
+        self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> Any:
+        if not numbering.is_placed(self):
+            return original(self, prefix, sharded_offsets, metadata)
+        state_dict: dict[str, Any] = {}
+        for position, number in enumerate(numbering.experts_of(self, self.ep_group.rank())):
+            one = original(_one_expert(self, position, number), prefix, sharded_offsets, metadata)
+            first, own = f"{prefix}local_experts.0.", f"{prefix}local_experts.{position}."
+            state_dict |= {own + name.removeprefix(first): value for name, value in one.items()}
+        return state_dict
+
+    return sharded_state_dict
+
+
+def refuse_buckets(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``DistributedOptimizer.sharded_state_dict``: only formats by parameter follow the experts."""
+
+    def sharded_state_dict(
+        self: Any,
+        model_sharded_state_dict: Any,
+        is_loading: bool = False,
+        sharding_type: str | None = None,
+        metadata: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        kind = sharding_type or (metadata or {}).get("distrib_optim_sharding_type", _BY_PARAMETER[1])
+        if kind not in _BY_PARAMETER:
+            how = "is not loaded" if is_loading else "is not saved"
+            raise MindSpeedDSAError(
+                f"mindspeed_dsa: {context.feature}: the distributed optimizer's state {how} as {kind}: that "
+                "format goes by places in a rank's buffers, not by experts, and another placement would give "
+                "it to other experts; save with --dist-ckpt-optim-fully-reshardable, and load a checkpoint "
+                "in this format with --no-load-optim or without --moe-expert-placement"
+            )
+        return original(self, model_sharded_state_dict, is_loading, sharding_type, metadata, **kwargs)
+
+    return sharded_state_dict
+
+
+def refuse_files_of_ranks(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``_load_base_checkpoint``: whatever the arguments say, it reads the format that it finds."""
+
+    def _load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        kind = getattr(result[-1], "name", None)
+        if kind not in (None, "GLOBAL"):
+            raise MindSpeedDSAError(
+                f"mindspeed_dsa: {context.feature}: checkpoint {result[1]} is of the kind {kind.lower()}, "
+                "which knows experts by their place on a rank; convert it to torch_dist without "
+                "--moe-expert-placement first"
+            )
+        return result
+
+    return _load_base_checkpoint

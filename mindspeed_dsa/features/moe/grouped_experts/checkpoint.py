@@ -1,8 +1,13 @@
-"""State dicts and checkpoints of stacked experts, in the names and shapes that ``SequentialMLP`` gives them.
+"""Checkpoints of stacked experts, in the names, shapes and order that ``SequentialMLP`` gives them.
 
-A whole state dict is translated when it is made and when it is loaded. In a distributed checkpoint each stack
-is a factory of the shards that its experts would have; Megatron passes optimizer state through the same
-factory, so moments can be exchanged as weights can.
+*Weights.* A whole state dict is translated when it is made and when it is loaded. In a distributed checkpoint
+each stack is a factory of the shards that its experts would have; Megatron passes optimizer state through the
+same factory, so moments can be exchanged as weights can.
+
+*Optimizer state in formats that know parameters by their order.* ``torch`` numbers parameters in the order of
+the model. The distributed optimizer, in the format ``torch`` and as ``dp_zero_gather_scatter``, writes whole
+buffers, in which parameters lie in the opposite order. Megatron's experts have fc1 and fc2 of one, then fc1
+and fc2 of the next; stacks have fc1 of all, then fc2 of all.
 """
 
 from __future__ import annotations
@@ -10,24 +15,27 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mindspeed_dsa.feature import Megatron
-from mindspeed_dsa.features.moe.grouped_experts.feature import SLICES
-from mindspeed_dsa.features.moe.grouped_experts.stacks import stack_of
+from mindspeed_dsa.features.moe.grouped_experts.feature import ALIGNMENT, GAPS, LEGACY, SLICES
+from mindspeed_dsa.features.moe.grouped_experts.linear import Stack, runs, stack_of
+from mindspeed_dsa.megatron.attribute_override import AttributeOverride
+
+# -- weights --------------------------------------------------------------------------------------
 
 
 def expert_keys(experts: Any, prefix: str, name: str) -> list[str]:
-    """Of the weights of layer ``name`` of each local expert."""
+    """Return the keys of the weights of layer ``name`` of each local expert."""
     return [f"{prefix}local_experts.{index}.{name}.weight" for index in range(experts.num_local_experts)]
 
 
 def translate_names(experts: Any) -> None:
-    """From now on state dicts of grouped experts are those of ``SequentialMLP``, and may be loaded."""
+    """Give grouped experts the state dicts of ``SequentialMLP``, to save and to load."""
     experts._register_state_dict_hook(_to_experts)
     experts.register_load_state_dict_pre_hook(_from_experts)
 
@@ -57,7 +65,7 @@ def _from_experts(experts: Any, state_dict: dict[str, Any], prefix: str, *unused
 
 
 def sharded_stack(linear: Any, shards: Sequence[Any], megatron: Megatron) -> Any:
-    """A factory of the shards of all local experts.
+    """Make a factory of the shards of all local experts.
 
     Args:
         linear: has the stack.
@@ -113,7 +121,7 @@ def sharded_stack(linear: Any, shards: Sequence[Any], megatron: Megatron) -> Any
 
 
 def _flat_pieces(flat: Tensor, place: slice, size: int) -> Iterator[tuple[int, Tensor, slice]]:
-    """What a flat part of a stack has of each expert's flat matrix.
+    """Yield what a flat part of a stack has of each expert's flat matrix.
 
     Args:
         flat: the part.
@@ -127,6 +135,202 @@ def _flat_pieces(flat: Tensor, place: slice, size: int) -> Iterator[tuple[int, T
             yield index, flat[start - place.start : stop - place.start], slice(start - offset, stop - offset)
 
 
+# -- optimizer state by numbers -------------------------------------------------------------------
+
+_MASTERS = "fp32_from_fp16_params"
+
+
+def save_single_experts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``ChainedOptimizer.state_dict``, whose children are numbered separately."""
+
+    @functools.wraps(original)
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = original(self, *args, **kwargs)
+        parts = self.chained_optimizers
+        if len(parts) == 1:
+            return _translate(parts[0], state, _spread)
+        return [_translate(part, each, _spread) for part, each in zip(parts, state, strict=True)]
+
+    return state_dict
+
+
+def load_single_experts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``ChainedOptimizer.load_state_dict``; state of stacks, out of a sharded checkpoint, passes."""
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> Any:
+        parts = self.chained_optimizers
+        if len(parts) == 1:
+            return original(self, _of_stacks(parts[0], state_dict))
+        if len(parts) == len(state_dict):
+            keys = sorted(state_dict) if isinstance(state_dict, dict) else range(len(parts))
+            state_dict = [_of_stacks(part, state_dict[key]) for part, key in zip(parts, keys, strict=True)]
+        return original(self, state_dict)
+
+    return load_state_dict
+
+
+def _of_stacks(part: Any, state: Any) -> Any:
+    """Return state of single experts or of stacks as that of stacks."""
+    inner = _torch_state(state)
+    if inner is None:
+        return state
+    groups = _model_parameters(part)
+    single = [sum(len(each) if stack_of(each) else 1 for each in group) for group in groups]
+    if [len(group["params"]) for group in inner["param_groups"]] != single:
+        return state
+    stacked = {each.shape for each in chain(*groups) if stack_of(each)}
+    if any(tensor.shape in stacked for tensor in _tensors(state, inner)):
+        return state  # one expert on each rank: as many stacks as matrices
+    return _translate(part, state, _gather)
+
+
+def _torch_state(state: Any) -> Any:
+    """Return what torch's optimizer has saved for each parameter, if that is here."""
+    inner = state.get("optimizer", state) if isinstance(state, dict) else {}
+    return inner if "state" in inner and "param_groups" in inner else None
+
+
+def _tensors(state: Any, inner: Any) -> Iterator[Tensor]:
+    yield from chain(*state.get(_MASTERS, ()))
+    for entry in inner["state"].values():
+        if isinstance(entry, dict):
+            yield from (value for value in entry.values() if isinstance(value, Tensor))
+
+
+def _model_parameters(part: Any) -> list[list[Any]]:
+    """Return the model's parameters in the order of the optimizer's groups, which may hold 32-bit copies."""
+    groups = [group["params"] for group in part.optimizer.param_groups]
+    if not hasattr(part, "float16_groups"):
+        return groups
+    parameters = []
+    for group, halves, wholes in zip(groups, part.float16_groups, part.fp32_from_fp32_groups, strict=True):
+        whole, rest = {id(parameter) for parameter in wholes}, iter(halves)
+        parameters.append([main if id(main) in whole else next(rest) for main in group])
+    return parameters
+
+
+def _translate(part: Any, state: Any, entries: Callable[[list[Any], list[Any]], Iterator[Any]]) -> Any:
+    """Copy one optimizer's state, its entries by parameter translated and numbered anew."""
+    inner = _torch_state(state)
+    groups = _model_parameters(part) if inner is not None else []
+    if not any(stack_of(each) for each in chain(*groups)):
+        return state
+    numbered: dict[Any, Any] = {}
+    param_groups = []
+    count = 0
+    for parameters, group in zip(groups, inner["param_groups"], strict=True):
+        translated = list(entries(parameters, [inner["state"].get(number) for number in group["params"]]))
+        numbers = range(count, count + len(translated))
+        count += len(translated)
+        numbered |= {n: entry for n, entry in zip(numbers, translated, strict=True) if entry is not None}
+        param_groups.append({**group, "params": list(numbers)})
+    inner = {**inner, "state": numbered, "param_groups": param_groups}
+    if "optimizer" not in state:
+        return inner
+    masters = zip(part.float16_groups, state[_MASTERS], strict=True)
+    return {**state, "optimizer": inner, _MASTERS: [list(entries(*each)) for each in masters]}
+
+
+def _spread(parameters: list[Any], entries: list[Any]) -> Iterator[Any]:
+    """Yield an entry for each expert's matrix, given one for each stack."""
+    rest = iter(entries)
+    for run in runs(parameters):
+        own = [next(rest) for _ in run]
+        if stack_of(run[0]) is None:
+            yield from own
+        else:
+            split = [_split(entry, each) for entry, each in zip(own, run, strict=True)]
+            yield from chain(*zip(*split, strict=True))
+
+
+def _gather(parameters: list[Any], entries: list[Any]) -> Iterator[Any]:
+    """Yield an entry for each stack, given one for each expert's matrix."""
+    rest = iter(entries)
+    for run in runs(parameters):
+        if stack_of(run[0]) is None:
+            yield next(rest)
+        else:
+            own = [next(rest) for _ in range(len(run) * len(run[0]))]
+            yield from (_join(own[index :: len(run)], each) for index, each in enumerate(run))
+
+
+def _split(entry: Any, parameter: Any) -> list[Any]:
+    """Split an entry by expert; numbers such as Adam's step become as many, which count on independently."""
+    if isinstance(entry, dict):
+        parts = {name: _split(value, parameter) for name, value in entry.items()}
+        return [{name: each[index] for name, each in parts.items()} for index in range(len(parameter))]
+    if isinstance(entry, Tensor):
+        stack = stack_of(parameter)
+        if stack is not None and entry.shape == parameter.shape:
+            return [matrix.contiguous() for matrix in stack.by_expert(entry.detach())]
+        return [entry.clone() for _ in parameter]
+    return [entry] * len(parameter)
+
+
+def _join(entries: Sequence[Any], parameter: Any) -> Any:
+    first = entries[0]
+    if isinstance(first, dict):
+        return {name: _join([each[name] for each in entries], parameter) for name in first}
+    if isinstance(first, Tensor):
+        stack = stack_of(parameter)
+        if stack is not None and first.dim() == parameter.dim() - 1:
+            return stack.stack(entries)
+        return first.clone()
+    return first
+
+
+# -- whole buffers of the distributed optimizer ---------------------------------------------------
+
+
+def save_buffers_of_single_experts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate methods that save all data parallel ranks' whole buffers.
+
+    What gathers them is not decorated: ``fully_reshardable`` finds parameters by their places in the result.
+    """
+
+    @functools.wraps(original)
+    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        parts = getattr(self, "chained_optimizers", None)
+        if parts is None:
+            return original(_gathering_single_experts(self), *args, **kwargs)
+        if len(parts) > 1:  # otherwise it is the only one's method that saves
+            self = AttributeOverride(
+                self, chained_optimizers=[_gathering_single_experts(each) for each in parts]
+            )
+        return original(self, *args, **kwargs)
+
+    return save
+
+
+def _gathering_single_experts(optimizer: Any) -> Any:
+    """Return the optimizer, with buffers that it gathers in the order of single experts."""
+    if not hasattr(optimizer, "get_parameter_state_dp_zero") or not _check_places(optimizer):
+        return optimizer
+
+    def get_parameter_state_dp_zero(*args: Any, **kwargs: Any) -> Any:
+        state = optimizer.get_parameter_state_dp_zero(*args, **kwargs)
+        if state is not None:
+            _reorder(optimizer, state, _single_from_stacks)
+        return state
+
+    return AttributeOverride(optimizer, get_parameter_state_dp_zero=get_parameter_state_dp_zero)
+
+
+def load_buffers_of_single_experts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``DistributedOptimizer.load_parameter_state_from_dp_zero``; one rank has the state."""
+
+    @functools.wraps(original)
+    def load_parameter_state_from_dp_zero(self: Any, state_dict: Any, **kwargs: Any) -> Any:
+        if _check_places(self) and kwargs.get("update_legacy_format"):
+            raise RuntimeError(f"moe-grouped-gemm: {LEGACY}")
+        if state_dict is not None:
+            _reorder(self, state_dict, _stacks_from_single)
+        return original(self, state_dict, **kwargs)
+
+    return load_parameter_state_from_dp_zero
+
+
 def refuse_slices_of_buffers(original: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate methods of ``DistributedOptimizer`` that save or load each rank's slices of its buffers."""
 
@@ -138,3 +342,69 @@ def refuse_slices_of_buffers(original: Callable[..., Any]) -> Callable[..., Any]
         return original(self, *args, **kwargs)
 
     return method
+
+
+def _check_places(optimizer: Any) -> bool:
+    """Return whether there are stacks; if so, parameters lie with no gaps but those of single experts.
+
+    Megatron begins each at a multiple of 64 entries, but saves no gap between two buckets, and where a bucket
+    ends depends on the sizes of parameters.
+    """
+    parameters = [each for buffer in optimizer.buffers for each in buffer.param_index_map]
+    matrices = {each[0].numel() for each in parameters if stack_of(each)}
+    sizes = matrices
+    if matrices and optimizer.ddp_config.overlap_grad_reduce:
+        sizes = matrices | {each.numel() for each in parameters if not stack_of(each)}
+    odd = [size for size in sorted(sizes) if size % ALIGNMENT]
+    if odd:
+        raise RuntimeError(f"moe-grouped-gemm: {GAPS} (one has {odd[0]})")
+    return bool(matrices)
+
+
+def _reorder(optimizer: Any, state: Any, reorder: Callable[[Tensor, list[Any]], Tensor]) -> None:
+    """Reorder the state's tensors, one for each buffer and kind of number."""
+    for index, buffer in enumerate(optimizer.buffers):
+        segments = [(place, run) for place, run in _places(buffer) if stack_of(run[0])]
+        for tensors in state[index].values():
+            for tensor in tensors.values():
+                if isinstance(tensor, Tensor):
+                    for place, run in segments:
+                        tensor[place] = reorder(tensor[place], run)
+
+
+def _places(buffer: Any) -> Iterator[tuple[slice, list[Any]]]:
+    """Yield where each run lies among a buffer's entries, not counted those that fill up buckets."""
+    gaps, before = [], 0
+    for (start, stop), bucket in zip(buffer.bucket_indices, buffer.buckets, strict=True):
+        gaps.append(before)
+        before += stop - start - bucket.numel_unpadded
+    indices = buffer.param_index_map
+    for run in runs(sorted(indices, key=lambda each: indices[each][0])):
+        (begin, _, first), (_, end, last) = indices[run[0]], indices[run[-1]]
+        yield slice(begin - gaps[first], end - gaps[last]), run
+
+
+def _single_from_stacks(segment: Tensor, run: list[Any]) -> Tensor:
+    """Reorder a run: the last expert is first, and of each expert the run's matrices."""
+    parts = segment.split([each.numel() for each in run])
+    matrices = [_stack(each).by_expert(part.view(each.shape)) for part, each in zip(parts, run, strict=True)]
+    experts = reversed(list(zip(*matrices, strict=True)))
+    return torch.cat([matrix.reshape(-1) for expert in experts for matrix in expert])
+
+
+def _stacks_from_single(segment: Tensor, run: list[Any]) -> Tensor:
+    """Undo :func:`_single_from_stacks`."""
+    sizes = [each[0].numel() for each in run]
+    parts = segment.split(sizes * len(run[0]))
+    stacks = []
+    for index, each in enumerate(run):
+        shape = _stack(each).by_expert(each)[0].shape
+        matrices = [part.view(shape) for part in reversed(parts[index :: len(run)])]
+        stacks.append(_stack(each).stack(matrices).view(-1))
+    return torch.cat(stacks)
+
+
+def _stack(parameter: Any) -> Stack:
+    stack = stack_of(parameter)
+    assert stack is not None
+    return stack

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -12,22 +12,76 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.moe.experts import WeightSlice
 from mindspeed_dsa.features.moe.grouped_experts import checkpoint
 from mindspeed_dsa.features.moe.grouped_experts.feature import Options, check_model, recomputes_activation
-from mindspeed_dsa.features.moe.grouped_experts.linear import GroupedLinear
-from mindspeed_dsa.features.moe.grouped_experts.stacks import Stack
+from mindspeed_dsa.features.moe.grouped_experts.linear import GroupedLinear, Stack
 from mindspeed_dsa.megatron.attribute_override import AttributeOverride, activation_of
 from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.megatron.gathered_weights import wait_for_weights
 from mindspeed_dsa.ops.grouped_matmul import Groups
-from mindspeed_dsa.parallel.lending import Place
+
+# -- where Megatron's specifications choose the experts module --------------------------------------
+# Nothing of Megatron is imported here: these functions are fetched while Megatron is being imported.
+
+
+def provide_grouped_experts(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``LocalSpecProvider.grouped_mlp_modules``: as for sequential experts, but for their class."""
+
+    def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: bool, *args: Any, **kwargs: Any) -> Any:
+        if not moe_use_grouped_gemm:
+            return original(self, moe_use_grouped_gemm, *args, **kwargs)
+        sequential = original(self, False, *args, **kwargs)
+        if isinstance(sequential, partial):
+            return partial(grouped_experts(context), *sequential.args, **sequential.keywords)
+        _, submodules = sequential
+        return grouped_experts(context), submodules
+
+    return grouped_mlp_modules
+
+
+def specify_grouped_experts(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``get_moe_module_spec`` of releases without providers."""
+
+    def get_moe_module_spec(
+        use_te: bool | None = True,
+        num_experts: int | None = None,
+        moe_grouped_gemm: bool | None = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if use_te or not moe_grouped_gemm:
+            return original(use_te, num_experts, moe_grouped_gemm, *args, **kwargs)
+        spec = original(use_te, num_experts, False, *args, **kwargs)
+        spec.submodules.experts.module = grouped_experts(context)
+        return spec
+
+    return get_moe_module_spec
+
+
+def validate_on_every_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``validate_args``, which demands a GPU that some kernels for grouped experts need."""
+
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        if not getattr(args, "moe_grouped_gemm", False) or args.transformer_impl != "local":
+            return original(args, *rest, **kwargs)
+        args.moe_grouped_gemm = False
+        try:
+            return original(args, *rest, **kwargs)
+        finally:
+            args.moe_grouped_gemm = True
+
+    return validate_args
+
+
+# -- the module ------------------------------------------------------------------------------------
 
 LINEARS = ("linear_fc1", "linear_fc2")
 
 
 @cache
 def grouped_experts(context: Context[Options]) -> type:
-    """A subclass of this Megatron's ``SequentialMLP``."""
+    """Return a subclass of this Megatron's ``SequentialMLP``."""
     base: Any = context.megatron("core.transformer.moe.experts").SequentialMLP
 
     class GroupedExperts(base):
@@ -64,7 +118,7 @@ def grouped_experts(context: Context[Options]) -> type:
             tokens_per_expert: Tensor,
             permuted_probs: Tensor,
         ) -> Any:
-            """``[rows, hidden]``, sorted by expert, ``[experts]`` and ``[rows]`` to ``[rows, hidden]``."""
+            """Run rows ``[rows, hidden]``, sorted by expert, to outputs ``[rows, hidden]``."""
             linears = [getattr(self.mlp, name) for name in LINEARS]
             groups = Groups(tokens_per_expert)
             mlp = self._recomputing_mlp if self._recomputes and torch.is_grad_enabled() else self.mlp
@@ -77,14 +131,14 @@ def grouped_experts(context: Context[Options]) -> type:
                 for linear in linears:
                     linear.groups = None
 
-        def expert_weights(self, expert: int) -> tuple[Place, ...]:
-            """See :class:`mindspeed_dsa.megatron.experts.SingleExperts`; in the layout of the stack."""
-            return tuple(Place(getattr(self.mlp, name).weight, expert) for name in LINEARS)
+        def expert_weights(self, expert: int) -> tuple[WeightSlice, ...]:
+            """Return slices of the stacks, in their layout; see ``SingleExperts``."""
+            return tuple(WeightSlice(getattr(self.mlp, name).weight, expert) for name in LINEARS)
 
         def run_expert(self, weights: Sequence[Tensor], rows: Tensor, probs: Tensor) -> Tensor:
-            """One expert is a stack of one."""
+            """Run one expert as a stack of one."""
             linears = [getattr(self.mlp, name) for name in LINEARS]
-            stacks = {f"{name}.weight": own[None] for name, own in zip(LINEARS, weights, strict=True)}
+            stacks = {f"{name}.weight": weight[None] for name, weight in zip(LINEARS, weights, strict=True)}
             for linear in linears:
                 linear.groups = Groups([rows.size(0)])
             try:
@@ -95,12 +149,12 @@ def grouped_experts(context: Context[Options]) -> type:
             return output
 
         def wait_for_weights(self) -> None:
-            """Under overlapped parameter gathering."""
+            """Wait for the stacks, under overlapped parameter gathering."""
             for name in LINEARS:
                 wait_for_weights(getattr(self.mlp, name))
 
         def _recomputing_mlp(self, rows: Tensor, probs: Tensor) -> Any:
-            """Megatron's ``moe_act``: fc2's backward recomputes the activation."""
+            """Run the MLP with Megatron's ``moe_act``: fc2's backward recomputes the activation."""
             mlp = self.mlp
             intermediate, bias = mlp.linear_fc1(rows)
             recomputed = context.megatron("core.tensor_parallel").CheckpointWithoutOutput()
@@ -114,18 +168,18 @@ def grouped_experts(context: Context[Options]) -> type:
         def sharded_state_dict(
             self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
         ) -> dict[str, Any]:
-            """Keys, shapes and offsets are those of ``SequentialMLP``."""
+            """Return keys, shapes and offsets of ``SequentialMLP``."""
             # What other features have noted of the module counts for its experts too.
             apart = AttributeOverride(self, **{**vars(self), "local_experts": self._experts_apart()})
-            found: dict[str, Any] = base.sharded_state_dict(apart, prefix, sharded_offsets, metadata)
+            state: dict[str, Any] = base.sharded_state_dict(apart, prefix, sharded_offsets, metadata)
             for name in LINEARS:
-                shards = [found.pop(key) for key in checkpoint.expert_keys(self, prefix, name)]
+                shards = [state.pop(key) for key in checkpoint.expert_keys(self, prefix, name)]
                 stack = checkpoint.sharded_stack(getattr(self.mlp, name), shards, context.megatron)
-                found[f"{prefix}mlp.{name}.weight"] = stack
-            return found
+                state[f"{prefix}mlp.{name}.weight"] = stack
+            return state
 
         def _experts_apart(self) -> list[Any]:
-            """The local experts as Megatron builds them, on the memory of the stacks."""
+            """Return the local experts as Megatron builds them, on the memory of the stacks."""
             experts = []
             for position in range(self.num_local_experts):
                 expert = _shallow(self._plain_expert)
@@ -136,7 +190,7 @@ def grouped_experts(context: Context[Options]) -> type:
             return experts
 
         def tensors_of(self, position: int) -> list[Tensor]:
-            """Views ``[out, in]`` of one local expert's weights, for who moves experts."""
+            """Return views ``[out, in]`` of one local expert's weights, for who moves experts."""
             linears = (getattr(self.mlp, name) for name in LINEARS)
             return [linear.by_expert(linear.weight.detach())[position] for linear in linears]
 
@@ -147,7 +201,7 @@ def grouped_experts(context: Context[Options]) -> type:
 
 
 def _shallow(module: Any) -> Any:
-    """A copy that has the same children and parameters until it is given others."""
+    """Copy a module; the copy has the same children and parameters until it is given others."""
     copied = copy.copy(module)
     for name in ("_modules", "_parameters"):
         vars(copied)[name] = dict(vars(module)[name])

@@ -68,7 +68,7 @@ def wanted(settings: Any) -> bool:
 
 
 def check_arguments(args: Any, options: Options) -> Iterator[str]:
-    """What in a job's arguments does not combine with the feature."""
+    """Refuse what in a job's arguments does not combine with the feature."""
     if argument(args, "transformer_impl") not in (None, "local"):
         return
     yield from check_experts(args, options)
@@ -91,7 +91,7 @@ def check_arguments(args: Any, options: Options) -> Iterator[str]:
 
 
 def _check_optimizer_format(args: Any) -> Iterator[str]:
-    """What is known before a checkpoint is read; the rest is refused when its optimizer state is loaded."""
+    """Refuse what is known before a checkpoint is read; the rest is, when its optimizer state is loaded."""
     saves = argument(args, "save") and not argument(args, "no_save_optim")
     if not saves or not argument(args, "use_distributed_optimizer"):
         return
@@ -111,13 +111,13 @@ def _check_optimizer_format(args: Any) -> Iterator[str]:
 
 
 def recomputes_activation(args: Any) -> bool:
-    """Whether Megatron's own recompute of the experts' activation is asked for."""
+    """Return whether Megatron's own recompute of the experts' activation is asked for."""
     selective = argument(args, "recompute_granularity") == "selective"
     return selective and "moe_act" in (argument(args, "recompute_modules") or ())
 
 
 def check_model(args: Any, options: Options) -> Iterator[str]:
-    """What in a model's configuration does not combine with the feature."""
+    """Refuse what in a model's configuration does not combine with the feature."""
     yield from check_experts(args, options)
     if recomputes_activation(args) and not options.has_checkpoint:
         yield (
@@ -127,7 +127,7 @@ def check_model(args: Any, options: Options) -> Iterator[str]:
 
 
 def check_experts(args: Any, options: Options) -> Iterator[str]:
-    """What in arguments, or in a model's configuration, does not combine with the feature."""
+    """Refuse what in arguments, or in a model's configuration, does not combine with the feature."""
     if argument(args, "add_bias_linear"):
         yield f"{_FLAG}: a grouped matmul has no bias; add --disable-bias-linear"
     for name in ("fp8", "fp4"):
@@ -135,9 +135,9 @@ def check_experts(args: Any, options: Options) -> Iterator[str]:
             yield f"{_FLAG}: its operator has no {name}; drop --{name}-format, or use Transformer Engine"
 
 
-_IMPL = "mindspeed_dsa.features.moe.grouped_experts.provider"
+_IMPL = "mindspeed_dsa.features.moe.grouped_experts.experts"
 _CHECKPOINT = "mindspeed_dsa.features.moe.grouped_experts.checkpoint"
-_STATE = "mindspeed_dsa.features.moe.grouped_experts.optimizer_state"
+_STATE = "mindspeed_dsa.features.moe.grouped_experts.checkpoint"
 _SAVE_BUFFERS = "save_buffers_of_single_experts"
 _OPTIMIZERS = "megatron.core.optimizer"
 _RANGE = ">=0.12.1,<0.21"

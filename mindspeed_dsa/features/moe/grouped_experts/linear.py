@@ -1,9 +1,11 @@
-"""The linear layers of all local experts as one: one parameter, one operator."""
+"""The linear layers of all local experts as one: one stacked parameter, one operator, one gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -11,17 +13,63 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mindspeed_dsa.feature import Megatron
-from mindspeed_dsa.features.moe.grouped_experts.main_grad import gradient_receiver
-from mindspeed_dsa.features.moe.grouped_experts.stacks import Stack
-from mindspeed_dsa.ops.grouped_matmul import Groups, WeightGradient, grouped_matmul
-from mindspeed_dsa.parallel.weight_gradients import DeferredGradient, Gradient, deferred_gradient_of
+from mindspeed_dsa.ops.grouped_matmul import Groups, Layout, WeightGradient, grouped_matmul
+from mindspeed_dsa.parallel.weight_gradients import (
+    DeferredGradient,
+    Gradient,
+    deferred_gradient_of,
+    placeholder,
+)
+
+_ATTRIBUTE = "stacks_experts"
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """Mark of a stacked parameter: how the experts' matrices lie in it.
+
+    Attributes:
+        layout: of each expert's matrix.
+        experts: the same object for all stacks of one module's experts.
+    """
+
+    layout: Layout
+    experts: object
+
+    def by_expert(self, stack: Tensor) -> list[Tensor]:
+        """Return views ``[out, in]`` of a tensor as large as the parameter, one for each expert."""
+        return list((stack if self.layout == "nk" else stack.transpose(1, 2)).unbind())
+
+    def stack(self, matrices: Sequence[Tensor]) -> Tensor:
+        """Stack matrices as :meth:`by_expert` returns them, in memory of its own."""
+        return torch.stack([matrix if self.layout == "nk" else matrix.T for matrix in matrices])
+
+    def mark(self, parameter: Tensor) -> None:
+        """Note it at the parameter."""
+        setattr(parameter, _ATTRIBUTE, self)
+
+
+def stack_of(parameter: Any) -> Stack | None:
+    """Return what :meth:`Stack.mark` has noted."""
+    return getattr(parameter, _ATTRIBUTE, None)
+
+
+def runs(parameters: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yield neighbours that are stacks of the same experts together, all others one by one."""
+    for _, run in groupby(parameters, _together):
+        yield list(run)
+
+
+def _together(parameter: Any) -> int:
+    stack = stack_of(parameter)
+    return id(parameter if stack is None else stack.experts)
 
 
 class GroupedLinear(torch.nn.Module):
     """Takes over the weights of the experts' layers, one expert after another.
 
-    It neither gathers nor reduces: what experts get and return is the dispatcher's business, as it is for
-    Megatron's layers with ``is_expert``.
+    Nothing is gathered or reduced here: what experts get and return is the dispatcher's business, as it is
+    for Megatron's layers with ``is_expert``.
 
     Args:
         linears: Megatron's layers, by local expert, without bias; they are left without weight.
@@ -51,7 +99,7 @@ class GroupedLinear(torch.nn.Module):
             linear.weight = None
 
     def forward(self, rows: Tensor) -> tuple[Tensor, None]:
-        """``[rows, in]``, sorted by expert, to ``[rows, out]``, and no bias."""
+        """Multiply ``[rows, in]``, sorted by expert, to ``[rows, out]``; there is no bias."""
         if self.groups is None:
             raise RuntimeError(
                 "moe-grouped-gemm: an expert's layer was called on its own, and does not know which rows "
@@ -75,3 +123,25 @@ def _defer(
 ) -> Tensor:
     later: Gradient = partial(receive, gradient)
     return deferred.defer(later)
+
+
+def gradient_receiver(weight: Any, megatron: Megatron) -> Callable[[WeightGradient], Tensor | None] | None:
+    """Return what puts the gradient of a stack into ``main_grad``; ``None``: autograd takes it.
+
+    Megatron's data parallelism has a buffer ``main_grad`` for every parameter and a mark that says that the
+    gradient is in it already, for which Megatron's linear layers need a fused kernel. All contributions to a
+    parameter must go one way; those of a stack have but one origin.
+
+    Args:
+        weight: the parameter; its ``main_grad`` of now is the one used in backward.
+        megatron: see :func:`placeholder`.
+    """
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is None or not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+
+    def add(gradient: WeightGradient) -> Tensor | None:
+        gradient.add_to(main_grad)
+        return placeholder(weight, weight.dtype, megatron)
+
+    return add

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag
-from mindspeed_dsa.megatron import moe_layers
+from mindspeed_dsa.features.moe import numbering
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.expert_parallel import number_of_experts
 from mindspeed_dsa.patches.spec import Patch
@@ -64,11 +64,11 @@ FEATURE = Feature(
         Patch(
             "megatron.core.transformer.moe.router:TopKRouter.forward",
             "wrap",
-            f"{_HERE}.counting:count_tokens",
+            f"{_HERE}.steps:count_tokens",
             "its routing map says which tokens each expert gets",
             params=("input",),
         ),
-        *moe_layers.rows(f"{_HERE}.counting", "layers are counted by their number in the whole model"),
+        *numbering.rows(f"{_HERE}.steps", "layers are counted by their number in the whole model"),
         Patch(
             "megatron.training.training:training_log",
             "wrap",

@@ -1,19 +1,29 @@
-"""One record per step: in Megatron-LM's training loop, or in a job's own."""
+"""Load of experts: counted on the device from router to router, and one record per step.
+
+Records are made in Megatron-LM's training loop, or in a job's own, which calls :func:`use_own_loop` and
+:func:`record_step`.
+"""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.moe.load_report.counting import counts_of
+from mindspeed_dsa.features.moe import numbering
 from mindspeed_dsa.features.moe.load_report.feature import Options
+from mindspeed_dsa.features.moe.numbering import Numbered
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.runs import expert_load, metrics
+from mindspeed_dsa.runs.expert_load import LayerLoad
 
 
 def use_own_loop(context: Context[Options]) -> None:
@@ -80,3 +90,154 @@ def require_loop(context: Context[Options]) -> None:
             "training loop (megatron.training), and this job does not use it; call use_own_loop and "
             f"record_step of {__name__} in the job's own loop, or omit the flag"
         )
+
+
+# -- counts --------------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    """Place of a router: its layer's number, from 1, and its pipeline stage, from 0."""
+
+    layer: int
+    stage: int
+
+
+class Counts:
+    """Tokens of the current step that the routers of this rank have sent to their experts.
+
+    Attributes:
+        own_loop: whether the job has said that it records its steps itself.
+    """
+
+    def __init__(self, context: Context[Options]) -> None:
+        self._megatron = context.megatron
+        self._config: Any = None
+        self._places: WeakKeyDictionary[Any, _Place] = WeakKeyDictionary()
+        self._tokens: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
+        self._slots: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
+        self.own_loop = False
+
+    def built(self, config: Any, layers: Sequence[Numbered]) -> None:
+        """Note the layers of a chunk that has been built, with a configuration that may be its own.
+
+        Its layers take the places of those that have their numbers: of a model built before.
+        """
+        self._config = config
+        numbers = {number for number, _ in layers}
+        for router, place in list(self._places.items()):
+            if place.layer in numbers or place.layer > self._layers:
+                del self._places[router]
+        stage = self._megatron("core.parallel_state").get_pipeline_model_parallel_rank()
+        for number, layer in layers:
+            self._places[layer.router] = _Place(number, stage)
+
+    def add(self, router: Any, routing_map: Tensor) -> None:
+        """Count a microbatch; nothing is sent to the host.
+
+        Args:
+            router: Megatron's.
+            routing_map: bool ``[tokens, experts]``.
+        """
+        with torch.no_grad():
+            # In place and never allocated again: CUDA graphs replay this addition.
+            tokens = self._tokens.get(router)
+            if tokens is None:
+                tokens = torch.zeros(routing_map.size(1), dtype=torch.int64, device=routing_map.device)
+                self._tokens[router] = tokens
+                if (order := numbering.order_of(router)) is not None:
+                    self._slots[router] = torch.tensor(order, device=routing_map.device)
+            tokens += routing_map.sum(dim=0)
+
+    def take(self) -> list[LayerLoad]:
+        """Return the load of all MoE layers in this step, and begin the next; all ranks call this together.
+
+        Returns:
+            Layers by their number on the last rank, which alone waits for the device; elsewhere nothing.
+        """
+        if self._config is None:
+            return []
+        sums = self._sums()
+        dist.all_reduce(sums.all)
+        if dist.get_rank() != dist.get_world_size() - 1:
+            return []
+        stages, experts, ranks = sums.stages.tolist(), sums.experts.tolist(), sums.ranks.tolist()
+        return [
+            LayerLoad(row + 1, stage - 1, experts[row], ranks[row])
+            for row, stage in enumerate(stages)
+            if stage  # a dense layer has none
+        ]
+
+    @property
+    def _layers(self) -> int:
+        """Number of the whole model's layers."""
+        layers: int = self._config.num_layers + (self._config.mtp_num_layers or 0)
+        return layers
+
+    def _sums(self) -> _Sums:
+        state = self._megatron("core.parallel_state")
+        ranks = state.get_expert_model_parallel_world_size()
+        replica = state.get_expert_data_parallel_rank()
+        sums = _Sums(
+            self._layers, self._config.num_moe_experts, state.get_expert_data_parallel_world_size(), ranks
+        )
+        alone = state.get_tensor_model_parallel_rank() == 0 and (
+            state.get_data_parallel_rank(with_context_parallel=True) == 0
+        )
+        for router, place in self._places.items():
+            tokens, row = self._tokens.get(router), place.layer - 1
+            sums.stages[row] = (place.stage + 1) * alone  # one of the ranks that hold the layer names it
+            if tokens is None:
+                continue
+            sums.experts[row] += tokens
+            slots = self._slots.get(router)  # [experts]: which of them each slot holds
+            by_slot = tokens if slots is None else tokens[slots]
+            sums.ranks[row, replica] += by_slot.view(ranks, -1).sum(dim=1)
+            tokens.zero_()
+        return sums
+
+
+class _Sums:
+    """Sums over all ranks, in one tensor, for one reduction.
+
+    Attributes:
+        all: int64, everything below, one after the other.
+        stages: ``[layers]``, pipeline stage from 1, 0 for a dense layer.
+        experts: ``[layers, experts]``, tokens.
+        ranks: ``[layers, replicas, expert parallel ranks]``, tokens.
+    """
+
+    def __init__(self, layers: int, experts: int, replicas: int, ranks: int) -> None:
+        sizes = [layers, layers * experts, layers * replicas * ranks]
+        self.all = torch.zeros(sum(sizes), dtype=torch.int64, device=platforms.current().device)
+        self.stages, of_experts, of_ranks = self.all.split(sizes)
+        self.experts = of_experts.view(layers, experts)
+        self.ranks = of_ranks.view(layers, replicas, ranks)
+
+
+def counts_of(context: Context[Options]) -> Counts:
+    """Return the counts of the feature's session."""
+    return context.state(Counts)
+
+
+def count_tokens(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``TopKRouter.forward``; its result is passed on as it is."""
+    counts = counts_of(context)
+
+    def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, input, *args, **kwargs)
+        # What is recomputed runs twice, the first time without gradients; an evaluation runs without.
+        if self.training and torch.is_grad_enabled():
+            counts.add(self, result[1])
+        return result
+
+    return forward
+
+
+def in_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+    """Decorate ``TransformerBlock.__init__``."""
+    return numbering.after_block(original, context, counts_of(context).built)
+
+
+def in_mtp_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+    """Decorate ``MultiTokenPredictionBlock.__init__``."""
+    return numbering.after_mtp_block(original, context, counts_of(context).built)

@@ -95,7 +95,7 @@ FEATURE = Feature(
             Patch(
                 f"{_UTILS}:__dict__",
                 "entry",
-                f"{_IMPL}.kernels:{name}",
+                f"{_IMPL}.permutation:{name}",
                 "the configuration refuses the flag unless Transformer Engine has put this name there",
                 versions=_RANGE,
                 key=name,

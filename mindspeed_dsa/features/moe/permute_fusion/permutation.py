@@ -1,4 +1,7 @@
-"""Megatron's permutations on our operator, and the shared expert's output that joins the last of them."""
+"""Megatron's permutations on our operator, and the five functions that it asks Transformer Engine for.
+
+The shared expert's output joins the last permutation: the layer offers it, and the unpermutation takes it.
+"""
 
 from __future__ import annotations
 
@@ -13,41 +16,10 @@ from torch import Tensor
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.permute_fusion.feature import Options
-from mindspeed_dsa.features.moe.permute_fusion.kernels import counts
 from mindspeed_dsa.megatron.shared_expert import SharedOutput
 from mindspeed_dsa.ops.moe_permute import permute, sort_chunks, unpermute
 
-
-class _Offer:
-    """Something to add to the sum of the rows, until it is taken."""
-
-    def __init__(self, addend: Tensor | SharedOutput) -> None:
-        self._addend: Tensor | SharedOutput | None = addend
-
-    def take(self, permuted: Tensor, shape: torch.Size) -> Tensor | None:
-        """The addend as ``shape``, once, if it fits to rows like ``permuted``."""
-        addend = self._addend.tensor if isinstance(self._addend, SharedOutput) else self._addend
-        if addend is None or addend.dtype != permuted.dtype or addend.numel() != shape.numel():
-            return None
-        self._addend = None
-        return addend.reshape(shape)
-
-    @property
-    def taken(self) -> bool:
-        return self._addend is None
-
-
-_offer: ContextVar[_Offer | None] = ContextVar("what the layer offers to its unpermutation", default=None)
-
-
-@contextmanager
-def _offered(addend: Tensor | SharedOutput) -> Iterator[_Offer]:
-    offer = _Offer(addend)
-    token = _offer.set(offer)
-    try:
-        yield offer
-    finally:
-        _offer.reset(token)
+# -- permutations of moe_utils --------------------------------------------------------------------
 
 
 def permute_fused(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
@@ -133,6 +105,22 @@ def sort_chunks_fused(original: Callable[..., Any], context: Context[Options]) -
     return sort_chunks_by_idxs
 
 
+def counts(tokens: Tensor, num_out_tokens: int | Tensor | None) -> dict[str, int | None]:
+    """Return how many rows Megatron's count says there are, and how many for each token.
+
+    A plain number is the tokens times the router's top-k, as long as no token is dropped; what a routing map
+    was counted for comes as a tensor, on the host by then.
+    """
+    if num_out_tokens is None or num_out_tokens == -1:
+        return {}
+    rows = int(num_out_tokens)
+    even = isinstance(num_out_tokens, int) and len(tokens) > 0 and rows % len(tokens) == 0
+    return {"rows": rows, "topk": rows // len(tokens) if even else None}
+
+
+# -- the shared expert's output ------------------------------------------------------------------
+
+
 def add_while_unpermuting(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate the step of ``MoELayer`` that unpermutes and then adds the shared expert's output.
 
@@ -153,3 +141,111 @@ def add_while_unpermuting(original: Callable[..., Any], context: Context[Options
         return result if offer.taken else result + shared_expert_output
 
     return combine
+
+
+class _Offer:
+    """Addend to the sum of the rows, until it is taken."""
+
+    def __init__(self, addend: Tensor | SharedOutput) -> None:
+        self._addend: Tensor | SharedOutput | None = addend
+
+    def take(self, permuted: Tensor, shape: torch.Size) -> Tensor | None:
+        """Return the addend as ``shape``, once, if it fits to rows like ``permuted``."""
+        addend = self._addend.tensor if isinstance(self._addend, SharedOutput) else self._addend
+        if addend is None or addend.dtype != permuted.dtype or addend.numel() != shape.numel():
+            return None
+        self._addend = None
+        return addend.reshape(shape)
+
+    @property
+    def taken(self) -> bool:
+        return self._addend is None
+
+
+_offer: ContextVar[_Offer | None] = ContextVar("what the layer offers to its unpermutation", default=None)
+
+
+@contextmanager
+def _offered(addend: Tensor | SharedOutput) -> Iterator[_Offer]:
+    offer = _Offer(addend)
+    token = _offer.set(offer)
+    try:
+        yield offer
+    finally:
+        _offer.reset(token)
+
+
+# -- functions of Transformer Engine's names ------------------------------------------------------
+
+Kernel = Callable[..., Any]
+
+
+def fused_permute(context: Context[Options]) -> Kernel:
+    """Make ``fused_permute``, or leave Transformer Engine's."""
+    backend = context.options.backend
+
+    def fused_permute(
+        inp: Tensor, routing_map: Tensor, num_out_tokens: int | Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return permuted tokens ``[rows, hidden]`` and the map that :func:`fused_unpermute` takes."""
+        moved = permute(inp, routing_map.bool(), None, **counts(inp, num_out_tokens), backend=backend)
+        return moved.tokens, moved.row_map
+
+    return _theirs(context, "fused_permute") or fused_permute
+
+
+def fused_permute_with_probs(context: Context[Options]) -> Kernel:
+    """Make ``fused_permute_with_probs``, or leave Transformer Engine's."""
+    backend = context.options.backend
+
+    def fused_permute_with_probs(
+        inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int | Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return permuted tokens ``[rows, hidden]``, their probabilities ``[rows]``, and the map of rows."""
+        return permute(inp, routing_map.bool(), probs, **counts(inp, num_out_tokens), backend=backend)
+
+    return _theirs(context, "fused_permute_with_probs") or fused_permute_with_probs
+
+
+def fused_unpermute(context: Context[Options]) -> Kernel:
+    """Make ``fused_unpermute``, or leave Transformer Engine's."""
+    backend = context.options.backend
+
+    def fused_unpermute(
+        inp: Tensor, row_id_map: Tensor, merging_probs: Tensor | None = None, *, restore_shape: torch.Size
+    ) -> Tensor:
+        """Return, as ``restore_shape``, the rows of every token, weighted and added up."""
+        return unpermute(inp, row_id_map, restore_shape[0], merging_probs, backend=backend)
+
+    return _theirs(context, "fused_unpermute") or fused_unpermute
+
+
+def fused_sort_chunks_by_index(context: Context[Options]) -> Kernel:
+    """Make ``fused_sort_chunks_by_index``, or leave Transformer Engine's."""
+    backend = context.options.backend
+
+    def fused_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
+        """Return the chunks of ``inp`` in the order of ``sorted_index``."""
+        return sort_chunks(inp, split_sizes, sorted_index, backend=backend)[0]
+
+    return _theirs(context, "fused_sort_chunks_by_index") or fused_sort_chunks_by_index
+
+
+def fused_sort_chunks_by_index_with_probs(context: Context[Options]) -> Kernel:
+    """Make ``fused_sort_chunks_by_index_with_probs``, or leave Transformer Engine's."""
+    backend = context.options.backend
+
+    def fused_sort_chunks_by_index_with_probs(
+        inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the chunks of both in the order of ``sorted_index``."""
+        return sort_chunks(inp, split_sizes, sorted_index, probs, backend=backend)
+
+    return _theirs(context, "fused_sort_chunks_by_index_with_probs") or fused_sort_chunks_by_index_with_probs
+
+
+def _theirs(context: Context[Options], name: str) -> Kernel | None:
+    if not context.options.leaves_it_to_transformer_engine(context.megatron):
+        return None
+    theirs: Kernel = getattr(context.megatron("core.extensions.transformer_engine"), name)
+    return theirs

@@ -66,7 +66,7 @@ def check_tp_extend_ep(args: Any, options: None = None) -> Iterator[str]:
 
 
 def layout(args: Any) -> tuple[int, int, int | None]:
-    """Tensor, expert and expert tensor parallel size; the last is ``None`` where it was not given."""
+    """Return tensor, expert and expert tensor parallel size; the last is ``None`` where it was not given."""
     return (
         argument(args, "tensor_model_parallel_size") or 1,
         argument(args, "expert_model_parallel_size") or 1,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from packaging.version import Version
 
-from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.feature import Conflict, Context, Feature, Flag, Requires
+from mindspeed_dsa.megatron.configuration import argument, require
 from mindspeed_dsa.megatron.expert_parallel import (
     ROWS,
     check_all_to_all,
@@ -23,7 +23,7 @@ from mindspeed_dsa.patches.spec import Patch
 
 @dataclass(frozen=True)
 class Options:
-    """What the installed release can do.
+    """Abilities of the installed release.
 
     Attributes:
         counts_uses: overlapped reduction knows parameters that two backwards of a microbatch use.
@@ -126,6 +126,36 @@ def _check_recompute(args: Any) -> Iterator[str]:
                 )
 
 
+def switch_on_paired_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``validate_args``: what a job's own code and Megatron read is the argument."""
+
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        args.overlap_moe_expert_parallel_comm = True
+        return original(args, *rest, **kwargs)
+
+    return validate_args
+
+
+def configure_paired_schedule(
+    original: Callable[..., None], context: Context[Options]
+) -> Callable[..., None]:
+    """Decorate ``TransformerConfig.__post_init__``: of a model with experts.
+
+    Its own checks of the schedule, one of which is against fp32, are passed over; ours take their place.
+    """
+
+    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.num_moe_experts is None:
+            original(self, *args, **kwargs)
+            return
+        require(context, check_overlap, self)
+        self.overlap_moe_expert_parallel_comm = False
+        original(self, *args, **kwargs)
+        self.overlap_moe_expert_parallel_comm = True
+
+    return __post_init__
+
+
 _PLAN = "megatron.core.models.common.model_chunk_schedule_plan:TransformerLayerSchedulePlan"
 _HERE = "mindspeed_dsa.features.pipeline.fb_overlap"
 _RANGE = ">=0.14,<0.21"
@@ -146,7 +176,7 @@ FEATURE = Feature(
         Patch(
             "megatron.training.arguments:validate_args",
             "wrap",
-            f"{_HERE}.configure:switch_on_paired_schedule",
+            f"{_HERE}.feature:switch_on_paired_schedule",
             "Megatron's schedule of pairs is what this fills",
             params=("args",),
             required=False,
@@ -155,7 +185,7 @@ FEATURE = Feature(
         Patch(
             "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
             "wrap",
-            f"{_HERE}.configure:configure_paired_schedule",
+            f"{_HERE}.feature:configure_paired_schedule",
             "the same for jobs without Megatron's parser; fp32 works, which it asserts against",
         ),
         Patch(
@@ -190,7 +220,7 @@ FEATURE = Feature(
         Patch(
             "megatron.core.pipeline_parallel.utils:ScheduleNode.default_backward_func",
             "wrap",
-            f"{_HERE}.frozen:run_what_learns",
+            f"{_HERE}.layer:run_what_learns",
             "it refuses pieces in which nothing learns, as a frozen embedding",
             params=("outputs", "output_grad"),
         ),

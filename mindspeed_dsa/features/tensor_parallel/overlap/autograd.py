@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.feature import Megatron
-from mindspeed_dsa.parallel import chunked
-from mindspeed_dsa.parallel.gather import Allocate
+from mindspeed_dsa.features.tensor_parallel.overlap import chunked
+from mindspeed_dsa.features.tensor_parallel.overlap.chunked import Allocate
 from mindspeed_dsa.parallel.saved_tensors import parameter_of
 from mindspeed_dsa.parallel.weight_gradients import WeightGradient
 

@@ -13,7 +13,7 @@ from mindspeed_dsa.megatron.measured import check_measured
 from mindspeed_dsa.patches.spec import Patch
 
 _BACKENDS = {
-    "chunked": "mindspeed_dsa.parallel.chunked",
+    "chunked": "mindspeed_dsa.features.tensor_parallel.overlap.chunked",
     "mc2": "mindspeed_dsa.features.tensor_parallel.overlap.mc2",
     "symmetric": "mindspeed_dsa.features.tensor_parallel.overlap.symmetric",
 }

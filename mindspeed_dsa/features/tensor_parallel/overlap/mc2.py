@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_dsa.features.tensor_parallel.overlap import chunked
+from mindspeed_dsa.features.tensor_parallel.overlap.chunked import Allocate, Gather
 from mindspeed_dsa.ops.npu.device import listed, product
-from mindspeed_dsa.parallel import chunked
-from mindspeed_dsa.parallel.gather import Allocate, Gather
 from mindspeed_dsa.parallel.transfers import Pending
 
 __all__ = ["BESIDE_COLLECTIVES", "Gather", "declines", "gather_matmul", "matmul_scatter"]

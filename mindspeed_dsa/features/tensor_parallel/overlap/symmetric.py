@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.parallel.gather import Allocate, Gather
+from mindspeed_dsa.features.tensor_parallel.overlap.chunked import Allocate, Gather
 from mindspeed_dsa.parallel.transfers import Pending
 
 __all__ = ["BESIDE_COLLECTIVES", "Gather", "declines", "gather_matmul", "matmul_scatter"]

@@ -59,7 +59,7 @@ def life(folder: str, sharding_size: int | None, **switches: Any) -> dict[str, A
 
 def late_gradients() -> str:
     """What a job's first step says where FSDP2 no longer calls the end of a backward."""
-    from mindspeed_dsa.features.data_parallel.fsdp2.direct import DirectGroup
+    from mindspeed_dsa.features.data_parallel.fsdp2.transfers import DirectGroup
 
     start({"use_torch_fsdp2": True}, ep=2)
     sharded = assemble(**JOB, fsdp2=True)

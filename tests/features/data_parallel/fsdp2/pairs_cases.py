@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.memory.measure import storage_bytes
-from mindspeed_dsa.features.data_parallel.fsdp2 import delayed
-from mindspeed_dsa.features.data_parallel.fsdp2 import direct as fsdp2_direct
-from mindspeed_dsa.features.data_parallel.fsdp2.parts import Unit
+from mindspeed_dsa.features.data_parallel.fsdp2 import pairs as delayed
+from mindspeed_dsa.features.data_parallel.fsdp2 import transfers as fsdp2_direct
+from mindspeed_dsa.features.data_parallel.fsdp2.pairs import Unit
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.parallel.weight_gradients import WeightGradient
 from tests.support import optimizer_job

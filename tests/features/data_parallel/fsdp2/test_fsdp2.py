@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_dsa.features.data_parallel.fsdp2.distributed_optimizer import count_in_all
+from mindspeed_dsa.features.data_parallel.fsdp2.checkpoint import count_in_all
 
 CASES = "tests.features.data_parallel.fsdp2.cases"
 

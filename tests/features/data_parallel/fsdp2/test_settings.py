@@ -118,7 +118,7 @@ def test_weights_are_of_the_files_type(tmp_path):
 
 
 def test_megatrons_checks_are_not_told_of_it_beside_experts():
-    from mindspeed_dsa.features.data_parallel.fsdp2.feature import validate_beside_experts_and_pipelines
+    from mindspeed_dsa.features.data_parallel.fsdp2.wrapper import validate_beside_experts_and_pipelines
 
     def stock(args):
         assert not args.use_torch_fsdp2 or args.expert_model_parallel_size == 1, "not supported"
@@ -136,7 +136,7 @@ def test_megatrons_checks_are_not_told_of_it_beside_experts():
 
 
 def test_a_checkpoint_names_the_format_of_the_distributed_optimizer():
-    from mindspeed_dsa.features.data_parallel.fsdp2.distributed_optimizer import say_format
+    from mindspeed_dsa.features.data_parallel.fsdp2.checkpoint import say_format
 
     said = say_format(lambda args: {"singleton_local_shards": False})
     plain, asked = (

@@ -68,10 +68,9 @@ def watched(found: dict[str, Any]) -> ExitStack:
     """Record what is planned, how many rows are dispatched and how many messages travel with weights."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    from mindspeed_dsa.features.moe.balanced_experts import layer
-    from mindspeed_dsa.parallel import lending
+    from mindspeed_dsa.features.moe.balanced_experts import layer, weight_transfer
 
-    choose, send = layer.choose, lending._Transfer.send
+    choose, send = layer.choose, weight_transfer._Messages.send
     dispatch, preprocess = MoEAlltoAllTokenDispatcher.token_dispatch, MoEAlltoAllTokenDispatcher.preprocess
 
     def chosen(*arguments: Any) -> Any:
@@ -98,18 +97,18 @@ def watched(found: dict[str, Any]) -> ExitStack:
     stack.enter_context(mock.patch.object(layer, "choose", chosen))
     stack.enter_context(mock.patch.object(MoEAlltoAllTokenDispatcher, "token_dispatch", dispatched))
     stack.enter_context(mock.patch.object(MoEAlltoAllTokenDispatcher, "preprocess", counted))
-    stack.enter_context(mock.patch.object(lending._Transfer, "send", sent))
+    stack.enter_context(mock.patch.object(weight_transfer._Messages, "send", sent))
     return stack
 
 
 def measured() -> dict[str, Any]:
     """Rates that two layers of one group use."""
-    from mindspeed_dsa.features.moe.balanced_experts import layer, rates
+    from mindspeed_dsa.features.moe.balanced_experts import layer, planning
 
     model.start({"balanced_moe_experts": True}, ep=2)
     config = moe.config(ep=2)
     found: dict[str, Any] = {"rates": [], "measurements": 0}
-    asked, measure = layer.rates_of, rates._measure
+    asked, measure = layer.rates_of, planning._measure
 
     def rates_of(*arguments: Any) -> Any:
         known = asked(*arguments)
@@ -120,7 +119,7 @@ def measured() -> dict[str, Any]:
         found["measurements"] += 1
         return measure(*arguments)
 
-    with mock.patch.object(layer, "rates_of", rates_of), mock.patch.object(rates, "_measure", counting):
+    with mock.patch.object(layer, "rates_of", rates_of), mock.patch.object(planning, "_measure", counting):
         for built in (moe.layer(config), moe.layer(config)):
             moe.train(built, [moe.tokens(4, dist.get_rank())])
     return found

@@ -67,7 +67,7 @@ def seconds_of(counts, experts, costs) -> float:
     """The cost model in words: weights travel beside the cold rows, everybody waits for the last one."""
     ranks, count = counts.shape
     per_rank = count // ranks
-    cold, hot, out, back, lent, borrowed = (np.zeros(ranks) for _ in range(6))
+    cold, hot, out, back, sent, received = (np.zeros(ranks) for _ in range(6))
     for source in range(ranks):
         for expert in range(count):
             owner, rows = expert // per_rank, counts[source, expert]
@@ -79,14 +79,14 @@ def seconds_of(counts, experts, costs) -> float:
             else:
                 hot[source] += rows
                 if rows:
-                    lent[owner] += 1
-                    borrowed[source] += 1
-    moves = max(lent.max(), borrowed.max())
+                    sent[owner] += 1
+                    received[source] += 1
+    moves = max(sent.max(), received.max())
     time = 4 * costs.token * max(out.max(), back.max())
     for row, transfer in ((costs.row, costs.weights), (2 * costs.row, costs.gradients)):
         call = costs.call * row / costs.row
         time += max(
-            max(cold[r] * row, moves * transfer) + hot[r] * row + borrowed[r] * call for r in range(ranks)
+            max(cold[r] * row, moves * transfer) + hot[r] * row + received[r] * call for r in range(ranks)
         )
     return time
 
@@ -162,13 +162,13 @@ def test_many_experts_are_planned_in_bounded_work(ranks):
 
 
 def test_nothing_is_searched_where_no_transfer_can_pay(monkeypatch):
-    """With many ranks that would take longer than the layer; the expert with the fewest borrowers says so."""
+    """With many ranks that would take longer than the layer; the expert with the fewest receivers says so."""
     counts = routed(64, 6, 16, 1.0, tokens=64)
     searched = []
     monkeypatch.setattr(planning, "_search", lambda problem, best: searched.append(problem) or best)
     loads = counts.sum(axis=0).reshape(16, -1).sum(axis=1)
     for share, times in ((1.0, 0), (0.9, 1)):
-        # 15 borrowers: weights and gradients take this share of the busiest rank's time.
+        # 15 receivers: weights and gradients take this share of the busiest rank's time.
         costs = Costs(
             row=1.0, token=0.0, weights=share * loads.max() / 15, gradients=2 * share * loads.max() / 15
         )

@@ -25,7 +25,7 @@ SLOWER: Times = {"whole": 1.0, "in turn": 1.3, "interleaved": 1.2}
 @contextlib.contextmanager
 def times(seconds: Times) -> Iterator[list[str]]:
     """What a layer's forward seems to take on this rank, by the way it goes; the ways that were run."""
-    from mindspeed_dsa.features.moe.batch_overlap import choice
+    from mindspeed_dsa.features.moe.batch_overlap import layer
 
     ways: list[str] = []
 
@@ -34,7 +34,7 @@ def times(seconds: Times) -> Iterator[list[str]]:
         ways.extend(work.args)
         return seconds[ways[-1]]
 
-    with mock.patch.object(choice, "timed", timed):
+    with mock.patch.object(layer, "timed", timed):
         yield ways
 
 

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mindspeed_dsa.features.moe.batch_overlap import choice
+from mindspeed_dsa.features.moe.batch_overlap import layer
 from tests.features.moe.batch_overlap.cases import ALWAYS, MEASURED
 from tests.support import moe
 
@@ -118,7 +118,7 @@ def test_measured_once_for_each_size_and_agreed_upon(pool, beside, launched):
 )
 def test_what_is_said_of_the_times(in_turn, interleaved, reason):
     log = mock.Mock()
-    choice._report({"whole": 1.0, "in turn": in_turn, "interleaved": interleaved}, log)
+    layer._report({"whole": 1.0, "in turn": in_turn, "interleaved": interleaved}, log)
     assert reason in log.info.call_args.args[-1]
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_dsa import session
+from mindspeed_dsa.features.moe import numbering
 from mindspeed_dsa.features.moe.expert_placement import placing
-from mindspeed_dsa.megatron import moe_layers
 from tests.support import model, moe
 
 BALANCED = {
@@ -39,7 +39,7 @@ def train(
         running = session.current()
         assert running is not None
         placing.move(layer, order, running.contexts["moe-expert-placement"])
-    numbers = moe_layers.experts_of(layer.experts, dist.get_rank())
+    numbers = numbering.experts_of(layer.experts, dist.get_rank())
     computed = dict.fromkeys(numbers, 0)
     for number, expert in zip(numbers, layer.experts.local_experts, strict=True):
         expert.register_forward_hook(_counter(number, computed))

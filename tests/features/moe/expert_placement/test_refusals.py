@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_dsa.features.moe.expert_placement import checkpoints, placing
+from mindspeed_dsa.features.moe.expert_placement import placing
 from mindspeed_dsa.features.moe.expert_placement.feature import Options, check_expert_placement
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.runs import expert_load, expert_placement, metrics
@@ -80,7 +80,7 @@ def test_checkpoints_that_go_by_places_are_refused_by_name(tmp_path, arguments, 
 
 @pytest.mark.parametrize("kind", ["dp_reshardable", "dp_zero_gather_scatter", "fully_sharded_bucket_space"])
 def test_optimizer_state_by_buckets_is_neither_saved_nor_loaded(kind):
-    wrapped = checkpoints.refuse_buckets(lambda *args, **kwargs: "state", context("moe-expert-placement"))
+    wrapped = placing.refuse_buckets(lambda *args, **kwargs: "state", context("moe-expert-placement"))
     for how in ({"metadata": {"distrib_optim_sharding_type": kind}}, {"sharding_type": kind}):
         with pytest.raises(MindSpeedDSAError, match=f"as {kind}: .*fully-reshardable"):
             wrapped(None, {}, is_loading=True, **how)
@@ -93,9 +93,9 @@ def test_a_checkpoint_of_ranks_is_refused_when_it_is_found():
         return lambda *args, **kwargs: ({}, "iter_1", False, SimpleNamespace(name=kind))
 
     own = context("moe-expert-placement")
-    assert checkpoints.refuse_files_of_ranks(load("GLOBAL"), own)()[1] == "iter_1"
+    assert placing.refuse_files_of_ranks(load("GLOBAL"), own)()[1] == "iter_1"
     with pytest.raises(MindSpeedDSAError, match="iter_1 is of the kind legacy"):
-        checkpoints.refuse_files_of_ranks(load("LEGACY"), own)()
+        placing.refuse_files_of_ranks(load("LEGACY"), own)()
 
 
 def test_auto_takes_the_first_report_there_is_or_says_that_there_is_none(tmp_path, caplog):

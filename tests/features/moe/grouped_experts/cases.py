@@ -155,13 +155,13 @@ def overlapped(**arguments: Any) -> int:
     from mindspeed_dsa.parallel.weight_gradients import DeferredGradient
 
     waiting: list[int] = []
-    later = DeferredGradient.later
+    defer = DeferredGradient.defer
 
     def counted(self: Any, gradient: Any) -> torch.Tensor:
         waiting.append(self.weight.dim())
-        return later(self, gradient)
+        return defer(self, gradient)
 
-    with mock.patch.object(DeferredGradient, "later", counted):
+    with mock.patch.object(DeferredGradient, "defer", counted):
         layers(switches={"moe_alltoall_overlap_comm": True}, **arguments)
     return waiting.count(3)
 
@@ -173,8 +173,8 @@ def placed(file: str, order: Sequence[int]) -> list[tuple[int, ...]]:
         Which experts each rank holds.
     """
     from mindspeed_dsa import session
+    from mindspeed_dsa.features.moe import numbering
     from mindspeed_dsa.features.moe.expert_placement import placing
-    from mindspeed_dsa.megatron import moe_layers
 
     ours, theirs = pair({"moe_expert_placement": file}, ep=2)
     running = session.current()
@@ -189,7 +189,7 @@ def placed(file: str, order: Sequence[int]) -> list[tuple[int, ...]]:
         for place, data in saved[1].items():
             assert torch.equal(saved[0][place], data), place
     held: list[Any] = [None] * 2
-    dist.all_gather_object(held, moe_layers.experts_of(ours.experts, dist.get_rank()))
+    dist.all_gather_object(held, numbering.experts_of(ours.experts, dist.get_rank()))
     return held
 
 

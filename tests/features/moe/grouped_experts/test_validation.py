@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from mindspeed_dsa.features.moe.grouped_experts.experts import validate_on_every_device
 from mindspeed_dsa.features.moe.grouped_experts.feature import FEATURE
-from mindspeed_dsa.features.moe.grouped_experts.provider import validate_on_every_device
 
 GROUPED = {"moe_grouped_gemm": True, "transformer_impl": "local"}
 ZERO = {"use_distributed_optimizer": True, "save": "here"}

@@ -10,7 +10,7 @@ import torch
 
 import mindspeed_dsa
 from mindspeed_dsa.__main__ import main
-from mindspeed_dsa.features.moe.load_report import counting, steps
+from mindspeed_dsa.features.moe.load_report import steps
 from mindspeed_dsa.features.moe.load_report.feature import Options, check_load_report
 from mindspeed_dsa.runs import expert_load
 from mindspeed_dsa.runs.expert_load import LayerLoad
@@ -76,7 +76,7 @@ def test_recomputed_layers_count_once(pool, tmp_path):
 
 def test_counting_never_waits_for_the_device(load_context):
     """Tensors without values: any wait for one raises."""
-    counts = counting.Counts(load_context)
+    counts = steps.Counts(load_context)
     router = torch.nn.Module()
     for _ in range(2):
         counts.add(router, torch.ones(6, 4, dtype=torch.bool, device="meta"))

@@ -9,7 +9,7 @@ import torch
 
 from mindspeed_dsa.features.moe.permute_fusion import feature, permutation
 from mindspeed_dsa.features.moe.permute_fusion.feature import FEATURE
-from mindspeed_dsa.features.moe.permute_fusion.kernels import counts
+from mindspeed_dsa.features.moe.permute_fusion.permutation import counts
 from tests.support import model, moe
 from tests.support.contexts import context
 

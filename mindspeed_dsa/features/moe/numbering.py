@@ -34,7 +34,7 @@ Visit = Callable[[Any, Sequence[Numbered]], None]
 
 
 def rows(module: str, why: str, versions: str = "") -> tuple[Patch, ...]:
-    """The patches that find MoE layers when they are built.
+    """Return the patches that find MoE layers when they are built.
 
     Args:
         module: has ``in_block`` and ``in_mtp_block``, made of the functions below.
@@ -80,7 +80,7 @@ def _below(layers: Sequence[Any], context: Context[Any], before: int) -> list[Nu
 
 
 def order_of(router: Any) -> tuple[int, ...] | None:
-    """Which expert each slot of a router's layer holds; ``None`` where every expert is in its own slot."""
+    """Return which expert each slot of a router's layer holds; ``None``: every expert is in its own slot."""
     order: tuple[int, ...] | None = vars(router).get("_order_of_experts")
     return order
 
@@ -92,12 +92,12 @@ def set_order(layer: Any, order: Sequence[int]) -> None:
 
 
 def is_placed(experts: Any) -> bool:
-    """Whether a module of experts holds other experts than those of its own slots."""
+    """Return whether a module of experts holds other experts than those of its own slots."""
     return "_numbers_of_experts" in vars(experts)
 
 
 def tensors_by_position(experts: Any) -> list[list[Any]] | None:
-    """The parameters of each expert that a module of experts holds; ``None`` where it cannot say.
+    """Return the parameters of each expert that a module of experts holds; ``None`` where it cannot say.
 
     Megatron's ``SequentialMLP`` has a module for each expert. Others say that their checkpoints go by
     :func:`experts_of` with a method ``tensors_of(position)``, which returns the parameters of one expert, or
@@ -111,7 +111,7 @@ def tensors_by_position(experts: Any) -> list[list[Any]] | None:
 
 
 def experts_of(experts: Any, ep_rank: int) -> tuple[int, ...]:
-    """The numbers of the experts that a module of experts holds, in the order of its own slots.
+    """Return the numbers of the experts that a module of experts holds, in the order of its own slots.
 
     Modules that write checkpoints give every expert its number, so that these do not depend on where the
     expert was.

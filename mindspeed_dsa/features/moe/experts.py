@@ -1,28 +1,40 @@
-"""Local experts as a feature sees them that computes with one expert's weights, its own or another's."""
+"""Local experts one by one, for features that compute with one expert's weights, its own or another's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from mindspeed_dsa.megatron.gathered_weights import wait_for_weights
-from mindspeed_dsa.parallel.lending import Place
 from mindspeed_dsa.patches.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class WeightSlice:
+    """A weight of one expert: a parameter, or one entry of a parameter in which several are stacked."""
+
+    parameter: Tensor
+    index: int | None = None
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the part of ``whole``, a tensor of the parameter's shape, that belongs to this weight."""
+        return whole if self.index is None else whole[self.index]
 
 
 @runtime_checkable
 class SingleExperts(Protocol):
     """Experts that can be had one by one; a module of stacked weights may have these methods itself."""
 
-    def expert_weights(self, expert: int) -> tuple[Place, ...]:
-        """Where the weights of a local expert are, each contiguous; of the same shapes for all experts."""
+    def expert_weights(self, expert: int) -> tuple[WeightSlice, ...]:
+        """Return the weights of a local expert, each contiguous; of the same shapes for all experts."""
 
     def run_expert(self, weights: Sequence[Tensor], rows: Tensor, probs: Tensor) -> Tensor:
-        """One expert's output for rows that all go to it.
+        """Return one expert's output for rows that all go to it.
 
         Args:
             weights: of any expert of the layer, in the order of :meth:`expert_weights`. They are no
@@ -39,7 +51,7 @@ class SingleExperts(Protocol):
 
 
 def single_experts(experts: Any) -> SingleExperts:
-    """The experts of a MoE layer, one by one.
+    """Return the experts of a MoE layer, one by one.
 
     Args:
         experts: Megatron's ``SequentialMLP``, or a module with the methods itself.
@@ -67,8 +79,8 @@ class _Sequential:
     def __init__(self, experts: Any) -> None:
         self._experts = experts
 
-    def expert_weights(self, expert: int) -> tuple[Place, ...]:
-        return tuple(Place(weight) for weight in self._experts.local_experts[expert].parameters())
+    def expert_weights(self, expert: int) -> tuple[WeightSlice, ...]:
+        return tuple(WeightSlice(weight) for weight in self._experts.local_experts[expert].parameters())
 
     def run_expert(self, weights: Sequence[Tensor], rows: Tensor, probs: Tensor) -> Tensor:
         # The call goes through a local expert, so that whatever is patched or hooked there stays in force.
@@ -90,7 +102,7 @@ class _Sequential:
 
 @contextmanager
 def _gradients_through_autograd(expert: Any) -> Iterator[None]:
-    """Without gradient accumulation fusion, which looks for a buffer that such weights do not have."""
+    """Switch off gradient accumulation fusion, which looks for a buffer that such weights do not have."""
     with ExitStack() as undo:
         for module in expert.modules():
             if getattr(module, "gradient_accumulation_fusion", False):

@@ -1,9 +1,12 @@
-"""FSDP2 between processors: pieces of weights and gradients travel from where they lie to where they belong.
+"""Transfers of FSDP2: weights out of the gathered buffer in one pass, and messages between processors.
 
-Over gloo an all-gather goes through two buffers beside the weights, each as large as all of them, and starts
-behind what is sent the other way; without streams, backward waits for every reduction. Here ranks send
-messages to each other, receives first, and a unit's sums are waited for once those of the next unit are on
-their way.
+FSDP2 splits the buffer that it gathers into, and copies once more what was not cut on its first dimension,
+which reads and writes all of the weight again; here each weight is copied once.
+
+Between processors, pieces of weights and gradients travel from where they lie to where they belong. Over gloo
+an all-gather goes through two buffers beside the weights, each as large as all of them, and starts behind
+what is sent the other way; without streams, backward waits for every reduction. Here ranks send messages to
+each other, receives first, and a unit's sums are waited for once those of the next unit are on their way.
 """
 
 from __future__ import annotations
@@ -20,9 +23,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from mindspeed_dsa.features.data_parallel.fsdp2 import checks
-from mindspeed_dsa.parallel import buffer_pool, transfers
+from mindspeed_dsa.parallel import buffer_pool
 from mindspeed_dsa.parallel.local_shards import local_of
+from mindspeed_dsa.parallel.transfers import exchange_pairs
 from mindspeed_dsa.patches import versions
+
+# -- between processors -----------------------------------------------------------------------------
 
 _SMALL = 2**16
 """Bytes of a piece: smaller ones share a message, which costs more than copies of them."""
@@ -77,7 +83,7 @@ def gather(parameters: Sequence[Any], group: Any) -> Gather:
 
 
 class _Messages:
-    """What is sent between all pairs of ranks at a time."""
+    """Messages between all pairs of ranks, sent at a time."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -85,13 +91,13 @@ class _Messages:
         self._receives: list[list[Tensor]] = [[] for _ in range(group.size())]
 
     def add(self, sent: Sequence[Tensor] | Tensor, received: Sequence[Tensor] | Tensor) -> None:
-        """One message to and from each rank, whose entries are contiguous."""
+        """Add one message to and from each rank, whose entries are contiguous."""
         for peer in range(self._group.size()):
             self._sends[peer].append(sent[peer])
             self._receives[peer].append(received[peer])
 
     def start(self) -> list[Any]:
-        return transfers.exchange_pairs(self._sends, self._receives, self._group)
+        return exchange_pairs(self._sends, self._receives, self._group)
 
 
 class Reduction:
@@ -172,7 +178,7 @@ def _accumulate(each: Any, part: Tensor) -> None:
 
 
 class Reductions:
-    """Those of all units of a model that are under way: one, beside the one that is just starting."""
+    """Reductions of a model that are under way: one, beside the one that is just starting."""
 
     def __init__(self) -> None:
         self._under_way: list[Reduction] = []
@@ -182,7 +188,7 @@ class Reductions:
         return len(self._under_way)
 
     def start(self, unit: DirectGroup, gradients: Sequence[tuple[Any, Tensor]]) -> None:
-        """Every rank of the group calls it in the same order."""
+        """Start one; every rank of the group calls it in the same order."""
         self._under_way.append(Reduction(unit, gradients))
         while len(self._under_way) > 1:
             self._under_way.pop(0).finish()
@@ -210,7 +216,7 @@ class DirectGroup(FSDPParamGroup):
 
     @classmethod
     def takes(cls, group: Any) -> bool:
-        """Whether the parameters of an ``FSDPParamGroup`` are plain tensors of one type on the host."""
+        """Return whether an ``FSDPParamGroup`` has plain tensors of one type on the host."""
         tensors = [each._sharded_local_tensor for each in group.fsdp_params]
         return (
             group.device.type == "cpu"
@@ -263,9 +269,9 @@ class DirectGroup(FSDPParamGroup):
         gradients = [(each, _take_gradient(each)) for each in self.fsdp_params]
         if self.reshard_after_backward:
             self.reshard()
-        found = [(each, gradient) for each, gradient in gradients if gradient is not None]
-        if found:
-            self.reductions.start(self, found)
+        complete = [(each, gradient) for each, gradient in gradients if gradient is not None]
+        if complete:
+            self.reductions.start(self, complete)
 
     def finalize_backward(self) -> None:
         """Wait for gradients, and for a gather that turned out to be for nobody."""
@@ -290,17 +296,19 @@ class DirectGroup(FSDPParamGroup):
 
 @torch.no_grad()
 def _take_gradient(each: Any) -> Tensor | None:
-    """The whole gradient of an ``FSDPParam``, with what earlier backward passes have left unreduced."""
+    """Take the whole gradient of an ``FSDPParam``, with what earlier backward passes have left unreduced."""
     if not hasattr(each, "_unsharded_param"):
         return None
     each.accumulate_unsharded_grad_if_needed()
-    found: Tensor | None = each.unsharded_accumulated_grad
-    if found is not None:
+    gradient: Tensor | None = each.unsharded_accumulated_grad
+    if gradient is not None:
         each.unsharded_accumulated_grad = None
     else:
-        found, each._unsharded_param.grad = each._unsharded_param.grad, None
-    return found
+        gradient, each._unsharded_param.grad = each._unsharded_param.grad, None
+    return gradient
 
+
+# -- out of the buffer that FSDP2 gathers into ------------------------------------------------------
 
 _unsafe_preserve_version_counter = versions.private(
     "torch.autograd.grad_mode:_unsafe_preserve_version_counter", "FSDP2"
@@ -310,7 +318,7 @@ _Function = Callable[..., Any]
 
 @contextlib.contextmanager
 def written_unseen(wholes: Sequence[Tensor]) -> Iterator[None]:
-    """Memory is filled again with what autograd has saved of it."""
+    """Fill memory again with what autograd has saved of it."""
     counted = tuple(each for each in wholes if not each.is_inference())
     with torch.no_grad(), _unsafe_preserve_version_counter(counted):
         yield
@@ -336,7 +344,7 @@ def place(gathered: Tensor, parameters: Sequence[Any], sizes: Sequence[int]) -> 
 
 
 def by_rank(whole: Tensor, dim: int, ranks: int) -> Tensor:
-    """``[ranks, *piece]``: what each rank has of a tensor that is cut on ``dim``; a view."""
+    """View a tensor that is cut on ``dim`` as ``[ranks, *piece]``, by the rank that has each piece."""
     pieces: Tensor = whole.unflatten(dim, (ranks, -1)).movedim(dim, 0)
     return pieces
 
@@ -364,7 +372,7 @@ def in_one_pass(original: _Function) -> _Function:
 
 
 def _gains(output: Tensor, parameters: Sequence[Any], sizes: Sequence[int], ranks: int) -> bool:
-    """Whether a split is not all there is to do, and the buffer holds one piece of each, as it is."""
+    """Return whether more than a split is to do, and the buffer holds one piece of each, as it is."""
     return (
         output.dtype is not torch.uint8
         and len(sizes) == len(parameters)

@@ -1,0 +1,232 @@
+"""Transfer of experts' weights to other ranks for one forward and backward; their gradients return.
+
+Plain autograd, in halves as in :mod:`mindspeed_dsa.parallel.all_to_all`: what runs between
+:meth:`WeightTransfer.launch` and :meth:`WeightTransfer.wait` in forward hides the weights' transfer, and what
+was created between :func:`announce` and the wait hides the gradients' transfer in backward. The first half is
+a user of all weights that may ever be sent, whether they are or not: a weight's own gradient is complete only
+when those of its receivers are in it, and hooks that wait for the gradient wait for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mindspeed_dsa.features.moe.experts import WeightSlice
+from mindspeed_dsa.parallel.transfers import Pending
+
+
+@dataclass(frozen=True)
+class MovedExpert:
+    """One expert whose weights travel; all ranks of the group know all of them, in one order.
+
+    Attributes:
+        owner: its rank in the group.
+        receivers: ranks in the group, ascending, without the owner.
+        learns: whether gradients return.
+        weights: at the owner; empty elsewhere.
+    """
+
+    owner: int
+    receivers: tuple[int, ...]
+    learns: bool
+    weights: tuple[WeightSlice, ...] = ()
+
+
+class WeightTransfer:
+    """Moved experts of one forward; made by :func:`announce`."""
+
+    def __init__(
+        self, experts: Sequence[MovedExpert], shapes: Sequence[torch.Size], like: Tensor, group: Any
+    ) -> None:
+        self.experts, self._shapes, self._like, self._group = experts, shapes, like, group
+        self.rank = dist.get_rank(group)
+        self.received = [expert for expert in experts if self.rank in expert.receivers]
+        self.token: Tensor | None = None
+        self._weights = _Messages(group)
+        self._gradients = _Messages(group)
+        self._buffers: list[Tensor] = []
+        self._returned: dict[int, list[list[Tensor]]] = {}
+
+    def wait(self, rows: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
+        """Wait for what this rank receives; gradients start on their way back where this stands.
+
+        Args:
+            rows: what is to be computed with the weights, also if that is nothing: its gradient reaches
+                this node on every rank.
+
+        Returns:
+            ``rows``, and for each expert that this rank receives, in their order, its weights.
+        """
+        token, self.token = self.token, None
+        rows, *weights = _Wait.apply(self, rows, token, len(self.received) * len(self._shapes))
+        size = len(self._shapes)
+        return rows, [weights[start : start + size] for start in range(0, len(weights), size)]
+
+    def launch(self) -> None:
+        """Send the weights; every rank of the group does so at the same point."""
+        for expert in self.experts:
+            if self.rank == expert.owner:
+                for receiver in expert.receivers:
+                    for weight in expert.weights:
+                        self._weights.send(weight.of(weight.parameter.detach()), receiver)
+            elif self.rank in expert.receivers:
+                for shape in self._shapes:
+                    buffer = self._weights.receive(shape, self._like, self._like.dtype, expert.owner)
+                    self._buffers.append(buffer)
+        self._weights.launch()
+
+    def arrived(self) -> list[Tensor]:
+        """Wait for the weights that this rank receives."""
+        self._weights.wait()
+        buffers, self._buffers = self._buffers, []
+        return buffers
+
+    def send_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Send the gradients back, in 32 bits at least.
+
+        Args:
+            gradients: of the received weights, in the order of experts and weights.
+        """
+        rest = iter(gradients)
+        for number, expert in enumerate(self.experts):
+            wide = torch.promote_types(self._like.dtype, torch.float32)
+            if self.rank in expert.receivers:
+                for gradient in (next(rest) for _ in self._shapes):
+                    if expert.learns:
+                        self._gradients.send(gradient.to(wide), expert.owner)
+            elif self.rank == expert.owner and expert.learns:
+                self._returned[number] = [
+                    [self._gradients.receive(shape, self._like, wide, receiver) for shape in self._shapes]
+                    for receiver in expert.receivers
+                ]
+        self._gradients.launch()
+
+    def add_gradients(self, add: Callable[[WeightSlice, Tensor], None]) -> None:
+        """Wait, and add up what receivers return, in the order of their ranks."""
+        self._gradients.wait()
+        returned, self._returned = self._returned, {}
+        for number, by_receiver in returned.items():
+            for weight, (total, *others) in zip(
+                self.experts[number].weights, zip(*by_receiver, strict=True), strict=True
+            ):
+                for other in others:
+                    total.add_(other)
+                add(weight, total)
+
+
+class _Messages:
+    """Messages between pairs of ranks; both ends name those of a pair in the same order."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._messages: list[dist.P2POp] = []
+        self._pending: Pending | None = None
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        self._add(dist.isend, tensor.contiguous(), rank)
+
+    def receive(self, shape: torch.Size, like: Tensor, dtype: torch.dtype, rank: int) -> Tensor:
+        result = like.new_empty(shape, dtype=dtype)
+        self._add(dist.irecv, result, rank)
+        return result
+
+    def _add(self, operation: Any, tensor: Tensor, rank: int) -> None:
+        peer = dist.get_global_rank(self._group, rank)
+        self._messages.append(dist.P2POp(operation, tensor, peer, self._group))
+
+    def launch(self) -> None:
+        """Post receives before sends: with some backends a send ends only when it is received."""
+        messages, self._messages = self._messages, []
+        if messages:
+            messages.sort(key=lambda message: message.op is not dist.irecv)
+            tensors = [message.tensor for message in messages]
+            self._pending = Pending(tensors[0], dist.batch_isend_irecv(messages), tensors)
+
+    def wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+
+def announce(
+    experts: Sequence[MovedExpert],
+    parameters: Sequence[Tensor],
+    shapes: Sequence[torch.Size],
+    group: Any,
+) -> WeightTransfer:
+    """Announce moved experts: in backward, their gradients are waited for where this stands.
+
+    Every rank of the group does so at the same point, also those without a part in the transfer.
+
+    Args:
+        experts: the same on all ranks but for their weights.
+        parameters: everything that this rank may ever send, at least one.
+        shapes: of the weights of one expert.
+        group: process group.
+    """
+    transfer = WeightTransfer(experts, shapes, parameters[0], group)
+    # A rank whose own weights do not learn may receive some that do.
+    learns = any(expert.learns for expert in experts)
+    anchor = torch.empty((), device=parameters[0].device, requires_grad=learns)
+    transfer.token = _Announce.apply(transfer, anchor, *parameters)
+    return transfer
+
+
+class _Announce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, transfer: WeightTransfer, anchor: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.transfer, ctx.parameters = transfer, parameters
+        return anchor.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
+        gradients: dict[int, Tensor] = {}
+
+        def add(weight: WeightSlice, gradient: Tensor) -> None:
+            parameter = weight.parameter
+            main_grad = getattr(parameter, "main_grad", None)
+            if main_grad is None:
+                if id(parameter) not in gradients:
+                    gradients[id(parameter)] = torch.zeros_like(parameter)
+                weight.of(gradients[id(parameter)]).add_(gradient)
+            else:
+                # Where gradients accumulate in more bits than the weights have. The parameter's hooks wait
+                # for this node, which then has nothing to hand to them.
+                weight.of(main_grad).add_(gradient)
+
+        ctx.transfer.add_gradients(add)
+        parameters, ctx.parameters = ctx.parameters, ()
+        return None, None, *(gradients.get(id(parameter)) for parameter in parameters)
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, transfer: WeightTransfer, rows: Tensor, token: Tensor, count: int
+    ) -> tuple[Tensor, ...]:
+        ctx.transfer = transfer
+        weights = transfer.arrived()
+        size = len(weights) // max(1, len(transfer.received))
+        frozen = [
+            weight
+            for number, expert in enumerate(transfer.received)
+            for weight in weights[number * size : (number + 1) * size]
+            if not expert.learns
+        ]
+        ctx.mark_non_differentiable(*frozen)
+        return rows.view_as(rows), *weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.transfer.send_gradients(gradients)
+        # What the token's gradient is does not matter: it calls the other half, which waits.
+        return None, grad_rows, grad_rows.new_zeros(()), None
