@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CompiledSteps:
-    """What a layer's attention may call in place of its own operators.
+    """Compiled steps that a layer's attention may call in place of its own operators.
 
     Attributes:
         prolog: gets an ``MLASelfAttention``, its hidden states ``[s, b, hidden]`` and the key's up-projection
@@ -36,5 +36,5 @@ def offer(layer: Any, steps: CompiledSteps) -> None:
 
 
 def steps_of(layer: Any) -> CompiledSteps | None:
-    """Those of a layer, if it has any."""
+    """Return a layer's compiled steps, if it has any."""
     return _steps.get(layer)

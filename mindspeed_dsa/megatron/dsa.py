@@ -104,12 +104,12 @@ class Options:
 
     @property
     def any(self) -> bool:
-        """Whether any part of Megatron's attention path is replaced."""
+        """Return whether any part of Megatron's attention path is replaced."""
         return self.absorb or self.indexer or self.attention or self.kl_loss or self.warmup
 
     @property
     def all_ours(self) -> bool:
-        """Whether no part of the core attention runs Megatron's own code."""
+        """Return whether no part of the core attention runs Megatron's own code."""
         return self.indexer and self.attention and self.kl_loss
 
     @classmethod
@@ -134,13 +134,13 @@ class Options:
 
 
 def fused_wanted(settings: Any) -> bool:
-    """Whether any option is set, even one that has no effect by itself: a check reports that mistake."""
+    """Return whether any option is set, even one without effect by itself, which a check reports."""
     chosen = Options.of(settings)
     return chosen.any or chosen.fuse_kl_in_backward
 
 
 def absorb_wanted(settings: Any) -> bool:
-    """Whether the absorbed form is on, alone or with the other parts."""
+    """Return whether the absorbed form is on, alone or with the other parts."""
     return Options.of(settings).absorb
 
 
@@ -150,7 +150,7 @@ def warmup_wanted(settings: Any) -> bool:
 
 
 def shares_keys(config: Any, chosen: Options) -> bool:
-    """Whether a model's context parallel ranks share keys by our gathers instead of Megatron's.
+    """Return whether a model's context parallel ranks share keys by our gathers instead of Megatron's.
 
     Args:
         config: Megatron's, of a model.

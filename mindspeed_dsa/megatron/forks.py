@@ -59,7 +59,7 @@ def _may_be_core(name: str) -> bool:
 
 
 def _holds_core(folders: Iterable[str | Path] | None) -> bool:
-    """Whether Megatron-core lies in one of these folders: by what it says of its version, and its models."""
+    """Return whether Megatron-core lies in one of these folders, by its version file and its models."""
     for folder in map(Path, folders or ()):
         file = folder / "package_info.py"
         if (folder / "models" / "common" / "language_module").is_dir() and file.is_file():

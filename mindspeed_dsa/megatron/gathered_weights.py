@@ -19,7 +19,7 @@ def wait_for_weights(layer: Any) -> None:
 
 
 def waits_for_weights(hook: Any) -> bool:
-    """Whether a hook before a forward is Megatron's that waits for the layer's weights."""
+    """Return whether a hook before a forward is Megatron's wait for the layer's weights."""
     return getattr(hook, "__module__", "").endswith(_OVERLAPPED_GATHERING)
 
 

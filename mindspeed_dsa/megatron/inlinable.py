@@ -103,7 +103,7 @@ def linear_of(module: Any, megatron: Megatron) -> Linear | None:
 
 
 def _has_hooks(module: Any) -> bool:
-    """Whether something else runs when a module does; what waits for its weights runs now."""
+    """Return whether something else runs when a module does; what waits for its weights runs now."""
     waits = module._forward_pre_hooks
     if waits and all(map(waits_for_weights, waits.values())):
         wait_for_weights(module)
@@ -118,12 +118,12 @@ def _has_hooks(module: Any) -> bool:
 
 
 def _is_held(weight: Tensor) -> bool:
-    """Whether somebody else computes the weight's gradient, or keeps the weight in another form."""
+    """Return whether other code computes the weight's gradient, or keeps the weight in another form."""
     return "__fsdp_param__" in vars(weight) or weight_gradients.is_deferred(weight)
 
 
 def _is_local(module: Any) -> bool:
-    """Whether one of Megatron's parallel layers has no other rank, and leaves the gradient to autograd."""
+    """Return whether a parallel layer of Megatron's has one rank, and leaves the gradient to autograd."""
     config, own = module.config, vars(module)  # asking a module for what it lacks is slow
     return not (
         config.tensor_model_parallel_size > 1

@@ -159,5 +159,5 @@ def layer_norm_column_parallel_linear(megatron: Megatron) -> type:
 
 
 def transformer_engine_is_usable(context: Context[Any]) -> bool:
-    """Whether Megatron has found a Transformer Engine that it can use."""
+    """Return whether Megatron has found a Transformer Engine that it can use."""
     return bool(context.megatron("core.extensions.transformer_engine").HAVE_TE)

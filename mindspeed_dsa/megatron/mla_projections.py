@@ -58,14 +58,14 @@ class Projections:
         return hidden_states.size(0) * (self.tensor_parallel_group().size() if is_split else 1)
 
     def tensor_parallel_group(self) -> ProcessGroup:
-        """That of an attention layer: ``pg_collection`` since 0.15, ``model_comm_pgs`` in 0.13 and 0.14."""
+        """Return the layer's group: ``pg_collection`` since 0.15, ``model_comm_pgs`` in 0.13 and 0.14."""
         group = self._group_of_its_own("tp")
         return (
             self.megatron("core.parallel_state").get_tensor_model_parallel_group() if group is None else group
         )
 
     def context_parallel_group(self) -> ProcessGroup:
-        """That of an attention layer, likewise."""
+        """Return the layer's group, from the same attributes."""
         group = self._group_of_its_own("cp")
         return self.megatron("core.parallel_state").get_context_parallel_group() if group is None else group
 

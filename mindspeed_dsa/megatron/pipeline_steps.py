@@ -1,4 +1,4 @@
-"""What a pipeline schedule runs: steps, forwards and backwards, each by its chunk and microbatch.
+"""Parts of a pipeline schedule: steps, forwards and backwards, each by its chunk and microbatch.
 
 Features that follow a schedule derive from :class:`Follower` and decorate Megatron's functions with the
 ``follow_*`` functions below.
@@ -42,7 +42,7 @@ class Follower:
         """A forward, a backward, or both in one block, comes next."""
 
     def after(self, events: Sequence[Event]) -> None:
-        """It is done, as far as the host is concerned."""
+        """Take note that the events are done, as far as the host is concerned."""
 
     def run(self, schedule: _Function, args: Any, step: dict[str, Any]) -> Any:
         """Call a schedule and follow it."""

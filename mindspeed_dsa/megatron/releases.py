@@ -1,4 +1,4 @@
-"""What releases of Megatron-core do differently where several features meet it, in one place.
+"""Differences between releases of Megatron-core that several features meet, in one place.
 
 Each function asks for what is there, a parameter or an attribute, and never for a version: forks that have
 taken over a part of a later release are served as well. Imports neither torch nor Megatron.
@@ -19,7 +19,7 @@ SERVED = ">=0.12.1,<0.21"
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a parameter of this name."""
+    """Return whether a function has a parameter of this name."""
     return name in inspect.signature(function).parameters
 
 
@@ -74,7 +74,7 @@ def grouped_experts(megatron: Megatron) -> tuple[type, ...]:
 
 
 def recomputes_shared_experts(moe_layer: Any) -> bool:
-    """Whether Megatron recomputes the whole of them, which it can since 0.14."""
+    """Return whether Megatron recomputes whole shared experts, which it can since 0.14."""
     return bool(getattr(moe_layer, "shared_experts_recompute", False))
 
 

@@ -120,7 +120,7 @@ def _examine(feature: Feature, checker: Checker, root: str) -> FeatureResult:
 
 
 def _outcomes(results: Sequence[FeatureResult], file: Path, release: str | None) -> dict[str, trained.Result]:
-    """What tests with these sources found, and where they found nothing, what the sources say.
+    """Return the outcomes of tests with these sources; where there are none, the verdicts of the sources.
 
     Raises:
         SettingsError: the file cannot be read, or is of another release.

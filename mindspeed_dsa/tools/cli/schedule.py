@@ -93,7 +93,7 @@ def _write(options: argparse.Namespace, timelines: Sequence[Timeline], rows: Seq
 
 
 def _schedules(options: argparse.Namespace) -> tuple[list[Schedule], list[str]]:
-    """What was asked for; of what was not asked for by name, what there is, and why the rest is left out."""
+    """Return the schedules asked for; without names those that exist, and why the rest is left out."""
     megatron = Megatron(options.megatron_root)
     ranks, chunks, microbatches = options.ranks, options.chunks, options.microbatches
 

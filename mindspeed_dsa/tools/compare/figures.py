@@ -20,7 +20,7 @@ def warmup(runs: Sequence[Sequence[Record]], wanted: int) -> int:
 
 
 def measured(runs: Sequence[Sequence[Record]], skip: int) -> dict[str, dict[str, Any]]:
-    """Of one side: for each figure the median over its runs, and each run's own.
+    """Return one side's figures: for each the median over its runs, and each run's own.
 
     Times are medians over a run's steps without the first ``skip``, memory is a run's largest.
     """

@@ -1,4 +1,4 @@
-"""Whether all runs started from the same weights, and the evidence for it."""
+"""Initial weights of all runs: are they the same, and on what evidence?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Digests = dict[str, dict[str, Any]]
 
 
 def of_run(folder: Path) -> Digests:
-    """What the feature initial-weights wrote into a run's folder; empty if it wrote nothing.
+    """Return what the feature initial-weights wrote into a run's folder; empty if it wrote nothing.
 
     Raises:
         ValueError: a file is damaged.

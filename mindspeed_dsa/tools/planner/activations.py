@@ -1,4 +1,4 @@
-"""What a forward keeps for its backward, storage by storage.
+"""Activations that a forward keeps for its backward, storage by storage.
 
 Counted on Megatron's own modules (``--transformer-impl local``), where a norm keeps its input in float32
 twice over and an activation function each of its factors; fused kernels keep their inputs.
@@ -36,7 +36,7 @@ class Kept:
 
 
 class Layer:
-    """What one transformer layer keeps of one microbatch.
+    """Activations that one transformer layer keeps of one microbatch.
 
     Args:
         job: planned.
@@ -112,7 +112,7 @@ class Layer:
         yield from self._index(keys)
 
     def _index(self, keys: float) -> Iterator[Kept]:
-        """What the indexer's operators keep, and its projections where it is trained."""
+        """Yield what the indexer's operators keep, and its projections where it is trained."""
         model, n, core = self.model, self.n, ("attention", "core_attn")
         if not self.job.is_short:
             yield self._item("indexer", n * model.topk, *core, size=INDEX)
@@ -209,7 +209,7 @@ class Layer:
 
 
 def norm_items(job: Job, width: float, rows: float, *tags: str) -> Iterator[Kept]:
-    """What a norm keeps: its input; PyTorch's RMSNorm that and the normalised input in float32."""
+    """Yield what a norm keeps: its input; PyTorch's RMSNorm that and the normalised input in float32."""
     one_kernel = job.training.kernels or job.model.layer_norm
     numbers = width * job.training.number if one_kernel else 2 * width * FLOAT
     yield Kept("norms", numbers * rows, frozenset(tags))
@@ -217,7 +217,7 @@ def norm_items(job: Job, width: float, rows: float, *tags: str) -> Iterator[Kept
 
 
 def freed(items: Iterable[Kept], job: Job, norm: bool, act: bool, swap: bool) -> list[Kept]:
-    """What is left where a layer recomputes or swaps.
+    """Return what is left where a layer recomputes or swaps.
 
     Args:
         items: of a layer.

@@ -79,7 +79,7 @@ def _check_sizes(options: argparse.Namespace, devices: int | None, imbalance: fl
 
 
 def _check_together(options: argparse.Namespace) -> None:
-    """What Megatron, or a feature, refuses whatever the layout."""
+    """Refuse what Megatron, or a feature, refuses whatever the layout."""
     problems = []
     if options.bf16 and options.fp16:
         problems.append("--bf16 and --fp16: give one of them")

@@ -47,7 +47,7 @@ class Figure:
 
     @property
     def reproduced(self) -> bool:
-        """Whether the formula gives the article's number, as far as the article rounds it."""
+        """Return whether the formula gives the article's number, as far as the article rounds it."""
         return abs(self.compute() - self.stated) <= self.tolerance * self.stated
 
     @property
@@ -70,7 +70,7 @@ def deepseek(**changes: object) -> Model:
 
 
 def parameters(part: str = "", without: tuple[str, ...] = ()) -> float:
-    """Of DeepSeek-V3.2, of one part or of all but some."""
+    """Return the parameters of DeepSeek-V3.2, of one part or of all but some."""
     by_part = sizes.by_part(sizes.model_weights(deepseek()))
     return by_part[part] if part else sum(n for name, n in by_part.items() if name not in without)
 

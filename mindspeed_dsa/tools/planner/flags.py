@@ -175,7 +175,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the job's own flags, this library's included."""
+    """Build the parser of the job's own flags, this library's included."""
     made = _Parser(prog="python -m mindspeed_dsa plan", add_help=False, allow_abbrev=False)
     add = made.add_argument
     for name, number in INTEGERS.items():

@@ -1,4 +1,4 @@
-"""What is planned: a model, a layout, how it is trained, and which features are on."""
+"""Job that is planned: a model, a layout, how it is trained, and which features are on."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class Model:
 
     @property
     def query_dim(self) -> int:
-        """Of one head's query and key."""
+        """Return the size of one head's query and key."""
         return self.nope + self.rope if self.latent else self.head_dim
 
     @property
     def value_dim(self) -> int:
-        """Of one head's value."""
+        """Return the size of one head's value."""
         return self.value if self.latent else self.head_dim
 
 
@@ -166,7 +166,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Of dense weights, their gradients and optimizer state (``--use-torch-fsdp2``).
+    """Sharding of dense weights, their gradients and optimizer state (``--use-torch-fsdp2``).
 
     Attributes:
         ranks: that share one copy; 0: all data and context parallel ranks.
@@ -179,7 +179,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Features:
-    """Of this library, as far as they change a plan.
+    """Features of this library, as far as they change a plan.
 
     Attributes:
         by_length: sequences no longer than ``topk`` attend by head all the same.
@@ -249,16 +249,16 @@ class Job:
 
     @property
     def is_short(self) -> bool:
-        """Whether fused sparse attention is dense: no query sees more keys than it may select."""
+        """Return whether fused sparse attention is dense: no query sees more keys than it may select."""
         return self.features.attention and self.training.sequence <= self.model.topk
 
     @property
     def absorbed(self) -> bool:
-        """Whether sparse attention is in absorbed form."""
+        """Return whether sparse attention is in absorbed form."""
         by_head = self.features.by_length and self.is_short and self.layout.cp == 1
         return self.model.sparse and self.features.absorb and not by_head
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch, on one context parallel rank."""
+        """Return the tokens of a microbatch on one context parallel rank."""
         return self.training.micro * self.training.sequence // self.layout.cp

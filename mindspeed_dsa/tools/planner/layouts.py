@@ -11,7 +11,7 @@ from mindspeed_dsa.tools.planner.job import Job, Layout, Model, Training
 
 
 def least_devices(layout: Layout) -> int:
-    """That one replica of everything needs: dense layers and experts share the same ranks."""
+    """Return the devices that one replica needs: dense layers and experts share the same ranks."""
     return math.lcm(layout.tp * layout.pp * layout.cp, layout.ep * layout.etp * layout.pp)
 
 
@@ -67,7 +67,7 @@ def check(job: Job, any_number: bool = False) -> None:
 
 
 def works(job: Job) -> bool:
-    """Whether nothing is wrong with it."""
+    """Return whether nothing is wrong with the layout."""
     return next(_problems(job), None) is None
 
 

@@ -20,7 +20,7 @@ STAGING = 36
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Of one pipeline rank, in bytes unless said otherwise.
+    """Memory of one pipeline rank, in bytes unless said otherwise.
 
     Attributes:
         numbers: parameters by part, on the rank.
@@ -59,7 +59,7 @@ class RankMemory:
 
     @property
     def state(self) -> float:
-        """What stays from step to step."""
+        """Return the bytes that stay from step to step."""
         return self.weights + self.buffers + self.gradients + self.masters + self.moments
 
     @property
@@ -101,7 +101,7 @@ def of_job(job: Job, allocator: float) -> list[RankMemory]:
 
 
 class _Kinds:
-    """What layers keep, computed once for each kind of layer and choice of features."""
+    """Activations that layers keep, computed once for each kind of layer and choice of features."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -201,7 +201,7 @@ def _held(job: Job, weights: Iterable[Weight]) -> tuple[float, float]:
 
 
 def _traffic(job: Job, held: Sequence[tuple[int, ...]], kinds: _Kinds) -> dict[str, float]:
-    """What the layers of a rank write, move and compute again, for one microbatch."""
+    """Count what the layers of a rank write, move and compute again, for one microbatch."""
     found = {"written": 0.0, "swapped": 0.0, "repeated": 0.0}
     choice = chosen_layers(job, held)
     for chunk, layers in enumerate(held):
@@ -283,7 +283,7 @@ def _messages(job: Job, rank: int) -> float:
 
 
 def _copies_its_input(job: Job, full: bool) -> bool:
-    """Whether the received activations stay beside what the first norm keeps of them."""
+    """Return whether the received activations stay beside what the first norm keeps of them."""
     recomputed = job.features.recompute_norm or "layernorm" in job.training.modules
     return job.training.bf16 and not (job.training.kernels or full or recomputed)
 

@@ -46,12 +46,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank does."""
+        """Return whether every rank fits."""
         return self.worst.total <= self.device.memory * GIB
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole job."""
+        """Return the rate of the whole job."""
         return self.job.training.batch * self.job.training.sequence / self.time.total
 
     def utilisation(self, tokens_per_second: float | None = None) -> float:

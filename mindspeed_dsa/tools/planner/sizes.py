@@ -61,7 +61,7 @@ def norm(model: Model, width: int) -> Weight:
 
 
 def attention(model: Model, sp_tp_sp: bool = False) -> list[Weight]:
-    """Of one layer, its norms and its indexer included."""
+    """List the weights of one layer's attention, its norms and its indexer included."""
     h, heads = model.hidden, model.heads
     found = [norm(model, h)]
     if not model.latent:
@@ -98,13 +98,13 @@ def attention(model: Model, sp_tp_sp: bool = False) -> list[Weight]:
 
 
 def index_numbers(model: Model) -> int:
-    """Of one layer's indexer: projections of query, key and weights, and the key's norm."""
+    """Count the parameters of an indexer: projections of query, key and weights, and the key's norm."""
     query = (model.query_lora or model.hidden) * model.index_heads * model.index_dim
     return query + model.hidden * (model.index_dim + model.index_heads) + 2 * model.index_dim
 
 
 def mlp(model: Model, experts: bool) -> list[Weight]:
-    """Of one layer, its norm included."""
+    """List the weights of one layer's MLP, its norm included."""
     h, matrices = model.hidden, 3 if model.gated else 2
     found = [norm(model, h)]
     if not experts:
@@ -129,7 +129,7 @@ def layer(model: Model, experts: bool, sp_tp_sp: bool = False) -> tuple[Weight, 
 
 
 def embedding(model: Model, part: str = "embedding") -> list[Weight]:
-    """Of words, and of positions where they are learned."""
+    """List the embedding's weights, of words, and of positions where they are learned."""
     found = [Weight(part, model.vocabulary * model.hidden)]
     if model.learned_positions:
         found.append(Weight(part, model.learned_positions * model.hidden, "whole"))
@@ -148,7 +148,7 @@ def mtp_layer(model: Model, sp_tp_sp: bool = False) -> list[Weight]:
 
 
 def model_weights(model: Model) -> list[Weight]:
-    """Of the whole model, each once."""
+    """List the weights of the whole model, each once."""
     found = embedding(model)
     for experts in model.pattern:
         found += layer(model, experts)

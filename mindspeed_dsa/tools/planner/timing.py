@@ -78,7 +78,7 @@ def strides(job: Job) -> dict[str, tuple[int, int]]:
 
 
 def seconds(job: Job, device: Device, transfer: Transfer) -> float:
-    """Of a transfer alone on its links."""
+    """Return the time of a transfer alone on its links."""
     ranks, stride = strides(job)[transfer.group]
     inside = max(1, min(ranks, device.node // stride)) if stride < device.node else 1
     if inside >= ranks:
@@ -102,7 +102,7 @@ def compute(job: Job, device: Device, rank: int, chunk: int) -> tuple[dict[str, 
 
 
 class Estimate:
-    """Of one job on one kind of device.
+    """Estimate for one job on one kind of device.
 
     Args:
         job: planned.
@@ -179,7 +179,7 @@ class Estimate:
         return stages, parts, at_end, sum(at_end.values())
 
     def _recompute_share(self, rank: int) -> float:
-        """Of a forward's computation that its backward repeats, outside of bubbles."""
+        """Return the share of a forward that its backward computes again, outside of bubbles."""
         training, layout = self.job.training, self.job.layout
         if training.full < 0:
             return 1.0

@@ -1,4 +1,4 @@
-"""What one more flag changes."""
+"""Differences that one more flag makes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mindspeed_dsa.tools.planner.report import memory_rows
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two plans, with minus without.
+    """Difference of two plans, with minus without.
 
     Attributes:
         flag: as given.
@@ -39,7 +39,7 @@ class Difference:
 
     @property
     def seconds_sum(self) -> float:
-        """Of a step."""
+        """Return the seconds of a step."""
         return sum(self.seconds.values())
 
     def text(self) -> str:

@@ -45,12 +45,12 @@ class Work:
 
 
 def visible_pairs(length: int) -> float:
-    """Of queries and keys under a causal mask."""
+    """Count the pairs of queries and keys under a causal mask."""
     return length * (length + 1) / 2
 
 
 def selected_pairs(length: int, topk: int) -> float:
-    """Of them, with at most ``topk`` keys a query."""
+    """Count the pairs with at most ``topk`` keys a query."""
     if length <= topk:
         return visible_pairs(length)
     return topk * length - topk * (topk - 1) / 2
@@ -67,7 +67,7 @@ def pair_flops(model: Model, absorbed: bool) -> tuple[float, float]:
 
 
 def attention_core(model: Model, length: int, absorbed: bool, sparse: bool, number: int = 2) -> Work:
-    """Of one sequence, all heads.
+    """Count the work of one sequence's attention, all heads.
 
     In naive form a query gathers the keys and values of each head for itself, in absorbed form a latent for
     all heads.
@@ -81,7 +81,7 @@ def attention_core(model: Model, length: int, absorbed: bool, sparse: bool, numb
 
 
 def index_scores(model: Model, length: int, backward: bool) -> Work:
-    """Of one sequence: every visible pair forward, three products for every selected one backward.
+    """Count one sequence's index scores: visible pairs forward, three products a selected pair backward.
 
     The loss also multiplies queries with selected keys once more, in all heads of the main attention.
     """
@@ -92,7 +92,7 @@ def index_scores(model: Model, length: int, backward: bool) -> Work:
 
 
 def layer(job: Job, experts: bool) -> list[Work]:
-    """Of a layer and microbatch, on one rank."""
+    """Count the work of a layer and microbatch, on one rank."""
     model, layout, training, features = job.model, job.layout, job.training, job.features
     tokens, tp = job.tokens, layout.tp
     rows = tokens / (tp if layout.sequence else 1)
@@ -130,7 +130,7 @@ def layer(job: Job, experts: bool) -> list[Work]:
 
 
 def chunk(job: Job, rank: int, number: int) -> list[Work]:
-    """Of one chunk of a pipeline rank and one microbatch, without what is recomputed."""
+    """Count the work of one chunk of a pipeline rank and one microbatch, without what is recomputed."""
     model, layout = job.model, job.layout
     held = layouts.chunks(layout, model)[rank][number]
     found: list[Work] = []
