@@ -1,11 +1,13 @@
-"""One pool of workers; no test leaves a patch behind; Triton's kernels can be interpreted."""
+"""One pool of workers; tests are kept apart; Triton's kernels can be interpreted."""
 
 from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import pytest
@@ -77,9 +79,17 @@ def pool() -> Iterator[WorkerPool]:
 
 
 @pytest.fixture(autouse=True)
-def _no_patches_left():
-    """Undo the session's patches after each test, whatever the test did."""
+def _apart():
+    """Give each test the same random numbers, and nothing that an earlier one has switched on."""
+    random.seed(0)
+    for name, seed in (("numpy", "random.seed"), ("torch", "manual_seed")):
+        if (module := sys.modules.get(name)) is not None:
+            attrgetter(seed)(module)(0)
     yield
     session = sys.modules.get("mindspeed_dsa.session")
     if session is not None and session.current() is not None:
         session.disable()
+    # What was chosen for a device that the test pretends to have.
+    backend = sys.modules.get("mindspeed_dsa.ops.backend")
+    if backend is not None:
+        backend.choose.cache_clear()

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 from tests.combinations.draw import LAYOUTS, Draw
 from tests.support import warm
+from tests.support.ports import free_port
 
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "pretrain_dsa.py")
 TOLERANCE = {"lm_loss": 1e-3, "grad_norm": 2e-2, "indexer_loss": 5e-2}
@@ -86,9 +86,7 @@ def train(argv: Sequence[str], layout: str, output: Path, more: Sequence[str]) -
     ranks = LAYOUTS[layout][0]
     cache = str(output.parent / "data-cache")
     command = [sys.executable, SCRIPT, *argv, "--output-dir", str(output), "--data-cache-path", cache, *more]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     with ExitStack() as files:
         outputs = [
             files.enter_context(open(f"{output}-{rank}.txt", "w+", encoding="utf-8")) for rank in range(ranks)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support import warm
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 if str(ROOT / "examples") not in sys.path:
@@ -119,12 +119,6 @@ def jobs(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     server = JobServer(text_folder, tmp_path_factory.mktemp("jobs"))
     yield server
     server.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def records(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

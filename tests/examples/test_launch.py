@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import warm
+from tests.support.ports import free_port
 
-from .conftest import ROOT, JobServer, free_port, records, wait_for
+from .conftest import ROOT, JobServer, records, wait_for
 
 SCRIPT = str(ROOT / "examples" / "pretrain_dsa.py")
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}

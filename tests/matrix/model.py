@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import zlib
 from collections.abc import Mapping
@@ -68,6 +69,20 @@ def config(**overrides: Any) -> Any:
         "pipeline_dtype": torch.float32,
     }
     return MLATransformerConfig(**{**values, **overrides})
+
+
+_config = config
+
+
+def config_with_experts(**overrides: Any) -> Any:
+    """Return a configuration with experts and local modules, which stands in for :func:`config`."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    # Releases with a specification for DSA choose its modules by this field.
+    fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    local = {"transformer_impl": "local"} if "transformer_impl" in fields else {}
+    # RMSNorm is several operations on a CPU: recomputed, its gradient is rounded differently.
+    return _config(**{**EXPERTS, "normalization": "LayerNorm", **local, **overrides})
 
 
 def gpt_model(cfg: Any, vp_stage: int | None = None) -> Any:

@@ -8,7 +8,7 @@ import sys
 import torch.distributed as dist
 
 import mindspeed_dsa.megatron_adaptor  # noqa: F401  reads what the command sets
-from tests.matrix.feature_cases import steps
+from tests.matrix.steps import steps
 
 if __name__ == "__main__":
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +16,11 @@ from tests.features.dsa.cp_cases import in_order
 from tests.matrix.make_reference import CASES, FILE, summary
 from tests.support.model import assert_same_gradients, put_together
 
+pytestmark = pytest.mark.releases(">=0.12.1,<0.16")
+
+ROOT = Path(__file__).parents[2]
 STEP = "tests.matrix.model:one_step"
-CASE = "tests.matrix.cases"
+CASE = "tests.matrix.backport_steps"
 PACKS = "tests.features.attention.packs.cases"
 
 
@@ -332,3 +339,31 @@ def test_index_rows_are_rotated_by_their_positions_in_the_whole_sequence(pool, r
     (whole,) = pool.run(f"{CASE}:context_parallel_indexer", 1, cp=1, rope_type=rope_type)
     ranks = pool.run(f"{CASE}:context_parallel_indexer", 2, cp=2, rope_type=rope_type)
     torch.testing.assert_close(in_order(ranks), whole["rows"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "switches", [["--use-fused-dsa"], ["--dsa-backport", "--no-use-fused-dsa"]], ids=["fused", "plain"]
+)
+def test_the_example_job_trains(tmp_path, switches):
+    command = [
+        sys.executable,
+        str(ROOT / "examples/pretrain_dsa.py"),
+        "--train-iters",
+        "6",
+        "--no-save",
+    ]
+    done = subprocess.run(
+        [*command, *switches, "--output-dir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    first, *_, last = (line for line in done.stdout.splitlines() if "lm loss" in line)
+    assert _figure(last, "lm loss") < _figure(first, "lm loss") - 1
+    assert _figure(last, "indexer loss") > 0
+
+
+def _figure(line: str, name: str) -> float:
+    return float(line.partition(f"{name} ")[2].split()[0])

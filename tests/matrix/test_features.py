@@ -28,7 +28,9 @@ from tests.matrix.record import Note
 from tests.support import memory_events as events
 from tests.support.model import assert_same_gradients, put_together
 
-CASES = "tests.matrix.feature_cases"
+pytestmark = pytest.mark.releases(">=0.12.1")
+
+STEPS = "tests.matrix.steps"
 LAYOUTS: dict[str, dict[str, int]] = {
     "one process": {},
     "TP2+SP": {"tp": 2},
@@ -38,7 +40,6 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "TP2+SP, EP2 over its ranks": {"tp": 2, "ep": 2, "etp": 1},
     "CP2": {"cp": 2},
 }
-SHARDED = "tests.matrix.fsdp2_cases"
 DENSE = "tests.features.attention.context_parallel.cases"
 DSA = {"experimental_attention_variant": "dsa"}  # so that older releases know the tests' configuration
 FUSED = {"use_fused_dsa": True}
@@ -128,7 +129,7 @@ def run(pool: Any, layout: str, **arguments: Any) -> list[dict[str, Any]]:
     ranks = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
     if sizes.get("ep", 1) > 1 and sizes.get("tp", 1) == 1:
         ranks *= sizes["ep"]
-    found: list[dict[str, Any]] = pool.baseline(f"{CASES}:step", ranks, **sizes)
+    found: list[dict[str, Any]] = pool.baseline(f"{STEPS}:step", ranks, **sizes)
     return found
 
 
@@ -237,7 +238,7 @@ def test_deepseeks_layout(pool: Any, note: Note, feature: str) -> None:
 def test_the_warmup_stage_trains_indexers_alone(pool: Any, note: Note) -> None:
     if note.begins("one process", "dsa-stage", switches={"dsa_stage": "warmup"}):
         return
-    (found,) = pool.run(f"{CASES}:indexer_learns", 1, steps=4)
+    (found,) = pool.run(f"{STEPS}:indexer_learns", 1, steps=4)
     assert found["losses"][-1] < 0.9 * found["losses"][0]
     assert len(found["trained"]) == 4 * 5
     assert all(".indexer." in name for name in found["trained"])
@@ -256,8 +257,8 @@ def test_weights_that_fsdp2_shards(
     if note.begins(layout, "fsdp2", switches=switches):
         return
     ranks = 2 * sizes.get("pp", 1)
-    theirs = pool.run(f"{SHARDED}:train", ranks, **sizes)
-    ours = pool.run(f"{SHARDED}:train", ranks, switches=switches, **sizes)
+    theirs = pool.run(f"{STEPS}:train_sharded", ranks, **sizes)
+    ours = pool.run(f"{STEPS}:train_sharded", ranks, switches=switches, **sizes)
     for having, without in zip(ours, theirs, strict=True):
         assert_same_gradients(having["gradients"], without["gradients"], rtol=1e-5)
         for step, other in zip(having["records"], without["records"], strict=True):
@@ -278,8 +279,8 @@ def test_a_profile_of_the_host(
     switches = {"host_profile": str(file), "host_profile_step": 1}
     if note.begins("one process", "host-profile", switches=switches):
         return
-    (theirs,) = pool.run(f"{CASES}:two_steps", 1)
-    (ours,) = pool.run(f"{CASES}:two_steps", 1, switches=switches)
+    (theirs,) = pool.run(f"{STEPS}:two_steps", 1)
+    (ours,) = pool.run(f"{STEPS}:two_steps", 1, switches=switches)
     assert ours["losses"] == theirs["losses"]
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
@@ -300,7 +301,7 @@ def test_a_profile_of_the_host(
 def test_tensor_parallel_ranks_with_whole_experts(pool: Any, note: Note) -> None:
     note.begins("TP2+SP", "moe-tp-extend-ep")
     theirs = run(pool, "TP2+SP, EP2 over its ranks")
-    ours = pool.run(f"{CASES}:extended", 2, num_microbatches=2, micro_batch_size=2)
+    ours = pool.run(f"{STEPS}:extended", 2, num_microbatches=2, micro_batch_size=2)
     assert_same(ours, theirs)
     for rank in ours:
         assert rank["counts"][events.HELD] == 2 * 2  # layers, experts
@@ -312,7 +313,7 @@ def test_grouped_experts(pool: Any, note: Note) -> None:
     if note.begins("EP2, one layer", "moe-grouped-gemm", switches=switches):
         return
     case = "tests.features.moe.grouped_experts.cases:layers"
-    ranks = pool.run(f"{CASES}:beside", 2, case=case, ep=2, switches=DSA)
+    ranks = pool.run(f"{STEPS}:beside", 2, case=case, ep=2, switches=DSA)
     assert all(rank["found"] == ("GroupedExperts", "SequentialMLP") for rank in ranks)
     note.trained(ranks)
 
@@ -326,7 +327,7 @@ def test_dense_attention_on_context_parallel_ranks(
     note.begins(f"CP2, {algorithm}", "dense-context-parallel")
     (alone,) = pool.baseline(f"{DENSE}:step", 1, attention=attention)
     case = {"case": f"{DENSE}:step", "attention": attention, "cp": 2, "algorithm": algorithm}
-    ranks = [rank["found"] | rank for rank in pool.run(f"{CASES}:beside", 2, **case)]
+    ranks = [rank["found"] | rank for rank in pool.run(f"{STEPS}:beside", 2, **case)]
     assert all(rank["calls"] > 0 for rank in ranks)
     found = dense.in_one_group(ranks, 2, 1)
     torch.testing.assert_close(found["losses"], alone["losses"], rtol=1e-5, atol=0)
@@ -338,7 +339,7 @@ def test_dense_attention_by_the_operator(pool: Any, note: Note) -> None:
     note.begins("TP2+SP", "flash-attention")
     (alone,) = pool.baseline(f"{DENSE}:step", 1, attention="grouped")
     case = {"case": f"{DENSE}:step", "attention": "grouped", "tp": 2, "more": {"use_flash_attn": True}}
-    ranks = [rank["found"] | rank for rank in pool.run(f"{CASES}:beside", 2, **case)]
+    ranks = [rank["found"] | rank for rank in pool.run(f"{STEPS}:beside", 2, **case)]
     assert all(rank["calls"] > 0 for rank in ranks)
     found = dense.in_one_group(ranks, 1, 2)
     torch.testing.assert_close(found["losses"], alone["losses"], rtol=1e-5, atol=0)
@@ -350,7 +351,7 @@ def test_latent_attention_by_rows_and_heads(pool: Any, note: Note) -> None:
     note.begins("TP2+SP", "mla-sp-tp-sp")
     (alone,) = pool.baseline(f"{DENSE}:step", 1, attention="latent")
     case = {"case": "tests.features.attention.sp_tp_sp.cases:facts", "tp": 2}
-    ranks = [rank["found"] | rank for rank in pool.run(f"{CASES}:beside", 2, **case)]
+    ranks = [rank["found"] | rank for rank in pool.run(f"{STEPS}:beside", 2, **case)]
     found = dense.in_one_group(ranks, 1, 2)
     torch.testing.assert_close(found["losses"], alone["losses"], rtol=1e-5, atol=0)
     assert_same_gradients(found["gradients"], alone["gradients"], rtol=1e-5)
@@ -368,7 +369,7 @@ def test_packs_of_documents(pool: Any, note: Note) -> None:
         # From 0.19 on Megatron's own code describes the rows, and a script hands on no lengths.
         "from_tokens": Version(str(versions.of_megatron())) >= Version("0.19"),
     }
-    (alone,) = pool.run(f"{CASES}:beside", 1, alone=True, **case)
-    ranks = pool.run(f"{CASES}:beside", 4, tp=2, pp=2, **case)
+    (alone,) = pool.run(f"{STEPS}:beside", 1, alone=True, **case)
+    ranks = pool.run(f"{STEPS}:beside", 4, tp=2, pp=2, **case)
     assert_same_gradients(put_together([rank["found"] for rank in ranks]), alone["found"]["gradients"], 2e-5)
     note.trained(ranks)

@@ -13,6 +13,8 @@ import pytest
 
 from tests.support import third_party
 
+pytestmark = pytest.mark.releases(">=0.12.1,<0.16")
+
 TRAINING = {
     "__init__.py": "",
     "arguments.py": """

@@ -7,7 +7,9 @@ import torch
 
 from tests.support.model import assert_same_gradients, put_together
 
-CASE = "tests.matrix.kernel_cases"
+pytestmark = pytest.mark.releases(">=0.19")
+
+CASE = "tests.matrix.kernel_steps"
 ON = {"use_fused_dsa": True}
 ALONE = {
     "use_fused_lightning_indexer": {"run_fused_qk_topk"},

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import numpy as np
 import pytest
 import torch
 
+from mindspeed_dsa.platforms.cpu import CpuPlatform
 from tests.features.memory.pairs import FEATURES
+from tests.matrix import model as tiny
+from tests.matrix.record import at_work
+from tests.support import memory_events, optimizer_job
 from tests.support.memory_events import EVENTS
 from tests.support.optimizer_training import COMPARED
 
-CASES = "tests.matrix.memory_cases"
+pytestmark = pytest.mark.releases(">=0.12.1")
+
 OPTIMIZERS = ("reuse-fp32-param", "swap-optimizer", "virtual-optimizer")
 LAYERS = ("recompute-activation-function", "recompute-norm", "swap-attention")
 LAYOUTS = {"TP2+SP": {"tp": 2}, "PP2 x VPP2": {"pp": 2, "vpp": 2}}
@@ -29,8 +40,8 @@ def assert_only(counts, *features):
 @pytest.mark.parametrize("feature", OPTIMIZERS)
 def test_optimizers(pool, note, feature, ranks, options):
     note.begins("DP2, distributed optimizer, overlapped" if ranks > 1 else "one process", feature)
-    off = pool.baseline(f"{CASES}:optimizer_steps", ranks, **options)
-    on = pool.run(f"{CASES}:optimizer_steps", ranks, switches=FEATURES[feature], **options)
+    off = pool.baseline(f"{__name__}:optimizer_steps", ranks, **options)
+    on = pool.run(f"{__name__}:optimizer_steps", ranks, switches=FEATURES[feature], **options)
     for without, having in zip(off, on, strict=True):
         for what in COMPARED:
             assert having[what] == without[what], what
@@ -42,9 +53,9 @@ def test_optimizers(pool, note, feature, ranks, options):
 
 def test_buckets_that_are_gathered_during_the_step(pool):
     """As on an accelerator: each as soon as its weights are updated, and not again at Megatron's call."""
-    off = pool.run(f"{CASES}:optimizer_steps", 2, **DISTRIBUTED)
+    off = pool.run(f"{__name__}:optimizer_steps", 2, **DISTRIBUTED)
     switches = FEATURES["swap-optimizer"]
-    on = pool.run(f"{CASES}:optimizer_steps", 2, switches=switches, early=True, **DISTRIBUTED)
+    on = pool.run(f"{__name__}:optimizer_steps", 2, switches=switches, early=True, **DISTRIBUTED)
     for without, having in zip(off, on, strict=True):
         for what in COMPARED:
             assert having[what] == without[what], what
@@ -56,13 +67,13 @@ def test_buckets_that_are_gathered_during_the_step(pool):
 def test_checkpoints(pool, tmp_path, feature):
     """Saved with the feature and read without, and the other way around."""
     options = {"steps": 2, "distributed": True}
-    whole = pool.baseline(f"{CASES}:optimizer_steps", 2, **{**options, "steps": 4})
+    whole = pool.baseline(f"{__name__}:optimizer_steps", 2, **{**options, "steps": 4})
     for number, (before, after) in enumerate(((FEATURES[feature], {}), ({}, FEATURES[feature]))):
         folder = tmp_path / str(number)
         folder.mkdir()
         save, load = {"save": str(folder)}, {"load": str(folder)}
-        pool.run(f"{CASES}:optimizer_steps", 2, switches=before, folders=save, **options)
-        found = pool.run(f"{CASES}:optimizer_steps", 2, switches=after, folders=load, first=2, **options)
+        pool.run(f"{__name__}:optimizer_steps", 2, switches=before, folders=save, **options)
+        found = pool.run(f"{__name__}:optimizer_steps", 2, switches=after, folders=load, first=2, **options)
         for expected, result in zip(whole, found, strict=True):
             for what in ("weights", "masters", "moments"):
                 assert result[what] == expected[what], what
@@ -77,8 +88,8 @@ def test_layers(pool, note, feature, name):
     ranks = layout.get("tp", 1) * layout.get("pp", 1)
     layers = {"num_layers": 4, "moe_layer_freq": [0, 1, 0, 1]}
     arguments = {**layout, "overrides": layers, "num_microbatches": 2}
-    off = pool.baseline(f"{CASES}:layer_step", ranks, switches={}, **arguments)
-    on = pool.run(f"{CASES}:layer_step", ranks, switches=FEATURES[feature], **arguments)
+    off = pool.baseline(f"{__name__}:layer_step", ranks, switches={}, **arguments)
+    on = pool.run(f"{__name__}:layer_step", ranks, switches=FEATURES[feature], **arguments)
     for without, having in zip(off, on, strict=True):
         assert having["losses"] == without["losses"]
         assert having["gradients"].keys() == without["gradients"].keys()
@@ -98,9 +109,11 @@ def test_megatrons_recomputed_norms(pool, name):
     modules = {"recompute_modules": ["layernorm"]}
     own = {**layers, "recompute_granularity": "selective", **modules}
     off = pool.baseline(
-        f"{CASES}:layer_step", ranks, switches={}, overrides=layers, num_microbatches=2, **layout
+        f"{__name__}:layer_step", ranks, switches={}, overrides=layers, num_microbatches=2, **layout
     )
-    on = pool.run(f"{CASES}:layer_step", ranks, switches=modules, overrides=own, num_microbatches=2, **layout)
+    on = pool.run(
+        f"{__name__}:layer_step", ranks, switches=modules, overrides=own, num_microbatches=2, **layout
+    )
     for without, having in zip(off, on, strict=True):
         assert having["losses"] == without["losses"]
         assert having["gradients"].keys() == without["gradients"].keys()
@@ -108,3 +121,62 @@ def test_megatrons_recomputed_norms(pool, name):
             assert torch.equal(having["gradients"][name], gradient), name
         assert_only(having["counts"], "recompute-norm")  # by the name that their outputs have there
         assert "recompute-outputs" in having["at work"]
+
+
+# -- what the ranks do --------------------------------------------------------------------------
+
+
+def optimizer_steps(
+    folders: Mapping[str, str] | None = None, early: bool = False, **arguments: Any
+) -> dict[str, Any]:
+    """As :func:`optimizer_job.train` with the model of any release, and what was counted.
+
+    Args:
+        folders: where to ``load`` a checkpoint from and ``save`` one to, in the format of the release.
+        early: load and gather as early as where that goes on beside other work.
+        arguments: for that function.
+    """
+    for name, folder in (folders or {}).items():
+        arguments[name] = (_format(), folder)
+    with (
+        mock.patch.object(optimizer_job, "config", tiny.config_with_experts),
+        mock.patch.object(optimizer_job, "gpt_model", tiny.gpt_model),
+        mock.patch.object(CpuPlatform, "asynchronous", early),
+        # Megatron-core 0.12 saves shards of tensors with a function that numpy 2 does not have any more.
+        mock.patch.object(np, "product", np.prod, create=True),
+        memory_events.counted() as counts,
+        _gathers() as gathers,
+    ):
+        result = optimizer_job.train(**arguments)
+    return {**result, "counts": dict(counts), "gathered": len(gathers), "at work": at_work()}
+
+
+@contextlib.contextmanager
+def _gathers() -> Iterator[list[Any]]:
+    """The parts of buckets that Megatron has gathered."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    found: list[Any] = []
+    gather = param_and_grad_buffer.dist_all_gather_func
+
+    def counting(output: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(output.shape)
+        return gather(output, *args, **kwargs)
+
+    with mock.patch.object(param_and_grad_buffer, "dist_all_gather_func", counting):
+        yield found
+
+
+def layer_step(switches: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
+    """As :func:`tiny.one_step`, and what was counted."""
+    with mock.patch.object(tiny, "config", tiny.config_with_experts), memory_events.counted() as counts:
+        result = tiny.one_step(switches, **arguments)
+    return {**result, "counts": dict(counts), "at work": at_work()}
+
+
+def _format() -> str:
+    """Of the distributed optimizer's state: what does not depend on the number of ranks."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    newer = getattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats", ())
+    return "fully_reshardable" if "fully_reshardable" in newer else "fully_sharded_model_space"

@@ -19,6 +19,8 @@ from mindspeed_dsa.runs import metrics
 from mindspeed_dsa.session.start_report import REPORT_FILE
 from tests.matrix.record import Note, features_at_work
 
+pytestmark = pytest.mark.releases(">=0.12.1")
+
 RECIPE = Path(__file__).parents[2] / "examples" / "megatron_lm"
 LAYOUT = "--tensor-model-parallel-size 2 --sequence-parallel"
 FEATURES = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_dsa.features.memory.chosen_layers import chosen
@@ -20,6 +20,7 @@ def test_layers_recomputed_in_full_do_not_count():
     assert chosen([2], 0, None, in_full=2) == []
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(0, 30), st.integers(0, 7))
 def test_as_many_layers_as_asked_for_and_evenly(layers, wanted, in_full):
     found = [chosen(layers, chunk, wanted, in_full) for chunk in range(len(layers))]

@@ -1,9 +1,10 @@
-"""A training step of a small MLA + DSA + MoE model on any release; runs inside the pool's workers."""
+"""Training steps of a small MLA + DSA + MoE model on any release; they run inside the pool's workers."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from types import SimpleNamespace
@@ -11,17 +12,20 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import mindspeed_dsa
 from mindspeed_dsa import session
 from mindspeed_dsa.features.moe import numbering
 from mindspeed_dsa.ops import backend
+from mindspeed_dsa.parallel.local_shards import local_of
 from tests.features.compilation.regions import cases as regions
 from tests.features.dsa import cp_cases
-from tests.matrix import memory_cases
 from tests.matrix import model as tiny
 from tests.matrix.record import at_work
-from tests.support import memory_events
+from tests.support import memory_events, optimizer_job
 from tests.support import model as job
 from tests.support.contexts import running
 
@@ -36,7 +40,7 @@ MODEL = {
 def step(
     switches: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None, **arguments: Any
 ) -> dict[str, Any]:
-    """As :func:`tiny.one_step` with four layers, and what the features did."""
+    """Run :func:`tiny.one_step` with four layers, and tell what the features did."""
     overrides = {**MODEL, **(overrides or {})}
     layout = {name: arguments[name] for name in ("ep", "etp") if name in arguments}
     overrides |= {_FIELDS[name]: size for name, size in layout.items()}
@@ -82,7 +86,7 @@ def job_of_any_release(cp: int, block_rows: int) -> Iterator[None]:
     """Configurations and rows of context parallel ranks, as every release takes them."""
     own_positions = cp_cases.positions_in_blocks(block_rows) if block_rows else job.own_positions
     with (
-        mock.patch.object(tiny, "config", memory_cases._config),
+        mock.patch.object(tiny, "config", tiny.config_with_experts),
         cp_cases.context_parallel(tiny, cp),
         mock.patch.object(job, "own_positions", own_positions),
         mock.patch.object(job, "global_names", numbered_experts),
@@ -180,5 +184,86 @@ def indexer_learns(steps: int) -> dict[str, Any]:
 def beside(case: str, **arguments: Any) -> dict[str, Any]:
     """Another case of these tests, and which features were at work in it."""
     module, _, name = case.partition(":")
-    with mock.patch.object(tiny, "config", memory_cases._config):
+    with mock.patch.object(tiny, "config", tiny.config_with_experts):
         return {"found": getattr(import_module(module), name)(**arguments), "at work": at_work()}
+
+
+# -- weights that FSDP2 shards, with Megatron's optimizer ---------------------------------------
+
+STEPS = 2
+
+
+def train_sharded(switches: Mapping[str, Any] | None = None, pp: int = 1, ep: int = 1) -> dict[str, Any]:
+    """Return losses and norms of all steps, gradients of the first one, and what FSDP2 did.
+
+    Weights are whole or sharded by FSDP2.
+
+    Returns:
+        ``gathered ahead``: units' weights that were gathered, or on their way, when the first layer began.
+    """
+    switches = dict(switches or {})
+    overrides = {**MODEL, "pipeline_model_parallel_size": pp, "expert_tensor_parallel_size": 1}
+    with (
+        job_of_any_release(1, 0),
+        mock.patch.object(optimizer_job, "config", tiny.config_with_experts),
+        mock.patch.object(optimizer_job, "gpt_model", tiny.gpt_model),
+        memory_events.counted() as counts,
+    ):
+        job.start(switches, pp=pp, ep=ep, etp=1)
+        fsdp2 = "use_torch_fsdp2" in switches
+        made = optimizer_job.assemble(precision="fp32", ep=ep, overrides=overrides, fsdp2=fsdp2)
+        gradients: dict[str, Tensor] = {}
+        records = []
+        with _before_the_first_layer(made.model, counts) as ahead:
+            for number in range(STEPS):
+                losses = optimizer_job.forward_backward(made, number)
+                gradients = gradients or _gradients(made.model.module)
+                _, norm, _ = made.optimizer.step()
+                records.append({"losses": losses, "norm": float(norm)})
+        return {
+            "records": records,
+            "gradients": gradients,
+            "sharded": sum(isinstance(each, DTensor) for each in made.model.parameters()),
+            "gathered ahead": ahead[0],
+            "counts": dict(counts),
+            "at work": at_work(),
+        }
+
+
+@contextlib.contextmanager
+def _before_the_first_layer(model: torch.nn.Module, counts: Counter[str]) -> Iterator[list[int]]:
+    """How many gathers had been started whenever this rank's first layer began."""
+    found: list[int] = []
+
+    def note(*unused: Any) -> None:
+        found.append(counts[memory_events.GATHERED])
+
+    layers: Any = model.module.decoder.layers
+    handle = layers[0].register_forward_pre_hook(note)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def _gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Whole ones by their names in a model on one rank, put together from all shards."""
+    found = {}
+    for name, parameter in job.global_names(model).items():
+        if isinstance(parameter, DTensor):
+            found[name] = _put_together(parameter.grad)
+        else:
+            found[name] = parameter.main_grad.clone()
+    return found
+
+
+def _put_together(shard: Any) -> Tensor:
+    """As ``full_tensor()``, which looks for the groups of a mesh like this one that an earlier case had."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    (placement,) = shard.placements
+    own = local_of(shard).contiguous()
+    pieces = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(pieces, own, group=group)
+    return torch.cat(pieces, dim=placement.dim)

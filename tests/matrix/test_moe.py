@@ -1,4 +1,4 @@
-"""A MoE layer of any release, with and without a feature; runs inside the pool's workers."""
+"""A MoE layer beside stock on the release that is installed, where its steps and the dispatcher's differ."""
 
 from __future__ import annotations
 
@@ -9,15 +9,121 @@ from contextlib import AbstractContextManager
 from importlib import metadata
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 import torch.nn.functional as F
 from packaging.version import Version
 
 from tests.features.moe.alltoall_overlap.cases import SWITCH, recorded
 from tests.features.moe.balanced_experts.cases import ALWAYS, watched
+from tests.features.moe.batch_overlap.cases import ALWAYS as HALVES
+from tests.features.moe.batch_overlap.cases import MEASURED
 from tests.matrix.model import EXPERTS, one_step
 from tests.support import model, moe
 from tests.support.counting import counted
+from tests.support.model import assert_same_gradients
+
+RUNS: dict[str, dict[str, Any]] = {
+    "shared expert": {},
+    "none": {"moe_shared_expert_intermediate_size": None},
+    "layer recomputed": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}
+AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "shared_experts"]}
+STEPS = {
+    # name: ranks, layout, microbatches, overrides
+    "PP1": (2, {}, 3, {"num_moe_experts": 2, "num_layers": 3, "moe_layer_freq": [0, 1, 0]}),
+    "PP1, recomputed modules": (2, {}, 2, {"moe_layer_freq": [0, 1], **AGAIN}),
+    "PP2 x VPP2": (4, {"pp": 2, "vpp": 2}, 4, {"num_layers": 4, "moe_layer_freq": [0, 1, 1, 1]}),
+}
+
+GROUPED = "tests.features.moe.grouped_experts.cases"
+DSA = {"experimental_attention_variant": "dsa"}  # so that older releases know the tests' configuration
+RELEASE = Version(metadata.version("megatron-core"))
+
+
+@pytest.mark.releases(">=0.13")
+def test_overlapped_alltoalls_beside_stock(pool):
+    for rank in pool.run(f"{__name__}:overlapped", 2, runs=RUNS):
+        for name, found in rank.items():
+            moe.assert_same(found["ours"], found["theirs"])
+            assert found["launched"] == 2 * (9 if name == "layer recomputed" else 6)
+
+
+@pytest.mark.releases(">=0.14")
+@pytest.mark.parametrize("switch", [HALVES, MEASURED], ids=["cut", "measured"])
+def test_overlapped_halves_beside_stock(pool, switch):
+    for rank in pool.run(f"{__name__}:overlapped", 2, runs=RUNS, switch=switch):
+        for name, found in rank.items():
+            moe.assert_same(found["ours"], found["theirs"])
+            expected = 2 * (18 if name == "layer recomputed" else 12)
+            assert found["launched"] == expected or switch == MEASURED
+
+
+@pytest.mark.releases(">=0.14")
+def test_moved_experts_beside_stock(pool):
+    runs = {name: RUNS[name] for name in ("shared expert", "layer recomputed")}
+    for rank in pool.run(f"{__name__}:balanced", 2, runs=runs):
+        for name, found in rank.items():
+            moe.assert_same(found["ours"], found["theirs"])
+            assert len(found["plans"]) == 2 * (2 if name == "layer recomputed" else 1)
+            assert any(found["plans"])
+
+
+@pytest.mark.releases(">=0.14")
+@pytest.mark.parametrize("name", STEPS)
+def test_fb_overlap_beside_stock(pool, name):
+    ranks, layout, microbatches, overrides = STEPS[name]
+    off, on = (
+        pool.run(
+            f"{__name__}:whole_step",
+            ranks,
+            switches=switches,
+            overrides=overrides,
+            num_microbatches=microbatches,
+            micro_batch_size=1,
+            ep=2,
+            etp=1,
+            **layout,
+        )
+        for switches in ({}, {"moe_fb_overlap": True})
+    )
+    for before, after in zip(off, on, strict=True):
+        assert [float(loss) for loss in after["losses"]] == pytest.approx(
+            [float(loss) for loss in before["losses"]], rel=1e-6
+        )
+        assert_same_gradients(after["gradients"], before["gradients"], rtol=1e-5)
+    assert sum(rank["launched"] for rank in on) > 0
+
+
+@pytest.mark.releases(">=0.12.1")
+def test_a_step_with_fused_permutation(pool):
+    (stock,) = pool.run(f"{__name__}:permutations", 1, switches={}, overrides=EXPERTS)
+    on = {"moe_permute_fusion": True}
+    (fused,) = pool.run(f"{__name__}:permutations", 1, switches=on, overrides={**EXPERTS, **on})
+    assert fused["losses"] == stock["losses"]
+    assert_same_gradients(fused["gradients"], stock["gradients"], rtol=1e-6)
+    assert stock["calls"] == {"permute": 0, "unpermute": 0, "sort_chunks": 0}
+    assert fused["calls"] == {"permute": 1, "unpermute": 1, "sort_chunks": 2}
+
+
+@pytest.mark.releases(">=0.12.1")
+def test_layers_of_grouped_experts(pool):
+    for built in pool.run(f"{GROUPED}:layers", 2, ep=2, switches=DSA):
+        assert built == ("GroupedExperts", "SequentialMLP")
+
+
+@pytest.mark.releases(">=0.12.1")
+def test_state_dicts_of_grouped_experts(pool):
+    pool.run(f"{GROUPED}:state_dicts", 1, switches=DSA)
+
+
+@pytest.mark.releases(">=0.12.1")
+@pytest.mark.skipif(Version("0.16") <= RELEASE, reason="optimizer state is not saved in flat pieces")
+def test_optimizer_state_in_flat_pieces(pool):
+    pool.run(f"{GROUPED}:flat_pieces", 2, ep=2, switches=DSA)
+
+
+# -- what the ranks do --------------------------------------------------------------------------
 
 
 def overlapped(runs: Mapping[str, Mapping[str, Any]], switch: Mapping[str, Any] = SWITCH) -> dict[str, Any]:
@@ -100,7 +206,7 @@ def _train(overrides: Mapping[str, Any]) -> dict[str, Any]:
 def whole_step(overrides: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
     """A training step of the tiny model, and how many parted transfers were started."""
     with recorded() as events:
-        if Version(metadata.version("megatron-core")) < Version("0.16"):
+        if Version("0.16") > RELEASE:
             overrides = {**EXPERTS, "expert_model_parallel_size": arguments["ep"], **overrides}
             result = one_step(overrides=overrides, **arguments)
         else:
