@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_dsa.tools.migrate import megatron_flags
-from mindspeed_dsa.tools.migrate.shell_words import ShellError
+from mindspeed_dsa.tools.migrate.shell import ShellError
 
 
 def of_python(text: str) -> list[str]:

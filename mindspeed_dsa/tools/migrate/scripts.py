@@ -14,7 +14,7 @@ from packaging.version import Version
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.tools.migrate import lists, shell
 from mindspeed_dsa.tools.migrate.job import Given, split
-from mindspeed_dsa.tools.migrate.shell_words import ShellError
+from mindspeed_dsa.tools.migrate.shell import ShellError
 from mindspeed_dsa.tools.migrate.translate import Translation, quoted, translate, words
 
 _MARK = ".mindspeed_dsa"

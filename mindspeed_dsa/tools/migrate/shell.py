@@ -1,24 +1,55 @@
-"""Shell scripts: the command that starts the training, with its variables put in."""
+"""Shell scripts: the command that starts the training, with its variables put in.
+
+tree-sitter-bash reads a script; what its tree says is evaluated here, in the order of the text: assignments,
+arrays, ``+=``, quotes, defaults and arithmetic. Nothing is ever executed, since launch scripts delete,
+truncate and kill. What only a shell can compute stays as it is written.
+"""
 
 from __future__ import annotations
 
 import ast
 import operator
 import re
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from itertools import groupby
+from typing import TYPE_CHECKING
 
+from mindspeed_dsa.tools.migrate import words
 from mindspeed_dsa.tools.migrate.job import FLAG, Source
-from mindspeed_dsa.tools.migrate.shell_words import Command, Part, ShellError, Word, commands
+from mindspeed_dsa.tools.migrate.words import Field, Held, Item
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_DECLARING = ("export", "declare", "local", "readonly", "typeset")
-_OPENING = ("if", "for", "while", "until", "case", "select")
-_CLOSING = ("fi", "done", "esac")
-_KEYWORDS = (*_OPENING, *_CLOSING, "then", "else", "elif", "do", "{", "}", "!", "time", "function")
+if TYPE_CHECKING:
+    from tree_sitter import Node
+
+_CONDITIONAL = ("if_statement", "for_statement", "c_style_for_statement", "while_statement", "case_statement")
+_UNREAD = ("command_substitution", "process_substitution", "heredoc_body", "test_command", "comment")
+"""Nodes without assignments or commands of the script itself."""
+_REDIRECTIONS = ("file_redirect", "heredoc_redirect", "herestring_redirect")
+_VARIABLES = ("simple_expansion", "expansion")
+_COMPUTED = ("command_substitution", "process_substitution", "ansi_c_string", "translated_string")
+"""Nodes whose value only a shell knows."""
+_SPECIAL = ("string", "raw_string", "arithmetic_expansion", "concatenation", *_VARIABLES, *_COMPUTED)
+"""Parts of words that are more than a text outside of quotes."""
+
+_VARIABLE = re.compile(
+    r"\$(?:(?P<bare>[A-Za-z_]\w*)|\{(?P<name>[A-Za-z_]\w*)(?P<all>\[[@*]\])?(?P<default>:?[-=].*)?\})",
+    re.DOTALL,
+)
+_TEXT = re.compile(r"\\(?P<escaped>.)|(?P<variable>\$(?:[A-Za-z_]\w*|\d))|[^\\$]+|.", re.DOTALL)
+_TEXT_IN_QUOTES = re.compile(_TEXT.pattern.replace("(?P<escaped>.)", r'(?P<escaped>[\n"\\$`])'), re.DOTALL)
+_EXPANDED = frozenset("~*?[{")
+"""Characters that a shell expands where they are not quoted."""
+_SUBSTITUTES = {
+    # ADDRESS=<to be filled in by hand>, which a shell takes for redirections
+    re.compile(rb"(?<==)<[^<>\n|&;()'\"]*>\S*"): b" ",
+    # a continuation with an empty line, or nothing, behind it
+    re.compile(rb"\\\r?\n(?=[ \t\r]*(\n|$))|\\$"): b" ",
+    # $NAME: behind another expansion the grammar loses it, so that it is found in the text, here
+    re.compile(rb"(?<!\\)\$(?=\w)"): b"_",
+}
+"""What the grammar stumbles over, and the character that it gets to see there."""
+
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -26,13 +57,10 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
 }
-_BARE, _QUOTED = "\ue000", "\ue001"
-"""Mark what stays as it is written, outside of quotes and in them; its number lies between two of them."""
-_HELD = re.compile(rf"[{_BARE}{_QUOTED}](\d+)[{_BARE}{_QUOTED}]")
-_EXPANDED = frozenset("~*?[{")
-"""Characters that a shell expands where they are not quoted."""
-_ALL_OF = re.compile(r"\$[@*]|\$\{[@*].*\}|\$\{\w+\[[@*]\].*\}|\$\{\w+:?\+.*\}", re.DOTALL)
-"""Any number of words: a script's own arguments, an array, or words under a condition."""
+
+
+class ShellError(Exception):
+    """The text is no script that can be read; says where."""
 
 
 @dataclass(frozen=True)
@@ -63,204 +91,279 @@ def read(text: str) -> Start:
     """Find the last command that starts a Python script with flags.
 
     Raises:
-        ShellError: there is none, or the text is no shell script.
+        ShellError: there is none, the text is no shell script, or the parser is not installed.
     """
-    reader = _Script()
-    for command in commands(text):
-        reader.take(command)
-    if reader.found is None:
-        raise ShellError("no command in it starts a Python script with flags")
-    return reader.found
+    code = text.encode()
+    root = _tree(code)
+    errors = _check(root, code) if root.has_error else []
+    script = _Script(code, errors)
+    script.take(root)
+    if script.start is None:
+        raise ShellError("; ".join(["no command in it starts a Python script with flags", *errors]))
+    return script.start
+
+
+# -- the tree ----------------------------------------------------------------------------------
+
+
+def _tree(code: bytes) -> Node:
+    """Parse a script; every place in the tree is one of the script."""
+    try:
+        import tree_sitter_bash
+        from tree_sitter import Language, Parser
+    except ModuleNotFoundError as error:
+        raise ShellError("reading shell scripts needs pip install 'mindspeed_dsa[migrate]'") from error
+    for pattern, filler in _SUBSTITUTES.items():
+        code = pattern.sub(lambda match, filler=filler: filler * len(match[0]), code)  # type: ignore[misc]
+    return Parser(Language(tree_sitter_bash.language())).parse(code).root_node
+
+
+def _check(root: Node, code: bytes) -> list[str]:
+    """Refuse what is opened and never closed, and name the first of other errors, which are read around.
+
+    Raises:
+        ShellError: names the line and the quote, bracket or here-document.
+    """
+    notes: list[str] = []
+    for node in _nodes(root):
+        parent, line = node.parent, node.start_point[0] + 1
+        if node.is_missing and parent is not None:
+            opened, line = _text(parent.children[0], code), parent.start_point[0] + 1
+            if parent.type == "array":
+                opened = "the bracket of an array"
+            elif node.type == "heredoc_end":
+                opened = "the here-document " + _text(parent.children[1], code).strip("'\"\\")
+            elif parent.type in ("expansion", "command_substitution", "arithmetic_expansion"):
+                opened = "the quote `" if opened == "`" else f"the bracket {opened.lstrip('$')[:1]}"
+            else:
+                continue
+            raise ShellError(f"line {line}: {opened} is never closed")
+        if node.type != "ERROR":
+            continue
+        text = _text(node, code)
+        if parent is not None and parent.type == "array":
+            raise ShellError(f"line {line}: {text[:1]!r} stands in an array")
+        if not code[node.end_byte :].strip() and text[:1] in ("'", '"') and text.count(text[0]) == 1:
+            raise ShellError(f"line {line}: the quote {text[0]} is never closed")
+        if not code[node.end_byte :].strip() and text.startswith("$(("):
+            raise ShellError(f"line {line}: the bracket ( is never closed")
+        if parent is not None and not notes:
+            notes.append(f"line {line}: bash allows no {text.split(chr(10))[0]!r} there; it is not read")
+    return notes
+
+
+def _nodes(node: Node) -> Iterator[Node]:
+    yield node
+    for child in node.children:
+        yield from _nodes(child)
+
+
+def _text(node: Node, code: bytes) -> str:
+    return code[node.start_byte : node.end_byte].decode()
+
+
+# -- evaluation --------------------------------------------------------------------------------
 
 
 class _Script:
-    """Variables so far, once with their values and once as they are written."""
+    """The variables of a script so far, and the last command that starts a training."""
 
-    def __init__(self) -> None:
-        self.found: Start | None = None
-        self._values: dict[str, str | list[str]] = {}
-        self._written: dict[str, str | list[str]] = {}
-        self._held: list[str] = []
-        self._depth = 0
+    def __init__(self, code: bytes, notes: Sequence[str]) -> None:
+        self.start: Start | None = None
+        self._code = code
+        self._variables: dict[str, Field | list[Field]] = {}
         self._doubtful: list[str] = []
-        self._notes: list[str] = []
+        self._notes = list(notes)
 
-    def take(self, command: Command) -> None:
-        """Set variables, or look whether this starts the training."""
-        words, shift = command.words, 0
-        while words and (keyword := _literal(words[0])) in _KEYWORDS:
-            self._depth += (keyword in _OPENING) - (keyword in _CLOSING)
-            words, shift = words[1:], shift + 1
-        if words and _literal(words[0]) in _DECLARING:
-            words, shift = words[1:], shift + 1
-            while words and _literal(words[0]).startswith("-"):
-                words, shift = words[1:], shift + 1
-        if words and _literal(words[0]) in ("source", "."):
-            self._notes.append(f"line {command.line}: what {_literal(words[-1])} sets is not read")
-        for place, word in enumerate(words):
-            match = _ASSIGNMENT.match(word[0].text) if word and word[0].kind == "text" else None
-            if match is None:
-                if place == 0 or not _ASSIGNMENT.match(word[0].text if word else ""):
-                    self._look(command, words[place:])
-                return
-            self._assign(match, word, command.arrays.get(place + shift))
+    def take(self, node: Node, conditional: bool = False) -> None:
+        """Set variables, and look at each command, in the order of the script."""
+        if node.type == "variable_assignment":
+            self._assign(node, conditional)
+        elif node.type == "command":
+            self._command(node, conditional)
+        elif node.type not in _UNREAD:
+            for child in node.children:
+                self.take(child, conditional or node.type in _CONDITIONAL)
 
-    def _assign(self, match: re.Match[str], word: Word, elements: list[Word] | None) -> None:
-        name, adds = match[1], bool(match[2])
-        rest = (Part(word[0].text[match.end() :], quoted=word[0].quoted), *word[1:])
-        if self._depth:
-            self._doubtful.append(name)
-        for store, written in ((self._values, False), (self._written, True)):
-            new: str | list[str]
-            if elements is None:
-                new = self._joined(rest, written)
-            else:
-                new = [field for element in elements for field in self._fields(element, written)]
-            old = store.get(name)
-            if adds and isinstance(old, list):
-                new = [*old, *([new] if isinstance(new, str) else new)]
-            elif adds and isinstance(old, str) and isinstance(new, str):
-                new = old + new
-            store[name] = new
-
-    def _look(self, command: Command, words: Sequence[Word]) -> None:
-        values = [field for word in words for field in self._fields(word, written=False)]
-        place = _script(values)
-        if place is None or not any(value.startswith("--") for value in values[place + 1 :]):
+    def _assign(self, node: Node, conditional: bool) -> None:
+        name, sign = node.children[0], _text(node.children[1], self._code)
+        if name.type != "variable_name":  # an element of an array
             return
-        written = [field for word in words for field in self._fields(word, written=True)]
-        other = _script([self._show(word) for word in written])
+        key, value = _text(name, self._code), node.child_by_field_name("value")
+        if conditional:
+            self._doubtful.append(key)
+        new: Field | list[Field]
+        if value is not None and value.type == "array":
+            new = [field for element in value.named_children for field in self._words(element)]
+        else:
+            new = words.inlined(self._joined([] if value is None else [value]), key)
+        old = self._variables.get(key)
+        if sign == "+=" and isinstance(old, list):
+            new = [*old, *(new if isinstance(new, list) else [new])]
+        elif sign == "+=" and isinstance(old, tuple) and isinstance(new, tuple):
+            new = (*old, *new)
+        self._variables[key] = new
+
+    def _command(self, node: Node, conditional: bool) -> None:
+        nodes: list[Node] = []
+        end, redirected = 0, False
+        for child in node.children:
+            if child.type == "variable_assignment":
+                self._assign(child, conditional)
+            elif child.type in _REDIRECTIONS:
+                redirected = bool(nodes)
+            else:
+                nodes.append(child)
+                end = end if redirected else child.end_byte
+        if not nodes:
+            return
+        if _text(nodes[0], self._code) in ("source", "."):
+            sourced = re.sub("[\"']", "", _text(nodes[-1], self._code))
+            self._notes.append(f"line {node.start_point[0] + 1}: what {sourced} sets is not read")
+        behind = node.parent.named_children[1:] if node.parent and node.next_named_sibling else []
+        for redirection in behind:
+            if redirection.type == "file_redirect":  # words behind it are the command's
+                nodes += redirection.children_by_field_name("destination")[1:]
+        self._look([field for word in nodes for field in self._words(word)], nodes[0].start_byte, end)
+
+    def _look(self, written: list[Field], start: int, end: int) -> None:
+        """Keep a command, from byte to byte of the script, if it starts a training."""
+        values = [field for word in written for field in words.fields(words.computed(word))]
+        place = _script([words.shown(word) for word in values])
+        if place is None or not any(words.shown(word).startswith("--") for word in values[place + 1 :]):
+            return
+        other = _script([words.shown(word) for word in written])
         if other is None:
             written, other = values, place
-        launcher = tuple(map(self._source, written[: other + 1]))
-        values, script = values[place + 1 :], _named(values, place)
-        rest = tuple(self._source(word) for word in written[other + 1 :] if self._any_number(word))
-        values, written = (
-            [word for word in each if not self._any_number(word)] for each in (values, written[other + 1 :])
+        script = words.shown(values[place])
+        if place and words.shown(values[place - 1]) == "-m":
+            script = f"-m {script}"
+        launcher, rest = (
+            written[: other + 1],
+            [word for word in written[other + 1 :] if words.any_number(word)],
         )
-        if self._names(values) != self._names(written):
+        values = [word for word in values[place + 1 :] if not words.any_number(word)]
+        written = [word for word in written[other + 1 :] if not words.any_number(word)]
+        if _flags(values) != _flags(written):
             written = values
         notes = list(self._notes)
-        if self.found is not None:
-            notes.append(f"{self.found.script} is started before; only {script} is looked at")
+        if self.start is not None:
+            notes.append(f"{self.start.script} is started before; only {script} is looked at")
         if self._doubtful:
             names = ", ".join(dict.fromkeys(self._doubtful))
             notes.append(
                 f"variables that are set under a condition or in a loop are taken as last set: {names}"
             )
-        notes += [f"{text} stays at the end; flags that come by it are not looked at" for text in rest]
-        self.found = Start(
-            launcher,
+        notes += [
+            f"{words.source(word)} stays at the end; flags that come by it are not looked at" for word in rest
+        ]
+        self.start = Start(
+            tuple(map(words.source, launcher)),
             script,
-            tuple(map(self._show, values)),
-            tuple(map(self._source, written)),
-            rest,
-            command.start,
-            command.end,
+            tuple(map(words.shown, values)),
+            tuple(map(words.source, written)),
+            tuple(map(words.source, rest)),
+            len(self._code[:start].decode()),
+            len(self._code[:end].decode()),
             tuple(notes),
         )
 
-    def _show(self, text: str) -> str:
-        return _HELD.sub(lambda match: self._held[int(match[1])], text)
+    def _words(self, node: Node) -> list[Field]:
+        """Split a word as a shell does, after variables that hold flags are put in."""
+        return words.fields(self._parts(node))
 
-    def _hold(self, raw: str) -> str:
-        self._held.append(raw)
-        return f"{_BARE}{len(self._held) - 1}{_BARE}"
+    def _joined(self, nodes: Iterable[Node]) -> Field:
+        """Evaluate words without splitting, as in an assignment."""
+        parts = [part for node in nodes for part in self._parts(node, assigned=True)]
+        return tuple(" " if part is None else part for part in parts)
 
-    def _any_number(self, field: str) -> bool:
-        match = _HELD.fullmatch(field)
-        return match is not None and _ALL_OF.fullmatch(self._held[int(match[1])]) is not None
+    def _parts(self, node: Node, assigned: bool = False) -> Iterator[Item]:
+        """Yield the parts of a word outside of quotes, which an assignment does not split."""
+        source = _text(node, self._code)
+        if node.type in ("concatenation", "command_name"):
+            for plain, run in groupby(node.children, lambda child: child.type not in _SPECIAL):
+                children = list(run)
+                if plain:
+                    yield from self._plain(children[0].start_byte, children[-1].end_byte, assigned)
+                else:
+                    for child in children:
+                        yield from self._parts(child, assigned)
+        elif node.type == "string":
+            yield from self._string(node)
+        elif node.type == "raw_string":
+            yield source[1:-1]
+        elif node.type in _VARIABLES:
+            yield from self._variable(source, assigned, node)
+        elif node.type == "arithmetic_expansion":
+            yield self._number(source, assigned)
+        elif node.type in _COMPUTED:
+            yield Held(source, assigned)
+        elif node.type != "comment":
+            yield from self._plain(node.start_byte, node.end_byte, assigned)
 
-    def _names(self, fields: Sequence[str]) -> list[str]:
-        return [word.partition("=")[0] for word in map(self._source, fields) if FLAG.match(word)]
-
-    def _source(self, text: str) -> Source:
-        """A field as a shell reads it back: texts in quotes, and what is held as it was written."""
-        name = re.match(r"(--?[A-Za-z][\w-]*=?)?", text)[0]  # type: ignore[index]
-        found = re.findall(
-            rf"([^{_BARE}{_QUOTED}]+)|([{_BARE}{_QUOTED}])(\d+)[{_BARE}{_QUOTED}]", text[len(name) :]
-        )
-        pieces = [(self._held[int(number)], mark) if mark else (plain, "") for plain, mark, number in found]
-        pieces = [
-            (f"${{{one[1:]}}}" if mark and _continues(one, *after) else one, mark)
-            for (one, mark), after in pairwise([*pieces, ("", "")])
-        ]
-        marks = {mark for _, mark in pieces}
-        if marks == {_QUOTED, ""} and not any(set(one) & set('"$`\\!') for one, mark in pieces if not mark):
-            return Source(name + '"' + "".join(one for one, _ in pieces) + '"')
-        shown: dict[str, Callable[[str], str]] = {"": shlex.quote, _QUOTED: '"{}"'.format, _BARE: str}
-        return Source(name + "".join(shown[mark](one) for one, mark in pieces) or "''")
-
-    def _joined(self, word: Word, written: bool) -> str:
-        """A word without splitting, as in an assignment."""
-        return "".join(" ".join(self._value(part, written)) for part in word)
-
-    def _fields(self, word: Word, written: bool) -> list[str]:
-        """A word as a shell splits it after variables are put in."""
-        fields: list[str] = []
-        building: str | None = None
-        for part in word:
-            values = self._value(part, written)
-            if part.quoted and part.kind != "array":
-                building = (building or "") + " ".join(values).replace(_BARE, _QUOTED)
+    def _string(self, node: Node) -> Iterator[Item]:
+        """Yield the parts of a word in double quotes; a node's blanks before its ``$`` belong to the text."""
+        place = node.start_byte + 1
+        yield ""
+        for child in node.children:
+            if child.type not in (*_VARIABLES, *_COMPUTED, "arithmetic_expansion"):
                 continue
-            if part.kind == "text":
-                expands = written and set(part.text) & _EXPANDED
-                building = (building or "") + (self._hold(part.text) if expands else part.text)
-                continue
-            if not part.quoted:
-                values = [value.replace(_QUOTED, _BARE) for value in values]
-            pieces = values if part.quoted else [piece for value in values for piece in value.split()]
-            if not pieces:
-                continue
-            if part.kind != "array" and values[0][:1].isspace() and building is not None:
-                fields.append(building)
-                building = None
-            *whole, last = pieces
-            for piece in whole:
-                fields.append((building or "") + piece)
-                building = None
-            building = (building or "") + last
-        return fields if building is None else [*fields, building]
+            source = _text(child, self._code)
+            source = source[re.search(r"[$`]", source).start() :]  # type: ignore[union-attr]
+            yield from self._plain(place, child.end_byte - len(source.encode()), True, _TEXT_IN_QUOTES)
+            place = child.end_byte
+            if child.type in _VARIABLES:
+                yield from self._variable(source, True, child)
+            elif child.type == "arithmetic_expansion":
+                yield self._number(source, quoted=True)
+            else:
+                yield Held(source, quoted=True)
+        yield from self._plain(place, node.end_byte - 1, True, _TEXT_IN_QUOTES)
 
-    def _value(self, part: Part, written: bool) -> list[str]:
-        """What a part stands for; where ``written``, variables of single values stay."""
-        if part.kind == "text":
-            return [part.text]
-        if part.kind == "computed":
-            return [self._hold(part.raw)]
-        if part.kind == "arithmetic":
-            number = None if written else self._calculated(part.text)
-            return [self._hold(part.raw) if number is None else str(number)]
-        value = self._values.get(part.text, part.default)
-        if value is None or (written and not _has_flags(value)):
-            return [self._hold(part.raw)]
-        stored = self._written.get(part.text, value) if written else value
-        if isinstance(stored, list):
-            return stored if part.kind == "array" else stored[:1]
-        return [stored]
+    def _plain(self, start: int, end: int, quoted: bool, pattern: re.Pattern[str] = _TEXT) -> Iterator[Item]:
+        """Yield a text without backslashes; outside of quotes it is held where a shell would expand it."""
+        for match in pattern.finditer(self._code[start:end].decode()):
+            if match["variable"]:
+                yield from self._variable(match[0], quoted)
+            elif match["escaped"]:
+                yield match["escaped"] if pattern is _TEXT else match["escaped"].strip("\n")
+            elif not quoted and set(match[0]) & _EXPANDED:
+                yield Held(match[0], False, (match[0],))
+            else:
+                yield match[0]
 
-    def _calculated(self, text: str) -> int | None:
+    def _variable(self, source: str, quoted: bool, node: Node | None = None) -> Iterator[Item]:
+        """Yield the flags that a variable holds; else the variable itself."""
+        match = _VARIABLE.fullmatch(source)
+        value = self._variables.get(match["bare"] or match["name"]) if match else None
+        if node is not None and match and match["default"] and value is None:
+            sign = next(place for place, child in enumerate(node.children) if child.type[-1:] in "-=")
+            value = self._joined(node.children[sign + 1 : -1])
+        if isinstance(value, list) and match and match["all"]:
+            for place, field in enumerate(value):
+                if place:
+                    yield None
+                yield from field if quoted else words.split(field)
+            return
+        if isinstance(value, list):
+            value = value[0] if value else ()
+        elif value is None or not words.has_flags(value):
+            yield Held(source, quoted, value)
+            return
+        yield from words.quoted(value) if quoted else words.split(value)
+
+    def _number(self, source: str, quoted: bool) -> Held:
         def put(match: re.Match[str]) -> str:
-            value = self._values.get(match[1])
-            return value if isinstance(value, str) and value.strip().isdigit() else match[0]
+            value = self._variables.get(match[1])
+            number = words.value_text(value).strip() if isinstance(value, tuple) else ""
+            return number if number.isdigit() else match[0]
 
+        inner = source[3:-2] if source.startswith("$((") else source[2:-1]
         try:
-            return _evaluate(
-                ast.parse(re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", put, text).strip(), mode="eval").body
-            )
+            formula = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", put, inner).strip()
+            return Held(source, quoted, (str(_evaluate(ast.parse(formula, mode="eval").body)),))
         except (SyntaxError, ValueError, ZeroDivisionError):
-            return None
-
-
-def _continues(held: str, text: str, mark: str) -> bool:
-    """Whether a shell would read a text as part of the name of the variable before it."""
-    named = re.fullmatch(r"\$[A-Za-z_]\w*", held) is not None
-    return named and not mark and re.match(r"[\w\[]", text) is not None
-
-
-def _named(words: Sequence[str], place: int) -> str:
-    return " ".join(words[place - 1 : place + 1]) if words[place - 1] == "-m" else words[place]
+            return Held(source, quoted)
 
 
 def _evaluate(node: ast.expr) -> int:
@@ -271,17 +374,12 @@ def _evaluate(node: ast.expr) -> int:
     raise ValueError(ast.dump(node))
 
 
-def _literal(word: Word) -> str:
-    return "".join(part.text if part.kind == "text" else part.raw for part in word)
-
-
-def _has_flags(value: Any) -> bool:
-    words = value if isinstance(value, list) else value.split()
-    return any(word.startswith("--") for word in words) or isinstance(value, list)
+def _flags(fields: Sequence[Field]) -> list[str]:
+    return [word.partition("=")[0] for word in map(words.source, fields) if FLAG.match(word)]
 
 
 def _script(words: Sequence[str]) -> int | None:
-    """Place of the Python script, or of the module behind ``-m`` that is not a launcher."""
+    """Find the Python script, or the module behind ``-m`` that is not a launcher."""
     for place, word in enumerate(words):
         if word.endswith(".py") and not word.startswith("-"):
             return place

@@ -9,7 +9,7 @@ import pytest
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.tools.migrate import lists, scripts, shell
 from mindspeed_dsa.tools.migrate.job import split
-from mindspeed_dsa.tools.migrate.shell_words import ShellError
+from mindspeed_dsa.tools.migrate.shell import ShellError
 
 TRAIN = """#!/bin/bash
 TP=2

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from mindspeed_dsa.tools.migrate import shell
-from mindspeed_dsa.tools.migrate.shell_words import ShellError
+from mindspeed_dsa.tools.migrate.shell import ShellError
 
 
 def started(text):
@@ -84,11 +86,27 @@ def test_variables_arrays_continuations_comments_and_heredocs():
         ('declare -a X=(--a)\npython train.py ${X[*]} --b "c d"', "train.py", ("--a", "--b", "c d")),
         ("X=(--a '1 2')\npython train.py \"${X[@]}\"", "train.py", ("--a", "1 2")),
         ("python a.py --a; python train.py --b", "train.py", ("--b",)),
+        ("python train.py --a $X/$Y.json --b", "train.py", ("--a", "$X/$Y.json", "--b")),
+        ("X=<to fill in>/x\nY=2\npython train.py --a $Y $X --b", "train.py", ("--a", "2", "--b")),
+        ("X=--a\nX=\"$X --b ${Y:-'c d'}\"\npython $Z/train.py $X", "$Z/train.py", ("--a", "--b", "c", "d")),
+        ("python train.py --a {1,2}$X $'b'", "train.py", ("--a", "{1,2}$X", "$'b'")),
     ],
 )
 def test_commands_that_start_a_training(text, script, words):
     found = started(text)
     assert (found.script, found.words) == (script, words)
+
+
+def test_what_stands_before_the_command_stays():
+    text = "if true; then A=1 python train.py --a > out; fi"
+    start = started(text)
+    assert text[start.start : start.end] == "python train.py --a"
+
+
+def test_without_the_parser_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tree_sitter_bash", None)
+    with pytest.raises(ShellError, match=r"needs pip install 'mindspeed_dsa\[migrate\]'"):
+        started("python train.py --a")
 
 
 def test_doubts_are_said():
