@@ -19,6 +19,8 @@ COMMANDS = {
     "migrate": "launch scripts of MindSpeed and MindSpeed-LLM, flag by flag, and written anew",
     "schedule": "pipeline schedules simulated side by side, or a recorded step beside its simulation",
 }
+_ELSEWHERE = {"features": "explain:list_features"}
+"""Commands that are no module's ``run``."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,7 +33,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"mindspeed_dsa: there is no command {argv[0]!r}\n\n{_usage()}", file=sys.stderr)
         return 2
     try:
-        status: int = import_module(f"mindspeed_dsa.tools.cli.{argv[0].replace('-', '_')}").run(argv[1:])
+        module, _, function = _ELSEWHERE.get(argv[0], f"{argv[0].replace('-', '_')}:run").partition(":")
+        status: int = getattr(import_module(f"mindspeed_dsa.tools.cli.{module}"), function)(argv[1:])
     except MindSpeedDSAError as error:
         print(error, file=sys.stderr)
         return 2

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.registry import Metrics
 from mindspeed_dsa.feature import Megatron
-from mindspeed_dsa.schedule.costs import Costs
+from mindspeed_dsa.schedule.events import Costs
 from mindspeed_dsa.schedule.megatron_order import schedule
 from mindspeed_dsa.schedule.report import Figures, figures
 from mindspeed_dsa.schedule.simulate import simulate

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mindspeed_dsa.tools.planner import arguments, devices, picture, plan, what_if
+from mindspeed_dsa.tools.planner import arguments, plan, report, search, timing
 from mindspeed_dsa.tools.planner.memory import GIB
 from mindspeed_dsa.tools.planner.plan import Plan
 
@@ -52,7 +52,7 @@ FEATURES = (
 def planned(more: str = "") -> Plan:
     """With more flags."""
     job = arguments.job_of(f"{FLAGS} {more}".split(), DEVICES, MODEL)
-    return plan.make(job, devices.device(DEVICE))
+    return plan.make(job, timing.device(DEVICE))
 
 
 def tables() -> str:
@@ -62,7 +62,7 @@ def tables() -> str:
     lines += ["| With | Memory [GiB] | Host [GiB] | Step [s] | Mostly |", "| --- | --- | --- | --- | --- |"]
     for flags in FEATURES:
         after = planned(flags)
-        found = what_if.of(flags, before, after)
+        found = search.of(flags, before, after)
         moved = max({**found.memory, "": 0.0}.items(), key=lambda each: abs(each[1]))
         slower = max(found.seconds.items(), key=lambda each: abs(each[1]))
         mostly = f"{moved[0]} {moved[1] / GIB:+.1f} GiB" if abs(moved[1]) > 0.05 * GIB else ""
@@ -88,7 +88,7 @@ def write() -> None:
     page = DOCS / "planner.md"
     head, rest = page.read_text(encoding="utf-8").split(BEGIN)
     page.write_text(f"{head}{BEGIN}{tables()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
-    picture.draw(DOCS / "images" / "plan-deepseek-v3.2.png", planned(FITTING))
+    report.draw(DOCS / "images" / "plan-deepseek-v3.2.png", planned(FITTING))
 
 
 if __name__ == "__main__":

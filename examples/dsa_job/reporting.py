@@ -17,7 +17,7 @@ from dsa_job.flags import FUSED_PARTS
 from mindspeed_dsa import session
 from mindspeed_dsa.features.moe.load_report import steps as load_report
 from mindspeed_dsa.ops import backend
-from mindspeed_dsa.runs import metrics, plot
+from mindspeed_dsa.runs import metrics
 from mindspeed_dsa.runs.files import write_atomically
 from mindspeed_dsa.runs.metrics import Record
 
@@ -102,7 +102,7 @@ class Reporter:
         if self._folder is not None:
             if self.records and not self._args.no_plot:
                 levels = {"unigram entropy": unigram_entropy}
-                plot.draw(self._folder / PICTURE, self.records, self.heldout, levels)
+                metrics.draw(self._folder / PICTURE, self.records, self.heldout, levels)
             write_atomically(self._folder / folders.SUMMARY, json.dumps(summary, indent=1) + "\n")
         for text in [*library, *describe(summary, self._folder)]:
             self.say(text)

@@ -2,7 +2,7 @@
 
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, PatchDeclarationError, PatchError, SettingsError
 from mindspeed_dsa.patches.manager import PatchManager
-from mindspeed_dsa.patches.report import SiteReport
+from mindspeed_dsa.patches.site import SiteReport
 from mindspeed_dsa.patches.spec import Claim, Patch
 
 __all__ = [

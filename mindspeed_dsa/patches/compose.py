@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from mindspeed_dsa.patches.errors import PatchDeclarationError
-from mindspeed_dsa.patches.proxies import is_a
+from mindspeed_dsa.patches.signatures import is_a
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 _Factory = TypeVar("_Factory", bound=Callable[..., Any])

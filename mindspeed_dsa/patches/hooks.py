@@ -14,7 +14,7 @@ from itertools import compress
 from types import ModuleType
 from typing import Any
 
-from mindspeed_dsa.patches.proxies import is_a
+from mindspeed_dsa.patches.signatures import is_a
 
 _module_dict: Callable[[ModuleType], dict[str, Any]] = vars(ModuleType)["__dict__"].__get__
 

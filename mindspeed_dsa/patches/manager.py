@@ -15,11 +15,10 @@ from types import ModuleType
 from typing import Any
 
 from mindspeed_dsa import log
-from mindspeed_dsa.patches import compiled, hooks, rebinding, stale, version_ranges
+from mindspeed_dsa.patches import hooks, stale, versions
 from mindspeed_dsa.patches.conflicts import clash, contradictions, group, places_of
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, PatchError
-from mindspeed_dsa.patches.report import SiteReport, describe
-from mindspeed_dsa.patches.site import Site, State
+from mindspeed_dsa.patches.site import Site, SiteReport, State, describe
 from mindspeed_dsa.patches.spec import Claim, Patch
 
 _log = log.get()
@@ -81,7 +80,7 @@ class PatchManager:
             for claim in claims:
                 patch = claim.patch.under_root(self._root)
                 rooted = claim if patch is claim.patch else replace(claim, patch=patch)
-                reason = version_ranges.outside(rooted.patch, self._version_of)
+                reason = versions.outside(rooted.patch, self._version_of)
                 if reason:
                     outside.append(Site([rooted], state="skipped", reason=reason))
                 else:
@@ -147,7 +146,7 @@ class PatchManager:
         for module, sites in later.items():
             self._unhook.append(hooks.when_imported(module, partial(self._on_import, sites)))
         if self._apply_loaded():
-            compiled.forget()
+            stale.forget_compiled()
         self._undo_if_failed()
 
     def _on_import(self, sites: list[Site], module: ModuleType) -> None:
@@ -263,7 +262,7 @@ class PatchManager:
         """
         self._renew()
         if self._apply_loaded():
-            compiled.forget()
+            stale.forget_compiled()
         for site in self._in_state("pending"):
             if hooks.cannot_be_imported(site.patch.module):
                 self._fail(site, f"there is no module {site.patch.module}")
@@ -331,7 +330,7 @@ class PatchManager:
             for site in self._in_state("planned", "pending"):
                 site.state, site.reason = "undone", ""
         if touched:
-            compiled.forget()
+            stale.forget_compiled()
 
     def _touched(self) -> list[Site]:
         return [s for s in (*self._outlived, *self._sites) if s.state in ("applied", "foreign")]
@@ -342,7 +341,7 @@ class PatchManager:
                 site.restore()
             except Exception as error:
                 site.state, site.reason = "failed", f"the original cannot be put back: {error}"
-        rebinding.back(sites)
+        stale.rebind_back(sites)
         for site in sites:
             if site.state == "undone":
                 site.release()

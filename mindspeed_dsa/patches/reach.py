@@ -13,7 +13,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from mindspeed_dsa.patches import compose
-from mindspeed_dsa.patches.proxies import is_a
+from mindspeed_dsa.patches.signatures import is_a
 
 _MOST = 5000  # objects looked at
 _DEPTH = 8

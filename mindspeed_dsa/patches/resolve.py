@@ -8,8 +8,15 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mindspeed_dsa.patches.bindings import Definition, Imported, Scope, Value, scope_of
-from mindspeed_dsa.patches.source_tree import ModuleSource, SourceTree
+from mindspeed_dsa.patches.source_tree import (
+    Definition,
+    Imported,
+    ModuleSource,
+    Scope,
+    SourceTree,
+    Value,
+    scope_of,
+)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Signatures: a replacement can be called wherever the original is called, and takes what it relies on."""
+"""Callables: their actual class, their parameters, and whether one can be called wherever another is."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from inspect import Parameter
 from types import FunctionType
 from typing import Any
 
-from mindspeed_dsa.patches.proxies import is_a
-
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+
+def is_a(thing: Any, types: type | tuple[type, ...]) -> bool:
+    """Return ``isinstance``, by the actual type only.
+
+    ``isinstance`` also reads the object's ``__class__``: a wrapt proxy of a function, or a mock, then counts
+    as a function, and a lazy object is loaded.
+    """
+    return issubclass(type(thing), types)
 
 
 def parameters(function: Any) -> list[Parameter] | None:

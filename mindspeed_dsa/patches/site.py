@@ -6,13 +6,13 @@ import importlib
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal
 
 from mindspeed_dsa.patches import compose, hooks, reach, signatures
 from mindspeed_dsa.patches.errors import PatchDeclarationError
-from mindspeed_dsa.patches.proxies import is_a
+from mindspeed_dsa.patches.signatures import is_a
 from mindspeed_dsa.patches.spec import Claim, Patch
 
 State = Literal["planned", "pending", "applied", "skipped", "failed", "foreign", "undone"]
@@ -358,3 +358,45 @@ def _at_home(thing: Any, package: str) -> bool:
     candidates = (getattr(thing, "__module__", None), getattr(owner, "__module__", None))
     home = next((name for name in candidates if isinstance(name, str)), None)
     return home is None or home.partition(".")[0] == package.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One patch site, in words."""
+
+    target: str
+    kind: str
+    features: list[str]
+    stack: list[str]
+    """Implementations, outermost first."""
+    state: str
+    reason: str
+    required: bool
+    rebound: int
+    """Names in other modules that were bound to the original and now are bound to the patch."""
+    stale: list[str]
+    """Holders of the original that cannot be rebound; of an undone site, holders of the patch."""
+    notes: list[str]
+    """Drift that does not stop the site: a function that the fork changed."""
+    why: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+def describe(site: Site) -> SiteReport:
+    """The report of one site."""
+    return SiteReport(
+        target=site.label,
+        kind="+".join(dict.fromkeys(claim.patch.kind for claim in site.claims)),
+        features=site.features,
+        stack=site.stack[::-1] or list(dict.fromkeys(claim.patch.impl for claim in reversed(site.claims))),
+        state=site.state,
+        reason=site.reason,
+        required=site.required,
+        rebound=len(site.rebound),
+        stale=list(site.stale),
+        notes=list(site.notes),
+        why="; ".join(dict.fromkeys(claim.patch.why for claim in site.claims)),
+    )

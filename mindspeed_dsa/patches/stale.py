@@ -1,11 +1,18 @@
-"""Stale references: holders of originals after patching, holders of patches after undo."""
+"""Leftovers of patching and undoing: holders of originals and of patches, names, and compiled code.
+
+An original that a container or a closure holds cannot be replaced, only named. Names in any module that are
+bound to a patch get their originals again. ``torch.compile`` guards the globals that a compiled caller uses,
+but not the methods of classes: measured on torch 2.13, a compiled module keeps running the original of a
+method that was patched afterwards.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_dsa.patches import compose, references
+from mindspeed_dsa.patches import compose, holders, hooks
 from mindspeed_dsa.patches.site import Site
 
 
@@ -21,7 +28,7 @@ def note_holders(applied: Sequence[Site], own: Sequence[Any]) -> None:
         site.stale = []
         sites.setdefault(_id_of_moved(site), []).append(site)
     originals = [moved[0] for moved in map(Site.moved, applied) if moved is not None]
-    for reference in references.find(originals, own):
+    for reference in holders.find(originals, own):
         for site in sites[id(reference.original)]:
             site.stale.append(reference.holder)
 
@@ -33,12 +40,12 @@ def note_left(sites: Sequence[Site]) -> None:
     for site in undone.values():
         site.stale = []
     patches = [site.left() for site in undone.values() if site.left is not None]
-    for reference in references.find(patches, ()):
+    for reference in holders.find(patches, ()):
         undone[id(reference.original)].stale.append(reference.holder)
 
 
 def holding_on_purpose(sites: Sequence[Site]) -> list[Any]:
-    """Objects of the patches themselves that hold originals, in order to call or restore them."""
+    """List objects of the patches themselves that hold originals, in order to call or restore them."""
     found: list[Any] = []
     for site in sites:
         function = compose.underlying(site.raw)
@@ -51,3 +58,63 @@ def holding_on_purpose(sites: Sequence[Site]) -> list[Any]:
 def _id_of_moved(site: Site) -> int:
     moved = site.moved()
     return id(None if moved is None else moved[0])
+
+
+def rebind_back(sites: Sequence[Site]) -> None:
+    """Give names that are bound to the patches of undone sites their originals again."""
+    behind = _recorded(sites)
+    # An object that does not name its site came from there only if it is bound to the target's name.
+    bound = [*hooks.bound_as([(site.slot, _patch(site)) for site in sites if not site.traceable])]
+    if since := {id(patch): patch for patch in _held_elsewhere(sites)}:
+        bound += hooks.bound_names(since)
+    for names, name, value in bound:
+        while known := [original for site, original in behind[id(value)] if site.can_be_told_by(name)]:
+            names[name] = value = known[0]
+            if id(value) not in behind:  # else a patch on top of the patch of a base class
+                break
+
+
+def _recorded(sites: Sequence[Site]) -> dict[int, list[tuple[Site, Any]]]:
+    """Rebind the names that were recorded when the patches were installed.
+
+    Returns:
+        By ``id`` of a patch, the sites that have installed it and what was there.
+    """
+    behind: dict[int, list[tuple[Site, Any]]] = {}
+    for site in sites:
+        if (linked := site.linked()) is None:
+            continue
+        original, patch = linked
+        behind.setdefault(id(patch), []).append((site, original))
+        for names, name in site.rebound:
+            if names.get(name) is patch:
+                names[name] = original
+    return behind
+
+
+def _held_elsewhere(sites: Sequence[Site]) -> list[Any]:
+    """List the patches that something beside their sites holds: no other is bound to a name."""
+    traceable = list({id(patch): patch for patch in (_patch(s) for s in sites if s.traceable)}.values())
+    patches = [patch for patch in traceable if patch is not None]
+    traceable.clear()  # what a variable holds would count
+    functions = {*map(id, patches)}
+    methods = {id(site.installed): site.installed for site in sites if id(site.installed) not in functions}
+    return holders.held_by_others(patches, [*sites, *methods.values(), patches])
+
+
+def _patch(site: Site) -> Any:
+    linked = site.linked()
+    return None if linked is None else linked[1]
+
+
+def forget_compiled() -> None:
+    """Drop compiled code, if there is any; it is compiled again at the next call.
+
+    Waits for a compilation in progress, so no lock may be held.
+    """
+    convert_frame = sys.modules.get("torch._dynamo.convert_frame")
+    # Where the count of compiled frames cannot be read, there may have been some.
+    if convert_frame is not None and getattr(convert_frame, "FRAME_COUNTER", True):
+        reset = getattr(sys.modules.get("torch._dynamo"), "reset", None)
+        if reset is not None:
+            reset()

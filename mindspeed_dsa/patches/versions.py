@@ -1,15 +1,21 @@
-"""Which releases are installed, found without importing them."""
+"""Releases that are installed, found without importing them, and whether a patch is declared for one."""
 
 from __future__ import annotations
 
 import ast
 import platform
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from mindspeed_dsa.patches.errors import PatchDeclarationError
+from mindspeed_dsa.patches.spec import Patch
 
 MEGATRON_DISTRIBUTION = "megatron-core"
 TORCH_TRIED = ">=2.7,<2.15"
@@ -17,14 +23,14 @@ TORCH_TRIED = ">=2.7,<2.15"
 
 
 def untried_torch() -> str | None:
-    """The installed release of torch, if the tests were run on neither it nor on an older and a newer one."""
+    """Return the installed torch, if the tests were run on neither it nor on an older and a newer one."""
     version = of_package("torch")
     tried = version is None or SpecifierSet(TORCH_TRIED).contains(version, prereleases=True)
     return None if tried else version
 
 
 def of_package(package: str, root: str = "megatron") -> str | None:
-    """Version of a top-level package; for Megatron (``root``) from its own sources."""
+    """Return the version of a top-level package; for Megatron (``root``) from its own sources."""
     if package == root:
         return of_megatron(root)
     try:
@@ -34,12 +40,12 @@ def of_package(package: str, root: str = "megatron") -> str | None:
 
 
 def of_distribution(distribution: str, root: str = "megatron") -> str | None:
-    """Version of a distribution; Megatron-core's from the package that ``root`` names."""
+    """Return the version of a distribution; Megatron-core's from the package that ``root`` names."""
     return of_megatron(root) if distribution == MEGATRON_DISTRIBUTION else of_package(distribution)
 
 
 def of_megatron(root: str = "megatron") -> str | None:
-    """Megatron-core's version from ``core/package_info.py``.
+    """Read Megatron-core's version from ``core/package_info.py``.
 
     A checkout on the path hides an installed wheel, and a fork has no metadata at all, so the sources take
     precedence.
@@ -95,8 +101,41 @@ def version_in_source(text: str) -> str | None:
 
 
 def installed(root: str = "megatron") -> dict[str, str | None]:
-    """Versions to include in a bug report."""
+    """Return the versions to include in a bug report."""
     names = ("mindspeed_dsa", "torch", "torch_npu", "triton", "transformer_engine", "wrapt")
     found: dict[str, str | None] = {"python": platform.python_version()}
     found[MEGATRON_DISTRIBUTION] = of_megatron(root)
     return found | {name: of_package(name) for name in names}
+
+
+def outside(patch: Patch, version_of: Callable[[str], str | None]) -> str:
+    """Say why the patch does not apply to this release; empty if it does, or if that is unknown.
+
+    An unknown version, or one that PEP 440 does not allow (a fork's commit id), is never outside.
+
+    Raises:
+        PatchDeclarationError: the row's range cannot be parsed.
+    """
+    if not patch.versions:
+        return ""
+    package = patch.module.partition(".")[0]
+    version = version_of(package)
+    try:
+        covered = _covers(patch.versions, version)
+    except ValueError as error:
+        raise PatchDeclarationError(f"{patch.target}: `versions` is not a PEP 440 range: {error}") from error
+    return "" if covered else f"{package} {version} is outside {patch.versions}"
+
+
+@cache
+def _covers(versions: str, version: str | None) -> bool:
+    """Return whether a range has the version, or could have it.
+
+    Raises:
+        ValueError: the range cannot be parsed.
+    """
+    declared = SpecifierSet(versions)
+    try:
+        return version is None or declared.contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        return True

@@ -9,9 +9,8 @@ from statistics import median
 from typing import NamedTuple
 
 from mindspeed_dsa.feature import Megatron
-from mindspeed_dsa.schedule import draw, megatron_order, recorded
-from mindspeed_dsa.schedule.costs import Costs
-from mindspeed_dsa.schedule.events import Event, Kind
+from mindspeed_dsa.schedule import megatron_order, recorded, report
+from mindspeed_dsa.schedule.events import Costs, Event, Kind
 from mindspeed_dsa.schedule.report import Figures, figures
 from mindspeed_dsa.schedule.simulate import Span, Timeline, simulate
 
@@ -107,9 +106,9 @@ def write(found: Beside, png: str | None, perfetto: str | None, to_json: str | N
     """Write what was asked for; times are seconds."""
     timelines = [found.recorded, found.simulated]
     if png:
-        draw.png(timelines, Path(png), "s")
+        report.png(timelines, Path(png), "s")
     if perfetto:
-        draw.perfetto(timelines, Path(perfetto), 1e6)
+        report.perfetto(timelines, Path(perfetto), 1e6)
     if to_json:
         record = {
             "figures": [each.record() for each in found.figures()],

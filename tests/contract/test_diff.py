@@ -126,7 +126,7 @@ def test_wheel_and_release(tmp_path, capsys, monkeypatch):
     with zipfile.ZipFile(wheel, "w") as archive:
         for name in FILES:
             archive.write(tmp_path / "checkout" / name, name)
-    monkeypatch.setattr("mindspeed_dsa.tools.compat.wheels.cache_folder", lambda: wheel.parent)
+    monkeypatch.setattr("mindspeed_dsa.tools.compat.refresh.cache_folder", lambda: wheel.parent)
     for named in (wheel, "0.16.1"):
         status, found = diff(capsys, named)
         assert status == 0

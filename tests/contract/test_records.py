@@ -21,7 +21,7 @@ from mindspeed_dsa.session import records
 from mindspeed_dsa.session.checks import checker
 from mindspeed_dsa.session.records import RELEASES, Development, Records
 from mindspeed_dsa.tools.compat import pages
-from mindspeed_dsa.tools.compat.verdicts import Verdict, judge
+from mindspeed_dsa.tools.compat.trained import Verdict, judge
 
 MEGATRON_PATCHES = [(feature, patch) for feature, patch in records.megatron_patches()]
 STALE = "run `make compat` and commit mindspeed_dsa/session/targets.json"

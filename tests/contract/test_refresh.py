@@ -14,8 +14,8 @@ from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.patches.source_tree import SourceTree
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.session.records import Records
+from mindspeed_dsa.tools.compat import refresh
 from mindspeed_dsa.tools.compat import refresh as refreshing
-from mindspeed_dsa.tools.compat import wheels
 from tests.support.drift_packages import write
 
 CORE = Patch("megatron.core.a:f", "wrap", "implementation:f", "a test wants it")
@@ -108,9 +108,9 @@ def test_release_that_pip_cannot_fetch(tmp_path, monkeypatch):
         asked.append(interpreter)
         return "ERROR: No matching distribution found"
 
-    monkeypatch.setattr(wheels, "_download", refuse)
+    monkeypatch.setattr(refresh, "_download", refuse)
     with pytest.raises(MindSpeedDSAError, match=r"megatron-core 0\.99 \(ERROR: No matching distribution"):
-        wheels.fetch("0.99", tmp_path)
+        refresh.fetch("0.99", tmp_path)
     assert asked == ["3.12", "3.11", "3.10"]
 
 
@@ -120,7 +120,7 @@ def test_wheel_is_fetched_once(tmp_path, monkeypatch):
             (folder / f"megatron_core-{release}-cp311-x.whl").touch()
         return ""
 
-    monkeypatch.setattr(wheels, "_download", download)
-    first = wheels.fetch("0.12.1", tmp_path / "cache")
-    monkeypatch.setattr(wheels, "_download", None)
-    assert wheels.fetch("0.12.1", tmp_path / "cache") == first
+    monkeypatch.setattr(refresh, "_download", download)
+    first = refresh.fetch("0.12.1", tmp_path / "cache")
+    monkeypatch.setattr(refresh, "_download", None)
+    assert refresh.fetch("0.12.1", tmp_path / "cache") == first

@@ -24,7 +24,7 @@ from mindspeed_dsa import session
 from mindspeed_dsa.feature import Feature
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.session import records
-from mindspeed_dsa.tools.compat.verdicts import judge
+from mindspeed_dsa.tools.compat.trained import judge
 
 _KEY = "matrix"
 _DECLARED = {feature.name: feature for feature in catalogue.shipped()}

@@ -8,8 +8,7 @@ import textwrap
 import pytest
 
 from mindspeed_dsa.patches import source_tree
-from mindspeed_dsa.patches.drift import Checker
-from mindspeed_dsa.patches.fingerprint import fingerprint
+from mindspeed_dsa.patches.drift import Checker, fingerprint
 from mindspeed_dsa.patches.source_tree import SourceTree
 from tests.support.drift_packages import checker, patch, write
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_dsa.runs import metrics, plot
+from mindspeed_dsa.runs import metrics
 
 
 def test_the_later_record_of_a_repeated_step_counts(tmp_path: Path) -> None:
@@ -40,9 +40,9 @@ def test_a_file_is_cut_after_a_step(tmp_path: Path) -> None:
 def test_records_without_an_indexer_loss_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     records = [{"step": step, "lm_loss": 1 / step, "indexer_loss": None} for step in (1, 2)]
-    plot.draw(tmp_path / "loss.png", records, [{"step": 2, "heldout_loss": 1.0}], {"unigram entropy": 2.0})
+    metrics.draw(tmp_path / "loss.png", records, [{"step": 2, "heldout_loss": 1.0}], {"unigram entropy": 2.0})
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert plot.points(records, "indexer_loss") == ([], [])
+    assert metrics.points(records, "indexer_loss") == ([], [])
 
 
 def torn(path: Path, *steps: int) -> bytes:

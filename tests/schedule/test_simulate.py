@@ -13,8 +13,7 @@ from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.schedule import lists
-from mindspeed_dsa.schedule.costs import Costs
-from mindspeed_dsa.schedule.events import Event, Kind, Schedule
+from mindspeed_dsa.schedule.events import Costs, Event, Kind, Schedule
 from mindspeed_dsa.schedule.megatron_order import schedule
 from mindspeed_dsa.schedule.report import figures
 from mindspeed_dsa.schedule.simulate import simulate

@@ -15,7 +15,7 @@ from typing import Any
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.runs import metrics
 from mindspeed_dsa.runs.metrics import Record
-from mindspeed_dsa.tools.compare import job, plot, result, sides, text, weights
+from mindspeed_dsa.tools.compare import job, result, sides, text
 from mindspeed_dsa.tools.compare.job import CommandJob, ExampleJob, Job, Run
 from mindspeed_dsa.tools.compare.sides import Sides
 
@@ -53,7 +53,7 @@ def _compare(options: argparse.Namespace, chosen: Job, compared: Sides, output: 
         runs.append(job.execute("A", 0, output / "logs-initial", start, {}, timeout))
         _say(f"initial weights: {runs[-1].problem or f'written in {runs[-1].wall_s:.1f} s'}")
         if not runs[-1].problem:
-            before = weights.of_files(output / "initial")
+            before = result.digest_of_files(output / "initial")
             checkpoint = {"folder": str(output / "initial"), "sha256": before, "unchanged": True}
     for repeat, side in ((repeat, side) for repeat in range(1, options.repeats + 1) for side in "AB"):
         if runs and runs[-1].problem:
@@ -63,7 +63,7 @@ def _compare(options: argparse.Namespace, chosen: Job, compared: Sides, output: 
         times = f"{done.wall_s:.1f} s, {len(records.get(done.name, ()))} steps"
         _say(f"{done.name} of {options.repeats} x 2: {done.problem or times}")
     if checkpoint is not None:
-        checkpoint["unchanged"] = weights.of_files(output / "initial") == checkpoint["sha256"]
+        checkpoint["unchanged"] = result.digest_of_files(output / "initial") == checkpoint["sha256"]
     found = result.build(compared, runs, records, options.warmup_steps, checkpoint)
     return _publish(found, runs, records, output)
 
@@ -104,7 +104,7 @@ def _publish(
     found["plot"] = None
     if found["ok"]:
         picture = output / "compare.png"
-        if plot.draw(picture, records):
+        if text.draw(picture, records):
             found["plot"] = str(picture)
         else:
             found["warnings"].append("no plot without matplotlib: pip install 'mindspeed_dsa[viz]'")

@@ -20,7 +20,7 @@ from mindspeed_dsa.patches.drift import Checker, Finding
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.source_tree import SourceTree
 from mindspeed_dsa.session import records
-from mindspeed_dsa.tools.compat import trained, wheels
+from mindspeed_dsa.tools.compat import refresh, trained
 
 _WORDS = {"parameter": "parameter missing", "out-of-range": "out of range"}
 
@@ -196,7 +196,7 @@ def _sources(text: str, root: str) -> SourceTree:
         except zipfile.BadZipFile as error:
             raise SettingsError(f"mindspeed_dsa diff: {path} is not a wheel: {error}") from error
     else:
-        tree = SourceTree.archive(wheels.fetch(_version(text)))
+        tree = SourceTree.archive(refresh.fetch(_version(text)))
     if not tree.holds(f"{root}.core"):
         raise SettingsError(
             f"mindspeed_dsa diff: there is no package {root}.core in {tree.label}{_elsewhere(path)}; name "

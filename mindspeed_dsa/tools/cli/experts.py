@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindspeed_dsa.runs import expert_load, expert_load_plot, expert_placement
+from mindspeed_dsa.runs import expert_load, expert_placement
 from mindspeed_dsa.runs.metrics import Record
 from mindspeed_dsa.session import start_report
 
@@ -20,7 +20,7 @@ def run(argv: Sequence[str]) -> int:
     records = expert_load.read(options.report)
     print("\n".join(start_report.aligned(table(records))))
     if options.picture is not None:
-        expert_load_plot.draw(options.picture, records)
+        expert_load.draw(options.picture, records)
         print(f"\n{options.picture} shows them by step")
     if options.placement is not None:
         _place(records, options.placement, options.expert_model_parallel_size)
@@ -43,9 +43,7 @@ def table(records: Sequence[Record]) -> list[tuple[str, ...]]:
     """One row per layer: means and maxima over the steps, and the three most loaded experts."""
     rows: list[tuple[str, ...]] = [("layer", "stage", "rank imbalance", "expert imbalance", "most loaded")]
     stages = {layer["layer"]: layer["stage"] for each in records for layer in each["layers"]}
-    figures = {
-        key: expert_load_plot.imbalances(records, key) for key in ("rank_imbalance", "expert_imbalance")
-    }
+    figures = {key: expert_load.imbalances(records, key) for key in ("rank_imbalance", "expert_imbalance")}
     for row, (layer, experts) in enumerate(expert_load.totals(records).items()):
         hottest = sorted(range(len(experts)), key=lambda expert: (-experts[expert], expert))[:3]
         shares = ", ".join(f"{expert} ({experts[expert] / max(sum(experts), 1):.1%})" for expert in hottest)

@@ -1,4 +1,4 @@
-"""``explain``: everything that is declared about one flag or feature."""
+"""``features`` and ``explain``: all features with their switches, and everything declared about one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,37 @@ from collections.abc import Sequence
 from mindspeed_dsa import features, settings
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features import everything
+from mindspeed_dsa.session import start_report
+
+
+def list_features(argv: Sequence[str]) -> int:
+    """Print all features with their switches."""
+    argparse.ArgumentParser(
+        prog="python -m mindspeed_dsa features", description="Lists all features with their switches."
+    ).parse_args(list(argv))
+    rows = [("feature", "switch", "megatron-core", "what it does")]
+    rows += [(f.label, _switch(f), _range(f), f.summary) for f in features.all_features()]
+    print("\n".join(start_report.aligned(rows)))
+    print("\n`python -m mindspeed_dsa explain NAME` says more about one of them.")
+    for plugin in features.broken_plugins():
+        print(f"\nPROBLEM: {plugin.message}")
+    return 0
+
+
+def _switch(feature: Feature) -> str:
+    own = [flag for flag in feature.flags if not flag.megatron]
+    return own[0].name if own else "(automatic)"
+
+
+def _range(feature: Feature) -> str:
+    if "megatron-core" in feature.requires.versions:
+        return feature.requires.versions["megatron-core"]
+    ranges = list(dict.fromkeys(patch.versions for patch in feature.patches))
+    return " or ".join(ranges) if ranges and all(ranges) else "any"
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the explanation; status 2 for an unknown name."""
+    """Print the explanation of one flag or feature; status 2 for an unknown name."""
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_dsa explain", description="Explains one flag or feature."
     )
@@ -41,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def explain(feature: Feature) -> str:
-    """All of a feature's declaration, in words."""
+    """Write all of a feature's declaration in words."""
     lines = [feature.label, f"  {feature.summary}"]
     lines += [f"  on for {feature.when}"] if feature.when else []
     for flag in feature.flags:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.tools.planner import arguments, devices, picture, plan, report, search, what_if
+from mindspeed_dsa.tools.planner import arguments, plan, report, search, timing
 from mindspeed_dsa.tools.planner.job import Job
 
 _DESCRIPTION = """\
@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
             raise SettingsError(f"mindspeed_dsa plan: --{flag} {value:g}: give {least:g} or more")
     words = [*words, *more]
     given = {name: getattr(options, f"device_{name}") for name in _RATES}
-    device = devices.device(options.device, **given)
+    device = timing.device(options.device, **given)
 
     def job_with(others: Sequence[str] = (), any_layout: bool = False) -> Job:
         flags = [*words, *others]
@@ -70,12 +70,12 @@ def run(argv: Sequence[str]) -> int:
         record = {"found": [{**each.plan.record(), "measures": each.measures} for each in found]}
     else:
         best = planned()
-        changes = what_if.differences(options.what_if, best, planned)
+        changes = search.differences(options.what_if, best, planned)
         print(report.text(best, options.tokens_per_second))
         print("".join(f"\n{each.text()}\n" for each in changes), end="")
         record = {**best.record(), "what_if": [vars(each) for each in changes]}
     try:
-        if options.png and not picture.draw(Path(options.png), best):
+        if options.png and not report.draw(Path(options.png), best):
             raise SettingsError(
                 "mindspeed_dsa plan: --png needs matplotlib: pip install 'mindspeed_dsa[viz]'"
             )
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--devices", type=int, metavar="N", help="of the job; default: what one replica needs")
-    add("--device", default="h100", metavar="NAME", help=f"of {', '.join(devices.DEVICES)}; default: h100")
+    add("--device", default="h100", metavar="NAME", help=f"of {', '.join(timing.DEVICES)}; default: h100")
     for name, help in _RATES.items():
         kind = int if name == "node" else float
         add(f"--device-{name}", type=kind, metavar="X", help=f"{help}; default: the device's")

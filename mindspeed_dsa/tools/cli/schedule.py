@@ -12,9 +12,8 @@ from typing import Any
 from mindspeed_dsa import settings
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.schedule import beside, draw, lists, megatron_order
-from mindspeed_dsa.schedule.costs import Costs
-from mindspeed_dsa.schedule.events import Schedule
+from mindspeed_dsa.schedule import beside, lists, megatron_order, report
+from mindspeed_dsa.schedule.events import Costs, Schedule
 from mindspeed_dsa.schedule.megatron_order import Recompute
 from mindspeed_dsa.schedule.report import Figures, figures, table
 from mindspeed_dsa.schedule.simulate import Timeline, simulate
@@ -84,9 +83,9 @@ def _beside(options: argparse.Namespace) -> int:
 
 def _write(options: argparse.Namespace, timelines: Sequence[Timeline], rows: Sequence[Figures]) -> None:
     if options.png:
-        draw.png(timelines, Path(options.png))
+        report.png(timelines, Path(options.png))
     if options.perfetto:
-        draw.perfetto(timelines, Path(options.perfetto))
+        report.perfetto(timelines, Path(options.perfetto))
     if options.json:
         text = json.dumps([row.record() for row in rows], indent=1)
         Path(options.json).write_text(text + "\n", encoding="utf-8")

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from mindspeed_dsa.patches import versions
-from mindspeed_dsa.runs.metrics import Record
+from mindspeed_dsa.runs.metrics import Record, is_number
 from mindspeed_dsa.session.start_report import REPORT_FILE
-from mindspeed_dsa.tools.compare import figures, weights
 from mindspeed_dsa.tools.compare.job import WEIGHTS, Run
 from mindspeed_dsa.tools.compare.sides import Sides
 
+COMPARED = ("lm_loss", "grad_norm", "indexer_loss")
+"""Metrics that must agree between the sides if a feature claims not to change them."""
+MEASURED = ("step_time_s", "tokens_per_s", "peak_memory_bytes")
 Records = dict[str, list[Record]]
 """Records of each run by its name."""
+Digests = dict[str, dict[str, Any]]
+"""``"rank 0: decoder.layers.0..."`` to ``{"sha256", "dtype", "shape"}``."""
 
 
 def build(
@@ -46,24 +53,24 @@ def build(
     if failed or not all(of_side.values()):
         return result
     everything = [*of_side["A"], *of_side["B"]]
-    skip = figures.warmup(everything, wanted_warmup)
-    a, b = (figures.measured(of_side[side], skip) for side in "AB")
+    skip = warmup(everything, wanted_warmup)
+    a, b = (measured(of_side[side], skip) for side in "AB")
     first_a, first_b = of_side["A"][0], of_side["B"][0]
     result |= {
         "steps": {"A": len(first_a), "B": len(first_b), "left_out_of_times": skip},
         "initial_weights": _initial_weights(trained, checkpoint),
         "measured": {
-            name: {"A": a[name], "B": b[name], "ratio": figures.ratio(a[name], b[name])}
-            for name in figures.MEASURED
+            name: {"A": a[name], "B": b[name], "ratio": ratio(a[name], b[name])}
+            for name in MEASURED
             if name in a and name in b
         },
         "compared": {
             name: {
                 **found,
-                "noise": {side: figures.noise(of_side[side], name) for side in "AB"},
+                "noise": {side: noise(of_side[side], name) for side in "AB"},
             }
-            for name in figures.COMPARED
-            if (found := figures.difference(first_a, first_b, name)) is not None
+            for name in COMPARED
+            if (found := difference(first_a, first_b, name)) is not None
         },
     }
     if len(first_a) != len(first_b):
@@ -95,14 +102,14 @@ def _run(run: Run) -> dict[str, Any]:
 
 def _initial_weights(trained: Sequence[Run], checkpoint: dict[str, Any] | None) -> dict[str, Any]:
     try:
-        digests = {run.name: weights.of_run(run.folder / WEIGHTS) for run in trained}
+        digests = {run.name: weights_of_run(run.folder / WEIGHTS) for run in trained}
     except ValueError as error:
         return {"same": None, "how": f"not verified: {error}"}
-    return weights.compare(digests, checkpoint)
+    return compare_weights(digests, checkpoint)
 
 
 def _report(folder: Path) -> dict[str, Any] | None:
-    """The report that the library wrote when the run built its model; a job may choose its folder.
+    """Read the report that the library wrote when the run built its model; a job may choose its folder.
 
     Raises:
         ValueError: the file is damaged.
@@ -122,7 +129,7 @@ def _on(report: dict[str, Any]) -> list[str]:
 
 
 def _unlike_asked(sides: Sides, reports: dict[str, dict[str, Any] | None]) -> list[str]:
-    """Features that were not off in A or not on in B, according to the runs' reports."""
+    """Name the features that were not off in A or not on in B, according to the runs' reports."""
     warnings = []
     for name, report in reports.items():
         if report is None:
@@ -136,3 +143,198 @@ def _unlike_asked(sides: Sides, reports: dict[str, dict[str, Any] | None]) -> li
                 state = "on" if name[0] == "A" else "off"
                 warnings.append(f"{feature} was {state} in {name}, so the sides do not match the request")
     return warnings
+
+
+# -- figures of steps --------------------------------------------------------------------------
+
+
+def warmup(runs: Sequence[Sequence[Record]], wanted: int) -> int:
+    """Return the number of steps to exclude from the times; short runs keep at least one step."""
+    return max(0, min(wanted, *(len(records) - 1 for records in runs)))
+
+
+def measured(runs: Sequence[Sequence[Record]], skip: int) -> dict[str, dict[str, Any]]:
+    """Return, for each figure of one side, the median over its runs and each run's own.
+
+    Times are medians over a run's steps without the first ``skip``, memory is a run's largest.
+    """
+    result = {}
+    for name in MEASURED:
+        per_run = []
+        for records in runs:
+            values = [r[name] for r in records if is_number(r.get(name))]
+            if name != "peak_memory_bytes":
+                values = values[skip:] or values
+            if values:
+                per_run.append(max(values) if name == "peak_memory_bytes" else median(values))
+        if per_run:
+            result[name] = {
+                "median": median(per_run),
+                "runs": per_run,
+                "min": min(per_run),
+                "max": max(per_run),
+            }
+    if "step_time_s" in result:
+        times = (r.get("step_time_s") for records in runs for r in records[skip:])
+        steps = sorted(time for time in times if is_number(time) and time)
+        result["step_time_s"]["quartiles_of_steps"] = [_quantile(steps, 0.25), _quantile(steps, 0.75)]
+    return result
+
+
+def ratio(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """Divide B by A: the medians, and the runs that followed each other.
+
+    ``within_noise``: the sides' runs overlap, so that their order is not significant; ``None`` for one run
+    each.
+    """
+    pairs = [y / x for x, y in zip(a["runs"], b["runs"], strict=False) if x]
+    several = len(a["runs"]) > 1 and len(b["runs"]) > 1
+    overlap = a["min"] <= b["max"] and b["min"] <= a["max"]
+    return {
+        "of_medians": b["median"] / a["median"] if a["median"] else None,
+        "of_runs": pairs,
+        "within_noise": overlap if several else None,
+    }
+
+
+def difference(a: Sequence[Record], b: Sequence[Record], name: str) -> dict[str, Any] | None:
+    """Return the difference of one metric between run B and run A, over the steps that both ran.
+
+    Returns:
+        ``None`` if neither run has the figure at all; else ``steps``, ``first_step`` (first one at which
+        they are not equal to the last bit, ``None`` if there is none), ``max_abs`` and ``max_rel`` with the
+        step of the former, the figures of the last step, and the first step with a non-finite value.
+    """
+    pairs = _pairs(a, b, name)
+    if all(x is None and y is None for _, x, y in pairs):
+        return None
+    first = next((step for step, x, y in pairs if not _same(x, y)), None)
+    gaps = [(abs(y - x), step, x) for step, x, y in pairs if _is_finite(x) and _is_finite(y)]
+    largest = max(gaps, default=None, key=lambda gap: gap[0])
+    return {
+        "steps": len(pairs),
+        "first_step": first,
+        "max_abs": largest[0] if largest else None,
+        "max_abs_step": largest[1] if largest else None,
+        "max_rel": max((gap / abs(x) for gap, _, x in gaps if x), default=None),
+        "last": [_as_json(value) for value in pairs[-1][1:]] if pairs else [None, None],
+        "not_finite": [_first_not_finite(a, name), _first_not_finite(b, name)],
+    }
+
+
+def noise(runs: Sequence[Sequence[Record]], name: str) -> dict[str, Any] | None:
+    """Return the differences of the runs of one side from its first; ``None`` for one run."""
+    found = [d for d in (difference(runs[0], other, name) for other in runs[1:]) if d is not None]
+    if not found:
+        return None
+    firsts = [d["first_step"] for d in found if d["first_step"] is not None]
+    return {
+        "first_step": min(firsts, default=None),
+        "max_abs": max((d["max_abs"] for d in found if d["max_abs"] is not None), default=None),
+    }
+
+
+def _pairs(a: Sequence[Record], b: Sequence[Record], name: str) -> list[tuple[int, Any, Any]]:
+    there = {record["step"]: record.get(name) for record in b}
+    return [(r["step"], r.get(name), there[r["step"]]) for r in a if r["step"] in there]
+
+
+def _same(x: Any, y: Any) -> bool:
+    return x == y or (is_number(x) and is_number(y) and math.isnan(x) and math.isnan(y))
+
+
+def _first_not_finite(records: Sequence[Record], name: str) -> int | None:
+    return next((r["step"] for r in records if is_number(r.get(name)) and not math.isfinite(r[name])), None)
+
+
+def _is_finite(value: Any) -> bool:
+    return is_number(value) and math.isfinite(value)
+
+
+def _as_json(value: Any) -> Any:
+    """Replace non-finite numbers, which JSON cannot represent."""
+    return str(value) if is_number(value) and not math.isfinite(value) else value
+
+
+def _quantile(ordered: Sequence[float], part: float) -> float | None:
+    return ordered[round(part * (len(ordered) - 1))] if ordered else None
+
+
+# -- initial weights ---------------------------------------------------------------------------
+
+
+def weights_of_run(folder: Path) -> Digests:
+    """Read what the feature initial-weights wrote into a run's folder; empty if it wrote nothing.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    found: Digests = {}
+    for file in sorted(folder.glob("weights-rank*.json")):
+        try:
+            content = json.loads(file.read_bytes())
+            for name, digest in content["parameters"].items():
+                _form(digest)
+                found[f"rank {content['rank']}: {name}"] = digest
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{file} holds no digests of weights ({error!r}); compare again") from None
+    return found
+
+
+def digest_of_files(folder: Path) -> str:
+    """Return one SHA-256 over names and contents of all files below a folder."""
+    sha = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        sha.update(f"{path.relative_to(folder)} {content}\n".encode())
+    return sha.hexdigest()
+
+
+def compare_weights(
+    runs: Mapping[str, Digests], checkpoint: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Compare the weights of every run with the first's.
+
+    Args:
+        runs: digests by the run's name, in the order of the runs.
+        checkpoint: ``{"folder", "unchanged"}`` of the initial weights that all runs loaded.
+
+    Returns:
+        ``same`` (``None``: not known) and ``how``, in words.
+    """
+    names = list(runs)
+    if len(names) < 2:
+        return {"same": None, "how": "not verified: there are not two runs"}
+    first, reference = names[0], runs[names[0]]
+    silent = [name for name in names if not runs[name]]
+    if silent:
+        return {
+            "same": None,
+            "how": f"not verified: {', '.join(silent)} wrote no digests; does the job import "
+            "mindspeed_dsa.megatron_adaptor, and train through Megatron-core's schedules?",
+        }
+    loaded = f"all runs loaded {checkpoint['folder']}" if checkpoint and checkpoint["unchanged"] else ""
+    remarks = []
+    for name in names[1:]:
+        shared = reference.keys() & runs[name].keys()
+        alike = [key for key in shared if _form(reference[key]) == _form(runs[name][key])]
+        differing = sorted(key for key in alike if reference[key] != runs[name][key])
+        if differing:
+            return {
+                "same": False,
+                "how": f"{len(differing)} of {len(alike)} weights differ between {first} and {name} before "
+                f"the first step, e.g. {differing[0]}",
+            }
+        if not alike or len(alike) < len(shared):
+            # Another dtype, or sharded differently: digests cannot be compared.
+            how = f"parameters of {first} and {name} differ in dtype or in sharding"
+            return {"same": True if loaded else None, "how": f"{loaded or 'not verified'}; {how}"}
+        extra = len(reference.keys() ^ runs[name].keys())
+        if extra:
+            remarks.append(f"{extra} parameters exist in only one of {first} and {name}")
+    how = f"SHA-256 of all {len(reference)} parameters, taken in each run before its first step, are equal"
+    return {"same": True, "how": "; ".join(filter(None, [how, loaded, *dict.fromkeys(remarks)]))}
+
+
+def _form(digest: Mapping[str, Any]) -> tuple[Any, Any]:
+    return digest["dtype"], tuple(digest["shape"])

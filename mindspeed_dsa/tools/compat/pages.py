@@ -21,7 +21,7 @@ from mindspeed_dsa.platforms.npu import UNSET, VARIABLES
 from mindspeed_dsa.platforms.npu_operators import OPERATORS, PRODUCTS, UNKNOWN
 from mindspeed_dsa.session.records import MAIN, ROOT, Records, load
 from mindspeed_dsa.tools.compat import trained
-from mindspeed_dsa.tools.compat.verdicts import Verdict, judge
+from mindspeed_dsa.tools.compat.trained import Verdict, judge
 
 TABLE = "compatibility.md"
 INDEX = "features/README.md"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 from mindspeed_dsa.patches import versions
@@ -11,7 +13,6 @@ from mindspeed_dsa.patches.drift import Checker, TargetFacts
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.patches.source_tree import SourceTree
 from mindspeed_dsa.session.records import MAIN, RELEASES, ROOT, Development, Records, megatron_patches
-from mindspeed_dsa.tools.compat import wheels
 
 
 def refresh(previous: Records, wheel_folder: Path | None = None, clone: Path | None = None) -> Records:
@@ -31,7 +32,7 @@ def refresh(previous: Records, wheel_folder: Path | None = None, clone: Path | N
     for release in (*RELEASES, *([MAIN] if main else [])):
         trees = []
         if release != MAIN:
-            trees.append(SourceTree.archive(wheels.fetch(release, wheel_folder), label="this release"))
+            trees.append(SourceTree.archive(fetch(release, wheel_folder), label="this release"))
         if clone is not None and (ref := branch if release == MAIN else f"core_v{release}"):
             trees.append(_sources(clone, ref))
         version = main.version if main and release == MAIN else release
@@ -77,3 +78,49 @@ def _sources(clone: Path, ref: str) -> SourceTree:
 
 def _git(clone: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(["git", "-C", str(clone), *arguments], capture_output=True, check=False)
+
+
+# Wheels are built per interpreter, and old releases lack new ones; their Python files are the same.
+_INTERPRETERS = ("3.12", "3.11", "3.10")
+_PLATFORMS = ("manylinux_2_28_x86_64", "manylinux2014_x86_64", "any")
+
+
+def cache_folder() -> Path:
+    """Where fetched wheels are kept between runs."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "mindspeed_dsa" / "wheels"
+
+
+def fetch(release: str, folder: Path | None = None) -> Path:
+    """The wheel of a Megatron-core release, downloaded once.
+
+    Raises:
+        MindSpeedDSAError: pip cannot download it; the message includes pip's own.
+    """
+    folder = folder or cache_folder()
+    for interpreter in _INTERPRETERS:
+        present = sorted(folder.glob(f"megatron_core-{release}-*.whl"))
+        if present:
+            return present[0]
+        folder.mkdir(parents=True, exist_ok=True)
+        said = _download(release, interpreter, folder)
+    present = sorted(folder.glob(f"megatron_core-{release}-*.whl"))
+    if present:
+        return present[0]
+    last = (said.strip().splitlines() or ["no message"])[-1]
+    raise MindSpeedDSAError(
+        f"mindspeed_dsa: pip cannot fetch a wheel of megatron-core {release} ({last}); name a release that "
+        "`pip index versions megatron-core` lists, or the path of a wheel or a checkout"
+    )
+
+
+def _download(release: str, interpreter: str, folder: Path) -> str:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-deps", "--only-binary", ":all:", "--implementation", "cp"]
+    command += ["--python-version", interpreter, "--dest", str(folder)]
+    for platform in _PLATFORMS:
+        command += ["--platform", platform]
+    done = subprocess.run(
+        [*command, f"megatron-core=={release}"], capture_output=True, text=True, check=False
+    )
+    return done.stderr

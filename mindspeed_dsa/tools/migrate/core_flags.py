@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.tools.migrate.rows import Row, different, kept, not_needed, renamed, same, slower
+from mindspeed_dsa.tools.migrate.job import Row, different, kept, not_needed, renamed, same, slower
 
 _OPERATOR = "The attention operator is chosen by device and shape here."
 _LAUNCHER = "The launcher's: it stands before the script on the command line."

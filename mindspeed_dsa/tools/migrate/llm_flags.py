@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.tools.migrate.rows import Row, different, kept, not_needed, renamed, slower
+from mindspeed_dsa.tools.migrate.job import Row, different, kept, not_needed, renamed, slower
 
 _CONVERTED = (
     "Megatron writes its own checkpoints; Hugging Face's are made of them afterwards, by another program."

@@ -17,9 +17,8 @@ from mindspeed_dsa.patches import versions
 from mindspeed_dsa.settings import GENERAL_FLAGS
 from mindspeed_dsa.tools.migrate import megatron_flags, rules
 from mindspeed_dsa.tools.migrate.core_flags import CORE
-from mindspeed_dsa.tools.migrate.job import Given, Job, Kind, Outcome, Source
+from mindspeed_dsa.tools.migrate.job import Given, Job, Kind, Outcome, Row, Source, by_flag
 from mindspeed_dsa.tools.migrate.llm_flags import LLM
-from mindspeed_dsa.tools.migrate.rows import Row, by_flag
 
 KINDS: dict[Kind, str] = {
     "same": "the same here",

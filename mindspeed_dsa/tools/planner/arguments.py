@@ -10,7 +10,7 @@ from typing import Any
 
 from mindspeed_dsa.features import everything
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.tools.planner import config, flags, layouts
+from mindspeed_dsa.tools.planner import flags, layouts
 from mindspeed_dsa.tools.planner.job import Features, Job, Layout, Model, Sharding, Training
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
@@ -39,7 +39,7 @@ def job_of(
     options, given, unknown = flags.read(argv)
     _check_sizes(options, devices, imbalance)
     if config_file:
-        config.apply(Path(config_file), options, given)
+        flags.apply(Path(config_file), options, given)
     _check_together(options)
     missing = [name for name in _NEEDED if getattr(options, name) is None]
     if options.experimental_attention_variant == "dsa":

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mindspeed_dsa.tools.planner import activations, in_flight, layouts, sizes
+from mindspeed_dsa.tools.planner import activations, layouts, sizes
 from mindspeed_dsa.tools.planner.activations import Kept, Layer
 from mindspeed_dsa.tools.planner.job import Job
 from mindspeed_dsa.tools.planner.sizes import Weight
@@ -158,7 +158,7 @@ def _rank(
     moe_layers = sum(job.model.pattern[number] for chunk in held for number in chunk)
     buffers = 2 * 4.0 * job.model.experts * moe_layers * job.model.expert_bias
     per_chunk = [_chunk(job, rank, chunk, held, kinds) for chunk in range(layout.vpp)]
-    flights, _ = in_flight.peak(job, rank, [sum(each.values()) for each in per_chunk])
+    flights, _ = activations.peak(job, rank, [sum(each.values()) for each in per_chunk])
     kept: dict[str, float] = {}
     for count, parts in zip(flights, per_chunk, strict=True):
         for part, nbytes in parts.items():

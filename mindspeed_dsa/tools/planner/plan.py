@@ -8,10 +8,9 @@ from typing import Any
 
 from mindspeed_dsa.tools.planner import communication, layouts, memory, sizes, work
 from mindspeed_dsa.tools.planner.communication import Transfer
-from mindspeed_dsa.tools.planner.devices import Device
 from mindspeed_dsa.tools.planner.job import Job
 from mindspeed_dsa.tools.planner.memory import GIB, RankMemory
-from mindspeed_dsa.tools.planner.timing import Estimate, StepTime
+from mindspeed_dsa.tools.planner.timing import Device, Estimate, StepTime
 
 ALLOCATOR = 0.05
 """Share that the allocator is assumed to add: blocks that nothing fits into."""

@@ -10,7 +10,7 @@ import torch
 
 import mindspeed_dsa
 from mindspeed_dsa.features.diagnostics.initial_weights.digests import digest
-from mindspeed_dsa.tools.compare import weights
+from mindspeed_dsa.tools.compare import result
 
 
 class Wrapped(torch.nn.Module):
@@ -49,30 +49,33 @@ def test_the_weights_before_the_first_step_are_written_once(train):
 
 
 def test_chunks_of_an_interleaved_pipeline_keep_apart(train):
-    names = weights.of_run(train("w", [model(0), model(1)]))
+    names = result.weights_of_run(train("w", [model(0), model(1)]))
     assert set(names) == {f"rank 0: chunk{i}.{name}" for i in (0, 1) for name in ("weight", "bias")}
 
 
 def test_compare_tells_equal_from_different_weights(train):
-    same = {"A1": weights.of_run(train("a", model())), "B1": weights.of_run(train("b", [model()]))}
-    assert weights.compare(same)["same"] is True
+    same = {
+        "A1": result.weights_of_run(train("a", model())),
+        "B1": result.weights_of_run(train("b", [model()])),
+    }
+    assert result.compare_weights(same)["same"] is True
     other = model()
     with torch.no_grad():
         other.bias[1] = torch.nextafter(other.bias[1], torch.tensor(9.0))  # one bit of one weight
-    found = weights.compare({**same, "A2": weights.of_run(train("c", other))})
+    found = result.compare_weights({**same, "A2": result.weights_of_run(train("c", other))})
     assert found["same"] is False
     assert "1 of 2 weights differ between A1 and A2" in found["how"]
     assert "rank 0: bias" in found["how"]
 
 
 def test_other_types_and_silence_are_not_taken_for_agreement(train):
-    first = weights.of_run(train("a", model()))
-    half = weights.of_run(train("b", model().bfloat16()))
-    assert weights.compare({"A1": first, "B1": half})["same"] is None
-    loaded = weights.compare({"A1": first, "B1": half}, {"folder": "initial", "unchanged": True})
+    first = result.weights_of_run(train("a", model()))
+    half = result.weights_of_run(train("b", model().bfloat16()))
+    assert result.compare_weights({"A1": first, "B1": half})["same"] is None
+    loaded = result.compare_weights({"A1": first, "B1": half}, {"folder": "initial", "unchanged": True})
     assert loaded["same"] is True
     assert "all runs loaded initial" in loaded["how"]
-    silent = weights.compare({"A1": first, "B1": {}})
+    silent = result.compare_weights({"A1": first, "B1": {}})
     assert silent["same"] is None
     assert "B1 wrote no digests" in silent["how"]
 

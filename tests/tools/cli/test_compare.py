@@ -16,7 +16,7 @@ import pytest
 import mindspeed_dsa
 from mindspeed_dsa import Feature, Flag
 from mindspeed_dsa.__main__ import main
-from mindspeed_dsa.tools.compare import job, plot, sides
+from mindspeed_dsa.tools.compare import job, sides, text
 from mindspeed_dsa.tools.compare.job import EXAMPLE, CommandJob, ExampleJob
 
 JOB = str(Path(__file__).with_name("fake_job.py"))
@@ -28,7 +28,7 @@ def compare(tmp_path, capsys, monkeypatch):
 
     def run(*options, job=(JOB,), output="out", draws=False):
         if not draws:
-            monkeypatch.setattr(plot, "draw", lambda *unused: True)
+            monkeypatch.setattr(text, "draw", lambda *unused: True)
         status = main(["compare", "--output-dir", str(tmp_path / output), *options, "--", *job])
         printed = capsys.readouterr()
         files = sorted(tmp_path.glob(f"{output}*/compare.json"), key=os.path.getmtime)

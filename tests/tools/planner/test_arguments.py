@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import pytest
 
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.tools.planner import arguments, config, devices, flags, sizes
+from mindspeed_dsa.tools.planner import arguments, flags, sizes, timing
 from tests.support.example_job import EXAMPLES
 from tests.tools.planner.jobs import DEEPSEEK, DENSE, EXAMPLE, deepseek, example
 
@@ -55,7 +55,7 @@ def test_deepseek_has_the_parameters_of_its_report():
 
 def test_a_file_and_the_name_say_the_same(tmp_path):
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(config.KNOWN["deepseek-v3.2"]))
+    file.write_text(json.dumps(flags.KNOWN["deepseek-v3.2"]))
     by_file = arguments.job_of(DEEPSEEK.split(), 512, str(file))
     assert by_file == deepseek()
     fewer = arguments.job_of([*DEEPSEEK.split(), "--num-layers=61", "--num-experts", "128"], 512, str(file))
@@ -125,14 +125,14 @@ def test_flags_that_no_plan_needs_are_noted():
         (lambda: arguments.job_of(["--num-layers", "2"]), "--hidden-size", "--config FILE"),
         (lambda: arguments.job_of("train.sh --num-layers 2".split()), "train.sh", "pretrain_gpt.py"),
         (lambda: arguments.job_of(EXAMPLE.split(), None, "nowhere.json"), "nowhere.json", "deepseek-v3.2"),
-        (lambda: devices.device("h2000"), "no device 'h2000'", "did you mean h200"),
+        (lambda: timing.device("h2000"), "no device 'h2000'", "did you mean h200"),
         (
             lambda: arguments.job_of([*DENSE.split(), "--group-query-attention", "--num-query-groups", "6"]),
             "--num-attention-heads 16 is not divisible by --num-query-groups 6",
             "",
         ),
-        (lambda: devices.device("xyz"), "no device 'xyz'. The table", "h200"),
-        (lambda: devices.device("h200", link=0.0), "--device-link 0", "above 0"),
+        (lambda: timing.device("xyz"), "no device 'xyz'. The table", "h200"),
+        (lambda: timing.device("h200", link=0.0), "--device-link 0", "above 0"),
         (lambda: example("--tensor-model-parallel-size 0"), "--tensor-model-parallel-size 0", "1 or more"),
         (lambda: example("--tensor-model-parallel-size -2"), "--tensor-model-parallel-size -2", "1 or more"),
         (lambda: example("--micro-batch-size 0"), "--micro-batch-size 0", "1 or more"),
@@ -196,6 +196,6 @@ def test_bad_input_is_one_message_with_a_way_out(job, problem, way_out):
 )
 def test_the_configuration_of_another_model_is_refused(tmp_path, changed, problem):
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({**config.KNOWN["deepseek-v3.2"], **changed}))
+    file.write_text(json.dumps({**flags.KNOWN["deepseek-v3.2"], **changed}))
     with pytest.raises(SettingsError, match=problem):
         arguments.job_of(DEEPSEEK.split(), 512, str(file))

@@ -12,18 +12,17 @@ from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.schedule import megatron_order
 from mindspeed_dsa.tools.planner import (
+    activations,
     arguments,
     communication,
-    in_flight,
     layouts,
     memory,
     plan,
     search,
     sizes,
-    what_if,
 )
-from mindspeed_dsa.tools.planner.devices import device
 from mindspeed_dsa.tools.planner.memory import GIB
+from mindspeed_dsa.tools.planner.timing import device
 from tests.tools.planner.jobs import DEEPSEEK, DENSE, deepseek, example, planned
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -43,14 +42,14 @@ def test_orders_are_those_of_the_installed_megatron(ranks, chunks, microbatches,
     theirs = megatron_order.schedule(
         Megatron(), ranks, chunks, microbatches, paired=pairs, extra_warmup=pairs
     )
-    assert in_flight.schedule(job).ranks == theirs.ranks
+    assert activations.schedule(job).ranks == theirs.ranks
     weights = [3.0, 2.0, 1.0][:chunks]
     for rank, events in enumerate(theirs.ranks):
         now = heaviest = 0.0
         for event in events:
             now += weights[event.chunk] * (1 if event.kind.value == "F" else -1)
             heaviest = max(heaviest, now)
-        assert in_flight.peak(job, rank, weights)[1] == heaviest
+        assert activations.peak(job, rank, weights)[1] == heaviest
 
 
 def test_every_layer_is_held_once_in_megatrons_order():
@@ -80,12 +79,12 @@ def test_optimizer_features_take_their_bytes_away(flag, bytes_a_parameter):
 
 def test_a_flag_changes_what_it_is_about():
     before = planned(example())
-    assert what_if.words_of("--tensor-model-parallel-size 8") == ["--tensor-model-parallel-size", "8"]
-    stock = what_if.of("--no-use-fused-dsa", before, planned(example("--no-use-fused-dsa")))
+    assert search.words_of("--tensor-model-parallel-size 8") == ["--tensor-model-parallel-size", "8"]
+    stock = search.of("--no-use-fused-dsa", before, planned(example("--no-use-fused-dsa")))
     assert stock.memory["activations: indexer"] > 5 * before.worst.activations["indexer"]
     assert stock.seconds["memory-bound operations"] > 0
     with pytest.raises(SettingsError, match="no flag that a plan depends on"):
-        what_if.words_of("--lr 1")
+        search.words_of("--lr 1")
 
 
 def test_a_search_leaves_out_ranks_that_cannot_share_a_copy_of_the_weights():
