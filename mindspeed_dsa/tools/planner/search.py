@@ -183,7 +183,7 @@ def text(found: list[Found]) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two plans, with minus without.
+    """Difference of two plans, with minus without.
 
     Attributes:
         flag: as given.
@@ -206,7 +206,7 @@ class Difference:
 
     @property
     def seconds_sum(self) -> float:
-        """Of a step."""
+        """Return the seconds of a step."""
         return sum(self.seconds.values())
 
     def text(self) -> str:
