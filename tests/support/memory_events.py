@@ -84,8 +84,8 @@ def counted() -> Iterator[Counter[str]]:
     from mindspeed_dsa.features.moe.balanced_experts import layer as balanced
     from mindspeed_dsa.features.moe.expert_placement.placing import _Columns
     from mindspeed_dsa.features.moe.load_report.steps import Counts
-    from mindspeed_dsa.features.operators.mask_arithmetic import filling
-    from mindspeed_dsa.features.operators.two_streams import side
+    from mindspeed_dsa.features.operators.fused import functions
+    from mindspeed_dsa.features.operators.two_streams import second_stream
     from mindspeed_dsa.features.tensor_parallel.overlap import chunked, tuning
     from mindspeed_dsa.ops.grouped_matmul import cpu as grouped
     from mindspeed_dsa.ops.moe_permute import cpu as permutation
@@ -159,7 +159,7 @@ def counted() -> Iterator[Counter[str]]:
             (norm, "forward", "rmsnorm"),
             (rotary, "forward", "rotary-pos-emb"),
             (activation, "forward", "swiglu"),
-            (filling, "_mask_of", "mask-arithmetic"),
+            (functions, "_mask_of", "mask-arithmetic"),
         ):
             stack.enter_context(counting_calls(module, function, FUSED_OPERATORS[operator]))
         stack.enter_context(counting_calls(_Columns, "forward", PLACED))
@@ -167,7 +167,7 @@ def counted() -> Iterator[Counter[str]]:
         stack.enter_context(mock.patch.object(MoELayer, "__init__", built))
         stack.enter_context(counting(_Output, "refill", refilled))
         stack.enter_context(counting(Region, "__call__", lambda *_: REGIONS))
-        stack.enter_context(counting_calls(side, "start", BESIDE))
+        stack.enter_context(counting_calls(second_stream, "start", BESIDE))
         stack.enter_context(counting(InFlight, "send", lambda *_: STARTED))
         for holder, name, feature in (
             (Masters, "to_master", "reuse-fp32-param"),

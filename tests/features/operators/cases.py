@@ -89,7 +89,7 @@ def experts() -> dict[str, Any]:
     model.start({"fused_operators": ["swiglu"]})
     from megatron.core.tensor_parallel import layers
 
-    from mindspeed_dsa.features.operators.swiglu import experts as together
+    from mindspeed_dsa.features.operators.fused import functions as together
 
     module = model.gpt_model(model.config()).decoder.layers[-1].mlp.experts
     generator = torch.Generator().manual_seed(1)
@@ -127,7 +127,7 @@ def experts_that_differ() -> dict[str, list[list[Tensor]]]:
     model.start({"fused_operators": ["swiglu"]})
     from megatron.core.transformer.mlp import MLP
 
-    from mindspeed_dsa.features.operators.swiglu import experts as together
+    from mindspeed_dsa.features.operators.fused import functions as together
 
     class Adapted(MLP):
         def forward(self, rows: Tensor, scale: Tensor | None = None) -> Any:

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from mindspeed_dsa import SettingsError, features, platforms, settings
-from mindspeed_dsa.features.operators import selection
-from mindspeed_dsa.features.operators.mask_arithmetic.filling import fill_by_mask
-from mindspeed_dsa.features.operators.rotary import embedding
-from mindspeed_dsa.features.operators.selection import OPERATORS
-from mindspeed_dsa.features.operators.swiglu.activation import fuse_swiglu, fuse_weighted_swiglu
+from mindspeed_dsa.features.operators.fused import feature as selection
+from mindspeed_dsa.features.operators.fused import functions
+from mindspeed_dsa.features.operators.fused.feature import OPERATORS
+from mindspeed_dsa.features.operators.fused.functions import fill_by_mask, fuse_swiglu, fuse_weighted_swiglu
 
 NAMES = {
     "rmsnorm": "fused-rmsnorm",
@@ -130,9 +129,9 @@ def test_megatrons_own_rotary_fusion_gives_way():
 
 def test_tables_are_made_once_and_anew_when_angles_change(monkeypatch):
     made = []
-    make = embedding.rotation
-    monkeypatch.setattr(embedding, "rotation", lambda *args: made.append(args) or make(*args))
-    rotate = embedding.rotate_fused(lambda *args, **kwargs: "Megatron's")
+    make = functions.rotation
+    monkeypatch.setattr(functions, "rotation", lambda *args: made.append(args) or make(*args))
+    rotate = functions.rotate_fused(lambda *args, **kwargs: "Megatron's")
     angles, tensor = torch.randn(9, 1, 1, 8), torch.randn(6, 2, 3, 8)
     first = rotate(tensor, angles[:6])
     assert rotate(tensor, angles[0:6]).equal(first)
@@ -162,7 +161,7 @@ def test_tables_are_made_once_and_anew_when_angles_change(monkeypatch):
     assert rotate(tensor, angles[:6].requires_grad_()) == "Megatron's"
     tables = rotate.__closure__
     assert tables is not None
-    (known,) = [cell.cell_contents for cell in tables if isinstance(cell.cell_contents, embedding._Rotations)]
+    (known,) = [cell.cell_contents for cell in tables if isinstance(cell.cell_contents, functions._Rotations)]
     assert len(known._of) == 1
     made.clear()
     del angles

@@ -20,7 +20,7 @@ _REFUSED = {
 
 
 def check_streams(args: Any, options: Any) -> Iterator[str]:
-    """What in a job's arguments does not go with a second stream."""
+    """Yield what in a job's arguments does not go with a second stream."""
     is_dsa = argument(args, "experimental_attention_variant") == "dsa"
     if not is_dsa and not argument(args, "moe_shared_expert_intermediate_size"):
         yield (
@@ -43,9 +43,9 @@ def check_streams(args: Any, options: Any) -> Iterator[str]:
         )
 
 
-_IMPL = "mindspeed_dsa.features.operators.two_streams"
+_IMPL = "mindspeed_dsa.features.operators.two_streams.second_stream"
 _INDEXER = "megatron.core.transformer.experimental_attention_variant.dsa:DSAIndexer"
-_WHY_INDEXER = "its products of the hidden states are there already"
+_WHY_INDEXER = "the indexer's products of the hidden states are there already"
 _MOVES_SHARED = "that one runs the shared expert under the transfers; omit one of them"
 
 FEATURE = Feature(
@@ -63,15 +63,15 @@ FEATURE = Feature(
         Patch(
             "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors",
             "wrap",
-            f"{_IMPL}.indexer:project_beside",
-            "the first step with the hidden states, of which the indexer needs nothing but products",
+            f"{_IMPL}:project_beside",
+            "the indexer needs nothing but products of the hidden states, which attention reads here first",
             params=("hidden_states", "inference_context"),
             versions=">=0.16,<0.19",
         ),
         Patch(
             f"{_INDEXER}.forward_with_scores",
             "wrap",
-            f"{_IMPL}.indexer:take_projections",
+            f"{_IMPL}:take_projections",
             _WHY_INDEXER,
             params=("x",),
             versions=">=0.16,<0.17",
@@ -79,7 +79,7 @@ FEATURE = Feature(
         Patch(
             f"{_INDEXER}.forward_before_topk",
             "wrap",
-            f"{_IMPL}.indexer:take_projections",
+            f"{_IMPL}:take_projections",
             _WHY_INDEXER,
             params=("x",),
             versions=">=0.17,<0.19",
@@ -87,7 +87,7 @@ FEATURE = Feature(
         Patch(
             "megatron.core.transformer.moe.moe_layer:MoELayer.shared_experts_compute",
             "wrap",
-            f"{_IMPL}.shared_expert:compute_beside",
+            f"{_IMPL}:compute_beside",
             "nobody needs the shared expert's output before the layer's last step",
             params=("hidden_states",),
             versions=">=0.16,<0.19",
@@ -103,6 +103,6 @@ FEATURE = Feature(
         Conflict("fsdp2", "that one frees a layer's weights when one stream is done; omit one of them"),
     ),
     check=check_streams,
-    on_finalize=f"{_IMPL}.side:say_how_many",
+    on_finalize=f"{_IMPL}:say_how_many",
     doc="two-streams.md",
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mindspeed_dsa import features, platforms
-from mindspeed_dsa.features.operators.two_streams import side
+from mindspeed_dsa.features.operators.two_streams import second_stream
 from tests.support.contexts import context
 from tests.support.stream_order import OrderedPlatform
 
@@ -79,9 +79,9 @@ def test_one_stream_is_said(caplog, monkeypatch):
     (feature,) = (each for each in features.built_in() if each.name == "two-streams")
     own = context(feature.name)
     with caplog.at_level(logging.INFO):
-        side.say_how_many(own)
+        second_stream.say_how_many(own)
         monkeypatch.setattr(platforms, "_current", OrderedPlatform())
-        side.say_how_many(own)
+        second_stream.say_how_many(own)
     assert [each.getMessage() for each in caplog.records] == [
         "--two-streams: cpu has one stream, so everything runs in turns"
     ]

@@ -1,0 +1,291 @@
+"""Functions of Megatron's that run as one operator: a section for each, as in ``feature.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from mindspeed_dsa.feature import Context, Megatron
+from mindspeed_dsa.features.operators.fused.feature import SwigluOptions
+from mindspeed_dsa.megatron.attribute_override import AttributeOverride, Function
+from mindspeed_dsa.megatron.gathered_weights import waits_for_weights
+from mindspeed_dsa.megatron.inlinable import linears_of
+from mindspeed_dsa.megatron.local_norms import SequenceParallelRMSNorm, normalize_with
+from mindspeed_dsa.ops.grouped_matmul.apart import multiply_apart
+from mindspeed_dsa.ops.rms_norm import rms_norm
+from mindspeed_dsa.ops.rotary import Rotation, rotate, rotation
+from mindspeed_dsa.ops.rotary.layouts import Layout
+from mindspeed_dsa.ops.swiglu import swiglu
+
+# -- mask-arithmetic -----------------------------------------------------------------------------
+
+
+class _FillingByMask(TorchFunctionMode):
+    """Mode that assigns a number where a mask is true by selecting it, or what was there, for every element.
+
+    No product with the mask: it would leave a NaN where a masked element is not finite.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.__setitem__:
+            tensor, index, value = args
+            mask = _mask_of(tensor, index)
+            if mask is not None and isinstance(value, (int, float)):
+                tensor.masked_fill_(mask, value)
+                return None
+        return func(*args, **(kwargs or {}))
+
+
+def _mask_of(tensor: Tensor, index: Any) -> Tensor | None:
+    """Return an index that is a mask of whole rows, with an axis for each of ``tensor``'s; else None."""
+    mask, *rest = index if isinstance(index, tuple) else (index,)
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or any(each != slice(None) for each in rest):
+        return None
+    if mask.shape != tensor.shape[: mask.dim()]:
+        return None
+    return mask.reshape(mask.shape + (1,) * (tensor.dim() - mask.dim()))
+
+
+def fill_by_mask(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function of Megatron's, whose body stays as it is."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # which turns such an assignment into a selection by itself
+            return original(*args, **kwargs)
+        with _FillingByMask():
+            return original(*args, **kwargs)
+
+    return run
+
+
+# -- rmsnorm -------------------------------------------------------------------------------------
+
+
+class FusedRMSNorm(SequenceParallelRMSNorm):
+    """RMSNorm on our operator; parameters, their attributes and state dicts are those of PyTorch's."""
+
+    eps: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalize ``[..., hidden_size]`` to the same shape and dtype."""
+        weight = self.weight + 1 if self.zero_centered_gamma else self.weight
+        return rms_norm(hidden_states, weight, self.eps)
+
+
+def build_fused_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``WrappedTorchNorm.__new__``."""
+
+    def __new__(
+        cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **kwargs: Any
+    ) -> Any:
+        if config.normalization != "RMSNorm" or config.memory_efficient_layer_norm:
+            return original(cls, config, hidden_size, eps, *args, **kwargs)
+        return FusedRMSNorm(config, hidden_size, eps)
+
+    return __new__
+
+
+def fuse_in_linear_layers(original: Callable[..., None]) -> Callable[..., None]:
+    """Decorate ``TransformerLayer.__init__``: the norms that are part of its linear layers."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for module in self.modules():
+            if hasattr(module, "layer_norm_weight"):
+                normalize_with(module, rms_norm)
+
+    return __init__
+
+
+# -- rotary-pos-emb: the function that all layouts of a batch come down to ---------------------------
+
+_MOST = 16
+
+
+class _Rotations:
+    """Tables of sines and cosines, which last as long as the angles exist that they were made of."""
+
+    def __init__(self) -> None:
+        self._of: Any = WeakIdKeyDictionary()
+
+    def of(self, angles: Tensor, scale: float, layout: Layout, like: Tensor) -> Rotation:
+        """Return the table of earlier calls with these angles, unless somebody has written to them since."""
+        # Callers cut off what is beyond the sequence, so a call's own tensor is a view of the one that stays.
+        lasting = angles._base if angles._base is not None else angles
+        if angles.is_inference() or lasting.is_inference():  # these have no version
+            return rotation(angles, scale, layout, like)
+        known = self._of.setdefault(lasting, {})
+        place = angles.shape, angles.stride(), angles.storage_offset(), lasting._version
+        # A backend's limits depend on the sizes of what is rotated.
+        key = place, scale, layout, like.dtype, like.device, like.shape[:-1]
+        if key not in known:
+            if len(known) >= _MOST:
+                known.clear()
+            with torch.inference_mode(False):  # training will want them after an evaluation too
+                known[key] = rotation(angles, scale, layout, like)
+        table: Rotation = known[key]
+        return table
+
+
+def rotate_fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorate ``_apply_rotary_pos_emb_bshd``.
+
+    Its fourth argument, latent attention's order of dimensions, has had two names.
+    """
+    rotations = _Rotations()
+
+    def _apply_rotary_pos_emb_bshd(
+        t: Tensor, freqs: Tensor, rotary_interleaved: bool = False, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        latent, mscale, more = _other_arguments(args, kwargs)
+        # A compiler fuses by itself. Angles that learn, an order that is both, and what later releases can be
+        # asked for as well, are Megatron's affair.
+        if torch.compiler.is_compiling() or freqs.requires_grad or (latent and rotary_interleaved) or more:
+            return original(t, freqs, rotary_interleaved, *args, **kwargs)
+        layout: Layout = "pairs to halves" if latent else "pairs" if rotary_interleaved else "halves"
+        return rotate(t, rotations.of(freqs, mscale, layout, t))
+
+    return _apply_rotary_pos_emb_bshd
+
+
+def _other_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, float, bool]:
+    """Return whether the order is latent attention's, the factor of lengths, and whether there is more."""
+    named = dict(kwargs)
+    latent = args[0] if args else named.pop("mla_rotary_interleaved", False)
+    if (older := named.pop("multi_latent_attention", None)) is not None:
+        latent = older
+    mscale = args[1] if len(args) > 1 else named.pop("mscale", 1.0)
+    return bool(latent), float(mscale), any(args[2:]) or any(named.values())
+
+
+# -- swiglu: Megatron's two functions, and the MLPs and experts that do without them -----------------
+
+
+def fuse_swiglu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorate ``bias_swiglu_impl``."""
+
+    def bias_swiglu_impl(input: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+        if _asks_for_more(args, kwargs):
+            return original(input, bias, *args, **kwargs)
+        return swiglu(input, bias)
+
+    return bias_swiglu_impl
+
+
+def fuse_weighted_swiglu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorate ``weighted_bias_swiglu_impl``, which refuses a bias."""
+
+    def weighted_bias_swiglu_impl(
+        input: Tensor, bias: Tensor | None, weights: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if bias is not None or _asks_for_more(args, kwargs):
+            return original(input, bias, weights, *args, **kwargs)
+        return swiglu(input, scale=weights)
+
+    return weighted_bias_swiglu_impl
+
+
+def _asks_for_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether backward keeps something else, in 8 bits or on the host, or values are clamped."""
+    return any(value is not None and value is not False for value in (*args, *kwargs.values()))
+
+
+def fuse_in_mlp(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``MLP.forward``: with Megatron's fusion on, it calls the functions above."""
+
+    def forward(
+        self: Any, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        config = self.config
+        if config.bias_activation_fusion or not is_plain_swiglu(self, config):
+            return original(self, hidden_states, per_token_scale, **kwargs)
+        if per_token_scale is not None and config.add_bias_linear:  # which Megatron's function refuses
+            return original(self, hidden_states, per_token_scale, **kwargs)
+        fusing = AttributeOverride(config, bias_activation_fusion=True, activation_func_fp8_input_store=False)
+        return original(AttributeOverride(self, config=fusing), hidden_states, per_token_scale, **kwargs)
+
+    return forward
+
+
+def is_plain_swiglu(mlp: Any, config: Any) -> bool:
+    """Return whether the activation is SwiGLU without what releases have added: clamps, offsets, modules."""
+    return (
+        mlp.activation_func is F.silu
+        and config.gated_linear_unit
+        and not getattr(config, "use_te_activation_func", False)
+        and getattr(config, "activation_func_clamp_value", None) is None
+        and not getattr(config, "glu_linear_offset", 0)
+    )
+
+
+def activate_together(original: Callable[..., Any], context: Context[SwigluOptions]) -> Callable[..., Any]:
+    """Decorate ``SequentialMLP.forward``: it sees one expert, whose linear layers are those of all experts.
+
+    What lies around the expert, and what the expert does between its linear layers, stays Megatron's.
+    """
+
+    def forward(self: Any, rows: Tensor, tokens_per_expert: Any, probs: Tensor) -> Any:
+        if context.options.apart or not _can_be_one(self, context.megatron):
+            return original(self, rows, tokens_per_expert, probs)
+        experts, counts = self.local_experts, tokens_per_expert.tolist()
+        first = experts[0]
+        joint = AttributeOverride(
+            first,
+            linear_fc1=_of_each([each.linear_fc1 for each in experts], counts, context.megatron),
+            linear_fc2=_of_each([each.linear_fc2 for each in experts], counts, context.megatron),
+        )
+        one = partial(type(first).forward, joint)
+        as_one = AttributeOverride(self, num_local_experts=1, local_experts=[one])
+        return original(as_one, rows, tokens_per_expert, probs)
+
+    return forward
+
+
+def _of_each(linears: Sequence[Any], counts: list[int], megatron: Megatron) -> Function:
+    """Build one linear layer of several: those that do nothing but multiply are not called, others are."""
+
+    def products(rows: Tensor) -> tuple[Tensor, None]:
+        plain = linears_of(linears, megatron)
+        if plain is None or torch.is_autocast_enabled(rows.device.type) or plain[0].dtype != rows.dtype:
+            parts = rows.split(counts)
+            return torch.cat([linear(part)[0] for linear, part in zip(linears, parts, strict=True)]), None
+        return multiply_apart(rows, plain, counts), None
+
+    return Function(products)
+
+
+def _can_be_one(experts: Any, megatron: Megatron) -> bool:
+    """Return whether all experts compute SwiGLU, and differ in their linear layers alone."""
+    config = experts.config
+    if experts.num_local_experts == 1 or config.add_bias_linear:
+        return False
+    if getattr(config, "fp8", None) or getattr(config, "fp4", None):  # which pads the rows of each
+        return False
+    mlp = megatron("core.transformer.mlp").MLP  # a class derived from it may add what one expert alone has
+    return all(
+        type(each) is mlp and is_plain_swiglu(each, config) and not _has_hooks(each)
+        for each in experts.local_experts
+    )
+
+
+def _has_hooks(expert: Any) -> bool:
+    return bool(
+        expert._forward_hooks
+        or expert._backward_hooks
+        or expert._backward_pre_hooks
+        or "forward" in vars(expert)
+        or not all(map(waits_for_weights, expert._forward_pre_hooks.values()))
+    )
