@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_dsa.features.platform.gradient_fusion.kernels import Kernels
+from mindspeed_dsa.features.platform.without_apex.functions import Kernels
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.grouped_matmul import npu
 from mindspeed_dsa.ops.npu import device as npu_device

@@ -9,7 +9,7 @@ import pytest
 
 import mindspeed_dsa
 from mindspeed_dsa import session
-from mindspeed_dsa.features.platform.mindspeed_flags.feature import switch_off_missing_fusions
+from mindspeed_dsa.features.platform.without_apex.feature import switch_off_missing_fusions
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.tools.migrate import accept
 

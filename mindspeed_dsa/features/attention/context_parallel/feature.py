@@ -5,7 +5,7 @@ attention without Transformer Engine, on several ranks and on one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,6 +19,7 @@ from mindspeed_dsa.context_parallel.algorithms import (
     registered,
 )
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
+from mindspeed_dsa.megatron import without_engine
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import MLA, megatron_flag
 from mindspeed_dsa.patches.spec import Patch
@@ -252,14 +253,7 @@ DENSE = Feature(
             versions=">=0.16,<0.17",
             factory=True,
         ),
-        Patch(
-            "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-            "wrap",
-            "mindspeed_dsa.megatron.local_norms:norm_for_every_setting",
-            "Megatron rejects PyTorch's norms with sequence parallelism and zero-centered gamma",
-            params=("config", "hidden_size", "eps"),
-            versions=">=0.12.1,<0.21",
-        ),
+        replace(without_engine.NORMS, versions=">=0.12.1,<0.21"),
     ),
 )
 

@@ -8,13 +8,14 @@ recomputed, its gradients.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
+from mindspeed_dsa.megatron import without_engine
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import DSA, MLA, SIZES, SPECS, dsa_option, dsa_repair, megatron_flag
 from mindspeed_dsa.patches import versions
@@ -99,22 +100,8 @@ LOCAL_PROVIDER = dsa_repair(
             versions=">=0.16,<0.17",
             factory=True,
         ),
-        Patch(
-            "megatron.core.transformer.moe.moe_utils:router_gating_linear",
-            "wrap",
-            "mindspeed_dsa.megatron.router:gate_without_transformer_engine",
-            "the router uses a name that is undefined without Transformer Engine",
-            params=("inp", "weight", "router_dtype"),
-            versions=">=0.13,<0.17",
-        ),
-        Patch(
-            "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-            "wrap",
-            "mindspeed_dsa.megatron.local_norms:norm_for_every_setting",
-            "Megatron rejects PyTorch's norms with sequence parallelism and zero-centered gamma",
-            params=("config", "hidden_size", "eps"),
-            versions=">=0.12.1,<0.21",
-        ),
+        without_engine.ROUTER,
+        replace(without_engine.NORMS, versions=">=0.12.1,<0.21"),
     ),
 )
 

@@ -3,17 +3,22 @@
 ``torch.cuda.is_available()`` stays as it is (false), so that torch itself, torch.compile, DataLoader
 and checkpointing behave as on any CPU build; Megatron is permitted to run by its own ``allow_no_cuda``.
 Only names that Megatron-core or Megatron-LM's training loop uses are redirected.
+
+Two repairs are features of their own, which doctor names apart: resuming torch's Adam, and pipeline messages
+over gloo.
 """
 
 from __future__ import annotations
 
 from mindspeed_dsa.feature import Feature, on_platform
+from mindspeed_dsa.megatron import across_layouts
 from mindspeed_dsa.patches.spec import Kind, Patch
 from mindspeed_dsa.settings import PLATFORM
 
 _TORCH = "mindspeed_dsa.features.platform.cpu.torch_functions"
-_GROUPS = "mindspeed_dsa.features.platform.cpu.process_groups"
+_GLOO = "mindspeed_dsa.features.platform.cpu.gloo"
 _MEGATRON = "mindspeed_dsa.features.platform.cpu.megatron_functions"
+_STEP_COUNTS = "mindspeed_dsa.features.platform.cpu.step_counts"
 
 _CUDA: tuple[tuple[str, Kind, str, str], ...] = (
     # target below torch.cuda, kind, implementation, why
@@ -30,32 +35,57 @@ _CUDA: tuple[tuple[str, Kind, str, str], ...] = (
         "available_as_before",
         "a torch that is built for GPUs may answer by the number of devices, which is ours from now on",
     ),
-    (":set_device", "replace", "set_device", "there is only one device"),
+    (":set_device", "replace", "set_device", "the host is the only device"),
     (":synchronize", "replace", "synchronize", "host work is complete when a call returns"),
-    (":get_device_capability", "replace", "get_device_capability", "no CUDA architecture: (0, 0)"),
-    (":device_memory_used", "replace", "device_memory_used", "memory in use on the host"),
-    (".memory:memory_allocated", "replace", "memory_current", "resident set of the process"),
-    (".memory:memory_reserved", "replace", "memory_current", "resident set of the process"),
-    (".memory:max_memory_allocated", "replace", "memory_peak", "peak resident set of the process"),
-    (".memory:max_memory_reserved", "replace", "memory_peak", "peak resident set of the process"),
-    (".memory:reset_peak_memory_stats", "replace", "reset_peak", "resets the peak resident set"),
-    (".memory:memory_stats", "replace", "memory_stats", "the same statistics under the allocator's keys"),
-    (".memory:mem_get_info", "replace", "mem_get_info", "free and total memory of the host"),
-    (".streams:Stream", "value", "CpuStream", "streams are no-ops, there is no queue"),
+    (":get_device_capability", "replace", "get_device_capability", "a host has no CUDA architecture: (0, 0)"),
+    (":device_memory_used", "replace", "device_memory_used", "the device's memory is the host's"),
+    (
+        ".memory:memory_allocated",
+        "replace",
+        "memory_current",
+        "the resident set of the process",
+    ),
+    (
+        ".memory:memory_reserved",
+        "replace",
+        "memory_current",
+        "the resident set of the process",
+    ),
+    (
+        ".memory:max_memory_allocated",
+        "replace",
+        "memory_peak",
+        "the peak resident set of the process",
+    ),
+    (
+        ".memory:max_memory_reserved",
+        "replace",
+        "memory_peak",
+        "the peak resident set of the process",
+    ),
+    (".memory:reset_peak_memory_stats", "replace", "reset_peak", "the peak of the resident set is reset"),
+    (
+        ".memory:memory_stats",
+        "replace",
+        "memory_stats",
+        "resident set under the allocator's keys",
+    ),
+    (".memory:mem_get_info", "replace", "mem_get_info", "free and total memory are the host's"),
+    (".streams:Stream", "value", "CpuStream", "streams are no-ops: the host has no queue"),
     (".streams:Event", "value", "CpuEvent", "events are no-ops and read the host clock"),
     (":stream", "replace", "stream", "a side stream does not change the order of work"),
-    (":set_stream", "replace", "set_stream", "records the stream for current_stream"),
-    (":current_stream", "replace", "current_stream", "the stream set last"),
-    (":default_stream", "replace", "default_stream", "the one default stream"),
-    (".graphs:is_current_stream_capturing", "replace", "never_capturing", "there are no CUDA graphs"),
+    (":set_stream", "replace", "set_stream", "the stream is recorded for current_stream"),
+    (":current_stream", "replace", "current_stream", "the current stream is the one set last"),
+    (":default_stream", "replace", "default_stream", "there is one default stream"),
+    (".graphs:is_current_stream_capturing", "replace", "never_capturing", "the host has no CUDA graphs"),
     (".nvtx:_nvtx", "value", "NO_NVTX", "range markers are ignored"),
     (".random:get_rng_state", "replace", "get_rng_state", "dropout draws from the CPU generator"),
     (".random:set_rng_state", "replace", "set_rng_state", "dropout draws from the CPU generator"),
     (".random:get_rng_state_all", "replace", "get_rng_state_all", "dropout draws from the CPU generator"),
     (".random:set_rng_state_all", "replace", "set_rng_state_all", "dropout draws from the CPU generator"),
-    (".random:manual_seed", "replace", "manual_seed", "seeds the CPU generator"),
-    (".random:manual_seed_all", "replace", "manual_seed", "seeds the CPU generator"),
-    (".random:initial_seed", "replace", "initial_seed", "seed of the CPU generator"),
+    (".random:manual_seed", "replace", "manual_seed", "seeds go to the CPU generator"),
+    (".random:manual_seed_all", "replace", "manual_seed", "seeds go to the CPU generator"),
+    (".random:initial_seed", "replace", "initial_seed", "the seed is the CPU generator's"),
 )
 _TENSOR_TYPES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
 _FACTORIES = (
@@ -72,8 +102,13 @@ _TENSOR_METHODS: tuple[tuple[str, Kind, str, str], ...] = (
         "tensor_type_on_host",
         "a CPU type's name equals the torch.cuda name that optimizers compare with",
     ),
-    ("pin_memory", "replace", "tensor_pin_memory", "there is no pinned memory: an ordinary copy"),
-    ("record_stream", "replace", "tensor_record_stream", "no queue outlives the tensor"),
+    (
+        "pin_memory",
+        "replace",
+        "tensor_pin_memory",
+        "memory cannot be pinned: an ordinary copy",
+    ),
+    ("record_stream", "replace", "tensor_record_stream", "no queue of the host outlives the tensor"),
 )
 _BACKENDS = ("init_process_group", "new_group")
 
@@ -181,22 +216,22 @@ _PATCHES = (
         "megatron.core.tensor_parallel.mappings:_reduce_scatter_along_first_dim",
         "wrap",
         f"{_MEGATRON}:reduce_scatter_uneven",
-        "the reverse direction for the same tokens",
+        "gloo scatters only tensors of equal size, and tensor parallel experts get uneven numbers of tokens",
         params=("input_", "group", "input_split_sizes"),
         required=False,
     ),
     Patch(
         "megatron.core.parallel_state:create_group",
         "wrap",
-        f"{_GROUPS}:remember_group",
-        "these releases keep no list of the groups that they create",
+        f"{_GLOO}:remember_group",
+        "releases before 0.15 keep no list of the groups that they create",
         versions="<0.15",
         required=False,
     ),
     Patch(
         "megatron.core.parallel_state:get_nccl_options",
         "replace",
-        f"{_GROUPS}:no_nccl_options",
+        f"{_GLOO}:no_nccl_options",
         "options of NCCL's streams are not for gloo, and a torch without NCCL has no class for them",
         params=("pg_name", "nccl_comm_cfgs"),
         required=False,
@@ -204,14 +239,14 @@ _PATCHES = (
     Patch(
         "megatron.core.parallel_state:initialize_model_parallel",
         "wrap",
-        f"{_GROUPS}:set_up_together",
+        f"{_GLOO}:set_up_together",
         "a rank that destroys a gloo group would cut off those that are still connecting",
         required=False,
     ),
     Patch(
         "megatron.core.parallel_state:destroy_model_parallel",
         "wrap",
-        f"{_GROUPS}:destroy_groups",
+        f"{_GLOO}:destroy_groups",
         "each gloo group has three threads, and Megatron drops most of its groups without destroying them",
         required=False,
     ),
@@ -229,7 +264,7 @@ _PATCHES = (
         "megatron.training.utils:get_device_arch_version",
         "replace",
         f"{_MEGATRON}:no_device_arch",
-        "no CUDA architecture: 0",
+        "a host has no CUDA architecture: 0",
         required=False,
     ),
     Patch(
@@ -244,17 +279,90 @@ _PATCHES = (
         "megatron.legacy.fused_kernels:load",
         "replace",
         f"{_MEGATRON}:no_kernels_to_load",
-        "there are no CUDA kernels to compile",
+        "Megatron's CUDA kernels are not compiled for a host",
         required=False,
     ),
 )
 
 
-FEATURE = Feature(
+CPU = Feature(
     name="cpu-platform",
     summary="Redirects Megatron's torch.cuda calls to the host: it trains on a CPU with gloo.",
     flags=(PLATFORM,),
     patches=_PATCHES,
+    active=on_platform("cpu"),
+    doc="cpu-platform",
+    platform_support=True,
+)
+
+
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+
+
+OPTIMIZER_RESUME = Feature(
+    name="cpu-optimizer-resume",
+    summary="Lets the distributed optimizer resume without Transformer Engine and Apex.",
+    flags=(PLATFORM,),
+    patches=(
+        Patch(
+            f"{_OPTIMIZER}.state_dict",
+            "wrap",
+            f"{_STEP_COUNTS}:start_state",
+            "an Adam without a step gets the step count 0; Megatron asserts that there is one",
+        ),
+        Patch(
+            f"{_OPTIMIZER}.load_state_dict",
+            "wrap",
+            f"{_STEP_COUNTS}:separate_step_counts",
+            "each parameter gets its own step count; a shared one is incremented once per parameter",
+            params=("state_dict",),
+        ),
+        Patch(
+            f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
+            "wrap",
+            f"{_STEP_COUNTS}:keep_step_count",
+            "no format of the moments has a valid step count; float32 weights require gradients",
+            params=("model_param", "tensors"),
+        ),
+        *across_layouts.ROWS,
+    ),
+    active=on_platform("cpu"),
+    doc="cpu-platform",
+    platform_support=True,
+)
+
+
+_P2P = "megatron.core.pipeline_parallel.p2p_communication"
+_TENSORS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
+_PARAMS = (*_TENSORS, "group", "prev_pipeline_rank", "next_pipeline_rank")
+
+
+P2P_ORDERING = Feature(
+    name="cpu-p2p-ordering",
+    summary="Makes pipeline P2P over gloo correct: sends keep their data, messages are tagged by direction.",
+    flags=(PLATFORM,),
+    patches=(
+        Patch(
+            f"{_P2P}:_p2p_ops",
+            "wrap",
+            f"{_GLOO}:exchange_overlapped",
+            "overlapped sends keep their data and their handles until they are complete",
+            params=_PARAMS,
+        ),
+        Patch(
+            f"{_P2P}:_batched_p2p_ops",
+            "wrap",
+            f"{_GLOO}:exchange_batched",
+            "activations and gradients between the same two ranks cannot be mixed up",
+            params=_PARAMS,
+        ),
+        Patch(
+            "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
+            "wrap",
+            f"{_GLOO}:complete_sends",
+            "a send whose handle the schedule dropped is completed before the schedule returns",
+        ),
+    ),
     active=on_platform("cpu"),
     doc="cpu-platform",
     platform_support=True,

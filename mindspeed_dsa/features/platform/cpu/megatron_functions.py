@@ -1,4 +1,4 @@
-"""The CPU platform's patches of Megatron itself."""
+"""Functions of Megatron itself on the CPU platform."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Function = Callable[..., Any]
 
 
 def set_device_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
-    """Replaces ``_set_cuda_rng_state``: sets the CPU generator.
+    """Replace ``_set_cuda_rng_state``: sets the CPU generator.
 
     Args:
         new_state: uint8 tensor as from ``torch.get_rng_state``.
@@ -30,7 +30,7 @@ def set_device_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: 
 
 
 class _HostStateFilter(logging.Filter):
-    """Drops the tracker's warning that the host's random state has changed."""
+    """Filter of the tracker's warning that the host's random state has changed."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "CPU RNG state changed" not in record.msg
@@ -60,7 +60,7 @@ def fork_without_warning(original: _Function) -> _Function:
 
 
 def run_eagerly(function: _Function) -> _Function:
-    """Replaces ``jit_fuser``."""
+    """Replace ``jit_fuser``."""
     return function
 
 
@@ -75,7 +75,7 @@ def allow_no_cuda(original: _Function) -> _Function:
 
 
 def no_softmax_kernel(self: Any, mask: Any, b: int, np: int, sq: int, sk: int) -> bool:
-    """Replaces ``FusedScaleMaskSoftmax.is_kernel_available``: there is none."""
+    """Replace ``FusedScaleMaskSoftmax.is_kernel_available``: there is none."""
     return False
 
 
@@ -139,9 +139,9 @@ def _is_uneven(sizes: Any, group: Any) -> bool:
 
 
 def no_device_arch() -> int:
-    """Replaces ``get_device_arch_version``: no CUDA architecture."""
+    """Replace ``get_device_arch_version``: no CUDA architecture."""
     return 0
 
 
 def no_kernels_to_load(args: Any) -> None:
-    """Replaces ``fused_kernels.load``, which calls nvcc."""
+    """Replace ``fused_kernels.load``, which calls nvcc."""

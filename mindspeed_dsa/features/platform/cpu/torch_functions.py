@@ -1,4 +1,4 @@
-"""The CPU platform's replacements of ``torch.cuda`` functions and tensor calls for CUDA.
+"""Replacements of ``torch.cuda`` functions and tensor calls for CUDA, on the CPU platform.
 
 Every function here takes the arguments of the one it replaces.
 """
@@ -46,12 +46,12 @@ fill_tables()
 
 
 def current_device() -> torch.device:
-    """The CPU; a device rather than an index, so that ``device=torch.cuda.current_device()`` works."""
+    """Return the CPU; a device rather than an index, so that ``device=torch.cuda.current_device()`` works."""
     return _CPU
 
 
 def device_count() -> int:
-    """One device per process."""
+    """Count one device per process."""
     return 1
 
 
@@ -66,15 +66,15 @@ def available_as_before(original: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def set_device(device: Any) -> None:
-    """No-op: there is only one device."""
+    """Do nothing: there is only one device."""
 
 
 def synchronize(device: Any = None) -> None:
-    """No-op: host work is complete when its call returns."""
+    """Do nothing: host work is complete when its call returns."""
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
-    """No CUDA architecture."""
+    """Return no CUDA architecture."""
     return (0, 0)
 
 
@@ -82,12 +82,12 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
 
 
 def memory_current(device: Any = None) -> int:
-    """Resident set of the process."""
+    """Return the resident set of the process."""
     return host_pool.process_memory().current
 
 
 def memory_peak(device: Any = None) -> int:
-    """Peak resident set of the process since the last reset."""
+    """Return the peak resident set of the process since the last reset."""
     return host_pool.process_memory().peak
 
 
@@ -97,7 +97,7 @@ def reset_peak(device: Any = None) -> None:
 
 
 def memory_stats(device: Any = None) -> OrderedDict[str, int]:
-    """Resident set and its peak under the keys of the CUDA allocator; no counts of blocks exist."""
+    """Return the resident set and its peak under the CUDA allocator's keys; there are no counts of blocks."""
     memory = host_pool.process_memory()
     stats: OrderedDict[str, int] = OrderedDict()
     for pool in ("allocated_bytes", "reserved_bytes", "active_bytes"):
@@ -108,13 +108,13 @@ def memory_stats(device: Any = None) -> OrderedDict[str, int]:
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Free and total memory of the host."""
+    """Return free and total memory of the host."""
     memory = host_pool.process_memory()
     return memory.free, memory.total
 
 
 def device_memory_used(device: Any = None) -> int:
-    """Memory of the host in use by all processes."""
+    """Return the memory of the host that all processes use."""
     memory = host_pool.process_memory()
     return memory.total - memory.free
 
@@ -123,7 +123,7 @@ def device_memory_used(device: Any = None) -> int:
 
 
 def stream(stream: Any) -> Any:
-    """Context that makes ``stream`` the current one."""
+    """Return a context that makes ``stream`` the current one."""
     return cpu.use_stream(stream)
 
 
@@ -133,22 +133,22 @@ def set_stream(stream: Any) -> None:
 
 
 def current_stream(device: Any = None) -> CpuStream:
-    """The stream set last on this thread."""
+    """Return the stream set last on this thread."""
     return cpu.current_stream()
 
 
 def default_stream(device: Any = None) -> CpuStream:
-    """The default stream."""
+    """Return the default stream."""
     return cpu.DEFAULT_STREAM
 
 
 def never_capturing() -> bool:
-    """There are no CUDA graphs."""
+    """Return false: there are no CUDA graphs."""
     return False
 
 
 class _NoNvtx:
-    """The functions of torch's NVTX binding; ignores range markers."""
+    """Functions of torch's NVTX binding that ignore range markers."""
 
     @staticmethod
     def _forget(*args: Any) -> int:
@@ -165,7 +165,7 @@ NO_NVTX = _NoNvtx()
 
 
 def get_rng_state(device: Any = "cuda") -> torch.Tensor:
-    """State of the CPU generator (uint8)."""
+    """Return the state of the CPU generator (uint8)."""
     return torch.get_rng_state()
 
 
@@ -175,7 +175,7 @@ def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    """States of all devices: one."""
+    """Return the states of all devices: one."""
     return [torch.get_rng_state()]
 
 
@@ -192,7 +192,7 @@ def manual_seed(seed: int) -> None:
 
 
 def initial_seed() -> int:
-    """Seed of the CPU generator."""
+    """Return the seed of the CPU generator."""
     return torch.initial_seed()
 
 
@@ -237,7 +237,7 @@ def tensor_to_host(original: _Function) -> _Function:
 
 
 def tensor_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Replaces ``Tensor.cuda``: the tensor itself, as a CUDA tensor would return itself."""
+    """Replace ``Tensor.cuda``: the tensor itself, as a CUDA tensor would return itself."""
     return self if self.device.type == "cpu" else self.to(_CPU)
 
 
@@ -271,12 +271,12 @@ def tensor_type_on_host(original: _Function) -> _Function:
 
 
 def tensor_pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
-    """Replaces ``Tensor.pin_memory``: a copy, like the original, but not pinned."""
+    """Replace ``Tensor.pin_memory``: a copy, like the original, but not pinned."""
     return self.clone()
 
 
 def tensor_record_stream(self: torch.Tensor, stream: Any) -> None:
-    """Replaces ``Tensor.record_stream``: no queue outlives a tensor here."""
+    """Replace ``Tensor.record_stream``: no queue outlives a tensor here."""
 
 
 # -- torch's own machinery -----------------------------------------------------------------------
@@ -327,7 +327,7 @@ def load_redirected_builtin(original: _Function) -> _Function:
 
 
 def _builtin_behind(function: Any) -> Any:
-    """The operator that a redirected factory calls; ``None`` for anything else."""
+    """Return the operator that a redirected factory calls; ``None`` for anything else."""
     name = getattr(function, "__name__", "")
     if isinstance(function, FunctionType) and vars(torch).get(name) is function:
         return getattr(getattr(torch._C, "_VariableFunctions", None), name, None)

@@ -61,7 +61,7 @@ def without_a_list() -> list[tuple[int, int]]:
     """The same where Megatron keeps no list of its groups, with two that no variable holds; two ranks."""
     from megatron.core import parallel_state
 
-    from mindspeed_dsa.features.platform.cpu.process_groups import remember_group
+    from mindspeed_dsa.features.platform.cpu.gloo import remember_group
 
     remembering = remember_group(parallel_state.create_group, contexts.context("cpu-platform"))
     found = []
@@ -81,7 +81,7 @@ def without_a_list() -> list[tuple[int, int]]:
 
 def of_two_megatrons() -> tuple[float, list[bool]]:
     """A sum over the second Megatron's group after the first one's are destroyed; which groups are left."""
-    from mindspeed_dsa.features.platform.cpu.process_groups import destroy_groups, remember_group
+    from mindspeed_dsa.features.platform.cpu.gloo import destroy_groups, remember_group
 
     first, second = (contexts.context("cpu-platform", root=root) for root in ("megatron", "corp_megatron"))
     groups = [remember_group(dist.new_group, context)([0, 1]) for context in (first, second)]

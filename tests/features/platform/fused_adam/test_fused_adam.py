@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.features.platform.fused_adam import step
-from mindspeed_dsa.features.platform.fused_adam.feature import FEATURE
+from mindspeed_dsa.features.platform.without_apex import functions
+from mindspeed_dsa.features.platform.without_apex.feature import FUSED_ADAM
 
 CASES = "tests.features.platform.fused_adam.cases"
 LAYOUTS = [
@@ -36,7 +36,7 @@ def test_same_training(pool, layout, loads):
 
 def test_when_it_is_on():
     def on(**given):
-        return FEATURE.active(SimpleNamespace(**{"fused_adam": None, "platform": "npu", **given}))
+        return FUSED_ADAM.active(SimpleNamespace(**{"fused_adam": None, "platform": "npu", **given}))
 
     assert on()
     assert not on(platform="cpu")
@@ -52,7 +52,7 @@ def test_a_loaded_number_of_steps_follows_its_parameter():
     parameter = torch.nn.Parameter(torch.zeros(2, device="meta"))
     optimizer = torch.optim.AdamW([parameter])
     optimizer.state[parameter] = {"step": torch.tensor(3.0)}
-    with step._fused(optimizer):
+    with functions._fused(optimizer):
         assert optimizer.param_groups[0]["fused"] is True
         assert optimizer.state[parameter]["step"].device.type == "meta"
     assert optimizer.param_groups[0]["fused"] is None
@@ -67,16 +67,19 @@ def test_groups_are_as_they_were_when_a_step_fails():
         raise ValueError("out of luck")
 
     with pytest.raises(ValueError, match="out of luck"):
-        step.step_in_one_operator(unlucky)(megatrons)
+        functions.step_in_one_operator(unlucky)(megatrons)
     assert (optimizer.param_groups[0]["fused"], optimizer.param_groups[0]["foreach"]) == (None, True)
     # Other optimizers step as they do.
-    assert step.step_in_one_operator(lambda self: "stepped")(SimpleNamespace(optimizer=object())) == "stepped"
+    assert (
+        functions.step_in_one_operator(lambda self: "stepped")(SimpleNamespace(optimizer=object()))
+        == "stepped"
+    )
 
 
 def test_an_npu_without_the_operators_steps_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked once, before a step: the first one would end in torch's own error."""
-    monkeypatch.setattr(step, "_absent", lambda: True)
+    monkeypatch.setattr(functions, "_absent", lambda: True)
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([weight])
-    with step._fused(optimizer):
+    with functions._fused(optimizer):
         assert not optimizer.param_groups[0]["fused"]

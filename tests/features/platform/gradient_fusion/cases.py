@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from mindspeed_dsa.features.platform.gradient_fusion.kernels import Kernels
+from mindspeed_dsa.features.platform.without_apex.functions import Kernels
 from tests.features.memory.recompute_cases import built
 from tests.support import model as job
 

@@ -10,10 +10,9 @@ import torch
 
 import mindspeed_dsa
 from mindspeed_dsa import platforms
-from mindspeed_dsa.features.platform.gradient_fusion import feature
-from mindspeed_dsa.features.platform.gradient_fusion.feature import FEATURE
-from mindspeed_dsa.features.platform.gradient_fusion.kernels import Kernels
-from mindspeed_dsa.features.platform.mindspeed_flags.feature import switch_off_missing_fusions
+from mindspeed_dsa.features.platform.without_apex import feature
+from mindspeed_dsa.features.platform.without_apex.feature import GRADIENT_FUSION, switch_off_missing_fusions
+from mindspeed_dsa.features.platform.without_apex.functions import Kernels
 from tests.features.memory.recompute_cases import EXPERTS, PLAIN
 
 CASES = "tests.features.platform.gradient_fusion.cases"
@@ -75,7 +74,7 @@ def test_an_expert_without_tokens():
 
 def test_when_it_is_on(monkeypatch):
     def on(**given):
-        return FEATURE.active(SimpleNamespace(**{SWITCH: None, "platform": "npu", **given}))
+        return GRADIENT_FUSION.active(SimpleNamespace(**{SWITCH: None, "platform": "npu", **given}))
 
     assert on()
     assert not on(platform="cpu")

@@ -22,8 +22,7 @@ _MICROBATCHES, _BATCH, _SEQUENCE, _VOCABULARY, _LAYERS, _STEPS = 8, 2, 16, 64, 8
 @contextlib.contextmanager
 def platform(repaired: bool) -> Iterator[None]:
     """The CPU platform, with Megatron's own P2P functions if not ``repaired``."""
-    from mindspeed_dsa.features.platform.cpu.feature import FEATURE as CPU
-    from mindspeed_dsa.features.platform.p2p_ordering.feature import FEATURE as P2P_ORDERING
+    from mindspeed_dsa.features.platform.cpu.feature import CPU, P2P_ORDERING
     from mindspeed_dsa.patches import Claim, PatchManager
 
     manager = PatchManager()
@@ -103,7 +102,7 @@ def exchange_both_ways(repaired: bool) -> tuple[float, float]:
 
 def forget_a_send() -> float | None:
     """Rank 0 drops the handle of a send and leaves the schedule; rank 1 receives afterwards."""
-    from mindspeed_dsa.features.platform.p2p_ordering.transfers import _pending, complete_sends
+    from mindspeed_dsa.features.platform.cpu.gloo import _pending, complete_sends
 
     context = contexts.context("cpu-p2p-ordering")
 

@@ -1,0 +1,217 @@
+"""Megatron where Transformer Engine and Apex are missing, as on every NPU and CPU.
+
+Adam's step, fused accumulation of weight gradients, Megatron's own modules, and command lines of MindSpeed,
+which has operators in the place of those libraries'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from mindspeed_dsa import platforms
+from mindspeed_dsa.feature import Conflict, Feature, Flag
+from mindspeed_dsa.megatron import without_engine
+from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.patches.spec import Patch
+from mindspeed_dsa.settings import ACCEPT_MINDSPEED, PLATFORM
+
+_HERE = "mindspeed_dsa.features.platform.without_apex.functions"
+
+# -- Adam's step ---------------------------------------------------------------------------------
+
+_OTHERS = ("swap_optimizer", "virtual_optimizer", "use_torch_fsdp2")
+"""Features with steps of their own, on moments elsewhere, or parameters that are not plain tensors."""
+
+
+def adam_wanted(settings: Any) -> bool:
+    """Return whether it is asked for; by default on NPUs, unless another feature has its own step."""
+    if settings.fused_adam is not None:
+        return bool(settings.fused_adam)
+    return settings.platform == "npu" and not any(getattr(settings, name, False) for name in _OTHERS)
+
+
+FUSED_ADAM = Feature(
+    name="fused-adam",
+    summary="Adam's step in one operator where Megatron has torch's optimizer.",
+    flags=(
+        Flag(
+            "--fused-adam",
+            "Make Adam's step one operator, without Transformer Engine and Apex. Default: on on NPUs.",
+            kind="auto",
+        ),
+        PLATFORM,
+    ),
+    conflicts=tuple(
+        Conflict(name, "it has a step of its own, on moments that are elsewhere; omit --fused-adam")
+        for name in ("swap-optimizer", "virtual-optimizer")
+    ),
+    patches=tuple(
+        Patch(
+            f"megatron.core.optimizer.optimizer:{name}.step_with_ready_grads",
+            "wrap",
+            f"{_HERE}:step_in_one_operator",
+            "torch's Adam makes temporary tensors as large as all weights, one operation after another",
+        )
+        for name in ("MixedPrecisionOptimizer", "FP32Optimizer")
+    ),
+    active=adam_wanted,
+    doc="fused-adam.md",
+)
+
+
+# -- gradient accumulation fusion -----------------------------------------------------------------
+
+EXTENSION = "fused_weight_gradient_mlp_cuda"
+"""Apex' module of the kernels, which is taken where it is installed."""
+_UNBUFFERED = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
+"""Kinds of data parallelism whose gradients have no buffer to be added to."""
+
+
+def fusion_wanted(settings: Any) -> bool:
+    """Return whether it is asked for; by default on NPUs, unless gradients have no buffer."""
+    return _serves(settings, settings.platform)
+
+
+def serves(args: Any) -> bool:
+    """Return whether it is on in a job with these arguments, on the platform of this process."""
+    return _serves(args, platforms.current().name)
+
+
+def _serves(source: Any, platform: str) -> bool:
+    if find_spec(EXTENSION) is not None:
+        return False
+    choice = getattr(source, "gemm_gradient_accumulation_fusion", None)
+    if choice is not None:
+        return bool(choice)
+    return platform == "npu" and not any(getattr(source, name, False) for name in _UNBUFFERED)
+
+
+def check_embedding(args: Any, options: Any) -> list[str]:
+    """Report arguments that have Megatron import Apex' module itself."""
+    if not (
+        argument(args, "gradient_accumulation_fusion") and argument(args, "defer_embedding_wgrad_compute")
+    ):
+        return []
+    return [
+        f"--defer-embedding-wgrad-compute has Megatron import {EXTENSION}, which is not installed; omit it"
+    ]
+
+
+_LAYERS = "megatron.core.tensor_parallel.layers"
+
+GRADIENT_FUSION = Feature(
+    name="gradient-accumulation-fusion",
+    summary="Megatron's linear layers add weight gradients to main_grad themselves, without Apex.",
+    flags=(
+        Flag(
+            "--gemm-gradient-accumulation-fusion",
+            "Have Megatron's gradient accumulation fusion where Apex' extension is not installed. "
+            "Default: on on NPUs, without FSDP2.",
+            kind="auto",
+        ),
+        PLATFORM,
+    ),
+    patches=(
+        Patch(
+            f"{_LAYERS}:__dict__",
+            "entry",
+            f"{_HERE}:Kernels",
+            "linear layers call these kernels in backward, and Apex' extension is for CUDA",
+            key=EXTENSION,
+        ),
+        Patch(
+            f"{_LAYERS}:_grad_accum_fusion_available",
+            "value",
+            "builtins:True",
+            "linear layers refuse the fusion unless the module has been imported",
+        ),
+    ),
+    active=fusion_wanted,
+    check=check_embedding,
+    doc="gradient-accumulation-fusion.md",
+)
+
+
+# -- Megatron's own modules -----------------------------------------------------------------------
+
+
+def is_needed(settings: Any) -> bool:
+    """Return whether there is no Transformer Engine: away from GPUs, or where the implementation is named."""
+    if find_spec("transformer_engine") is not None:
+        return False
+    return bool(settings.platform != "cuda" or settings.transformer_impl)
+
+
+LOCAL_MODULES = Feature(
+    name="local-modules",
+    summary="Megatron's own modules and distributed optimizer work where Transformer Engine and Apex are not "
+    "installed, and a model that needs Transformer Engine says so.",
+    flags=(Flag("--transformer-impl", "Megatron's own flag.", kind="value", megatron=True),),
+    patches=(
+        without_engine.NORMS,
+        without_engine.ROUTER,
+        Patch(
+            "megatron.core.fp8_utils:quantize_param_shard",
+            "wrap",
+            f"{_HERE}:unless_there_are_none",
+            "the distributed optimizer quantises its fp8 weights, of which there are none, and fails",
+            params=("model_params",),
+            versions="<0.13",
+        ),
+        *(
+            Patch(
+                f"megatron.core.models.gpt.gpt_layer_specs:{name}",
+                "wrap",
+                f"{_HERE}:refuse_transformer_engine",
+                "Megatron's NameError does not say that Transformer Engine is missing",
+                versions=versions,
+                required=False,
+            )
+            for name, versions in (
+                ("get_gpt_layer_with_transformer_engine_spec", ""),
+                ("get_gpt_layer_with_transformer_engine_submodules", ">=0.17"),
+                ("get_gpt_decoder_layer_specs", ">=0.16"),
+                ("get_gpt_decoder_block_spec", ""),
+                ("get_gpt_mtp_block_spec", ""),
+            )
+        ),
+    ),
+    active=is_needed,
+    doc="local-modules.md",
+    platform_support=True,
+)
+
+
+# -- command lines of MindSpeed --------------------------------------------------------------------
+
+_FUSIONS = {
+    "gradient_accumulation_fusion": EXTENSION,
+    "masked_softmax_fusion": "scaled_masked_softmax_cuda",
+    "apply_rope_fusion": "transformer_engine",
+}
+"""Arguments, and the modules without which Megatron stops; MindSpeed has operators of NPUs in their place."""
+
+
+def switch_off_missing_fusions(args: Any) -> Sequence[str]:
+    """Switch off what cannot run here; ``Feature.rewrite``. The results are the same."""
+    missing = [
+        (name, module)
+        for name, module in _FUSIONS.items()
+        if getattr(args, name, False) and find_spec(module) is None
+        if not (module == EXTENSION and serves(args))
+    ]
+    for name, _ in missing:
+        setattr(args, name, False)
+    return [f"{name} is switched off: {module} is not installed" for name, module in missing]
+
+
+MINDSPEED_FLAGS = Feature(
+    name="accept-mindspeed-flags",
+    summary="Takes a command line that was written for MindSpeed or MindSpeed-LLM, and switches off fusions "
+    "whose modules are missing, as MindSpeed does not need them.",
+    flags=(ACCEPT_MINDSPEED,),
+    rewrite=switch_off_missing_fusions,
+    doc="accept-mindspeed-flags.md",
+)

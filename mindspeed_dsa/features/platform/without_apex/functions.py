@@ -1,0 +1,151 @@
+"""Replacements for Apex and Transformer Engine: Adam's step, kernels of weight gradients, and refusals.
+
+Imports nothing of Megatron: fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa import log, platforms
+from mindspeed_dsa.megatron.releases import takes
+from mindspeed_dsa.ops.grouped_matmul import npu
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.patches.versions import private
+
+# -- Adam's step ---------------------------------------------------------------------------------
+
+
+def step_in_one_operator(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``step_with_ready_grads`` of Megatron's optimizers, in which the inner optimizer steps.
+
+    Only during the step do groups say that it is fused: state dicts, which hold groups too, are those of any
+    other job.
+    """
+
+    def step_with_ready_grads(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _fused(getattr(self, "optimizer", None)):
+            return original(self, *args, **kwargs)
+
+    return step_with_ready_grads
+
+
+@contextmanager
+def _fused(optimizer: Any) -> Iterator[None]:
+    """Have torch's Adam or AdamW take its fused implementation in the block; nothing of other optimizers."""
+    if _absent():
+        log.get("fused-adam").warning(
+            "--fused-adam: this torch_npu has no aten::_fused_adamw_; torch's step of many operators runs",
+            once=True,
+        )
+        yield
+        return
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        yield
+        return
+    groups = [group for group in optimizer.param_groups if _can_be_fused(group)]
+    before = [{name: group.get(name) for name in ("fused", "foreach")} for group in groups]
+    try:
+        for group in groups:
+            group.update(fused=True, foreach=False)
+            for parameter in group["params"]:
+                _count_steps_on_device(optimizer, parameter)
+        yield
+    finally:
+        for group, values in zip(groups, before, strict=True):
+            group.update(values)
+
+
+@cache
+def _absent() -> bool:
+    """Return whether this job's device is an NPU whose torch_npu lacks the operators."""
+    if platforms.current().name != "npu":
+        return False
+    has = private("torch._C:_dispatch_has_kernel_for_dispatch_key", "fused-adam")
+    return not all(has(f"aten::{name}", "PrivateUse1") for name in ("_fused_adam_", "_fused_adamw_"))
+
+
+def _can_be_fused(group: dict[str, Any]) -> bool:
+    return not group.get("differentiable") and all(
+        parameter.is_floating_point() and type(parameter.data) is torch.Tensor
+        for parameter in group["params"]
+    )
+
+
+def _count_steps_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+    """Move the number of steps to its reader, the operator; a loaded optimizer has it on the host."""
+    state = optimizer.state.get(parameter, {})
+    count = state.get("step")
+    if isinstance(count, torch.Tensor) and count.device != parameter.device:
+        state["step"] = count.to(parameter.device, torch.float32)
+
+
+# -- gradient accumulation fusion -----------------------------------------------------------------
+
+
+class Kernels:
+    """The two functions of ``fused_weight_gradient_mlp_cuda``, which Megatron's linear layers call."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(rows: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        """Add ``grad_output.T @ rows`` to ``main_grad``.
+
+        On NPUs one operator, which rounds in fp32 only. Elsewhere a 16-bit product is rounded before it is
+        added, as it is without fusion.
+
+        Args:
+            rows: ``[rows, in]``, the layer's input.
+            grad_output: ``[rows, out]``, of the same dtype.
+            main_grad: ``[out, in]`` fp32.
+        """
+        if not rows.size(0):
+            return  # of an expert without tokens
+        if rows.dtype == main_grad.dtype:
+            main_grad.addmm_(grad_output.t(), rows)
+        elif not npu.add_product(grad_output, rows, main_grad):
+            main_grad.add_(grad_output.t().mm(rows))
+
+    @staticmethod
+    def wgrad_gemm_accum_fp16(rows: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        """Add the same product to a ``main_grad`` in 16 bits, of the dtype of ``rows``."""
+        main_grad.addmm_(grad_output.t(), rows)
+
+
+# -- Megatron's own modules -----------------------------------------------------------------------
+
+_CHOICE = "use_transformer_engine"
+
+
+def refuse_transformer_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function that makes a specification, of Transformer Engine's modules or as it is told."""
+    may_choose = takes(original, _CHOICE)
+
+    def specify(*args: Any, **kwargs: Any) -> Any:
+        if may_choose:
+            bound = inspect.signature(original).bind_partial(*args, **kwargs)
+            bound.apply_defaults()
+            if not bound.arguments.get(_CHOICE):
+                return original(*args, **kwargs)
+        raise SettingsError(
+            "local-modules: --transformer-impl transformer_engine (Megatron's default) needs Transformer "
+            "Engine, which is not installed; add --transformer-impl local"
+        )
+
+    return specify
+
+
+def unless_there_are_none(original: Callable[..., None]) -> Callable[..., None]:
+    """Decorate ``quantize_param_shard``, which fails without Transformer Engine even on an empty list."""
+
+    def quantize_param_shard(model_params: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+        if model_params:
+            original(model_params, *args, **kwargs)
+
+    return quantize_param_shard

@@ -1,0 +1,24 @@
+"""Patches without which Megatron's own modules fail where Transformer Engine is missing.
+
+Several features have such modules, each for other jobs. Imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+from mindspeed_dsa.patches.spec import Patch
+
+NORMS = Patch(
+    "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+    "wrap",
+    "mindspeed_dsa.megatron.local_norms:norm_for_every_setting",
+    "Megatron rejects PyTorch's norms with sequence parallelism and zero-centered gamma",
+    params=("config", "hidden_size", "eps"),
+)
+ROUTER = Patch(
+    "megatron.core.transformer.moe.moe_utils:router_gating_linear",
+    "wrap",
+    "mindspeed_dsa.megatron.router:gate_without_transformer_engine",
+    "the router uses a name that is undefined without Transformer Engine",
+    params=("inp", "weight", "router_dtype"),
+    versions=">=0.13,<0.17",
+)
