@@ -27,18 +27,10 @@ FRAGMENT = re.compile(r"(what|of|that|those|it|they|see|whether)\b", re.I)
 
 LEFT_FEATURES = frozenset(
     (
-        "balanced-moe-experts",
         "compile-regions",
-        "fsdp2",
         "fused-adam",
         "fused-swiglu",
         "gradient-accumulation-fusion",
-        "moe-alltoall-overlap-comm",
-        "moe-batch-overlap",
-        "moe-fb-overlap",
-        "moe-grouped-gemm",
-        "moe-router-load-report",
-        "recompute-ahead",
         "two-streams",
     )
 )

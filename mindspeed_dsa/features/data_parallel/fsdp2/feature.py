@@ -154,8 +154,10 @@ _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 _UTILS = "megatron.core.utils"
 _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 _PLAN = "megatron.core.models.common.model_chunk_schedule_plan"
-_WHOLE_LAYERS = "it runs parts of layers, and weights are gathered by whole layers; omit one of them"
-_OWN_ORDER = "it runs layers again at times of its own, when their weights are not gathered; omit one of them"
+_WHOLE_LAYERS = (
+    "moe-batch-overlap runs parts of layers, and weights are gathered by whole layers; omit one of them"
+)
+_OWN_ORDER = "recompute-ahead runs layers again when their weights are not gathered; omit one of them"
 
 FEATURE = Feature(
     name="fsdp2",
@@ -195,20 +197,20 @@ FEATURE = Feature(
             f"{_WRAPPER}.__init__",
             "wrap",
             f"{_HERE}.wrapper:build",
-            "it shards experts over ranks that have others, wraps parents first, and knows CUDA alone",
+            "Megatron shards experts over the wrong ranks, wraps parents first, and supports CUDA only",
             params=("config", "ddp_config", "module", "process_group"),
         ),
         Patch(
             f"{_WRAPPER}.finish_grad_sync",
             "wrap",
             f"{_HERE}.wrapper:reduce_whole_gradients",
-            "gradients of whole weights are reduced here; before 0.19 it lacks a parameter its caller sets",
+            "gradients of whole weights are reduced here; before 0.19 a parameter is missing",
         ),
         Patch(
             f"{_WRAPPER}.scale_gradients",
             "wrap",
             f"{_HERE}.wrapper:scale_all_gradients",
-            "it does nothing, so that a loss per token would not be divided by the number of tokens",
+            "Megatron's method does nothing, and a loss per token needs gradients divided by the tokens",
             params=("scaling_factor",),
         ),
         Patch(
@@ -221,7 +223,7 @@ FEATURE = Feature(
             f"{_WRAPPER}.load_state_dict",
             "wrap",
             f"{_HERE}.checkpoint:load_model",
-            "it does nothing",
+            "Megatron's method does nothing: a checkpoint would not be loaded",
             params=("state_dict", "strict"),
         ),
         *(
@@ -229,7 +231,7 @@ FEATURE = Feature(
                 f"{optimizer}.load_state_dict",
                 "wrap",
                 f"{_HERE}.checkpoint:load_optimizer",
-                "what is read from a checkpoint are plain tensors, and the optimizer works on sharded ones",
+                "checkpoints hold plain tensors, and the optimizer works on sharded ones",
                 params=("state_dict",),
                 priority=-1,  # inside of features that say where state lies while it is loaded
             )
@@ -249,7 +251,7 @@ FEATURE = Feature(
             "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",
             "wrap",
             f"{_HERE}.checkpoint:count_in_all",
-            "a first stage without experts writes no count of their steps",
+            "a first stage without experts writes no step count of experts",
             params=("state_dict",),
             priority=1,  # outside of features that take states apart
         ),
@@ -271,21 +273,21 @@ FEATURE = Feature(
             f"{_UTILS}:get_data_parallel_group_if_dtensor",
             "replace",
             f"{_HERE}.wrapper:shard_group_if_dtensor",
-            "norms are summed over the ranks that share a replica; the original knows one replica alone",
+            "norms are summed over the ranks that share a replica; the original supports one replica",
             params=("tensor", "data_parallel_group"),
         ),
         Patch(
             f"{_UTILS}:make_tp_sharded_tensor_for_checkpoint",
             "wrap",
             f"{_HERE}.checkpoint:place_shard",
-            "it takes every shard for one of the first dimension",
+            "Megatron takes every shard for one of the first dimension",
             params=("tensor", "key", "replica_id"),
         ),
         Patch(
             f"{_UTILS}:make_sharded_tensor_for_checkpoint",
             "wrap",
             f"{_HERE}.checkpoint:place_shard",
-            "it takes every shard for one of the first dimension",
+            "Megatron takes every shard for one of the first dimension",
             params=("tensor", "key", "replica_id"),
         ),
         Patch(
@@ -299,28 +301,28 @@ FEATURE = Feature(
             f"{_FINALIZE}:_unshard_if_dtensor",
             "replace",
             f"{_HERE}.wrapper:to_local_if_dtensor",
-            "tensor parallel ranks have the same piece of a gradient, which can be reduced as it is",
+            "tensor parallel ranks have the same shard of a gradient, which can be reduced as it is",
             params=("tensor",),
         ),
         Patch(
             f"{_FINALIZE}:_reshard_if_dtensor",
             "replace",
             f"{_HERE}.wrapper:gradient_in_place",
-            "the piece has been reduced in place",
+            "the shard has been reduced in place",
             params=("tensor_to_shard", "reference_tensor"),
         ),
         Patch(
             f"{_COLLECTIVES}:foreach_all_gather_copy_out",
             "wrap",
             "mindspeed_dsa.features.data_parallel.fsdp2.transfers:in_one_pass",
-            "it copies a weight once more that is not cut on its first dimension",
+            "FSDP2 copies a weight once more that is not cut on its first dimension",
             params=("all_gather_result", "fsdp_params", "group"),
         ),
         Patch(
             f"{_PLAN}:TransformerLayerSchedulePlan.run",
             "wrap",
             f"{_HERE}.pairs:run_layers",
-            "it runs parts of layers, whose weights hooks of whole layers gather",
+            "the schedule runs parts of layers, and hooks of whole layers gather their weights",
             params=("f_layer", "b_layer", "f_input", "b_grad", "is_last_layer_in_bwd"),
             priority=1,  # outside of features that run these parts in another order
         ),
@@ -335,7 +337,7 @@ FEATURE = Feature(
             "megatron.training.arguments:validate_args",
             "wrap",
             f"{_HERE}.wrapper:validate_beside_experts_and_pipelines",
-            "it refuses pipeline and expert parallelism",
+            "Megatron refuses pipeline and expert parallelism beside FSDP2",
             params=("args",),
             required=False,
             priority=-1,
@@ -344,7 +346,7 @@ FEATURE = Feature(
             "megatron.training.checkpointing:load_checkpoint",
             "wrap",
             f"{_HERE}.checkpoint:load_everything",
-            "it leaves out the optimizer's own state dict, and with it the number of steps done",
+            "Megatron leaves out the optimizer's own state dict, and with it the number of steps done",
             required=False,
         ),
         Patch(

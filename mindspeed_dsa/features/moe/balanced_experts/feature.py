@@ -226,7 +226,7 @@ FEATURE = Feature(
             f"{_DISPATCHER}.combine_postprocess",
             "wrap",
             f"{_IMPL}:add_hot_outputs",
-            "their outputs are added to those that come back",
+            "the outputs of moved experts are added to those that return",
             versions=_RANGE,
             priority=_OUTERMOST,
         ),

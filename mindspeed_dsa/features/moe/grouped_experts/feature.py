@@ -181,7 +181,7 @@ FEATURE = Feature(
             "megatron.training.arguments:validate_args",
             "wrap",
             f"{_IMPL}:validate_on_every_device",
-            "it demands a GPU that some kernels for grouped experts need",
+            "Megatron demands a GPU that some kernels for grouped experts need",
             params=("args",),
             required=False,
             priority=-1,
@@ -191,7 +191,7 @@ FEATURE = Feature(
                 f"{_OPTIMIZERS}.optimizer:ChainedOptimizer.{method}",
                 "wrap",
                 f"{_STATE}:{impl}",
-                "the format torch knows parameters by their number, and single experts are more of them",
+                "the format torch numbers parameters, and single experts are more of them",
                 params=params,
                 versions=_RANGE,
             )

@@ -159,7 +159,9 @@ def configure_paired_schedule(
 _PLAN = "megatron.core.models.common.model_chunk_schedule_plan:TransformerLayerSchedulePlan"
 _HERE = "mindspeed_dsa.features.pipeline.fb_overlap"
 _RANGE = ">=0.14,<0.21"
-_WHOLE_LAYERS = "it works in the layer's forward, which this takes apart; omit one of them"
+_WHOLE_LAYERS = (
+    "--moe-fb-overlap takes the layer's forward apart, in which the other feature works; omit one of them"
+)
 
 FEATURE = Feature(
     name="moe-fb-overlap",
@@ -177,7 +179,7 @@ FEATURE = Feature(
             "megatron.training.arguments:validate_args",
             "wrap",
             f"{_HERE}.feature:switch_on_paired_schedule",
-            "Megatron's schedule of pairs is what this fills",
+            "enables Megatron's combined 1F1B schedule, which this feature runs",
             params=("args",),
             required=False,
             priority=-1,
@@ -186,13 +188,13 @@ FEATURE = Feature(
             "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
             "wrap",
             f"{_HERE}.feature:configure_paired_schedule",
-            "the same for jobs without Megatron's parser; fp32 works, which it asserts against",
+            "enables the schedule without Megatron's parser; fp32 works, which Megatron asserts against",
         ),
         Patch(
             f"{_PLAN}._build_callable_nodes",
             "wrap",
             f"{_HERE}.layer:cut_at_transfers",
-            "the layer's pieces start and end with halves of transfers",
+            "the layer's parts start and end with halves of transfers",
             params=("event", "comp_stream", "comm_stream", "extra_args"),
         ),
         Patch(
@@ -213,7 +215,7 @@ FEATURE = Feature(
             "megatron.core.transformer.moe.moe_layer:MoELayer.shared_experts_compute",
             "wrap",
             f"{_HERE}.layer:postpone_shared_expert",
-            "the shared expert is a piece of its own, under the transfers",
+            "the shared expert is a part of its own, under the transfers",
             params=("hidden_states",),
             versions=">=0.16,<0.21",
         ),
@@ -221,7 +223,7 @@ FEATURE = Feature(
             "megatron.core.pipeline_parallel.utils:ScheduleNode.default_backward_func",
             "wrap",
             f"{_HERE}.layer:run_what_learns",
-            "it refuses pieces in which nothing learns, as a frozen embedding",
+            "Megatron refuses parts in which nothing learns, such as a frozen embedding",
             params=("outputs", "output_grad"),
         ),
         *ROWS,
@@ -230,7 +232,7 @@ FEATURE = Feature(
     conflicts=(
         Conflict(
             "moe-alltoall-overlap-comm",
-            "both hide the same transfers, this one behind another microbatch; omit one of them",
+            "both hide the same transfers, --moe-fb-overlap behind another microbatch; omit one of them",
         ),
         Conflict(
             "balanced-moe-experts",

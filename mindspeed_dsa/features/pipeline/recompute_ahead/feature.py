@@ -109,13 +109,13 @@ FEATURE = Feature(
             f"{_SCHEDULES}:forward_step",
             "wrap",
             f"{_HERE}:follow_forwards",
-            "what is checkpointed belongs to this chunk and microbatch",
+            "segments that are checkpointed in this forward belong to its chunk and microbatch",
         ),
         Patch(
             f"{_SCHEDULES}:backward_step",
             "wrap",
             f"{_HERE}:follow_backwards",
-            "from here on the next backward is another",
+            "advances to the schedule's next backward",
             params=("output_tensor",),
         ),
         Patch(

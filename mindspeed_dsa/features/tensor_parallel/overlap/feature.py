@@ -171,7 +171,7 @@ PATCHES = (
         f"{_LAYERS}:linear_with_frozen_weight",
         "wrap",
         f"{_IMPL}:overlap_column_parallel",
-        "the same with a frozen weight",
+        "computation and communication of a column parallel layer with a frozen weight",
         params=_FUNCTION,
     ),
     Patch(
