@@ -18,6 +18,7 @@ from tests.support.import_graph import Sources, circles, upward
 
 PACKAGE = "mindspeed_dsa"
 FOLDER = Path(mindspeed_dsa.__file__).parent
+ROOT = FOLDER.parent
 
 ORDER = (
     {"log"},
@@ -216,6 +217,35 @@ def test_names_of_files_say_what_they_do():
     pattern = re.compile(r"(^declare|_declare|_impl|_limits)\.py$")
     wrong = [str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.py") if pattern.search(path.name)]
     assert not wrong, listed(wrong)
+
+
+def found_tests(file: Path) -> list[Path]:
+    """Return where the tests of a declaration lie: in the mirrored place, and where its docstring says.
+
+    The mirrored places of ``features/memory/swap_attention/feature.py`` are, in ``tests/features/memory``, the
+    folder ``swap_attention`` and files ``test_swap_attention*.py``. The docstring says ``tests: PATH, PATH``.
+    """
+
+    def below(path: Path) -> list[Path]:
+        return [path] if path.is_file() else sorted(path.rglob("test_*.py"))
+
+    place = ROOT / "tests" / file.parent.relative_to(FOLDER)
+    mirrored = [place, *place.parent.glob(f"test_{place.name}*.py")]
+    lines = re.findall(r"^tests: (.+)$", ast.get_docstring(ast.parse(file.read_text())) or "", re.MULTILINE)
+    named = [ROOT / path for line in lines for path in line.split(", ")]
+    gone = [str(path.relative_to(ROOT)) for path in named if not below(path)]
+    assert not gone, f"{file.relative_to(ROOT)} says `tests:` {', '.join(gone)}, where there are none"
+    return [test for path in (*named, *mirrored) for test in below(path)]
+
+
+@pytest.mark.parametrize("file", FEATURE_FILES, ids=lambda file: "/".join(file.parts[-3:-1]))
+def test_tests_are_found_from_the_folder_of_a_feature(file):
+    names = ", ".join(feature.name for feature in declared(file))
+    mirrored = Path("tests") / file.parent.relative_to(FOLDER)
+    assert found_tests(file), (
+        f"{names}: there are no tests in {mirrored}, and the docstring of {file.relative_to(ROOT)} has no "
+        "line `tests: PATH` that says where they are"
+    )
 
 
 def test_folders_of_features_have_no_init(sources):

@@ -19,7 +19,7 @@ import pytest
 
 from mindspeed_dsa import features, settings
 from mindspeed_dsa.feature import Flag
-from tests.support.every_flag import spellings
+from tests.examples.every_flag import spellings
 
 from .conftest import ROOT, TINY
 
@@ -103,7 +103,7 @@ def flags() -> list[Flag]:
 
 def ask(job: str, cases: Sequence[tuple[list[str], int]], **environ: str) -> list[Any]:
     """``[status, text]`` of each case."""
-    command = [sys.executable, "-m", "tests.support.every_flag", job]
+    command = [sys.executable, "-m", "tests.examples.every_flag", job]
     paths = (environ.get("PYTHONPATH"), str(ROOT), os.environ.get("PYTHONPATH"))
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(

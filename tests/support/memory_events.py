@@ -1,4 +1,4 @@
-"""What the memory features did during a job: without it, a feature that does nothing would pass as exact."""
+"""Events that show what features did during a job: one that does nothing would pass as exact without them."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mindspeed_dsa.context_parallel.layout import Zigzag
 from tests.support import model as job
-from tests.support.late_weights import send_for
 
 SEQUENCE = 24  # two chunks for each of up to four ranks
 
@@ -74,10 +73,27 @@ def losses_of_late_weights(cp: int, builder: str, **switches: Any) -> list[Tenso
         found = []
         for late in (False, True):
             if late:
-                send_for(model)
+                _send_for(model)
             tokens = job.per_token_loss(model, job.samples(2))
             found.append(torch.stack([tokens.mean().detach(), torch.tensor(logged_indexer_loss(1))]))
     return found
+
+
+@torch.no_grad()
+def _send_for(model: Any) -> None:
+    """Make all weights NaN until the hooks before their modules' forward, as in overlapped gathering."""
+    for module in model.modules():
+        weights = list(module.parameters(recurse=False))
+        kept = [weight.clone() for weight in weights]
+
+        def arrive(*unused: Any, weights: Any = weights, kept: Any = kept) -> None:
+            with torch.no_grad():
+                for weight, value in zip(weights, kept, strict=True):
+                    weight.copy_(value)
+
+        for weight in weights:
+            weight.fill_(float("nan"))
+        module.register_forward_pre_hook(arrive)
 
 
 def logged_indexer_loss(num_microbatches: int) -> float:

@@ -1,4 +1,7 @@
-"""DSA on Megatron-core releases that have none: indexer, core attention, fields, flags and log."""
+"""DSA on Megatron-core releases that have none: indexer, core attention, fields, flags and log.
+
+tests: tests/matrix/test_backport.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Our operators as a kernel backend of Megatron-core 0.19, through its hooks."""
+"""Our operators as a kernel backend of Megatron-core 0.19, through its hooks.
+
+tests: tests/matrix/test_kernel_backend.py
+"""
 
 from __future__ import annotations
 

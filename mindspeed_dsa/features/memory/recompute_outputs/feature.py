@@ -2,6 +2,8 @@
 
 Three features: the norms of a layer, the activation functions of its MLPs, and the checkpoint that both of
 them and Megatron's own modules recompute with (``checkpoint.py``).
+
+tests: tests/features/memory/recompute_activation_function, tests/features/memory/recompute_norm
 """
 
 from __future__ import annotations

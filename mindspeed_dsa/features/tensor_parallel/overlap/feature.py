@@ -1,4 +1,7 @@
-"""Tensor parallel communication in chunks, overlapped with the matmul of the same layer."""
+"""Tensor parallel communication in chunks, overlapped with the matmul of the same layer.
+
+tests: tests/features/tensor_parallel
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Command lines taken up to where a model would be built, many of them in one process.
 
-``python -m tests.support.every_flag JOB`` reads ``[[argv, world size], ...]`` as JSON, and answers with one
+``python -m tests.examples.every_flag JOB`` reads ``[[argv, world size], ...]`` as JSON, and answers with one
 ``[status, what was printed]`` for each: ``0``, passed; ``2``, refused; else what was raised.
 
 ``JOB`` is ``example``, ``examples/pretrain_dsa.py`` with its training left out, or ``pretrain_gpt``, parser
