@@ -222,7 +222,7 @@ def test_names_of_files_say_what_they_do():
 def found_tests(file: Path) -> list[Path]:
     """Return where the tests of a declaration lie: in the mirrored place, and where its docstring says.
 
-    The mirrored places of ``features/memory/swap_attention/feature.py`` are, in ``tests/features/memory``, the
+    The mirrored places of ``features/memory/swap_attention/feature.py`` are in ``tests/features/memory``: the
     folder ``swap_attention`` and files ``test_swap_attention*.py``. The docstring says ``tests: PATH, PATH``.
     """
 

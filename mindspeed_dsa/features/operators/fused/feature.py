@@ -1,6 +1,8 @@
 """Small operators that Megatron runs as chains of PyTorch operations, each as one.
 
 ``--fused-operators`` lists them; three have a switch of their own, as in MindSpeed.
+
+tests: tests/features/operators, tests/ops/test_small_operators.py
 """
 
 from __future__ import annotations

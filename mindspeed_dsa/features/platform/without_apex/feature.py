@@ -2,6 +2,9 @@
 
 Adam's step, fused accumulation of weight gradients, Megatron's own modules, and command lines of MindSpeed,
 which has operators in the place of those libraries'.
+
+tests: tests/features/platform/fused_adam, tests/features/platform/gradient_fusion
+tests: tests/matrix/test_local_modules.py, tests/tools/migrate/test_accept.py
 """
 
 from __future__ import annotations
