@@ -1,1 +1,1 @@
-"""How the ranks of a context parallel group share the rows of a sequence and its attention."""
+"""Rows of a sequence, and its attention, shared by the ranks of a context parallel group."""

@@ -1,4 +1,4 @@
-"""The names of context parallel algorithms: MindSpeed's, Megatron's, and those of a user's own strategies.
+"""Names of context parallel algorithms: MindSpeed's, Megatron's, and those of a user's own strategies.
 
 Imports neither torch nor Megatron.
 """
@@ -27,8 +27,8 @@ COMM_TYPES = {
 """MindSpeed's names, and what Megatron calls the same as the communication of an attention layer."""
 ALGORITHM = Flag(
     "--context-parallel-algo",
-    "How context parallel ranks share attention: megatron_cp_algo (ring), ulysses_cp_algo (all-to-all by "
-    "head), hybrid_cp_algo (all-to-all inside --ulysses-degree-in-cp ranks, ring across), "
+    "Algorithm by which context parallel ranks share attention: megatron_cp_algo (ring), ulysses_cp_algo "
+    "(all-to-all by head), hybrid_cp_algo (all-to-all inside --ulysses-degree-in-cp ranks, ring across), "
     "kvallgather_cp_algo (keys gathered), or the name of a registered strategy. Megatron's --cp-comm-type "
     "p2p, a2a, a2a+p2p, allgather say the same.",
     kind="value",
@@ -61,7 +61,7 @@ HIERARCHICAL_SIZES = Flag(
     megatron=True,
 )
 MEGATRON_FLAGS = (CONTEXT_PARALLEL_SIZE, COMM_TYPE, HIERARCHICAL_SIZES)
-"""What :meth:`Algorithms.of` reads besides; every feature that calls it lists them."""
+"""Flags that :meth:`Algorithms.of` reads besides; every feature that calls it lists them."""
 
 Make = Callable[..., "ContextParallelStrategy"]
 _registered: dict[str, Make] = {}
@@ -89,13 +89,13 @@ def unregister(name: str) -> None:
 
 
 def registered(name: str) -> Make | None:
-    """What :func:`register` got under this name."""
+    """Return what :func:`register` got under this name."""
     return _registered.get(name)
 
 
 @dataclass(frozen=True)
 class Algorithms:
-    """What a job's flags say about context parallelism.
+    """Algorithms of context parallelism, as a job's flags name them.
 
     Attributes:
         ranks: context parallel size, 1 without context parallelism.
@@ -112,7 +112,7 @@ class Algorithms:
 
     @classmethod
     def of(cls, settings: Any) -> Self:
-        """From resolved settings, a job's argument namespace or one of Megatron's configurations.
+        """Build from resolved settings, a job's argument namespace or one of Megatron's configurations.
 
         Megatron-LM's parser gives ``--cp-comm-type`` a default, ``p2p``, which therefore says nothing
         beside another name.
@@ -141,7 +141,7 @@ class Algorithms:
         return cls(ranks, names, _degree(settings), getattr(settings, BLOCK_ROWS.dest, None) or 0)
 
     def of_layer(self, number: int, default: str) -> str:
-        """Megatron's name of a layer's algorithm, or that of a registered one.
+        """Return Megatron's name of a layer's algorithm, or that of a registered one.
 
         Args:
             number: of the layer, from 1; those after the last one of the list, of multi-token prediction,
@@ -153,18 +153,18 @@ class Algorithms:
         return self.names[0] if len(self.names) == 1 else self.names[min(number, len(self.names)) - 1]
 
     def all_of(self, default: str) -> set[str]:
-        """The names that occur in any layer."""
+        """Return the names that occur in any layer."""
         return set(self.names) or {default}
 
     def degree(self, name: str) -> int:
-        """Ranks of the all-to-all in an algorithm: all, some, or only the rank itself."""
+        """Return the ranks of the all-to-all in an algorithm: all, some, or only the rank itself."""
         if name == "a2a":
             return self.ranks
         return (self.ulysses_degree or 1) if name == "a2a+p2p" else 1
 
 
 def _named(algorithm: str) -> str:
-    """Megatron's name of what ``--context-parallel-algo`` names.
+    """Return Megatron's name of what ``--context-parallel-algo`` names.
 
     Raises:
         SettingsError: there is no such algorithm.
@@ -180,14 +180,14 @@ def _named(algorithm: str) -> str:
 
 
 def _canonical(comm_type: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Megatron's ``cp_comm_type``, which may have underscores; one entry if all agree."""
+    """Return Megatron's ``cp_comm_type`` without underscores; one entry if all agree."""
     names = [comm_type] if isinstance(comm_type, str) else list(comm_type or ())
     names = [name if name in _registered else name.replace("_", "").lower() for name in names]
     return tuple(names[:1] if len(set(names)) == 1 else names)
 
 
 def _degree(settings: Any) -> int | None:
-    """From either flag.
+    """Read the degree from either flag.
 
     Raises:
         SettingsError: they differ.
@@ -205,7 +205,7 @@ def _degree(settings: Any) -> int | None:
 
 
 def problems(args: Any, algorithms: Algorithms) -> Iterator[str]:
-    """What no attention can be trained with; each message says what to do."""
+    """Report what no attention can be trained with; each message says what to do."""
     ranks, names = algorithms.ranks, algorithms.names
     if ranks == 1:
         return

@@ -27,7 +27,7 @@ from mindspeed_dsa.parallel.transfers import exchange_pairs
 
 
 class HeldRows:
-    """Which rows of a sequence each member of a group has; of no group, so that it keeps none alive.
+    """Rows of a sequence that each member of a group has; without the group, so that it keeps none alive.
 
     Args:
         rows: ``[members, rows]`` int64 on the CPU, positions in the order in which each member holds them.
@@ -45,7 +45,7 @@ class HeldRows:
         return self._parts[index, step]
 
     def on(self, device: torch.device) -> Tensor:
-        """:attr:`rows` of all members in a row, on a device, where they stay."""
+        """Return :attr:`rows` of all members in a row, on a device, where they stay."""
         if device not in self._on_device:
             self._on_device[device] = self.rows.flatten().to(device)
         return self._on_device[device]
@@ -80,7 +80,7 @@ def _held(layout: Layout, length: int, members: int) -> HeldRows:
 
 @dataclass(frozen=True)
 class Members:
-    """The ranks of a group, and which rows of the sequence each of them has.
+    """Ranks of a group, and which rows of the sequence each of them has.
 
     Attributes:
         group: process group.
@@ -92,7 +92,7 @@ class Members:
 
     @classmethod
     def of(cls, group: ProcessGroup, layout: Layout, length: int) -> Members:
-        """Context parallel ranks, or these times tensor parallel ranks that have equal parts of their rows.
+        """Build of context parallel ranks, or of these times tensor parallel ones that share their rows.
 
         Args:
             group: with more members than the layout has ranks, tensor parallel ones run fastest.
@@ -107,7 +107,7 @@ class Members:
         return self.held.rows
 
     def part(self, group: ProcessGroup, index: int) -> Members:
-        """The members of a smaller group of this rank's: one of each neighbours, all at the same place.
+        """Return the members of a smaller group of this rank's: one of each neighbours, all at one place.
 
         Args:
             group: context parallel ranks, of members that are these times tensor parallel ones.
@@ -125,7 +125,7 @@ class Members:
         return self.held.runs
 
     def parts_of(self, whole: Tensor) -> list[list[Tensor]]:
-        """Each member's runs of the sequence's rows, as views; the members must have runs."""
+        """Return each member's runs of the sequence's rows, as views; the members must have runs."""
         size = self.rows.size(1) // len(self.runs)
         return [[whole[begin : begin + size] for begin in begins] for begins in zip(*self.runs, strict=True)]
 
@@ -170,7 +170,7 @@ class _Transfer:
         ]
 
     def wait(self) -> Tensor:
-        """``[members * rows, ...]`` in the order of the sequence."""
+        """Wait, and return ``[members * rows, ...]`` in the order of the sequence."""
         assert self._whole is not None
         if not self._is_here:
             for work in self._works:
@@ -182,7 +182,7 @@ class _Transfer:
         return self._whole
 
     def hand_out(self) -> Tensor:
-        """:meth:`wait`; another tensor on the same memory stays here, without a graph and a version."""
+        """Hand out the rows; another tensor on their memory stays here, without a graph and a version."""
         whole = self.wait()
         self._whole = whole.data
         return whole
@@ -208,7 +208,7 @@ class _Transfer:
         self._sum = ours, [work], [], by_member
 
     def summed(self) -> Tensor:
-        """This rank's rows of the sum, in fp32 or wider."""
+        """Return this rank's rows of the sum, in fp32 or wider."""
         assert self._sum is not None
         ours, works, others, _ = self._sum
         for work in works:
@@ -251,7 +251,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Wait(torch.autograd.Function):
-    """The rows, and, if they are narrow, what takes their gradient in fp32: that of a tensor is as narrow."""
+    """Rows, and, if they are narrow, a receiver of their gradient in fp32: a tensor's own is as narrow."""
 
     @staticmethod
     def forward(ctx: Any, started: Tensor, transfer: _Transfer) -> tuple[Tensor, Tensor | None]:
@@ -311,7 +311,7 @@ class GatheredRows:
         self.started: Tensor = _Start.apply(local, self._transfer)
 
     def wait(self, started: Tensor | None = None) -> Tensor:
-        """``[members * rows, ...]`` in the order of the sequence; once.
+        """Wait, once, and return ``[members * rows, ...]`` in the order of the sequence.
 
         Args:
             started: :attr:`started`, where it came by another way.
@@ -319,7 +319,7 @@ class GatheredRows:
         return self.wait_with_receiver(started)[0]
 
     def wait_with_receiver(self, started: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """As :meth:`wait`, with a tensor of the same shape that is never read.
+        """Do as :meth:`wait`, with a tensor of the same shape that is never read.
 
         Whoever computes the gradient of narrow rows in fp32 gives it to the second tensor instead of the
         first: it is then not rounded before it is added up. None: the rows are fp32 or wider.
@@ -350,7 +350,7 @@ def freed_until_backward(out: Tensor, gathered: list[GatheredRows]) -> Tensor:
 
 
 class KeyGather(ContextParallelStrategy):
-    """Gathers keys and values, in any layout of rows; ``kvallgather_cp_algo``."""
+    """Strategy that gathers keys and values, in any layout of rows; ``kvallgather_cp_algo``."""
 
     def members(self, length: int, group: ProcessGroup | None = None) -> Members:
         """Return who has which rows of a sequence.

@@ -1,4 +1,4 @@
-"""What an algorithm of context parallel attention is: which rows a rank has, and what it tells the others."""
+"""Strategy of context parallel attention: which rows a rank has, and what it tells the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mindspeed_dsa.context_parallel.layout import Layout, Zigzag, split
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What one rank attends with after the exchange, in Megatron's layout, sequence first.
+    """Tensors that one rank attends with after the exchange, in Megatron's layout, sequence first.
 
     Attributes:
         query: ``[rows, b, heads, dim]``.
@@ -61,11 +61,11 @@ class ContextParallelStrategy(ABC):
         return self.group.size()
 
     def split(self, whole: Tensor, dim: int = 0) -> Tensor:
-        """This rank's rows of a tensor that has those of the whole sequence along ``dim``."""
+        """Return this rank's rows of a tensor that has those of the whole sequence along ``dim``."""
         return split(whole, self.layout, self.rank, dim)
 
     def positions(self, rows: int, device: torch.device | None = None) -> Tensor:
-        """Positions of this rank's rows in the sequence, ``[rows]`` int64.
+        """Return the positions of this rank's rows in the sequence, ``[rows]`` int64.
 
         Args:
             rows: how many this rank has.
@@ -84,11 +84,11 @@ class ContextParallelStrategy(ABC):
         """
 
     def merge(self, out: Tensor) -> Tensor:
-        """This rank's rows with all heads ``[rows, b, heads, value_dim]`` from what attention returned."""
+        """Return this rank's rows with all heads, ``[rows, b, heads, value_dim]``, of attention's output."""
         return out
 
     def attend(self, inner: Inner, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention of this rank's rows to the whole sequence; arguments as of :meth:`exchange`.
+        """Attend causally with this rank's rows to the whole sequence; arguments as of :meth:`exchange`.
 
         Args:
             inner: attention on one rank.

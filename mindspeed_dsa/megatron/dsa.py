@@ -32,7 +32,7 @@ def dsa_repair(
     options: Callable[[Any], Any] | None = None,
     supplies: Sequence[str] = (),
 ) -> Feature:
-    """A fix for Megatron's DSA: on if the model uses DSA, unless its switch overrides this.
+    """Declare a fix for Megatron's DSA: on if the model uses DSA, unless its switch overrides this.
 
     The rows' ``versions`` exclude releases that have fixed the defect.
     """
@@ -51,7 +51,7 @@ def dsa_repair(
 
 
 def dsa_option(name: str, summary: str, switch: Flag, versions: str, patches: Sequence[Patch]) -> Feature:
-    """An option that Megatron's releases in ``versions`` do not offer; off by default."""
+    """Declare an option that Megatron's releases in ``versions`` do not offer; off by default."""
     return Feature(
         name=name,
         summary=summary,
@@ -63,7 +63,7 @@ def dsa_option(name: str, summary: str, switch: Flag, versions: str, patches: Se
 
 
 def megatron_flag(name: str, type: Callable[[str], Any] = str) -> Flag:
-    """One of Megatron's own flags that a check reads."""
+    """Declare one of Megatron's own flags that a check reads."""
     return Flag(name, "Megatron's own flag.", kind="value", type=type, megatron=True)
 
 
@@ -82,7 +82,7 @@ enables it.
 
 @dataclass(frozen=True)
 class Options:
-    """The parts of DSA's attention path that run on our operators.
+    """Parts of DSA's attention path that run on our operators.
 
     Attributes:
         absorb: the absorbed form may be taken.
@@ -145,7 +145,7 @@ def absorb_wanted(settings: Any) -> bool:
 
 
 def warmup_wanted(settings: Any) -> bool:
-    """``--dsa-stage warmup``."""
+    """Return whether the job is in ``--dsa-stage warmup``."""
     return Options.of(settings).warmup
 
 

@@ -1,4 +1,4 @@
-"""The indexer loss of the current step, which trackers only add to a sum over the log interval.
+"""Indexer loss of the current step, which trackers only add to a sum over the log interval.
 
 A feature that calls or wraps a tracker keeps the loss with :func:`keep_step_loss`; one that records steps
 takes it.
@@ -40,5 +40,5 @@ def keep_step_loss(original: Callable[..., Any], context: Context[Any]) -> Calla
 
 
 def take_step_loss(megatron: Megatron) -> Tensor | None:
-    """The loss kept since the last call, a scalar; ``None`` if the job has no such loss."""
+    """Return the loss kept since the last call, a scalar; ``None`` if the job has no such loss."""
     return _kept.pop(megatron, None)

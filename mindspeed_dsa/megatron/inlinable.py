@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.megatron.gathered_weights import wait_for_weights, waits_for_weights
-from mindspeed_dsa.megatron.local_norms import SequenceParallelLayerNorm, SequenceParallelRMSNorm
+from mindspeed_dsa.megatron.local_modules import SequenceParallelLayerNorm, SequenceParallelRMSNorm
 from mindspeed_dsa.parallel import weight_gradients
 
 

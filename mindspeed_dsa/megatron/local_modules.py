@@ -1,4 +1,4 @@
-"""Modules that Megatron has only as Transformer Engine modules, in plain PyTorch.
+"""Modules that Megatron has only as Transformer Engine modules, in plain PyTorch: norms and linear layers.
 
 Constructor arguments, parameter names and parameter attributes are those of the Transformer Engine
 counterparts, so that specs, gradient synchronization and checkpoints work unchanged.
@@ -17,11 +17,105 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mindspeed_dsa.feature import Context, Megatron
-from mindspeed_dsa.megatron.local_norms import norm_of_fused_layer
+
+# -- norms, with sequence parallelism, and fused into linear layers ----------------------------
+
+
+class SequenceParallelLayerNorm(torch.nn.LayerNorm):
+    """LayerNorm whose weights Megatron reduces over tensor parallel ranks under sequence parallelism."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.zero_centered_gamma = _prepare_norm(self, config)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalise ``[..., hidden_size]`` to the same shape and dtype."""
+        weight = self.weight + 1 if self.zero_centered_gamma else self.weight
+        return F.layer_norm(hidden_states, self.normalized_shape, weight, self.bias, self.eps)
+
+
+class SequenceParallelRMSNorm(torch.nn.RMSNorm):
+    """RMSNorm whose weight Megatron reduces over tensor parallel ranks under sequence parallelism."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.zero_centered_gamma = _prepare_norm(self, config)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalise ``[..., hidden_size]`` to the same shape and dtype."""
+        weight = self.weight + 1 if self.zero_centered_gamma else self.weight
+        return F.rms_norm(hidden_states, self.normalized_shape, weight, self.eps)
+
+
+def _prepare_norm(norm: torch.nn.Module, config: Any) -> bool:
+    """Mark the parameters; with ``layernorm_zero_centered_gamma`` the stored weight is gamma - 1."""
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    zero_centered = bool(config.layernorm_zero_centered_gamma)
+    if zero_centered:
+        torch.nn.init.zeros_(norm.weight)  # type: ignore[arg-type]
+    return zero_centered
+
+
+RMSNorm = Callable[[Tensor, Tensor, float], Tensor]
+"""Function of ``[..., hidden]``, the weight ``[hidden]`` and epsilon."""
+_RMS_NORM = "rms_norm"
+
+
+def normalize_with(layer: Any, rms_norm: RMSNorm) -> None:
+    """Let another function compute the RMSNorm of a linear layer that holds its parameters."""
+    setattr(layer, _RMS_NORM, rms_norm)
+
+
+def _rms_norm_of_torch(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(hidden_states, weight.shape, weight, eps)
+
+
+def norm_of_fused_layer(layer: Any, hidden_states: Tensor, config: Any) -> Tensor:
+    """Apply the norm before a linear layer that holds its parameters, ours or Transformer Engine's.
+
+    Args:
+        layer: has ``layer_norm_weight`` and, for LayerNorm, ``layer_norm_bias``, both ``[hidden]``.
+        hidden_states: ``[..., hidden]``.
+        config: Megatron's; ``normalization`` is ``"RMSNorm"`` or ``"LayerNorm"``.
+
+    Returns:
+        Tensor of the shape of ``hidden_states``.
+    """
+    weight = layer.layer_norm_weight
+    if config.layernorm_zero_centered_gamma:
+        weight = weight + 1
+    if config.normalization == "RMSNorm":
+        rms_norm: RMSNorm = getattr(layer, _RMS_NORM, _rms_norm_of_torch)
+        return rms_norm(hidden_states, weight, config.layernorm_epsilon)
+    return F.layer_norm(hidden_states, weight.shape, weight, layer.layer_norm_bias, config.layernorm_epsilon)
+
+
+_NORMS = {"LayerNorm": SequenceParallelLayerNorm, "RMSNorm": SequenceParallelRMSNorm}
+
+
+def norm_for_every_setting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``WrappedTorchNorm.__new__``: support the settings for which it rejects PyTorch's norms."""
+
+    def __new__(
+        cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **kwargs: Any
+    ) -> Any:
+        norm = _NORMS.get(config.normalization)
+        refused = (
+            config.sequence_parallel or config.persist_layer_norm or config.layernorm_zero_centered_gamma
+        )
+        if refused and norm is not None and not config.memory_efficient_layer_norm:
+            return norm(config, hidden_size, eps)
+        return original(cls, config, hidden_size, eps, *args, **kwargs)
+
+    return __new__
+
+
+# -- linear layers -----------------------------------------------------------------------------
 
 
 def _same_on_every_tensor_parallel_rank(megatron: Megatron) -> AbstractContextManager[Any]:
-    """Random state shared by all ranks of a tensor parallel group."""
+    """Fork the random state shared by all ranks of a tensor parallel group."""
     random = megatron("core.tensor_parallel.random")
     tracker = random.get_cuda_rng_tracker()
     if not tracker.is_initialized():
@@ -103,18 +197,18 @@ class DuplicatedLinear(torch.nn.Module):
                 init_method(self.weight)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``[..., input_size]`` to ``([..., output_size], bias or None)``."""
+        """Project ``[..., input_size]`` to ``([..., output_size], bias or None)``."""
         if self.skip_bias_add:
             return F.linear(hidden_states, self.weight), self.bias
         return F.linear(hidden_states, self.weight, self.bias), None
 
     def backward_dw(self) -> None:
-        """No-op: weight gradients are never delayed here; part of the interface of Megatron's layers."""
+        """Do nothing: weight gradients are never delayed here; part of the interface of Megatron's layers."""
 
 
 @cache
 def duplicated_linear(megatron: Megatron) -> type[DuplicatedLinear]:
-    """:class:`DuplicatedLinear` with that Megatron's random number generators."""
+    """Return :class:`DuplicatedLinear` with that Megatron's random number generators."""
     if megatron == DuplicatedLinear.megatron:
         return DuplicatedLinear
     return type("DuplicatedLinear", (DuplicatedLinear,), {"megatron": megatron, "__module__": __name__})
@@ -122,7 +216,7 @@ def duplicated_linear(megatron: Megatron) -> type[DuplicatedLinear]:
 
 @cache
 def layer_norm_column_parallel_linear(megatron: Megatron) -> type:
-    """A subclass of that Megatron's ``ColumnParallelLinear``."""
+    """Build a subclass of that Megatron's ``ColumnParallelLinear``."""
     base: Any = megatron("core.tensor_parallel.layers").ColumnParallelLinear
 
     class LayerNormColumnParallelLinear(base):
@@ -152,7 +246,7 @@ def layer_norm_column_parallel_linear(megatron: Megatron) -> type:
                     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
         def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            """``[s, b, input_size]`` to ``([s, b, output_size / TP], bias or None)``."""
+            """Normalise and project ``[s, b, input_size]`` to ``[s, b, output_size / TP]``, and the bias."""
             return super().forward(norm_of_fused_layer(self, hidden_states, self.config), *args, **kwargs)
 
     return LayerNormColumnParallelLinear

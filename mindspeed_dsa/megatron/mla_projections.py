@@ -1,4 +1,4 @@
-"""The steps from hidden states to query and key of latent attention, on any Megatron-core since 0.12.1.
+"""Steps from hidden states to query and key of latent attention, on any Megatron-core since 0.12.1.
 
 Shapes are Megatron's, sequence first. A down-projection is either replicated on every tensor parallel rank,
 which returns its input's part of the sequence, or split over ranks, and then returns the whole sequence.
@@ -20,14 +20,14 @@ from torch.distributed import ProcessGroup, all_reduce
 from mindspeed_dsa.context_parallel.packs import PackRows
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.megatron.gathered_weights import wait_for_weights
-from mindspeed_dsa.megatron.local_norms import norm_of_fused_layer
+from mindspeed_dsa.megatron.local_modules import norm_of_fused_layer
 
 Rotate = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Projections:
-    """The projections of one latent attention layer.
+    """Projections of one latent attention layer.
 
     Attributes:
         layer: Megatron's ``MLASelfAttention``.
@@ -40,7 +40,7 @@ class Projections:
     documents: PackRows | None = None
 
     def on(self, packed_seq_params: Any, hidden_states: Tensor) -> Projections:
-        """The same for packed documents, if Megatron describes any.
+        """Return the same for packed documents, if Megatron describes any.
 
         Args:
             packed_seq_params: its description, or None.
@@ -53,7 +53,7 @@ class Projections:
         return replace(self, documents=PackRows.of(packed_seq_params, rows, self.context_parallel_group()))
 
     def rows(self, hidden_states: Tensor) -> int:
-        """How many rows the context parallel rank has; ``hidden_states`` as for :meth:`on`."""
+        """Return how many rows the context parallel rank has; ``hidden_states`` as for :meth:`on`."""
         is_split = self.layer.config.sequence_parallel
         return hidden_states.size(0) * (self.tensor_parallel_group().size() if is_split else 1)
 
@@ -70,7 +70,7 @@ class Projections:
         return self.megatron("core.parallel_state").get_context_parallel_group() if group is None else group
 
     def down(self, projection: Any, hidden_states: Tensor, sizes: list[int]) -> list[Tensor]:
-        """A down-projection's output in parts, gathered where the projection is split over ranks."""
+        """Return a down-projection's output in parts, gathered where the projection is split over ranks."""
         projected, _ = projection(hidden_states)
         if projected.size(-1) != sum(sizes):
             gather = self.megatron("core.tensor_parallel").gather_from_tensor_model_parallel_region
@@ -78,7 +78,7 @@ class Projections:
         return list(projected.split(sizes, dim=-1))
 
     def latent_query(self, hidden_states: Tensor) -> Tensor:
-        """``[s, b, q_lora_rank]``, normed, of the hidden states' own rows; these where the rank is None."""
+        """Return ``[s, b, q_lora_rank]``, normed, of the hidden states' rows, or these without a rank."""
         layer, rank = self.layer, self.layer.config.q_lora_rank
         if rank is None:
             return hidden_states
@@ -86,7 +86,7 @@ class Projections:
         return layer.q_layernorm(self.own_part(latent_query, hidden_states))  # type: ignore[no-any-return]
 
     def latent_key(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """The latent, normed, of the hidden states' own rows, and the rotary key as it was projected.
+        """Return the latent, normed, of the hidden states' own rows, and the rotary key as it was projected.
 
         ``[s, b, kv_lora_rank]`` and ``[s, b, rope]``.
         """
@@ -96,7 +96,7 @@ class Projections:
         return layer.kv_layernorm(self.own_part(latent, hidden_states)), rotary_key
 
     def own_part(self, states: Tensor, hidden_states: Tensor) -> Tensor:
-        """As long as the hidden states: under sequence parallelism, this rank's part."""
+        """Return states as long as the hidden ones: under sequence parallelism, this rank's part."""
         if states.size(0) == hidden_states.size(0):
             return states
         scatter = self.megatron("core.tensor_parallel").scatter_to_sequence_parallel_region
@@ -105,7 +105,7 @@ class Projections:
     def rotary_key_for_all_heads(
         self, rotary_key: Tensor, hidden_states: Tensor, is_summed: bool = False
     ) -> Tensor:
-        """The rotary key of the whole sequence; its gradient is that of all ranks' heads.
+        """Return the rotary key of the whole sequence; its gradient is that of all ranks' heads.
 
         Megatron lets each rank keep the gradient of its own heads where the projection is split, and without
         sequence parallelism.
@@ -125,7 +125,7 @@ class Projections:
         return SumGradients.apply(rotary_key, group)  # type: ignore[no-any-return]
 
     def rotation(self, length: int, own_part: Callable[[Tensor], Tensor] | None = None) -> Rotate:
-        """Applies MLA's rotary embedding to states ``[length, b, heads, rope]``.
+        """Return MLA's rotary embedding for states ``[length, b, heads, rope]``.
 
         These are a whole sequence, or a context parallel rank's rows of it: the embedding makes the angles of
         the whole sequence and returns those of its rank.
@@ -154,7 +154,7 @@ class Projections:
         return rotate
 
     def query_parts(self, latent_query: Tensor) -> tuple[Tensor, ...]:
-        """``[s, b, heads, qk_head_dim]`` and ``[s, b, heads, rope]``, before rotation."""
+        """Return ``[s, b, heads, qk_head_dim]`` and ``[s, b, heads, rope]``, before rotation."""
         config, heads = self.layer.config, self.layer.num_attention_heads_per_partition
         projection = self.layer.linear_q_proj if config.q_lora_rank is None else self.layer.linear_q_up_proj
         query, _ = projection(latent_query)
@@ -164,7 +164,7 @@ class Projections:
     def absorbed_query_and_key(
         self, rotate: Rotate, latent_query: Tensor, latent: Tensor, rotary_key: Tensor, up_key: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Both parts of the query, and the key, of the whole sequence in absorbed form.
+        """Return both parts of the query, and the key, of the whole sequence in absorbed form.
 
         Args:
             rotate: from :meth:`rotation`.
@@ -180,7 +180,7 @@ class Projections:
         return *query, self.whole_latent_key(rotate, latent, rotary_key)
 
     def whole_latent_key(self, rotate: Rotate, latent: Tensor, rotary_key: Tensor) -> Tensor:
-        """The one key of all heads and tensor parallel ranks, ``[s, b, 1, kv_lora_rank + rope]``.
+        """Return the one key of all heads and tensor parallel ranks, ``[s, b, 1, kv_lora_rank + rope]``.
 
         Args:
             rotate: from :meth:`rotation`.
@@ -198,7 +198,7 @@ class Projections:
         return torch.cat([latent.unsqueeze(2), rotate(rotary_key.unsqueeze(2))], dim=-1)
 
     def absorbed_query(self, rotate: Rotate, latent_query: Tensor, up_key: Tensor) -> Tensor:
-        """This rank's heads of the query in absorbed form, ``[s, b, heads, kv_lora_rank + rope]``.
+        """Return this rank's heads of the query in absorbed form, ``[s, b, heads, kv_lora_rank + rope]``.
 
         Args:
             rotate: from :meth:`rotation`.
@@ -217,7 +217,7 @@ class Projections:
     def own_absorbed_key(
         self, rotate: Rotate, latent: Tensor, rotary_key: Tensor, hidden_states: Tensor, is_summed: bool
     ) -> Tensor:
-        """The absorbed key of the hidden states' own rows, ``[s, b, 1, kv_lora_rank + rope]``.
+        """Return the absorbed key of the hidden states' own rows, ``[s, b, 1, kv_lora_rank + rope]``.
 
         Args:
             rotate: from :meth:`rotation`, for these rows.
@@ -237,7 +237,7 @@ class Projections:
         return torch.cat([latent.unsqueeze(2), rotate(rotary_key.unsqueeze(2))], dim=-1)
 
     def _normed_latent(self, latent: Tensor) -> Tensor:
-        """Normed also where the up-projection, which absorption never calls, holds the norm."""
+        """Normalise also where the up-projection, which absorption never calls, holds the norm."""
         if hasattr(self.layer.linear_kv_up_proj, "layer_norm_weight"):
             return norm_of_fused_layer(self.layer.linear_kv_up_proj, latent, self.layer.config)
         return latent
@@ -263,13 +263,13 @@ class Projections:
         return getattr(groups, name, None)
 
     def _group_argument(self) -> dict[str, ProcessGroup]:
-        """Megatron's mappings take a group where layers hold their groups; in 0.12 they do not."""
+        """Return the group for Megatron's mappings, where layers hold their groups; not in 0.12."""
         group = self._group_of_its_own("tp")
         return {} if group is None else {"group": group}
 
 
 def plain_up_projection(attention: Any, who: str, instead: str) -> Tensor:
-    """The weight of a layer's key-value up-projection, which is read without calling the layer.
+    """Return the weight of a layer's key-value up-projection, which is read without calling the layer.
 
     Args:
         attention: ``MLASelfAttention``.

@@ -69,7 +69,7 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
 
 
 def by_head_is_faster(projections: Projections, hidden_states: Tensor, options: Options) -> bool:
-    """Whether a layer attends by head although the absorbed form is on: under ``--use-dsa-absorb auto``.
+    """Return whether a layer attends by head although absorption is on: under ``--use-dsa-absorb auto``.
 
     Where that is faster, unless the indexer loss is formed in a sparse attention's backward, which the
     operator by head does not do. Never for packed documents, or with Megatron's own attention, which masks
@@ -95,7 +95,7 @@ def by_head_is_faster(projections: Projections, hidden_states: Tensor, options: 
 
 
 def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) -> tuple[Tensor, ...]:
-    """The result of ``get_query_key_value_tensors`` in absorbed form; packed documents have a batch of 1.
+    """Return ``get_query_key_value_tensors``' result in absorbed form; packed documents have a batch of 1.
 
     Args:
         projections: of an ``MLASelfAttention``.
@@ -131,7 +131,7 @@ def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) ->
 def absorbed_query_and_shared_key(
     projections: Projections, hidden_states: Tensor, exchange: KeyExchange
 ) -> tuple[Tensor, ...]:
-    """As :func:`absorbed_query_key_value`, on one of several context parallel ranks.
+    """Derive as :func:`absorbed_query_key_value`, on one of several context parallel ranks.
 
     The latent key needs nothing but its own row: it is on its way to the other ranks while the query is
     projected. In the key's place comes what the exchange takes for it.
@@ -158,7 +158,7 @@ def absorbed_query_and_shared_key(
 
 
 def up_projections(attention: Any) -> tuple[Tensor, Tensor]:
-    """The two halves of the key-value up-projection's weight, by head.
+    """Return the two halves of the key-value up-projection's weight, by head.
 
     Returns:
         ``[heads, qk_head_dim, latent]`` and ``[heads, value_dim, latent]``, this rank's heads.

@@ -1,4 +1,4 @@
-"""The switches of fused DSA, of the absorbed form, and of the warm-up stage."""
+"""Switches of fused DSA, of the absorbed form, and of the warm-up stage."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ ABSORB = Flag(
     "--use-dsa-absorb",
     "MLA in absorbed form, in which all heads share one latent key. 'auto' takes the faster form by length: "
     "by head up to topk tokens, on CPUs up to 17 x topk (in DeepSeek's widths), absorbed beyond; the log "
-    "says which. Default: 'auto' under --use-fused-dsa, else 'off'; without a word 'on'.",
+    "says which. Default: auto with --use-fused-dsa, otherwise off. Without a value: on.",
     kind="auto",
     choices=WORDS,
 )
@@ -206,7 +206,7 @@ FUSED = Feature(
             f"{DSA}:DSAttention.forward",
             "wrap",
             f"{_IMPL}.core_attention:fuse_core_attention",
-            "Megatron's form holds sequence x sequence buffers per head and saves no work by sparsity",
+            "Megatron's DSA holds sequence x sequence buffers per head and saves no work by sparsity",
             params=(
                 "query",
                 "key",
@@ -224,7 +224,7 @@ FUSED = Feature(
             f"{DSA}:DSAIndexer._compute_index_scores",
             "wrap",
             f"{_IMPL}.index_projection:tap_index_scores",
-            "this release has no function that projects for the indexer and stops before the scores",
+            "the indexer of this release has no function that projects and stops before the scores",
             params=("q", "weights", "k"),
             versions=">=0.16,<0.17",
         ),
@@ -232,7 +232,7 @@ FUSED = Feature(
             f"{DSA}:DSAIndexer._apply_rope",
             "wrap",
             f"{_IMPL}.index_projection:rotate_by_documents",
-            "the indexer of these releases knows no packed documents",
+            "the indexer of these releases does not support packed documents",
             params=("x", "rotary_pos_emb", "mscale"),
             versions=_RELEASES,
         ),

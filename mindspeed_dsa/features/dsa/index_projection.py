@@ -1,4 +1,4 @@
-"""The indexer's query, key and weights from hidden states, by Megatron's own, or a fork's, projections."""
+"""Query, key and weights of the indexer from hidden states, by Megatron's own, or a fork's, projections."""
 
 from __future__ import annotations
 

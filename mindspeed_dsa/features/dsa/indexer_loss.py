@@ -28,7 +28,7 @@ def coefficient(config: Any) -> float:
 
 
 class LossScale:
-    """The state of Megatron's ``DSAIndexerLossAutoScaler``, for releases that lack it."""
+    """State of Megatron's ``DSAIndexerLossAutoScaler``, for releases that lack it."""
 
     def __init__(self) -> None:
         self.main_loss_backward_scale: Tensor | None = None
@@ -168,7 +168,7 @@ _NAME = "indexer loss"
 
 
 class LossTracker:
-    """The functions of Megatron's ``DSAIndexerLossLoggingHelper``, and its state where Megatron lacks it.
+    """Functions of Megatron's ``DSAIndexerLossLoggingHelper``, and its state where Megatron lacks it.
 
     Args:
         megatron: the session's.

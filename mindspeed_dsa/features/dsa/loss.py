@@ -1,4 +1,4 @@
-"""The indexer loss on the operator: a context parallel rank's share of it."""
+"""Indexer loss on the operator: a context parallel rank's share of it."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def attend_sparsely(
     score_gradient: Callable[[Tensor], Tensor] | None = None,
     form: RowForm | None = None,
 ) -> Attended:
-    """The Sparse Flash Attention operator, or sparse attention by head.
+    """Attend by the Sparse Flash Attention operator, or sparsely by head.
 
     Args:
         operands: query, key, value and scale.
@@ -68,12 +68,12 @@ def attend_sparsely(
 
 
 def expanded_key(operands: Operands) -> Tensor:
-    """The key with as many heads as the query, as Megatron's functions expect it."""
+    """Return the key with as many heads as the query, as Megatron's functions expect it."""
     return operands.key.expand(-1, -1, operands.query.shape[2], -1)
 
 
 def attend_densely(operands: Operands, rows: Rows, backend: str) -> Attended:
-    """Attention over all keys that a row sees.
+    """Attend to all keys that a row sees.
 
     Uses PyTorch's attention wherever it has a kernel without an ``[s, s]`` buffer, for packed documents one
     after the other. Absorbed heads are too wide for that on accelerators; there the sparse operator gets
@@ -110,7 +110,7 @@ def attend_densely(operands: Operands, rows: Rows, backend: str) -> Attended:
 
 
 def all_visible(batch: int, keys: int, device: torch.device, rows: Rows) -> Tensor:
-    """``[batch, rows, width]`` int32: all keys that each row sees, ascending, -1 at the tail."""
+    """List ``[batch, rows, width]`` int32: all keys that each row sees, ascending, -1 at the tail."""
     position = torch.arange(rows.most_visible(keys), dtype=torch.int32, device=device)
     ends = position + 1 if rows.ends is None else rows.ends
     if rows.starts is not None:

@@ -42,12 +42,12 @@ class Operands:
         return replace(self, query=torch.cat([self.query, self.query_rope], dim=-1), query_rope=None)
 
     def first(self, rows: int) -> Operands:
-        """Without the rows from this one on."""
+        """Return it without the rows from this one on."""
         value = self.value if self.absorbed else self.value[:rows]
         return replace(self.of(slice(rows), slice(rows)), value=value)
 
     def of(self, rows: slice, keys: slice) -> Operands:
-        """Some rows and some keys; in absorbed form, whose value belongs to no row."""
+        """Return some rows and some keys; in absorbed form, whose value belongs to no row."""
         receiver = None if self.key_receiver is None else self.key_receiver[keys]
         rope = None if self.query_rope is None else self.query_rope[rows]
         query, key = self.query[rows], self.key[keys]
@@ -55,7 +55,7 @@ class Operands:
 
     @property
     def absorbed(self) -> bool:
-        """Whether ``value`` is the up-projection."""
+        """True where ``value`` is the up-projection."""
         return self.value.dim() == 3
 
     @property
@@ -64,19 +64,19 @@ class Operands:
         return self.value.shape[-1]
 
     def up_projected(self, latent_out: Tensor) -> Tensor:
-        """``[b, s, heads, latent]`` to ``[s, b, heads * value_dim]``."""
+        """Project ``[b, s, heads, latent]`` to ``[s, b, heads * value_dim]``."""
         if self.epilog is not None:
             return self.epilog(latent_out, self.value)
         return torch.einsum("bshc,hdc->sbhd", latent_out, self.value).flatten(2)
 
     def detached(self) -> tuple[Tensor, Tensor]:
-        """Detached query ``[b, s, heads, dim]`` and key ``[b, s, dim]``, by head ``[b, s, heads, dim]``."""
+        """Return query ``[b, s, heads, dim]`` and key ``[b, s, dim]``, by head ``[b, s, heads, dim]``."""
         key = self.key.detach().transpose(0, 1)
         return self.query.detach().transpose(0, 1), key.squeeze(2) if self.absorbed else key
 
 
 def keeps_parts_apart(device: torch.device) -> bool:
-    """Whether this device's operators want the latent and the rotary part of a query apart."""
+    """Return whether this device's operators want the latent and the rotary part of a query apart."""
     return device.type == "npu"
 
 
@@ -113,7 +113,7 @@ def parts_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor 
 
 @dataclass(frozen=True)
 class IndexInputs:
-    """The indexer's query, key and weights, in the operators' layout."""
+    """Query, key and weights of the indexer, in the operators' layout."""
 
     query: Tensor
     """``[batch, sequence, index_heads, index_dim]``."""
@@ -127,11 +127,11 @@ class IndexInputs:
     """As of :class:`Operands`."""
 
     def first(self, rows: int) -> IndexInputs:
-        """Without the rows from this one on."""
+        """Return it without the rows from this one on."""
         return self.of(slice(rows), slice(rows))
 
     def of(self, rows: slice, keys: slice) -> IndexInputs:
-        """Some rows and some keys."""
+        """Return some rows and some keys."""
         receiver = None if self.key_receiver is None else self.key_receiver[:, keys]
         query, key, weights = self.query[:, rows], self.key[:, keys], self.weights[:, rows]
         return replace(self, query=query, key=key, weights=weights, key_receiver=receiver)
@@ -152,7 +152,7 @@ class IndexInputs:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which keys each of this rank's queries sees, and which queries count in the loss.
+    """Ranges of keys that this rank's queries see, and which queries count in the loss.
 
     A row sees the keys from its start up to, but excluding, its end. Context parallel ranks have rows that
     are not contiguous in the sequence, and packed sequences have rows that start late.
@@ -178,7 +178,7 @@ class Rows:
 
     @classmethod
     def of_pack(cls, rows: PackRows, device: torch.device) -> Rows:
-        """Rows of documents in one row of tokens; padding sees no key and does not count."""
+        """Build of documents in one row of tokens; padding sees no key and does not count."""
         counted = rows.counted
         return cls(
             rows.starts.to(device),
@@ -198,13 +198,13 @@ class Rows:
         return self.known if self.end is None else None
 
     def first(self, rows: int) -> Rows:
-        """Without the rows from this one on, none of which counts."""
+        """Return it without the rows from this one on, none of which counts."""
         starts, ends = (None if x is None else x[:rows] for x in (self.starts, self.ends))
         counted = None if self.count == rows or self.counted is None else self.counted[:, :rows]
         return replace(self, starts=starts, ends=ends, counted=counted, end=None)
 
     def most_visible(self, keys: int) -> int:
-        """A row sees at most so many of ``keys`` keys, as far as is known without waiting for a device."""
+        """Return how many of ``keys`` keys a row sees at most, as far as is known without a device."""
         if self.starts is None:
             return keys
         if self.longest is None and self.ends is not None and self.ends.device.type == "cpu":
@@ -242,7 +242,7 @@ def _several(pg_collection: Any, name: str) -> ProcessGroup | None:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The requested indexer loss.
+    """Requested indexer loss.
 
     Attributes:
         coefficient: factor of the loss.
@@ -261,7 +261,7 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class Selection:
-    """The selected keys, and the scores that the indexer loss needs."""
+    """Selected keys, and the scores that the indexer loss needs."""
 
     topk_indices: Tensor
     """``[batch, sequence, topk]`` int32, in any order, -1 at the tail."""
@@ -276,7 +276,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Attended:
-    """The attention output, and intermediate results for the indexer loss."""
+    """Output of the attention, and intermediate results for the indexer loss."""
 
     out: Tensor
     """``[s, b, heads * value_dim]``."""
@@ -325,12 +325,12 @@ class Problem:
 
     @property
     def needs_index(self) -> bool:
-        """Whether the indexer's inputs are read; if not, the indexer need not be run."""
+        """True where the indexer's inputs are read; if not, the indexer need not be run."""
         return needs_index(self.operands.key.shape[0], self.rows, self.topk, self.loss, self.parts)
 
     @property
     def is_dense(self) -> bool:
-        """Whether no row sees more than ``topk`` keys."""
+        """True where no row sees more than ``topk`` keys."""
         return every_key_is_chosen(self.operands.key.shape[0], self.rows, self.topk, self.parts)
 
     @property
@@ -340,7 +340,7 @@ class Problem:
         return self.loss
 
     def first(self, rows: int) -> Problem:
-        """Without the rows from this one on, none of which counts."""
+        """Return it without the rows from this one on, none of which counts."""
         return replace(self, operands=self.operands.first(rows), rows=self.rows.first(rows))
 
 

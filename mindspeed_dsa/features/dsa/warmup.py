@@ -1,4 +1,4 @@
-"""The warm-up stage: dense attention, the indexer loss over the whole prefix, only indexers trained.
+"""Warm-up stage: dense attention, the indexer loss over the whole prefix, only indexers trained.
 
 No gradient flows through the frozen model. Each layer runs without a graph; its indexer's loss, which has a
 separate graph, is attached to the layer's output, and the backward pass propagates zeros from output to

@@ -245,14 +245,7 @@ DENSE = Feature(
             params=("hidden_states", "packed_seq_params"),
             versions="<0.16",
         ),
-        Patch(
-            f"{MLA}:HAVE_TE",
-            "value",
-            "mindspeed_dsa.megatron.local_modules:transformer_engine_is_usable",
-            "MLA assumes that Transformer Engine is available and fails in an isinstance check",
-            versions=">=0.16,<0.17",
-            factory=True,
-        ),
+        without_engine.MLA_ENGINE,
         replace(without_engine.NORMS, versions=">=0.12.1,<0.21"),
     ),
 )

@@ -57,7 +57,7 @@ FEATURE = Feature(
             f"{MLA}:MLASelfAttention.__init__",
             "wrap",
             "mindspeed_dsa.features.attention.sp_tp_sp.layers:project_own_rows",
-            "down projections and output projection are whole on every rank",
+            "down projections and the output projection must be whole on every rank",
             params=("config", "submodules", "layer_number"),
         ),
     ),

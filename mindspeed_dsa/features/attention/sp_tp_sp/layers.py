@@ -28,14 +28,14 @@ class WholeLinear(DuplicatedLinear):
     """
 
     def get_extra_state(self) -> None:
-        """Nothing; Megatron's split layers save it too."""
+        """Save nothing; Megatron's split layers save it too."""
 
     def set_extra_state(self, state: Any) -> None:
-        """Ignored, as there."""
+        """Ignore it, as there."""
 
 
 class OutputProjection(WholeLinear):
-    """Exchanges heads for rows, and projects these with the whole weight.
+    """Output projection that exchanges heads for rows and has the whole weight.
 
     Attributes:
         group: tensor parallel ranks; set once the layer is built.
@@ -44,7 +44,7 @@ class OutputProjection(WholeLinear):
     group: ProcessGroup
 
     def forward(self, heads: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``[s, b, heads / t * dim]``, of all rows, to ``[s / t, b, hidden]``, and the bias, if any."""
+        """Project ``[s, b, heads / t * dim]``, all rows, to ``[s / t, b, hidden]``, and the bias, if any."""
         ranks = self.group.size()
         # Rows lie by the rank that gets them; what arrives, [t, s / t, b, heads / t * dim], by heads.
         arrived = start(heads, None, None, self.group).wait().unflatten(0, (ranks, -1))
@@ -53,7 +53,7 @@ class OutputProjection(WholeLinear):
 
 @cache
 def _of_megatron(kind: Any, megatron: Megatron) -> Any:
-    """The class with that Megatron's random number generators."""
+    """Build the class with that Megatron's random number generators."""
     return type(kind.__name__, (kind,), {"megatron": megatron, "__module__": __name__})
 
 
@@ -85,7 +85,7 @@ def project_own_rows(original: Callable[..., None], context: Context[None]) -> C
 
 
 def _whole(kind: Any, layer: Any, config: Any, init: Any, context: Context[None]) -> Any:
-    """A whole layer in place of a split one."""
+    """Build a whole layer in place of a split one."""
     return _of_megatron(kind, context.megatron)(
         layer.input_size,
         layer.output_size,

@@ -21,7 +21,7 @@ from mindspeed_dsa.features.compilation.regions.latent_math import Down, Sizes
 from mindspeed_dsa.features.compilation.regions.region import Regions, open_rows, regions_of, rows_of
 from mindspeed_dsa.megatron.compiled_attention import CompiledSteps, offer
 from mindspeed_dsa.megatron.inlinable import NO_NORM, Linear, linear_of, norm_of
-from mindspeed_dsa.megatron.local_norms import norm_of_fused_layer
+from mindspeed_dsa.megatron.local_modules import norm_of_fused_layer
 
 PROLOG, EPILOG = "prolog of latent attention", "epilog of latent attention"
 

@@ -30,8 +30,7 @@ from mindspeed_dsa.features.dsa.key_exchange.layers import (
     with_whole_key,
 )
 from mindspeed_dsa.features.dsa.repairs.indexer import hadamard_rotation, rotate_first_dimensions
-from mindspeed_dsa.megatron.local_modules import duplicated_linear
-from mindspeed_dsa.megatron.local_norms import SequenceParallelLayerNorm
+from mindspeed_dsa.megatron.local_modules import SequenceParallelLayerNorm, duplicated_linear
 
 try:
     from fast_hadamard_transform import hadamard_transform  # type: ignore[import-not-found]
@@ -226,7 +225,7 @@ class Attention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Causal attention over the selected keys.
+        """Attend causally to the selected keys.
 
         Args:
             query: ``[s, b, heads, dim]``, this rank's heads.
@@ -291,7 +290,7 @@ class Classes(NamedTuple):
 
 @cache
 def dsa_classes(megatron: Megatron) -> Classes:
-    """Subclasses of that Megatron's ``MegatronModule``, by the names of later releases."""
+    """Build subclasses of that Megatron's ``MegatronModule``, by the names of later releases."""
     base: Any = megatron("core.transformer.module").MegatronModule
 
     class DSAttention(Attention, base):
@@ -305,7 +304,7 @@ def dsa_classes(megatron: Megatron) -> Classes:
 
 
 def core_attention_spec(options: Options, megatron: Megatron) -> Any:
-    """The spec of a DSA core attention: PyTorch modules, regardless of the rest of the layer."""
+    """Build the spec of a DSA core attention: PyTorch modules, regardless of the rest of the layer."""
     spec, classes = megatron("core.transformer.spec_utils").ModuleSpec, dsa_classes(megatron)
     linear = duplicated_linear(megatron)
     return spec(
@@ -327,7 +326,7 @@ def core_attention_spec(options: Options, megatron: Megatron) -> Any:
 
 
 def _rotary_embedding(megatron: Megatron, config: Any, cp_group: ProcessGroup) -> Any:
-    """Rotary embedding as in MLA: plain RoPE or YaRN, with the angles of this context parallel rank."""
+    """Build the rotary embedding as MLA does: RoPE or YaRN, with this context parallel rank's angles."""
     embeddings = megatron("core.models.common.embeddings")
     plain, yarn = embeddings.RotaryEmbedding, embeddings.YarnRotaryEmbedding
     # Before 0.14 the embedding itself gets the group from parallel_state.
@@ -356,14 +355,14 @@ def _rotary_embedding(megatron: Megatron, config: Any, cp_group: ProcessGroup) -
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups that DSA uses, with the names of Megatron's ``ProcessGroupCollection``."""
+    """Process groups that DSA uses, with the names of Megatron's ``ProcessGroupCollection``."""
 
     tp: ProcessGroup
     cp: ProcessGroup
 
     @classmethod
     def of(cls, megatron: Megatron, given: Any = None) -> Groups:
-        """The groups passed to a module (0.13 and later), else Megatron's global ones."""
+        """Return the groups passed to a module (0.13 and later), else Megatron's global ones."""
         state = megatron("core.parallel_state")
         tp, cp = getattr(given, "tp", None), getattr(given, "cp", None)
         return cls(

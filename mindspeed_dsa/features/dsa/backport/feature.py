@@ -58,7 +58,7 @@ def add_dsa_flags(parser: Any) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """The requested settings.
+    """Requested settings.
 
     Attributes:
         dsa: every part runs on our operators: Megatron has no implementation to fall back to.
@@ -72,7 +72,7 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """From resolved settings."""
+        """Build from resolved settings."""
         return cls(
             dsa=replace(dsa.Options.of(settings), indexer=True, attention=True, kl_loss=True),
             rope_first=bool(settings.dsa_indexer_rope_first),
@@ -97,7 +97,7 @@ _FIELD_ROWS = (
         f"{_CONFIG}:{name}.__dataclass_fields__",
         "entry",
         f"{_IMPL}.job:FIELDS.{field}",
-        "the configuration lacks the field, and Megatron-LM copies arguments to fields it knows",
+        "Megatron's configuration lacks DSA's fields, and Megatron-LM copies arguments to fields it knows",
         versions=_RELEASES,
         key=field,
     )
@@ -109,7 +109,7 @@ _INIT_ROWS = (
         f"{_CONFIG}:{name}.__init__",
         "wrap",
         f"{_IMPL}.job:accept_dsa_fields",
-        "the configuration rejects unknown fields",
+        "Megatron's configuration rejects fields that it does not know",
         versions=_RELEASES,
     )
     for name in _CONFIGS
@@ -151,7 +151,7 @@ FEATURE = dsa_repair(
             f"{MLA}:MLASelfAttention.get_query_key_value_tensors",
             "wrap",
             f"{_IMPL}.latent_attention:derive_for_dsa",
-            "the indexer's inputs are not passed on, and a split projection loses the rotary key's gradient",
+            "MLA does not pass the indexer's inputs on, and split, it loses the rotary key's gradient",
             params=("hidden_states", "packed_seq_params", "inference_context"),
             versions=_RELEASES,
         ),
@@ -159,7 +159,7 @@ FEATURE = dsa_repair(
             "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
             "wrap",
             f"{_IMPL}.job:number_in_model",
-            "the attention gets its number in the pipeline stage, and the log needs that in the model",
+            "attention layers get their number in the pipeline stage, and the log needs that in the model",
             versions=_RELEASES,
         ),
         Patch(
@@ -181,7 +181,7 @@ FEATURE = dsa_repair(
             "megatron.training.arguments:parse_args",
             "wrap",
             f"{_IMPL}.feature:with_dsa_flags",
-            "the parser has no flags for DSA",
+            "Megatron-LM's parser has no flags for DSA",
             params=("extra_args_provider",),
             versions=_RELEASES,
             required=False,
@@ -190,7 +190,7 @@ FEATURE = dsa_repair(
             "megatron.training.training:training_log",
             "wrap",
             f"{_IMPL}.job:log_indexer_loss",
-            "the indexer loss is neither collected nor logged",
+            "Megatron-LM neither collects nor logs the indexer loss",
             params=("total_loss_dict", "iteration"),
             versions=_RELEASES,
             required=False,

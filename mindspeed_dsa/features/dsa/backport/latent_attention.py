@@ -20,7 +20,7 @@ from mindspeed_dsa.features.dsa.backport.job import problems_of
 from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, key_exchange
 from mindspeed_dsa.features.dsa.problem import query_and_key
 from mindspeed_dsa.megatron.gathered_weights import wait_for_weights
-from mindspeed_dsa.megatron.local_norms import norm_of_fused_layer
+from mindspeed_dsa.megatron.local_modules import norm_of_fused_layer
 from mindspeed_dsa.megatron.mla_projections import Projections, Rotate
 
 
@@ -178,7 +178,7 @@ def _by_head(
     latent: Tensor,
     rotary_key: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """query and key ``[s, b, heads, qk_head_dim + rope]``, value ``[s, b, heads, value_dim]``."""
+    """Return query and key ``[s, b, heads, qk_head_dim + rope]``, value ``[s, b, heads, value_dim]``."""
     attention = projections.layer
     config, heads = attention.config, attention.num_attention_heads_per_partition
     plain, rotary = projections.query_parts(latent_query)

@@ -143,7 +143,7 @@ FEATURE = Feature(
             f"{DSA}:DSAttention.forward",
             "wrap",
             f"{_HERE}.shared_keys:attend_to_shared_keys",
-            "Megatron's form gathers keys in three blocking collectives, and keeps them until backward",
+            "Megatron's DSA gathers keys in three blocking collectives, and keeps them until backward",
             params=(
                 "query",
                 "key",

@@ -343,7 +343,7 @@ def _for_average(loss: Tensor, wanted: LossOptions, groups: Groups) -> Tensor:
 
 
 class _TimesRanks(torch.autograd.Function):
-    """The loss times the number of ranks; in backward the gradient is that of the loss itself."""
+    """Loss times the number of ranks; in backward the gradient is that of the loss itself."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, ranks: int) -> Tensor:

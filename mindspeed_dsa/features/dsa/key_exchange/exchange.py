@@ -29,7 +29,7 @@ ATTRIBUTE = "_key_exchange"
 
 
 class KeyExchange:
-    """Gathers the keys of one DSA layer.
+    """Exchange of one DSA layer's keys between context parallel ranks.
 
     Args:
         context: context parallel ranks.
@@ -61,7 +61,7 @@ class KeyExchange:
 
     @property
     def is_on_its_way(self) -> bool:
-        """Whether a key was handed over that nobody has taken yet."""
+        """True while a key was handed over that nobody has taken yet."""
         return self._pending is not None
 
     def share(self, layout: Layout | None) -> None:
@@ -74,15 +74,15 @@ class KeyExchange:
         return 1 if self._everyone is None else self._tensor.size()
 
     def own_part(self, rows: Tensor) -> Tensor:
-        """This tensor parallel rank's part of the context parallel rank's rows, along the first dimension."""
+        """Return this tensor parallel rank's part of the context parallel rank's rows."""
         return rows.chunk(self.parts)[self._tensor.rank()] if self.parts > 1 else rows
 
     def ends(self, rows: int, device: torch.device) -> Tensor:
-        """For each of this rank's queries, one past the last visible key: ``[rows]`` int32."""
+        """Return, for each of this rank's queries, one past the last visible key: ``[rows]`` int32."""
         return _ends(self.strategy.layout, self.strategy.rank, rows, device)
 
     def runs(self, rows: int) -> list[tuple[int, int, int, int]]:
-        """This rank's rows in runs of neighbours: first row, end, first and one past the last visible key."""
+        """List runs of neighbours in this rank's rows: first row, end, first and one past the last key."""
         ends = self.strategy.positions(rows) + 1
         breaks = (ends.diff() != 1).nonzero().flatten() + 1
         bounds = [0, *breaks.tolist(), rows]
@@ -112,7 +112,7 @@ class KeyExchange:
         return key.started
 
     def take(self) -> GatheredRows | None:
-        """The key that was handed over, if nobody has taken it yet."""
+        """Return the key that was handed over, if nobody has taken it yet."""
         pending, self._pending = self._pending, None
         return pending
 
@@ -152,7 +152,7 @@ def _ends(layout: Layout, rank: int, rows: int, device: torch.device) -> Tensor:
 def key_exchange(
     attention: Any, options: Options, megatron: Megatron, documents: PackRows | None = None
 ) -> KeyExchange | None:
-    """That of a layer, which has one as long as it lives; None on a single context parallel rank.
+    """Return the layer's key exchange, created on first use; None without context parallelism.
 
     Args:
         attention: a ``DSAttention``, Megatron's or ours.

@@ -63,7 +63,7 @@ def roll_rows(original: Callable[..., Any], context: Context[BlockOptions]) -> C
 
 
 def _group(context: Context[BlockOptions], cp_group: Any = None) -> Any:
-    """The group that was given, or, as before 0.14, the only one there is."""
+    """Return the group that was given, or, as before 0.14, the only one there is."""
     return (
         context.megatron("core.parallel_state").get_context_parallel_group() if cp_group is None else cp_group
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context, Megatron
-from mindspeed_dsa.megatron.local_norms import norm_of_fused_layer
+from mindspeed_dsa.megatron.local_modules import norm_of_fused_layer
 
 # -- dsa-hadamard: the orthonormal Walsh-Hadamard transform as a matmul -------------------------
 

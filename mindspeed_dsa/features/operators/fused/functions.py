@@ -17,7 +17,7 @@ from mindspeed_dsa.features.operators.fused.feature import SwigluOptions
 from mindspeed_dsa.megatron.attribute_override import AttributeOverride, Function
 from mindspeed_dsa.megatron.gathered_weights import waits_for_weights
 from mindspeed_dsa.megatron.inlinable import linears_of
-from mindspeed_dsa.megatron.local_norms import SequenceParallelRMSNorm, normalize_with
+from mindspeed_dsa.megatron.local_modules import SequenceParallelRMSNorm, normalize_with
 from mindspeed_dsa.ops.grouped_matmul.apart import multiply_apart
 from mindspeed_dsa.ops.rms_norm import rms_norm
 from mindspeed_dsa.ops.rotary import Rotation, rotate, rotation
