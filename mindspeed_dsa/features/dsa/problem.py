@@ -55,7 +55,7 @@ class Operands:
 
     @property
     def absorbed(self) -> bool:
-        """True where ``value`` is the up-projection."""
+        """Return whether ``value`` is the up-projection."""
         return self.value.dim() == 3
 
     @property
@@ -325,12 +325,12 @@ class Problem:
 
     @property
     def needs_index(self) -> bool:
-        """True where the indexer's inputs are read; if not, the indexer need not be run."""
+        """Return whether the indexer's inputs are read; if not, the indexer need not be run."""
         return needs_index(self.operands.key.shape[0], self.rows, self.topk, self.loss, self.parts)
 
     @property
     def is_dense(self) -> bool:
-        """True where no row sees more than ``topk`` keys."""
+        """Return whether no row sees more than ``topk`` keys."""
         return every_key_is_chosen(self.operands.key.shape[0], self.rows, self.topk, self.parts)
 
     @property

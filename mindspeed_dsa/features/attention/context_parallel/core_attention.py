@@ -46,7 +46,7 @@ class Plan:
 
     @property
     def takes_payload(self) -> bool:
-        """True where keys and values may be made of a payload."""
+        """Return whether keys and values may be made of a payload."""
         return self.strategy is None or isinstance(self.strategy, PayloadStrategy)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class KeyExchange:
 
     @property
     def is_on_its_way(self) -> bool:
-        """True while a key was handed over that nobody has taken yet."""
+        """Return whether a key was handed over that nobody has taken yet."""
         return self._pending is not None
 
     def share(self, layout: Layout | None) -> None:
