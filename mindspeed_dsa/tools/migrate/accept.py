@@ -54,7 +54,7 @@ def accept(argv: MutableSequence[str], environ: Mapping[str, str] | None = None)
 
 
 def _release(argv: Sequence[str]) -> Version | None:
-    """Of the Megatron that this job has; its fork's, where the command line names one."""
+    """Return the release of the Megatron that this job has; its fork's, where the command line names one."""
     names = [
         word.partition("=")[2] or following
         for word, following in zip(argv, [*argv[1:], ""], strict=False)

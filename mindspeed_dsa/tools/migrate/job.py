@@ -121,7 +121,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What becomes of one flag.
+    """Outcome of one flag.
 
     Attributes:
         given: the flag.
@@ -172,7 +172,7 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[Given]]:
 
 
 def equal(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Whether two flags have the same values, numbers by their value."""
+    """Return whether two flags have the same values, numbers by their value."""
     return len(one) == len(other) and all(
         a == b or _number(a) == _number(b) for a, b in zip(one, other, strict=True)
     )
@@ -220,7 +220,7 @@ class Job:
         return int(text) if re.fullmatch(r"\d+", text) else None
 
     def unknown(self, flag: str) -> bool:
-        """Whether the value hangs on what only a shell knows."""
+        """Return whether only a shell knows the value."""
         return bool(set(self.text(flag)) & set("$`"))
 
     def open(self) -> Iterator[Given]:
@@ -228,7 +228,7 @@ class Job:
         return (given for given in list(self.given.values()) if given.flag not in self.outcomes)
 
     def before(self, release: str) -> bool:
-        """Whether the job runs on an older Megatron-core than that."""
+        """Return whether the job runs on an older Megatron-core than that."""
         return self.release is not None and self.release < Version(release)
 
     # -- outcomes ------------------------------------------------------------------------------

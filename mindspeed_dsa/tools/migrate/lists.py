@@ -43,7 +43,7 @@ def of_python(text: str) -> list[str]:
 
 
 def _follow(node: ast.stmt, names: dict[str, Any]) -> None:
-    """What a statement does to names that hold lists or texts."""
+    """Apply a statement to the names that hold lists or texts."""
     if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
         names[node.targets[0].id] = _value(node.value, names)
     elif (

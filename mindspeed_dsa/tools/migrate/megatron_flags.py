@@ -33,12 +33,12 @@ def record() -> dict[str, tuple[str, ...]]:
 
 @cache
 def releases() -> tuple[str, ...]:
-    """Those that were recorded, oldest first."""
+    """Return the recorded releases, oldest first."""
     return tuple(json.loads(RECORD.read_text(encoding="utf-8"))["releases"])
 
 
 def known(flag: str) -> bool:
-    """Whether any recorded release has the flag."""
+    """Return whether any recorded release has the flag."""
     return flag in record()
 
 

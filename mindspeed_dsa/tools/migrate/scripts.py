@@ -164,7 +164,7 @@ def _as_yaml(name: str, first: Sequence[str], translation: Translation) -> str:
 
 
 def _lines_to_change(path: Path, script: str) -> list[str]:
-    """What to change in the Python script, where it lies beside the launch script or in a folder above."""
+    """Return what to change in the Python script, if it lies beside the launch script or above it."""
     if not script.endswith(".py"):
         return []
     for folder in (path.parent, *path.parents, Path()):

@@ -141,7 +141,7 @@ def quoted(word: str) -> str:
 
 
 def _answer(job: Job, given: Given, row: Row) -> None:
-    """What a row of the tables says of a flag."""
+    """Return what a row of the tables says of a flag."""
     if row.switch and row.switch not in job:
         job.is_dropped(given.flag, f"MindSpeed does not read it without {row.switch}.")
     elif given.value in row.refused:

@@ -71,7 +71,7 @@ def join(halves: Halves) -> Tensor:
 
 
 def _join(weight: Tensor, low: Tensor) -> Tensor:
-    """What the halves give where nothing is listed, int32 ``[n]``."""
+    """Join the halves where nothing is listed, int32 ``[n]``."""
     # One less, and one more in 32 bits: so 0x8000 means itself and not its negative.
     return (low - 1).to(torch.int32).add_(1).add_(_as_words(weight))
 

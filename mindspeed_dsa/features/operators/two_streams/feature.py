@@ -46,7 +46,7 @@ def check_streams(args: Any, options: Any) -> Iterator[str]:
 _IMPL = "mindspeed_dsa.features.operators.two_streams.second_stream"
 _INDEXER = "megatron.core.transformer.experimental_attention_variant.dsa:DSAIndexer"
 _WHY_INDEXER = "the indexer's products of the hidden states are there already"
-_MOVES_SHARED = "that one runs the shared expert under the transfers; omit one of them"
+_MOVES_SHARED = "both move the shared expert, the other feature under the transfers; omit one of them"
 
 FEATURE = Feature(
     name="two-streams",
@@ -99,8 +99,8 @@ FEATURE = Feature(
         Conflict("moe-alltoall-overlap-comm", _MOVES_SHARED),
         Conflict("moe-batch-overlap", _MOVES_SHARED),
         Conflict("moe-fb-overlap", _MOVES_SHARED),
-        Conflict("swap-attention", "that one brings tensors back for one stream; omit one of them"),
-        Conflict("fsdp2", "that one frees a layer's weights when one stream is done; omit one of them"),
+        Conflict("swap-attention", "swapped tensors are brought back for one stream; omit one of them"),
+        Conflict("fsdp2", "FSDP2 frees a layer's weights when one stream is done; omit one of them"),
     ),
     check=check_streams,
     on_finalize=f"{_IMPL}:say_how_many",

@@ -47,7 +47,9 @@ FUSED_ADAM = Feature(
         PLATFORM,
     ),
     conflicts=tuple(
-        Conflict(name, "it has a step of its own, on moments that are elsewhere; omit --fused-adam")
+        Conflict(
+            name, f"{name} runs a step of its own, on moments that are not on the device; omit --fused-adam"
+        )
         for name in ("swap-optimizer", "virtual-optimizer")
     ),
     patches=tuple(
