@@ -1,4 +1,4 @@
-"""Parts of a pipeline schedule: steps, forwards and backwards, each by its chunk and microbatch.
+"""Events of a pipeline schedule: steps, forwards and backwards, each by its chunk and microbatch.
 
 Features that follow a schedule derive from :class:`Follower` and decorate Megatron's functions with the
 ``follow_*`` functions below.
@@ -17,7 +17,7 @@ _Function = Callable[..., Any]
 
 
 class Follower:
-    """Told of everything that a followed step runs; one for each session.
+    """Observer of everything that a followed step runs; one for each session.
 
     Args:
         megatron: of the session.
@@ -28,7 +28,7 @@ class Follower:
         self._outputs: dict[int, tuple[Any, int, int]] = {}
 
     def begins(self, step: dict[str, Any]) -> bool:
-        """A training step begins; whether to follow it.
+        """Note that a training step begins, and return whether to follow it.
 
         Args:
             step: keywords that the schedule is called with.
@@ -36,13 +36,13 @@ class Follower:
         return True
 
     def ends(self, step: dict[str, Any]) -> None:
-        """The followed step is done."""
+        """Note that the followed step is done."""
 
     def before(self, events: Sequence[Event]) -> None:
-        """A forward, a backward, or both in one block, comes next."""
+        """Note that a forward, a backward, or both in one block, comes next."""
 
     def after(self, events: Sequence[Event]) -> None:
-        """Take note that the events are done, as far as the host is concerned."""
+        """Note that it is done, as far as the host is concerned."""
 
     def run(self, schedule: _Function, args: Any, step: dict[str, Any]) -> Any:
         """Call a schedule and follow it."""
@@ -58,13 +58,13 @@ class Follower:
         return result
 
     def remember(self, output: Any, event: Event) -> None:
-        """Which forward an output is of: its backward is called with the very same object."""
+        """Remember which forward an output is of: its backward is called with the very same object."""
         for tensor in output if isinstance(output, (list, tuple)) else [output]:
             if tensor is not None:
                 self._outputs[id(tensor)] = (tensor, event.chunk, event.microbatch)
 
     def backward_of(self, output: Any, pair: int | None = None) -> Event:
-        """The backward that starts from an output."""
+        """Return the backward that starts from an output."""
         tensors = output if isinstance(output, (list, tuple)) else [output]
         _, chunk, microbatch = next(
             self._outputs.pop(id(tensor)) for tensor in tensors if id(tensor) in self._outputs

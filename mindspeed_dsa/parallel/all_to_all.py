@@ -66,7 +66,7 @@ class InFlight:
         return result
 
     def give_way(self, earlier: InFlight) -> None:
-        """In backward, wait for this transfer only after all that forward did since ``earlier`` was started.
+        """Wait for this transfer, in backward, only after all that forward did since ``earlier`` was started.
 
         Of that, what needs neither of the two transfers then runs under this one; so forward may do it under
         one transfer and backward under the other.

@@ -22,7 +22,7 @@ _buffers: list[Tensor] = []
 
 
 def take(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Contiguous memory with anything in it, which nobody else has.
+    """Take contiguous memory with anything in it, which nobody else has.
 
     Args:
         like: says of what shape and on which device.
@@ -46,12 +46,12 @@ def give_back(*buffers: Tensor) -> None:
 
 
 def held() -> tuple[Tensor, ...]:
-    """What :func:`take` could hand out."""
+    """Return what :func:`take` could hand out."""
     return tuple(_buffers)
 
 
 def on_huge_pages(tensor: Tensor) -> Tensor:
-    """The same tensor, whose memory, if it is new, the system may give in large pages."""
+    """Let the system give a tensor's memory, if it is new, in large pages; return the tensor."""
     storage = tensor.untyped_storage()
     first = -(-storage.data_ptr() // _HUGE) * _HUGE
     size = (storage.data_ptr() + storage.nbytes() - first) // _HUGE * _HUGE
@@ -62,7 +62,7 @@ def on_huge_pages(tensor: Tensor) -> Tensor:
 
 @cache
 def _advise() -> Any:
-    """``madvise`` of the C library, where there is one."""
+    """Return ``madvise`` of the C library, where there is one."""
     if not sys.platform.startswith("linux"):
         return None
     advise = ctypes.CDLL(None, use_errno=True).madvise

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _RESULTS = ("get_future", "get_future_result", "result")
-"""Of a work: here they would give parts that are not added up."""
+"""Methods of a work that would give parts which are not added up."""
 
 
 class Exchange:
@@ -39,7 +39,7 @@ class Exchange:
         return True
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the collective's own."""
+        """Return the collective's own attribute."""
         if name in _RESULTS:
             raise AttributeError(f"{name}: the sum is in the output once wait() has returned; call that")
         return getattr(self._work, name)
@@ -48,7 +48,7 @@ class Exchange:
 def reduce_scatter_tensor(
     output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
-    """``torch.distributed.reduce_scatter_tensor``, on CPU tensors without an all-reduce.
+    """Do ``torch.distributed.reduce_scatter_tensor``, on CPU tensors without an all-reduce.
 
     Args:
         output: ``[rows, ...]``, contiguous.
@@ -70,7 +70,7 @@ def reduce_scatter_tensor(
 
 
 def _without(by_rank: Tensor, rank: int) -> Tensor:
-    """The parts of all ranks but one, contiguous; copied where that one lies in between."""
+    """Return the parts of all ranks but one, contiguous; copied where that one lies in between."""
     if rank == 0:
         return by_rank[1:]
     if rank == by_rank.size(0) - 1:
@@ -79,7 +79,7 @@ def _without(by_rank: Tensor, rank: int) -> Tensor:
 
 
 def _can_exchange(output: Tensor, input: Tensor, ranks: int) -> bool:
-    """Whether both lie on the CPU and fit together; said before any rank starts to wait for this one."""
+    """Return whether both lie on the CPU and fit; asked before any rank starts to wait for this one."""
     return (
         input.device.type == output.device.type == "cpu"
         and input.dtype == output.dtype

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's piece of a ``DTensor``, the same object at each call; any other tensor itself.
+    """Return this rank's piece of a ``DTensor``, the same object at each call; any other tensor itself.
 
     Raises:
         AttributeError: this torch keeps the piece elsewhere; the ``DTensor`` is no piece of itself.
@@ -27,7 +27,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def like(value: Any, sharded: Any) -> Any:
-    """``value``, as a shard of what ``sharded`` is one of, if it is a plain tensor of the shard's size."""
+    """Return ``value`` as a shard like ``sharded``, if it is a plain tensor of the shard's size."""
     if not isinstance(sharded, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
         return value
     if value.shape != local_of(sharded).shape:

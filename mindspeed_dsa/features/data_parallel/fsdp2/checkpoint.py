@@ -148,7 +148,7 @@ _TYPE = "distrib_optim_sharding_type"
 _FORMAT = "fully_reshardable"
 _MASTERS = "fp32_from_fp16_params"
 LOADED = "masters"
-"""Where master weights are while they are loaded: DDP's rank 0 may have written that there are none."""
+"""Key of master weights while they are loaded: DDP's rank 0 may have written that there are none."""
 _COPIES = "weights"
 _KEY, _KEY_THERE = "optimizer.state.fp32_param.", "optimizer.state.param."
 

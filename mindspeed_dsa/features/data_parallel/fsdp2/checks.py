@@ -26,7 +26,7 @@ _ADVICE = "use a torch release that docs/compatibility.md lists as tried, or dro
 
 
 def was_tried() -> bool:
-    """Whether this release's FSDP2 is one of :data:`TRIED`; says once where it is not."""
+    """Return whether this release's FSDP2 is one of :data:`TRIED`; says once where it is not."""
     if TRIED.contains(torch.__version__, prereleases=True):
         return True
     log.get("fsdp2").warning(

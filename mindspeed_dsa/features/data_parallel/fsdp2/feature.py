@@ -38,7 +38,7 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """From resolved settings or from arguments; flags outrank the file."""
+        """Build from resolved settings or from arguments; flags outrank the file."""
         path = getattr(settings, "fsdp2_config_path", None)
         found = read(path) if path else {}
         for name in ("prefetch", "reduce_dtype", "sharding_size"):
@@ -197,33 +197,34 @@ FEATURE = Feature(
             f"{_WRAPPER}.__init__",
             "wrap",
             f"{_HERE}.wrapper:build",
-            "Megatron shards experts over the wrong ranks, wraps parents first, and supports CUDA only",
+            "Megatron shards experts over the wrong ranks, wraps parents before children, and supports "
+            "CUDA only",
             params=("config", "ddp_config", "module", "process_group"),
         ),
         Patch(
             f"{_WRAPPER}.finish_grad_sync",
             "wrap",
             f"{_HERE}.wrapper:reduce_whole_gradients",
-            "gradients of whole weights are reduced here; before 0.19 a parameter is missing",
+            "reduces gradients of whole weights; before 0.19 Megatron's lacks a parameter its caller sets",
         ),
         Patch(
             f"{_WRAPPER}.scale_gradients",
             "wrap",
             f"{_HERE}.wrapper:scale_all_gradients",
-            "Megatron's method does nothing, and a loss per token needs gradients divided by the tokens",
+            "Megatron's does nothing, so that a loss per token would not be divided by the number of tokens",
             params=("scaling_factor",),
         ),
         Patch(
             f"{_WRAPPER}.zero_grad_buffer",
             "wrap",
             f"{_HERE}.wrapper:zero_whole_gradients",
-            "gradients that are not sharded lie in buffers",
+            "clears the buffers of gradients that are not sharded",
         ),
         Patch(
             f"{_WRAPPER}.load_state_dict",
             "wrap",
             f"{_HERE}.checkpoint:load_model",
-            "Megatron's method does nothing: a checkpoint would not be loaded",
+            "loads the model's weights, for which Megatron's wrapper does nothing",
             params=("state_dict", "strict"),
         ),
         *(
@@ -231,7 +232,7 @@ FEATURE = Feature(
                 f"{optimizer}.load_state_dict",
                 "wrap",
                 f"{_HERE}.checkpoint:load_optimizer",
-                "checkpoints hold plain tensors, and the optimizer works on sharded ones",
+                "turns the plain tensors of a checkpoint into shards, which the optimizer works on",
                 params=("state_dict",),
                 priority=-1,  # inside of features that say where state lies while it is loaded
             )
@@ -242,7 +243,7 @@ FEATURE = Feature(
                 f"{optimizer}.sharded_state_dict",
                 "wrap",
                 f"{_HERE}.checkpoint:in_its_format",
-                "the distributed optimizer names masters and counts steps in other ways",
+                "saves master weights and steps as the distributed optimizer names and counts them",
                 params=("model_sharded_state_dict", "is_loading", "metadata"),
             )
             for optimizer in (FLOAT16, FLOAT32)
@@ -251,7 +252,7 @@ FEATURE = Feature(
             "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",
             "wrap",
             f"{_HERE}.checkpoint:count_in_all",
-            "a first stage without experts writes no step count of experts",
+            "restores the count of experts' steps, which a first stage without experts does not write",
             params=("state_dict",),
             priority=1,  # outside of features that take states apart
         ),
@@ -260,69 +261,69 @@ FEATURE = Feature(
             f"{FLOAT16}._collect_main_grad_data_for_unscaling",
             "wrap",
             f"{_HERE}.wrapper:describe_whole_gradients",
-            "one operator unscales all gradients, and takes sharded and plain ones only apart",
+            "makes whole gradients DTensors: one operator unscales all gradients and does not mix kinds",
         ),
         Patch(
             f"{_UTILS}:to_local_if_dtensor",
             "replace",
             f"{_HERE}.wrapper:to_local_if_dtensor",
-            "to_local() is a new tensor each time in torch 2.13, and optimizers are saved by identity",
+            "returns one local tensor, where to_local() makes new ones: optimizers are saved by identity",
             params=("tensor",),
         ),
         Patch(
             f"{_UTILS}:get_data_parallel_group_if_dtensor",
             "replace",
             f"{_HERE}.wrapper:shard_group_if_dtensor",
-            "norms are summed over the ranks that share a replica; the original supports one replica",
+            "sums norms over the ranks that share a replica, where Megatron knows one replica alone",
             params=("tensor", "data_parallel_group"),
         ),
         Patch(
             f"{_UTILS}:make_tp_sharded_tensor_for_checkpoint",
             "wrap",
             f"{_HERE}.checkpoint:place_shard",
-            "Megatron takes every shard for one of the first dimension",
+            "places shards of any dimension in a checkpoint, where Megatron takes all for the first",
             params=("tensor", "key", "replica_id"),
         ),
         Patch(
             f"{_UTILS}:make_sharded_tensor_for_checkpoint",
             "wrap",
             f"{_HERE}.checkpoint:place_shard",
-            "Megatron takes every shard for one of the first dimension",
+            "places shards of any dimension in a checkpoint, where Megatron takes all for the first",
             params=("tensor", "key", "replica_id"),
         ),
         Patch(
             "megatron.core.transformer.mlp:apply_swiglu_sharded_factory",
             "wrap",
             f"{_HERE}.checkpoint:place_gated_shard",
-            "a shard of stacked gate and up projections is not half of each",
+            "places shards of stacked gate and up projections, which are not half of each",
             params=("original_sh_ten", "sharded_offsets"),
         ),
         Patch(
             f"{_FINALIZE}:_unshard_if_dtensor",
             "replace",
             f"{_HERE}.wrapper:to_local_if_dtensor",
-            "tensor parallel ranks have the same shard of a gradient, which can be reduced as it is",
+            "reduces this rank's shard of a gradient as it is: tensor parallel ranks have the same one",
             params=("tensor",),
         ),
         Patch(
             f"{_FINALIZE}:_reshard_if_dtensor",
             "replace",
             f"{_HERE}.wrapper:gradient_in_place",
-            "the shard has been reduced in place",
+            "returns the gradient, whose shard has been reduced in place",
             params=("tensor_to_shard", "reference_tensor"),
         ),
         Patch(
             f"{_COLLECTIVES}:foreach_all_gather_copy_out",
             "wrap",
             "mindspeed_dsa.features.data_parallel.fsdp2.transfers:in_one_pass",
-            "FSDP2 copies a weight once more that is not cut on its first dimension",
+            "copies each weight once, where FSDP2 copies those not cut on their first dimension twice",
             params=("all_gather_result", "fsdp_params", "group"),
         ),
         Patch(
             f"{_PLAN}:TransformerLayerSchedulePlan.run",
             "wrap",
             f"{_HERE}.pairs:run_layers",
-            "the schedule runs parts of layers, and hooks of whole layers gather their weights",
+            "gathers the weights of layers that a schedule runs in parts, which FSDP2's hooks never see",
             params=("f_layer", "b_layer", "f_input", "b_grad", "is_last_layer_in_bwd"),
             priority=1,  # outside of features that run these parts in another order
         ),
@@ -330,14 +331,14 @@ FEATURE = Feature(
             f"{_PLAN}:TransformerModelChunkSchedulePlan.run",
             "wrap",
             f"{_HERE}.pairs:run_chunks",
-            "the end of each part's backward is not that of the model's",
+            "ends a backward with the model's, where FSDP2 would end it with each part's",
             params=("f_schedule_plan", "b_schedule_plan", "b_grad", "post_backward"),
         ),
         Patch(
             "megatron.training.arguments:validate_args",
             "wrap",
             f"{_HERE}.wrapper:validate_beside_experts_and_pipelines",
-            "Megatron refuses pipeline and expert parallelism beside FSDP2",
+            "lets FSDP2 pass beside pipeline and expert parallelism, which Megatron refuses",
             params=("args",),
             required=False,
             priority=-1,
@@ -346,14 +347,14 @@ FEATURE = Feature(
             "megatron.training.checkpointing:load_checkpoint",
             "wrap",
             f"{_HERE}.checkpoint:load_everything",
-            "Megatron leaves out the optimizer's own state dict, and with it the number of steps done",
+            "loads the optimizer's own state dict, which Megatron leaves out with the number of steps done",
             required=False,
         ),
         Patch(
             "megatron.training.checkpointing:_build_sharded_state_dict_metadata",
             "wrap",
             f"{_HERE}.checkpoint:say_format",
-            "the distributed optimizer reads a checkpoint by the format that it names",
+            "names the checkpoint's format, by which the distributed optimizer reads it",
             params=("args",),
             required=False,
         ),

@@ -26,7 +26,7 @@ from mindspeed_dsa.patches.errors import SettingsError
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a shard lies in its parameter.
+    """Place of a shard in its parameter.
 
     Attributes:
         dim: the dimension that is cut.

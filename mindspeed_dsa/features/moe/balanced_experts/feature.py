@@ -22,7 +22,7 @@ HOT_EXPERTS = 3
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for.
+    """The requested settings.
 
     Attributes:
         switched_on: whether the switch itself is on.
@@ -38,7 +38,7 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """From resolved settings, or from arguments."""
+        """Build from resolved settings, or from arguments."""
         return cls(
             switched_on=bool(getattr(settings, "balanced_moe_experts", False)),
             hot_experts=getattr(settings, "balanced_moe_hot_expert_num", None),
@@ -185,14 +185,14 @@ FEATURE = Feature(
             "megatron.core.transformer.moe.moe_layer:MoELayer.__init__",
             "wrap",
             f"{_IMPL}:know_experts",
-            "the dispatcher's steps need the experts, and unsupported layers are refused",
+            "gives the dispatcher's steps the layer's experts, and refuses layers without single experts",
             versions=_RANGE,
         ),
         Patch(
             f"{_DISPATCHER}.dispatch_preprocess",
             "wrap",
             f"{_IMPL}:keep_hot_tokens",
-            "the plan is made, and tokens of moved experts stay here",
+            "plans which experts move, and keeps their tokens on this rank",
             params=("hidden_states", "routing_map", "probs"),
             versions=_RANGE,
             priority=_OUTERMOST,
@@ -201,7 +201,7 @@ FEATURE = Feature(
             f"{_DISPATCHER}.preprocess",
             "wrap",
             f"{_IMPL}:count_cold_tokens",
-            "the number of rows to dispatch is no longer a fixed one",
+            "counts the rows to dispatch without those of moved experts",
             params=("routing_map",),
             versions=_RANGE,
             priority=_OUTERMOST,
@@ -210,7 +210,7 @@ FEATURE = Feature(
             f"{_DISPATCHER}.dispatch_postprocess",
             "wrap",
             f"{_IMPL}:send_weights",
-            "weights travel while the cold experts compute",
+            "starts the weights' transfer, which runs while the other experts compute",
             versions=_RANGE,
             priority=_OUTERMOST,
         ),
@@ -218,7 +218,7 @@ FEATURE = Feature(
             f"{_DISPATCHER}.combine_preprocess",
             "wrap",
             f"{_IMPL}:run_hot_experts",
-            "moved experts compute here",
+            "computes the moved experts on this rank's tokens",
             versions=_RANGE,
             priority=_OUTERMOST,
         ),
@@ -226,7 +226,7 @@ FEATURE = Feature(
             f"{_DISPATCHER}.combine_postprocess",
             "wrap",
             f"{_IMPL}:add_hot_outputs",
-            "the outputs of moved experts are added to those that return",
+            "adds the moved experts' outputs to those that the combine returns",
             versions=_RANGE,
             priority=_OUTERMOST,
         ),

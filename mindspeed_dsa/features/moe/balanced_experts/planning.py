@@ -32,7 +32,7 @@ _WIDTH = 128
 _GAIN = 0.97
 """Experts are moved only if that takes less than this fraction of the time: the prediction is no better."""
 _TRANSFERS = 4
-"""Of a row that leaves its rank: dispatch and combine, forward and backward."""
+"""Transfers of a row that leaves its rank: dispatch and combine, forward and backward."""
 _BACKWARD = 2.0
 """A row's backward, gradients of input and weights, for each forward."""
 

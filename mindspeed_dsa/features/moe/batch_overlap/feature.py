@@ -22,7 +22,7 @@ from mindspeed_dsa.patches.spec import Patch
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for.
+    """The requested settings.
 
     Attributes:
         switched_on: whether the switch itself is on.
@@ -34,7 +34,7 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """From resolved settings, or from arguments."""
+        """Build from resolved settings, or from arguments."""
         return cls(
             switched_on=bool(getattr(settings, "moe_batch_overlap", False)),
             always=bool(getattr(settings, "moe_batch_overlap_always", False)),
@@ -104,7 +104,7 @@ _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDi
 _IMPL = "mindspeed_dsa.features.moe.batch_overlap.layer"
 _RANGE = ">=0.14,<0.21"
 _OUTERMOST = 10
-"""What else is done to the steps of a whole microbatch is done only where it stays whole."""
+"""Other features' work on the steps of a whole microbatch is done only where it stays whole."""
 
 FEATURE = Feature(
     name="moe-batch-overlap",
@@ -122,7 +122,7 @@ FEATURE = Feature(
             f"{_LAYER}.forward",
             "wrap",
             f"{_IMPL}:choose_way",
-            "a layer is measured whole and in halves in its first step",
+            "measures a layer whole and in halves, in its first step",
             params=("hidden_states",),
             versions=_RANGE,
             priority=_OUTERMOST,
@@ -131,7 +131,7 @@ FEATURE = Feature(
             f"{_LAYER}.shared_experts_compute",
             "wrap",
             f"{_IMPL}:postpone_shared_expert",
-            "the shared expert runs later, under transfers that no half hides",
+            "postpones the shared expert until transfers are under way that no half hides",
             params=("hidden_states",),
             versions=">=0.15,<0.21",
             priority=_OUTERMOST,
@@ -140,7 +140,7 @@ FEATURE = Feature(
             f"{_DISPATCHER}.dispatch_preprocess",
             "wrap",
             f"{_IMPL}:take_tokens",
-            "tokens are cut in halves once they are routed",
+            "cuts the routed tokens in half-batches",
             params=("hidden_states", "routing_map", "probs"),
             versions=_RANGE,
             priority=_OUTERMOST,
@@ -149,7 +149,7 @@ FEATURE = Feature(
             f"{_DISPATCHER}.token_dispatch",
             "wrap",
             f"{_IMPL}:skip_dispatch",
-            "each half has a dispatch of its own",
+            "skips the dispatch of the whole batch: each half-batch has its own",
             versions=_RANGE,
             priority=_OUTERMOST,
         ),
@@ -157,7 +157,7 @@ FEATURE = Feature(
             f"{_LAYER}.routed_experts_compute",
             "wrap",
             f"{_IMPL}:run_halves",
-            "runs for each half, between its transfers",
+            "runs the routed experts for each half-batch, between its transfers",
             params=("hidden_states", "probs"),
             versions=">=0.15,<0.21",
             priority=_OUTERMOST,
@@ -166,7 +166,7 @@ FEATURE = Feature(
             f"{_LAYER}.experts_compute",
             "wrap",
             f"{_IMPL}:run_halves_and_shared_expert",
-            "one step computes shared and routed experts in these releases",
+            "runs the routed experts for each half-batch, where one step computes the shared expert too",
             params=("hidden_states", "probs", "residual"),
             versions=">=0.14,<0.15",
             priority=_OUTERMOST,
@@ -175,7 +175,7 @@ FEATURE = Feature(
             f"{_DISPATCHER}.token_combine",
             "wrap",
             f"{_IMPL}:skip_combine",
-            "each half has been combined",
+            "skips the combine of the whole batch: each half-batch has its own",
             params=("hidden_states",),
             versions=_RANGE,
             priority=_OUTERMOST,

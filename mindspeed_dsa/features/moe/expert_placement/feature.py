@@ -34,7 +34,7 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """From resolved settings."""
+        """Build from resolved settings."""
         wanted = getattr(settings, "moe_expert_placement", None) or AUTO
         if wanted != AUTO:
             return cls(Path(wanted))
@@ -155,7 +155,7 @@ FEATURE = Feature(
             "megatron.core.transformer.moe.router:TopKRouter.forward",
             "wrap",
             f"{_HERE}.placing:route_to_slots",
-            "tokens are dispatched to slots; all that the router itself computes is about experts",
+            "turns the router's experts into slots, which the dispatcher sends tokens to",
             params=("input",),
             versions=_RANGE,
             priority=10,
@@ -164,7 +164,7 @@ FEATURE = Feature(
             "megatron.core.transformer.moe.experts:SequentialMLP.sharded_state_dict",
             "wrap",
             f"{_HERE}.placing:number_experts",
-            "checkpoints name experts by their numbers, whichever rank holds them",
+            "saves and loads experts by their numbers, wherever they are held",
             params=("prefix", "sharded_offsets", "metadata"),
             versions=_RANGE,
         ),
@@ -172,7 +172,7 @@ FEATURE = Feature(
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_state_dict",
             "wrap",
             f"{_HERE}.placing:refuse_buckets",
-            "some formats of optimizer state have no experts, only positions in a rank's buffers",
+            "refuses formats of optimizer state that know no experts, only places in a rank's buffers",
             params=("is_loading", "sharding_type", "metadata"),
             versions=_RANGE,
         ),
@@ -180,12 +180,14 @@ FEATURE = Feature(
             "megatron.training.checkpointing:_load_base_checkpoint",
             "wrap",
             f"{_HERE}.placing:refuse_files_of_ranks",
-            "checkpoints that are not distributed have no experts, only positions on a rank",
+            "refuses checkpoints that are not distributed: they know no experts, only places on a rank",
             versions=_RANGE,
             required=False,
         ),
         *numbering.rows(
-            f"{_HERE}.placing", "experts get their slots, and their initial weights follow them", _RANGE
+            f"{_HERE}.placing",
+            "gives the layer's experts their slots, and moves their initial weights there",
+            _RANGE,
         ),
     ),
     requires=Requires(versions={"megatron-core": _RANGE}),

@@ -29,7 +29,7 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """From resolved settings, or from arguments, which know no platform."""
+        """Build from resolved settings, or from arguments, which know no platform."""
         layout: Literal["kn", "nk"] | None = getattr(settings, "gemm_weight_layout", None)
         if layout not in ("kn", "nk"):
             layout = _LAYOUTS.get(getattr(settings, "platform", ""), "nk")
@@ -165,7 +165,7 @@ FEATURE = Feature(
             "megatron.core.models.backends:LocalSpecProvider.grouped_mlp_modules",
             "wrap",
             f"{_IMPL}:provide_grouped_experts",
-            "the local modules for grouped experts need another package and bf16, or are sequential",
+            "replaces Megatron's local modules, which need another package and bf16, or are sequential",
             params=("moe_use_grouped_gemm",),
             versions=">=0.13,<0.21",
         ),
@@ -173,7 +173,7 @@ FEATURE = Feature(
             "megatron.core.models.gpt.moe_module_specs:get_moe_module_spec",
             "wrap",
             f"{_IMPL}:specify_grouped_experts",
-            "the local modules for grouped experts need another package and bf16",
+            "replaces Megatron's local modules, which need another package and bf16",
             params=("use_te", "num_experts", "moe_grouped_gemm"),
             versions=">=0.12.1,<0.13",
         ),
@@ -181,7 +181,7 @@ FEATURE = Feature(
             "megatron.training.arguments:validate_args",
             "wrap",
             f"{_IMPL}:validate_on_every_device",
-            "Megatron demands a GPU that some kernels for grouped experts need",
+            "passes over Megatron's check of the GPU, which is for kernels not used here",
             params=("args",),
             required=False,
             priority=-1,
@@ -191,7 +191,7 @@ FEATURE = Feature(
                 f"{_OPTIMIZERS}.optimizer:ChainedOptimizer.{method}",
                 "wrap",
                 f"{_STATE}:{impl}",
-                "the format torch numbers parameters, and single experts are more of them",
+                "translates the numbers of parameters in the format torch between stacked and single experts",
                 params=params,
                 versions=_RANGE,
             )
@@ -205,7 +205,7 @@ FEATURE = Feature(
                 f"{_OPTIMIZERS}.{target}",
                 "wrap",
                 f"{_STATE}:{impl}",
-                "whole buffers have the weights of single experts in another order",
+                "reorders whole buffers of optimizer state between stacked and single experts",
                 params=params,
                 versions=_RANGE,
             )
@@ -225,7 +225,7 @@ FEATURE = Feature(
                 f"{_OPTIMIZERS}.distrib_optimizer:DistributedOptimizer.{method}",
                 "wrap",
                 f"{_CHECKPOINT}:refuse_slices_of_buffers",
-                "slices of buffers have another order with stacked experts, which nothing else would notice",
+                "refuses slices of buffers, which would silently lie in another order with stacked experts",
                 versions=versions,
             )
             for method, versions in (

@@ -26,7 +26,7 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """From resolved settings."""
+        """Build from resolved settings."""
         return cls(folder=Path(settings.moe_router_load_report))
 
 
@@ -65,15 +65,15 @@ FEATURE = Feature(
             "megatron.core.transformer.moe.router:TopKRouter.forward",
             "wrap",
             f"{_HERE}.steps:count_tokens",
-            "the router's map says which tokens each expert gets",
+            "counts each expert's tokens in the router's map",
             params=("input",),
         ),
-        *numbering.rows(f"{_HERE}.steps", "layers are counted by their number in the whole model"),
+        *numbering.rows(f"{_HERE}.steps", "gives MoE layers their number in the whole model"),
         Patch(
             "megatron.training.training:training_log",
             "wrap",
             f"{_HERE}.steps:record_after_log",
-            "every rank calls this once per step, with TensorBoard's writer",
+            "writes the record of a step, where every rank comes once and TensorBoard's writer is at hand",
             params=("iteration",),
             required=False,
         ),

@@ -14,7 +14,7 @@ from mindspeed_dsa.patches.spec import Patch
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for.
+    """The requested settings.
 
     Attributes:
         backend: of the operator; ``auto`` leaves Transformer Engine's kernels in place where they are.
@@ -24,16 +24,16 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """From resolved settings, or from arguments."""
+        """Build from resolved settings, or from arguments."""
         return cls(backend=getattr(settings, "moe_permute_backend", None) or "auto")
 
     @property
     def may_leave_it(self) -> bool:
-        """Whether Transformer Engine's kernels are welcome."""
+        """Return whether Transformer Engine's kernels are welcome."""
         return self.backend == "auto"
 
     def leaves_it_to_transformer_engine(self, megatron: Megatron) -> bool:
-        """Whether Megatron has Transformer Engine's kernels and nobody asked for others."""
+        """Return whether Megatron has Transformer Engine's kernels and nobody asked for others."""
         if not self.may_leave_it or find_spec("transformer_engine") is None:
             return False
         try:
@@ -47,7 +47,7 @@ _FLAG = "--moe-permute-fusion"
 
 
 def check_permute_fusion(args: Any, options: Options) -> Iterator[str]:
-    """What in arguments, or in a model's configuration, does not combine with the feature."""
+    """Refuse what in arguments, or in a model's configuration, does not combine with the feature."""
     if options.may_leave_it and find_spec("transformer_engine") is not None:
         return
     if argument(args, "moe_token_dispatcher_type") == "flex":
@@ -68,7 +68,7 @@ NAMES = (
     "fused_sort_chunks_by_index_with_probs",
     "fused_unpermute",
 )
-"""What Megatron's configuration looks for in ``moe_utils``, where Transformer Engine has put it or nobody."""
+"""Names that Megatron's configuration looks for in ``moe_utils``; Transformer Engine defines them."""
 
 FEATURE = Feature(
     name="moe-permute-fusion",
@@ -96,7 +96,7 @@ FEATURE = Feature(
                 f"{_UTILS}:__dict__",
                 "entry",
                 f"{_IMPL}.permutation:{name}",
-                "the configuration refuses the flag unless Transformer Engine has put this name there",
+                "defines what Megatron's configuration asks for, as Transformer Engine would",
                 versions=_RANGE,
                 key=name,
                 factory=True,
@@ -107,7 +107,7 @@ FEATURE = Feature(
             f"{_UTILS}:permute",
             "wrap",
             f"{_IMPL}.permutation:permute_fused",
-            "the fused form asks for Transformer Engine",
+            "computes Megatron's fused form without Transformer Engine",
             params=("tokens", "routing_map", "probs", "num_out_tokens", "fused"),
             versions=_RANGE,
         ),
@@ -115,7 +115,7 @@ FEATURE = Feature(
             f"{_UTILS}:unpermute",
             "wrap",
             f"{_IMPL}.permutation:unpermute_fused",
-            "the fused form asks for Transformer Engine, and has no place for the shared expert's output",
+            "computes Megatron's fused form without Transformer Engine, and adds the shared expert's output",
             params=("permuted_tokens", "sorted_indices", "restore_shape", "probs", "fused"),
             versions=_RANGE,
         ),
@@ -123,7 +123,7 @@ FEATURE = Feature(
             f"{_UTILS}:sort_chunks_by_idxs",
             "wrap",
             f"{_IMPL}.permutation:sort_chunks_fused",
-            "the fused form asks for Transformer Engine",
+            "computes Megatron's fused form without Transformer Engine",
             params=("input", "split_sizes", "sorted_idxs", "probs", "fused"),
             versions=_RANGE,
         ),
@@ -131,7 +131,7 @@ FEATURE = Feature(
             f"{_LAYER}.postprocess",
             "wrap",
             f"{_IMPL}.permutation:add_while_unpermuting",
-            "the shared expert's output is added in a pass of its own",
+            "offers the shared expert's output to the unpermutation, which Megatron adds in another pass",
             params=("output", "shared_expert_output"),
             versions=">=0.16,<0.21",
         ),
@@ -139,7 +139,7 @@ FEATURE = Feature(
             f"{_LAYER}.combine",
             "wrap",
             f"{_IMPL}.permutation:add_while_unpermuting",
-            "the shared expert's output is added in a pass of its own",
+            "offers the shared expert's output to the unpermutation, which Megatron adds in another pass",
             params=("output", "shared_expert_output"),
             versions=">=0.13,<0.16",
         ),

@@ -33,7 +33,7 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """From resolved settings, or from arguments."""
+        """Build from resolved settings, or from arguments."""
         release = versions.of_megatron(getattr(settings, "megatron_root", "megatron"))
         return cls(counts_uses=release is None or Version(release) >= Version("0.16.0"))
 
@@ -188,34 +188,34 @@ FEATURE = Feature(
             "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
             "wrap",
             f"{_HERE}.feature:configure_paired_schedule",
-            "enables the schedule without Megatron's parser; fp32 works, which Megatron asserts against",
+            "enables the combined 1F1B schedule without Megatron's parser, and in fp32",
         ),
         Patch(
             f"{_PLAN}._build_callable_nodes",
             "wrap",
             f"{_HERE}.layer:cut_at_transfers",
-            "the layer's parts start and end with halves of transfers",
+            "cuts a layer's steps where its all-to-alls start and where they end",
             params=("event", "comp_stream", "comm_stream", "extra_args"),
         ),
         Patch(
             f"{_PLAN}.run",
             "wrap",
             f"{_HERE}.layer:run_pair",
-            "the order in which each direction computes under the other's transfers",
+            "orders a forward and a backward so that each computes under the other's transfers",
             params=("f_layer", "b_layer", "f_input", "b_grad", "is_last_layer_in_bwd"),
         ),
         Patch(
             f"{_PLAN}.release_state",
             "wrap",
             f"{_HERE}.layer:release_pieces",
-            "a layer's graph ends with its backward",
+            "frees a layer's graph with its backward",
             versions=">=0.16,<0.21",
         ),
         Patch(
             "megatron.core.transformer.moe.moe_layer:MoELayer.shared_experts_compute",
             "wrap",
             f"{_HERE}.layer:postpone_shared_expert",
-            "the shared expert is a part of its own, under the transfers",
+            "postpones the shared expert to a step of its own, under the transfers",
             params=("hidden_states",),
             versions=">=0.16,<0.21",
         ),
@@ -223,7 +223,7 @@ FEATURE = Feature(
             "megatron.core.pipeline_parallel.utils:ScheduleNode.default_backward_func",
             "wrap",
             f"{_HERE}.layer:run_what_learns",
-            "Megatron refuses parts in which nothing learns, such as a frozen embedding",
+            "skips steps without anything to learn, such as a frozen embedding, which autograd refuses",
             params=("outputs", "output_grad"),
         ),
         *ROWS,

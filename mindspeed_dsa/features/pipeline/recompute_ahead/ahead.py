@@ -31,7 +31,7 @@ class Ahead(pipeline_steps.Follower):
         super().__init__(context.megatron)
         self.everywhere, self._log = context.options.everywhere, context.log
         self.unit: Unit | None = None
-        """Of the forward that is running."""
+        """Unit of the forward that is running."""
         self.segments: dict[Unit, list[Any]] = {}
         self._order: list[Unit] = []
         self._done, self._warmup = 0, 0
@@ -62,7 +62,7 @@ class Ahead(pipeline_steps.Follower):
         )
 
     def before(self, events: Sequence[Event]) -> None:
-        """A forward's segments will be its own; a backward's are its graph's from now on."""
+        """Begin to collect a forward's segments; leave a backward's to its graph."""
         event = events[0]
         if event.kind is Kind.FORWARD:
             self.unit = (event.chunk, event.microbatch)
@@ -73,7 +73,7 @@ class Ahead(pipeline_steps.Follower):
             self._done += 1
 
     def after(self, events: Sequence[Event]) -> None:
-        """Nothing belongs to a forward that is done."""
+        """End a forward: nothing belongs to it from here on."""
         self.unit = None
 
     def recompute(self) -> None:
@@ -87,7 +87,7 @@ class Ahead(pipeline_steps.Follower):
                     _recompute(segment, self._on_chunk(unit[0]))
 
     def _on_chunk(self, chunk: int) -> _Function:
-        """What makes Megatron-core 0.12, which has the current chunk in its global state, run one."""
+        """Return what runs a chunk in Megatron-core 0.12, which has the current one in its global state."""
         state = self.megatron("core.parallel_state")
         current = state.get_virtual_pipeline_model_parallel_rank()
         if current is None:
@@ -161,7 +161,7 @@ class _Segment(torch.autograd.Function):
 
 
 def _has_inputs(ctx: Any) -> bool:
-    """False where an input is itself recomputed, as a norm's output, once a gradient says so.
+    """Return false where an input is itself recomputed, as a norm's output, once a gradient says so.
 
     The same on all ranks, as nothing of it depends on time.
     """
@@ -208,7 +208,7 @@ class _Wait:
         return self._work.wait(*args)
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the handle's own."""
+        """Return the handle's own attribute."""
         return getattr(self._work, name)
 
 

@@ -23,7 +23,7 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """From resolved settings."""
+        """Build from resolved settings."""
         return cls(everywhere=bool(settings.recompute_in_advance))
 
 
@@ -34,12 +34,12 @@ _READERS = {"layernorm": {"mlp", "moe", "shared_experts"}, "mla_up_proj": {"core
 
 
 def recompute_ahead_wanted(settings: Any) -> bool:
-    """Whether one of the two switches is on."""
+    """Return whether one of the two switches is on."""
     return bool(settings.recompute_in_bubble or settings.recompute_in_advance)
 
 
 def check_recompute_ahead(args: Any, options: Any) -> list[str]:
-    """There is a pipeline, something is recomputed, and by Megatron's own function."""
+    """Refuse jobs without a pipeline, or without anything that Megatron's own function recomputes."""
     return list(_problems(args))
 
 
@@ -75,7 +75,7 @@ def _problems(args: Any) -> Iterator[str]:
 
 
 def _ahead(args: Any, modules: set[str]) -> set[str]:
-    """Those of the modules whose input is there when their gradient is not."""
+    """Return those of the modules whose input is there when their gradient is not."""
     found = modules - _WITHOUT_OUTPUT
     for name in _WITHOUT_OUTPUT & modules:
         found -= _READERS.get(name, set())
@@ -103,13 +103,13 @@ FEATURE = Feature(
             f"{_SCHEDULES}:get_forward_backward_func",
             "wrap",
             f"{_HERE}:follow_steps",
-            "the order of backwards is known when a step begins",
+            "reads the schedule's order of backwards when a step begins",
         ),
         Patch(
             f"{_SCHEDULES}:forward_step",
             "wrap",
             f"{_HERE}:follow_forwards",
-            "segments that are checkpointed in this forward belong to its chunk and microbatch",
+            "assigns checkpointed segments to their chunk and microbatch",
         ),
         Patch(
             f"{_SCHEDULES}:backward_step",
@@ -122,21 +122,21 @@ FEATURE = Feature(
             "megatron.core.tensor_parallel.random:checkpoint",
             "wrap",
             f"{_HERE}:checkpoint_ahead",
-            "a checkpointed segment can be recomputed before its backward",
+            "makes checkpointed segments that can be recomputed before their backward",
             params=("function", "distribute_saved_activations"),
         ),
         Patch(
             f"{_P2P}:_p2p_ops",
             "wrap",
             f"{_HERE}:recompute_before_waiting",
-            "the wait for a gradient of the overlapped schedule",
+            "recomputes before the overlapped schedule waits for a gradient",
             params=("tensor_recv_next",),
         ),
         Patch(
             f"{_P2P}:_batched_p2p_ops",
             "wrap",
             f"{_HERE}:recompute_before_waiting",
-            "the wait for a gradient of batched transfers",
+            "recomputes before batched transfers wait for a gradient",
             params=("tensor_recv_next",),
         ),
     ),

@@ -29,7 +29,7 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """From resolved settings.
+        """Build from resolved settings.
 
         Raises:
             SettingsError: a step without a folder.
@@ -44,12 +44,12 @@ class Options:
 
 
 def trace_wanted(settings: Any) -> bool:
-    """Whether a folder is named, or a step, which is refused without one."""
+    """Return whether a folder is named, or a step, which is refused without one."""
     return settings.trace_schedule is not None or settings.trace_schedule_step is not None
 
 
 def check_trace(args: Any, options: Any) -> list[str]:
-    """A step that the run reaches, and a folder that can be one."""
+    """Refuse a step that the run does not reach, and a folder that cannot be one."""
     return list(_problems(args))
 
 
@@ -91,26 +91,26 @@ FEATURE = Feature(
             f"{_SCHEDULES}:get_forward_backward_func",
             "wrap",
             f"{_RECORDER}:record_steps",
-            "a step of the schedule begins and ends here",
+            "records where a step of the schedule begins and ends",
         ),
         Patch(
             f"{_SCHEDULES}:forward_step",
             "wrap",
             f"{_RECORDER}:record_forwards",
-            "one forward of a chunk, without its waits for other ranks",
+            "records one forward of a chunk, without its waits for other ranks",
         ),
         Patch(
             f"{_SCHEDULES}:backward_step",
             "wrap",
             f"{_RECORDER}:record_backwards",
-            "one backward of a chunk",
+            "records one backward of a chunk",
             params=("output_tensor",),
         ),
         Patch(
             "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step",
             "wrap",
             f"{_RECORDER}:record_pairs",
-            "a forward and a backward that share a block",
+            "records a forward and a backward that share a block",
             params=("f_model", "b_model", "b_output_tensor"),
             versions=">=0.14",
         ),

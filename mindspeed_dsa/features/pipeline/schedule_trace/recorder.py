@@ -31,7 +31,7 @@ class Recorder(pipeline_steps.Follower):
         self._origin: tuple[Any, float] = (None, 0.0)
 
     def begins(self, step: dict[str, Any]) -> bool:
-        """All ranks start at the same time, as far as a barrier says."""
+        """Start the chosen step on all ranks at the same time, as far as a barrier says."""
         self._steps += 1
         if self._steps != self._options.step:
             return False
@@ -91,7 +91,7 @@ class Recorder(pipeline_steps.Follower):
 
 
 def _mark() -> Any:
-    """A point in the device's order of work."""
+    """Record a point in the device's order of work."""
     event = platforms.current().new_event(timing=True)
     event.record()
     return event

@@ -20,7 +20,7 @@ Backend = Any
 
 @dataclass(frozen=True)
 class Plan:
-    """How one layer communicates in one call.
+    """Plan of a layer's communication in one call.
 
     Attributes:
         backend: has ``Gather``, ``gather_matmul`` and ``matmul_scatter``, ``BESIDE_COLLECTIVES``, which says
@@ -55,12 +55,12 @@ class Plan:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """``[..., width]`` to contiguous ``[rows, width]``."""
+    """Reshape ``[..., width]`` to contiguous ``[rows, width]``."""
     return tensor.reshape(-1, tensor.size(-1)).contiguous()
 
 
 def shaped(rows: Tensor, like: Tensor, sequence: int) -> Tensor:
-    """``[rows, width]`` to ``[sequence, ...]`` with the other leading dimensions of ``like``.
+    """Reshape ``[rows, width]`` to ``[sequence, ...]`` with the other leading dimensions of ``like``.
 
     The result is not a view for autograd: consumers such as the cross entropy change outputs in place, which
     autograd forbids for views returned by a custom function.
@@ -109,7 +109,7 @@ class Column(torch.autograd.Function):
 def column_backward(
     weight: Tensor, grad: Tensor, plan: Plan, gradient: WeightGradient | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of input and weight; the input's is communicated while the weight's is computed.
+    """Compute gradients of input and weight; the input's is communicated while the weight's is computed.
 
     Args:
         weight: ``[out / tp, in]``.
@@ -170,7 +170,7 @@ class Row(torch.autograd.Function):
 def row_backward(
     weight: Tensor, grad: Tensor, plan: Plan, gradient: WeightGradient | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of input and weight under sequence parallelism, chunk by chunk as the output's arrives.
+    """Compute gradients of input and weight under sequence parallelism, as chunks of the output's arrive.
 
     Args:
         weight: ``[out, in / tp]``.

@@ -26,7 +26,7 @@ Allocate = Callable[[list[int]], Tensor]
 
 
 def bounds(rows: int, chunks: int) -> list[tuple[int, int]]:
-    """Ranges of rows, in order, whose sizes differ by one at most; never an empty one.
+    """Return ranges of rows, in order, whose sizes differ by one at most; never an empty one.
 
     Args:
         rows: how many there are.
@@ -38,7 +38,7 @@ def bounds(rows: int, chunks: int) -> list[tuple[int, int]]:
 
 
 class Gather:
-    """All ranks' rows on their way here, chunk by chunk.
+    """Gather of all ranks' rows, chunk by chunk.
 
     Args:
         local: ``[rows, width]``, this rank's rows, contiguous.
@@ -68,13 +68,13 @@ class Gather:
         ]
 
     def wait(self) -> Tensor:
-        """``[tp * rows, width]``, complete."""
+        """Return ``[tp * rows, width]``, complete."""
         for work in self._works:
             work.wait()
         return self.whole.flatten(0, 1)
 
     def arriving(self) -> Iterator[tuple[int, int, int, Tensor]]:
-        """``rank, first, end, rows of it``: own rows at once, the others' as soon as they are here."""
+        """Yield ``rank, first, end, rows of it``: own rows at once, others' as soon as they are here."""
         yield self.rank, 0, self.local.size(0), self.local
         for (first, end), work in zip(self._ranges, self._works, strict=True):
             work.wait()
@@ -86,13 +86,13 @@ class Gather:
 __all__ = ["BESIDE_COLLECTIVES", "Gather", "gather_matmul", "matmul_reduce", "matmul_scatter"]
 
 BESIDE_COLLECTIVES = True
-"""Whether they may start while a collective of the group is in flight: they are collectives too."""
+"""Functions here may start while a collective of the group is in flight: they are collectives too."""
 
 
 def gather_matmul(
     local: Tensor, weight: Tensor, group: Any, chunks: int, allocate: Allocate | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Rows of all ranks, and their product with ``weight``.
+    """Gather rows of all ranks, and multiply them by ``weight``.
 
     Args:
         local: ``[rows, k]``, contiguous.
@@ -151,7 +151,7 @@ def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pe
 
 
 def _matmul_exchange(by_rank: Tensor, weight: Tensor, group: Any, ranges: list[tuple[int, int]]) -> Pending:
-    """The same where ranks exchange products: those of the own rows need no transfer and come last."""
+    """Multiply and exchange products between ranks: those of own rows need no transfer and come last."""
     ranks, rows, _ = by_rank.shape
     own = dist.get_rank(group)
     others = [rank for rank in range(ranks) if rank != own]

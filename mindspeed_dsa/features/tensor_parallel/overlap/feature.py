@@ -38,7 +38,7 @@ class Options:
 
     @property
     def module(self) -> Any:
-        """The backend."""
+        """Return the backend's module."""
         return import_module(_BACKENDS[self.backend])
 
     @classmethod
@@ -53,7 +53,7 @@ class Options:
 
     @property
     def fused(self) -> bool:
-        """Whether matmul and collective are one operator, which chooses its own chunks."""
+        """Return whether matmul and collective are one operator, which chooses its own chunks."""
         return self.backend != "chunked"
 
 
@@ -83,12 +83,12 @@ def report_transformer_engine(args: Any, flag: str) -> None:
 
 
 def coc_wanted(settings: Any) -> bool:
-    """Whether it is on, or an option without effect is set, which `check` reports."""
+    """Return whether it is on, or an option without effect is set, which `check` reports."""
     return _switched_on(settings) or any(True for _ in _without_effect(settings))
 
 
 def _switched_on(settings: Any) -> bool:
-    """Whether it is on, and not disabled by a chunk count of 1."""
+    """Return whether it is on, and not disabled by a chunk count of 1."""
     count = getattr(settings, "coc_parallel_num", None)
     switches = ("use_ascend_coc", "coc_fused_kernel")
     return count != 1 and (count is not None or any(getattr(settings, name, False) for name in switches))
@@ -135,7 +135,7 @@ def check_coc(args: Any, options: Any) -> Sequence[str]:
 
 
 def check_tuned(args: Any, options: Any = None) -> Iterator[str]:
-    """Whether the number of chunks may be tuned, in arguments or in a layer's configuration."""
+    """Return whether the number of chunks may be tuned, in arguments or in a layer's configuration."""
     return check_measured(
         args, "--use-ascend-coc", "the best number of chunks", "fix it, for example with --coc-parallel-num 4"
     )
@@ -167,21 +167,21 @@ PATCHES = (
         f"{_LAYERS}:linear_with_grad_accumulation_and_async_allreduce",
         "wrap",
         f"{_IMPL}:overlap_column_parallel",
-        "computation and communication of a column parallel layer, forward and backward",
+        "overlaps communication with the matmuls of column parallel layers, forward and backward",
         params=_FUNCTION,
     ),
     Patch(
         f"{_LAYERS}:linear_with_frozen_weight",
         "wrap",
         f"{_IMPL}:overlap_column_parallel",
-        "computation and communication of a column parallel layer with a frozen weight",
+        "overlaps communication with the matmuls of column parallel layers whose weight is frozen",
         params=_FUNCTION,
     ),
     Patch(
         f"{_LAYERS}:RowParallelLinear.forward",
         "wrap",
         f"{_IMPL}:overlap_row_parallel",
-        "computation of a row parallel layer, and the reduction after it",
+        "overlaps the reduction of a row parallel layer with its matmul",
         params=("input_",),
     ),
 )

@@ -129,7 +129,7 @@ def _group_of(group: Any, context: Context[Options]) -> Any:
 
 
 def _is_plain(input: Tensor, weight: Tensor, group: Any) -> bool:
-    """Whether the matmul has two ordinary tensors of one dtype, and more than one rank."""
+    """Return whether the matmul has two ordinary tensors of one dtype, and more than one rank."""
     return (
         group.size() > 1
         and input.dim() >= 2
@@ -151,7 +151,7 @@ def _column_plan(
     fusion: bool,
     context: Context[Options],
 ) -> Plan | None:
-    """How this call communicates; ``None`` if Megatron's own code must run."""
+    """Return how this call communicates; ``None`` if Megatron's own code must run."""
     if not _is_plain(input, weight, group):
         return None
     plan = _plan(context, group, sequence_parallel, fusion)
@@ -206,7 +206,7 @@ def _plan(context: Context[Options], group: Any, sequence_parallel: bool, fusion
 
 
 def _taken(plan: Plan, weight: Tensor, context: Context[Options]) -> bool:
-    """Whether the fused operators support this layer; if not, each reason is logged once."""
+    """Return whether the fused operators support this layer; if not, each reason is logged once."""
     reason = plan.backend.declines(weight, plan.group)
     if reason:
         text = "layers run Megatron's own code, because the fused operators do not support them: %s"
@@ -215,7 +215,7 @@ def _taken(plan: Plan, weight: Tensor, context: Context[Options]) -> bool:
 
 
 def _tuned_column(plan: Plan, input: Tensor, weight: Tensor, context: Context[Options]) -> Plan:
-    """The plan with the fastest numbers of chunks for these sizes."""
+    """Return the plan with the fastest numbers of chunks for these sizes."""
     (n, k), group, backend = weight.shape, plan.group, plan.backend
     ranks = group.size() if plan.sequence_parallel else 1
     m = input.numel() // k * ranks
@@ -278,7 +278,7 @@ def _problem(kind: tuning.Kind, plan: Plan, weight: Tensor, m: int, k: int, n: i
 
 
 def _can_measure_gradient(plan: Plan, weight: Tensor) -> bool:
-    """Whether gradients can be accumulated: before DDP wraps the model there is no ``main_grad``.
+    """Return whether gradients can be accumulated: before DDP wraps the model there is no ``main_grad``.
 
     Backward then communicates as stock does in this call; a later call measures.
     """
@@ -286,7 +286,7 @@ def _can_measure_gradient(plan: Plan, weight: Tensor) -> bool:
 
 
 def _scratch(weight: Tensor, rows: Tensor, plan: Plan) -> Callable[[], WeightGradient | None]:
-    """Temporary gradients of the same kind as the weight's."""
+    """Return what makes temporary gradients of the same kind as the weight's."""
     if not weight.requires_grad:
         return lambda: None
     main_grad = getattr(weight, "main_grad", None) if plan.fusion else None

@@ -29,7 +29,7 @@ _MOST_BYTES = 4 << 30
 
 
 def declines(weight: Tensor, group: Any) -> str:
-    """Why the operators do not support a layer; empty if they do.
+    """Return why the operators do not support a layer; empty if they do.
 
     Args:
         weight: ``[out, in]`` of one rank. Both widths are contraction sizes, one of them in backward.
@@ -89,7 +89,7 @@ def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pe
 
 @lru_cache(maxsize=64)
 def communicator(group: Any) -> str:
-    """Name of the group's HCCL communicator, which the operators take."""
+    """Return the name of the group's HCCL communicator, which the operators take."""
     backend = group._get_backend(torch.device("npu"))
     name: str = backend.get_hccl_comm_name(dist.get_global_rank(group, dist.get_rank(group)))
     return name

@@ -17,11 +17,11 @@ from mindspeed_dsa.parallel.transfers import Pending
 __all__ = ["BESIDE_COLLECTIVES", "Gather", "declines", "gather_matmul", "matmul_scatter"]
 
 BESIDE_COLLECTIVES = True
-"""They exchange through memory of their own, not through NCCL's communicator."""
+"""These operators exchange through memory of their own, not through NCCL's communicator."""
 
 
 def declines(weight: Tensor, group: Any) -> str:
-    """Why the operators do not support a layer; empty if they do.
+    """Return why the operators do not support a layer; empty if they do.
 
     Args:
         weight: ``[out, in]`` of one rank.

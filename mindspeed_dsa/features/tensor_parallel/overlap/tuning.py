@@ -71,7 +71,7 @@ def forget() -> None:
 
 
 def chosen() -> Mapping[Problem, int]:
-    """All tuned choices."""
+    """Return all tuned choices."""
     return {
         replace(problem, m=m): chunks for problem, by_m in _measured.items() for m, chunks in by_m.items()
     }
@@ -81,7 +81,7 @@ Run = Callable[[int], object]
 
 
 def chunks_for(problem: Problem, group: Any, prepare: Callable[[], Run], log: Log) -> int:
-    """The fastest number of chunks; a collective call of all ranks of the group.
+    """Return the fastest number of chunks; a collective call of all ranks of the group.
 
     Random states do not change, and the ranks agree: they compare the slowest rank's times.
 
@@ -105,7 +105,7 @@ def chunks_for(problem: Problem, group: Any, prepare: Callable[[], Run], log: Lo
 
 
 def _measure(group: Any, run: Run) -> dict[int, float]:
-    """Seconds by number of chunks: medians over rounds in which the candidates alternate."""
+    """Return seconds by number of chunks: medians over rounds in which the candidates alternate."""
     first = slowest({chunks: timed(partial(run, chunks), group) for chunks in CANDIDATES}, group)
     rounds = max(1, min(_ROUNDS, int(_BUDGET_S / max(sum(first.values()), 1e-9))))
     found: dict[int, list[float]] = {chunks: [] for chunks in CANDIDATES}
