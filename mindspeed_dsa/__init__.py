@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mindspeed_dsa.features import register, unregister
     from mindspeed_dsa.patches import MindSpeedDSAError, Patch, PatchError, SettingsError
     from mindspeed_dsa.session import (
+        add_arguments,
         apply_environment,
         disable,
         enable,
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
         report,
         validate,
     )
-    from mindspeed_dsa.session.parsers import add_arguments
 
 _HOME = {
     "register": "features",
@@ -34,7 +34,7 @@ _HOME = {
     "Patch": "patches",
     "PatchError": "patches",
     "SettingsError": "patches",
-    "add_arguments": "session.parsers",
+    "add_arguments": "session",
     "apply_environment": "session",
     "disable": "session",
     "enable": "session",
