@@ -1,1 +1,0 @@
-"""Pipeline schedules as lists of events, their simulation, and pictures of simulated and recorded steps."""

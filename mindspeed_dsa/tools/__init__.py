@@ -1,1 +1,0 @@
-"""Programs that a user runs beside training."""

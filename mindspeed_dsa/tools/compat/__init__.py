@@ -1,1 +1,0 @@
-"""Records of released Megatron-core versions: read from wheels, trained on, and shown on generated pages."""

@@ -1,1 +1,0 @@
-"""Flags of MindSpeed and MindSpeed-LLM: what serves each of them here, and launch scripts rewritten."""

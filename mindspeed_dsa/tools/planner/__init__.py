@@ -1,1 +1,0 @@
-"""Memory, communication and work of a layout, from a job's flags alone."""
