@@ -131,6 +131,29 @@ def test_strings_name_modules_that_exist(sources):
     assert not gone, listed(gone)
 
 
+def test_cases_that_tests_name_exist():
+    """A case that a string names is imported by workers of a pool, often for long tests alone."""
+    texts = {
+        ".".join(file.relative_to(ROOT).with_suffix("").parts): file.read_text()
+        for file in (ROOT / "tests").rglob("*.py")
+    }
+    gone = []
+    for name, text in texts.items():
+        modules = {"__name__": name, **dict(re.findall(r'^(\w+) = "(tests\.[\w.]+)"$', text, re.MULTILINE))}
+        named = re.findall(r'"(tests\.[\w.]+):(\w+)"', text)
+        named += [
+            (modules[module], case)
+            for module, case in re.findall(r'f"{(\w+)}:(\w+)"', text)
+            if module in modules
+        ]
+        for module, case in set(named):
+            if not re.search(
+                rf"^(def {case}\(|class {case}\b|{case} =|from .*\b{case}$)", texts.get(module, ""), re.M
+            ):
+                gone.append(f"{name}: {module}:{case}")
+    assert not gone, listed(gone)
+
+
 # -- features ----------------------------------------------------------------------------------
 
 
