@@ -15,7 +15,7 @@ _WIDEST = 65536
 
 
 def takes_device(device: str) -> bool:
-    """Whether tensors on a device of this type go to its kernels."""
+    """Return whether Liger's kernels take tensors on a device of this type."""
     return device == "cuda"
 
 

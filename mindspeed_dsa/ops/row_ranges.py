@@ -63,7 +63,7 @@ TO_LAST_KEY = RowForm()
 
 
 def _fill(lengths: tuple[int, ...], batch: int, query_length: int) -> bool:
-    """Whether sequences fill every row of the batch, none of them lying in two."""
+    """Return whether sequences fill every row of the batch, none of them lying in two."""
     at = 0
     for length in lengths:
         at += length

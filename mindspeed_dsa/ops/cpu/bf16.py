@@ -109,7 +109,7 @@ def agree() -> None:
 
 
 def _answer(kind: _Kind) -> tuple[bool, str]:
-    """Whether bf16 stays, and why."""
+    """Return whether bf16 stays, and why."""
     if _asked != "auto":
         return _asked == "native", "as asked for"
     if not has_bf16_product():

@@ -30,7 +30,7 @@ _LARGEST_INT = 2**31 - 1
 
 @cache
 def mkl_knows_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether there is MKL, and the processor is Intel's: on others it uses half of the vector width."""
+    """Return whether there is MKL on Intel's processor; on others it uses half of the vector width."""
     if not torch.backends.mkl.is_available():
         return False
     try:
@@ -104,14 +104,14 @@ def linear(x: Tensor, weight: Tensor, relu: bool = False) -> Tensor:
 
 
 def _stays_finite(x: Tensor, weight: Tensor) -> bool:
-    """Whether no product can be NaN, which the relu that oneDNN fuses would turn into zero."""
+    """Return whether no product can be NaN, which the relu that oneDNN fuses would turn into zero."""
     # No product of two rows is larger than that of their lengths. No pass is faster than a sum of squares.
     squares = (torch.dot(flat, flat) for flat in (x.reshape(-1), weight.reshape(-1)))
     return math.isfinite(math.prod(float(square) for square in squares))
 
 
 def one_by_one(flops: int, dtype: torch.dtype) -> bool:
-    """Whether one oneDNN call per product of this size is faster than one batched call."""
+    """Return whether one oneDNN call per product of this size is faster than one batched call."""
     return flops >= _LOOP_MIN_FLOPS and torch.get_num_threads() <= _LOOP_MAX_THREADS and _onednn_takes(dtype)
 
 
@@ -134,7 +134,7 @@ def _onednn_takes(dtype: torch.dtype) -> bool:
 
 @cache
 def has_bf16_product() -> bool:
-    """Whether this PyTorch has a product of bf16 operands with sums and results in fp32, and it is right."""
+    """Return whether this PyTorch has a right product of bf16 operands with sums and results in fp32."""
     gemm = _gemm()
     if gemm is None:
         return False

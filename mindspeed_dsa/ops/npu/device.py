@@ -1,4 +1,4 @@
-"""Whether torch_npu's operators can be called, and the limits that several of them share."""
+"""Availability of torch_npu's operators, and the limits that several of them share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LIBRARIES = (
 
 
 def takes_device(device: str) -> bool:
-    """Whether tensors on a device of this type go to torch_npu's operators."""
+    """Return whether tensors on a device of this type go to torch_npu's operators."""
     return device == "npu"
 
 

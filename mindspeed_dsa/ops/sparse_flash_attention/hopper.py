@@ -38,7 +38,7 @@ if HAS_GLUON:
 
 
 def takes(query: Tensor, key_value: Tensor, value_dim: int) -> bool:
-    """Whether :func:`forward` computes this; the last dimensions have no gaps."""
+    """Return whether :func:`forward` computes this; the last dimensions have no gaps."""
     return (
         HAS_GLUON
         and not interpreted()
@@ -51,17 +51,17 @@ def takes(query: Tensor, key_value: Tensor, value_dim: int) -> bool:
 
 
 def takes_sum(query: Tensor, key_value: Tensor, value_dim: int) -> bool:
-    """Whether :func:`attention_sum` computes this."""
+    """Return whether :func:`attention_sum` computes this."""
     return query.shape[2] <= _SUMMED_HEADS and takes(query, key_value, value_dim)
 
 
 def _in_lines(tensor: Tensor) -> bool:
-    """Whether the compiler can tell of every row that 16 bytes of it are copied at once."""
+    """Return whether the compiler can prove for every row that it may copy 16 bytes at once."""
     return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
 
 
 def takes_backward(query: Tensor, key_value: Tensor, grad_out: Tensor, value_dim: int) -> bool:
-    """Whether :func:`gradients_of_keys` computes this."""
+    """Return whether :func:`gradients_of_keys` computes this."""
     return takes(query, key_value, value_dim) and _in_lines(grad_out)
 
 

@@ -1,4 +1,4 @@
-"""What the kernels for Hopper have in common: a row's place in memory, barriers, copies, powers of two."""
+"""Parts that the kernels for Hopper share: a row's place in memory, barriers, copies, powers of two."""
 
 from __future__ import annotations
 

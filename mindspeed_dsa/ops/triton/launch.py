@@ -51,7 +51,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 def on_blackwell(device: torch.device) -> bool:
-    """Whether it has tensor memory, through which tiles of products pass: they take more of the other one."""
+    """Return whether the device has tensor memory; tiles of products then take more shared memory."""
     return capability_of(device) // 10 == 10
 
 

@@ -14,7 +14,7 @@ from mindspeed_dsa.megatron.inlinable import Linear, Norm
 
 
 class Sizes(NamedTuple):
-    """Of one rank's part of a layer."""
+    """Sizes of one rank's part of a layer."""
 
     heads: int
     plain: int

@@ -81,7 +81,7 @@ def compile_prolog(original: Callable[..., Any], context: Context[Options]) -> C
 
 
 def _why_not(layer: Any) -> str | None:
-    """What in a layer's configuration these graphs do not know."""
+    """Return what in a layer's configuration these graphs do not support."""
     config = layer.config
     for name in ("cache_mla_latents", "apply_rope_fusion", "rotary_interleaved", "fp8", "fp4"):
         if getattr(config, name, None):
@@ -121,7 +121,7 @@ class _Layer:
         )
 
     def why_not(self) -> str | None:
-        """What in its modules no graph contains, and nothing between graphs does."""
+        """Return what in its modules can run neither in a graph nor between graphs."""
         layer, config = self.module, self.module.config
         if not self.knows_norms:
             return "it does not know the norms of latents"
@@ -137,7 +137,7 @@ class _Layer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether one graph holds it all."""
+        """Return whether one graph holds it all."""
         downs = self.down.key is not None and (self.query_down is None or self.down.query is not None)
         recomputed = getattr(self.module, "recompute_up_proj", False)
         return downs and None not in self.up and not recomputed
@@ -160,7 +160,7 @@ class _Layer:
         return _split(found, hidden)  # type: ignore[no-any-return]
 
     def whole_rotary_key(self, rotary_key: Tensor) -> Tensor:
-        """That of the whole sequence, ``[s, b, rotary]``."""
+        """Return the rotary key of the whole sequence, ``[s, b, rotary]``."""
         return self.gathered(rotary_key) if self.module.config.sequence_parallel else rotary_key
 
     def gathered(self, states: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class _Layer:
 
 
 def _by_head(regions: Regions, megatron: Megatron, module: Any, hidden: Tensor) -> Any:
-    """What ``get_query_key_value_tensors`` returns; ``None`` where no graph serves the layer."""
+    """Compute what ``get_query_key_value_tensors`` returns; ``None`` where no graph serves the layer."""
     if not regions.usable(hidden):
         return None
     layer = _Layer(module, megatron)
@@ -216,7 +216,7 @@ def _by_head(regions: Regions, megatron: Megatron, module: Any, hidden: Tensor) 
 def _absorbed(
     regions: Regions, megatron: Megatron, module: Any, hidden: Tensor, up_key: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """See ``CompiledSteps.prolog``."""
+    """Run the prolog in absorbed form, as ``CompiledSteps.prolog`` says."""
     if not regions.usable(hidden):
         return None
     layer, config = _Layer(module, megatron), module.config
@@ -259,7 +259,7 @@ def _absorbed(
 
 
 def _epilog(regions: Regions, attended: Tensor, up_value: Tensor) -> Tensor:
-    """See ``CompiledSteps.epilog``."""
+    """Run the epilog, as ``CompiledSteps.epilog`` says."""
     if not regions.usable(attended):
         return torch.einsum("bshc,hdc->sbhd", attended, up_value).flatten(2)
     region = regions.of(EPILOG, latent_math.up_projected)

@@ -164,7 +164,7 @@ def _call(
 
 
 def _is_same(logits: Tensor, computed: Tensor | None) -> bool:
-    """Whether these are the computed logits, or a view of all of them."""
+    """Return whether these are the computed logits, or a view of all of them."""
     return (
         computed is not None
         and logits.shape == computed.shape

@@ -20,7 +20,7 @@ EXPERT = "shared expert"
 
 
 class Activation(NamedTuple):
-    """What an ``MLP`` does between its products."""
+    """Activation of an ``MLP``: everything between its products."""
 
     function: Callable[[Tensor], Tensor]
     gated: bool
@@ -92,7 +92,7 @@ def _why_not(module: Any, context: Context[Options]) -> str | None:
 
 
 def _is_known(mlp: Any) -> bool:
-    """Whether ``MLP.forward`` is Megatron's own, or a feature's that changes kernels or memory alone."""
+    """Return whether ``MLP.forward`` is Megatron's, or a feature's that changes kernels or memory only."""
     return _is_own(mlp.MLP.forward.__code__.co_filename, mlp.__file__)
 
 
