@@ -266,10 +266,10 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
-        given = [gradient for gradient in gradients if gradient is not None]
+        arrived = [gradient for gradient in gradients if gradient is not None]
         # Other ranks wait for this one's part of the sum, whether or not anything read the rows here.
-        total = given[-1] if given else ctx.nothing.new_zeros(()).expand(ctx.whole_shape)
-        for gradient in given[:-1]:
+        total = arrived[-1] if arrived else ctx.nothing.new_zeros(()).expand(ctx.whole_shape)
+        for gradient in arrived[:-1]:
             total = total + gradient
         ctx.transfer.start_sum(total)
         return ctx.nothing, None

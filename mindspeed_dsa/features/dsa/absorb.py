@@ -43,8 +43,9 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
         **kwargs: Any,
     ) -> Any:
         options, exchange = context.options, None
-        given = (inference_context, *args, *kwargs.values())
-        plain = self.config.experimental_attention_variant != "dsa" or any(one is not None for one in given)
+        others = (inference_context, *args, *kwargs.values())
+        is_dsa = self.config.experimental_attention_variant == "dsa"
+        plain = not is_dsa or any(other is not None for other in others)
         projections = Projections(self, context.megatron)
         if not plain:
             projections = projections.on(packed_seq_params, hidden_states)
@@ -110,8 +111,8 @@ def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) ->
     attention = projections.layer
     up_key, up_value = up_projections(attention)
     steps = steps_of(attention) if projections.documents is None else None
-    if steps is not None and (found := steps.prolog(attention, hidden_states, up_key)) is not None:
-        query, key, latent_query, latent = found
+    if steps is not None and (derived := steps.prolog(attention, hidden_states, up_key)) is not None:
+        query, key, latent_query, latent = derived
         return query, key, up_value, latent_query, latent
     latent_query = projections.latent_query(hidden_states)
     latent, rotary_key = projections.latent_key(hidden_states)

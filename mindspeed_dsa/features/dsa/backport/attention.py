@@ -63,6 +63,24 @@ class DSAttentionSubmodules:
     indexer: Any = None
 
 
+@dataclass(frozen=True)
+class ProcessGroups:
+    """Process groups that DSA uses, with the names of Megatron's ``ProcessGroupCollection``."""
+
+    tp: ProcessGroup
+    cp: ProcessGroup
+
+    @classmethod
+    def of(cls, megatron: Megatron, passed: Any = None) -> ProcessGroups:
+        """Return the groups passed to a module (0.13 and later), else Megatron's global ones."""
+        state = megatron("core.parallel_state")
+        tp, cp = getattr(passed, "tp", None), getattr(passed, "cp", None)
+        return cls(
+            tp=state.get_tensor_model_parallel_group() if tp is None else tp,
+            cp=state.get_context_parallel_group() if cp is None else cp,
+        )
+
+
 class Indexer(torch.nn.Module):
     """Lightning Indexer: projections whose products score the keys for each query.
 
@@ -96,7 +114,7 @@ class Indexer(torch.nn.Module):
         self.index_head_dim = config.dsa_indexer_head_dim
         self.index_topk = config.dsa_indexer_topk
         self.softmax_scale = self.index_head_dim**-0.5
-        self.pg_collection = Groups.of(self.megatron, pg_collection)
+        self.pg_collection = ProcessGroups.of(self.megatron, pg_collection)
         self.rotary_pos_emb = _rotary_embedding(self.megatron, config, self.pg_collection.cp)
 
         build_module = self.megatron("core.transformer.spec_utils").build_module
@@ -351,21 +369,3 @@ def _rotary_embedding(megatron: Megatron, config: Any, cp_group: ProcessGroup) -
         mscale_all_dim=config.mscale_all_dim,
         **group,
     )
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Process groups that DSA uses, with the names of Megatron's ``ProcessGroupCollection``."""
-
-    tp: ProcessGroup
-    cp: ProcessGroup
-
-    @classmethod
-    def of(cls, megatron: Megatron, given: Any = None) -> Groups:
-        """Return the groups passed to a module (0.13 and later), else Megatron's global ones."""
-        state = megatron("core.parallel_state")
-        tp, cp = getattr(given, "tp", None), getattr(given, "cp", None)
-        return cls(
-            tp=state.get_tensor_model_parallel_group() if tp is None else tp,
-            cp=state.get_context_parallel_group() if cp is None else cp,
-        )

@@ -76,7 +76,7 @@ def derive_for_dsa(original: Callable[..., Any], context: Context[Options]) -> C
                 *args,
                 **kwargs,
             )
-        if any(given is not None for given in (inference_context, *args, *kwargs.values())):
+        if any(other is not None for other in (inference_context, *args, *kwargs.values())):
             raise ValueError(
                 "dsa-backport: DSA trains and evaluates whole sequences on this Megatron; got an inference "
                 "context. Generate with Megatron-core 0.16 or later"
@@ -110,8 +110,8 @@ def _derive(
     def latent_query_of_own_rows() -> Tensor:
         if config.q_lora_rank is None:
             return hidden_states
-        (found,) = projections.down(attention.linear_q_down_proj, hidden_states, [config.q_lora_rank])
-        return projections.own_part(found, hidden_states)
+        (latent_query,) = projections.down(attention.linear_q_down_proj, hidden_states, [config.q_lora_rank])
+        return projections.own_part(latent_query, hidden_states)
 
     sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
     latent, rotary_key = projections.down(attention.linear_kv_down_proj, hidden_states, sizes)
@@ -148,8 +148,8 @@ def _derive(
 
         def absorbed(latent_query: Tensor, latent: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
             latent = attention.kv_layernorm(latent)
-            found = projections.absorbed_query_and_key(rotate, normed(latent_query), latent, *parts)
-            return query_and_key(*found)
+            absorbed_parts = projections.absorbed_query_and_key(rotate, normed(latent_query), latent, *parts)
+            return query_and_key(*absorbed_parts)
 
         query, key = projections.recomputed_if_asked(absorbed, latent_query, latent, rotary_key, up_key)
         return query, key, up_value

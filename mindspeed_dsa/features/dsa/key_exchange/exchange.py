@@ -163,14 +163,14 @@ def key_exchange(
     groups = attention.indexer.pg_collection
     if groups.cp.size() == 1:
         return None
-    found: KeyExchange | None = vars(attention).get(ATTRIBUTE)
-    if found is None:
+    exchange: KeyExchange | None = vars(attention).get(ATTRIBUTE)
+    if exchange is None:
         everyone = None
         if attention.config.sequence_parallel and groups.tp.size() > 1:
             everyone = getattr(groups, "tp_cp", None)
             if everyone is None:
                 everyone = megatron("core.parallel_state").get_tensor_and_context_parallel_group()
-        found = KeyExchange(groups.cp, options.cp_block_rows, groups.tp, everyone, options.keep_gathered)
-        vars(attention)[ATTRIBUTE] = found
-    found.share(None if documents is None else documents.layout)
-    return found
+        exchange = KeyExchange(groups.cp, options.cp_block_rows, groups.tp, everyone, options.keep_gathered)
+        vars(attention)[ATTRIBUTE] = exchange
+    exchange.share(None if documents is None else documents.layout)
+    return exchange
