@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.memory.child import serve, timed
 from benchmarks.model import latent_layers
 from mindspeed_dsa import platforms
-from mindspeed_dsa.features.diagnostics.host_profile.account import is_launch
+from mindspeed_dsa.features.diagnostics.steps.host_profile import is_launch
 
 EAGER_OPERATORS = "SMALL_OPERATORS_EAGER"
 """Environment variable: Inductor's wrapper calls eager operators, as a device without Triton needs it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mindspeed_dsa.feature import Context, Megatron
+from mindspeed_dsa.patches.compose import depends_on
 
 # -- norms, with sequence parallelism, and fused into linear layers ----------------------------
 
@@ -255,3 +257,28 @@ def layer_norm_column_parallel_linear(megatron: Megatron) -> type:
 def transformer_engine_is_usable(context: Context[Any]) -> bool:
     """Return whether Megatron has found a Transformer Engine that it can use."""
     return bool(context.megatron("core.extensions.transformer_engine").HAVE_TE)
+
+
+# -- the router ----------------------------------------------------------------------------------
+
+
+@depends_on(attrgetter("megatron"))
+def gate_without_transformer_engine(
+    original: Callable[..., Any], context: Context[Any]
+) -> Callable[..., Any]:
+    """Decorate ``router_gating_linear``: a differentiable matmul where there is no kernel.
+
+    Several features claim this row; the engine applies it once.
+    """
+
+    def router_gating_linear(inp: Tensor, weight: Tensor, *rest: Any, **named: Any) -> Any:
+        if context.megatron("core.extensions.transformer_engine").HAVE_TE:
+            return original(inp, weight, *rest, **named)
+        # From 0.15 on the signature has a bias before the dtype.
+        *biases, router_dtype = *rest, *named.values()
+        bias = biases[0] if biases else None
+        # [tokens, hidden] x [experts, hidden]^T -> [tokens, experts]; gradients return in the inputs' dtypes.
+        bias = None if bias is None else bias.to(router_dtype)
+        return F.linear(inp.to(router_dtype), weight.to(router_dtype), bias)
+
+    return router_gating_linear

@@ -17,7 +17,7 @@ NORMS = Patch(
 ROUTER = Patch(
     "megatron.core.transformer.moe.moe_utils:router_gating_linear",
     "wrap",
-    "mindspeed_dsa.megatron.router:gate_without_transformer_engine",
+    "mindspeed_dsa.megatron.local_modules:gate_without_transformer_engine",
     "the router uses a name that is undefined without Transformer Engine",
     params=("inp", "weight", "router_dtype"),
     versions=">=0.13,<0.17",

@@ -9,9 +9,8 @@ from typing import Any
 
 from mindspeed_dsa import features, log, platforms, settings
 from mindspeed_dsa.feature import Feature
-from mindspeed_dsa.megatron import forks
 from mindspeed_dsa.patches import SettingsError
-from mindspeed_dsa.session import checks, start_report
+from mindspeed_dsa.session import checks, forks, start_report
 from mindspeed_dsa.session.session import Session, add_arguments, ask, listed, put
 from mindspeed_dsa.settings import Settings
 

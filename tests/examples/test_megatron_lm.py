@@ -67,8 +67,8 @@ def test_patches_are_there_before_the_scripts_first_line(checkout, tmp_path):
     # The fork's own core is too small for the platform, so the feature is declared alone.
     (checkout / "sitecustomize.py").write_text(
         "from mindspeed_dsa import features\n"
-        "from mindspeed_dsa.features.diagnostics.step_metrics.feature import FEATURE\n"
-        "features.built_in = lambda: (FEATURE,)\n"
+        "from mindspeed_dsa.features.diagnostics.steps.feature import STEP_METRICS\n"
+        "features.built_in = lambda: (STEP_METRICS,)\n"
     )
     metrics = tmp_path / "metrics.jsonl"
     argv = ["--step-metrics-file", metrics, "--megatron-root", "corp_megatron"]

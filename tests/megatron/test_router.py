@@ -10,7 +10,7 @@ import torch
 import mindspeed_dsa
 from mindspeed_dsa import features, log
 from mindspeed_dsa.feature import Context, Megatron
-from mindspeed_dsa.megatron.router import gate_without_transformer_engine
+from mindspeed_dsa.megatron.local_modules import gate_without_transformer_engine
 
 CONTEXT = Context("any", None, Megatron(), log.get("any"))
 MOE_UTILS = "megatron.core.transformer.moe.moe_utils"

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_dsa.features.diagnostics.step_metrics import records
+from mindspeed_dsa.features.diagnostics.steps import metrics
 from mindspeed_dsa.features.memory.recompute_outputs.checkpoint import CheckpointWithoutOutput
 from tests.npu.refusals import blocked_storages, hccl, in_blocks, require_idle
 
@@ -28,7 +28,7 @@ def test_reductions_of_fp64(alone, monkeypatch):
             dist.all_reduce(torch.zeros(1, dtype=torch.float64))
         dist.all_reduce(torch.zeros(1))
         monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-        assert records._largest_over_ranks(2**53 + 1) == 2**53 + 1
+        assert metrics._largest_over_ranks(2**53 + 1) == 2**53 + 1
 
 
 def test_an_operator_beside_a_collective_in_flight(alone):

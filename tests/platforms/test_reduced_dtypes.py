@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_dsa
-from mindspeed_dsa.features.diagnostics.step_metrics import records
+from mindspeed_dsa.features.diagnostics.steps import metrics
 from mindspeed_dsa.features.moe.balanced_experts import planning
 
 FOLDER = Path(mindspeed_dsa.__file__).parent
@@ -44,7 +44,7 @@ def as_hccl(other_ranks):
 def test_the_largest_peak_of_memory_is_exact(mine):
     theirs = 2**53 + 1  # which no float64 holds
     with as_hccl(theirs):
-        assert records._largest_over_ranks(mine) == max(mine, theirs)
+        assert metrics._largest_over_ranks(mine) == max(mine, theirs)
 
 
 def test_the_slowest_rank():

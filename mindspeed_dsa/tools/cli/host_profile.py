@@ -15,7 +15,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa.features import built_in
-from mindspeed_dsa.features.diagnostics.host_profile.feature import STEP
+from mindspeed_dsa.features.diagnostics.steps.feature import STEP
 from mindspeed_dsa.patches.versions import MEGATRON_DISTRIBUTION
 from mindspeed_dsa.session.start_report import aligned
 from mindspeed_dsa.tools.compare.job import last_lines, stop

@@ -6,8 +6,7 @@ import pytest
 
 import mindspeed_dsa
 from mindspeed_dsa import features
-from mindspeed_dsa.features.diagnostics.initial_weights import feature as initial_weights
-from mindspeed_dsa.features.diagnostics.step_metrics import feature as step_metrics
+from mindspeed_dsa.features.diagnostics.steps.feature import INITIAL_WEIGHTS, STEP_METRICS
 from tests.support import training_loop as loop
 
 
@@ -18,7 +17,7 @@ def megatron(tmp_path, monkeypatch, request):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("MINDSPEED_DSA_MEGATRON_ROOT", root)
     # The fork is too small for the platform's own redirections and for DSA.
-    monkeypatch.setattr(features, "built_in", lambda: (step_metrics.FEATURE, initial_weights.FEATURE))
+    monkeypatch.setattr(features, "built_in", lambda: (STEP_METRICS, INITIAL_WEIGHTS))
     yield root
     mindspeed_dsa.disable()
     for name in [name for name in sys.modules if name.partition(".")[0] == root]:

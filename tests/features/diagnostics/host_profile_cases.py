@@ -26,14 +26,14 @@ def train(file: str | None) -> dict[str, Any]:
 
 def library(switches: dict[str, Any]) -> dict[str, Any]:
     """What this library's own lines cost in steps of the tiny model, when everything is built."""
-    from mindspeed_dsa.features.diagnostics.host_profile import recorder
+    from mindspeed_dsa.features.diagnostics.steps import host_profile
     from tests.features.compilation.regions.cases import operator_by_operator
 
     job.start(switches)
     # All functions: which are the most costly depends on who else runs on the machine.
-    with operator_by_operator(), mock.patch.object(recorder, "_SHOWN", None):
+    with operator_by_operator(), mock.patch.object(host_profile, "_SHOWN", None):
         model = job.gpt_model(job.config()).train()
-        return _profiled(lambda: job.per_token_loss(model, job.samples(2)), recorder.own_share)
+        return _profiled(lambda: job.per_token_loss(model, job.samples(2)), host_profile.own_share)
 
 
 def library_off() -> dict[str, Any]:
@@ -46,7 +46,7 @@ def library_off() -> dict[str, Any]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from mindspeed_dsa.features.diagnostics.host_profile.recorder import own_share
+    from mindspeed_dsa.features.diagnostics.steps.host_profile import own_share
 
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1234)

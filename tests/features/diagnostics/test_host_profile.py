@@ -11,8 +11,8 @@ import pytest
 
 from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.features import all_features
-from mindspeed_dsa.features.diagnostics.host_profile import account
-from mindspeed_dsa.features.diagnostics.host_profile.feature import check_profile
+from mindspeed_dsa.features.diagnostics.steps import host_profile as recorder
+from mindspeed_dsa.features.diagnostics.steps.feature import check_profile
 from mindspeed_dsa.tools.cli import host_profile
 from tests.support import third_party
 
@@ -65,7 +65,7 @@ def test_launches_are_operators_that_do_the_work():
     with torch.autograd.profiler.profile() as profile:
         torch.relu(linear(states)).view(-1).sum()
         torch.einsum("ab,cb->ac", states, states).to(torch.bfloat16)
-    names = [event.name for event in profile.function_events if account.is_launch(event)]
+    names = [event.name for event in profile.function_events if recorder.is_launch(event)]
     # Not linear and einsum, which call these; not the views and copies inside of them.
     assert names == ["aten::addmm", "aten::relu", "aten::sum", "aten::bmm", "aten::_to_copy"]
 
@@ -74,7 +74,7 @@ class TransformerLayer(torch.nn.Linear):
     """A layer by its name."""
 
     def forward(self, states):
-        with torch.autograd.profiler.record_function(f"{account.PREFIX}TransformerLayer"):
+        with torch.autograd.profiler.record_function(f"{recorder.PREFIX}TransformerLayer"):
             return torch.relu(super().forward(states))
 
 
@@ -82,7 +82,7 @@ def test_a_recomputed_layer_has_passed_once():
     layer, states = TransformerLayer(3, 3), torch.ones(2, 3, requires_grad=True)
     with torch.autograd.profiler.profile() as profile:
         torch.utils.checkpoint.checkpoint(layer, states, use_reentrant=True).sum().backward()
-    found = account.of_events(profile.function_events)
+    found = recorder.of_events(profile.function_events)
     assert found["layers"] == 1
     assert found["classes"]["TransformerLayer"]["calls"] == 2
 
@@ -107,10 +107,10 @@ def test_nodes_have_numbers_of_their_own_in_every_thread():
         return made
 
     for thread, module in ((1, "Plain"), (2, "Recomputed")):
-        event("aten::mul", thread, number=7, parent=event(f"{account.PREFIX}{module}", thread))
+        event("aten::mul", thread, number=7, parent=event(f"{recorder.PREFIX}{module}", thread))
     for thread in (1, 2):
         event("autograd::engine::evaluate_function: MulBackward0", 2, number=7, forward_thread=thread)
-    classes = account.of_events(events)["classes"]
+    classes = recorder.of_events(events)["classes"]
     assert [classes[name]["backward_us"] for name in ("Plain", "Recomputed")] == [1, 1]
 
 
@@ -163,5 +163,5 @@ def test_remedies_are_flags_of_the_features_that_they_name(feature, flag):
 )
 def test_steps_that_do_not_come(step, iterations, message):
     args = argparse.Namespace(host_profile="f.json", host_profile_step=step, train_iters=iterations)
-    found = check_profile(args, None)
+    found = list(check_profile(args, None))
     assert (message in found[0]) if message else not found

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mindspeed_dsa
-from mindspeed_dsa.features.diagnostics.initial_weights.digests import digest
+from mindspeed_dsa.features.diagnostics.steps.weights import digest
 from mindspeed_dsa.tools.compare import result
 
 

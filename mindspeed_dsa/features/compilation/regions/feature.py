@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag, Requires
+from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for.
+    """Options of ``--compile-regions``.
 
     Attributes:
         bypass: operators that the compiler neither decomposes nor fuses, as they were written.
@@ -23,7 +24,7 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """From resolved settings, or from arguments.
+        """Read them from resolved settings, or from arguments.
 
         Raises:
             SettingsError: a list without anything to compile.
@@ -38,21 +39,17 @@ class Options:
 
 
 def regions_wanted(settings: Any) -> bool:
-    """On with the switch, or with its list, which is then refused without it."""
+    """Return whether the switch is on, or its list given, which is then refused without it."""
     return bool(getattr(settings, "compile_regions", False) or getattr(settings, "compile_bypass", None))
 
 
-def check_regions(args: Any, options: Any) -> Sequence[str]:
-    """Megatron's own ways of taking a layer as a whole."""
-    found = []
-    if getattr(args, "cuda_graph_impl", "none") not in (None, "none") or getattr(
-        args, "enable_cuda_graph", False
-    ):
-        found.append(
+def check_regions(args: Any, options: Any) -> Iterator[str]:
+    """Yield what in a job's arguments takes layers as a whole in another way."""
+    if argument(args, "cuda_graph_impl") not in (None, "none") or argument(args, "enable_cuda_graph"):
+        yield (
             "--compile-regions compiles at the first steps, which a CUDA graph cannot record; omit "
             "--cuda-graph-impl, or --compile-regions"
         )
-    return found
 
 
 _IMPL = "mindspeed_dsa.features.compilation.regions"
@@ -95,7 +92,7 @@ FEATURE = Feature(
             f"{_MLA}.get_query_key_value_tensors",
             "wrap",
             f"{_IMPL}.prolog:compile_prolog",
-            "some forty operators lie between the hidden states and query, key and value",
+            "compiles the forty operators between the hidden states and query, key and value as one graph",
             params=("hidden_states", "packed_seq_params", "inference_context"),
             versions=_RELEASES,
             priority=_INNERMOST,
@@ -104,7 +101,7 @@ FEATURE = Feature(
             f"{_ROUTER}.forward",
             "wrap",
             f"{_IMPL}.router:follow_router",
-            "what is compiled at its first step is handed out at the later ones",
+            "marks one forward of the router, whose later steps use what the gating graph has computed",
             params=("input",),
             versions=_RELEASES,
             priority=_INNERMOST,
@@ -113,7 +110,7 @@ FEATURE = Feature(
             f"{_ROUTER}.gating",
             "wrap",
             f"{_IMPL}.router:compile_gating",
-            "the first of the router's steps, of which scores, selection and map follow",
+            "compiles gating, top-k selection and the aux-loss scores as one graph, starting here",
             params=("input",),
             versions=_RELEASES,
             priority=_INNERMOST,
@@ -122,7 +119,7 @@ FEATURE = Feature(
             f"{_ROUTING}:topk_routing_with_score_function",
             "wrap",
             f"{_IMPL}.router:hand_out_selection",
-            "it is computed with the logits",
+            "returns the routing that the compiled gating graph has computed",
             params=("logits", "topk"),
             versions=_RELEASES,
             priority=_INNERMOST,
@@ -131,7 +128,7 @@ FEATURE = Feature(
             f"{_ROUTING}:compute_routing_scores_for_aux_loss",
             "wrap",
             f"{_IMPL}.router:hand_out_scores",
-            "they are computed with the logits",
+            "returns the aux-loss scores that the compiled gating graph has computed",
             params=("logits", "topk", "score_function"),
             versions=_RELEASES,
             priority=_INNERMOST,
@@ -140,7 +137,7 @@ FEATURE = Feature(
             "megatron.core.transformer.moe.shared_experts:SharedExpertMLP.forward",
             "wrap",
             f"{_IMPL}.shared_expert:compile_shared_expert",
-            "its activation function is a chain of operators between two products",
+            "compiles the shared expert's products and the chain of operators between them as one graph",
             params=("hidden_states",),
             versions=_RELEASES,
             priority=_INNERMOST,

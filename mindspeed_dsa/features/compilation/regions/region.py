@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shutil
 import time
 from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -11,7 +16,7 @@ from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.compilation.regions import bypass, toolchain
+from mindspeed_dsa.features.compilation.regions import bypass
 from mindspeed_dsa.features.compilation.regions.feature import Options
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.patches import versions
@@ -21,7 +26,7 @@ _NOT_COMPILED = "torch.compile with fullgraph=True found no compiled frames"
 
 
 class Region:
-    """One function. All layers of a session share its compiled code: weights are arguments.
+    """Function that is compiled once for all layers of a session: weights are arguments.
 
     Attributes:
         name: as messages call it.
@@ -49,7 +54,7 @@ class Region:
         self._compiled = torch.compile(function, fullgraph=True, backend=self._backend)
 
     def __call__(self, *args: Any) -> Any:
-        """The function's result, compiled where possible.
+        """Return the function's result, compiled where possible.
 
         A mode that watches operators, such as a counter of operations, sees nothing of compiled code, and
         torch does not compile under one: the function runs as it is for the duration.
@@ -84,7 +89,7 @@ class Region:
         )
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        """Inductor, with backward compiled at once: a failure shows in forward, where it is caught."""
+        """Compile with Inductor, backward at once: a failure shows in forward, where it is caught."""
         from torch._functorch import config
         from torch._inductor.compile_fx import compile_fx
 
@@ -97,7 +102,7 @@ class Region:
                 graph,
                 inputs,
                 # Round to bf16 where the operators do that are fused.
-                config_patches={"emulate_precision_casts": True, **toolchain.settings(device)},
+                config_patches={"emulate_precision_casts": True, **inductor_settings(device)},
                 **bypass.arguments(self._bypassed),
             )
         self.compilations += 1
@@ -112,7 +117,7 @@ class Region:
 
 
 class Regions:
-    """The regions of one session, each compiled at its first call."""
+    """Regions of one session, each compiled at its first call."""
 
     def __init__(self, context: Context[Options]) -> None:
         self._options, self._log = context.options, context.log
@@ -120,22 +125,22 @@ class Regions:
         self._usable: dict[str, bool] = {}
 
     def of(self, name: str, function: Callable[..., Any], rows: int = 1) -> Region:
-        """The region of that name; so many of its function's first arguments come from :func:`rows_of`."""
-        found = self._regions.get(name)
-        if found is None:
+        """Return the region of that name; the first ``rows`` arguments come from :func:`rows_of`."""
+        region = self._regions.get(name)
+        if region is None:
             operators = bypass.resolve(self._options.bypass)
-            found = self._regions[name] = Region(name, function, rows, operators, self._log)
-        return found
+            region = self._regions[name] = Region(name, function, rows, operators, self._log)
+        return region
 
     def all(self) -> tuple[Region, ...]:
-        """Those that have been called."""
+        """Return the regions that have been called."""
         return tuple(self._regions.values())
 
     def usable(self, states: Tensor) -> bool:
-        """Whether code can be compiled for these states' device; says once what is missing."""
+        """Return whether code can be compiled for these states' device; say once what is missing."""
         device = states.device.type
         if device not in self._usable:
-            problem = toolchain.missing(device)
+            problem = missing_toolchain(device)
             self._usable[device] = problem is None
             if problem is not None:
                 self._log.warning("%s; nothing is compiled meanwhile", problem)
@@ -152,7 +157,7 @@ def regions_of(context: Context[Options]) -> Regions:
 
 
 def rows_of(states: Tensor) -> Tensor:
-    """``[s, b, ...]`` as ``[s * b, ...]``.
+    """Return ``[s, b, ...]`` as ``[s * b, ...]``.
 
     Without gradients the rows need none, so that one compiled form serves all layers of a recomputed block.
     """
@@ -167,3 +172,53 @@ def open_rows(rows: Tensor) -> Tensor:
     if rows.size(0) > 1:
         torch._dynamo.mark_dynamic(rows, 0)
     return rows
+
+
+# -- what torch.compile needs beside torch ---------------------------------------------------------
+
+
+def missing_toolchain(device_type: str) -> str | None:
+    """Return what is missing for code for a device, and what to install; ``None`` if it is all there."""
+    if device_type == "cpu":
+        named = os.environ.get("CXX", "g++")
+        if shutil.which(named) is None:
+            return f"there is no C++ compiler ({named}); install g++, or name one in CXX"
+        return None
+    if device_type == "npu":
+        if find_spec("torch_npu") is None or find_spec("torch_npu._inductor") is None:
+            return (
+                "this torch_npu has no code generator for torch.compile; install one that has, and "
+                "triton-ascend"
+            )
+        return None
+    if find_spec("triton") is None:
+        return "there is no Triton; pip install triton"
+    named = os.environ.get("CC", "gcc")
+    if shutil.which(named) is None:
+        return (
+            f"there is no C compiler ({named}), which Triton builds its launchers with; install gcc, or name "
+            "one in CC"
+        )
+    return None
+
+
+@cache
+def inductor_settings(device_type: str) -> dict[str, Any]:
+    """Return settings of Inductor's that spare it finding out what is known here.
+
+    For x86 it builds and loads a program for every set of vector instructions that the processor has, longer
+    than it compiles a region, and takes the first that works. Here that one alone is tried.
+    """
+    if device_type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
+        return {}
+    from torch._inductor import config, cpu_vec_isa
+
+    flags = cpu_vec_isa.x86_isa_checker()
+    known = [
+        each
+        for each in cpu_vec_isa.supported_vec_isa_list
+        if all(flag in flags for flag in str(each).split())
+    ]
+    if config.cpp.vec_isa_ok is not None or not known or not known[0]:
+        return {}
+    return {"cpp.vec_isa_ok": True}

@@ -63,12 +63,12 @@ def operator_by_operator(differentiated: bool = False) -> Iterator[None]:
     from torch._dynamo.backends.debugging import aot_eager
     from torch._inductor import compile_fx
 
-    from mindspeed_dsa.features.compilation.regions import toolchain
+    from mindspeed_dsa.features.compilation.regions import region
 
     run = aot_eager if differentiated else _as_it_is
     with (
         mock.patch.object(compile_fx, "compile_fx", lambda graph, inputs, **options: run(graph, inputs)),
-        mock.patch.object(toolchain, "settings", return_value={}),
+        mock.patch.object(region, "inductor_settings", return_value={}),
     ):
         yield
 
@@ -119,7 +119,7 @@ def train_and_fail(switches: Mapping[str, Any], what: str) -> dict[str, Any]:
     """As :func:`train`, with a compiler that is not there, or one that fails."""
     from torch._inductor import compile_fx
 
-    from mindspeed_dsa.features.compilation.regions import toolchain
+    from mindspeed_dsa.features.compilation.regions import region
 
     def refuse(graph: Any, inputs: Any, **options: Any) -> Any:
         raise NotImplementedError("no code for this graph\nand more about it")
@@ -129,7 +129,7 @@ def train_and_fail(switches: Mapping[str, Any], what: str) -> dict[str, Any]:
         "mindspeed_dsa.log.Log.warning", lambda self, text, *args, **named: messages.append(text % args)
     ):
         if what == "toolchain":
-            with mock.patch.object(toolchain.shutil, "which", return_value=None):
+            with mock.patch.object(region.shutil, "which", return_value=None):
                 found = train(switches, code=True)
         else:
             with mock.patch.object(compile_fx, "compile_fx", refuse):
@@ -141,7 +141,7 @@ def tried(works: bool) -> tuple[dict[str, Any], list[str]]:
     """Settings of Inductor's on a processor with two sets of vector instructions, and which were tried."""
     from torch._inductor import cpu_vec_isa
 
-    from mindspeed_dsa.features.compilation.regions import toolchain
+    from mindspeed_dsa.features.compilation.regions import region
 
     asked: list[str] = []
 
@@ -154,9 +154,9 @@ def tried(works: bool) -> tuple[dict[str, Any], list[str]]:
     with (
         mock.patch.object(cpu_vec_isa, "supported_vec_isa_list", [Instructions(each) for each in names]),
         mock.patch.object(cpu_vec_isa, "x86_isa_checker", return_value=["avx2", "avx512", "avx512_vnni"]),
-        mock.patch.object(toolchain.platform, "machine", return_value="x86_64"),
+        mock.patch.object(region.platform, "machine", return_value="x86_64"),
     ):
-        return toolchain.settings.__wrapped__("cpu"), asked
+        return region.inductor_settings.__wrapped__("cpu"), asked
 
 
 def bypassed(name: str) -> tuple[list[str], bool]:

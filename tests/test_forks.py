@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from mindspeed_dsa.megatron import forks
+from mindspeed_dsa.session import forks
 
 
 def test_the_import_that_ends_the_watch_is_seen_by_all_other_finders(monkeypatch):

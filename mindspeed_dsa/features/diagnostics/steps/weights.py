@@ -13,14 +13,16 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.diagnostics.initial_weights.feature import Options
+from mindspeed_dsa.features.diagnostics.steps.feature import WeightsOptions
 
 _written: set[Path] = set()
 """Files that this process has written. Not per session: enabling another feature during training starts a
 new session, but the weights are then no longer those of the first step."""
 
 
-def write_before_first_step(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+def write_before_first_step(
+    original: Callable[..., Any], context: Context[WeightsOptions]
+) -> Callable[..., Any]:
     """Decorate ``get_forward_backward_func``: the schedule it returns first writes the digests, once."""
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
@@ -59,14 +61,14 @@ def write(file: Path, model: torch.nn.Module | Sequence[torch.nn.Module]) -> Non
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the names of model wrappers, which features may change."""
+    """Return a parameter's name without the names of model wrappers, which features may change."""
     while name.startswith("module."):
         name = name[len("module.") :]
     return name
 
 
 def digest(parameter: torch.Tensor) -> dict[str, Any]:
-    """SHA-256 over the bytes of this rank's part of a parameter, with its dtype and shape."""
+    """Return the SHA-256 over the bytes of this rank's part of a parameter, with its dtype and shape."""
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     values = local.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
     sha256 = hashlib.sha256(values).hexdigest()

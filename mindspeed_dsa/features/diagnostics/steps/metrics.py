@@ -1,4 +1,4 @@
-"""One record per step of ``megatron.training.training.train``.
+"""Records of steps of ``megatron.training.training.train``.
 
 A step lasts from the start of ``train_step`` until its loss is a number on the host; evaluation, checkpoints
 and Megatron's own logging are excluded.
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.diagnostics.step_metrics.feature import Options
+from mindspeed_dsa.features.diagnostics.steps.feature import MetricsOptions
 from mindspeed_dsa.megatron import indexer_loss
 from mindspeed_dsa.runs import metrics
 
@@ -24,12 +24,12 @@ from mindspeed_dsa.runs import metrics
 class _Step:
     """State of the current step."""
 
-    def __init__(self, context: Context[Options]) -> None:
+    def __init__(self, context: Context[MetricsOptions]) -> None:
         self.begin = 0.0
         self.samples_before = 0
 
 
-def time_step(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+def time_step(original: Callable[..., Any], context: Context[MetricsOptions]) -> Callable[..., Any]:
     """Decorate ``train_step``: record clock and consumed samples."""
     step = context.state(_Step)
 
@@ -43,7 +43,7 @@ def time_step(original: Callable[..., Any], context: Context[Options]) -> Callab
     return train_step
 
 
-def record_step(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+def record_step(original: Callable[..., Any], context: Context[MetricsOptions]) -> Callable[..., Any]:
     """Decorate ``training_log``: write the step's record once Megatron has logged it."""
     step = context.state(_Step)
 
@@ -51,8 +51,8 @@ def record_step(original: Callable[..., Any], context: Context[Options]) -> Call
         # Parameters moved between releases; names did not. The composed function carries the original's
         # signature, whatever else wraps it.
         signature = inspect.signature(context.megatron("training.training").training_log)
-        given = signature.bind(*args, **kwargs).arguments
-        lm_loss = _lm_loss(given["loss_dict"])
+        arguments = signature.bind(*args, **kwargs).arguments
+        lm_loss = _lm_loss(arguments["loss_dict"])
         platforms.current().synchronize()
         seconds = time.perf_counter() - step.begin
         result = original(*args, **kwargs)
@@ -61,11 +61,11 @@ def record_step(original: Callable[..., Any], context: Context[Options]) -> Call
         if _is_last_rank():
             job = _job_args(context)
             tokens = (job.consumed_train_samples - step.samples_before) * job.seq_length
-            grad_norm = given["grad_norm"]
+            grad_norm = arguments["grad_norm"]
             metrics.append(
                 context.options.file,
                 {
-                    "step": int(given["iteration"]),
+                    "step": int(arguments["iteration"]),
                     "lm_loss": lm_loss,
                     "indexer_loss": None if of_indexer is None else float(of_indexer),
                     "grad_norm": None if grad_norm is None else float(grad_norm),
@@ -80,7 +80,7 @@ def record_step(original: Callable[..., Any], context: Context[Options]) -> Call
 
 
 def _lm_loss(losses: Mapping[str, Any]) -> float | None:
-    """Language model loss in nats per token; known to the last pipeline stage only.
+    """Return the language model loss in nats per token; known to the last pipeline stage only.
 
     Args:
         losses: means over the global batch by name; a single loss may have any name.
@@ -100,9 +100,9 @@ def _largest_over_ranks(value: int) -> int:
 
 
 def _is_last_rank() -> bool:
-    """The last rank belongs to the last pipeline stage in every order of the parallel groups."""
+    """Return whether this is the last rank, which every order of groups has in the last pipeline stage."""
     return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
 
 
-def _job_args(context: Context[Options]) -> Any:
+def _job_args(context: Context[MetricsOptions]) -> Any:
     return context.megatron("training.global_vars").get_args()

@@ -1,0 +1,254 @@
+"""Observers of training steps: a host profile of one, digests of weights before the first, metrics of all.
+
+tests: tests/features/diagnostics
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from mindspeed_dsa.feature import Context, Feature, Flag
+from mindspeed_dsa.patches.errors import MindSpeedDSAError, SettingsError
+from mindspeed_dsa.patches.spec import Patch
+
+_HERE = "mindspeed_dsa.features.diagnostics.steps"
+_SCHEDULE = "megatron.core.pipeline_parallel.schedules:get_forward_backward_func"
+
+# -- host profile --------------------------------------------------------------------------------
+
+STEP = 4
+"""The step that is recorded by default: the first ones allocate memory and compile."""
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """Options of ``--host-profile``.
+
+    Attributes:
+        file: where the record goes.
+        step: which training step of the run is recorded, from 1.
+        features_on: names of the features that are on.
+    """
+
+    file: Path
+    step: int
+    features_on: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, settings: Any) -> ProfileOptions:
+        """Read them from resolved settings.
+
+        Raises:
+            SettingsError: a step without a file.
+        """
+        file, step = settings.host_profile, settings.host_profile_step
+        if file is None:
+            raise SettingsError(
+                f"--host-profile-step {step} records nothing without --host-profile; name a file with that, "
+                "or omit it"
+            )
+        features_on = tuple(getattr(settings, "features_on", ()) or ())
+        return cls(Path(file), STEP if step is None else step, features_on)
+
+
+def profile_wanted(settings: Any) -> bool:
+    """Return whether a file is named, or a step, which is refused without one."""
+    return settings.host_profile is not None or settings.host_profile_step is not None
+
+
+def check_profile(args: Any, options: Any) -> Iterator[str]:
+    """Yield a step that the run never reaches, and a file that cannot be one."""
+    step, last = ProfileOptions.of(args).step, getattr(args, "train_iters", None)
+    if step < 1:
+        yield f"--host-profile-step is {step}; steps of a run are counted from 1"
+    elif last is not None and step >= last:
+        yield (
+            f"--host-profile-step {step} and the step after it are never reached: --train-iters is {last}; "
+            "make more steps, or name an earlier one"
+        )
+    if Path(args.host_profile).is_dir():
+        yield f"--host-profile {args.host_profile} is a folder; name a file"
+
+
+HOST_PROFILE = Feature(
+    name="host-profile",
+    summary="Records host time, operators and synchronisations of one training step by class of module.",
+    flags=(
+        Flag(
+            "--host-profile",
+            "Write what the host does in one training step to FILE, from rank 0; "
+            "`python -m mindspeed_dsa host-profile -- COMMAND` sets it and prints the file.",
+            kind="value",
+            metavar="FILE",
+        ),
+        Flag(
+            "--host-profile-step",
+            "Record this step, counted from 1 in this run, and time the next one by function; default: 4.",
+            kind="value",
+            type=int,
+            metavar="N",
+        ),
+    ),
+    patches=(
+        Patch(
+            _SCHEDULE,
+            "wrap",
+            f"{_HERE}.host_profile:record_steps",
+            "a training step is one call of the schedule that this returns",
+        ),
+    ),
+    active=profile_wanted,
+    options=ProfileOptions.of,
+    check=check_profile,
+    doc="host-profile.md",
+)
+
+
+# -- initial weights -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WeightsOptions:
+    """Options of ``--initial-weights-dir``.
+
+    Attributes:
+        folder: gets one file of digests per rank.
+    """
+
+    folder: Path
+
+    @classmethod
+    def of(cls, settings: Any) -> WeightsOptions:
+        """Read them from resolved settings."""
+        return cls(folder=Path(settings.initial_weights_dir))
+
+
+INITIAL_WEIGHTS = Feature(
+    name="initial-weights",
+    summary="Writes a digest of every parameter, taken before the first step, to one JSON file per rank.",
+    flags=(
+        Flag(
+            "--initial-weights-dir",
+            "Write SHA-256 digests of all parameters, taken right before the first forward pass, to "
+            "DIR/weights-rank00000.json and so on.",
+            kind="value",
+            metavar="DIR",
+        ),
+    ),
+    patches=(
+        Patch(
+            _SCHEDULE,
+            "wrap",
+            f"{_HERE}.weights:write_before_first_step",
+            "every training loop gets its schedule here, and passes the model to it",
+        ),
+    ),
+    options=WeightsOptions.of,
+    doc="initial-weights.md",
+)
+
+
+# -- metrics of each step ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MetricsOptions:
+    """Options of ``--step-metrics-file``.
+
+    Attributes:
+        file: where records are appended.
+    """
+
+    file: Path
+
+    @classmethod
+    def of(cls, settings: Any) -> MetricsOptions:
+        """Read them from resolved settings."""
+        return cls(file=Path(settings.step_metrics_file))
+
+
+_NO_TRAINING_LOOP = (
+    "--step-metrics-file records Megatron-LM's own training loop (megatron.training), and this job does not "
+    "use it; write the records in the job's own loop, or omit the flag"
+)
+
+
+def check_step_metrics(args: Any, options: Any) -> Sequence[str]:
+    """Report a missing training loop or an unusable file."""
+    problems = []
+    if not _exists(f"{args.megatron_root}.training"):
+        problems.append(_NO_TRAINING_LOOP)
+    file = Path(args.step_metrics_file)
+    if file.is_dir():
+        problems.append(f"--step-metrics-file {file} is a folder; name a file, e.g. {file / 'metrics.jsonl'}")
+    return problems
+
+
+def require_training_loop(context: Context[MetricsOptions]) -> None:
+    """Refuse a job that never loaded Megatron-LM's training loop.
+
+    Raises:
+        MindSpeedDSAError: ``megatron.training.training`` is not imported when the model is built.
+    """
+    if f"{context.megatron.root}.training.training" not in sys.modules:
+        raise MindSpeedDSAError(f"mindspeed_dsa: {context.feature}: {_NO_TRAINING_LOOP}")
+
+
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+_TRAINING = "megatron.training.training"
+_DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
+
+STEP_METRICS = Feature(
+    name="step-metrics",
+    summary="Writes loss, gradient norm, time and memory of each step of Megatron-LM's training loop.",
+    flags=(
+        Flag(
+            "--step-metrics-file",
+            "Append one JSON object per training step to FILE, from the last rank: step, lm_loss, "
+            "indexer_loss, grad_norm, tokens_per_s, step_time_s, peak_memory_bytes.",
+            kind="value",
+            metavar="FILE",
+        ),
+    ),
+    patches=(
+        Patch(
+            f"{_TRAINING}:train_step",
+            "wrap",
+            f"{_HERE}.metrics:time_step",
+            "a step's time begins here, so that evaluation and checkpoints between steps are excluded",
+            required=False,
+        ),
+        Patch(
+            f"{_TRAINING}:training_log",
+            "wrap",
+            f"{_HERE}.metrics:record_step",
+            "all metrics of a step are available here, on every rank and in every release",
+            params=("loss_dict", "iteration", "grad_norm"),
+            required=False,
+        ),
+        Patch(
+            f"{_DSA}:DSAIndexerLossLoggingHelper.track_indexer_metrics",
+            "wrap",
+            "mindspeed_dsa.megatron.indexer_loss:keep_step_loss",
+            "Megatron keeps the indexer loss as a sum over the log interval; this records each step's own",
+            params=("total_loss_dict",),
+            versions=">=0.16",
+            required=False,
+        ),
+    ),
+    options=MetricsOptions.of,
+    check=check_step_metrics,
+    on_finalize=f"{_HERE}.feature:require_training_loop",
+    doc="step-metrics.md",
+)
