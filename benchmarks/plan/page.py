@@ -62,7 +62,7 @@ def tables() -> str:
     lines += ["| With | Memory [GiB] | Host [GiB] | Step [s] | Mostly |", "| --- | --- | --- | --- | --- |"]
     for flags in FEATURES:
         after = planned(flags)
-        found = search.of(flags, before, after)
+        found = search.difference(flags, before, after)
         moved = max({**found.memory, "": 0.0}.items(), key=lambda each: abs(each[1]))
         slower = max(found.seconds.items(), key=lambda each: abs(each[1]))
         mostly = f"{moved[0]} {moved[1] / GIB:+.1f} GiB" if abs(moved[1]) > 0.05 * GIB else ""

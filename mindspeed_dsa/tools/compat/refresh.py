@@ -1,4 +1,4 @@
-"""Reads releases of Megatron again and writes the record."""
+"""Releases of Megatron, read again for the record, and their wheels, fetched once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mindspeed_dsa.session.records import MAIN, RELEASES, ROOT, Development, Rec
 
 
 def refresh(previous: Records, wheel_folder: Path | None = None, clone: Path | None = None) -> Records:
-    """Facts about every target of every feature in every recorded release.
+    """Gather facts about every target of every feature in every recorded release.
 
     Args:
         previous: kept where a release's sources do not hold the target's package: wheels up to 0.16
@@ -66,7 +66,7 @@ def _commit(clone: Path, ref: str) -> Development:
 
 
 def _sources(clone: Path, ref: str) -> SourceTree:
-    """All of Megatron at a tag or a branch."""
+    """Read all of Megatron at a tag or a branch."""
     done = _git(clone, "archive", "--format=zip", ref, ROOT)
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip()
@@ -80,19 +80,21 @@ def _git(clone: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(["git", "-C", str(clone), *arguments], capture_output=True, check=False)
 
 
+# -- wheels -------------------------------------------------------------------------------------
+
 # Wheels are built per interpreter, and old releases lack new ones; their Python files are the same.
 _INTERPRETERS = ("3.12", "3.11", "3.10")
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux2014_x86_64", "any")
 
 
 def cache_folder() -> Path:
-    """Where fetched wheels are kept between runs."""
+    """Return the folder that keeps fetched wheels between runs."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "mindspeed_dsa" / "wheels"
 
 
 def fetch(release: str, folder: Path | None = None) -> Path:
-    """The wheel of a Megatron-core release, downloaded once.
+    """Return the wheel of a Megatron-core release, downloaded once.
 
     Raises:
         MindSpeedDSAError: pip cannot download it; the message includes pip's own.

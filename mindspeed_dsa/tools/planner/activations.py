@@ -253,6 +253,9 @@ def by_part(items: Iterable[Kept]) -> dict[str, float]:
     return found
 
 
+# -- microbatches in flight ---------------------------------------------------------------------
+
+
 def warmups(ranks: int, rank: int, chunks: int, microbatches: int, group: int, pairs: bool) -> int:
     """Forwards of a rank before its first backward."""
     if ranks == 1:

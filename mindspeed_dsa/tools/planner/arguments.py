@@ -39,7 +39,7 @@ def job_of(
     options, given, unknown = flags.read(argv)
     _check_sizes(options, devices, imbalance)
     if config_file:
-        flags.apply(Path(config_file), options, given)
+        flags.apply_config(Path(config_file), options, given)
     _check_together(options)
     missing = [name for name in _NEEDED if getattr(options, name) is None]
     if options.experimental_attention_variant == "dsa":

@@ -1,4 +1,4 @@
-"""Megatron's flags that a plan depends on, with Megatron's defaults, and those of the example job."""
+"""Megatron's flags that a plan depends on: defaults, the example job's, and a model's config.json."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ KNOWN: dict[str, dict[str, Any]] = {
 }
 
 
-def apply(path: Path, options: argparse.Namespace, given: set[str]) -> None:
+def apply_config(path: Path, options: argparse.Namespace, given: set[str]) -> None:
     """Set the flags of the model's sizes that were not given on the command line, in place.
 
     Raises:

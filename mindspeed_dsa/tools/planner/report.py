@@ -1,4 +1,4 @@
-"""A plan in words."""
+"""A plan in words, and as a picture."""
 
 from __future__ import annotations
 

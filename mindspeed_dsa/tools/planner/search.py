@@ -1,4 +1,4 @@
-"""Layouts for a number of devices, the fastest that fit first."""
+"""Other plans: layouts for a number of devices, the fastest that fit first, and one more flag."""
 
 from __future__ import annotations
 
@@ -248,10 +248,10 @@ def differences(chosen: list[str], before: Plan, planned: Callable[[list[str]], 
         before: without any of them.
         planned: makes a plan with more words on the job's command line.
     """
-    return [of(flag, before, planned(words_of(flag))) for flag in chosen]
+    return [difference(flag, before, planned(words_of(flag))) for flag in chosen]
 
 
-def of(flag: str, before: Plan, after: Plan) -> Difference:
+def difference(flag: str, before: Plan, after: Plan) -> Difference:
     """With minus without."""
 
     def subtract(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:

@@ -55,7 +55,7 @@ def deepseek(**changes: object) -> Model:
     """Build DeepSeek-V3.2 without multi-token prediction, with an indexer that is trained."""
     path = Path("deepseek-v3.2")
     options, given, _ = flags.read(["--num-layers", "61"])
-    flags.apply(path, options, {"num_layers"} & given)
+    flags.apply_config(path, options, {"num_layers"} & given)
     options.mtp_num_layers, options.dsa_indexer_loss_coeff = None, 0.01
     for name, value in changes.items():
         setattr(options, name, value)
@@ -241,7 +241,7 @@ MEASURED_HERE = (
     (
         0,
         "keys gathered over context parallel ranks",
-        "[context parallelism](benchmarks.md#context-parallelism)",
+        "[context parallelism](benchmarks.md#context-parallel)",
     ),
     (3, "tensor parallel overlap", "[TP overlap](benchmarks.md#tp-overlap)"),
     (3, "dispatch and combine behind shared experts; hot experts", "[MoE](benchmarks.md#moe)"),

@@ -80,7 +80,7 @@ def test_optimizer_features_take_their_bytes_away(flag, bytes_a_parameter):
 def test_a_flag_changes_what_it_is_about():
     before = planned(example())
     assert search.words_of("--tensor-model-parallel-size 8") == ["--tensor-model-parallel-size", "8"]
-    stock = search.of("--no-use-fused-dsa", before, planned(example("--no-use-fused-dsa")))
+    stock = search.difference("--no-use-fused-dsa", before, planned(example("--no-use-fused-dsa")))
     assert stock.memory["activations: indexer"] > 5 * before.worst.activations["indexer"]
     assert stock.seconds["memory-bound operations"] > 0
     with pytest.raises(SettingsError, match="no flag that a plan depends on"):
