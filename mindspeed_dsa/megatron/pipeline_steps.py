@@ -93,12 +93,12 @@ def follow_forwards(original: _Function, follower: Follower) -> _Function:
     def forward_step(*args: Any, **kwargs: Any) -> Any:
         if not follower.following:
             return original(*args, **kwargs)
-        given = parameters.bind(*args, **kwargs).arguments
-        chunk = given.get("vp_stage")
+        bound = parameters.bind(*args, **kwargs).arguments
+        chunk = bound.get("vp_stage")
         if chunk is None:  # Megatron-core 0.12 keeps it in its global state
             state = follower.megatron("core.parallel_state")
             chunk = state.get_virtual_pipeline_model_parallel_rank()
-        event = Event(Kind.FORWARD, chunk or 0, given["current_microbatch"])
+        event = Event(Kind.FORWARD, chunk or 0, bound["current_microbatch"])
         follower.before([event])
         result = original(*args, **kwargs)
         follower.remember(result[0] if isinstance(result, tuple) else result, event)
@@ -132,18 +132,18 @@ def follow_pairs(original: _Function, follower: Follower) -> _Function:
         nonlocal pairs
         if not follower.following:
             return original(*args, **kwargs)
-        given = parameters.bind(*args, **kwargs).arguments
+        bound = parameters.bind(*args, **kwargs).arguments
         events, pair = [], None
-        if given["f_model"] is not None and given["b_model"] is not None:
+        if bound["f_model"] is not None and bound["b_model"] is not None:
             pair, pairs = pairs, pairs + 1
-        if given["f_model"] is not None:
-            chunk = given.get("f_model_chunk_id") or 0
-            events.append(Event(Kind.FORWARD, chunk, given["current_microbatch"], pair))
-        if given["b_model"] is not None:
-            events.append(follower.backward_of(given["b_output_tensor"], pair))
+        if bound["f_model"] is not None:
+            chunk = bound.get("f_model_chunk_id") or 0
+            events.append(Event(Kind.FORWARD, chunk, bound["current_microbatch"], pair))
+        if bound["b_model"] is not None:
+            events.append(follower.backward_of(bound["b_output_tensor"], pair))
         follower.before(events)
         result = original(*args, **kwargs)
-        if given["f_model"] is not None:
+        if bound["f_model"] is not None:
             follower.remember(result[0], events[0])
         follower.after(events)
         return result

@@ -87,9 +87,9 @@ def _gate_or_up(placed: Any, cut: Cut) -> Any:
     axis, rows, half = placed.prepend_axis_num, placed.local_shape[0], cut.pieces // 2
     tensor_rank = placed.global_offset[axis] // rows // cut.pieces
     is_up, piece = divmod(cut.index, half)
-    at = is_up * (placed.axis_fragmentations[axis] // 2) + tensor_rank * half + piece
+    position = is_up * (placed.axis_fragmentations[axis] // 2) + tensor_rank * half + piece
     offset = placed.global_offset
-    return replace(placed, global_offset=(*offset[:axis], at * rows, *offset[axis + 1 :]))
+    return replace(placed, global_offset=(*offset[:axis], position * rows, *offset[axis + 1 :]))
 
 
 def load_everything(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,8 +106,8 @@ def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the wrapper's ``load_state_dict``, which would leave everything as it is."""
 
     def load_state_dict(self: Any, state_dict: Any, strict: bool = True) -> Any:
-        own = self.module.state_dict(keep_vars=True)
-        shards = {name: like(value, own.get(name)) for name, value in state_dict.items()}
+        parameters = self.module.state_dict(keep_vars=True)
+        shards = {name: like(value, parameters.get(name)) for name, value in state_dict.items()}
         return self.module.load_state_dict(shards, strict=strict)
 
     return load_state_dict
@@ -129,15 +129,15 @@ def load_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
         mains = "fp32_from_fp16_params"
         if LOADED in state_dict:
             state_dict = {**state_dict, mains: state_dict[LOADED]}
-        found = {**inner, "state": state}
+        shards = {**inner, "state": state}
         if hasattr(self, "fp32_from_float16_groups"):
-            found = {**state_dict, "optimizer": found}
-        if mains in found:
-            found[mains] = [
+            shards = {**state_dict, "optimizer": shards}
+        if mains in shards:
+            shards[mains] = [
                 [like(saved, main) for saved, main in zip(*groups, strict=True)]
-                for groups in zip(found[mains], self.fp32_from_float16_groups, strict=True)
+                for groups in zip(shards[mains], self.fp32_from_float16_groups, strict=True)
             ]
-        return original(self, found)
+        return original(self, shards)
 
     return load_state_dict
 
@@ -195,8 +195,8 @@ def in_its_format(original: Callable[..., Any], context: Context[Any]) -> Callab
         if _MASTERS in state:
             masters = state.pop(_MASTERS)
             # Rank 0 would write that there are none, and ranks that have some could not read theirs.
-            own = context.megatron("core.dist_checkpointing.mapping").LocalNonpersistentObject
-            state[LOADED if is_loading else _MASTERS] = masters if any(masters) else own(masters)
+            not_saved = context.megatron("core.dist_checkpointing.mapping").LocalNonpersistentObject
+            state[LOADED if is_loading else _MASTERS] = masters if any(masters) else not_saved(masters)
         return state
 
     return sharded_state_dict
@@ -250,9 +250,9 @@ def count_in_all(original: Callable[..., Any]) -> Callable[..., Any]:
         parts = self.chained_optimizers
         states = [state_dict] if len(parts) == 1 else [state_dict[index] for index in range(len(parts))]
         inner = [each.get("optimizer", each) for each in states]
-        found = [each.get("state", {}) for each in inner]
-        count = next((each["common_step"] for each in found if "common_step" in each), None)
-        for part, each in zip(parts, found, strict=True):
+        entries = [each.get("state", {}) for each in inner]
+        count = next((each["common_step"] for each in entries if "common_step" in each), None)
+        for part, each in zip(parts, entries, strict=True):
             if count is not None and _counts_beside_moments(part.optimizer):
                 each.setdefault("common_step", count)
         groups = [group for each in inner for group in each.get("param_groups", ())]

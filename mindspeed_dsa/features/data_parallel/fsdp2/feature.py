@@ -40,11 +40,11 @@ class Options:
     def of(cls, settings: Any) -> Options:
         """Build from resolved settings or from arguments; flags outrank the file."""
         path = getattr(settings, "fsdp2_config_path", None)
-        found = read(path) if path else {}
+        chosen = read(path) if path else {}
         for name in ("prefetch", "reduce_dtype", "sharding_size"):
             if (value := getattr(settings, f"fsdp2_{name}", None)) is not None:
-                found[name] = value
-        return cls(**found)
+                chosen[name] = value
+        return cls(**chosen)
 
 
 FLAG = "--use-torch-fsdp2"

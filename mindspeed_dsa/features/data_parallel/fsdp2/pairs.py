@@ -60,16 +60,16 @@ def follow(root: nn.Module, units: Collection[nn.Module], megatron: Megatron) ->
             )
     layers = megatron("core.transformer.transformer_layer").TransformerLayer
     moe = megatron("core.transformer.moe.moe_layer").MoELayer
-    found = {
+    by_layer = {
         unit: Unit(
             unit, [part for each in unit.modules() if isinstance(each, moe) for part in each.modules()]
         )
         for unit in units
         if isinstance(unit, layers)
     }
-    model = Model(root, found.values())
+    model = Model(root, by_layer.values())
     for each in root.modules():
-        if (unit := found.get(transformer_layer(each))) is not None:
+        if (unit := by_layer.get(transformer_layer(each))) is not None:
             setattr(each, _PARTS, unit)
         elif hasattr(each, "build_schedule_plan"):
             setattr(each, _PARTS, model)
@@ -194,9 +194,9 @@ def beside(forward: Unit | None, backward: Unit | None) -> Iterator[None]:
         _issue(state, direction)
     with contextlib.nullcontext() if forward is None else forward.late.deferred():
         yield
-    kept = [state for state, _ in next_ones]
+    next_states = [state for state, _ in next_ones]
     for unit, direction in running:
-        unit.drop(direction, kept)
+        unit.drop(direction, next_states)
 
 
 class Model:

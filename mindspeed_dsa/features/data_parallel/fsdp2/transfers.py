@@ -45,7 +45,7 @@ class Gather:
     def __init__(self, parameters: Sequence[Any], group: Any) -> None:
         ranks, rank = group.size(), group.rank()
         messages = _Messages(group)
-        own: list[tuple[Tensor, Tensor]] = []
+        local: list[tuple[Tensor, Tensor]] = []
         packed: list[Tensor] = []
         self._packed: list[Any] = []
         for each in parameters:
@@ -58,7 +58,7 @@ class Gather:
             else:
                 rows = buffer_pool.on_huge_pages(each.all_gather_outputs[0]).view(ranks, -1)
                 messages.add([shard] * ranks, rows)
-                own.append((rows[rank], shard))
+                local.append((rows[rank], shard))
         self._sizes = [shard.numel() for shard in packed]
         if packed:
             self._gathered = packed[0].new_empty(ranks, sum(self._sizes))
@@ -66,7 +66,7 @@ class Gather:
             messages.add([self._gathered[rank]] * ranks, self._gathered)
         self._works = messages.start()
         with written_unseen([each.all_gather_outputs[0] for each in parameters]):
-            for target, shard in own:
+            for target, shard in local:
                 target.copy_(shard)
 
     def wait(self) -> None:

@@ -121,7 +121,7 @@ FEATURE = Feature(
         Patch(
             f"{_LAYER}.forward",
             "wrap",
-            f"{_IMPL}:choose_way",
+            f"{_IMPL}:choose_mode",
             "measures a layer whole and in halves, in its first step",
             params=("hidden_states",),
             versions=_RANGE,

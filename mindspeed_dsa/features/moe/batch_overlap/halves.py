@@ -30,7 +30,7 @@ from mindspeed_dsa.megatron.shared_expert import SharedOutput, before_second_hal
 from mindspeed_dsa.parallel.all_to_all import InFlight, launching
 from mindspeed_dsa.parallel.weight_gradients import defer_gradients
 
-Way = Literal["whole", "in turn", "interleaved"]
+Mode = Literal["whole", "in turn", "interleaved"]
 """Execution modes of a layer; in turn, each transfer of a half is waited for at once."""
 Experts = Callable[[Any, Tensor, Tensor], Tensor]
 """Runs the routed experts: gets a dispatcher, and rows and probabilities that it has dispatched."""

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.batch_overlap.feature import Options, check_choice, check_halves
-from mindspeed_dsa.features.moe.batch_overlap.halves import Half, Way, run
+from mindspeed_dsa.features.moe.batch_overlap.halves import Half, Mode, run
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.megatron.attribute_override import AttributeOverride
 from mindspeed_dsa.megatron.configuration import require
@@ -50,40 +50,40 @@ class _Call:
         return first, second
 
 
-_ways: WeakKeyDictionary[Any, Way] = WeakKeyDictionary()
+_modes: WeakKeyDictionary[Any, Mode] = WeakKeyDictionary()
 _shared: WeakKeyDictionary[Any, SharedOutput] = WeakKeyDictionary()
 _calls: WeakKeyDictionary[Any, _Call] = WeakKeyDictionary()
 """All three by dispatcher, which Megatron gives one forward at a time too."""
-_measured: ContextVar[Way | None] = ContextVar("way that is measured", default=None)
+_measured: ContextVar[Mode | None] = ContextVar("mode that is measured", default=None)
 
 
-def _way(dispatcher: Any) -> Way:
+def _mode(dispatcher: Any) -> Mode:
     """Return a layer's execution mode. Copies of its dispatcher belong to half-batches."""
-    if dispatcher not in _ways:
+    if dispatcher not in _modes:
         return "whole"
-    return _measured.get() or _ways[dispatcher]
+    return _measured.get() or _modes[dispatcher]
 
 
-def choose_way(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+def choose_mode(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``MoELayer.forward``: the first one in training decides."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         dispatcher = self.token_dispatcher
-        if self.training and dispatcher not in _ways and _is_served(self, context):
+        if self.training and dispatcher not in _modes and _is_served(self, context):
             require(context, check_choice, self.config)
-            _ways[dispatcher] = "interleaved"
+            _modes[dispatcher] = "interleaved"
             if not context.options.always:
                 random = context.megatron("core.tensor_parallel.random")
                 step = partial(original, self, hidden_states, *args, **kwargs)
-                _ways[dispatcher] = choose(self, partial(_run_measured, random, step), context.log)
+                _modes[dispatcher] = choose(self, partial(_run_measured, random, step), context.log)
         return original(self, hidden_states, *args, **kwargs)
 
     return forward
 
 
-def _run_measured(random: Any, forward: Callable[[], object], way: Way) -> None:
+def _run_measured(random: Any, forward: Callable[[], object], mode: Mode) -> None:
     """Run a forward that leaves nothing behind: no graph, no counts of tokens, no change of random states."""
-    token = _measured.set(way)
+    token = _measured.set(mode)
     try:
         with torch.no_grad(), random._fork_rng():
             forward()
@@ -107,7 +107,7 @@ def postpone_shared_expert(original: Callable[..., Any], context: Context[Option
     """Decorate ``MoELayer.shared_experts_compute``, the first step."""
 
     def shared_experts_compute(self: Any, hidden_states: Tensor) -> Any:
-        if _way(self.token_dispatcher) == "whole":
+        if _mode(self.token_dispatcher) == "whole":
             return original(self, hidden_states)
         shared = _shared_output(self, hidden_states, context)
         if shared is not None:
@@ -129,7 +129,7 @@ def take_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
     def dispatch_preprocess(
         self: Any, hidden_states: Tensor, routing_map: Tensor, probs: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        if _way(self) == "whole":
+        if _mode(self) == "whole":
             return original(self, hidden_states, routing_map, probs, *args, **kwargs)
         _calls[self] = _Call(hidden_states, routing_map, probs)
         return hidden_states, probs
@@ -189,7 +189,7 @@ def _in_halves(
     layer: Any, experts: Callable[[Any, Tensor, Tensor], Tensor], shared: SharedOutput | None
 ) -> Tensor:
     dispatcher = layer.token_dispatcher
-    halves = _calls[dispatcher].halves(dispatcher, waits=_way(dispatcher) == "in turn")
+    halves = _calls[dispatcher].halves(dispatcher, waits=_mode(dispatcher) == "in turn")
     return run(layer, halves, experts, shared)
 
 
@@ -219,14 +219,14 @@ def give_back_tokens(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 _GAIN = 0.97
 """Halves are taken only if they take less than this fraction of the whole's time."""
 _ROUNDS = 5
-Run = Callable[[Way], object]
+Run = Callable[[Mode], object]
 """A layer's forward, without side effects."""
 
-_chosen: WeakKeyDictionary[Any, dict[Hashable, Way]] = WeakKeyDictionary()
+_chosen: WeakKeyDictionary[Any, dict[Hashable, Mode]] = WeakKeyDictionary()
 """By process group and size of layer."""
 
 
-def choose(layer: Any, run: Run, log: Log) -> Way:
+def choose(layer: Any, run: Run, log: Log) -> Mode:
     """Choose how layers of this size run; a collective call of all of its expert parallel ranks.
 
     Args:
@@ -250,15 +250,15 @@ def _size(layer: Any) -> Hashable:
     return layer.config.moe_router_topk, weights
 
 
-def _measure(run: Run, group: Any) -> Mapping[Way, float]:
-    """Return the slowest rank's seconds for each way: medians of rounds in which the ways alternate."""
-    ways: tuple[Way, ...] = get_args(Way)
-    rounds = [[timed(partial(run, way), group) for way in ways] for _ in range(1 + _ROUNDS)]
+def _measure(run: Run, group: Any) -> Mapping[Mode, float]:
+    """Return the slowest rank's seconds for each mode: medians of rounds in which the modes alternate."""
+    modes: tuple[Mode, ...] = get_args(Mode)
+    rounds = [[timed(partial(run, mode), group) for mode in modes] for _ in range(1 + _ROUNDS)]
     medians = [statistics.median(seconds) for seconds in zip(*rounds[1:], strict=True)]
-    return slowest(dict(zip(ways, medians, strict=True)), group)
+    return slowest(dict(zip(modes, medians, strict=True)), group)
 
 
-def _report(times: Mapping[Way, float], log: Log) -> None:
+def _report(times: Mapping[Mode, float], log: Log) -> None:
     whole, in_turn, interleaved = times["whole"], times["in turn"], times["interleaved"]
     if interleaved < _GAIN * whole:
         choice = "tokens are cut"

@@ -244,8 +244,8 @@ def number_experts(original: Callable[..., Any], context: Context[Options]) -> C
         state_dict: dict[str, Any] = {}
         for position, number in enumerate(numbering.experts_of(self, self.ep_group.rank())):
             one = original(_one_expert(self, position, number), prefix, sharded_offsets, metadata)
-            first, own = f"{prefix}local_experts.0.", f"{prefix}local_experts.{position}."
-            state_dict |= {own + name.removeprefix(first): value for name, value in one.items()}
+            first, ours = f"{prefix}local_experts.0.", f"{prefix}local_experts.{position}."
+            state_dict |= {ours + name.removeprefix(first): value for name, value in one.items()}
         return state_dict
 
     return sharded_state_dict

@@ -236,11 +236,11 @@ def _spread(parameters: list[Any], entries: list[Any]) -> Iterator[Any]:
     """Yield an entry for each expert's matrix, given one for each stack."""
     rest = iter(entries)
     for run in runs(parameters):
-        own = [next(rest) for _ in run]
+        stacked = [next(rest) for _ in run]
         if stack_of(run[0]) is None:
-            yield from own
+            yield from stacked
         else:
-            split = [_split(entry, each) for entry, each in zip(own, run, strict=True)]
+            split = [_split(entry, each) for entry, each in zip(stacked, run, strict=True)]
             yield from chain(*zip(*split, strict=True))
 
 
@@ -251,8 +251,8 @@ def _gather(parameters: list[Any], entries: list[Any]) -> Iterator[Any]:
         if stack_of(run[0]) is None:
             yield next(rest)
         else:
-            own = [next(rest) for _ in range(len(run) * len(run[0]))]
-            yield from (_join(own[index :: len(run)], each) for index, each in enumerate(run))
+            single = [next(rest) for _ in range(len(run) * len(run[0]))]
+            yield from (_join(single[index :: len(run)], each) for index, each in enumerate(run))
 
 
 def _split(entry: Any, parameter: Any) -> list[Any]:

@@ -124,10 +124,10 @@ def cut_at_transfers(original: Callable[..., None], context: Context[Options]) -
         layer = transformer_layer(self.layer)
         moe, shared = layer.mlp, None
         if hasattr(moe, "token_dispatcher"):
-            crossing, router = Crossing(), until_dispatch(self)[-1]
-            router.submodule = _before_experts(router.submodule, self.moe_dispatch.submodule, layer, crossing)
-            self.mlp.submodule = _experts(self.mlp.submodule, layer, crossing)
-            self.moe_combine.submodule = _after_experts(self.moe_combine.submodule, crossing)
+            handover, router = Handover(), until_dispatch(self)[-1]
+            router.submodule = _before_experts(router.submodule, self.moe_dispatch.submodule, layer, handover)
+            self.mlp.submodule = _experts(self.mlp.submodule, layer, handover)
+            self.moe_combine.submodule = _after_experts(self.moe_combine.submodule, handover)
             self.mlp.free_input = self.moe_combine.free_input = False
             self.moe_dispatch = None
             if moe.use_shared_expert:
@@ -140,7 +140,7 @@ def cut_at_transfers(original: Callable[..., None], context: Context[Options]) -
                     name="shared_expert",
                     extra_args=extra_args,
                 )
-                shared = Shared(node, moe, self.layer_state, crossing)
+                shared = Shared(node, moe, self.layer_state, handover)
         elif not hasattr(self, "post_attn"):
             self.mlp.submodule = _normalised_at_end(self.mlp.submodule)
         self.pieces = Pieces(self, layer, shared)
@@ -148,20 +148,20 @@ def cut_at_transfers(original: Callable[..., None], context: Context[Options]) -
     return _build_callable_nodes
 
 
-def _before_experts(router: _Step, dispatch: _Step, layer: Any, crossing: Crossing) -> _Step:
+def _before_experts(router: _Step, dispatch: _Step, layer: Any, handover: Handover) -> _Step:
     def step(node: Any, hidden: Tensor) -> Tensor:
         with _postponed():
             tokens, probs = router(node, hidden)
         if layer.recompute_pre_mlp_layernorm:
-            crossing.norm = layer.pre_mlp_norm_checkpoint
-        with departing(crossing.dispatch):
+            handover.norm = layer.pre_mlp_norm_checkpoint
+        with departing(handover.dispatch):
             edge: Tensor = dispatch(node, tokens, probs)
         return edge
 
     return step
 
 
-def _experts(experts: _Step, layer: Any, crossing: Crossing) -> _Step:
+def _experts(experts: _Step, layer: Any, handover: Handover) -> _Step:
     moe = layer.mlp
 
     def step(node: Any, edge: Tensor) -> Tensor:
@@ -171,16 +171,16 @@ def _experts(experts: _Step, layer: Any, crossing: Crossing) -> _Step:
         with defer_gradients(
             moe.experts.parameters()
         ):  # before the arrivals: their gradients under the way back
-            tokens, probs = crossing.dispatch
-            crossing.dispatch.clear()
+            tokens, probs = handover.dispatch
+            handover.dispatch.clear()
             state.dispatched_probs = probs.arrive(state.dispatched_probs)
             arrived = tokens.arrive(edge)
             with _off(moe, "use_shared_expert"), _off(layer, "recompute_pre_mlp_layernorm"):
                 output = experts(node, arrived)
         if not moe.use_shared_expert:
-            crossing.discard_norm(output)
+            handover.discard_norm(output)
         state.dispatched_probs = None
-        with departing(crossing.combine):
+        with departing(handover.combine):
             sent: Tensor = moe.token_dispatcher.token_combine(output)
         return sent
 
@@ -197,9 +197,9 @@ def _off(module: Any, name: str) -> Iterator[None]:
         setattr(module, name, before)
 
 
-def _after_experts(combine: _Step, crossing: Crossing) -> _Step:
+def _after_experts(combine: _Step, handover: Handover) -> _Step:
     def step(node: Any, edge: Tensor, *shared: Tensor) -> Tensor:
-        with arriving(crossing.combine):
+        with arriving(handover.combine):
             output: Tensor = combine(node, edge, *shared)
         return output
 
@@ -256,7 +256,7 @@ def until_dispatch(plan: Any) -> list[Any]:
 
 
 @dataclass
-class Crossing:
+class Handover:
     """Values that one forward hands from piece to piece. Refers to no graph but that of a norm's output.
 
     Attributes:
@@ -348,12 +348,12 @@ class Shared:
         node: runs it.
         moe: Megatron's ``MoELayer``.
         state: of the layer.
-        crossing: of this forward.
+        handover: of this forward.
     """
 
-    def __init__(self, node: Any, moe: Any, state: Any, crossing: Crossing) -> None:
+    def __init__(self, node: Any, moe: Any, state: Any, handover: Handover) -> None:
         self._node, self._moe, self._state = node, moe, state
-        self._crossing = crossing
+        self._handover = handover
         self._in: Any = None
         self._out: Any = None
 
@@ -370,7 +370,7 @@ class Shared:
         with before_second_half(self._moe, between):
             output = self._node.forward(self._in)
         between()
-        self._crossing.discard_norm(output)
+        self._handover.discard_norm(output)
         self._out = output.detach().requires_grad_(output.requires_grad)
         if beside:
             return done[0], self._out

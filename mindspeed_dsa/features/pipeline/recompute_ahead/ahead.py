@@ -150,14 +150,14 @@ class _Segment(torch.autograd.Function):
             return (None, *ctx.random.CheckpointFunction.backward(ctx, *grads))
         outputs, inputs = ctx.outputs, ctx.inputs
         ctx.outputs = ctx.inputs = None
-        kept = [
+        learning = [
             (output, grad)
             for output, grad in zip(outputs, grads, strict=True)
             if torch.is_tensor(output) and output.requires_grad
         ]
-        torch.autograd.backward([output for output, _ in kept], [grad for _, grad in kept])
-        own = (each.grad if torch.is_tensor(each) else None for each in inputs)
-        return (None, None, None, *own)
+        torch.autograd.backward([output for output, _ in learning], [grad for _, grad in learning])
+        gradients = (each.grad if torch.is_tensor(each) else None for each in inputs)
+        return (None, None, None, *gradients)
 
 
 def _has_inputs(ctx: Any) -> bool:

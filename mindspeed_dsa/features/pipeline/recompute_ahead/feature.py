@@ -76,12 +76,12 @@ def _problems(args: Any) -> Iterator[str]:
 
 def _ahead(args: Any, modules: set[str]) -> set[str]:
     """Return those of the modules whose input is there when their gradient is not."""
-    found = modules - _WITHOUT_OUTPUT
+    ready = modules - _WITHOUT_OUTPUT
     for name in _WITHOUT_OUTPUT & modules:
-        found -= _READERS.get(name, set())
+        ready -= _READERS.get(name, set())
     # The indexer reads the norm's output beside queries and keys.
     reads_norm = argument(args, "experimental_attention_variant") == "dsa" and "layernorm" in modules
-    return found - {"core_attn"} if reads_norm else found
+    return ready - {"core_attn"} if reads_norm else ready
 
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"

@@ -81,18 +81,18 @@ class Column(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
         ranks = plan.group.size() if plan.sequence_parallel else 1
         rows = flat(input)
-        kept = rows
+        saved = rows
         if plan.sequence_parallel:
             keep = plan.keep_gathered and weight.requires_grad
             allocate = rows.new_empty if keep else plan.passing(rows)
             product, whole = plan.backend.gather_matmul(rows, weight.t(), plan.group, plan.forward, allocate)
             if keep:
-                kept = whole
+                saved = whole
         else:
             product = torch.mm(rows, weight.t())
         if bias is not None:
             product.add_(bias)
-        _remember(ctx, kept, input, weight, plan)
+        _remember(ctx, saved, input, weight, plan)
         ctx.has_bias_grad = bias is not None and weight.requires_grad
         return shaped(product, input, input.size(0) * ranks)
 

@@ -153,15 +153,15 @@ def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pe
 def _matmul_exchange(by_rank: Tensor, weight: Tensor, group: Any, ranges: list[tuple[int, int]]) -> Pending:
     """Multiply and exchange products between ranks: those of own rows need no transfer and come last."""
     ranks, rows, _ = by_rank.shape
-    own = dist.get_rank(group)
-    others = [rank for rank in range(ranks) if rank != own]
+    mine = dist.get_rank(group)
+    others = [rank for rank in range(ranks) if rank != mine]
     pending = Pending(by_rank.new_empty(rows, weight.size(1)), [], [])
     for first, end in ranges:
         product = by_rank.new_empty(ranks - 1, end - first, weight.size(1))
         for place, rank in enumerate(others):
             torch.mm(by_rank[rank, first:end], weight, out=product[place])
         pending.works.append(exchange(pending.result[first:end], product, group))
-    torch.mm(by_rank[own], weight, out=pending.result)
+    torch.mm(by_rank[mine], weight, out=pending.result)
     return pending
 
 

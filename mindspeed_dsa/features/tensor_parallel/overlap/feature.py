@@ -122,16 +122,16 @@ def check_tensor_parallel(args: Any, flag: str) -> Iterator[str]:
 
 def check_coc(args: Any, options: Any) -> Sequence[str]:
     """Report Megatron arguments that are incompatible with chunks."""
-    found = [*_without_effect(args)]
-    if found:
-        return found
-    found += check_tensor_parallel(args, "--use-ascend-coc")
+    problems = [*_without_effect(args)]
+    if problems:
+        return problems
+    problems += check_tensor_parallel(args, "--use-ascend-coc")
     report_transformer_engine(args, "--use-ascend-coc")
     if getattr(args, "coc_fused_kernel", False):
-        found += check_sequence_parallel(args, "--coc-fused-kernel")
+        problems += check_sequence_parallel(args, "--coc-fused-kernel")
     elif not getattr(args, "coc_parallel_num", None):
-        found += check_tuned(args)
-    return found
+        problems += check_tuned(args)
+    return problems
 
 
 def check_tuned(args: Any, options: Any = None) -> Iterator[str]:

@@ -46,12 +46,12 @@ def overlap_column_parallel(
         **kwargs: Any,
     ) -> Tensor:
         plan = None
-        given = {**dict(zip(beyond, args, strict=False)), **kwargs}
+        others = {**dict(zip(beyond, args, strict=False)), **kwargs}
         # Any other argument requests something that only Megatron's own function supports, such as the
         # deferred weight gradient of the embedding.
-        duties = [name for name, value in given.items() if value is not None and name not in _PASSIVE]
+        duties = [name for name, value in others.items() if value is not None and name not in _PASSIVE]
         if (sequence_parallel or allreduce_dgrad) and not duties:
-            group = _group_of(given.get("tp_group"), context)
+            group = _group_of(others.get("tp_group"), context)
             plan = _column_plan(
                 input, weight, group, sequence_parallel, gradient_accumulation_fusion, context
             )
@@ -226,8 +226,8 @@ def _tuned_column(plan: Plan, input: Tensor, weight: Tensor, context: Context[Op
 
     def backward() -> tuning.Run:
         rows = flat(input.detach())
-        kept = rows.repeat(ranks, 1) if plan.keep_gathered else rows
-        grad, matrix, gradient = rows.new_full((m, n), _ANY), weight.detach(), _scratch(weight, kept, plan)
+        saved = rows.repeat(ranks, 1) if plan.keep_gathered else rows
+        grad, matrix, gradient = rows.new_full((m, n), _ANY), weight.detach(), _scratch(weight, saved, plan)
         return lambda chunks: column_backward(matrix, grad, replace(plan, backward=chunks), gradient())
 
     plan = replace(plan, forward=1, backward=1)

@@ -7,7 +7,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa.features.data_parallel.fsdp2.feature import FEATURE
-from tests.parallel.fsdp2_cases import UNITS
+from tests.features.data_parallel.fsdp2.shards_cases import UNITS
 
 WANTED = SpecifierSet(FEATURE.requires.versions["torch"])
 pytestmark = pytest.mark.skipif(
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 def test_gathers_are_issued_ahead_in_both_directions(pool):
     """Four ranks: the last layer's weight is cut on its second dimension, its bias stays whole."""
-    found = pool.run("tests.parallel.fsdp2_cases:train", 4, ahead=2)
+    found = pool.run("tests.features.data_parallel.fsdp2.shards_cases:train", 4, ahead=2)
     for rank in found:
         assert max(rank["errors"].values()) < 1e-6
         assert "dim=0" in rank["cuts"]["layers.0.weight"]
@@ -40,15 +40,17 @@ def test_gathers_are_issued_ahead_in_both_directions(pool):
 
 
 def test_weights_are_gathered_once_for_backward_also_where_layers_run_again(pool):
-    assert pool.run("tests.parallel.fsdp2_cases:recompute", 2) == [(UNITS + 1) * 2] * 2
+    assert pool.run("tests.features.data_parallel.fsdp2.shards_cases:recompute", 2) == [(UNITS + 1) * 2] * 2
 
 
 def test_no_weight_is_gathered_for_another_microbatch(pool):
-    assert pool.run("tests.parallel.fsdp2_cases:two_microbatches", 2) == [UNITS * 2 * 2] * 2
+    assert (
+        pool.run("tests.features.data_parallel.fsdp2.shards_cases:two_microbatches", 2) == [UNITS * 2 * 2] * 2
+    )
 
 
 def test_parameters_are_shards_after_evaluation(pool):
-    for shards in pool.run("tests.parallel.fsdp2_cases:evaluate", 2):
+    for shards in pool.run("tests.features.data_parallel.fsdp2.shards_cases:evaluate", 2):
         assert all(shards)
 
 
@@ -58,18 +60,20 @@ def test_parameters_are_shards_after_evaluation(pool):
     ids=["fp32", "bf16", "replicas added up once"],
 )
 def test_messages_bring_the_bits_of_fsdp2s_collectives(pool, dtype, ranks, apart):
-    for rank in pool.run("tests.parallel.fsdp2_cases:same_bits", ranks, dtype=dtype, apart=apart):
+    for rank in pool.run(
+        "tests.features.data_parallel.fsdp2.shards_cases:same_bits", ranks, dtype=dtype, apart=apart
+    ):
         assert all(rank["equal"])
         assert rank["nonzero"]
 
 
 def test_a_step_that_failed_leaves_nothing_behind(pool):
-    for equal in pool.run("tests.parallel.fsdp2_cases:failed_step", 2):
+    for equal in pool.run("tests.features.data_parallel.fsdp2.shards_cases:failed_step", 2):
         assert all(equal)
 
 
 def test_a_private_method_of_another_name_or_with_other_parameters_is_reported(pool):
-    for said in pool.run("tests.parallel.fsdp2_cases:renamed", 2):
+    for said in pool.run("tests.features.data_parallel.fsdp2.shards_cases:renamed", 2):
         assert said["as it is"] == said["as it is, in parts"] == ""
         assert "FSDPParamGroup has no method finalize_backward" in said["method"]
         assert "FSDPParamGroup has a method unshard(self" in said["parameters"]
@@ -77,7 +81,7 @@ def test_a_private_method_of_another_name_or_with_other_parameters_is_reported(p
 
 
 def test_first_gradients_are_looked_at(pool):
-    for said in pool.run("tests.parallel.fsdp2_cases:first_gradients", 2):
+    for said in pool.run("tests.features.data_parallel.fsdp2.shards_cases:first_gradients", 2):
         assert said["messages"] == said["collectives"] == ""
         assert "1 sums of gradients are still on their way" in said["end not called"]
         assert "has not been summed over ranks" in said["reduction not called"]
@@ -85,7 +89,7 @@ def test_first_gradients_are_looked_at(pool):
 
 
 def test_a_release_that_was_not_tried_has_fsdp2s_own_collectives(pool):
-    first, second = pool.run("tests.parallel.fsdp2_cases:untried", 2)
+    first, second = pool.run("tests.features.data_parallel.fsdp2.shards_cases:untried", 2)
     for rank in (first, second):
         assert rank["direct"] == [True, False, False]
         assert all(rank["equal"])
@@ -97,7 +101,7 @@ def test_a_release_that_was_not_tried_has_fsdp2s_own_collectives(pool):
 def test_gathered_weights_are_copied_once(pool):
     odd, alone = 3 * 512, 512 * 192
     whole = odd + alone + 512
-    for rank in pool.run("tests.parallel.fsdp2_cases:copy_out", 2):
+    for rank in pool.run("tests.features.data_parallel.fsdp2.shards_cases:copy_out", 2):
         for found in rank.values():
             assert found["weight"]
             assert found["odd"]
