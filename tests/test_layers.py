@@ -148,7 +148,7 @@ def test_cases_that_tests_name_exist():
         ]
         for module, case in set(named):
             if not re.search(
-                rf"^(def {case}\(|class {case}\b|{case} =|from .*\b{case}$)", texts.get(module, ""), re.M
+                rf"^(def {case}\(|class {case}\b|{case} =|from .*\b{case}\b)", texts.get(module, ""), re.M
             ):
                 gone.append(f"{name}: {module}:{case}")
     assert not gone, listed(gone)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 from mindspeed_dsa import features, settings
 from mindspeed_dsa.feature import Flag
 from tests.examples.every_flag import spellings
+from tests.support import warm
 
 from .conftest import ROOT, TINY
 
@@ -106,7 +106,7 @@ def ask(job: str, cases: Sequence[tuple[list[str], int]], **environ: str) -> lis
     command = [sys.executable, "-m", "tests.examples.every_flag", job]
     paths = (environ.get("PYTHONPATH"), str(ROOT), os.environ.get("PYTHONPATH"))
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(
+    done = warm.run(
         command,
         input=json.dumps(cases),
         capture_output=True,

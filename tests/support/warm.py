@@ -112,7 +112,7 @@ class Process:
 def popen(
     command: Sequence[str],
     *,
-    stdin: int | None = None,
+    stdin: int | IO[Any] | None = None,
     stdout: int | IO[Any] | None = None,
     stderr: int | IO[Any] | None = None,
     cwd: str | Path | None = None,
@@ -149,6 +149,7 @@ def popen(
 def run(
     command: Sequence[str],
     *,
+    input: str = "",
     capture_output: bool = True,
     text: bool = True,
     timeout: float = 120,
@@ -158,8 +159,14 @@ def run(
     """``subprocess.run`` for ``[sys.executable, ...]``; what it prints is kept as text."""
     assert capture_output
     assert text
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        code = popen(command, stdout=out, stderr=err, cwd=cwd, env=env).wait(timeout)
+    with (
+        tempfile.TemporaryFile("w+") as given,
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as err,
+    ):
+        given.write(input)
+        given.seek(0)
+        code = popen(command, stdin=given, stdout=out, stderr=err, cwd=cwd, env=env).wait(timeout)
         out.seek(0)
         err.seek(0)
         return subprocess.CompletedProcess(list(command), code, out.read(), err.read())
