@@ -93,3 +93,17 @@ def test_the_feature_on_one_page_is_the_example(name):
 def test_the_test_on_one_page_is_that_of_the_example():
     code = (ROOT / "examples/plugin/tests/test_router_load.py").read_text(encoding="utf-8")
     assert blocks(ROOT / "CONTRIBUTING.md")[-1] in code
+
+
+def test_functions_of_the_walks_are_in_the_files_beside_them():
+    """Rows of ``architecture.md``: number, files, functions."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    walked = 0
+    for row in re.findall(r"^\| [\d to]+ \|(.*)\|(.*)\|$", text, flags=re.M):
+        files = [path for named in NAMED.findall("".join(row)) for path in expanded(named)]
+        files += re.findall(r"`(\w+\.py)`", row[0])
+        code = "\n".join((PACKAGE / file).read_text(encoding="utf-8") for file in files)
+        for name in re.findall(r"`(?:\w+\.)*(\w+)(?:\([^`]*\))?`", row[1]):
+            walked += 1
+            assert re.search(rf"\b{name}\b", code), f"{name} is in none of {files}"
+    assert walked > 20
