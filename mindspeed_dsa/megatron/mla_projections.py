@@ -298,6 +298,45 @@ def plain_up_projection(attention: Any, who: str, instead: str) -> Tensor:
     return layer.weight  # type: ignore[no-any-return]
 
 
+def derived_by(
+    original: Callable[..., Any], derive: Callable[[Any, Tensor, Any, bool], Any]
+) -> Callable[..., Any]:
+    """Wrap ``MLASelfAttention.get_query_key_value_tensors``, whose result ``derive`` may make.
+
+    Args:
+        original: Megatron's.
+        derive: gets the layer, its hidden states, the description of packed documents, and whether the call
+            has arguments of generation; returns the result, or None for the original's.
+    """
+
+    def get_query_key_value_tensors(
+        self: Any,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: Any = None,
+        inference_context: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        generates = any(other is not None for other in (inference_context, *args, *kwargs.values()))
+        derived = derive(self, hidden_states, packed_seq_params, generates)
+        if derived is not None:
+            return derived
+        return original(
+            self,
+            hidden_states,
+            key_value_states,
+            position_ids,
+            packed_seq_params,
+            inference_context,
+            *args,
+            **kwargs,
+        )
+
+    return get_query_key_value_tensors
+
+
 class SumGradients(Function):
     """Identity; in backward the sum over a group.
 

@@ -20,7 +20,7 @@ from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, key_ex
 from mindspeed_dsa.features.dsa.problem import query_and_key
 from mindspeed_dsa.megatron.compiled_attention import steps_of
 from mindspeed_dsa.megatron.dsa import Options
-from mindspeed_dsa.megatron.mla_projections import Projections, plain_up_projection
+from mindspeed_dsa.megatron.mla_projections import Projections, derived_by, plain_up_projection
 from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head
 
 
@@ -32,41 +32,19 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
     :func:`by_head_is_faster`.
     """
 
-    def get_query_key_value_tensors(
-        self: Any,
-        hidden_states: Tensor,
-        key_value_states: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        packed_seq_params: Any = None,
-        inference_context: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        options, exchange = context.options, None
-        others = (inference_context, *args, *kwargs.values())
-        is_dsa = self.config.experimental_attention_variant == "dsa"
-        plain = not is_dsa or any(other is not None for other in others)
-        projections = Projections(self, context.megatron)
-        if not plain:
-            projections = projections.on(packed_seq_params, hidden_states)
-            exchange = key_exchange(self.core_attention, options, context.megatron, projections.documents)
-        alone = not plain and exchange is None
-        if plain or (alone and (options.warmup or by_head_is_faster(projections, hidden_states, options))):
-            return original(
-                self,
-                hidden_states,
-                key_value_states,
-                position_ids,
-                packed_seq_params,
-                inference_context,
-                *args,
-                **kwargs,
-            )
+    def derive(layer: Any, hidden_states: Tensor, packed_seq_params: Any, generates: bool) -> Any:
+        options = context.options
+        if generates or layer.config.experimental_attention_variant != "dsa":
+            return None
+        projections = Projections(layer, context.megatron).on(packed_seq_params, hidden_states)
+        exchange = key_exchange(layer.core_attention, options, context.megatron, projections.documents)
         if exchange is not None:
             return absorbed_query_and_shared_key(projections, hidden_states, exchange)
+        if options.warmup or by_head_is_faster(projections, hidden_states, options):
+            return None
         return absorbed_query_key_value(projections, hidden_states)
 
-    return get_query_key_value_tensors
+    return derived_by(original, derive)
 
 
 def by_head_is_faster(projections: Projections, hidden_states: Tensor, options: Options) -> bool:

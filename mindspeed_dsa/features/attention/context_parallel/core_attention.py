@@ -25,7 +25,7 @@ from mindspeed_dsa.features.attention.context_parallel.ring import (
     ring_attention,
 )
 from mindspeed_dsa.features.attention.context_parallel.strategies import make_strategy
-from mindspeed_dsa.megatron.mla_projections import Projections, plain_up_projection
+from mindspeed_dsa.megatron.mla_projections import Projections, derived_by, plain_up_projection
 from mindspeed_dsa.patches.errors import SettingsError
 
 _WHO = "dense-context-parallel"
@@ -251,36 +251,16 @@ def project_latents_in_three(original: Callable[..., Any], context: Context[Opti
 
 
 def _project(original: Callable[..., Any], context: Context[Options], results: int) -> Callable[..., Any]:
-
-    def get_query_key_value_tensors(
-        self: Any,
-        hidden_states: Tensor,
-        key_value_states: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        packed_seq_params: Any = None,
-        inference_context: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        plan = plan_of(self.core_attention)
-        others: tuple[Any, ...] = (inference_context, *args, *kwargs.values())
-        if plan is not None and plan.strategy is None:
-            others = (packed_seq_params, *others)
-        if plan is None or not plan.takes_payload or any(other is not None for other in others):
-            return original(
-                self,
-                hidden_states,
-                key_value_states,
-                position_ids,
-                packed_seq_params,
-                inference_context,
-                *args,
-                **kwargs,
-            )
-        projections = Projections(self, context.megatron).on(packed_seq_params, hidden_states)
+    def derive(layer: Any, hidden_states: Tensor, packed_seq_params: Any, generates: bool) -> Any:
+        plan = plan_of(layer.core_attention)
+        if plan is None or not plan.takes_payload or generates:
+            return None
+        if plan.strategy is None and packed_seq_params is not None:
+            return None
+        projections = Projections(layer, context.megatron).on(packed_seq_params, hidden_states)
         return query_and_latents(projections, hidden_states)[:results]
 
-    return get_query_key_value_tensors
+    return derived_by(original, derive)
 
 
 def query_and_latents(projections: Projections, hidden_states: Tensor) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, key_ex
 from mindspeed_dsa.features.dsa.problem import query_and_key
 from mindspeed_dsa.megatron.gathered_weights import wait_for_weights
 from mindspeed_dsa.megatron.local_modules import norm_of_fused_layer
-from mindspeed_dsa.megatron.mla_projections import Projections, Rotate
+from mindspeed_dsa.megatron.mla_projections import Projections, Rotate, derived_by
 
 
 def build_with_dsa(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
@@ -55,36 +55,18 @@ def build_with_dsa(original: Callable[..., None], context: Context[Options]) -> 
 def derive_for_dsa(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``MLASelfAttention.get_query_key_value_tensors``: for DSA, pass its inputs on as well."""
 
-    def get_query_key_value_tensors(
-        self: Any,
-        hidden_states: Tensor,
-        key_value_states: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        packed_seq_params: Any = None,
-        inference_context: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if not _uses_dsa(self.config):
-            return original(
-                self,
-                hidden_states,
-                key_value_states,
-                position_ids,
-                packed_seq_params,
-                inference_context,
-                *args,
-                **kwargs,
-            )
-        if any(other is not None for other in (inference_context, *args, *kwargs.values())):
+    def derive(layer: Any, hidden_states: Tensor, packed_seq_params: Any, generates: bool) -> Any:
+        if not _uses_dsa(layer.config):
+            return None
+        if generates:
             raise ValueError(
                 "dsa-backport: DSA trains and evaluates whole sequences on this Megatron; got an inference "
                 "context. Generate with Megatron-core 0.16 or later"
             )
-        projections = Projections(self, context.megatron).on(packed_seq_params, hidden_states)
+        projections = Projections(layer, context.megatron).on(packed_seq_params, hidden_states)
         return _derive(projections, hidden_states, context.options)
 
-    return get_query_key_value_tensors
+    return derived_by(original, derive)
 
 
 def _uses_dsa(config: Any) -> bool:
