@@ -30,7 +30,7 @@ class Norm(NamedTuple):
     zero_centered: bool
 
     def of(self, states: Tensor) -> Tensor:
-        """``[..., n]`` to the same shape and dtype."""
+        """Map ``[..., n]`` to the same shape and dtype."""
         weight = self.weight
         if weight is None:
             return states
@@ -50,20 +50,20 @@ class Linear(NamedTuple):
     norm: Norm
 
     def of(self, states: Tensor) -> Tensor:
-        """``[..., in]`` to ``[..., out]``."""
+        """Map ``[..., in]`` to ``[..., out]``."""
         return F.linear(self.norm.of(states), self.weight)
 
 
 @cache
 def _classes(megatron: Megatron) -> tuple[Any, Any, Any]:
-    """Megatron's identity, and its parallel linear layers by column and by row."""
+    """Return Megatron's identity, and its parallel linear layers by column and by row."""
     layers = megatron("core.tensor_parallel.layers")
     identity = megatron("core.transformer.identity_op").IdentityOp
     return identity, layers.ColumnParallelLinear, layers.RowParallelLinear
 
 
 def norm_of(module: Any, megatron: Megatron) -> Norm | None:
-    """A norm module as a graph can contain it; ``None`` if it cannot."""
+    """Return a norm module as a graph can contain it; ``None`` if it cannot."""
     if type(module) is _classes(megatron)[0]:
         return NO_NORM
     ours = (SequenceParallelRMSNorm, SequenceParallelLayerNorm)  # and what derives from them: other kernels
@@ -76,7 +76,7 @@ def norm_of(module: Any, megatron: Megatron) -> Norm | None:
 
 
 def linear_of(module: Any, megatron: Megatron) -> Linear | None:
-    """A linear layer as a graph can contain it; ``None`` if it cannot."""
+    """Return a linear layer as a graph can contain it; ``None`` if it cannot."""
     weight = getattr(module, "weight", None)
     if type(weight) is not torch.nn.Parameter or _has_hooks(module) or _is_held(weight):
         return None
@@ -139,7 +139,7 @@ def _is_local(module: Any) -> bool:
 
 
 def linears_of(modules: Sequence[Any], megatron: Megatron) -> list[Tensor] | None:
-    """The weights of linear layers that do nothing but multiply; ``None`` if one of them does more."""
+    """Return the weights of linear layers that only multiply; ``None`` if one of them does more."""
     found = []
     for module in modules:
         linear = linear_of(module, megatron)

@@ -27,7 +27,7 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def virtual_stage(block: Any, megatron: Megatron) -> int | None:
-    """Which chunk of its pipeline stage a ``TransformerBlock`` is; ``None`` without virtual stages.
+    """Return which chunk of its stage a ``TransformerBlock`` is; ``None`` without virtual stages.
 
     Before 0.13 a block does not know, and Megatron keeps the number of the chunk that is being built.
     """
@@ -39,7 +39,7 @@ def virtual_stage(block: Any, megatron: Megatron) -> int | None:
 
 
 def layers_of_chunk(block: Any, chunk: int, megatron: Megatron) -> int:
-    """How many layers a chunk of this block's pipeline stage has.
+    """Return how many layers a chunk of this block's pipeline stage has.
 
     Args:
         block: a ``TransformerBlock`` of the stage.
@@ -67,7 +67,7 @@ def _being_built(chunk: int, megatron: Megatron) -> Iterator[None]:
 
 
 def grouped_experts(megatron: Megatron) -> tuple[type, ...]:
-    """Classes of experts whose weights are stacked; from 0.17 on only Transformer Engine's are left."""
+    """Return classes of experts with stacked weights; from 0.17 on Transformer Engine's alone."""
     experts = megatron("core.transformer.moe.experts")
     names = ("GroupedMLP", "TEGroupedMLP")
     return tuple(getattr(experts, name) for name in names if hasattr(experts, name))
@@ -80,7 +80,7 @@ def recomputes_shared_experts(moe_layer: Any) -> bool:
 
 @cache
 def transformer_engine(megatron: Megatron) -> Any:
-    """Megatron's module on top of Transformer Engine; ``None`` where it needs that to be imported."""
+    """Return Megatron's module of Transformer Engine; ``None`` where it cannot be imported without that."""
     try:
         return megatron("core.extensions.transformer_engine")
     except ImportError:  # before 0.13

@@ -17,7 +17,7 @@ _CORE = ".core"
 
 
 def imported() -> str | None:
-    """The root of a fork that has been imported; ``None`` without one, and where stock Megatron has been."""
+    """Return the root of a fork that has been imported; ``None`` without one, or beside stock Megatron."""
     if f"megatron{_CORE}" in sys.modules:
         return None
     for name, module in sys.modules.copy().items():

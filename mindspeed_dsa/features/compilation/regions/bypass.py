@@ -36,7 +36,7 @@ def check_operators(context: Context[Options]) -> None:
 
 @cache
 def resolve(names: tuple[str, ...]) -> tuple[Operator, ...]:
-    """The operators of these names, all overloads of each: ``silu``, ``aten.silu`` or ``aten.silu.default``.
+    """Return the operators of these names, all overloads: ``silu``, ``aten.silu`` or ``aten.silu.default``.
 
     Raises:
         SettingsError: there is none of the name, or it cannot stay whole.
@@ -82,7 +82,7 @@ def _is_made_of_others(operator: Operator) -> bool:
 
 
 def arguments(operators: Sequence[Operator]) -> dict[str, Any]:
-    """Arguments of Inductor's ``compile_fx`` that let operators stay whole."""
+    """Return arguments of Inductor's ``compile_fx`` that let operators stay whole."""
     if not operators:
         return {}
     from torch._inductor.compile_fx import compile_fx_inner
@@ -108,7 +108,7 @@ def _library() -> torch.library.Library:
 
 @cache
 def _forwarder(operator: Operator) -> Callable[..., Any]:
-    """An operator of our own with the same signature that does nothing but call it."""
+    """Build an operator of our own with the same signature that does nothing but call it."""
     name = operator.name().replace("::", "_").replace(".", "_")
     signature = str(operator._schema).partition("(")[2]
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)

@@ -135,7 +135,7 @@ def whole_by_head(
     sin: Tensor,
     sizes: Sizes,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """From hidden states ``[tokens, hidden]``: :func:`by_head`, then the two latents."""
+    """Return :func:`by_head` of hidden states ``[tokens, hidden]``, then the two latents."""
     query, latent, rotary_key = latents(rows, rows, down, sizes)
     source = rows if query is None else query
     return *by_head(source, latent, rotary_key, query_up, key_up, cos, sin, sizes), query, latent
@@ -151,7 +151,7 @@ def whole_absorbed(
     sin: Tensor,
     sizes: Sizes,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """From hidden states ``[tokens, hidden]``: :func:`absorbed`, then the two latents.
+    """Return :func:`absorbed` of hidden states ``[tokens, hidden]``, then the two latents.
 
     ``key_norm`` is the norm that the key's up-projection holds, which is not called in this form.
     """

@@ -143,7 +143,7 @@ class _Layer:
         return downs and None not in self.up and not recomputed
 
     def latents(self, regions: Regions, hidden: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        """``[s, b, ...]`` of the hidden states' own rows."""
+        """Return ``[s, b, ...]`` of the hidden states' own rows."""
         query_source = key_source = hidden
         if self.query_down is not None and self.down.query is None:
             query_source = self.query_down(hidden)[0]
@@ -164,7 +164,7 @@ class _Layer:
         return self.gathered(rotary_key) if self.module.config.sequence_parallel else rotary_key
 
     def gathered(self, states: Tensor) -> Tensor:
-        """All tensor parallel ranks' parts of a sequence; gradients are summed and scattered."""
+        """Gather all tensor parallel ranks' parts of a sequence; gradients are summed and scattered."""
         if self.module.config.tensor_model_parallel_size == 1:
             return states
         gather = self._megatron("core.tensor_parallel").gather_from_sequence_parallel_region
@@ -267,7 +267,7 @@ def _epilog(regions: Regions, attended: Tensor, up_value: Tensor) -> Tensor:
 
 
 def _split(found: tuple[Tensor | None, ...], like: Tensor) -> Any:
-    """Rows back to ``[s, b, ...]``, with the sequence and batch of another tensor."""
+    """Bring rows back to ``[s, b, ...]``, with the sequence and batch of another tensor."""
     shape = like.shape[:2]
     return tuple([rows if rows is None else rows.view(*shape, *rows.shape[1:]) for rows in found])
 
@@ -282,7 +282,7 @@ class _Tables:
         self._last: WeakKeyDictionary[Any, tuple[Any, Tensor, Tensor, Tensor]] = WeakKeyDictionary()
 
     def of(self, module: Any, states: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """In the states' dtype; these are ``length`` rows of a rank's sequence, ``[s, b, ...]``."""
+        """Return them in the dtype of the states: ``length`` rows of a rank's sequence, ``[s, b, ...]``."""
         ranks = module.config.context_parallel_size
         angles, mscale = module.rotary_pos_emb(length * ranks), 1.0
         if isinstance(angles, tuple):  # YaRN

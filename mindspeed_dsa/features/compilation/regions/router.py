@@ -102,7 +102,7 @@ def route(
     calls: tuple[Call, ...],
     tensors: tuple[tuple[Tensor, ...], ...],
 ) -> tuple[Any, ...]:
-    """Logits ``[tokens, experts]``, then what Megatron's functions return for them.
+    """Return logits ``[tokens, experts]``, then what Megatron's functions return for them.
 
     Args:
         rows: ``[tokens, hidden]``.

@@ -28,7 +28,7 @@ class Activation(NamedTuple):
     offset: float
 
     def of(self, states: Tensor) -> Tensor:
-        """``[tokens, ffn]``, where gated of twice as many."""
+        """Return ``[tokens, ffn]``, where gated of twice as many."""
         if not self.gated:
             return self.function(states)
         gate, linear = states.chunk(2, dim=-1)
@@ -38,7 +38,7 @@ class Activation(NamedTuple):
 
 
 def expert(rows: Tensor, first: Linear | None, second: Linear | None, activation: Activation) -> Tensor:
-    """``[tokens, hidden]`` to the same; without products, ``[tokens, ffn]`` of what they are between."""
+    """Map ``[tokens, hidden]`` to the same; without products, ``[tokens, ffn]`` of what lies between them."""
     between = activation.of(rows if first is None else first.of(rows))
     return between if second is None else second.of(between)
 

@@ -74,7 +74,7 @@ def _equal(before: Any, now: Any) -> bool:
 
 
 class CheckpointWithoutOutput:
-    """Takes the place of Megatron's class of this name, and is used in the same way.
+    """Checkpoint in the place of Megatron's class of this name, used in the same way.
 
     It differs in four points. Random states are kept and restored only where the function has drawn from
     them. What cannot be freed is left alone: the outputs of a function none of whose inputs

@@ -53,7 +53,7 @@ def split(words: Tensor) -> Halves:
 
 
 def _inexact(bits: Tensor, weight: Tensor, low: Tensor) -> Tensor:
-    """Ascending positions of the numbers that their halves alone do not give back, int64 ``[e]``."""
+    """Return ascending positions of numbers that their halves alone do not give back, int64 ``[e]``."""
     joined = _join(weight, low)
     if torch.equal(joined, bits):
         return torch.empty(0, dtype=torch.int64, device=bits.device)
@@ -61,7 +61,7 @@ def _inexact(bits: Tensor, weight: Tensor, low: Tensor) -> Tensor:
 
 
 def join(halves: Halves) -> Tensor:
-    """The float32 ``[n]`` that :func:`split` was given, bit for bit."""
+    """Return the float32 ``[n]`` that :func:`split` was given, bit for bit."""
     bits = _join(halves.weight, halves.low)
     if halves.where.numel():
         bits[halves.where] = (halves.high.to(torch.int32) << 16) | (

@@ -61,7 +61,7 @@ class SharedStorage(ABC):
         return sum(each.nbytes for both in self._listed.values() for each in both)
 
     def read(self, start: int, end: int) -> Tensor:
-        """A copy of the float32 numbers ``start`` to ``end``, without changing the form."""
+        """Return a copy of the float32 numbers ``start`` to ``end``, without changing the form."""
         if self.in_master_form:
             return self.master[start:end].clone()
         values = torch.empty(end - start, dtype=torch.float32, device=self.weights.device)
@@ -159,7 +159,7 @@ class InPlaceStorage(SharedStorage):
         self.weights = self._halves[start : start + numel].view(torch.bfloat16)
 
     def to_pairs(self) -> None:
-        """As in the base class."""
+        """Do as the base class says."""
         for number, first, last in self._blocks(0, self.numel):
             parts = split(self.master[first:last])
             self._list(number, first, parts)
@@ -171,7 +171,7 @@ class InPlaceStorage(SharedStorage):
         self.in_master_form = False
 
     def to_master(self) -> None:
-        """As in the base class."""
+        """Do as the base class says."""
         self._permute(lambda place: place // 2 + (self._whole if place % 2 else 0))
         for number, first, last in self._blocks(0, self.numel):
             left, right = self._halves[2 * first : 2 * last].view(2, -1)
@@ -186,7 +186,7 @@ class InPlaceStorage(SharedStorage):
         return self._halves[start + shift : end + shift]
 
     def _permute(self, source: Callable[[int], int]) -> None:
-        """Every place gets the block of halves at ``source(place)``; one spare block is needed."""
+        """Give every place the block of halves at ``source(place)``; one spare block is needed."""
         places = self._halves[: 2 * self._whole * self.block].view(-1, self.block) if self._whole else ()
         done: set[int] = set()
         for start in range(len(places)):
@@ -234,7 +234,7 @@ class OverBucketStorage(SharedStorage):
         self._lower_halves = torch.zeros(numel, dtype=torch.int16, device=bucket.device)
 
     def to_pairs(self) -> None:
-        """As in the base class."""
+        """Do as the base class says."""
         # In this order no word is overwritten before it is read: weights are written behind the words.
         for number, first, last in self._ordered(descending=self._upper):
             parts = split(self.master[first:last])
@@ -244,14 +244,14 @@ class OverBucketStorage(SharedStorage):
         self.in_master_form = False
 
     def to_master(self) -> None:
-        """As in the base class."""
+        """Do as the base class says."""
         for number, first, last in self._ordered(descending=not self._upper):
             self.master[first:last] = join(self._pair(number, first, last))
         self._listed.clear()
         self.in_master_form = True
 
     def spoil_others(self) -> bool:
-        """As in the base class."""
+        """Do as the base class says."""
         self._others.fill_(math.nan)
         return True
 
@@ -264,5 +264,5 @@ class OverBucketStorage(SharedStorage):
 
 
 def default_block(device: torch.device) -> int:
-    """Numbers in a block on this device."""
+    """Return how many numbers a block has on this device."""
     return _BLOCK_CPU if device.type == "cpu" else _BLOCK_DEVICE

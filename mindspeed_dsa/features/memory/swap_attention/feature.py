@@ -51,17 +51,17 @@ class Options(LayerOptions):
 
     @property
     def names(self) -> list[str]:
-        """Names of the modules, out of :data:`MODULES` once they are validated."""
+        """Return the modules' names, out of :data:`MODULES` once they are validated."""
         return [name.strip() for name in (self.modules or DEFAULT_MODULES).split(",")]
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """Attributes of a layer whose modules swap."""
+        """Return the attributes of a layer whose modules swap."""
         return tuple(MODULES[name] for name in self.names)
 
     @property
     def smallest(self) -> int:
-        """Bytes of the smallest storage that swaps."""
+        """Return the bytes of the smallest storage that swaps."""
         return DEFAULT_MIN_BYTES if self.min_bytes is None else self.min_bytes
 
 
