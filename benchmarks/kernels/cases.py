@@ -16,6 +16,7 @@ from mindspeed_dsa.ops.lightning_indexer import triton as indexer
 from mindspeed_dsa.ops.moe_permute import triton as permutation
 from mindspeed_dsa.ops.sparse_flash_attention import hopper
 from mindspeed_dsa.ops.sparse_flash_attention import triton as attention
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 from mindspeed_dsa.ops.triton.launch import meta
 
 Call = tuple[str, Callable[[], object]]
@@ -100,7 +101,8 @@ def run_attention(
 def run_forward(dtype: torch.dtype, heads: int, dim: int = 576, value_dim: int = 512) -> None:
     """Forward and sum over heads."""
     query, key = meta(1, SHORT, heads, dim, dtype=dtype), meta(1, SHORT, dim, dtype=dtype)
-    attention.forward(query, key, meta(1, SHORT, TOPK, dtype=torch.int32), 1.0, value_dim, True)
+    indices = meta(1, SHORT, TOPK, dtype=torch.int32)
+    attention.forward(AttentionCall(query, key, indices, 1.0, value_dim), True)
 
 
 def run_plain_attention(dtype: torch.dtype, heads: int) -> None:

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from mindspeed_dsa.context_parallel.layout import Layout, rows_of_all
 from mindspeed_dsa.context_parallel.strategy import ContextParallelStrategy, Exchanged
-from mindspeed_dsa.ops.chunks import wide
+from mindspeed_dsa.ops.precision import wide
 from mindspeed_dsa.parallel import buffer_pool, saved_tensors
 from mindspeed_dsa.parallel.collectives import reduce_scatter_tensor
 from mindspeed_dsa.parallel.transfers import exchange_pairs

@@ -1,11 +1,15 @@
-"""Which implementation of an operator runs: chosen once per shape class, and never silently.
+"""Choice of what runs an operator: a backend once per shape class, an algorithm per call, never silently.
 
-A backend is a module ``mindspeed_dsa.ops.<operator>.<name>``. It declares what it cannot take in
+A backend is a module ``mindspeed_dsa.ops.<operator>.<name>``, or in small operators a class of
+``mindspeed_dsa.ops.<operator>.backends`` with that name. It declares what it cannot take in
 ``unsupported(shape) -> str | None``, a sentence that names the limit. An explicit request that
 cannot be met is an error with that sentence; ``auto`` falls back and logs the sentence once.
 Limits that no shape shows, such as which rows see which keys, it declares in its plans, which get what
 they depend on: see :func:`plan`. What else a backend has is its operator's ``protocol.py``, against which
-mypy checks the modules.
+mypy checks the modules. All of its functions take the operator's arguments as one :class:`Call`.
+
+A backend that computes a function in several ways, as those of CPUs do, leaves it to :func:`algorithm` which
+of them a call takes.
 """
 
 from __future__ import annotations
@@ -13,9 +17,9 @@ from __future__ import annotations
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -50,7 +54,7 @@ class BackendUnavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class ShapeClass:
-    """What a backend's limits depend on: everything about a call but its batch and sequence lengths."""
+    """Everything about a call that a backend's limits depend on: not its batch and sequence lengths."""
 
     device: str
     dtype: torch.dtype
@@ -61,12 +65,12 @@ class ShapeClass:
 
     @classmethod
     def of(cls, tensor: Tensor, *sizes: tuple[str, int]) -> ShapeClass:
-        """That of a call whose main argument is ``tensor``."""
+        """Return the shape class of a call whose main argument is ``tensor``."""
         return cls(tensor.device.type, tensor.dtype, sizes, tensor.device.index)
 
     @property
     def place(self) -> torch.device:
-        """The device."""
+        """Return the device."""
         return torch.device(self.device) if self.index is None else torch.device(self.device, self.index)
 
     def __getitem__(self, name: str) -> int:
@@ -77,13 +81,49 @@ class ShapeClass:
         return f"{str(self.dtype).removeprefix('torch.')} on {self.device}, {sizes}"
 
 
-class Backend(Protocol):
-    """What the backends of every operator have."""
+@dataclass(frozen=True)
+class Call:
+    """Base of an operator's arguments, which its backends take as one object."""
 
-    __name__: str
+    def keep(self, ctx: Any, *results: Tensor | None) -> None:
+        """Save tensors, and results of forward, for backward: by autograd, whose hooks may move them."""
+        tensors = {name: value for name, value in self._values() if isinstance(value, Tensor)}
+        others = {name: value for name, value in self._values() if name not in tensors}
+        ctx.kept_call = type(self), [*tensors], others
+        ctx.save_for_backward(*tensors.values(), *results)
+
+    @staticmethod
+    def kept(ctx: Any) -> tuple[Any, ...]:
+        """Return the call that :meth:`keep` saved, followed by the results."""
+        kind, names, others = ctx.kept_call
+        saved = ctx.saved_tensors
+        return kind(**dict(zip(names, saved, strict=False)), **others), *saved[len(names) :]
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        return ((field.name, getattr(self, field.name)) for field in fields(self))
+
+
+class Backend(Protocol):
+    """Functions and limits that the backends of every operator have; this one's limits are none."""
 
     def unsupported(self, shape: ShapeClass, /) -> str | None:
-        """Why it cannot take calls of this shape, or None."""
+        """Return why it cannot take calls of this shape, or None."""
+        return None
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One of several ways in which a backend computes the same function.
+
+    Attributes:
+        name: for the log.
+        run: the function.
+        declines: returns why a call is not for it, a sentence without a figure of this call alone, or None.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    declines: Callable[..., str | None]
 
 
 _Backend = TypeVar("_Backend", bound=Backend)
@@ -92,12 +132,12 @@ _seconds: defaultdict[str, float] = defaultdict(float)
 
 
 def takes_every_call(*facts: Any) -> None:
-    """The plan of a backend whose limits all show in the shape."""
+    """Return None, the plan of a backend whose limits all show in the shape."""
 
 
 @cache
 def choose(operator: str, requested: str, shape: ShapeClass) -> Any:
-    """The backend module for calls of this shape class, of a type in the operator's ``protocol.py``.
+    """Return the backend for calls of this shape class, of a type in the operator's ``protocol.py``.
 
     Args:
         operator: folder name under ``mindspeed_dsa/ops``.
@@ -136,7 +176,7 @@ def choose(operator: str, requested: str, shape: ShapeClass) -> Any:
 
 
 def unless_empty(operator: str, implementation: _Backend, *tensors: Tensor) -> _Backend:
-    """What runs a call: the reference if one of ``tensors`` has no entries, as in an empty pack.
+    """Return what runs a call: the reference if one of ``tensors`` has no entries, as in an empty pack.
 
     There is nothing to compute then, and no block, tile or grid to cut; plain PyTorch gives empty results,
     zeros, and zero gradients.
@@ -148,45 +188,62 @@ def unless_empty(operator: str, implementation: _Backend, *tensors: Tensor) -> _
     """
     if all(tensor.numel() for tensor in tensors):
         return implementation
-    reference: _Backend = _module(operator, "reference")
+    reference: _Backend = _find(operator, "reference")
     return reference
 
 
-def plan(
-    operator: str, requested: str, implementation: _Backend, found: Any
-) -> tuple[_Backend, tuple[Any, ...]]:
-    """What runs a call, and what its functions want to know about it.
+def plan(operator: str, requested: str, implementation: _Backend, planned: Any) -> tuple[_Backend, Any]:
+    """Return what runs a call, and what its functions want to know about it.
 
     Args:
         operator: folder name under ``mindspeed_dsa/ops``.
         requested: one of :data:`BackendName`.
         implementation: what :func:`choose` returned.
-        found: what its plan for this call returned: a sentence that says why it cannot take the call, what
-            its other functions want as their last argument, or None if they want nothing.
+        planned: what its plan for this call returned: a sentence that says why it cannot take the call, what
+            its other functions want as the call's ``plan``, or None if they want nothing.
 
     Returns:
-        The implementation, or what `auto` tries after it if it declines and any backend will do; and that
-        last argument, if there is one.
+        The implementation and its plan; or, if it declines and any backend will do, what `auto` tries after
+        it, and None.
 
     Raises:
         BackendUnavailable: it declines and was asked for by name.
     """
-    if found is None:
-        return implementation, ()
-    if not isinstance(found, str):
-        return implementation, (found,)
+    if not isinstance(planned, str):
+        return implementation, planned
     name = _name(implementation)
     if requested != "auto":
         raise BackendUnavailable(
-            f"{operator}: backend {name!r} cannot run this call: {found}. "
+            f"{operator}: backend {name!r} cannot run this call: {planned}. "
             "Ask for 'auto' to fall back, or for the slow and exact 'reference' "
             "(in training with --dsa-backend)"
         )
     fallback = dict(_PREFERENCE.values()).get(name, "reference")
     if not _exists(operator, fallback):
         fallback = "reference"
-    warn_once(f"{operator}: backend {name!r} is skipped for {fallback!r}: {found}")
-    return _module(operator, fallback), ()
+    warn_once(f"{operator}: backend {name!r} is skipped for {fallback!r}: {planned}")
+    return _find(operator, fallback), None
+
+
+def algorithm(operator: str, algorithms: Sequence[Algorithm], *facts: Any) -> Algorithm:
+    """Return the first of some algorithms that takes a call; each choice is logged once, with its reason.
+
+    Args:
+        operator: who to name in the log.
+        algorithms: in order of preference, of which the last takes every call.
+        facts: what they decline by.
+    """
+    reasons = []
+    for one in algorithms[:-1]:
+        reason = one.declines(*facts)
+        if reason is None:
+            break
+        reasons.append(f"not {one.name}: {reason}")
+    else:
+        one = algorithms[-1]
+    because = f" ({'; '.join(reasons)})" if reasons else ""
+    _log.info("%s is computed %s%s", operator, one.name, because, once=True)
+    return one
 
 
 def count_call(operator: str, implementation: Backend) -> None:
@@ -195,7 +252,7 @@ def count_call(operator: str, implementation: Backend) -> None:
 
 
 def calls() -> Counter[tuple[str, str]]:
-    """How often each operator was called in this process, and on which backend: by ``(operator, name)``."""
+    """Return how often each operator was called in this process, by ``(operator, backend)``."""
     return _calls.copy()
 
 
@@ -214,7 +271,7 @@ def spent(operator: str, place: torch.device) -> Iterator[None]:
 
 
 def seconds() -> dict[str, float]:
-    """How long operators have worked on CPUs in this process, by name: see :func:`spent`."""
+    """Return how long operators have worked on CPUs in this process, by name: see :func:`spent`."""
     return dict(_seconds)
 
 
@@ -235,19 +292,31 @@ def _report(operator: str, name: str) -> None:
 
 
 def _name(implementation: Backend) -> str:
-    return implementation.__name__.rpartition(".")[2]
+    if isinstance(implementation, ModuleType):
+        return implementation.__name__.rpartition(".")[2]
+    return type(implementation).__name__.lower()
 
 
-def _module(operator: str, name: str) -> Any:
-    return import_module(f"{__package__}.{operator}.{name}")
+def _find(operator: str, name: str) -> Any:
+    """Return an object of the class, or the module, that a backend is."""
+    kind = _class(operator, name)
+    return import_module(f"{__package__}.{operator}.{name}") if kind is None else kind()
+
+
+def _class(operator: str, name: str) -> Any:
+    path = f"{__package__}.{operator}.backends"
+    return None if find_spec(path) is None else getattr(import_module(path), name.capitalize(), None)
 
 
 def _exists(operator: str, name: str) -> bool:
-    return bool(name) and find_spec(f"{__package__}.{operator}.{name}") is not None
+    if not name:
+        return False
+    module = f"{__package__}.{operator}.{name}"
+    return _class(operator, name) is not None or find_spec(module) is not None
 
 
 def _is_foreign(error: Exception) -> bool:
-    """Whether what an import met is of another package: what it names, or else where it was raised."""
+    """Return whether an import's error is another package's: what it names, or else where it was raised."""
     if isinstance(error, ImportError) and error.name:
         name = error.name
     elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
@@ -259,10 +328,10 @@ def _is_foreign(error: Exception) -> bool:
 
 
 def _load(operator: str, name: str, shape: ShapeClass) -> tuple[Any, str | None]:
-    """The backend's module, or None and the reason."""
+    """Return the backend, or None and the reason."""
     path = f"{__package__}.{operator}.{name}"
     try:
-        module = import_module(path)
+        module = _find(operator, name)
     except ModuleNotFoundError as error:
         if error.name == path:
             return None, f"{operator} has no {name} implementation"

@@ -1,4 +1,4 @@
-"""Checks of what callers pass: shapes and dtypes always, the contents of index tensors on request.
+"""Checks of arguments: shapes and dtypes always, the contents of index tensors on request.
 
 Reading an index tensor costs a pass over it and, on an accelerator, a wait for the device. So these
 checks run after :func:`set_debug_checks` only.
@@ -22,7 +22,7 @@ def set_debug_checks(enabled: bool) -> bool:
 
 
 def enabled() -> bool:
-    """Whether the checks that read tensors are on."""
+    """Return whether the checks that read tensors are on."""
     return _enabled
 
 
@@ -77,6 +77,15 @@ def check_weights(operator: str, name: str, weights: Tensor, query: Tensor) -> N
         operator,
         f"{name} must be floating point on {query.device}, got {weights.dtype} on {weights.device}",
     )
+
+
+def names_key(topk_indices: Tensor, key_length: int) -> Tensor:
+    """Return bool, as large as ``topk_indices``: whether an entry lies in ``[0, key_length)``.
+
+    The one answer that all backends share. -1 stands for no key; every other entry that lies outside is
+    treated alike: it is never read.
+    """
+    return (topk_indices >= 0) & (topk_indices < key_length)
 
 
 def check_topk_indices(operator: str, topk_indices: Tensor, query: Tensor, key_length: int) -> None:

@@ -1,4 +1,4 @@
-"""Computing in the precision that the operators document, whatever surrounds them."""
+"""Precision of the operators: which dtypes sums and gradients have, whatever surrounds them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """A context without ``torch.autocast``, which would round the fp32 products inside to 16 bits."""
+    """Return a context without ``torch.autocast``, which would round the fp32 products inside to 16 bits."""
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
@@ -40,17 +40,22 @@ def outside_autocast(function: Function) -> Function:
 
 
 def total_dtype(device: torch.device) -> torch.dtype:
-    """In what sums over all rows are kept: fp64, and fp32 on NPUs, whose vector units have no other."""
+    """Return the dtype of sums over all rows: fp64; fp32 on NPUs, whose vector units have no other."""
     return torch.float32 if npu_device.takes_device(device.type) else torch.float64
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of products and sums: fp32, or fp64 for fp64 inputs."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what gradients are kept that are not final yet: fp16 does not reach down to those of a mean."""
+    """Return the dtype of gradients that are not final yet: fp16 does not reach down to a mean's."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def raising_factor(largest: Tensor, exponent: int) -> Tensor:
-    """The power of two, at least 1, that raises ``largest`` to just below ``2 ** exponent``.
+    """Return the power of two, at least 1, that raises ``largest`` to just below ``2 ** exponent``.
 
     Gradients of a mean over many rows are smaller than what fp16 holds. Multiplied with this they survive
     being rounded to fp16, and dividing the fp32 results by it is exact.

@@ -32,10 +32,10 @@ def test_every_operator_beside_its_reference(npu_kernels, monkeypatch, part):
 
 
 def test_a_wrong_operator_is_named(npu_kernels, monkeypatch):
-    from mindspeed_dsa.ops.swiglu import npu
+    from mindspeed_dsa.ops.swiglu.backends import Npu
 
-    right = npu.backward
-    monkeypatch.setattr(npu, "backward", lambda *tensors: 1.1 * right(*tensors))
+    right = Npu.backward
+    monkeypatch.setattr(Npu, "backward", lambda *given: 1.1 * right(*given))
     row = operators.run("small", quick=True, tell=lambda found: None)["SwiGLU, tiny, 40 rows"]
     assert row["wrong"] == {"gradient of gate and up": "1.0e-01 from the reference's, more than 2e-02"}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_loss, npu
-from mindspeed_dsa.ops.indexer_kl_loss.npu_parts import parts_of
+from mindspeed_dsa.ops.indexer_kl_loss.npu import parts_of
 from mindspeed_dsa.ops.npu.layout import Layout
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from tests.npu import loss_kernels

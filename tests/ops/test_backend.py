@@ -61,7 +61,7 @@ def test_on_a_gpu_auto_never_takes_what_gathers_all_keys(operator, monkeypatch, 
     assert "backend 'triton' is skipped" in record.getMessage()
     assert record.getMessage().endswith("the GPU is too small")
     # A limit that no shape shows leads to the same place.
-    assert backend.plan(operator, "auto", triton, "it is raining") == (chosen, ())
+    assert backend.plan(operator, "auto", triton, "it is raining") == (chosen, None)
 
 
 def test_auto_falls_back_and_says_so_once(monkeypatch, caplog):

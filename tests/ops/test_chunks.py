@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_dsa.ops import chunks
+from mindspeed_dsa.ops import chunks, precision
+from mindspeed_dsa.ops.indexer_kl_loss import npu
+from mindspeed_dsa.ops.indexer_kl_loss.protocol import DenseCall
+from mindspeed_dsa.ops.lightning_indexer import chunked as indexer
+from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
 from mindspeed_dsa.ops.lightning_indexer.reference import visible
+from mindspeed_dsa.ops.row_ranges import Ranges
+from mindspeed_dsa.ops.sparse_flash_attention import chunked as attention
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 from tests.ops import oracle
 from tests.ops.cases import DTYPES, indexer_inputs, packed_ranges, random_indices
 
@@ -14,6 +21,7 @@ from tests.ops.cases import DTYPES, indexer_inputs, packed_ranges, random_indice
 @pytest.fixture(autouse=True, params=[1, 3000, 1 << 20], ids=["row-by-row", "few-rows", "one-chunk"])
 def chunk_bytes(request, monkeypatch):
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", request.param)
+    monkeypatch.setattr(npu, "_LSE_BYTES", request.param)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
@@ -24,16 +32,17 @@ def test_scores_and_their_gradients(dtype, use_relu):
     valid = indices >= 0
     wide = [x.double().requires_grad_() for x in inputs]
     expected = oracle.index_scores(*wide, use_relu).gather(-1, indices.clamp_min(0).long())
-    scores = chunks.scores_at(*inputs, indices, use_relu)
+    call = IndexerCall(*inputs, use_relu)
+    scores = indexer.scores_at(call, indices)
     oracle.assert_close(scores[valid], expected[valid].detach())
     assert (scores[~valid] == -torch.inf).all()
 
     factors = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1))
     # What arrives at the tail does not count.
-    grads = chunks.score_gradients(factors.masked_fill(~valid, torch.nan), *inputs, indices, use_relu)
+    grads = indexer.score_gradients(call, indices, factors.masked_fill(~valid, torch.nan))
     expected_grads = torch.autograd.grad((expected[valid] * factors[valid]).sum(), wide)
     # The keys' is a sum over rows, which callers may go on adding to.
-    kinds = dtype, chunks.wide(dtype), dtype
+    kinds = dtype, precision.wide(dtype), dtype
     for grad, kind, expected_grad in zip(grads, kinds, expected_grads, strict=True):
         assert grad.dtype == kind
         oracle.assert_close(grad, expected_grad, backward=True)
@@ -50,7 +59,8 @@ def test_attention_sum(dtype, with_lse):
     _, lse, probabilities = oracle.attention(query, key, oracle.selected_mask(indices, 60), 0.2, 40)
     expected = probabilities.sum(2).gather(-1, indices.clamp_min(0).long()).masked_fill(indices < 0, 0)
     before = indices.long().clone()
-    summed = chunks.attention_sum(query, key, before, lse.float() if with_lse else None, 0.2)
+    call = AttentionCall(query, key, before, 0.2, 40)
+    summed = attention.attention_sum(call, lse.float() if with_lse else None)
     assert oracle.relative_error(summed, expected) < 1e-5
     assert torch.equal(before, indices.long())
 
@@ -61,4 +71,6 @@ def test_dense_lse():
     starts, ends = (bound.expand(2, -1) for bound in packed_ranges(11, 1, 14))
     scores = 0.3 * torch.einsum("bshd,bthd->bsht", query.double(), key.double())
     scores = scores.masked_fill(~visible(starts, ends, 26)[:, :, None], -torch.inf)
-    assert oracle.relative_error(chunks.dense_lse(query, key, 0.3, starts, ends), scores.logsumexp(-1)) < 1e-6
+    index = IndexerCall(query, key[:, :, 0], query[..., 0])
+    call = DenseCall(index, query, key, 0.3, Ranges(starts, ends, False), query[..., 0, 0])
+    assert oracle.relative_error(npu.dense_lse(call), scores.logsumexp(-1)) < 1e-6

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from mindspeed_dsa.ops import checks, chunks
+from mindspeed_dsa.ops import checks
 from mindspeed_dsa.ops.cpu import products
 from mindspeed_dsa.ops.indexer_kl_loss import (
     dense_indexer_kl_loss,
@@ -15,8 +15,11 @@ from mindspeed_dsa.ops.indexer_kl_loss import (
     indexer_kl_loss,
 )
 from mindspeed_dsa.ops.indexer_kl_loss import npu as loss_npu
+from mindspeed_dsa.ops.lightning_indexer import chunked as indexer
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
+from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 from tests.ops.cases import BACKENDS, indexer_inputs, random_indices
 
 SCALE = 0.3
@@ -104,14 +107,15 @@ def test_indices_outside_of_the_keys_are_no_keys(backend, dtype):
 
 def test_indices_outside_of_the_keys_in_chunks():
     """What NPUs compute in PyTorch."""
-    query, key, weights, main_query, main_key = (x.detach() for x in leaves(2, 23, 40))
+    *inputs, main_query, main_key = (x.detach() for x in leaves(2, 23, 40))
+    index = IndexerCall(*inputs)
     indices = random_indices(2, 23, 40, 30, empty_rows=(3,)).long()
     wrong = indices.masked_fill(indices < 0, 2**32 + 3)
     gradient = torch.randn(indices.shape).masked_fill(indices < 0, torch.nan)
     for call in (
-        lambda at: [chunks.scores_at(query, key, weights, at, True)],
-        lambda at: [loss_npu.attention_sum(main_query, main_key, at, None, SCALE)],
-        lambda at: chunks.score_gradients(gradient, query, key, weights, at, True),
+        lambda at: [indexer.scores_at(index, at)],
+        lambda at: [loss_npu.attention_sum(AttentionCall(main_query, main_key, at, SCALE, 7), None)],
+        lambda at: indexer.score_gradients(index, at, gradient),
     ):
         for value, expected in zip(call(wrong), call(indices), strict=True):
             assert torch.equal(value, expected)

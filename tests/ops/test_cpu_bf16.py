@@ -12,6 +12,7 @@ from mindspeed_dsa.ops.cpu import bf16
 from mindspeed_dsa.ops.cpu import products as cpu_products
 from mindspeed_dsa.ops.cpu import threads as cpu_threads
 from mindspeed_dsa.ops.lightning_indexer import cpu_dense as index_dense
+from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
 from mindspeed_dsa.ops.sparse_flash_attention import cpu_dense
 from tests.ops import oracle, test_indexer_kl_loss, test_memory
 from tests.ops import test_lightning_indexer as indexer
@@ -69,8 +70,8 @@ def test_masked_index_gradients_reach_further_with_bf16_operands(monkeypatch):
         monkeypatch.setattr(bf16, "_asked", way)
         found = {}
         for dtype in (torch.float32, BF16):
-            operands = (x.to(dtype) for x in (query, key, weights))
-            found[dtype] = index_dense.takes(torch.ones(1, 1, 16), *operands, entries)
+            call = IndexerCall(*(x.to(dtype) for x in (query, key, weights)))
+            found[dtype] = index_dense.declines(call, entries, torch.ones(1, 1, 16)) is None
         assert found == {torch.float32: False, BF16: way == "native"}
 
 

@@ -10,8 +10,12 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from mindspeed_dsa.ops import checks
 from mindspeed_dsa.ops.indexer_kl_loss import indexer_kl_loss
+from mindspeed_dsa.ops.indexer_kl_loss.protocol import DenseCall
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
+from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
+from mindspeed_dsa.ops.row_ranges import Ranges
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 from tests.ops.cases import indexer_inputs, random_indices
 from tests.ops.test_sparse_flash_attention import attention_inputs
 from tests.ops.test_triton_lightning_indexer import select_from
@@ -138,16 +142,18 @@ def test_nothing_is_launched_for_nothing_and_all_is_written(batch, rows, keys, l
     bound = torch.zeros(batch, rows, dtype=torch.int32)
     weights = torch.ones(batch, rows)
 
-    out, lse, summed = attention.forward(query, key_value, indices, 0.3, 16, True)
-    gradients = [*attention.backward(out, query, key_value, indices, out, lse, 0.3, True)]
-    chosen, scores = indexer.select(*index, min(3, keys), bound, bound, True)
+    attend, score = AttentionCall(query, key_value, indices, 0.3, 16), IndexerCall(*index)
+    ranges = Ranges(bound, bound, False)
+    out, lse, summed = attention.forward(attend, True)
+    gradients = [*attention.backward(attend, out, out, lse, True)]
+    chosen, scores = indexer.select(score, min(3, keys), ranges)
     assert (chosen.shape, scores.shape) == ((batch, rows, min(3, keys)),) * 2
-    scores = indexer.scores_at(*index, indices, True)
-    gradients += indexer.score_gradients(torch.zeros_like(scores), *index, indices, True)
-    target = kl_loss.attention_sum(query, key_value, indices, None, 0.3)
+    scores = indexer.scores_at(score, indices)
+    gradients += indexer.score_gradients(score, indices, torch.zeros_like(scores))
+    target = kl_loss.attention_sum(attend, None)
     loss, gradient = kl_loss.divergence_and_gradient(scores, target, indices >= 0, weights, True)
-    arguments = (query, key_value, 0.3, bound, bound, weights, None, True)
-    dense, of_dense = kl_loss.dense_loss_and_gradients(*index, *arguments)
+    call = DenseCall(score, query, key_value, 0.3, ranges, weights)
+    dense, of_dense = kl_loss.dense_loss_and_gradients(call, True)
 
     assert (scores == -torch.inf).all()
     assert (lse == -torch.inf).all()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 from mindspeed_dsa.ops.triton.common import dense_rows
 from mindspeed_dsa.ops.triton.launch import rehearsal
 from tests.ops import oracle
@@ -108,7 +109,8 @@ def assert_right(heads, topk, dtype):
     _, expected, expected_lse, probabilities = expected_of(query, key_value, named, 192**-0.5, 512)
     # What nobody selected may hold anything.
     key_value[1, 0] = torch.nan
-    found = attention.forward(*(x.to(DEVICE) for x in (query, key_value, indices)), 192**-0.5, 512, True)
+    tensors = (x.to(DEVICE) for x in (query, key_value, indices))
+    found = attention.forward(AttentionCall(*tensors, 192**-0.5, 512), True)
     out, lse, summed = (x.cpu() for x in found)
     some = (named >= 0).any(-1)
     assert (out[~some] == 0).all()
@@ -128,14 +130,15 @@ def test_same_bits_every_time_and_as_far_from_the_plain_kernels_as_rounding(head
     key_value = torch.randn(1, 4096, 576, generator=generator, device=DEVICE).bfloat16()
     indices = torch.rand(1024, 4096, generator=generator, device=DEVICE).argsort(-1)[None, :, :2048].int()
     indices[0, torch.arange(1024), torch.arange(1024)] = -1
-    found = [attention.forward(query, key_value, indices, 0.1, 512, True) for _ in range(5)]
+    call = AttentionCall(query, key_value, indices, 0.1, 512)
+    found = [attention.forward(call, True) for _ in range(5)]
     for other in found[1:]:
         for value, expected in zip(other, found[0], strict=True):
             assert torch.equal(value, expected)
     monkeypatch.setattr(hopper, "takes", lambda *_: False)
     for value, expected, bound in zip(
         found[0],
-        attention.forward(query, key_value, indices, 0.1, 512, True),
+        attention.forward(call, True),
         (4e-3, 1e-6, 1e-5),
         strict=True,
     ):
@@ -163,13 +166,14 @@ def test_gradients(heads, dtype, deterministic, on_hopper):
         expected_grads = torch.autograd.grad(expected, inputs, grad.double())
         key_value[1, 0] = torch.nan
         tensors = [x.to(DEVICE) for x in (query, key_value, indices)]
-        out, lse, _ = attention.forward(*tensors, 192**-0.5, 512, False)
+        call = AttentionCall(*tensors, 192**-0.5, 512)
+        out, lse, _ = attention.forward(call, False)
         # The plain kernels take the second, whose rows begin beside lines of memory.
         beside = torch.empty(*grad.shape[:-1], 520, dtype=dtype, device=DEVICE)[..., :512].copy_(grad)
         assert hopper.takes_backward(*tensors[:2], grad.to(DEVICE), 512)
         assert not hopper.takes_backward(*tensors[:2], beside, 512)
         for other in (grad.to(DEVICE), beside):
-            found = attention.backward(other, *tensors, out, lse, 192**-0.5, True)
+            found = attention.backward(call, other, out, lse, True)
             for value, expected_value in zip(found[:2], expected_grads, strict=True):
                 assert torch.isfinite(value).all()
                 assert oracle.cosine_distance(value.cpu(), expected_value) < 4e-5
@@ -187,10 +191,11 @@ def test_gradients_repeat_and_differ_from_the_plain_kernels_by_rounding(heads, o
     key_value = torch.randn(1, 4096, 576, generator=generator, device=DEVICE).bfloat16()
     indices = torch.rand(600, 4096, generator=generator, device=DEVICE).argsort(-1)[None, :, :2048].int()
     indices[0, torch.arange(600), torch.arange(600)] = -1
-    out, lse, _ = attention.forward(query, key_value, indices, 0.1, 512, False)
+    call = AttentionCall(query, key_value, indices, 0.1, 512)
+    out, lse, _ = attention.forward(call, False)
 
     def gradients():
-        return attention.backward(out, query, key_value, indices, out, lse, 0.1, True)
+        return attention.backward(call, out, out, lse, True)
 
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)

@@ -5,10 +5,11 @@ import torch
 
 from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass
 from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_loss
-from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient
+from mindspeed_dsa.ops.indexer_kl_loss.chunked import divergence_and_gradient
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.lightning_indexer.reference import visible
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 from tests.ops import oracle
 from tests.ops.cases import indexer_inputs, packed_ranges, random_indices
 from tests.ops.test_indexer_kl_loss import SCALE, check, expected_loss, main_inputs
@@ -194,7 +195,7 @@ def test_attention_sum_without_its_lse_and_for_any_dim():
         query, key = main_inputs(1, 3, 7, dim, keys=40)
         indices = random_indices(1, 3, 40, 33, empty_rows=(1,))
         main = on_device((query, key, indices))
-        summed = kl_loss.attention_sum(*main, None, SCALE).cpu()
+        summed = kl_loss.attention_sum(AttentionCall(*main, SCALE, dim), None).cpu()
         mask = oracle.selected_mask(indices, 40)
         probabilities = oracle.attention(query, key, mask, SCALE, dim)[2].sum(2)
         expected = probabilities.gather(-1, indices.clamp_min(0).long()).masked_fill(indices < 0, 0)

@@ -8,6 +8,7 @@ from packaging.version import Version
 
 from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass, choose
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 from mindspeed_dsa.ops.triton import launch
 from tests.ops import oracle
 from tests.ops.cases import random_indices
@@ -95,8 +96,9 @@ def test_keys_that_nobody_selected_are_not_touched():
 
 def backward_of(inputs, indices, value_dim, **options):
     query, key_value = (x.detach().to(DEVICE) for x in inputs)
-    out, lse, _ = attention.forward(query, key_value, indices, 0.2, value_dim, False)
-    return attention.backward(out.cos(), query, key_value, indices, out, lse, 0.2, **options)
+    call = AttentionCall(query, key_value, indices, 0.2, value_dim)
+    out, lse, _ = attention.forward(call, False)
+    return attention.backward(call, out.cos(), out, lse, **options)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -105,7 +107,7 @@ def test_sum_of_the_backward_is_that_of_the_forward(deterministic):
     inputs = attention_inputs(2, 3, 50, 20, 40, torch.float32)
     indices = random_indices(2, 3, 50, 45, empty_rows=(1,)).to(DEVICE)
     expected = attend(*inputs, indices, 0.2, 32, return_attention_sum=True).attention_sum
-    *_, summed = backward_of(inputs, indices, 32, return_attention_sum=True)
+    *_, summed = backward_of(inputs, indices, 32, with_sum=True)
     assert oracle.relative_error(summed, expected) < 1e-6
     assert (summed[indices < 0] == 0).all()
 
@@ -114,12 +116,10 @@ def test_gradients_do_not_depend_on_how_rows_are_cut(monkeypatch):
     """Bit for bit, and twice the same: keys are summed in row order, also across batch and chunks."""
     inputs = attention_inputs(2, 5, 40, 3, 24, torch.float32)
     indices = random_indices(2, 5, 40, 33, empty_rows=(1,)).to(DEVICE)
-    expected = backward_of(inputs, indices, 24, return_attention_sum=True)
+    expected = backward_of(inputs, indices, 24, with_sum=True)
     for rows in (1, 4, 10):
         monkeypatch.setattr(attention, "tile_bytes", lambda total, rows=rows: rows * 33 * (3 * 4 + 4 * 24))
-        for value, other in zip(
-            backward_of(inputs, indices, 24, return_attention_sum=True), expected, strict=True
-        ):
+        for value, other in zip(backward_of(inputs, indices, 24, with_sum=True), expected, strict=True):
             assert torch.equal(value, other)
 
 
@@ -129,7 +129,7 @@ def test_many_chunks_are_sorted_at_once_and_one_by_one(monkeypatch):
     indices = random_indices(2, 5, 40, 33, empty_rows=(1,)).to(DEVICE)
     indices[1, 2, 7] = indices[1, 2, 3]
     torch.use_deterministic_algorithms(True)
-    expected = backward_of(inputs, indices, 24, return_attention_sum=False)[1]
+    expected = backward_of(inputs, indices, 24, with_sum=False)[1]
     sorts = []
     order_by_key = attention.order_by_key
     monkeypatch.setattr(attention, "order_by_key", lambda *args: sorts.append(args) or order_by_key(*args))
@@ -137,7 +137,7 @@ def test_many_chunks_are_sorted_at_once_and_one_by_one(monkeypatch):
     for chunks, times in ((1, 5), (2, 3), (9, 1)):
         sorts.clear()
         monkeypatch.setattr(attention, "WORKSPACE_BYTES", chunks * 32 * 2 * 33)
-        assert torch.equal(backward_of(inputs, indices, 24, return_attention_sum=False)[1], expected)
+        assert torch.equal(backward_of(inputs, indices, 24, with_sum=False)[1], expected)
         assert len(sorts) == times
 
 
@@ -183,7 +183,7 @@ def test_scratch_is_bounded(monkeypatch):
             return result
 
     with Watch():
-        backward_of(inputs, indices, 24, return_attention_sum=False)
+        backward_of(inputs, indices, 24, with_sum=False)
     assert len(sizes) > 5
     assert max(sizes) <= 40_000
     large, small = torch.empty(2**22, 576, device="meta"), torch.empty(8192, 576, device="meta")
@@ -233,18 +233,17 @@ def test_offsets_beyond_32_bits(tmp_path):
         lambda: (spread(query, 4 * far, 2 * far, far, 1), key_value),
         lambda: (query, spread(key_value, 4 * far, far, 1)),
     ]
-    arguments = (indices, 0.3, 16, True)
-    expected = attention.forward(query, key_value, *arguments)
-    expected_grads = attention.backward(
-        expected[0], query, key_value, indices, *expected[:2], 0.3, return_attention_sum=True
-    )
+    call = AttentionCall(query, key_value, indices, 0.3, 16)
+    expected = attention.forward(call, True)
+    expected_grads = attention.backward(call, expected[0], *expected[:2], True)
     for variant in variants:
         q, kv = variant()
-        found = attention.forward(q, kv, *arguments)
-        grads = attention.backward(found[0], q, kv, indices, *found[:2], 0.3, return_attention_sum=True)
+        call = AttentionCall(q, kv, indices, 0.3, 16)
+        found = attention.forward(call, True)
+        grads = attention.backward(call, found[0], *found[:2], True)
         for value, other in zip((*found, *grads), (*expected, *expected_grads), strict=True):
             assert torch.equal(value, other)
-        del q, kv
+        del q, kv, call
 
 
 def test_nothing_to_do():

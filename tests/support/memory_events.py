@@ -89,9 +89,9 @@ def counted() -> Iterator[Counter[str]]:
     from mindspeed_dsa.features.tensor_parallel.overlap import chunked, tuning
     from mindspeed_dsa.ops.grouped_matmul import cpu as grouped
     from mindspeed_dsa.ops.moe_permute import cpu as permutation
-    from mindspeed_dsa.ops.rms_norm import cpu as norm
-    from mindspeed_dsa.ops.rotary import cpu as rotary
-    from mindspeed_dsa.ops.swiglu import cpu as activation
+    from mindspeed_dsa.ops.rms_norm.backends import Cpu as norm
+    from mindspeed_dsa.ops.rotary.backends import Cpu as rotary
+    from mindspeed_dsa.ops.swiglu.backends import Cpu as activation
     from mindspeed_dsa.parallel.all_to_all import InFlight
 
     counts: Counter[str] = Counter()

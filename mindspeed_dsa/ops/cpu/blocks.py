@@ -16,9 +16,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.ops.checks import names_key
 from mindspeed_dsa.ops.cpu.products import compute_dtype, linear, one_by_one, product
 from mindspeed_dsa.ops.cpu.threads import share_out, worker_count
-from mindspeed_dsa.ops.indices import names_key
 
 Result = TypeVar("Result")
 

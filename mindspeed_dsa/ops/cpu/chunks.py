@@ -19,11 +19,11 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.ops.checks import names_key
 from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
 from mindspeed_dsa.ops.cpu.blocks import Scratch
 from mindspeed_dsa.ops.cpu.products import compute_dtype
 from mindspeed_dsa.ops.cpu.threads import share_out, worker_count
-from mindspeed_dsa.ops.indices import names_key
 
 Result = TypeVar("Result")
 
@@ -34,12 +34,13 @@ _CHUNK_BYTES = 1 << 20
 _FEWEST_ROWS, _MOST_ROWS = 32, 64
 # Widths are rounded up to this, so that the number of distinct product shapes stays small.
 _WIDTH_STEP = 64
+NOT_FINITE = "what it masks has to be far from overflowing"
 # Sums of a few products stay finite below it.
 _LARGEST_PRODUCT = 1e37
 
 
 def products_are_finite(*tensors: Tensor, factor: float = 1.0) -> bool:
-    """Whether ``factor`` times a row of each of the tensors is a number, and far from overflowing."""
+    """Return whether ``factor`` times a row of each of the tensors is a number, and far from overflowing."""
     # No scalar product is larger than the lengths multiplied, and no row is longer than all of its tensor.
     lengths = [
         float(torch.linalg.vector_norm(tensor.detach(), dtype=compute_dtype(tensor.dtype)))

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
-from mindspeed_dsa.ops.chunks import wide
 from mindspeed_dsa.ops.dense_attention.heads import repeated, summed
+from mindspeed_dsa.ops.precision import wide
 
 
 def unsupported(shape: ShapeClass) -> str | None:

@@ -6,6 +6,7 @@ The mathematics is in README.md beside this file.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,22 +15,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.ops.backend import check_name, choose, count_call, plan, spent, unless_empty, warn_once
-from mindspeed_dsa.ops.checks import check_shape, check_topk_indices
+from mindspeed_dsa.ops.checks import check_shape, check_topk_indices, names_key
 from mindspeed_dsa.ops.indexer_kl_loss.arguments import (
     OPERATOR,
-    check_given,
     check_inputs,
+    check_supplied,
     over_ranks,
     row_weights_of,
     shape_class,
     shape_of_entries,
 )
-from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient
-from mindspeed_dsa.ops.indexer_kl_loss.protocol import FusedLoss, GradientLoss, Loss
-from mindspeed_dsa.ops.indices import names_key
+from mindspeed_dsa.ops.indexer_kl_loss.chunked import divergence_and_gradient
+from mindspeed_dsa.ops.indexer_kl_loss.protocol import DenseCall, FusedLoss, GradientLoss, Loss, SparseCall
 from mindspeed_dsa.ops.lightning_indexer import selected_scores
-from mindspeed_dsa.ops.precision import outside_autocast
+from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
+from mindspeed_dsa.ops.precision import outside_autocast, wide
 from mindspeed_dsa.ops.row_ranges import RowForm, visible_ranges
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 
 _LAST_KEY = 2**31  # Where the number of keys is not known, any int32 may be one.
 
@@ -55,7 +57,7 @@ def indexer_kl_loss(
     form: RowForm | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Loss of the sparse stage: both distributions live on the selected keys.
+    """Return the loss of the sparse stage: both distributions live on the selected keys.
 
     ``loss_t = sum_s p (log p - log r)`` where ``r`` is the softmax of the index scores over the selected keys
     and ``p`` the main attention over them, summed over the heads of all ranks of ``tp_group`` and divided by
@@ -96,12 +98,11 @@ def indexer_kl_loss(
 
     Source: DeepSeek-V3.2-Exp report, section 2.1, equation 4.
     """
-    parts = (query,) if query_rope is None else (query, query_rope)
     # What it would be in one piece, for the checks and the choice; without memory.
     whole = query if query_rope is None else _as_wide(query, query_rope)
     rows = check_inputs(index_query, index_key, index_weights, whole, key, False)
     check_topk_indices(OPERATOR, topk_indices, query, key.shape[1])
-    check_given(topk_indices, query.shape[2], lse, topk_scores=topk_scores, attention_sum=attention_sum)
+    check_supplied(topk_indices, query.shape[2], lse, topk_scores=topk_scores, attention_sum=attention_sum)
     shape = shape_class(index_query, whole, topk_indices.shape[-1])
     chosen: Loss = choose(OPERATOR, backend, shape)
     implementation = unless_empty(OPERATOR, chosen, query, key)
@@ -109,35 +110,26 @@ def indexer_kl_loss(
     # One operator may form target, loss and gradients of the indexer's inputs. It goes past the scores, so
     # that a gradient which only they want needs the other way.
     only_scores = topk_scores is not None and topk_scores.requires_grad and not index_query.requires_grad
+    attention = AttentionCall(query, key, topk_indices, softmax_scale, whole.shape[3], query_rope)
     if attention_sum is None and not only_scores and implementation.KIND == "fused":
-        key_length = key.shape[1]
-        found = implementation.plan_fused(
-            index_query, whole, topk_indices, key_length, lse, row_mask, tp_group, use_relu, form
-        )
-        if not isinstance(found, str):
+        index = IndexerCall(index_query, index_key, index_weights, use_relu)
+        call = SparseCall(index, attention, lse, row_mask, tp_group)
+        planned = implementation.plan_fused(call, form)
+        if not isinstance(planned, str):
+            row_weight = row_weights_of(rows, None, reduction, query.new_empty(0, dtype=torch.float32))[0, 0]
             return implementation.fused_loss(
-                index_query,
-                index_key,
-                index_weights,
-                parts,
-                key,
-                topk_indices,
-                softmax_scale,
-                lse,
-                row_weights_of(rows, None, reduction, query.new_empty(0, dtype=torch.float32))[0, 0],
-                tp_group,
-                found,
+                replace(call, attention=replace(attention, plan=planned)), row_weight
             )
-        warn_once(f"{OPERATOR}: computed by PyTorch in chunks: {found}")
+        warn_once(f"{OPERATOR}: computed by PyTorch in chunks: {planned}")
     if topk_scores is None:
         topk_scores = selected_scores(
             index_query, index_key, index_weights, topk_indices, use_relu=use_relu, backend=backend
         )
     with torch.no_grad():
         if attention_sum is None:
-            query = query if query_rope is None else torch.cat(parts, dim=-1)
+            attention = attention.whole()
             with spent(OPERATOR, query.device):
-                attention_sum = implementation.attention_sum(query, key, topk_indices, lse, softmax_scale)
+                attention_sum = implementation.attention_sum(attention, lse)
             if tp_group is not None:
                 dist.all_reduce(attention_sum, group=tp_group)
         else:
@@ -150,14 +142,14 @@ def indexer_kl_loss(
 
 
 def _as_wide(query: Tensor, query_rope: Tensor) -> Tensor:
-    """A tensor of the whole query's shape, dtype and device whose numbers nobody may read."""
+    """Return a tensor of the whole query's shape, dtype and device whose numbers nobody may read."""
     rows = tuple(query.shape[:3])
     check_shape(OPERATOR, "query_rope", query_rope, (*rows, None), f"[{', '.join(map(str, rows))}, rope]")
     return query[..., :1].expand(*rows, query.shape[3] + query_rope.shape[3])
 
 
 def takes_lse(index_query: Tensor, query: Tensor, topk: int, *, backend: str = "auto") -> bool:
-    """Whether :func:`indexer_kl_loss` wants the attention's ``lse`` rather than its ``attention_sum``.
+    """Return whether :func:`indexer_kl_loss` wants the attention's ``lse`` rather than its ``attention_sum``.
 
     So where one operator forms target, loss and gradients (npu): the sum would be a pass for nothing.
 
@@ -182,7 +174,7 @@ def divergence_and_score_gradient(
     tp_group: dist.ProcessGroup | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Loss of the sparse stage and its gradient with respect to the scores, outside of autograd.
+    """Return the loss of the sparse stage and its gradient with respect to the scores, outside of autograd.
 
     What :func:`indexer_kl_loss` computes from ``topk_scores`` and ``attention_sum``, for callers that have
     the sum in the backward only: the ``score_gradient`` of
@@ -235,7 +227,7 @@ def divergence_and_score_gradient(
 def _closed_form(
     topk_scores: Tensor, backend: str
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]:
-    """PyTorch's in blocks, or that of a GPU's kernels, which launches one instead of some 20 a block."""
+    """Return PyTorch's in blocks, or that of a GPU's kernels: one launch instead of some 20 a block."""
     if backend == "triton" or (backend == "auto" and topk_scores.is_cuda):
         # Only entries are left: no head and no dimension could exceed a limit.
         chosen: GradientLoss = choose(OPERATOR, backend, shape_of_entries(topk_scores))
@@ -261,7 +253,7 @@ def dense_indexer_kl_loss(
     form: RowForm | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Loss of the warm-up stage: both distributions live on every visible key.
+    """Return the loss of the warm-up stage: both distributions live on every visible key.
 
     Scores are streamed in blocks of rows; nothing of size query_length x key_length is held. Gradients of the
     indexer's inputs are formed in the forward, where the blocks are at hand, when any is needed. NaN in the
@@ -299,19 +291,21 @@ def dense_indexer_kl_loss(
     shape = shape_class(index_query, query, 0, query.shape[2] if key.dim() == 4 else 1)
     chosen: Loss = choose(OPERATOR, backend, shape)
     implementation = unless_empty(OPERATOR, chosen, query, key)
-    fit = implementation.plan_dense(index_query, query, ranges, key.shape[1], row_mask, tp_group, use_relu)
-    implementation, found = plan(OPERATOR, backend, implementation, fit)
+    like = index_query.new_empty(0, dtype=wide(index_query.dtype))
+    row_weights = row_weights_of(rows, row_mask, reduction, like)
+    index = IndexerCall(index_query, index_key, index_weights, use_relu)
+    call = DenseCall(index, query.detach(), key.detach(), softmax_scale, ranges, row_weights, tp_group)
+    planned = implementation.plan_dense(call, row_mask)
+    implementation, planned = plan(OPERATOR, backend, implementation, planned)
     count_call(OPERATOR, implementation)
-    dtype = torch.promote_types(index_query.dtype, torch.float32)
-    row_weights = row_weights_of(rows, row_mask, reduction, index_query.new_empty(0, dtype=dtype))
-    arguments = (query.detach(), key.detach(), softmax_scale, *ranges[:2], row_weights, tp_group, use_relu)
+    call = replace(call, plan=planned)
     if implementation.KIND == "gradients":
-        return _Dense.apply(implementation, index_query, index_key, index_weights, (*arguments, *found))
-    return implementation.dense_loss(index_query, index_key, index_weights, *arguments, *found)
+        return _Dense.apply(implementation, call, index_query, index_key, index_weights)
+    return implementation.dense_loss(call)
 
 
 class _Divergence(torch.autograd.Function):
-    """Sparse form: the gradient of the scores is kept, one number per selected entry."""
+    """Sparse form, which keeps the gradient of the scores, one number per selected entry."""
 
     @staticmethod
     def forward(
@@ -337,28 +331,24 @@ class _Divergence(torch.autograd.Function):
 
 
 class _Dense(torch.autograd.Function):
-    """Dense form: the gradients of the indexer's inputs are kept."""
+    """Dense form, which keeps the gradients of the indexer's inputs."""
 
     @staticmethod
     def forward(
         ctx: Any,
         implementation: GradientLoss,
-        index_query: Tensor,
-        index_key: Tensor,
-        index_weights: Tensor,
-        arguments: tuple[Any, ...],
+        call: DenseCall,
+        *differentiable: Tensor,
     ) -> Tensor:
-        with spent(OPERATOR, index_query.device):
-            loss, gradients = implementation.dense_loss_and_gradients(
-                index_query, index_key, index_weights, *arguments, with_gradients=any(ctx.needs_input_grad)
-            )
+        with spent(OPERATOR, call.query.device):
+            loss, gradients = implementation.dense_loss_and_gradients(call, any(ctx.needs_input_grad))
         if gradients is not None:
             ctx.save_for_backward(*gradients)
-        ctx.dtypes = index_query.dtype, index_key.dtype, index_weights.dtype
+        ctx.dtypes = [tensor.dtype for tensor in differentiable]
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
         scaled = (x * grad_loss.to(x.dtype) for x in ctx.saved_tensors)
-        return (None, *(x.to(dtype) for x, dtype in zip(scaled, ctx.dtypes, strict=True)), None)
+        return None, None, *(x.to(dtype) for x, dtype in zip(scaled, ctx.dtypes, strict=True))

@@ -1,4 +1,4 @@
-"""What both forms of the loss are given: checks, the weights of rows, the heads of other ranks."""
+"""Checks of both forms' arguments, the weights of rows, and the sum over the heads of other ranks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check_inputs(
     return batch, query_length
 
 
-def check_given(
+def check_supplied(
     topk_indices: Tensor, heads: int, per_head: Tensor | None, **per_entry: Tensor | None
 ) -> None:
     """Check what a caller brings from the attention and the indexer: ``lse``, and one number an entry."""
@@ -86,7 +86,7 @@ def check_given(
 
 
 def row_weights_of(rows: tuple[int, int], row_mask: Tensor | None, reduction: str, like: Tensor) -> Tensor:
-    """``[batch, query_length]``: what each row's divergence is multiplied with in the loss."""
+    """Return ``[batch, query_length]``: what each row's divergence is multiplied with in the loss."""
     require(reduction in ("mean", "sum"), OPERATOR, f"reduction must be 'mean' or 'sum', got {reduction!r}")
     if row_mask is None:
         weights = like.new_ones(rows)
@@ -102,7 +102,7 @@ def row_weights_of(rows: tuple[int, int], row_mask: Tensor | None, reduction: st
 
 
 def shape_class(index_query: Tensor, query: Tensor, topk: int, key_heads: int = 1) -> ShapeClass:
-    """What a backend is chosen by; ``topk`` 0 stands for the dense form."""
+    """Return what a backend is chosen by; ``topk`` 0 stands for the dense form."""
     sizes = (
         ("heads", query.shape[2]),
         ("dim", query.shape[3]),
@@ -115,13 +115,13 @@ def shape_class(index_query: Tensor, query: Tensor, topk: int, key_heads: int = 
 
 
 def shape_of_entries(topk_scores: Tensor) -> ShapeClass:
-    """What a backend is chosen by for a call that has nothing but entries: all other sizes are 1."""
+    """Return what a backend is chosen by for a call that has nothing but entries: all other sizes are 1."""
     names = ("heads", "dim", "key_heads", "index_heads", "index_dim")
     return ShapeClass.of(topk_scores, *((name, 1) for name in names), ("topk", topk_scores.shape[2]))
 
 
 def over_ranks(attention_sum: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
-    """The sum over the heads of all ranks; the caller's tensor stays as it is."""
+    """Return the sum over the heads of all ranks; the caller's tensor stays as it is."""
     attention_sum = attention_sum.detach()
     if tp_group is not None:
         attention_sum = attention_sum.clone()

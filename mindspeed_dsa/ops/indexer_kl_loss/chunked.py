@@ -1,6 +1,7 @@
 """Indexer loss in plain PyTorch on any device, in chunks of rows of bounded size.
 
-What `auto` takes on a GPU for which the Triton kernels were not made.
+What `auto` takes on a GPU for which the Triton kernels were not made. The divergence and its gradient in
+closed form serve the other backends as well.
 """
 
 from __future__ import annotations
@@ -12,43 +13,69 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
-from mindspeed_dsa.ops.chunks import attention_sum as attention_sum
-from mindspeed_dsa.ops.chunks import wide
-from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient as divergence_and_gradient
-from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_of_rows
-from mindspeed_dsa.ops.precision import gradient_dtype, total_dtype
+from mindspeed_dsa.ops.indexer_kl_loss.protocol import DenseCall
+from mindspeed_dsa.ops.precision import gradient_dtype, total_dtype, wide
+from mindspeed_dsa.ops.sparse_flash_attention.chunked import attention_sum as attention_sum
 
 # Bytes that the scores of the dense form's chunk may take. A constant of the algorithm, not of the machine:
 # with tensor parallelism every rank must cut its rows at the same places.
 _DENSE_BYTES = 256 << 20
+# Entries of a block of the sparse form: what is held beside the result stays small, and in cache on a CPU.
+_BLOCK = 256 * 1024
 
 KIND: Literal["gradients"] = "gradients"
 plan_dense = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:
-    """None: it takes every shape."""
+    """Return None: it takes every shape."""
     return None
 
 
+def divergence_and_gradient(
+    topk_scores: Tensor, attention_sum: Tensor, valid: Tensor, row_weights: Tensor, with_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the loss, and its gradient with respect to ``topk_scores``, ``[batch, query_length, topk]``."""
+    total = torch.promote_types(topk_scores.dtype, total_dtype(topk_scores.device))
+    loss = torch.zeros((), dtype=total, device=topk_scores.device)
+    gradient = None
+    if with_gradient:
+        # Parts of it are written below.
+        gradient = torch.empty_like(topk_scores, memory_format=torch.contiguous_format)
+    rows = max(1, _BLOCK // max(1, topk_scores.shape[-1]))
+    # Rows of all sequences, [rows, topk].
+    tensors = [x.flatten(0, 1).split(rows) for x in (topk_scores, attention_sum, valid, row_weights)]
+    parts = None if gradient is None else gradient.flatten(0, 1).split(rows)
+    for number, (scores, summed, names, weights) in enumerate(zip(*tensors, strict=True)):
+        per_row, r_minus_p = divergence_of_rows(scores, summed, names)
+        loss += (per_row * weights).sum(dtype=total)
+        if parts is not None:
+            torch.mul(r_minus_p, weights[:, None], out=parts[number])
+    return loss.to(topk_scores.dtype), gradient
+
+
+def divergence_of_rows(scores: Tensor, attention_sum: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the divergence of rows, ``[rows]``, and its gradient by ``scores``, ``[rows, keys]``."""
+    # Logarithms of probabilities are bounded below by a finite number, so that 0 * log stays 0.
+    lowest = torch.finfo(scores.dtype).min
+    log_r = scores.masked_fill(~valid, lowest).log_softmax(dim=-1)
+    attention_sum = attention_sum.to(scores.dtype)
+    p = attention_sum / attention_sum.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
+    log_r.masked_fill_(~valid, 0)
+    per_row = torch.xlogy(p, p).sum(dim=-1) - (p * log_r).sum(dim=-1)
+    return per_row, log_r.exp_().sub_(p).masked_fill_(~valid, 0)
+
+
 def dense_loss_and_gradients(
-    index_query: Tensor,
-    index_key: Tensor,
-    index_weights: Tensor,
-    query: Tensor,
-    key: Tensor,
-    softmax_scale: float,
-    starts: Tensor,
-    ends: Tensor,
-    row_weights: Tensor,
-    tp_group: dist.ProcessGroup | None,
-    use_relu: bool,
-    with_gradients: bool,
+    call: DenseCall, with_gradients: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """The loss over all visible keys, and its gradients with respect to the indexer's three inputs.
+    """Return the loss over all visible keys, and its gradients with respect to the indexer's three inputs.
 
     Those of fp16 inputs are in fp32.
     """
+    index_query, index_key, index_weights = call.index.query, call.index.key, call.index.weights
+    query, key, softmax_scale, tp_group = call.query, call.key, call.softmax_scale, call.tp_group
+    starts, ends, row_weights = call.ranges.starts, call.ranges.ends, call.row_weights
     (batch, query_length, heads), key_length = query.shape[:3], key.shape[1]
     # What either side is in: the sides may differ.
     dtype, device = torch.promote_types(wide(index_query.dtype), wide(query.dtype)), query.device
@@ -73,7 +100,7 @@ def dense_loss_and_gradients(
             q, w = index_query[at].to(dtype), index_weights[at].to(dtype)
             # [rows, index_heads, keys]
             product = torch.matmul(q, keys.t())
-            if use_relu:
+            if call.index.use_relu:
                 product = product.relu_()
             per_row, grad = divergence_of_rows(torch.bmm(w[:, None], product)[:, 0], target, seen)
             loss += (per_row * row_weights[at]).sum(dtype=total)
@@ -82,7 +109,7 @@ def dense_loss_and_gradients(
             grad *= row_weights[at][:, None]
             grad_weights[at] = torch.bmm(product, grad[..., None])[..., 0].to(grad_weights.dtype)
             grad_product = w[..., None] * grad[:, None]
-            if use_relu:
+            if call.index.use_relu:
                 # The derivative of relu at zero is zero.
                 grad_product = grad_product.masked_fill_(product <= 0, 0)
             grad_query[at] = torch.matmul(grad_product, keys).to(grad_query.dtype)
@@ -94,7 +121,7 @@ def dense_loss_and_gradients(
 
 
 def _target(query: Tensor, key: Tensor, seen: Tensor) -> Tensor:
-    """Probabilities over the visible keys, summed over heads: ``[rows, keys]``, zero where not visible.
+    """Return the probabilities over the visible keys, summed over heads: ``[rows, keys]``, zero elsewhere.
 
     Args:
         query: ``[rows, heads, dim]``, scaled.

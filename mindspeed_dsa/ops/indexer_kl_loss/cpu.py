@@ -13,9 +13,11 @@ from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
 from mindspeed_dsa.ops.cpu.blocks import Block, Scratch, over_blocks
 from mindspeed_dsa.ops.cpu.products import compute_dtype, linear, product
-from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient as divergence_and_gradient
-from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_of_rows
+from mindspeed_dsa.ops.indexer_kl_loss.chunked import divergence_and_gradient as divergence_and_gradient
+from mindspeed_dsa.ops.indexer_kl_loss.chunked import divergence_of_rows
+from mindspeed_dsa.ops.indexer_kl_loss.protocol import DenseCall
 from mindspeed_dsa.ops.precision import gradient_dtype
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 
 # Attention scores of a block in the dense form. A constant of the algorithm, not of the machine: with
 # tensor parallelism every rank must cut its rows at the same places, because the target is reduced block
@@ -27,14 +29,13 @@ plan_dense = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:
-    """Why this backend cannot take calls of this shape, or None."""
+    """Return why this backend cannot take calls of this shape, or None."""
     return None if shape.device == "cpu" else "it runs on CPU tensors only"
 
 
-def attention_sum(
-    query: Tensor, key: Tensor, topk_indices: Tensor, lse: Tensor | None, softmax_scale: float
-) -> Tensor:
-    """Main attention over the selected keys, summed over heads: ``[batch, query_length, topk]``."""
+def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
+    """Return main attention over the selected keys, summed over heads: ``[batch, query_length, topk]``."""
+    query, topk_indices = call.query, call.topk_indices
     heads, dtype = query.shape[2], compute_dtype(query.dtype)
     operand = operand_dtype(query.dtype, heads)
     summed = torch.zeros(topk_indices.shape, dtype=dtype)
@@ -45,7 +46,7 @@ def attention_sum(
             q = scratch("query", *query[at].shape, dtype=operand).copy_(query[at])
             scores = scratch("scores", rows, heads, width)
             for keys, _, _, (q_, scores_) in block.tiles(q, scores):
-                product(q_, keys.mT, scores_, softmax_scale)
+                product(q_, keys.mT, scores_, call.softmax_scale)
             if lse is not None:
                 scores.sub_(lse[at][..., None]).exp_()
             else:
@@ -56,28 +57,20 @@ def attention_sum(
             if block.invalid is not None:
                 probabilities.masked_fill_(block.invalid, 0)
 
-    over_blocks(key, topk_indices, 2 * heads, operand, work)
+    over_blocks(call.key_value, topk_indices, 2 * heads, operand, work)
     return summed
 
 
 def dense_loss_and_gradients(
-    index_query: Tensor,
-    index_key: Tensor,
-    index_weights: Tensor,
-    query: Tensor,
-    key: Tensor,
-    softmax_scale: float,
-    starts: Tensor,
-    ends: Tensor,
-    row_weights: Tensor,
-    tp_group: dist.ProcessGroup | None,
-    use_relu: bool,
-    with_gradients: bool,
+    call: DenseCall, with_gradients: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """The loss over all visible keys, and its gradients with respect to the indexer's three inputs.
+    """Return the loss over all visible keys, and its gradients with respect to the indexer's three inputs.
 
     Those of fp16 inputs are in fp32.
     """
+    index_query, index_key, index_weights = call.index.query, call.index.key, call.index.weights
+    query, key, softmax_scale, tp_group = call.query, call.key, call.softmax_scale, call.tp_group
+    starts, ends, row_weights = call.ranges.starts, call.ranges.ends, call.row_weights
     batch, query_length, heads, _ = query.shape
     index_heads = index_query.shape[2]
     # What either side is in: the sides may differ.
@@ -110,7 +103,7 @@ def dense_loss_and_gradients(
             q, w = index_query[at].to(operand), index_weights[at].to(dtype)
             flat = q.reshape(-1, q.shape[2])
             # [rows, index_heads, keys]
-            products = linear(flat, keys[low:high], relu=use_relu).view(*q.shape[:2], -1)
+            products = linear(flat, keys[low:high], relu=call.index.use_relu).view(*q.shape[:2], -1)
             scores = torch.bmm(w[:, None], products)[:, 0]
             per_row, grad = divergence_of_rows(scores, summed, valid)
             loss += (per_row * row_weights[at]).sum(dtype=torch.float64)
@@ -119,7 +112,7 @@ def dense_loss_and_gradients(
             grad *= row_weights[at][:, None]
             grad_weights[at] = torch.bmm(products, grad[..., None])[..., 0]
             grad_product = torch.bmm(w[..., None], grad[:, None])
-            if use_relu:
+            if call.index.use_relu:
                 # The derivative of relu at zero is zero.
                 grad_product = torch.ops.aten.threshold_backward(grad_product, products, 0)
             slopes = grad_product.view(flat.shape[0], -1).to(operand)
@@ -134,7 +127,7 @@ def dense_loss_and_gradients(
 
 
 def _attention_sum(query: Tensor, key: Tensor, softmax_scale: float, valid: Tensor) -> Tensor:
-    """Softmax over the visible keys, summed over heads.
+    """Return the softmax over the visible keys, summed over heads.
 
     Args:
         query: ``[rows, heads, dim]``.

@@ -6,7 +6,9 @@ factor that makes a mean of it is that of all rows of the batch, not of a sequen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -14,11 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.ops import chunks
 from mindspeed_dsa.ops.backend import ShapeClass
-from mindspeed_dsa.ops.chunks import attention_sum as attention_sum
-from mindspeed_dsa.ops.indexer_kl_loss.divergence import divergence_and_gradient as divergence_and_gradient
-from mindspeed_dsa.ops.indexer_kl_loss.npu_parts import Part, parts_of
+from mindspeed_dsa.ops.indexer_kl_loss.chunked import attention_sum as attention_sum
+from mindspeed_dsa.ops.indexer_kl_loss.chunked import divergence_and_gradient as divergence_and_gradient
+from mindspeed_dsa.ops.indexer_kl_loss.protocol import DenseCall, SparseCall
 from mindspeed_dsa.ops.npu.device import (
     DTYPES,
     TOPK_WIDTHS,
@@ -29,7 +30,8 @@ from mindspeed_dsa.ops.npu.device import (
     unsupported_width,
 )
 from mindspeed_dsa.ops.npu.layout import Layout, layout_of_ranges, layout_of_selection
-from mindspeed_dsa.ops.row_ranges import Ranges, RowForm
+from mindspeed_dsa.ops.precision import wide
+from mindspeed_dsa.ops.row_ranges import RowForm
 
 _SPARSE = "npu_sparse_lightning_indexer_grad_kl_loss"
 _DENSE_LSE = "npu_dense_lightning_indexer_softmax_lse"
@@ -44,12 +46,14 @@ _MOST_SEQUENCES = 256
 _LONGEST_DENSE_QUERY = 32 * 1024
 # The manual's of the sparse form: longer sequences are cut into calls.
 _LONGEST_QUERY, _LONGEST_KEY = 8 * 1024, 128 * 1024
+# Bytes that the main attention's scores of a chunk of the dense form may take, and what is made of them.
+_LSE_BYTES = 256 << 20
 
 KIND: Literal["fused"] = "fused"
 
 
 def unsupported(shape: ShapeClass) -> str | None:
-    """Why this backend cannot take calls of this shape, or None; ``topk`` is 0 for the dense form."""
+    """Return why this backend cannot take calls of this shape, or None; ``topk`` is 0 for the dense form."""
     if shape["topk"] > 0:
         # What the fused operator does not take, PyTorch computes: see plan_fused.
         return unavailable(shape.device, _SPARSE)
@@ -66,36 +70,28 @@ def unsupported(shape: ShapeClass) -> str | None:
     return _unsupported_indexer(_DENSE, shape["index_heads"], shape["index_dim"], _DENSE_INDEX_HEADS)
 
 
-def plan_fused(
-    index_query: Tensor,
-    query: Tensor,
-    topk_indices: Tensor,
-    key_length: int,
-    lse: Tensor | None,
-    row_mask: Tensor | None,
-    tp_group: dist.ProcessGroup | None,
-    use_relu: bool,
-    form: RowForm | None,
-) -> Layout | str:
-    """The layout of a call for the fused operator of the sparse form, or why it cannot take the call."""
-    if query.dtype not in DTYPES or index_query.dtype != query.dtype:
+def plan_fused(call: SparseCall, form: RowForm | None) -> Layout | str:
+    """Return the layout of a call for the sparse form's operator, or why it cannot take the call."""
+    query, topk_indices = call.attention.query, call.attention.topk_indices
+    key_length = call.index.key.shape[1]
+    if query.dtype not in DTYPES or call.index.query.dtype != query.dtype:
         return f"{_SPARSE} takes bfloat16 and float16, one of them for all inputs"
-    if query.shape[3] != _LATENT + _ROPE:
+    if call.attention.value_dim != _LATENT + _ROPE:
         return f"{_SPARSE} has {_LATENT} latent and {_ROPE} rotary dimensions only"
-    index_heads, index_dim = index_query.shape[2:]
+    index_heads, index_dim = call.index.query.shape[2:]
     reason = _unsupported_indexer(_SPARSE, index_heads, index_dim, product().loss_index_heads)
     if reason is not None:
         return reason
     reason = unsupported_width(_SPARSE, topk_indices.shape[2], key_length)
     if reason is not None:
         return reason
-    if lse is None:
+    if call.lse is None:
         return f"{_SPARSE} needs the lse of the attention"
-    if row_mask is not None:
+    if call.row_mask is not None:
         return f"{_SPARSE} sums over all rows (row_mask must be None)"
     if torch.are_deterministic_algorithms_enabled():
         return f"{_SPARSE} adds to keys in no fixed order"
-    reason = _unsupported_heads(_SPARSE, query, tp_group, use_relu, _SPARSE_HEADS)
+    reason = _unsupported_heads(_SPARSE, call, query, _SPARSE_HEADS)
     if reason is not None:
         return reason
     layout = layout_of_selection("indexer_kl_loss", topk_indices, key_length, form)
@@ -109,24 +105,16 @@ def plan_fused(
     return layout
 
 
-def plan_dense(
-    index_query: Tensor,
-    query: Tensor,
-    ranges: Ranges,
-    key_length: int,
-    row_mask: Tensor | None,
-    tp_group: dist.ProcessGroup | None,
-    use_relu: bool,
-) -> Layout | str:
-    """The layout of a call of the dense form whose shape this backend takes, or why it cannot take it."""
-    if index_query.dtype != query.dtype:
+def plan_dense(call: DenseCall, row_mask: Tensor | None) -> Layout | str:
+    """Return the layout of a call of the dense form whose shape it takes, or why it cannot take the call."""
+    if call.index.query.dtype != call.query.dtype:
         return f"{_DENSE} takes bfloat16 and float16, one of them for all inputs"
     if row_mask is not None:
         return f"{_DENSE} sums over all rows (row_mask must be None)"
-    reason = _unsupported_heads(_DENSE, query, tp_group, use_relu, _DENSE_HEADS)
+    reason = _unsupported_heads(_DENSE, call, call.query, _DENSE_HEADS)
     if reason is not None:
         return reason
-    layout = layout_of_ranges(ranges, key_length)
+    layout = layout_of_ranges(call.ranges, call.key.shape[1])
     if isinstance(layout, str):
         return layout
     sequences = layout.batch if layout.sequences is None else len(layout.sequences)
@@ -145,57 +133,41 @@ def _unsupported_indexer(operator: str, heads: int, dim: int, known: tuple[int, 
 
 
 def _unsupported_heads(
-    operator: str, query: Tensor, group: dist.ProcessGroup | None, use_relu: bool, known: tuple[int, ...]
+    operator: str, call: SparseCall | DenseCall, query: Tensor, known: tuple[int, ...]
 ) -> str | None:
-    if not use_relu:
+    if not call.index.use_relu:
         return f"{operator} always clamps the products at zero (use_relu=True)"
-    if query.shape[2] * _ranks(group) not in known:
+    if query.shape[2] * _ranks(call.tp_group) not in known:
         return f"{operator} takes {listed(known)} heads, counted over all tensor-parallel ranks"
     return None
 
 
-def fused_loss(
-    index_query: Tensor,
-    index_key: Tensor,
-    index_weights: Tensor,
-    query_parts: tuple[Tensor, ...],
-    key: Tensor,
-    topk_indices: Tensor,
-    softmax_scale: float,
-    lse: Tensor,
-    row_weight: Tensor,
-    tp_group: dist.ProcessGroup | None,
-    layout: Layout,
-) -> Tensor:
-    """The sparse form, differentiable with respect to the indexer's three inputs.
+def fused_loss(call: SparseCall, row_weight: Tensor) -> Tensor:
+    """Return the sparse form, differentiable with respect to the indexer's three inputs.
 
     The target needs all heads: those of the other ranks are gathered, and each rank computes all of it.
 
     Args:
-        index_query: ``[batch, query_length, index_heads, 128]``.
-        index_key: ``[batch, key_length, 128]``.
-        index_weights: ``[batch, query_length, index_heads]``; rounded to the dtype of the query.
-        query_parts: ``[batch, query_length, heads, 576]``, this rank's heads, or the 512 and the 64 apart.
-        key: ``[batch, key_length, 576]``.
-        topk_indices: ``[batch, query_length, topk]``.
-        softmax_scale: factor of the main attention's scores.
-        lse: ``[batch, query_length, heads]`` of the attention over the same keys.
+        call: with an ``lse``, and the layout that :func:`plan_fused` returned as its attention's plan. The
+            weights of index heads are rounded to the dtype of the query.
         row_weight: scalar, what every row's divergence is multiplied with.
-        tp_group: tensor-parallel process group whose ranks hold the other heads.
-        layout: what :func:`plan_fused` returned.
     """
-    gathered = [_all_heads(part.detach(), tp_group) for part in query_parts]
-    if len(gathered) == 1:
-        query_latent, query_rope = _split(layout, gathered[0], _LATENT)
+    assert call.lse is not None
+    attention = call.attention
+    layout: Layout = attention.plan
+    query = _all_heads(attention.query.detach(), call.tp_group)
+    if attention.query_rope is None:
+        query_latent, query_rope = _split(layout, query, _LATENT)
     else:
-        query_latent, query_rope = map(layout.pack, gathered)
-    latent, key_rope = _split(layout, key.detach()[:, :, None], _LATENT)
-    maximum = layout.pack_statistics(_all_heads(lse.detach(), tp_group))
-    indices = layout.pack_widened(topk_indices, TOPK_WIDTHS[0])
+        rope = _all_heads(attention.query_rope.detach(), call.tp_group)
+        query_latent, query_rope = layout.pack(query), layout.pack(rope)
+    latent, key_rope = _split(layout, attention.key_value.detach()[:, :, None], _LATENT)
+    maximum = layout.pack_statistics(_all_heads(call.lse.detach(), call.tp_group))
+    indices = layout.pack_widened(attention.topk_indices, TOPK_WIDTHS[0])
     # The rows of packed tensors; statistics have heads before them.
     axis = 1 if layout.sequences is None else 0
 
-    def call(part: Part, index_query: Tensor, index_key: Tensor, index_weights: Tensor) -> list[Tensor]:
+    def run_part(part: Part, index_query: Tensor, index_key: Tensor, index_weights: Tensor) -> list[Tensor]:
         def rows(tensor: Tensor, axis: int = axis) -> Tensor:
             return part.of(tensor, axis, part.rows)
 
@@ -212,7 +184,7 @@ def fused_loss(
             rows(indices),
             statistics,
             torch.ones_like(statistics),
-            softmax_scale,
+            attention.softmax_scale,
             query_rope=rows(query_rope),
             key_rope=keys(key_rope),
             actual_seq_qlen=part.ends,
@@ -225,46 +197,36 @@ def fused_loss(
 
     def run(index_query: Tensor, index_key: Tensor, index_weights: Tensor) -> list[Tensor]:
         parts = parts_of(layout, _LONGEST_QUERY, product().loss_sequences)
-        found = [call(part, index_query, index_key, index_weights) for part in parts]
-        if len(found) == 1:
-            return found[0]
-        of_query, _, of_weights = (torch.cat(each, dim=axis) for each in list(zip(*found, strict=True))[:3])
+        results = [run_part(part, index_query, index_key, index_weights) for part in parts]
+        if len(results) == 1:
+            return results[0]
+        queries, _, weights, losses = zip(*results, strict=True)
         # A key may be seen from several parts.
         of_key = torch.zeros_like(index_key, dtype=torch.float32)
-        for part, (_, gradient, _, _) in zip(parts, found, strict=True):
+        for part, (_, gradient, _, _) in zip(parts, results, strict=True):
             of_key.narrow(axis, part.keys.start, part.keys.stop - part.keys.start).add_(gradient)
         return [
-            of_query,
+            torch.cat(queries, dim=axis),
             of_key.to(index_key.dtype),
-            of_weights,
-            torch.stack([one[3] for one in found]).sum(0),
+            torch.cat(weights, dim=axis),
+            torch.stack(losses).sum(0),
         ]
 
-    weights = index_weights.to(query_latent.dtype)
-    loss: Tensor = _Fused.apply(run, layout, row_weight, index_query, index_key, weights)
+    index = call.index
+    weights = index.weights.to(query_latent.dtype)
+    loss: Tensor = _Fused.apply(run, layout, row_weight, index.query, index.key, weights)
     return loss
 
 
-def dense_loss(
-    index_query: Tensor,
-    index_key: Tensor,
-    index_weights: Tensor,
-    query: Tensor,
-    key: Tensor,
-    softmax_scale: float,
-    starts: Tensor,
-    ends: Tensor,
-    row_weights: Tensor,
-    tp_group: dist.ProcessGroup | None,
-    use_relu: bool,
-    layout: Layout,
-) -> Tensor:
-    """The dense form, differentiable with respect to the indexer's three inputs.
+def dense_loss(call: DenseCall) -> Tensor:
+    """Return the dense form, differentiable with respect to the indexer's three inputs.
 
     The operator wants the main attention's softmax statistics, which no caller has: they are computed in
-    chunks. ``row_weights`` is the same for all rows.
+    chunks. All rows weigh the same.
     """
-    lse = chunks.dense_lse(query, key, softmax_scale, starts, ends)
+    layout: Layout = call.plan
+    query, key, tp_group = call.query, call.key, call.tp_group
+    lse = dense_lse(call)
     query_nope, query_rope = _split(layout, _all_heads(query, tp_group), _NOPE)
     key_nope, key_rope = _split(layout, _all_heads(key, tp_group), _NOPE)
     maximum = layout.pack_heads_first(_all_heads(lse, tp_group))
@@ -287,20 +249,44 @@ def dense_loss(
             torch.ones_like(maximum),
             index_maximum,
             index_sum,
-            softmax_scale,
+            call.softmax_scale,
             query_rope=query_rope,
             key_rope=key_rope,
             **rows,
         )
 
-    if index_weights.dtype not in (torch.float32, query.dtype):
-        index_weights = index_weights.to(query.dtype)
-    loss: Tensor = _Fused.apply(run, layout, row_weights[0, 0], index_query, index_key, index_weights)
+    weights = call.index.weights
+    if weights.dtype not in (torch.float32, query.dtype):
+        weights = weights.to(query.dtype)
+    row_weight = call.row_weights[0, 0]
+    loss: Tensor = _Fused.apply(run, layout, row_weight, call.index.query, call.index.key, weights)
     return loss
 
 
+def dense_lse(call: DenseCall) -> Tensor:
+    """Return the logarithm of the sum of exp(scores) over all visible keys, in chunks.
+
+    ``[batch, query_length, heads]`` fp32.
+    """
+    query, key, starts, ends = call.query, call.key, call.ranges.starts, call.ranges.ends
+    batch, length, heads, _ = query.shape
+    dtype, keys = wide(query.dtype), key.shape[1]
+    position = torch.arange(keys, device=query.device)
+    lse = torch.empty(batch, length, heads, dtype=dtype, device=query.device)
+    rows = max(1, _LSE_BYTES // max(1, 3 * heads * keys * dtype.itemsize))
+    for b in range(batch):
+        # [heads, dim, keys]
+        transposed = key[b].permute(1, 2, 0).to(dtype)
+        for first in range(0, length, rows):
+            at = (b, slice(first, first + rows))
+            scores = torch.bmm((query[at].to(dtype) * call.softmax_scale).transpose(0, 1), transposed)
+            hidden = (position < starts[at][:, None]) | (position >= ends[at][:, None])
+            lse[at] = scores.masked_fill_(hidden, -torch.inf).logsumexp(dim=-1).t()
+    return lse
+
+
 class _Fused(torch.autograd.Function):
-    """An operator that returns the gradients of the indexer's inputs and the loss, both summed over rows."""
+    """Operator that returns the gradients of the indexer's inputs and the loss, both summed over rows."""
 
     @staticmethod
     def forward(
@@ -332,7 +318,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _split(layout: Layout, tensor: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The first ``width`` dimensions and the rotary rest, packed."""
+    """Return the first ``width`` dimensions and the rotary rest, packed."""
     first, rope = tensor.split([width, _ROPE], dim=-1)
     return layout.pack(first), layout.pack(rope)
 
@@ -342,9 +328,72 @@ def _ranks(group: dist.ProcessGroup | None) -> int:
 
 
 def _all_heads(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """``[batch, length, heads, ...]`` of all ranks of the group, one after the other in ``heads``."""
+    """Return ``[batch, length, heads, ...]`` of all ranks of the group, one after the other in ``heads``."""
     if _ranks(group) == 1:
         return tensor
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(_ranks(group))]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return torch.cat(parts, dim=2)
+
+
+# Calls of the sparse operator, none with longer sequences than it takes. The loss is a sum over rows, so that
+# rows may come in any number of calls. A part of a long sequence has the keys up to its end: its last row
+# sees the last of them, as the operator wants it.
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows and keys of one call of the sparse operator, as places in packed tensors."""
+
+    rows: slice
+    keys: slice
+    ends: list[int] | None = None
+    """Ends of its sequences from its first row on (TND); None where a batch's rows are one each (BSND)."""
+    alone: bool = False
+    """Whether it is cut out of packed sequences, and is a batch of one."""
+
+    def of(self, tensor: Tensor, axis: int, places: slice) -> Tensor:
+        """Cut its rows or keys out of a tensor, contiguous.
+
+        Args:
+            tensor: packed.
+            axis: of rows or keys.
+            places: :attr:`rows` or :attr:`keys`.
+        """
+        piece = tensor.narrow(axis, places.start, places.stop - places.start)
+        return (piece[None] if self.alone else piece).contiguous()
+
+
+def parts_of(layout: Layout, longest: int, most: int) -> list[Part]:
+    """Return the calls that a layout takes, in the order of its rows.
+
+    Args:
+        layout: of the whole.
+        longest: rows of a sequence in one call.
+        most: sequences in one call.
+    """
+    if layout.sequences is None:
+        shift = layout.key_length - layout.query_length
+        cuts = _cuts(layout.query_length, longest)
+        return [Part(slice(first, end), slice(0, end + shift)) for first, end in cuts]
+    return list(_of_sequences(layout.sequences, longest, most))
+
+
+def _of_sequences(lengths: tuple[int, ...], longest: int, most: int) -> Iterator[Part]:
+    together: list[int] = []
+    begin = 0  # of those together
+    for length in (*lengths, None):
+        if together and (length is None or length > longest or len(together) == most):
+            rows = slice(begin, begin + sum(together))
+            yield Part(rows, rows, ends=list(accumulate(together)))
+            begin, together = rows.stop, []
+        if length is not None and length > longest:
+            for first, end in _cuts(length, longest):
+                yield Part(slice(begin + first, begin + end), slice(begin, begin + end), alone=True)
+            begin += length
+        elif length is not None:
+            together.append(length)
+
+
+def _cuts(length: int, longest: int) -> list[tuple[int, int]]:
+    return [(first, min(first + longest, length)) for first in range(0, length, longest)]

@@ -9,7 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
+from mindspeed_dsa.ops.indexer_kl_loss.protocol import DenseCall
 from mindspeed_dsa.ops.lightning_indexer.reference import all_scores, visible
+from mindspeed_dsa.ops.precision import wide
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 from mindspeed_dsa.ops.sparse_flash_attention.reference import sparse_flash_attention
 
 KIND: Literal["autograd"] = "autograd"
@@ -17,21 +20,19 @@ plan_dense = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:
-    """None: the reference takes every shape."""
+    """Return None: the reference takes every shape."""
     return None
 
 
-def attention_sum(
-    query: Tensor, key: Tensor, topk_indices: Tensor, lse: Tensor | None, softmax_scale: float
-) -> Tensor:
-    """Main attention over the selected keys, summed over this rank's heads; ``lse`` is not needed here."""
-    summed = sparse_flash_attention(query, key, topk_indices, softmax_scale, query.shape[3], True)[2]
+def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
+    """Return main attention over the selected keys, summed over this rank's heads; without ``lse``."""
+    summed = sparse_flash_attention(call, True)[2]
     assert summed is not None
     return summed
 
 
 def divergence(topk_scores: Tensor, attention_sum: Tensor, valid: Tensor, row_weights: Tensor) -> Tensor:
-    """``sum_rows row_weight * sum_s p (log p - log r)`` over the last axis where ``valid``."""
+    """Return ``sum_rows row_weight * sum_s p (log p - log r)`` over the last axis where ``valid``."""
     counts = valid.any(dim=-1, keepdim=True)
     # Rows without a key would be 0/0; they get finite stand-ins and no weight.
     scores = topk_scores.masked_fill(~valid, -torch.inf).masked_fill(~counts, 0)
@@ -41,27 +42,15 @@ def divergence(topk_scores: Tensor, attention_sum: Tensor, valid: Tensor, row_we
     return (per_row * row_weights).sum().to(topk_scores.dtype)
 
 
-def dense_loss(
-    index_query: Tensor,
-    index_key: Tensor,
-    index_weights: Tensor,
-    query: Tensor,
-    key: Tensor,
-    softmax_scale: float,
-    starts: Tensor,
-    ends: Tensor,
-    row_weights: Tensor,
-    tp_group: dist.ProcessGroup | None,
-    use_relu: bool,
-) -> Tensor:
-    """Divergence over all visible keys; ``row_weights`` is ``[batch, query_length]``."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    valid = visible(starts, ends, key.shape[1])
+def dense_loss(call: DenseCall) -> Tensor:
+    """Return the divergence over all visible keys."""
+    query, key, dtype = call.query, call.key, wide(call.query.dtype)
+    valid = visible(call.ranges.starts, call.ranges.ends, key.shape[1])
     per_head_key = key if key.dim() == 4 else key[:, :, None].expand(-1, -1, query.shape[2], -1)
-    scores = softmax_scale * torch.einsum("bshd,bthd->bsht", query.to(dtype), per_head_key.to(dtype))
+    scores = call.softmax_scale * torch.einsum("bshd,bthd->bsht", query.to(dtype), per_head_key.to(dtype))
     empty = ~valid.any(dim=-1)[:, :, None, None]
     scores = scores.masked_fill(~valid[:, :, None], -torch.inf).masked_fill(empty, 0)
     summed = scores.softmax(dim=-1).masked_fill(empty, 0).sum(dim=2)
-    if tp_group is not None:
-        dist.all_reduce(summed, group=tp_group)
-    return divergence(all_scores(index_query, index_key, index_weights, use_relu), summed, valid, row_weights)
+    if call.tp_group is not None:
+        dist.all_reduce(summed, group=call.tp_group)
+    return divergence(all_scores(call.index), summed, valid, call.row_weights)

@@ -6,6 +6,7 @@ indexer's inputs, each by a kernel of its own. All of its sums are in a fixed or
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,13 +15,15 @@ import triton
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.checks import names_key
+from mindspeed_dsa.ops.indexer_kl_loss.protocol import DenseCall
 from mindspeed_dsa.ops.indexer_kl_loss.triton_kernels import (
     dense_key_gradient_kernel,
     dense_lse_kernel,
     dense_sum_kernel,
     divergence_kernel,
 )
-from mindspeed_dsa.ops.indices import names_key
+from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
 from mindspeed_dsa.ops.lightning_indexer.triton import (
     gradient_constants,
     score_slab,
@@ -32,6 +35,7 @@ from mindspeed_dsa.ops.lightning_indexer.triton_kernels import score_gradients_k
 from mindspeed_dsa.ops.precision import gradient_dtype, raising_factor
 from mindspeed_dsa.ops.row_ranges import Ranges
 from mindspeed_dsa.ops.sparse_flash_attention import triton as attention
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 from mindspeed_dsa.ops.triton.common import (
     LOG2E,
     block,
@@ -61,7 +65,7 @@ KIND: Literal["gradients"] = "gradients"
 
 
 def unsupported(shape: ShapeClass) -> str | None:
-    """Why this backend cannot take calls of this shape, or None."""
+    """Return why this backend cannot take calls of this shape, or None."""
     return (
         unsupported_here(shape)
         or unsupported_dims(*split_dim(shape["dim"]))
@@ -71,7 +75,7 @@ def unsupported(shape: ShapeClass) -> str | None:
 
 
 def rehearse(shape: ShapeClass, rows: int = REHEARSED_ROWS, keys: int = REHEARSED_KEYS) -> None:
-    """The form of the loss that the shape is of, on tensors without memory."""
+    """Run the form of the loss that the shape is of, on tensors without memory."""
     heads, dim, topk, dtype = shape["heads"], shape["dim"], shape["topk"], shape.dtype
     shared = shape["key_heads"] == 1
     query = meta(1, rows, heads, dim, dtype=dtype)
@@ -80,35 +84,31 @@ def rehearse(shape: ShapeClass, rows: int = REHEARSED_ROWS, keys: int = REHEARSE
     if topk > 0:
         indices, summed = meta(1, rows, topk, dtype=torch.int32), meta(1, rows, topk, dtype=torch.float32)
         if dim > 1:
-            attention_sum(query, key, indices, None, 1.0)
+            attention_sum(AttentionCall(query, key, indices, 1.0, dim), None)
         divergence_and_gradient(summed, summed, names_key(indices, keys), weights, True)
         return
     index_query = meta(1, rows, shape["index_heads"], shape["index_dim"], dtype=dtype)
     index_key = meta(1, keys, shape["index_dim"], dtype=dtype)
     bound = meta(1, rows, dtype=torch.int32)
-    index = (index_query, index_key, index_query[..., 0].contiguous())
-    dense_loss_and_gradients(*index, query, key, 1.0, bound, bound, weights, None, True)
+    index = IndexerCall(index_query, index_key, index_query[..., 0].contiguous())
+    dense_loss_and_gradients(DenseCall(index, query, key, 1.0, Ranges(bound, bound, False), weights), True)
 
 
-def plan_dense(index_query: Tensor, query: Tensor, ranges: Ranges, *facts: Any) -> str | bool:
-    """Whether rows are known to see no key behind them; or why the dense form cannot take this indexer."""
-    return unsupported_dtype(index_query.dtype) or ranges.plain_causal
+def plan_dense(call: DenseCall, row_mask: Tensor | None) -> str | bool:
+    """Return whether rows are known to see no key behind them, or why it cannot take this indexer."""
+    return unsupported_dtype(call.index.query.dtype) or call.ranges.plain_causal
 
 
-def attention_sum(
-    query: Tensor, key: Tensor, topk_indices: Tensor, lse: Tensor | None, softmax_scale: float
-) -> Tensor:
-    """Main attention over the selected keys, summed over heads: ``[batch, query_length, topk]`` fp32."""
-    value_dim, _ = split_dim(query.shape[3])
-    if lse is None:
-        lse = attention.log_sum_exp(query, key, topk_indices, softmax_scale, value_dim)
-    return attention.attention_sum(query, key, topk_indices, lse, softmax_scale, value_dim)
+def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
+    """Return main attention to the selected keys, summed over heads: ``[batch, query_length, topk]`` fp32."""
+    call = replace(call, value_dim=split_dim(call.query.shape[3])[0])
+    return attention.attention_sum(call, attention.log_sum_exp(call) if lse is None else lse)
 
 
 def divergence_and_gradient(
     topk_scores: Tensor, attention_sum: Tensor, valid: Tensor, row_weights: Tensor, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss, and its gradient with respect to ``topk_scores``, ``[batch, query_length, topk]``."""
+    """Return the loss, and its gradient with respect to ``topk_scores``, ``[batch, query_length, topk]``."""
     rows, width = topk_scores.shape[0] * topk_scores.shape[1], topk_scores.shape[2]
     topk_scores, attention_sum, valid = (
         topk_scores.contiguous(),
@@ -137,26 +137,17 @@ def divergence_and_gradient(
 
 
 def dense_loss_and_gradients(
-    index_query: Tensor,
-    index_key: Tensor,
-    index_weights: Tensor,
-    query: Tensor,
-    key: Tensor,
-    softmax_scale: float,
-    starts: Tensor,
-    ends: Tensor,
-    row_weights: Tensor,
-    tp_group: dist.ProcessGroup | None,
-    use_relu: bool,
-    causal: bool = False,
-    *,
-    with_gradients: bool = True,
+    call: DenseCall, with_gradients: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """The loss over all visible keys, and its gradients with respect to the indexer's three inputs.
+    """Return the loss over all visible keys, and its gradients with respect to the indexer's three inputs.
 
-    Those of fp16 inputs are in fp32. With ``causal`` no row sees a key behind it: those are left alone, and
-    other ranks are sent none of them.
+    Those of fp16 inputs are in fp32. Where rows are known to see no key behind them, those are left alone,
+    and other ranks are sent none of them.
     """
+    index_query, index_key, index_weights = call.index.query, call.index.key, call.index.weights
+    query, key, softmax_scale, tp_group = call.query, call.key, call.softmax_scale, call.tp_group
+    starts, ends, row_weights = call.ranges.starts, call.ranges.ends, call.row_weights
+    causal = bool(call.plan)
     index_query, index_key, query, key = map(dense_rows, (index_query, index_key, query, key))
     (batch, query_length), (key_length, index_dim) = query.shape[:2], index_key.shape[1:]
     starts, ends, row_weights = starts.contiguous(), ends.contiguous(), row_weights.contiguous()
@@ -188,7 +179,7 @@ def dense_loss_and_gradients(
             if tp_group is not None:
                 dist.all_reduce(target, group=tp_group)
             inputs = index_query[at], index_key[b, :width], index_weights[at]
-            score_slab(*inputs, starts[at], ends[at], scores, use_relu)
+            score_slab(*inputs, starts[at], ends[at], scores, call.index.use_relu)
             on_grid(divergence_kernel, starts[at].numel())(
                 scores,
                 target,
@@ -206,9 +197,8 @@ def dense_loss_and_gradients(
             )
             if with_gradients:
                 seen = shares[:, :width]
-                _gradients(
-                    target, inputs, starts[at], ends[at], grad_query[at], seen, grad_weights[at], use_relu
-                )
+                results = grad_query[at], seen, grad_weights[at]
+                _gradients(target, inputs, starts[at], ends[at], *results, call.index.use_relu)
         grad_key[b] = shares.sum(0)
     if factor is not None:
         losses /= factor
@@ -227,7 +217,7 @@ def _target(
     slab: Tensor,
     everywhere: bool,
 ) -> None:
-    """Probabilities over the visible keys, summed over heads, into ``slab``.
+    """Write the probabilities over the visible keys, summed over heads, into ``slab``.
 
     Args:
         query: ``[rows, heads, dim]``.
@@ -271,7 +261,7 @@ def _gradients(
     grad_weights: Tensor,
     use_relu: bool,
 ) -> None:
-    """Gradients of some rows of one sequence; that of the keys is added to.
+    """Write the gradients of some rows of one sequence; that of the keys is added to.
 
     Args:
         grad_scores: at least ``[rows, key_length]`` fp32, read where a row sees a key.
@@ -333,14 +323,14 @@ def _gradients(
 
 
 def _dense_tiles(dtype: torch.dtype) -> dict[str, Any]:
-    """The same for keys of any size, which stream by in pieces of BLOCK_D numbers."""
+    """Return tiles, the same for keys of any size, which stream by in pieces of BLOCK_D numbers."""
     if dtype == torch.float32:
         return {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": 128, "num_warps": 4, "num_stages": 2}
     return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_D": 64, "num_warps": 8, "num_stages": 3}
 
 
 def _key_gradient_tiles(query: Tensor) -> dict[str, Any]:
-    """Programs hold the gradient of BLOCK_N keys in registers and stream the rows' heads."""
+    """Return tiles: programs hold the gradient of BLOCK_N keys in registers and stream the rows' heads."""
     large = block(query.shape[1]) * block(query.shape[2]) > 64 * 128
     if query.dtype == torch.float32:
         return {"BLOCK_N": 16, "num_warps": 8, "num_stages": 1 if large else 2}

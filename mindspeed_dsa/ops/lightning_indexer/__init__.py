@@ -5,13 +5,14 @@ The mathematics is in README.md beside this file.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.ops.backend import ShapeClass, choose, count_call, plan, spent, unless_empty
+from mindspeed_dsa.ops.backend import Call, ShapeClass, choose, count_call, plan, spent, unless_empty
 from mindspeed_dsa.ops.checks import (
     check_float,
     check_heads,
@@ -20,15 +21,15 @@ from mindspeed_dsa.ops.checks import (
     check_weights,
     require,
 )
-from mindspeed_dsa.ops.lightning_indexer.protocol import GradientIndexer, Indexer
+from mindspeed_dsa.ops.lightning_indexer.protocol import GradientIndexer, Indexer, IndexerCall
 from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
-from mindspeed_dsa.ops.row_ranges import RowForm, visible_ranges
+from mindspeed_dsa.ops.row_ranges import Ranges, RowForm, visible_ranges
 
 OPERATOR = "lightning_indexer"
 
 
 class IndexerOutput(NamedTuple):
-    """What the indexer selects."""
+    """Selection of the indexer."""
 
     topk_indices: Tensor
     """``[batch, query_length, topk]`` int32, ascending key positions unless asked otherwise, -1 at the
@@ -93,16 +94,15 @@ def lightning_indexer(
     chosen: Indexer = choose(OPERATOR, backend, _shape_class(query, topk))
     chosen = unless_empty(OPERATOR, chosen, query, key)
     topk = min(topk, key.shape[1])
-    plan_found = chosen.plan_call(topk, ranges, key.shape[1], use_relu, in_order)
-    implementation, found = plan(OPERATOR, backend, chosen, plan_found)
+    call = IndexerCall(query, key, weights, use_relu)
+    planned = chosen.plan_call(call, topk, ranges, in_order)
+    implementation, planned = plan(OPERATOR, backend, chosen, planned)
     count_call(OPERATOR, implementation)
-    starts, ends = ranges[:2]
     if implementation.KIND == "autograd":
-        return IndexerOutput(
-            *implementation.lightning_indexer(query, key, weights, topk, starts, ends, use_relu)
-        )
+        return IndexerOutput(*implementation.lightning_indexer(call, topk, ranges))
+    call = replace(call, plan=planned)
     return IndexerOutput(
-        *_Select.apply(implementation, query, key, weights, topk, starts, ends, use_relu, found, key_receiver)
+        *_Select.apply(implementation, call, topk, ranges, key_receiver, query, key, weights)
     )
 
 
@@ -116,7 +116,7 @@ def selected_scores(
     use_relu: bool = True,
     backend: str = "auto",
 ) -> Tensor:
-    """Index scores at given entries: what :func:`lightning_indexer` returns, for indices from elsewhere.
+    """Return the scores that :func:`lightning_indexer` does, at given entries.
 
     Args:
         query: ``[batch, query_length, heads, head_dim]``.
@@ -143,9 +143,10 @@ def selected_scores(
     chosen: Indexer = choose(OPERATOR, backend, shape)
     implementation = unless_empty(OPERATOR, chosen, query, key)
     count_call(OPERATOR, implementation)
+    call = IndexerCall(query, key, weights, use_relu)
     if implementation.KIND == "autograd":
-        return implementation.selected_scores(query, key, weights, topk_indices, use_relu)
-    return _ScoresAt.apply(implementation, query, key, weights, topk_indices, use_relu)
+        return implementation.selected_scores(call, topk_indices)
+    return _ScoresAt.apply(implementation, call, topk_indices, query, key, weights)
 
 
 def _check_operands(query: Tensor, key: Tensor, weights: Tensor) -> None:
@@ -170,23 +171,16 @@ class _Select(torch.autograd.Function):
     def forward(
         ctx: Any,
         implementation: GradientIndexer,
-        query: Tensor,
-        key: Tensor,
-        weights: Tensor,
+        call: IndexerCall,
         topk: int,
-        starts: Tensor,
-        ends: Tensor,
-        use_relu: bool,
-        found: tuple[Any, ...],
+        ranges: Ranges,
         key_receiver: Tensor | None,
+        *differentiable: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        with spent(OPERATOR, query.device):
-            topk_indices, topk_scores = implementation.select(
-                query, key, weights, topk, starts, ends, use_relu, *found
-            )
-        ctx.implementation, ctx.use_relu, ctx.found = implementation, use_relu, found
-        ctx.receives = key_receiver is not None
-        ctx.save_for_backward(query, key, weights, topk_indices)
+        with spent(OPERATOR, call.query.device):
+            topk_indices, topk_scores = implementation.select(call, topk, ranges)
+        ctx.implementation, ctx.receives = implementation, key_receiver is not None
+        call.keep(ctx, topk_indices)
         ctx.mark_non_differentiable(topk_indices)
         ctx.set_materialize_grads(False)
         return topk_indices, topk_scores
@@ -195,15 +189,13 @@ class _Select(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: Tensor | None, grad_scores: Tensor | None) -> tuple[Any, ...]:
         if grad_scores is None:
-            return (None,) * 10
-        query, key, weights, topk_indices = ctx.saved_tensors
+            return (None,) * 8
+        call, topk_indices = Call.kept(ctx)
         with without_autocast(grad_scores.device.type), spent(OPERATOR, grad_scores.device):
-            grad_query, grad_key, grad_weights = ctx.implementation.score_gradients(
-                grad_scores, query, key, weights, topk_indices, ctx.use_relu, *ctx.found
-            )
-        of_key = None if ctx.receives else grad_key.to(key.dtype)
-        of_receiver = grad_key if ctx.receives else None
-        return None, grad_query, of_key, grad_weights, None, None, None, None, None, of_receiver
+            of_query, of_key, of_weights = ctx.implementation.score_gradients(call, topk_indices, grad_scores)
+        if ctx.receives:
+            return None, None, None, None, of_key, of_query, None, of_weights
+        return None, None, None, None, None, of_query, of_key.to(call.key.dtype), of_weights
 
 
 class _ScoresAt(torch.autograd.Function):
@@ -211,23 +203,19 @@ class _ScoresAt(torch.autograd.Function):
     def forward(
         ctx: Any,
         implementation: GradientIndexer,
-        query: Tensor,
-        key: Tensor,
-        weights: Tensor,
+        call: IndexerCall,
         topk_indices: Tensor,
-        use_relu: bool,
+        *differentiable: Tensor,
     ) -> Tensor:
-        ctx.implementation, ctx.use_relu = implementation, use_relu
-        ctx.save_for_backward(query, key, weights, topk_indices)
-        with spent(OPERATOR, query.device):
-            return implementation.scores_at(query, key, weights, topk_indices, use_relu)
+        ctx.implementation = implementation
+        call.keep(ctx, topk_indices)
+        with spent(OPERATOR, call.query.device):
+            return implementation.scores_at(call, topk_indices)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_scores: Tensor) -> tuple[Any, ...]:
-        query, key, weights, topk_indices = ctx.saved_tensors
+        call, topk_indices = Call.kept(ctx)
         with without_autocast(grad_scores.device.type), spent(OPERATOR, grad_scores.device):
-            grad_query, grad_key, grad_weights = ctx.implementation.score_gradients(
-                grad_scores, query, key, weights, topk_indices, ctx.use_relu
-            )
-        return None, grad_query, grad_key.to(key.dtype), grad_weights, None, None
+            of_query, of_key, of_weights = ctx.implementation.score_gradients(call, topk_indices, grad_scores)
+        return None, None, None, of_query, of_key.to(call.key.dtype), of_weights

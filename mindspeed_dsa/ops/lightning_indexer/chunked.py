@@ -1,6 +1,7 @@
 """Lightning Indexer in plain PyTorch on any device, in slabs of rows of bounded size.
 
-What `auto` takes on a GPU for which the Triton kernels were not made.
+What `auto` takes on a GPU for which the Triton kernels were not made. NPUs take scores at given entries and
+gradients from here where torch_npu's operators do not compute them.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
-from mindspeed_dsa.ops.chunks import score_gradients as score_gradients
-from mindspeed_dsa.ops.chunks import scores_at as scores_at
-from mindspeed_dsa.ops.chunks import wide
+from mindspeed_dsa.ops.chunks import row_chunks
+from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
+from mindspeed_dsa.ops.precision import wide
+from mindspeed_dsa.ops.row_ranges import Ranges
 
 # Bytes that the scores of a slab and their order may take, and the products of some of its keys.
 _SLAB_BYTES = 256 << 20
@@ -23,14 +25,13 @@ plan_call = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:
-    """None: it takes every shape."""
+    """Return None: it takes every shape."""
     return None
 
 
-def select(
-    query: Tensor, key: Tensor, weights: Tensor, topk: int, starts: Tensor, ends: Tensor, use_relu: bool
-) -> tuple[Tensor, Tensor]:
-    """Indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
+def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor]:
+    """Return indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
+    query, key, weights = call.query, call.key, call.weights
     (batch, query_length), key_length = query.shape[:2], key.shape[1]
     dtype, device = wide(query.dtype), query.device
     topk_indices = torch.empty(batch, query_length, topk, dtype=torch.int32, device=device)
@@ -43,8 +44,8 @@ def select(
     for b in range(batch):
         for first in range(0, query_length, rows):
             at = (b, slice(first, first + rows))
-            scores = _scores(query[at].to(dtype), key[b], weights[at].to(dtype), use_relu)
-            seen = (position >= starts[at][:, None]) & (position < ends[at][:, None])
+            scores = _scores(query[at].to(dtype), key[b], weights[at].to(dtype), call.use_relu)
+            seen = (position >= ranges.starts[at][:, None]) & (position < ranges.ends[at][:, None])
             chosen, hidden = _ascending(*_best(scores, seen, topk), key_length)
             topk_scores[at] = scores.gather(-1, chosen.masked_fill(hidden, 0)).masked_fill_(
                 hidden, -torch.inf
@@ -53,8 +54,50 @@ def select(
     return topk_indices, topk_scores
 
 
+def scores_at(call: IndexerCall, topk_indices: Tensor) -> Tensor:
+    """Return the scores at given entries, ``[batch, query_length, topk]`` fp32, -inf without a key."""
+    query, weights = call.query, call.weights
+    heads, dtype = query.shape[2], wide(query.dtype)
+    out = torch.empty(topk_indices.shape, dtype=dtype, device=query.device)
+    for chunk in row_chunks(call.key, topk_indices, 2 * heads):
+        at = (chunk.batch, chunk.rows)
+        product = torch.bmm(query[at].to(dtype), chunk.keys.transpose(1, 2))
+        if call.use_relu:
+            product = product.relu_()
+        scores = torch.bmm(weights[at].to(dtype)[:, None], product)[:, 0]
+        out[at] = scores.masked_fill_(chunk.invalid, -torch.inf)
+    return out
+
+
+def score_gradients(
+    call: IndexerCall, topk_indices: Tensor, grad_scores: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the scores at ``topk_indices`` with respect to query, key and weights."""
+    query, key, weights = call.query, call.key, call.weights
+    heads, dtype = query.shape[2], wide(query.dtype)
+    grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+    grad_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)
+    grad_key = torch.zeros(key.shape, dtype=dtype, device=key.device)
+    for chunk in row_chunks(key, topk_indices, 4 * heads + key.shape[2]):
+        at = (chunk.batch, chunk.rows)
+        q, w = query[at].to(dtype), weights[at].to(dtype)
+        grad = grad_scores[at].to(dtype).masked_fill(chunk.invalid, 0)
+        # [n, heads, topk]
+        product = torch.bmm(q, chunk.keys.transpose(1, 2))
+        grad_product = w[..., None] * grad[:, None]
+        if call.use_relu:
+            # The derivative of relu at zero is zero.
+            grad_product = grad_product.masked_fill_(product <= 0, 0)
+            product = product.relu_()
+        grad_weights[at] = torch.bmm(product, grad[..., None])[..., 0].to(weights.dtype)
+        grad_query[at] = torch.bmm(grad_product, chunk.keys).to(query.dtype)
+        rows = torch.bmm(grad_product.transpose(1, 2), q)
+        grad_key[chunk.batch].index_add_(0, chunk.indices.flatten(), rows.flatten(0, 1))
+    return grad_query, grad_key, grad_weights
+
+
 def _scores(query: Tensor, key: Tensor, weights: Tensor, use_relu: bool) -> Tensor:
-    """``[rows, heads, dim]``, ``[keys, dim]``, ``[rows, heads]`` -> ``[rows, keys]``."""
+    """Return the scores, ``[rows, heads, dim]``, ``[keys, dim]``, ``[rows, heads]`` -> ``[rows, keys]``."""
     rows, heads, dim = query.shape
     scores = query.new_empty(rows, key.shape[0])
     width = max(1, _SLAB_BYTES // (2 * max(1, rows * heads) * query.dtype.itemsize))
@@ -69,7 +112,7 @@ def _scores(query: Tensor, key: Tensor, weights: Tensor, use_relu: bool) -> Tens
 
 
 def _best(scores: Tensor, seen: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Positions of the best keys of each row, best first, and whether they are seen: ``[rows, topk]`` each.
+    """Return positions of the best keys, best first, and whether they are seen: ``[rows, topk]`` each.
 
     Numbers in their order, NaN, and keys that are not seen come one after the other. Two stable sorts of
     floats say this exactly, and equal scores stay in ascending order of position: some devices sort no
@@ -83,7 +126,7 @@ def _best(scores: Tensor, seen: Tensor, topk: int) -> tuple[Tensor, Tensor]:
 
 
 def _ascending(chosen: Tensor, seen: Tensor, key_length: int) -> tuple[Tensor, Tensor]:
-    """Positions in ascending order, ``key_length`` at the tail, and where that is."""
+    """Return the positions in ascending order, ``key_length`` at the tail, and where that is."""
     # fp32 holds so large a number.
     exact = torch.float32 if key_length <= 1 << 24 else torch.int64
     ascending = chosen.masked_fill(~seen, key_length).to(exact).sort().values.to(torch.int64)

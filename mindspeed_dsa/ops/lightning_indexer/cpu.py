@@ -16,13 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
+from mindspeed_dsa.ops.backend import Algorithm, ShapeClass, algorithm, takes_every_call
 from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
 from mindspeed_dsa.ops.cpu.blocks import Block, Scratch, add_to_keys, over_blocks, sum_in_order
 from mindspeed_dsa.ops.cpu.chunks import rows_of_sequences
 from mindspeed_dsa.ops.cpu.products import compute_dtype, product
 from mindspeed_dsa.ops.cpu.threads import share_out, worker_count
 from mindspeed_dsa.ops.lightning_indexer import cpu_dense
+from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
+from mindspeed_dsa.ops.row_ranges import Ranges
 
 # Rows per slab and keys per product: the products of a slab, [rows * heads, keys], stay in cache. The most
 # rows are those of one sequence, and of several together.
@@ -33,19 +35,20 @@ _FEWEST_ROWS, _MOST_ROWS, _MOST_TOGETHER = 16, 64, 256
 _SLAB_STEP, _WIDTH_STEP = 64, 256
 _LAST = 2**31 - 1
 
+GRADIENTS = "the gradient of lightning_indexer"
 KIND: Literal["gradients"] = "gradients"
 plan_call = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:
-    """Why this backend cannot take calls of this shape, or None."""
+    """Return why this backend cannot take calls of this shape, or None."""
     return None if shape.device == "cpu" else "it runs on CPU tensors only"
 
 
-def select(
-    query: Tensor, key: Tensor, weights: Tensor, topk: int, starts: Tensor, ends: Tensor, use_relu: bool
-) -> tuple[Tensor, Tensor]:
-    """Indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
+def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor]:
+    """Return indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
+    query, key, weights = call.query, call.key, call.weights
+    starts, ends = ranges.starts, ranges.ends
     batch, query_length = query.shape[:2]
     topk_indices = torch.empty(batch, query_length, topk, dtype=torch.int32)
     dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype)
@@ -74,7 +77,7 @@ def select(
             if kept == 0:
                 continue
             # -0.0 equals 0.0 as a score but not as bits.
-            scores = _scores(slab, slice(low, high), operand, use_relu, scratch).add_(0.0)
+            scores = _scores(slab, slice(low, high), operand, call.use_relu, scratch).add_(0.0)
             position = torch.arange(low, high, dtype=torch.int32)
             chosen = _choose(scores, slab.starts, slab.ends, position, kept)
             hidden = None
@@ -120,7 +123,7 @@ class _Slab(NamedTuple):
 
 
 def _bounds(starts: Tensor, ends: Tensor, rows: int) -> list[_Bounds]:
-    """For each slab of rows of some sequences, the smallest range of keys that holds what the rows see."""
+    """Return for each slab of rows the smallest range of keys that holds what they see."""
     sees, padding = starts < ends, (0, -starts.shape[1] % rows)
     low = F.pad(torch.where(sees, starts, _LAST), padding, value=_LAST).amin(0).view(-1, rows).amin(-1)
     high = F.pad(torch.where(sees, ends, 0), padding).amax(0).view(-1, rows).amax(-1)
@@ -129,7 +132,7 @@ def _bounds(starts: Tensor, ends: Tensor, rows: int) -> list[_Bounds]:
 
 
 def _scores(slab: _Slab, seen: slice, operand: torch.dtype, use_relu: bool, scratch: Scratch) -> Tensor:
-    """Of a slab's rows with a range of keys: ``[g, rows, keys]``."""
+    """Return the scores of a slab's rows with a range of keys: ``[g, rows, keys]``."""
     some, rows, heads, dim = slab.query.shape
     weights = slab.weights.to(scratch.dtype).reshape(some * rows, 1, heads)
     scores = weights.new_empty(some, rows, seen.stop - seen.start)
@@ -148,7 +151,7 @@ def _scores(slab: _Slab, seen: slice, operand: torch.dtype, use_relu: bool, scra
 
 
 def _choose(scores: Tensor, starts: Tensor, ends: Tensor, position: Tensor, topk: int) -> Tensor:
-    """Positions of the ``topk`` highest scores of each row, in any order: int64 ``[g, rows, topk]``.
+    """Return positions of the ``topk`` highest scores of each row, in any order: int64 ``[g, rows, topk]``.
 
     NaN comes after every number, and what a row does not see after all.
     """
@@ -178,8 +181,9 @@ def _choose(scores: Tensor, starts: Tensor, ends: Tensor, position: Tensor, topk
     return packed[..., width - topk :].bitwise_not().bitwise_and_(_LAST)
 
 
-def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool) -> Tensor:
-    """Scores at given entries: ``[batch, query_length, topk]``."""
+def scores_at(call: IndexerCall, topk_indices: Tensor) -> Tensor:
+    """Return the scores at given entries: ``[batch, query_length, topk]``."""
+    query, key, weights = call.query, call.key, call.weights
     heads, dtype = query.shape[2], compute_dtype(query.dtype)
     operand = operand_dtype(query.dtype, heads)
     out = torch.full(topk_indices.shape, -torch.inf, dtype=dtype)
@@ -190,7 +194,7 @@ def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor,
             products, q = scratch("products", rows, heads, width), query[at].to(operand)
             for keys, _, _, (q_, products_) in block.tiles(q, products):
                 product(q_, keys.mT, products_)
-            if use_relu:
+            if call.use_relu:
                 products.relu_()
             scores = torch.bmm(weights[at].to(dtype)[:, None], products)[:, 0]
             if block.invalid is not None:
@@ -202,11 +206,22 @@ def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor,
 
 
 def score_gradients(
-    grad_scores: Tensor, query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool
+    call: IndexerCall, topk_indices: Tensor, grad_scores: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the scores at ``topk_indices`` with respect to query, key and weights."""
-    if cpu_dense.takes(grad_scores, query, key, weights, topk_indices):
-        return cpu_dense.score_gradients(grad_scores, query, key, weights, topk_indices, use_relu)
+    """Return the gradients of the scores at ``topk_indices`` with respect to query, key and weights."""
+    forms = (
+        Algorithm("by masking keys", cpu_dense.score_gradients, cpu_dense.declines),
+        Algorithm("by gathering keys", _gathered_gradients, takes_every_call),
+    )
+    facts = (call, topk_indices, grad_scores)
+    gradients: tuple[Tensor, Tensor, Tensor] = algorithm(GRADIENTS, forms, *facts).run(*facts)
+    return gradients
+
+
+def _gathered_gradients(
+    call: IndexerCall, topk_indices: Tensor, grad_scores: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, weights = call.query, call.key, call.weights
     heads, dtype = query.shape[2], compute_dtype(query.dtype)
     operand = operand_dtype(query.dtype, heads)
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -228,7 +243,7 @@ def score_gradients(
             for keys, indices, _, (q_, grad_, slopes, pulled_, weighted_) in block.tiles(
                 q, grad, grad_product, pulled, weighted
             ):
-                if use_relu:
+                if call.use_relu:
                     # The derivative of relu at zero is zero.
                     products = scratch("key products", *slopes.shape)
                     product(q_, keys.mT, products)

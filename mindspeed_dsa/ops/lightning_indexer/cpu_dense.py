@@ -9,8 +9,9 @@ from torch import Tensor
 
 from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
 from mindspeed_dsa.ops.cpu.blocks import Scratch, sum_in_order
-from mindspeed_dsa.ops.cpu.chunks import Chunk, over_chunks, products_are_finite
+from mindspeed_dsa.ops.cpu.chunks import NOT_FINITE, Chunk, over_chunks, products_are_finite
 from mindspeed_dsa.ops.cpu.products import compute_dtype, product
+from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
 
 # Keys of one product: what lies between the products of a chunk stays in cache, however many keys there are.
 _TILE_KEYS = 256
@@ -19,16 +20,19 @@ _TILE_KEYS = 256
 _MORE_IN_BF16 = 2
 
 
-def takes(grad_scores: Tensor, query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor) -> bool:
-    """Whether this form is right for a call, and faster than gathering keys."""
-    more = _MORE_IN_BF16 if operand_dtype(query.dtype) == torch.bfloat16 else 1
-    if key.shape[1] > more * _most_keys(query.shape[2], topk_indices.shape[2]):
-        return False
-    return products_are_finite(grad_scores, query, key, weights)
+def declines(call: IndexerCall, topk_indices: Tensor, grad_scores: Tensor) -> str | None:
+    """Return why this form is not right for a call, or not faster than gathering keys; or None."""
+    more = _MORE_IN_BF16 if operand_dtype(call.query.dtype) == torch.bfloat16 else 1
+    most = more * _most_keys(call.query.shape[2], topk_indices.shape[2])
+    if call.key.shape[1] > most:
+        return f"it is faster up to {most:.0f} keys"
+    if not products_are_finite(grad_scores, call.query, call.key, call.weights):
+        return NOT_FINITE
+    return None
 
 
 def _most_keys(heads: int, topk: int) -> float:
-    """Up to how many keys this form is the faster one.
+    """Return up to how many keys this form is the faster one.
 
     Measured with causal rows on two busy cores of a Xeon, in processor time, as a multiple of ``topk``: 15
     with 8 heads, 8 with 16 and nearly 3 with 64.
@@ -37,9 +41,10 @@ def _most_keys(heads: int, topk: int) -> float:
 
 
 def score_gradients(
-    grad_scores: Tensor, query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool
+    call: IndexerCall, topk_indices: Tensor, grad_scores: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`mindspeed_dsa.ops.lightning_indexer.cpu.score_gradients`."""
+    """Do as :func:`mindspeed_dsa.ops.lightning_indexer.cpu.score_gradients`."""
+    query, key, weights = call.query, call.key, call.weights
     heads, dim = query.shape[2:]
     dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype)
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -69,7 +74,7 @@ def score_gradients(
                 keys = chunk.key[:, tile]
                 slopes = scratch("slopes", some, rows * heads, keys.shape[1])
                 slopes_by_head = slopes.unflatten(1, (rows, heads))
-                if use_relu:
+                if call.use_relu:
                     product(q, keys.mT, slopes)
                     # The derivative of relu at zero is zero.
                     torch.ops.aten.threshold_backward.grad_input(

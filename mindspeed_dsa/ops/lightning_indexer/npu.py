@@ -7,9 +7,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops import chunks
 from mindspeed_dsa.ops.backend import ShapeClass
-from mindspeed_dsa.ops.indices import names_key
+from mindspeed_dsa.ops.checks import names_key
+from mindspeed_dsa.ops.lightning_indexer import chunked
+from mindspeed_dsa.ops.lightning_indexer.chunked import (
+    scores_at as scores_at,  # torch_npu has no operator for it
+)
+from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
 from mindspeed_dsa.ops.npu.device import DTYPES, TOPK_WIDTHS, listed, npu_op, product, unavailable
 from mindspeed_dsa.ops.npu.layout import Layout, layout_of_indices, layout_of_ranges
 from mindspeed_dsa.ops.precision import raising_factor
@@ -37,7 +41,7 @@ class Plan(NamedTuple):
 
 
 def unsupported(shape: ShapeClass) -> str | None:
-    """Why this backend cannot take calls of this shape, or None."""
+    """Return why this backend cannot take calls of this shape, or None."""
     reason = unavailable(shape.device, "npu_lightning_indexer", "npu_lightning_indexer_grad")
     if reason is not None:
         return reason
@@ -55,38 +59,29 @@ def unsupported(shape: ShapeClass) -> str | None:
     return None
 
 
-def plan_call(topk: int, ranges: Ranges, key_length: int, use_relu: bool, in_order: bool) -> Plan | str:
+def plan_call(call: IndexerCall, topk: int, ranges: Ranges, in_order: bool) -> Plan | str:
     """Plan a call of a shape that this backend takes, or say why it cannot take the call."""
-    if not use_relu:
+    if not call.use_relu:
         return "npu_lightning_indexer always clamps the products at zero (use_relu=True)"
     if topk > _ANY_TOPK and topk not in TOPK_WIDTHS:
         return (
             f"npu_lightning_indexer takes topk up to {_ANY_TOPK} and multiples of 1024 up to 8192, and fewer "
             "keys than topk leave another width"
         )
-    layout = layout_of_ranges(ranges, key_length)
+    layout = layout_of_ranges(ranges, call.key.shape[1])
     return layout if isinstance(layout, str) else Plan(layout, in_order)
 
 
-def select(
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
-    topk: int,
-    starts: Tensor,
-    ends: Tensor,
-    use_relu: bool,
-    found: Plan,
-) -> tuple[Tensor, Tensor]:
-    """Indices and scores of the selected keys, ``[batch, query_length, topk]`` each.
+def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor]:
+    """Return indices and scores of the selected keys, ``[batch, query_length, topk]`` each.
 
     The operator returns scores in the dtype of the query, and takes weights in it.
     """
-    layout = found.layout
+    layout = call.plan.layout
     packed, values = npu_op("npu_lightning_indexer")(
-        layout.pack(query),
-        layout.pack(key[:, :, None]),
-        layout.pack(weights.to(query.dtype)),
+        layout.pack(call.query),
+        layout.pack(call.key[:, :, None]),
+        layout.pack(call.weights.to(call.query.dtype)),
         actual_seq_lengths_query=layout.query_lengths,
         actual_seq_lengths_key=layout.key_lengths,
         layout_query=layout.name,
@@ -98,44 +93,34 @@ def select(
     # [batch, query_length, topk] both, in the operator's order, which it does not promise; -1 at the tail
     chosen = layout.unpack_indices(packed.select(-2, 0))
     scores = layout.unpack(values.select(-2, 0)).float()
-    if not found.in_order:
+    if not call.plan.in_order:
         return chosen, scores.masked_fill(chosen < 0, -torch.inf)
-    ascending, order = _in_order(chosen, key.shape[1])
+    ascending, order = _in_order(chosen, call.key.shape[1])
     return ascending, scores.gather(-1, order).masked_fill(ascending < 0, -torch.inf)
 
 
 def _in_order(chosen: Tensor, key_length: int) -> tuple[Tensor, Tensor]:
-    """Entries ascending, -1 still at the tail, and which entry went where."""
+    """Return the entries ascending, -1 still at the tail, and which entry went where."""
     positions = chosen.float() if key_length < _EXACT_IN_FP32 else chosen
     # One past the last key stands for none.
     ascending, order = positions.masked_fill(chosen < 0, key_length).sort(dim=-1)
     return ascending.masked_fill(ascending == key_length, -1).to(chosen.dtype), order
 
 
-def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool) -> Tensor:
-    """Scores at given entries, ``[batch, query_length, topk]``; torch_npu has no operator for this."""
-    return chunks.scores_at(query, key, weights, topk_indices, use_relu)
-
-
 def score_gradients(
-    grad_scores: Tensor,
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
-    topk_indices: Tensor,
-    use_relu: bool,
-    found: Plan | None = None,
+    call: IndexerCall, topk_indices: Tensor, grad_scores: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the scores at ``topk_indices`` with respect to query, key and weights.
+    """Return the gradients of the scores at ``topk_indices`` with respect to query, key and weights.
 
     The operator adds to keys in no fixed order and has no switch for one, so that deterministic algorithms
     (``torch.use_deterministic_algorithms``) and calls outside of its sizes take PyTorch's. The layout is that
     of the selection; it is found from indices that come from elsewhere.
     """
+    query, key, weights = call.query, call.key, call.weights
     fits = (query.shape[2], topk_indices.shape[2]) == (_GRAD_HEADS, _GRAD_TOPK)
     fits = fits and product().indexer_gradient
-    if use_relu and fits and not torch.are_deterministic_algorithms_enabled():
-        layout = layout_of_indices(topk_indices, key.shape[1]) if found is None else found.layout
+    if call.use_relu and fits and not torch.are_deterministic_algorithms_enabled():
+        layout = call.plan.layout if call.plan else layout_of_indices(topk_indices, key.shape[1])
         if not isinstance(layout, str) and layout.shortest >= _GRAD_TOPK:
             packed = layout.name == "TND"
             grad_scores = grad_scores.masked_fill(~names_key(topk_indices, key.shape[1]), 0)
@@ -157,4 +142,4 @@ def score_gradients(
                 (layout.unpack(grad_key.squeeze(-2)).float() / factor).to(key.dtype),
                 (layout.unpack(grad_weights).float() / factor).to(weights.dtype),
             )
-    return chunks.score_gradients(grad_scores, query, key, weights, topk_indices, use_relu)
+    return chunked.score_gradients(call, topk_indices, grad_scores)

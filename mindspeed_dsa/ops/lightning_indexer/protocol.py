@@ -1,18 +1,38 @@
-"""What a backend of this operator has; mypy checks the modules against it."""
+"""Call of this operator, and protocol of its backends, against which mypy checks the modules."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor
 
-from mindspeed_dsa.ops.backend import Backend
+from mindspeed_dsa.ops.backend import Backend, Call
 from mindspeed_dsa.ops.row_ranges import Ranges
 
 
+@dataclass(frozen=True)
+class IndexerCall(Call):
+    """Arguments of the index scores, of checked shapes.
+
+    Attributes:
+        query: ``[batch, query_length, heads, head_dim]``, any strides.
+        key: ``[batch, key_length, head_dim]``, in the dtype of the query.
+        weights: ``[batch, query_length, heads]``, of any floating dtype.
+        use_relu: whether the product of each head is clamped at zero.
+        plan: findings of the backend's ``plan_call``; None for entries that come from elsewhere.
+    """
+
+    query: Tensor
+    key: Tensor
+    weights: Tensor
+    use_relu: bool = True
+    plan: Any = None
+
+
 class _Indexer(Backend, Protocol):
-    def plan_call(self, topk: int, ranges: Ranges, key_length: int, use_relu: bool, in_order: bool, /) -> Any:
-        """See :func:`mindspeed_dsa.ops.backend.plan`; what it finds are the other functions' ``found``."""
+    def plan_call(self, call: IndexerCall, topk: int, ranges: Ranges, in_order: bool, /) -> Any:
+        """Return the call's ``plan``, or why it takes none: see :func:`mindspeed_dsa.ops.backend.plan`."""
 
 
 class AutogradIndexer(_Indexer, Protocol):
@@ -20,23 +40,11 @@ class AutogradIndexer(_Indexer, Protocol):
 
     KIND: Literal["autograd"]
 
-    def lightning_indexer(
-        self,
-        query: Tensor,
-        key: Tensor,
-        weights: Tensor,
-        topk: int,
-        starts: Tensor,
-        ends: Tensor,
-        use_relu: bool,
-        /,
-    ) -> tuple[Tensor, Tensor]:
-        """Indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
+    def lightning_indexer(self, call: IndexerCall, topk: int, ranges: Ranges, /) -> tuple[Tensor, Tensor]:
+        """Return indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
 
-    def selected_scores(
-        self, query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool, /
-    ) -> Tensor:
-        """Scores at given entries, ``[batch, query_length, topk]``."""
+    def selected_scores(self, call: IndexerCall, topk_indices: Tensor, /) -> Tensor:
+        """Return the scores at given entries, ``[batch, query_length, topk]``, -inf where there is no key."""
 
 
 class GradientIndexer(_Indexer, Protocol):
@@ -44,42 +52,18 @@ class GradientIndexer(_Indexer, Protocol):
 
     KIND: Literal["gradients"]
 
-    def select(
-        self,
-        query: Tensor,
-        key: Tensor,
-        weights: Tensor,
-        topk: int,
-        starts: Tensor,
-        ends: Tensor,
-        use_relu: bool,
-        /,
-        *found: Any,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """Indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
+    def select(self, call: IndexerCall, topk: int, ranges: Ranges, /) -> tuple[Tensor, Tensor]:
+        """Return indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
 
-    def scores_at(
-        self, query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool, /
-    ) -> Tensor:
-        """Scores at given entries, ``[batch, query_length, topk]``."""
+    def scores_at(self, call: IndexerCall, topk_indices: Tensor, /) -> Tensor:
+        """Return the scores at given entries, ``[batch, query_length, topk]``, -inf where there is no key."""
 
     def score_gradients(
-        self,
-        grad_scores: Tensor,
-        query: Tensor,
-        key: Tensor,
-        weights: Tensor,
-        topk_indices: Tensor,
-        use_relu: bool,
-        /,
-        *found: Any,
-        **options: Any,
+        self, call: IndexerCall, topk_indices: Tensor, grad_scores: Tensor, /
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the scores at ``topk_indices`` with respect to query, key and weights.
+        """Return the gradients of the scores at ``topk_indices`` with respect to query, key and weights.
 
-        That of the keys, a sum over rows, may be wider than they are. ``found`` is left out for indices that
-        come from elsewhere.
+        That of the keys, a sum over rows, may be wider than they are.
         """
 
 

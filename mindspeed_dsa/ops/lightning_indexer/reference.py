@@ -9,55 +9,54 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
-from mindspeed_dsa.ops.indices import names_key
+from mindspeed_dsa.ops.checks import names_key
+from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
+from mindspeed_dsa.ops.precision import wide
+from mindspeed_dsa.ops.row_ranges import Ranges
 
 KIND: Literal["autograd"] = "autograd"
 plan_call = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:
-    """None: the reference takes every shape."""
+    """Return None: the reference takes every shape."""
     return None
 
 
-def all_scores(query: Tensor, key: Tensor, weights: Tensor, use_relu: bool) -> Tensor:
-    """Index scores of every query with every key, masked nowhere: ``[batch, query_length, key_length]``."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
+def all_scores(call: IndexerCall) -> Tensor:
+    """Return the scores of all queries with all keys, unmasked: ``[batch, query_length, key_length]``."""
+    dtype = wide(call.query.dtype)
     # [batch, query_length, heads, key_length]
-    products = torch.einsum("bshd,btd->bsht", query.to(dtype), key.to(dtype))
-    if use_relu:
+    products = torch.einsum("bshd,btd->bsht", call.query.to(dtype), call.key.to(dtype))
+    if call.use_relu:
         products = products.relu()
-    return torch.einsum("bsht,bsh->bst", products, weights.to(dtype))
+    return torch.einsum("bsht,bsh->bst", products, call.weights.to(dtype))
 
 
 def visible(starts: Tensor, ends: Tensor, key_length: int) -> Tensor:
-    """``[batch, query_length, key_length]`` bool: whether a row sees a key."""
+    """Return whether a row sees a key, ``[batch, query_length, key_length]`` bool."""
     position = torch.arange(key_length, device=starts.device)
     return (position >= starts[..., None]) & (position < ends[..., None])
 
 
-def lightning_indexer(
-    query: Tensor, key: Tensor, weights: Tensor, topk: int, starts: Tensor, ends: Tensor, use_relu: bool
-) -> tuple[Tensor, Tensor]:
-    """Indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
-    scores = all_scores(query, key, weights, use_relu)
-    hidden = ~visible(starts, ends, key.shape[1])
+def lightning_indexer(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor]:
+    """Return indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
+    scores, key_length = all_scores(call), call.key.shape[1]
+    hidden = ~visible(ranges.starts, ranges.ends, key_length)
     # A stable sort leaves equal scores in ascending order of position, and the second one the order of the
     # first: numbers, then NaN, then what the row does not see.
     numbers = scores.detach().nan_to_num(-torch.inf, torch.inf, -torch.inf)
     order = numbers.sort(dim=-1, descending=True, stable=True).indices
     kind = torch.where(hidden, 2, scores.isnan().to(torch.int64))
     chosen = order.gather(-1, kind.gather(-1, order).sort(dim=-1, stable=True).indices)[..., :topk]
-    chosen = chosen.masked_fill(hidden.gather(-1, chosen), key.shape[1]).sort(dim=-1).values
-    topk_indices = chosen.masked_fill(chosen == key.shape[1], -1).to(torch.int32)
+    chosen = chosen.masked_fill(hidden.gather(-1, chosen), key_length).sort(dim=-1).values
+    topk_indices = chosen.masked_fill(chosen == key_length, -1).to(torch.int32)
     return topk_indices, _gather(scores, topk_indices)
 
 
-def selected_scores(
-    query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool
-) -> Tensor:
-    """Scores at given entries, ``[batch, query_length, topk]``."""
-    return _gather(all_scores(query, key, weights, use_relu), topk_indices)
+def selected_scores(call: IndexerCall, topk_indices: Tensor) -> Tensor:
+    """Return the scores at given entries, ``[batch, query_length, topk]``."""
+    return _gather(all_scores(call), topk_indices)
 
 
 def _gather(scores: Tensor, topk_indices: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ import triton
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
-from mindspeed_dsa.ops.indices import names_key
+from mindspeed_dsa.ops.checks import names_key
+from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
 from mindspeed_dsa.ops.lightning_indexer.triton_kernels import (
     score_gradients_kernel,
     score_slab_kernel,
@@ -20,6 +21,7 @@ from mindspeed_dsa.ops.lightning_indexer.triton_kernels import (
 )
 from mindspeed_dsa.ops.lightning_indexer.triton_selection import select_kernel
 from mindspeed_dsa.ops.precision import gradient_dtype, raising_factor
+from mindspeed_dsa.ops.row_ranges import Ranges
 from mindspeed_dsa.ops.triton.common import (
     add_rows_by_key,
     block,
@@ -55,7 +57,7 @@ plan_call = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:
-    """Why this backend cannot take calls of this shape, or None."""
+    """Return why this backend cannot take calls of this shape, or None."""
     return (
         unsupported_here(shape)
         or unsupported_index_sizes(shape, shape["heads"], shape["head_dim"])
@@ -66,21 +68,22 @@ def unsupported(shape: ShapeClass) -> str | None:
 def rehearse(
     shape: ShapeClass, rows: int = REHEARSED_ROWS, keys: int = REHEARSED_KEYS, use_relu: bool = True
 ) -> None:
-    """Selection, scores at given entries and the gradients of both, on tensors without memory."""
+    """Run selection, scores at given entries and the gradients of both on tensors without memory."""
     heads, dim, dtype = shape["heads"], shape["head_dim"], shape.dtype
-    inputs = (
+    call = IndexerCall(
         meta(1, rows, heads, dim, dtype=dtype),
         meta(1, keys, dim, dtype=dtype),
         meta(1, rows, heads, dtype=dtype),
+        use_relu,
     )
     bound = meta(1, rows, dtype=torch.int32)
-    indices, scores = select(*inputs, min(shape["topk"], keys), bound, bound, use_relu)
-    scores_at(*inputs, indices, use_relu)
-    score_gradients(scores, *inputs, indices, use_relu)
+    indices, scores = select(call, min(shape["topk"], keys), Ranges(bound, bound, False))
+    scores_at(call, indices)
+    score_gradients(call, indices, scores)
 
 
 def unsupported_index_sizes(shape: ShapeClass, heads: int, head_dim: int) -> str | None:
-    """Why an indexer of this size does not fit, or None."""
+    """Return why an indexer of this size does not fit, or None."""
     if shared_memory(shape.place) == SMALL and _large(heads, head_dim):
         return (
             "its backward holds all indexer heads of a row, on a GPU with 99 KiB of shared memory at most 64 "
@@ -94,17 +97,16 @@ def unsupported_index_sizes(shape: ShapeClass, heads: int, head_dim: int) -> str
     )
 
 
-def select(
-    query: Tensor, key: Tensor, weights: Tensor, topk: int, starts: Tensor, ends: Tensor, use_relu: bool
-) -> tuple[Tensor, Tensor]:
-    """Indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
+def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor]:
+    """Return indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
+    query, key, weights = call.query, call.key, call.weights
     batch, query_length = query.shape[:2]
     key_length, device = key.shape[1], query.device
     topk_indices = torch.empty(batch, query_length, topk, dtype=torch.int32, device=device)
     topk_scores = torch.empty(batch, query_length, topk, dtype=torch.float32, device=device)
     if topk_indices.numel() == 0:
         return topk_indices, topk_scores
-    starts, ends = starts.contiguous(), ends.contiguous()
+    starts, ends = ranges.starts.contiguous(), ranges.ends.contiguous()
     rows = slab_rows(query_length, key_length)
     slab = torch.empty(rows, key_length, dtype=torch.float32, device=device)
     length = min(_MAX_LIST, max(_MIN_LIST, triton.next_power_of_2(2 * topk)))
@@ -113,7 +115,7 @@ def select(
     for b in range(batch):
         for first in range(0, query_length, rows):
             at = (b, slice(first, min(first + rows, query_length)))
-            score_slab(query[at], key[b], weights[at], starts[at], ends[at], slab, use_relu)
+            score_slab(query[at], key[b], weights[at], starts[at], ends[at], slab, call.use_relu)
             on_grid(select_kernel, starts[at].numel())(
                 slab,
                 starts[at],
@@ -135,7 +137,7 @@ def select(
 
 
 def slab_rows(query_length: int, key_length: int) -> int:
-    """Rows of fp32 scores with all keys that are held at a time; depends on nothing but the lengths."""
+    """Return how many rows of fp32 scores with all keys are held at a time, by the lengths alone."""
     return max(1, min(query_length, _SLAB_ROWS, _SLAB_BYTES // (4 * max(key_length, 1))))
 
 
@@ -184,9 +186,9 @@ def score_slab(
     )
 
 
-def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool) -> Tensor:
-    """Scores at given entries: ``[batch, query_length, topk]`` fp32."""
-    query, key, topk_indices = dense_rows(query), dense_rows(key), packed_indices(topk_indices)
+def scores_at(call: IndexerCall, topk_indices: Tensor) -> Tensor:
+    """Return the scores at given entries: ``[batch, query_length, topk]`` fp32."""
+    query, key, topk_indices = dense_rows(call.query), dense_rows(call.key), packed_indices(topk_indices)
     (batch, rows, heads, dim), topk = query.shape, topk_indices.shape[2]
     scores = torch.empty(topk_indices.shape, dtype=torch.float32, device=query.device)
     if scores.numel() == 0:
@@ -195,7 +197,7 @@ def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor,
     on_grid(scores_at_kernel, batch * rows * triton.cdiv(topk, tiles["BLOCK_N"]))(
         query,
         key,
-        weights,
+        call.weights,
         topk_indices,
         row_lengths(topk_indices, key.shape[1]),
         scores,
@@ -204,11 +206,11 @@ def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor,
         topk,
         *query.stride()[:3],
         *key.stride()[:2],
-        *weights.stride(),
+        *call.weights.stride(),
         HEADS=heads,
         DIM=dim,
         BLOCK_D=block(dim),
-        USE_RELU=use_relu,
+        USE_RELU=call.use_relu,
         WIDEN=widen(query),
         **tiles,
     )
@@ -216,15 +218,16 @@ def scores_at(query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor,
 
 
 def score_gradients(
-    grad_scores: Tensor, query: Tensor, key: Tensor, weights: Tensor, topk_indices: Tensor, use_relu: bool
+    call: IndexerCall, topk_indices: Tensor, grad_scores: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the scores at ``topk_indices`` with respect to query, key and weights.
+    """Return the gradients of the scores at ``topk_indices`` with respect to query, key and weights.
 
     That of the keys is added with fp32 atomics, in no fixed order, unless
     ``torch.use_deterministic_algorithms`` is on; the others are always deterministic.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
-    query, key, topk_indices = dense_rows(query), dense_rows(key), packed_indices(topk_indices)
+    query, key, weights = dense_rows(call.query), dense_rows(call.key), call.weights
+    topk_indices = packed_indices(topk_indices)
     (batch, rows, _, dim), (key_length, topk) = query.shape, (key.shape[1], topk_indices.shape[2])
     grad_query = torch.empty(query.shape, dtype=gradient_dtype(query.dtype), device=query.device)
     grad_weights = torch.empty(weights.shape, dtype=gradient_dtype(weights.dtype), device=query.device)
@@ -264,7 +267,7 @@ def score_gradients(
                 *weights.stride(),
                 GATHERED=True,
                 KEY_GRADIENT="atomic" if tiles is None else "tiles",
-                **gradient_constants(query, use_relu),
+                **gradient_constants(query, call.use_relu),
             )
             if tiles is not None:
                 ids = key_ids(topk_indices, key_length, first, count)
@@ -282,12 +285,12 @@ def score_gradients(
 
 
 def gradient_constants(query: Tensor, use_relu: bool) -> dict[str, Any]:
-    """Constants of the gradient kernel that depend on the size of the indexer."""
+    """Return constants of the gradient kernel that depend on the size of the indexer."""
     return size_constants(query, use_relu) | _gradient_tiles(query, *query.shape[-2:])
 
 
 def size_constants(query: Tensor, use_relu: bool) -> dict[str, Any]:
-    """Constants of kernels that hold all heads of a row."""
+    """Return constants of kernels that hold all heads of a row."""
     heads, dim = query.shape[-2:]
     return {
         "HEADS": heads,
@@ -300,7 +303,7 @@ def size_constants(query: Tensor, use_relu: bool) -> dict[str, Any]:
 
 
 def _slab_tiles(query: Tensor, heads: int, dim: int) -> dict[str, Any]:
-    """In half precision all heads are one block, so that only the loop over rows is left to pipeline."""
+    """Return tiles; in half precision all heads are one block: the loop over rows alone is pipelined."""
     if query.dtype == torch.float32:
         return {"BLOCK_J": 16, "BLOCK_N": 64, "BLOCK_Q": 32, "num_warps": 8, "num_stages": 2}
     tiles = {"BLOCK_J": block(heads), "BLOCK_Q": 32, "num_warps": 8}
@@ -311,7 +314,7 @@ def _slab_tiles(query: Tensor, heads: int, dim: int) -> dict[str, Any]:
 
 
 def _entry_tiles(query: Tensor, heads: int, dim: int) -> dict[str, Any]:
-    """Gathered keys of one row."""
+    """Return tiles for gathered keys of one row."""
     if query.dtype == torch.float32:
         return {"BLOCK_J": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
     if shared_memory(query.device) == LARGE and not _large(heads, dim):
@@ -334,5 +337,5 @@ def _gradient_tiles(query: Tensor, heads: int, dim: int) -> dict[str, Any]:
 
 
 def _large(heads: int, dim: int) -> bool:
-    """Whether an indexer exceeds DeepSeek-V3.2's, whose 64 heads of 128 numbers fit everywhere."""
+    """Return whether an indexer exceeds DeepSeek-V3.2's, whose 64 heads of 128 numbers fit everywhere."""
     return block(heads) * block(dim) > 64 * 128

@@ -26,8 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.ops import checks
-from mindspeed_dsa.ops.checks import require
-from mindspeed_dsa.ops.indices import names_key
+from mindspeed_dsa.ops.checks import names_key, require
 from mindspeed_dsa.ops.row_ranges import Ranges, RowForm
 
 _BEHIND_ALL = 2**31 - 1

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.ops.backend import ShapeClass, choose, count_call, plan, unless_empty
 from mindspeed_dsa.ops.checks import require
-from mindspeed_dsa.ops.rms_norm import reference
-from mindspeed_dsa.ops.rms_norm.protocol import GradientNorm, Norm
+from mindspeed_dsa.ops.rms_norm.backends import Norm, Reference
 
 OPERATOR = "rms_norm"
 
@@ -35,7 +31,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, *, backend: str = "auto
         BackendUnavailable: the backend asked for cannot take the call.
     """
     if torch.compiler.is_compiling():  # which fuses the operations by itself
-        return reference.rms_norm(hidden, weight, eps)
+        return Reference().rms_norm(hidden, weight, eps)
     require(
         weight.dim() == 1 and hidden.shape[-1:] == weight.shape,
         OPERATOR,
@@ -47,20 +43,4 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, *, backend: str = "auto
     chosen = unless_empty(OPERATOR, chosen, hidden)
     implementation, _ = plan(OPERATOR, backend, chosen, chosen.plan(hidden, weight))
     count_call(OPERATOR, implementation)
-    if implementation.KIND == "autograd":
-        return implementation.rms_norm(hidden, weight, eps)
-    return _RMSNorm.apply(implementation, hidden, weight, eps)
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, implementation: GradientNorm, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-        output, rstd = implementation.forward(hidden, weight, eps)
-        ctx.implementation = implementation
-        ctx.save_for_backward(hidden, weight, rstd)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, *ctx.implementation.backward(grad, *ctx.saved_tensors), None
+    return implementation.rms_norm(hidden, weight, eps)

@@ -11,15 +11,16 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.ops.backend import ShapeClass, choose, count_call, plan, unless_empty
 from mindspeed_dsa.ops.checks import require
-from mindspeed_dsa.ops.rotary.layouts import Layout
-from mindspeed_dsa.ops.rotary.protocol import Rotator
+from mindspeed_dsa.ops.rotary.backends import Layout, Rotator
+
+__all__ = ["OPERATOR", "Layout", "Rotation", "rotate", "rotation"]
 
 OPERATOR = "rotary"
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of every row, to be applied to tensors of one dtype.
+    """Rotation of every row, to be applied to tensors of one dtype.
 
     Attributes:
         implementation: what applies it.
@@ -38,13 +39,13 @@ class Rotation:
 
 
 def rotation(angles: Tensor, scale: float, layout: Layout, like: Tensor, backend: str = "auto") -> Rotation:
-    """Tables for rotating tensors like ``like``, to be used for all of them.
+    """Return tables for rotating tensors like ``like``, to be used for all of them.
 
     Args:
         angles: ``[rows, ..., width]``, broadcast against the first dimensions of the heads of ``like``; each
             stands twice, once for either dimension of its pair.
         scale: what lengths are multiplied by, YaRN's ``mscale``.
-        layout: see :data:`mindspeed_dsa.ops.rotary.layouts.Layout`.
+        layout: see :data:`mindspeed_dsa.ops.rotary.backends.Layout`.
         like: ``[rows, batch, heads, dim]``.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 

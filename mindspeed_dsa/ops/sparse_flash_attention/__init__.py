@@ -6,24 +6,24 @@ The mathematics is in README.md beside this file.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.ops.backend import ShapeClass, choose, count_call, plan, spent, unless_empty
+from mindspeed_dsa.ops.backend import Call, ShapeClass, choose, count_call, plan, spent, unless_empty
 from mindspeed_dsa.ops.checks import check_float, check_heads, check_shape, check_topk_indices, require
-from mindspeed_dsa.ops.chunks import wide
-from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
+from mindspeed_dsa.ops.precision import outside_autocast, wide, without_autocast
 from mindspeed_dsa.ops.row_ranges import RowForm
-from mindspeed_dsa.ops.sparse_flash_attention.protocol import Attention, GradientAttention
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import Attention, AttentionCall, GradientAttention
 
 OPERATOR = "sparse_flash_attention"
 
 
 class SparseAttentionOutput(NamedTuple):
-    """What the attention returns; only ``out`` is differentiable."""
+    """Output of the attention; only ``out`` is differentiable."""
 
     out: Tensor
     """``[batch, query_length, heads, value_dim]`` in the dtype of the query; zero in rows without a key."""
@@ -50,7 +50,7 @@ def sparse_flash_attention(
     form: RowForm | None = None,
     backend: str = "auto",
 ) -> SparseAttentionOutput:
-    """Attention of every query head over the keys its row selected, with one shared key-value head.
+    """Attend with every query head to the keys its row selected, with one shared key-value head.
 
     ``out[t, h] = sum_s p[t, h, s] * key_value[s, :value_dim]`` with ``p = softmax over the selected s`` of
     ``softmax_scale * query[t, h] . key_value[s]``. The value is the leading (latent) part of the key; its
@@ -128,12 +128,12 @@ def sparse_flash_attention(
     shape = ShapeClass.of(query, *sizes)
     chosen: Attention = choose(OPERATOR, backend, shape)
     chosen = unless_empty(OPERATOR, chosen, query, key_value)
-    implementation, found = plan(
-        OPERATOR, backend, chosen, chosen.plan_call(topk_indices, key_value.shape[1], form)
-    )
+    call = AttentionCall(query, key_value, topk_indices, softmax_scale, value_dim, query_rope)
+    implementation, planned = plan(OPERATOR, backend, chosen, chosen.plan_call(call, form))
     count_call(OPERATOR, implementation)
-    if query_rope is not None and not (implementation.KIND == "gradients" and implementation.TAKES_PARTS):
-        query, query_rope = torch.cat([query, query_rope], dim=-1), None
+    call = replace(call, plan=planned)
+    if not (implementation.KIND == "gradients" and implementation.TAKES_PARTS):
+        call = call.whole()
     # Without a consumer of its gradient the sum is not formed.
     hooked = topk_scores is not None and topk_scores.requires_grad and torch.is_grad_enabled()
     receiver = None
@@ -143,21 +143,16 @@ def sparse_flash_attention(
         return SparseAttentionOutput(
             *_Attention.apply(
                 implementation,
-                query,
-                query_rope,
-                key_value,
-                topk_indices,
-                softmax_scale,
-                value_dim,
+                call,
                 return_attention_sum,
                 receiver,
-                found,
                 key_receiver,
+                call.query,
+                call.query_rope,
+                call.key_value,
             )
         )
-    out, lse, attention_sum = implementation.sparse_flash_attention(
-        query, key_value, topk_indices, softmax_scale, value_dim, return_attention_sum or hooked
-    )
+    out, lse, attention_sum = implementation.sparse_flash_attention(call, return_attention_sum or hooked)
     if hooked:
         out = _SendSum.apply(out, receiver, attention_sum)
     return SparseAttentionOutput(out, lse, attention_sum if return_attention_sum else None)
@@ -168,31 +163,17 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any,
         implementation: GradientAttention,
-        query: Tensor,
-        query_rope: Tensor | None,
-        key_value: Tensor,
-        topk_indices: Tensor,
-        softmax_scale: float,
-        value_dim: int,
+        call: AttentionCall,
         return_attention_sum: bool,
         receiver: Tensor | None,
-        found: tuple[Any, ...],
         key_receiver: Tensor | None,
+        *differentiable: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        with spent(OPERATOR, query.device):
-            out, lse, attention_sum = implementation.forward(
-                query if query_rope is None else (query, query_rope),
-                key_value,
-                topk_indices,
-                softmax_scale,
-                value_dim,
-                return_attention_sum,
-                *found,
-            )
-        ctx.implementation, ctx.softmax_scale = implementation, softmax_scale
-        ctx.hooked, ctx.found = receiver is not None, found
-        ctx.receives = key_receiver is not None
-        ctx.save_for_backward(query, query_rope, key_value, topk_indices, out, lse)
+        with spent(OPERATOR, call.query.device):
+            out, lse, attention_sum = implementation.forward(call, return_attention_sum)
+        ctx.implementation = implementation
+        ctx.hooked, ctx.receives = receiver is not None, key_receiver is not None
+        call.keep(ctx, out, lse)
         ctx.mark_non_differentiable(lse, *(() if attention_sum is None else (attention_sum,)))
         ctx.set_materialize_grads(False)
         return out, lse, attention_sum
@@ -200,31 +181,22 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        query, query_rope, key_value, topk_indices, out, lse = ctx.saved_tensors
+        call, out, lse = Call.kept(ctx)
         if grad_out is None:
             if not ctx.hooked:
-                return (None,) * 11
+                return (None,) * 8
             grad_out = torch.zeros_like(out)
-        with without_autocast(query.device.type), spent(OPERATOR, query.device):
-            grad_query, grad_key_value, attention_sum = ctx.implementation.backward(
-                grad_out,
-                query if query_rope is None else (query, query_rope),
-                key_value,
-                topk_indices,
-                out,
-                lse,
-                ctx.softmax_scale,
-                ctx.hooked,
-                *ctx.found,
+        with without_autocast(out.device.type), spent(OPERATOR, out.device):
+            of_query, of_key, attention_sum = ctx.implementation.backward(
+                call, grad_out, out, lse, ctx.hooked
             )
-        of_query, of_rope = (grad_query, None) if query_rope is None else grad_query
-        of_key = None if ctx.receives else grad_key_value.to(key_value.dtype)
-        of_receiver = grad_key_value if ctx.receives else None
-        return None, of_query, of_rope, of_key, None, None, None, None, attention_sum, None, of_receiver
+        of_query, of_rope = (of_query, None) if call.query_rope is None else of_query
+        of_receiver, of_key = (of_key, None) if ctx.receives else (None, of_key.to(call.key_value.dtype))
+        return None, None, None, attention_sum, of_receiver, of_query, of_rope, of_key
 
 
 class _SumReceiver(torch.autograd.Function):
-    """The scores as the attention sees them: what it sends back as gradient is the probabilities' sum.
+    """Scores as the attention sees them: the gradient that it sends back is the probabilities' sum.
 
     A node of its own, because autograd runs it only in backwards that ask for the gradient of the scores.
     """
@@ -243,11 +215,11 @@ class _SumReceiver(torch.autograd.Function):
     def backward(ctx: Any, attention_sum: Tensor | None) -> tuple[Any, ...]:
         if attention_sum is None:
             return None, None, None
-        return _call(ctx.score_gradient, attention_sum, ctx.scores_dtype), None, None
+        return _checked_gradient(ctx.score_gradient, attention_sum, ctx.scores_dtype), None, None
 
 
 class _SendSum(torch.autograd.Function):
-    """Sends the sum back for a backend that autograd differentiates: it is kept from the forward."""
+    """Path of the sum back, for a backend that autograd differentiates: it is kept from the forward."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, receiver: Tensor, attention_sum: Tensor) -> Tensor:
@@ -263,8 +235,10 @@ class _SendSum(torch.autograd.Function):
         return grad_out, attention_sum.clone(), None
 
 
-def _call(score_gradient: Callable[[Tensor], Tensor], attention_sum: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gradient of the scores from the callback, checked."""
+def _checked_gradient(
+    score_gradient: Callable[[Tensor], Tensor], attention_sum: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return the gradient of the scores from the callback, checked."""
     gradient = score_gradient(attention_sum)
     check_shape(
         OPERATOR,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,10 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.ops.backend import ShapeClass, choose, count_call, spent
+from mindspeed_dsa.ops.backend import (
+    Algorithm,
+    Call,
+    ShapeClass,
+    algorithm,
+    choose,
+    count_call,
+    spent,
+    takes_every_call,
+)
 from mindspeed_dsa.ops.checks import check_float, check_heads, check_shape, check_topk_indices
 from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
 from mindspeed_dsa.ops.sparse_flash_attention import cpu_heads, sparse_flash_attention
+from mindspeed_dsa.ops.sparse_flash_attention.cpu_heads import HeadsCall
 
 OPERATOR = "sparse_attention_by_head"
 # Whose calls these are counted with.
@@ -33,7 +44,7 @@ _MOST_TIMES_IF_AS_WIDE = 5.0
 def is_faster_by_head(
     device: torch.device, keys: int, topk: int, widths: tuple[int, int], backend: str = "auto"
 ) -> bool:
-    """Whether attention by head takes less time than in absorbed form.
+    """Return whether attention by head takes less time than in absorbed form.
 
     On every device where all keys are selected, so that attention is dense and by head a fraction of the
     work; on CPUs beyond, where keys are not too many. Both forms are the same function, forward and backward;
@@ -46,11 +57,24 @@ def is_faster_by_head(
         widths: of key and value together, of a head and absorbed: 192 + 128 and 576 + 512 for DeepSeek-V3.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
     """
-    if keys <= topk:
-        return True
+    forms = (
+        Algorithm("by head", sparse_attention_by_head, _is_slower),
+        Algorithm("absorbed", sparse_flash_attention, takes_every_call),
+    )
+    return algorithm("sparse attention", forms, device, keys, topk, widths, backend).name == "by head"
+
+
+def _is_slower(
+    device: torch.device, keys: int, topk: int, widths: tuple[int, int], backend: str
+) -> str | None:
+    """Return why attention by head takes longer than in absorbed form, or None."""
     by_head, absorbed = widths
     most = _MOST_TIMES_IF_AS_WIDE * topk * absorbed / by_head
-    return _on_cpu(device, backend) and _FEWEST_KEYS <= keys <= most
+    if keys <= topk or (_on_cpu(device, backend) and _FEWEST_KEYS <= keys <= most):
+        return None
+    if not _on_cpu(device, backend):
+        return f"it is faster up to the selected {topk} keys"
+    return f"it is faster up to the selected {topk} keys and with {_FEWEST_KEYS} to {most:.0f} of them"
 
 
 @outside_autocast
@@ -64,7 +88,7 @@ def sparse_attention_by_head(
     return_attention_sum: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of every head over the keys its row selected, each head with keys and values of its own.
+    """Attend with every head to the keys its row selected, each head with keys and values of its own.
 
     ``out[t, h] = sum_s p[t, h, s] * value[s, h]`` with ``p = softmax over the selected s`` of
     ``softmax_scale * query[t, h] . key[s, h]``. On CPUs all heads are computed in one call; elsewhere, and
@@ -98,30 +122,40 @@ def sparse_attention_by_head(
     )
     check_float(OPERATOR, query=query, key=key, value=value)
     check_topk_indices(OPERATOR, topk_indices, query, keys)
-    few = 0 < keys <= _MOST_TIMES * topk_indices.shape[2] and query.numel() > 0
-    if few and _on_cpu(query.device, backend) and cpu_heads.takes(query, key, value, softmax_scale):
-        sizes = (("heads", heads), ("dim", dim), ("value_dim", value.shape[3]))
-        count_call(_SHARED, choose(_SHARED, "cpu", ShapeClass.of(query, *sizes)))
-        out, attention_sum = _ByHead.apply(
-            query, key, value, topk_indices, softmax_scale, return_attention_sum
-        )
-        return out, attention_sum
-    return _each_head(query, key, value, topk_indices, softmax_scale, return_attention_sum, backend)
+    call = HeadsCall(query, key, value, topk_indices, softmax_scale)
+    forms = (
+        Algorithm("for all heads in one call", _all_heads, _declines),
+        Algorithm("head by head", _each_head, takes_every_call),
+    )
+    run = algorithm("attention by head", forms, call, backend).run
+    output: tuple[Tensor, Tensor | None] = run(call, return_attention_sum, backend)
+    return output
 
 
 def _on_cpu(device: torch.device, backend: str) -> bool:
     return device.type == "cpu" and backend in ("auto", "cpu")
 
 
-def _each_head(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    topk_indices: Tensor,
-    softmax_scale: float,
-    return_attention_sum: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor | None]:
+def _declines(call: HeadsCall, backend: str) -> str | None:
+    """Return why a call is not for :mod:`cpu_heads`, or None."""
+    if not _on_cpu(call.query.device, backend):
+        return "the cpu backend alone has it"
+    keys, topk = call.key.shape[1], call.topk_indices.shape[2]
+    if not 0 < keys <= _MOST_TIMES * topk or call.query.numel() == 0:
+        return f"it is faster up to {_MOST_TIMES * topk} keys"
+    return cpu_heads.declines(call)
+
+
+def _all_heads(call: HeadsCall, with_sum: bool, backend: str) -> tuple[Tensor, Tensor | None]:
+    (_, _, heads, dim), value_dim = call.query.shape, call.value.shape[3]
+    sizes = (("heads", heads), ("dim", dim), ("value_dim", value_dim))
+    count_call(_SHARED, choose(_SHARED, "cpu", ShapeClass.of(call.query, *sizes)))
+    out, attention_sum = _ByHead.apply(call, with_sum, call.query, call.key, call.value)
+    return out, attention_sum
+
+
+def _each_head(call: HeadsCall, with_sum: bool, backend: str) -> tuple[Tensor, Tensor | None]:
+    query, key, value = call.query, call.key, call.value
     # The operator has one key-value head whose value is the key's leading part: each head is a separate call,
     # with its value before its key, and zeros before its query.
     value_dim = value.shape[-1]
@@ -130,10 +164,10 @@ def _each_head(
         result = sparse_flash_attention(
             F.pad(query[:, :, head : head + 1], (value_dim, 0)),
             torch.cat([value[:, :, head], key[:, :, head]], dim=-1),
-            topk_indices,
-            softmax_scale,
+            call.topk_indices,
+            call.softmax_scale,
             value_dim=value_dim,
-            return_attention_sum=return_attention_sum,
+            return_attention_sum=with_sum,
             backend=backend,
         )
         outputs.append(result.out)
@@ -145,20 +179,11 @@ def _each_head(
 class _ByHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        topk_indices: Tensor,
-        softmax_scale: float,
-        return_attention_sum: bool,
+        ctx: Any, call: HeadsCall, with_sum: bool, *differentiable: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        with spent(_SHARED, query.device):
-            out, attention_sum = cpu_heads.forward(
-                query, key, value, topk_indices, softmax_scale, return_attention_sum
-            )
-        ctx.softmax_scale = softmax_scale
-        ctx.save_for_backward(query, key, value, topk_indices)
+        with spent(_SHARED, call.query.device):
+            out, attention_sum = cpu_heads.forward(call, with_sum)
+        call.keep(ctx)
         if attention_sum is not None:
             ctx.mark_non_differentiable(attention_sum)
         ctx.set_materialize_grads(False)
@@ -168,20 +193,20 @@ class _ByHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, ...]:
         if grad_out is None:
-            return (None,) * 6
-        query, key, value, topk_indices = ctx.saved_tensors
-        with without_autocast(query.device.type), spent(_SHARED, query.device):
-            finite = cpu_heads.takes(grad_out, key, value, ctx.softmax_scale)
-            backward = cpu_heads.backward if finite else _gradients_of_each_head
-            gradients = backward(grad_out, query, key, value, topk_indices, ctx.softmax_scale)
-        return *gradients, None, None, None
+            return (None,) * 5
+        (call,) = Call.kept(ctx)
+        forms = (
+            Algorithm("for all heads in one call", cpu_heads.backward, cpu_heads.declines_gradient),
+            Algorithm("head by head", _gradients_of_each_head, takes_every_call),
+        )
+        with without_autocast(call.query.device.type), spent(_SHARED, call.query.device):
+            run = algorithm("the gradient of attention by head", forms, call, grad_out).run
+            return None, None, *run(call, grad_out)
 
 
-def _gradients_of_each_head(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, topk_indices: Tensor, softmax_scale: float
-) -> tuple[Tensor, ...]:
-    """What is not a number in ``grad_out`` must not reach the keys that masks hide."""
+def _gradients_of_each_head(call: HeadsCall, grad_out: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients where numbers of ``grad_out`` must not reach the keys that masks hide."""
     with torch.enable_grad():
-        query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
-        out, _ = _each_head(query, key, value, topk_indices, softmax_scale, False, "cpu")
+        query, key, value = (x.detach().requires_grad_() for x in (call.query, call.key, call.value))
+        out, _ = _each_head(replace(call, query=query, key=key, value=value), False, "cpu")
         return torch.autograd.grad(out, (query, key, value), grad_out)

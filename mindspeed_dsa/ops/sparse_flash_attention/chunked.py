@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
-from mindspeed_dsa.ops.chunks import row_chunks, wide
+from mindspeed_dsa.ops.chunks import row_chunks
+from mindspeed_dsa.ops.precision import wide
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 
 KIND: Literal["gradients"] = "gradients"
 TAKES_PARTS = False
@@ -20,24 +22,19 @@ plan_call = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:
-    """None: it takes every shape."""
+    """Return None: it takes every shape."""
     return None
 
 
-def forward(
-    query: Tensor,
-    key_value: Tensor,
-    topk_indices: Tensor,
-    softmax_scale: float,
-    value_dim: int,
-    return_attention_sum: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The three parts of :class:`SparseAttentionOutput`."""
+def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the three parts of :class:`SparseAttentionOutput`."""
+    query, key_value, topk_indices = call.query, call.key_value, call.topk_indices
+    softmax_scale, value_dim = call.softmax_scale, call.value_dim
     batch, rows, heads, _ = query.shape
     dtype, device = wide(query.dtype), query.device
     out = torch.empty(batch, rows, heads, value_dim, dtype=query.dtype, device=device)
     lse = torch.empty(batch, rows, heads, dtype=dtype, device=device)
-    summed = torch.empty(topk_indices.shape, dtype=dtype, device=device) if return_attention_sum else None
+    summed = torch.empty(topk_indices.shape, dtype=dtype, device=device) if with_sum else None
     for chunk in row_chunks(key_value, topk_indices, 3 * heads):
         at = (chunk.batch, chunk.rows)
         # [n, heads, topk]
@@ -53,25 +50,19 @@ def forward(
 
 
 def backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key_value: Tensor,
-    topk_indices: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    return_attention_sum: bool,
+    call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, with_sum: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of query and key_value, from the ``out`` and ``lse`` that :func:`forward` returned.
+    """Return the gradients of query and key_value, from the ``out`` and ``lse`` of :func:`forward`.
 
     The third part is the sum of the probabilities over heads, as in :func:`forward`, or None. On a GPU the
     gradient of the keys is added in no fixed order unless ``torch.use_deterministic_algorithms`` is on.
     """
-    heads, dim = query.shape[2:]
-    value_dim, dtype, device = out.shape[3], wide(query.dtype), query.device
+    query, key_value, topk_indices = call.query, call.key_value, call.topk_indices
+    softmax_scale, value_dim = call.softmax_scale, call.value_dim
+    (heads, dim), dtype, device = query.shape[2:], wide(query.dtype), query.device
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     grad_key_value = torch.zeros(key_value.shape, dtype=dtype, device=device)
-    summed = torch.empty(topk_indices.shape, dtype=dtype, device=device) if return_attention_sum else None
+    summed = torch.empty(topk_indices.shape, dtype=dtype, device=device) if with_sum else None
     for chunk in row_chunks(key_value, topk_indices, 4 * heads + dim):
         at = (chunk.batch, chunk.rows)
         scaled, grad = query[at].to(dtype) * softmax_scale, grad_out[at].to(dtype)
@@ -90,3 +81,25 @@ def backward(
         rows.masked_fill_(chunk.invalid[..., None], 0)
         grad_key_value[chunk.batch].index_add_(0, chunk.indices.flatten(), rows.flatten(0, 1))
     return grad_query, grad_key_value, summed
+
+
+def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
+    """Return the probabilities summed over heads: ``[batch, query_length, topk]`` fp32.
+
+    Args:
+        call: whose query is in one piece.
+        lse: ``[batch, query_length, heads]`` of the same attention, or None to have it computed.
+    """
+    query, dtype = call.query, wide(call.query.dtype)
+    summed = torch.zeros(call.topk_indices.shape, dtype=dtype, device=query.device)
+    for chunk in row_chunks(call.key_value, call.topk_indices, 3 * query.shape[2]):
+        at = (chunk.batch, chunk.rows)
+        # [n, heads, topk]
+        scores = torch.bmm(query[at].to(dtype) * call.softmax_scale, chunk.keys.transpose(1, 2))
+        if lse is None:
+            hidden = chunk.invalid[:, None]
+            scores = scores.masked_fill(hidden, torch.finfo(dtype).min).softmax(dim=-1)
+        else:
+            scores = (scores - lse[at][..., None]).exp_()
+        summed[at] = scores.sum(dim=1).masked_fill_(chunk.invalid, 0)
+    return summed

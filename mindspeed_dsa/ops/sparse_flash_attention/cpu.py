@@ -15,40 +15,58 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
+from mindspeed_dsa.ops.backend import Algorithm, ShapeClass, algorithm, takes_every_call
 from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
 from mindspeed_dsa.ops.cpu.blocks import Block, Scratch, add_to_keys, over_blocks, sum_in_order
 from mindspeed_dsa.ops.cpu.products import compute_dtype, product
 from mindspeed_dsa.ops.sparse_flash_attention import cpu_dense
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 
+OPERATOR = "sparse_flash_attention"
 KIND: Literal["gradients"] = "gradients"
 TAKES_PARTS = False
 plan_call = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:
-    """Why this backend cannot take calls of this shape, or None."""
+    """Return why this backend cannot take calls of this shape, or None."""
     return None if shape.device == "cpu" else "it runs on CPU tensors only"
 
 
-def forward(
-    query: Tensor,
-    key_value: Tensor,
-    topk_indices: Tensor,
-    softmax_scale: float,
-    value_dim: int,
-    return_attention_sum: bool,
+def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the three parts of :class:`SparseAttentionOutput`."""
+    forms = (
+        Algorithm("by masking keys", cpu_dense.forward, cpu_dense.declines),
+        Algorithm("by gathering keys", _forward, takes_every_call),
+    )
+    output: tuple[Tensor, Tensor, Tensor | None] = algorithm(OPERATOR, forms, call).run(call, with_sum)
+    return output
+
+
+def backward(
+    call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, with_sum: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The three parts of :class:`SparseAttentionOutput`."""
-    if cpu_dense.takes(query, key_value, topk_indices, softmax_scale):
-        return cpu_dense.forward(
-            query, key_value, topk_indices, softmax_scale, value_dim, return_attention_sum
-        )
+    """Return the gradients of query and key_value, from the ``out`` and ``lse`` of :func:`forward`.
+
+    The third part is the sum of the probabilities over heads, as in :func:`forward`, or None.
+    """
+    forms = (
+        Algorithm("by masking keys", cpu_dense.backward, cpu_dense.declines),
+        Algorithm("by gathering keys", _backward, takes_every_call),
+    )
+    run = algorithm(f"the gradient of {OPERATOR}", forms, call, grad_out).run
+    gradients: tuple[Tensor, Tensor, Tensor | None] = run(call, grad_out, out, lse, with_sum)
+    return gradients
+
+
+def _forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    query, key_value, topk_indices = call.query, call.key_value, call.topk_indices
+    softmax_scale, value_dim = call.softmax_scale, call.value_dim
     batch, query_length, heads, dim = query.shape
     dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype, heads)
     out = torch.empty(batch, query_length, heads, value_dim, dtype=query.dtype)
     lse = torch.empty(batch, query_length, heads, dtype=dtype)
-    attention_sum = torch.zeros(topk_indices.shape, dtype=dtype) if return_attention_sum else None
+    attention_sum = torch.zeros(topk_indices.shape, dtype=dtype) if with_sum else None
 
     def work(blocks: Iterator[Block], scratch: Scratch) -> None:
         for block in blocks:
@@ -82,29 +100,15 @@ def forward(
     return out, lse, attention_sum
 
 
-def backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key_value: Tensor,
-    topk_indices: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    return_attention_sum: bool,
+def _backward(
+    call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, with_sum: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of query and key_value, from the ``out`` and ``lse`` that :func:`forward` returned.
-
-    The third part is the sum of the probabilities over heads, as in :func:`forward`, or None.
-    """
-    if cpu_dense.takes(query, key_value, topk_indices, softmax_scale, grad_out):
-        return cpu_dense.backward(
-            grad_out, query, key_value, topk_indices, out, lse, softmax_scale, return_attention_sum
-        )
+    query, key_value, topk_indices = call.query, call.key_value, call.topk_indices
+    softmax_scale, value_dim = call.softmax_scale, call.value_dim
     heads, dim = query.shape[2:]
-    value_dim = out.shape[3]
     dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype, heads)
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
-    attention_sum = torch.zeros(topk_indices.shape, dtype=dtype) if return_attention_sum else None
+    attention_sum = torch.zeros(topk_indices.shape, dtype=dtype) if with_sum else None
 
     def work(blocks: Iterator[Block], scratch: Scratch) -> Tensor:
         grad_key_value = torch.zeros(key_value.shape, dtype=dtype)

@@ -14,32 +14,31 @@ from torch import Tensor
 
 from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
 from mindspeed_dsa.ops.cpu.blocks import Scratch, sum_in_order
-from mindspeed_dsa.ops.cpu.chunks import Chunk, over_chunks, products_are_finite
+from mindspeed_dsa.ops.cpu.chunks import NOT_FINITE, Chunk, over_chunks, products_are_finite
 from mindspeed_dsa.ops.cpu.products import compute_dtype, product
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 
 # What is taken from masked scores. The others stay far below.
 _HIDES = torch.finfo(torch.float32).max
 
 
-def takes(
-    query: Tensor, key_value: Tensor, topk_indices: Tensor, softmax_scale: float, *others: Tensor
-) -> bool:
-    """Whether this form is right for a call, and faster than gathering keys.
+def declines(call: AttentionCall, *others: Tensor) -> str | None:
+    """Return why this form is not right for a call, or not faster than gathering keys; or None.
 
     Args:
-        query: ``[batch, query_length, heads, dim]``.
-        key_value: ``[batch, key_length, dim]``.
-        topk_indices: ``[batch, query_length, topk]``.
-        softmax_scale: factor of the scores.
-        others: what else is multiplied with keys.
+        call: the attention.
+        others: tensors that are multiplied with keys as well.
     """
-    if key_value.shape[1] > _most_keys(query.shape[2], topk_indices.shape[2]):
-        return False
-    return products_are_finite(query, key_value, *others, factor=softmax_scale)
+    most = _most_keys(call.query.shape[2], call.topk_indices.shape[2])
+    if call.key_value.shape[1] > most:
+        return f"it is faster up to {most:.0f} keys"
+    if not products_are_finite(call.query, call.key_value, *others, factor=call.softmax_scale):
+        return NOT_FINITE
+    return None
 
 
 def _most_keys(heads: int, topk: int) -> float:
-    """Up to how many keys this form is the faster one, forward and backward together.
+    """Return up to how many keys this form is the faster one, forward and backward together.
 
     Measured with causal rows on one thread, as a multiple of ``topk``: 12 with 4 heads, 4 with 16 and nearly
     2 with 128. With one head more than 11, the most that was tried.
@@ -47,20 +46,15 @@ def _most_keys(heads: int, topk: int) -> float:
     return topk * min(12.0, 1.5 + 42 / heads)
 
 
-def forward(
-    query: Tensor,
-    key_value: Tensor,
-    topk_indices: Tensor,
-    softmax_scale: float,
-    value_dim: int,
-    return_attention_sum: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As :func:`mindspeed_dsa.ops.sparse_flash_attention.cpu.forward`."""
+def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Do as :func:`mindspeed_dsa.ops.sparse_flash_attention.cpu.forward`."""
+    query, key_value, topk_indices = call.query, call.key_value, call.topk_indices
+    softmax_scale, value_dim = call.softmax_scale, call.value_dim
     batch, query_length, heads, dim = query.shape
     dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype)
     out = torch.empty(batch, query_length, heads, value_dim, dtype=query.dtype)
     lse = torch.empty(batch, query_length, heads, dtype=dtype)
-    attention_sum = torch.empty(topk_indices.shape, dtype=dtype) if return_attention_sum else None
+    attention_sum = torch.empty(topk_indices.shape, dtype=dtype) if with_sum else None
 
     def work(chunks: Iterator[Chunk], scratch: Scratch) -> None:
         for chunk in chunks:
@@ -97,21 +91,15 @@ def forward(
 
 
 def backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key_value: Tensor,
-    topk_indices: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    return_attention_sum: bool,
+    call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, with_sum: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As :func:`mindspeed_dsa.ops.sparse_flash_attention.cpu.backward`."""
+    """Do as :func:`mindspeed_dsa.ops.sparse_flash_attention.cpu.backward`."""
+    query, key_value, topk_indices = call.query, call.key_value, call.topk_indices
+    softmax_scale, value_dim = call.softmax_scale, call.value_dim
     heads, dim = query.shape[2:]
-    value_dim = out.shape[3]
     dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype)
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
-    attention_sum = torch.empty(topk_indices.shape, dtype=dtype) if return_attention_sum else None
+    attention_sum = torch.empty(topk_indices.shape, dtype=dtype) if with_sum else None
     lowest = torch.finfo(dtype).min
 
     def work(chunks: Iterator[Chunk], scratch: Scratch) -> Tensor:
@@ -151,14 +139,14 @@ def backward(
 
 
 def _counts(chunk: Chunk, scratch: Scratch) -> tuple[Tensor, bool]:
-    """How often a row selected a key, ``[g, n, width]``, and whether any did more than once."""
+    """Return how often a row selected a key, ``[g, n, width]``, and whether any did more than once."""
     ones = scratch("ones", *chunk.columns.shape).fill_(1)
     counts = chunk.spread(ones, scratch)
     return counts, bool(counts.amax() > 1)
 
 
 def _log(counts: Tensor, duplicates: bool, scratch: Scratch) -> Tensor:
-    """Logarithm of the counts, that of 0 finite and below all scores."""
+    """Return the logarithm of the counts, that of 0 finite and below all scores."""
     log = torch.clamp(counts, max=1, out=scratch("log", *counts.shape))
     log.sub_(1).mul_(_HIDES)
     return log.add_(counts.clamp_min(1).log_()) if duplicates else log
@@ -167,7 +155,7 @@ def _log(counts: Tensor, duplicates: bool, scratch: Scratch) -> Tensor:
 def _sum_heads(
     chunk: Chunk, probabilities: Tensor, counts: Tensor | None, out: Tensor, scratch: Scratch
 ) -> None:
-    """Sum of the probabilities over heads: ``[g, n, heads, width]``, by key, to ``[g, n, topk]``, by entry.
+    """Sum the probabilities over heads: ``[g, n, heads, width]``, by key, to ``[g, n, topk]``, by entry.
 
     ``counts`` are given where a row may have selected a key twice: each entry gets its share.
     """

@@ -12,14 +12,16 @@ thread takes: nothing is added up over threads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.ops.backend import Call
 from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
 from mindspeed_dsa.ops.cpu.blocks import Scratch
-from mindspeed_dsa.ops.cpu.chunks import Cut, cut_rows, products_are_finite
+from mindspeed_dsa.ops.cpu.chunks import NOT_FINITE, Cut, cut_rows, products_are_finite
 from mindspeed_dsa.ops.cpu.products import compute_dtype, product
 from mindspeed_dsa.ops.cpu.threads import share_out, worker_count
 
@@ -34,33 +36,50 @@ _HEADS_TOGETHER = 4
 _HIDES = -torch.finfo(torch.float32).max
 
 
-def takes(query: Tensor, key: Tensor, value: Tensor, softmax_scale: float) -> bool:
-    """Whether what masks hide may be multiplied with, because every product is a number."""
-    return products_are_finite(query, key, value, factor=softmax_scale)
+@dataclass(frozen=True)
+class HeadsCall(Call):
+    """Arguments of attention by head, of checked shapes.
 
-
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    topk_indices: Tensor,
-    softmax_scale: float,
-    return_attention_sum: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """The output, ``[batch, query_length, heads, value_dim]``, and the sum of probabilities over heads.
-
-    Args:
+    Attributes:
         query: ``[batch, query_length, heads, dim]``.
         key: ``[batch, key_length, heads, dim]``.
         value: ``[batch, key_length, heads, value_dim]``.
         topk_indices: ``[batch, query_length, topk]``; entries outside of the keys are none.
         softmax_scale: factor of the scores.
-        return_attention_sum: whether to return the sum, ``[batch, query_length, topk]``.
     """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    topk_indices: Tensor
+    softmax_scale: float
+
+
+def declines(call: HeadsCall) -> str | None:
+    """Return why forward may not multiply with what masks hide: some product may be no number; or None."""
+    return _not_finite(call.query, call)
+
+
+def declines_gradient(call: HeadsCall, grad_out: Tensor) -> str | None:
+    """Return the same of backward."""
+    return _not_finite(grad_out, call)
+
+
+def _not_finite(rows: Tensor, call: HeadsCall) -> str | None:
+    finite = products_are_finite(rows, call.key, call.value, factor=call.softmax_scale)
+    return None if finite else NOT_FINITE
+
+
+def forward(call: HeadsCall, with_sum: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the output and the sum of probabilities over heads.
+
+    ``[batch, query_length, heads, value_dim]``, and ``[batch, query_length, topk]`` or None.
+    """
+    query, key, value, topk_indices = call.query, call.key, call.value, call.topk_indices
     heads, value_dim, dtype = query.shape[2], value.shape[3], compute_dtype(query.dtype)
     operand = operand_dtype(query.dtype)
     out = query.new_empty(*query.shape[:3], value_dim)
-    attention_sum = torch.empty(topk_indices.shape, dtype=dtype) if return_attention_sum else None
+    attention_sum = torch.empty(topk_indices.shape, dtype=dtype) if with_sum else None
     keys, values = (_by_head(x.detach(), operand) for x in (key, value))
     plan = _Plan.of(topk_indices, key.shape[1], heads, dtype)
 
@@ -72,7 +91,7 @@ def forward(
             total = scratch("total", some, rows, width).zero_() if attention_sum is not None else None
             for part in _parts(range(heads), plan.heads):
                 q = _rows_by_head(query[at][:, :, part], operand, scratch, "query")
-                scores = _masked_scores(q, keys[at[0], part, chunk.keys], mask, softmax_scale, scratch)
+                scores = _masked_scores(q, keys[at[0], part, chunk.keys], mask, call.softmax_scale, scratch)
                 torch.softmax(scores, dim=-1, out=scores)
                 probabilities = scratch.rounded("probabilities", scores, operand)
                 full = scratch("out", *q.shape[:2], rows, value_dim)
@@ -92,16 +111,15 @@ def forward(
     return out, attention_sum
 
 
-def backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, topk_indices: Tensor, softmax_scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value."""
+def backward(call: HeadsCall, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value."""
+    query, key, value, softmax_scale = call.query, call.key, call.value, call.softmax_scale
     batch, key_length, heads, dim = key.shape
     value_dim, dtype, operand = value.shape[3], compute_dtype(query.dtype), operand_dtype(query.dtype)
     grad_query, grad_key, grad_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
-    plan = _Plan.of(topk_indices, key_length, heads, dtype)
+    plan = _Plan.of(call.topk_indices, key_length, heads, dtype)
     shares = -(-plan.workers // batch)
     several = max(min(max(plan.heads, _HEADS_TOGETHER), heads // shares), 1)
     groups = [
@@ -215,7 +233,7 @@ class _Chunk:
 
 
 class _Plan(NamedTuple):
-    """How a call is cut."""
+    """Cut of a call."""
 
     chunks: list[_Chunk]
     sequences: int

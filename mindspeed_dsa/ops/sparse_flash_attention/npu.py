@@ -7,11 +7,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops import chunks
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.npu.device import DTYPES, TOPK_WIDTHS, listed, npu_op, unavailable, unsupported_width
 from mindspeed_dsa.ops.npu.layout import Layout, layout_of_selection
 from mindspeed_dsa.ops.row_ranges import RowForm
+from mindspeed_dsa.ops.sparse_flash_attention.chunked import attention_sum
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 
 _LATENT, _ROPE = 512, 64
 _HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -24,12 +25,9 @@ _LONGEST_QUERY = 128 * 1024
 KIND: Literal["gradients"] = "gradients"
 TAKES_PARTS = True
 
-Query = Tensor | tuple[Tensor, Tensor]
-"""Latent and rotary part in one tensor, or apart."""
-
 
 def unsupported(shape: ShapeClass) -> str | None:
-    """Why this backend cannot take calls of this shape, or None."""
+    """Return why this backend cannot take calls of this shape, or None."""
     reason = unavailable(shape.device, "npu_sparse_flash_attention", "npu_sparse_flash_attention_grad")
     if reason is not None:
         return reason
@@ -42,13 +40,13 @@ def unsupported(shape: ShapeClass) -> str | None:
     return None
 
 
-def plan_call(topk_indices: Tensor, key_length: int, form: RowForm | None) -> Layout | str:
-    """The layout of a call of a shape that this backend takes, or why it cannot take the call."""
-    batch, length, topk = topk_indices.shape
+def plan_call(call: AttentionCall, form: RowForm | None) -> Layout | str:
+    """Return the layout of a call of a shape that this backend takes, or why it cannot take the call."""
+    (batch, length, topk), key_length = call.topk_indices.shape, call.key_value.shape[1]
     reason = unsupported_width("npu_sparse_flash_attention_grad", topk, key_length)
     if reason is not None:
         return reason
-    layout = layout_of_selection("sparse_flash_attention", topk_indices, key_length, form)
+    layout = layout_of_selection("sparse_flash_attention", call.topk_indices, key_length, form)
     if isinstance(layout, str):
         return layout
     sequences = batch if layout.sequences is None else len(layout.sequences)
@@ -61,24 +59,17 @@ def plan_call(topk_indices: Tensor, key_length: int, form: RowForm | None) -> La
     return layout
 
 
-def forward(
-    query: Query,
-    key_value: Tensor,
-    topk_indices: Tensor,
-    softmax_scale: float,
-    value_dim: int,
-    return_attention_sum: bool,
-    layout: Layout,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The three parts of :class:`SparseAttentionOutput`."""
-    query_latent, query_rope = _query_parts(layout, query)
-    latent, key_rope = _key_parts(layout, key_value)
+def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the three parts of :class:`SparseAttentionOutput`."""
+    layout: Layout = call.plan
+    query_latent, query_rope = _query_parts(layout, call)
+    latent, key_rope = _key_parts(layout, call.key_value)
     out, maximum, total = npu_op("npu_sparse_flash_attention")(
         query_latent,
         latent,
         latent,
-        layout.pack_widened(topk_indices, TOPK_WIDTHS[0]),
-        softmax_scale,
+        layout.pack_widened(call.topk_indices, TOPK_WIDTHS[0]),
+        call.softmax_scale,
         actual_seq_lengths_query=layout.query_lengths,
         actual_seq_lengths_kv=layout.key_lengths,
         query_rope=query_rope,
@@ -91,42 +82,32 @@ def forward(
         return_softmax_lse=True,
     )
     lse = layout.unpack_statistics(maximum + total.log())
-    attention_sum = None
-    if return_attention_sum:
-        attention_sum = chunks.attention_sum(_whole(query), key_value, topk_indices, lse, softmax_scale)
-    return layout.unpack(out), lse, attention_sum
+    return layout.unpack(out), lse, attention_sum(call.whole(), lse) if with_sum else None
 
 
 def backward(
-    grad_out: Tensor,
-    query: Query,
-    key_value: Tensor,
-    topk_indices: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    return_attention_sum: bool,
-    layout: Layout,
-) -> tuple[Query, Tensor, Tensor | None]:
-    """Gradients of query and key_value, from the ``out`` and ``lse`` that :func:`forward` returned.
+    call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, with_sum: bool
+) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, Tensor | None]:
+    """Return the gradients of query and key_value, from the ``out`` and ``lse`` of :func:`forward`.
 
     The third part is the sum of the probabilities over heads, as in :func:`forward`, or None. The operator
     does not return it: it is a pass of its own.
     """
-    query_latent, query_rope = _query_parts(layout, query)
-    latent, key_rope = _key_parts(layout, key_value)
+    layout: Layout = call.plan
+    query_latent, query_rope = _query_parts(layout, call)
+    latent, key_rope = _key_parts(layout, call.key_value)
     # exp(score - maximum) / total with (lse, 1) is what the pair of the forward gives.
     maximum = layout.pack_statistics(lse)
     grads = npu_op("npu_sparse_flash_attention_grad")(
         query_latent,
         latent,
         latent,
-        layout.pack_widened(topk_indices, TOPK_WIDTHS[0]),
+        layout.pack_widened(call.topk_indices, TOPK_WIDTHS[0]),
         layout.pack(grad_out),
         layout.pack(out),
         maximum,
         torch.ones_like(maximum),
-        softmax_scale,
+        call.softmax_scale,
         _BLOCK_SIZE,
         query_rope=query_rope,
         key_rope=key_rope,
@@ -137,30 +118,23 @@ def backward(
         attention_mode=_ABSORBED,
     )
     grad_latent_query, grad_key, grad_value, grad_query_rope, grad_key_rope = map(layout.unpack, grads)
-    attention_sum = None
-    if return_attention_sum:
-        attention_sum = chunks.attention_sum(_whole(query), key_value, topk_indices, lse, softmax_scale)
-    apart = not isinstance(query, Tensor)
+    of_query = (grad_latent_query, grad_query_rope)
     return (
-        (grad_latent_query, grad_query_rope)
-        if apart
-        else torch.cat([grad_latent_query, grad_query_rope], dim=-1),
+        torch.cat(of_query, dim=-1) if call.query_rope is None else of_query,
         # Key and value are one tensor.
         torch.cat([grad_key + grad_value, grad_key_rope], dim=-1).squeeze(2),
-        attention_sum,
+        attention_sum(call.whole(), lse) if with_sum else None,
     )
 
 
-def _whole(query: Query) -> Tensor:
-    return query if isinstance(query, Tensor) else torch.cat(query, dim=-1)
-
-
-def _query_parts(layout: Layout, query: Query) -> tuple[Tensor, Tensor]:
-    latent, rope = query.split([_LATENT, _ROPE], dim=-1) if isinstance(query, Tensor) else query
+def _query_parts(layout: Layout, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    latent, rope = call.query, call.query_rope
+    if rope is None:
+        latent, rope = latent.split([_LATENT, _ROPE], dim=-1)
     return layout.pack(latent), layout.pack(rope)
 
 
 def _key_parts(layout: Layout, key_value: Tensor) -> tuple[Tensor, Tensor]:
-    """Latent and rotary part with their one head."""
+    """Return the latent and the rotary part with their one head."""
     latent, rope = key_value[:, :, None].split([_LATENT, _ROPE], dim=-1)
     return layout.pack(latent), layout.pack(rope)

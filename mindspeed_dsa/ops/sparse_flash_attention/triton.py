@@ -17,6 +17,7 @@ from torch import Tensor
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.precision import gradient_dtype, raising_factor
 from mindspeed_dsa.ops.sparse_flash_attention import hopper
+from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 from mindspeed_dsa.ops.sparse_flash_attention.triton_kernels import (
     attention_sum_kernel,
     backward_keys_kernel,
@@ -70,7 +71,7 @@ plan_call = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:
-    """Why this backend cannot take calls of this shape, or None."""
+    """Return why this backend cannot take calls of this shape, or None."""
     value_dim = shape["value_dim"]
     return (
         unsupported_here(shape)
@@ -85,49 +86,32 @@ def rehearse(
     keys: int = REHEARSED_KEYS,
     sums: tuple[bool, ...] = (True, False),
 ) -> None:
-    """Both directions, with and without what callers may ask of them, on tensors without memory."""
+    """Run both directions, with and without the sum over heads, on tensors without memory."""
     heads, dim, value_dim = shape["heads"], shape["dim"], shape["value_dim"]
     query, key = meta(1, rows, heads, dim, dtype=shape.dtype), meta(1, keys, dim, dtype=shape.dtype)
     indices = meta(1, rows, shape["topk"], dtype=torch.int32)
-    out, lse, _ = forward(query, key, indices, 1.0, value_dim, True)
+    call = AttentionCall(query, key, indices, 1.0, value_dim)
+    out, lse, _ = forward(call, True)
     for with_sum in sums:
-        backward(out, query, key, indices, out, lse, 1.0, with_sum)
+        backward(call, out, out, lse, with_sum)
 
 
-def forward(
-    query: Tensor,
-    key_value: Tensor,
-    topk_indices: Tensor,
-    softmax_scale: float,
-    value_dim: int,
-    return_attention_sum: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The three parts of :class:`SparseAttentionOutput`; the sum needs a second, lighter kernel."""
-    batch, rows, heads, _ = query.shape
-    out = torch.empty(batch, rows, heads, value_dim, dtype=query.dtype, device=query.device)
-    lse = _forward(query, key_value, topk_indices, softmax_scale, value_dim, out)
-    summed = None
-    if return_attention_sum:
-        summed = attention_sum(query, key_value, topk_indices, lse, softmax_scale, value_dim)
-    return out, lse, summed
+def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the three parts of :class:`SparseAttentionOutput`; the sum needs a second, lighter kernel."""
+    query = call.query
+    out = torch.empty(*query.shape[:3], call.value_dim, dtype=query.dtype, device=query.device)
+    lse = _forward(call, out)
+    return out, lse, attention_sum(call, lse) if with_sum else None
 
 
-def log_sum_exp(
-    query: Tensor, key_value: Tensor, topk_indices: Tensor, softmax_scale: float, value_dim: int
-) -> Tensor:
-    """``[batch, rows, heads]`` fp32, without the output."""
-    return _forward(query, key_value, topk_indices, softmax_scale, value_dim, None)
+def log_sum_exp(call: AttentionCall) -> Tensor:
+    """Return ``[batch, rows, heads]`` fp32, without the output."""
+    return _forward(call, None)
 
 
-def _forward(
-    query: Tensor,
-    key_value: Tensor,
-    topk_indices: Tensor,
-    softmax_scale: float,
-    value_dim: int,
-    out: Tensor | None,
-) -> Tensor:
-    query, key_value, topk_indices = dense_rows(query), dense_rows(key_value), packed_indices(topk_indices)
+def _forward(call: AttentionCall, out: Tensor | None) -> Tensor:
+    query, key_value, topk_indices = _operands(call)
+    softmax_scale, value_dim = call.softmax_scale, call.value_dim
     batch, rows, heads, dim = query.shape
     lse = torch.empty(batch, rows, heads, dtype=torch.float32, device=query.device)
     if lse.numel() == 0:
@@ -159,16 +143,10 @@ def _forward(
     return lse
 
 
-def attention_sum(
-    query: Tensor,
-    key_value: Tensor,
-    topk_indices: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    value_dim: int,
-) -> Tensor:
-    """Probabilities summed over heads, in head order: ``[batch, rows, topk]`` fp32, 0 without a key."""
-    query, key_value, topk_indices = dense_rows(query), dense_rows(key_value), packed_indices(topk_indices)
+def attention_sum(call: AttentionCall, lse: Tensor) -> Tensor:
+    """Return the probabilities summed over heads in order: ``[batch, rows, topk]`` fp32, 0 without a key."""
+    query, key_value, topk_indices = _operands(call)
+    softmax_scale, value_dim = call.softmax_scale, call.value_dim
     batch, rows, heads, dim = query.shape
     summed = torch.empty(topk_indices.shape, dtype=torch.float32, device=query.device)
     if summed.numel() == 0:
@@ -201,26 +179,19 @@ def attention_sum(
 
 
 def backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key_value: Tensor,
-    topk_indices: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    return_attention_sum: bool,
+    call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, with_sum: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of query and key_value, from the ``out`` and ``lse`` that :func:`forward` returned.
+    """Return the gradients of query and key_value, from the ``out`` and ``lse`` of :func:`forward`.
 
     The third part is the sum of the probabilities over heads, as in :func:`forward`, or None. The gradient
     of the keys is added with fp32 atomics, in no fixed order, unless
     ``torch.use_deterministic_algorithms`` is on; everything else is always deterministic.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
-    query, key_value, topk_indices = dense_rows(query), dense_rows(key_value), packed_indices(topk_indices)
-    grad_out = dense_rows(grad_out)
+    query, key_value, topk_indices = _operands(call)
+    softmax_scale, value_dim, grad_out = call.softmax_scale, call.value_dim, dense_rows(grad_out)
     (batch, rows, heads, dim), topk = query.shape, topk_indices.shape[2]
-    key_length, value_dim, device = key_value.shape[1], out.shape[3], query.device
+    key_length, device = key_value.shape[1], query.device
     factor = None
     if query.dtype == torch.float16 and grad_out.numel() > 0:
         # The kernel rounds the gradient of the scores, smaller than this by a probability, to fp16.
@@ -229,7 +200,7 @@ def backward(
     grad_query = torch.empty(query.shape, dtype=gradient_dtype(query.dtype), device=device)
     grad_key_value = torch.zeros(batch * key_length, dim, dtype=torch.float32, device=device)
     summed = None
-    if return_attention_sum:
+    if with_sum:
         summed = torch.zeros(topk_indices.shape, dtype=torch.float32, device=device)
     if topk_indices.numel() > 0:
         lengths = row_lengths(topk_indices, key_length)
@@ -302,8 +273,13 @@ def backward(
     return grad_query.to(query.dtype), grad_key_value.view(key_value.shape), summed
 
 
+def _operands(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query, keys and indices as kernels take them."""
+    return dense_rows(call.query), dense_rows(call.key_value), packed_indices(call.topk_indices)
+
+
 def _delta(grad_out: Tensor, out: Tensor) -> Tensor:
-    """``[batch, rows, heads]`` fp32: output times its gradient, summed over the value dimension."""
+    """Return ``[batch, rows, heads]`` fp32: output times its gradient, summed over the value dimension."""
     batch, rows, heads, value_dim = out.shape
     delta = torch.empty(batch, rows, heads, dtype=torch.float32, device=out.device)
     on_grid(delta_kernel, batch * rows * triton.cdiv(heads, 16))(

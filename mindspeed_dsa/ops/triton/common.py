@@ -17,7 +17,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
-from mindspeed_dsa.ops.indices import names_key
+from mindspeed_dsa.ops.checks import names_key
 from mindspeed_dsa.ops.triton.launch import DoesNotCompile, capability_of, load, on_grid, rehearsal
 
 LOG2E: float = math.log2(math.e)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.context_parallel.strategy import Exchanged
-from mindspeed_dsa.ops.chunks import wide
 from mindspeed_dsa.ops.dense_attention import dense_attention, dense_attention_backward
+from mindspeed_dsa.ops.precision import wide
 
 
 class Part(NamedTuple):

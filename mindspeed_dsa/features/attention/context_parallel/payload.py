@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_dsa.ops.chunks import wide
+from mindspeed_dsa.ops.precision import wide
 
 
 class Expansion(Protocol):

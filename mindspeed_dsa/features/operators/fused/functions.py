@@ -21,7 +21,7 @@ from mindspeed_dsa.megatron.local_modules import SequenceParallelRMSNorm, normal
 from mindspeed_dsa.ops.grouped_matmul.apart import multiply_apart
 from mindspeed_dsa.ops.rms_norm import rms_norm
 from mindspeed_dsa.ops.rotary import Rotation, rotate, rotation
-from mindspeed_dsa.ops.rotary.layouts import Layout
+from mindspeed_dsa.ops.rotary.backends import Layout
 from mindspeed_dsa.ops.swiglu import swiglu
 
 # -- mask-arithmetic -----------------------------------------------------------------------------
