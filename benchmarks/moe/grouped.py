@@ -170,9 +170,10 @@ def _compare(modules: Mapping[str, Any], counts: Sequence[int], hidden: int) -> 
 
 def _products(module: Any, counts: Sequence[int]) -> Callable[[], object]:
     """Forward, dX and dW of both layers, with one matrix for each number of rows."""
-    from mindspeed_dsa.ops.grouped_matmul import Groups, cpu
+    from mindspeed_dsa.ops.grouped_matmul import Groups
+    from mindspeed_dsa.ops.grouped_matmul.backends import Cpu
 
-    noise, groups = torch.Generator().manual_seed(3), Groups(counts)
+    noise, groups, cpu = torch.Generator().manual_seed(3), Groups(counts), Cpu()
     operands = []
     for name in ("linear_fc1", "linear_fc2"):
         stack = getattr(module.module.mlp, name).weight.detach()[: len(counts)].transpose(1, 2)

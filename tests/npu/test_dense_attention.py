@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mindspeed_dsa.ops.backend import ShapeClass
-from mindspeed_dsa.ops.dense_attention import npu, reference
+from mindspeed_dsa.ops.dense_attention.backends import DenseCall, Npu, Reference
 from mindspeed_dsa.ops.npu import device as npu_device
 from tests.npu import dense_kernels
 from tests.npu.counting import counted
@@ -37,7 +37,7 @@ def test_parts_make_the_whole(dtype, shape):
 def test_limits_have_names(monkeypatch):
     def refused(dtype=torch.bfloat16, heads=8, dim=192):
         sizes = (("heads", heads), ("kv_heads", 8), ("dim", dim), ("value_dim", 128))
-        return npu.unsupported(ShapeClass("cpu", dtype, sizes))
+        return Npu().unsupported(ShapeClass("cpu", dtype, sizes))
 
     assert refused() is None
     assert "bfloat16, float16 and float32 only" in refused(torch.float64)
@@ -54,14 +54,16 @@ def test_values_are_not_filled_up_to_the_width_of_keys(dim, value_dim, copies):
     shapes = ((2, 12, 4, dim), (2, 12, 2, dim), (2, 12, 2, value_dim))
     query, key, value = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
     with counted() as counts:
-        out, lse = npu.forward(query, key, value, 0.1, True)
-        gradients = npu.backward(torch.ones_like(out), query, key, value, out, lse, 0.1, True)
+        call = DenseCall(query, key, value, 0.1, True)
+        out, lse = Npu().forward(call)
+        gradients = Npu().backward(call, torch.ones_like(out), out, lse)
     padded = [event for event in counts.copies if event.what == "constant_pad_nd"]
     assert len(padded) == copies, counts.told("copies")
     assert out.shape == (2, 12, 4, value_dim)
     wide = [x.float() for x in (query, key, value)]
-    expected, of_expected = reference.forward(*wide, 0.1, True)
+    call = DenseCall(*wide, 0.1, True)
+    expected, of_expected = Reference().forward(call)
     assert oracle.relative_error(out, expected) < 1e-2
-    wanted = reference.backward(torch.ones_like(expected), *wide, expected, of_expected, 0.1, True)
+    wanted = Reference().backward(call, torch.ones_like(expected), expected, of_expected)
     for found, other in zip(gradients, wanted, strict=True):
         assert oracle.relative_error(found, other) < 2e-2

@@ -7,7 +7,7 @@ import torch
 
 from mindspeed_dsa.features.platform.without_apex.functions import Kernels
 from mindspeed_dsa.ops.backend import ShapeClass
-from mindspeed_dsa.ops.grouped_matmul import npu
+from mindspeed_dsa.ops.grouped_matmul import backends
 from mindspeed_dsa.ops.npu import device as npu_device
 from tests.npu import grouped_kernels
 from tests.ops.grouped_cases import LAYOUTS, SIZES, check
@@ -41,7 +41,7 @@ def test_gradients_are_added_to_what_is_there(main_grad, layout):
 
 
 def test_an_older_torch_npu_adds_in_a_second_step(monkeypatch):
-    monkeypatch.setattr(npu, "_adds_in_place", lambda into: False)
+    monkeypatch.setattr(backends, "_adds_in_place", lambda into: False)
     check("npu", SIZES["uneven"], torch.bfloat16, "nk", torch.float32)
     assert grouped_kernels.calls[2:] == [("npu_grouped_matmul", 2)] * 2
 
@@ -68,14 +68,16 @@ def test_linear_layers_that_the_operator_does_not_take(monkeypatch):
     assert not added(torch.float32)
     assert not added(width=65536)
     with monkeypatch.context() as patch:
-        patch.setattr(npu, "_adds_in_place", lambda into: False)
+        patch.setattr(backends, "_adds_in_place", lambda into: False)
         assert not added()
     assert added()
 
 
 def test_limits_have_names(monkeypatch):
     def refused(dtype=torch.bfloat16, groups=8, width=8):
-        return npu.unsupported(ShapeClass("cpu", dtype, (("groups", groups), ("in", 8), ("out", width))))
+        return backends.Npu().unsupported(
+            ShapeClass("cpu", dtype, (("groups", groups), ("in", 8), ("out", width)))
+        )
 
     assert refused() is None
     assert "bfloat16 and float16 only" in refused(torch.float32)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mindspeed_dsa.ops.backend import ShapeClass, calls
-from mindspeed_dsa.ops.dense_attention import cuda, dense_attention, dense_attention_backward
+from mindspeed_dsa.ops.dense_attention import dense_attention, dense_attention_backward
+from mindspeed_dsa.ops.dense_attention.backends import Cuda, DenseCall
 from tests.ops.dense_cases import SHAPES, TOLERANCES, assert_close, check, problem
 
 BACKENDS = ("reference", "cpu")
@@ -58,16 +59,17 @@ def test_the_cuda_backend_calls_what_torch_has():
         torch.empty(2, rows, heads, dim, dtype=torch.bfloat16, device="meta")
         for rows, heads, dim in ((16, 8, 20), (24, 2, 20), (24, 2, 12), (16, 8, 12))
     )
-    out, lse = cuda.forward(query, key, value, 0.3, False)
+    call = DenseCall(query, key, value, 0.3, False)
+    out, lse = Cuda().forward(call)
     assert (tuple(out.shape), tuple(lse.shape), lse.dtype) == ((2, 16, 8, 12), (2, 16, 8), torch.float32)
-    found = cuda.backward(grad, query, key, value, out, lse, 0.3, False)
+    found = Cuda().backward(call, grad, out, lse)
     assert [tuple(one.shape) for one in found] == [tuple(one.shape) for one in (query, key, value)]
 
 
 def test_the_cuda_backend_names_its_limits():
     def refused(dtype=torch.bfloat16, device="cuda", value_dim=128):
         sizes = (("heads", 8), ("kv_heads", 2), ("dim", 64), ("value_dim", value_dim))
-        return cuda.unsupported(ShapeClass(device, dtype, sizes))
+        return Cuda().unsupported(ShapeClass(device, dtype, sizes))
 
     assert refused() is None
     assert refused(device="cpu") == "it runs on CUDA tensors only"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, choose, count_call, unless_empty
 from mindspeed_dsa.ops.checks import check_float, check_heads, check_shape, require
-from mindspeed_dsa.ops.dense_attention.protocol import DenseAttention
+from mindspeed_dsa.ops.dense_attention.backends import DenseAttention, DenseCall
 from mindspeed_dsa.ops.precision import outside_autocast
 
 OPERATOR = "dense_attention"
@@ -27,7 +27,7 @@ def dense_attention(
     causal: bool,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attention to these keys alone, and what is needed to merge it with attention to others.
+    """Attend to these keys alone, and return what is needed to merge that with attention to others.
 
     ``out[t, h] = sum_s p[t, h, s] * value[s, g]`` with ``p = softmax over s`` of
     ``softmax_scale * query[t, h] . key[s, g]``, where ``g`` is the key-value head of query head ``h``. Not
@@ -53,7 +53,7 @@ def dense_attention(
     """
     implementation = _implementation(query, key, value, causal, backend)
     count_call(OPERATOR, implementation)
-    return implementation.forward(query, key, value, softmax_scale, causal)
+    return implementation.forward(DenseCall(query, key, value, softmax_scale, causal))
 
 
 @outside_autocast
@@ -70,7 +70,7 @@ def dense_attention_backward(
     causal: bool,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the attention to these keys adds to the gradients of query, key and value.
+    """Return what the attention to these keys adds to the gradients of query, key and value.
 
     ``out`` and ``lse`` are those of the attention to all keys that a row sees, merged from all parts. The
     probabilities of these keys are then the final ones, and the gradients of all parts are added up.
@@ -100,7 +100,8 @@ def dense_attention_backward(
         check_shape(OPERATOR, name, tensor, expected, f"{list(expected)}")
     check_shape(OPERATOR, "lse", lse, tuple(query.shape[:3]), f"{list(query.shape[:3])}")
     check_float(OPERATOR, query=query, out=out, grad_out=grad_out)
-    return implementation.backward(grad_out, query, key, value, out, lse, softmax_scale, causal)
+    call = DenseCall(query, key, value, softmax_scale, causal)
+    return implementation.backward(call, grad_out, out, lse)
 
 
 def _implementation(query: Tensor, key: Tensor, value: Tensor, causal: bool, backend: str) -> DenseAttention:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,20 +15,25 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.ops.backend import ShapeClass, choose, unless_empty
 from mindspeed_dsa.ops.checks import check_float, check_shape, require
-from mindspeed_dsa.ops.grouped_matmul.groups import Groups
-from mindspeed_dsa.ops.grouped_matmul.protocol import GroupedMatmul
+from mindspeed_dsa.ops.grouped_matmul.backends import GroupedMatmul, Groups
 from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
 
-__all__ = ["OPERATOR", "Groups", "Layout", "WeightGradient", "grouped_matmul"]
+__all__ = ["OPERATOR", "Groups", "Layout", "WeightGradient", "grouped_matmul", "multiply_apart"]
 
 OPERATOR = "grouped_matmul"
+
+if TYPE_CHECKING:  # mypy checks the module against the protocol
+    from mindspeed_dsa.ops.grouped_matmul import triton
+
+    MODULE: GroupedMatmul = triton
+
 Layout = Literal["kn", "nk"]
 """How each group's matrix lies in memory: ``[in, out]``, or ``[out, in]`` as a linear layer's weight does."""
 
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """The weight's gradient of one call, not computed yet: it can be put off, and added to what is there.
+    """Weight's gradient of one call, not computed yet: it can be put off, and added to what is there.
 
     Until it is computed it holds ``rows`` and ``grad_output``.
     """
@@ -50,7 +55,7 @@ class WeightGradient:
         self._write(main_grad, accumulate=True)
 
     def new(self) -> Tensor:
-        """As large as the weight, in its layout and dtype; zero for groups without rows."""
+        """Return it as large as the weight, in its layout and dtype; zero for groups without rows."""
         groups, shape = len(self.groups), (self.rows.shape[1], self.grad_output.shape[1])
         result = self.rows.new_empty(groups, *(shape if self.layout == "kn" else reversed(shape)))
         self._write(result, accumulate=False)
@@ -74,7 +79,7 @@ def grouped_matmul(
     edge: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """``out[r] = rows[r] @ weight[g]`` for the rows ``r`` of group ``g``; groups lie one after another.
+    """Multiply ``out[r] = rows[r] @ weight[g]`` for rows ``r`` of group ``g``; groups lie one after another.
 
     Products are accumulated in fp32 (fp64 for fp64). Groups may be empty, all of them too: the gradient of
     their matrices is zero, not undefined. Deterministic on every backend.
@@ -121,7 +126,7 @@ def grouped_matmul(
 
 
 def _canonical(weight: Tensor, layout: Layout) -> Tensor:
-    """``[groups, in, out]``, a view."""
+    """Return ``[groups, in, out]``, a view."""
     return weight if layout == "kn" else weight.transpose(1, 2)
 
 
@@ -157,3 +162,48 @@ class _Multiply(torch.autograd.Function):
             grad_weight = ctx.take_gradient(gradient)
         of_weight, of_edge = (grad_weight, None) if ctx.needs_input_grad[2] else (None, grad_weight)
         return None, grad_rows, of_weight, of_edge, None, None, None
+
+
+# Groups whose weights are parameters of their own, as one node of autograd.
+
+
+def multiply_apart(rows: Tensor, weights: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Multiply each group's rows with a weight of its own, transposed: the bits of one linear layer for each.
+
+    Args:
+        rows: ``[rows, in]``, sorted by group.
+        weights: ``[out, in]`` of each group, in the rows' dtype.
+        sizes: rows of each group.
+
+    Returns:
+        ``[rows, out]``.
+    """
+    output: Tensor = _Apart.apply(tuple(sizes), rows, *weights)
+    return output
+
+
+class _Apart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sizes: tuple[int, ...], rows: Tensor, *weights: Tensor) -> Tensor:
+        ctx.sizes = sizes
+        ctx.save_for_backward(rows, *weights)
+        output = rows.new_empty(rows.shape[0], weights[0].shape[0])
+        for part, weight, product in zip(rows.split(sizes), weights, output.split(sizes), strict=True):
+            torch.mm(part, weight.t(), out=product)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+        rows, *weights = ctx.saved_tensors
+        grads = grad_output.contiguous().split(ctx.sizes)
+        grad_rows = None
+        if ctx.needs_input_grad[1]:
+            grad_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
+            for grad, weight, product in zip(grads, weights, grad_rows.split(ctx.sizes), strict=True):
+                torch.mm(grad, weight, out=product)
+        grad_weights = [
+            grad.t().mm(part) if needed else None
+            for grad, part, needed in zip(grads, rows.split(ctx.sizes), ctx.needs_input_grad[2:], strict=True)
+        ]
+        return None, grad_rows, *grad_weights

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
-from mindspeed_dsa.ops.grouped_matmul.groups import Groups
+from mindspeed_dsa.ops.grouped_matmul.backends import Groups
 from mindspeed_dsa.ops.grouped_matmul.triton_kernels import multiply_kernel, weight_gradient_kernel
 from mindspeed_dsa.ops.triton.common import aligned, block, dense_rows, unsupported_here, widen
 from mindspeed_dsa.ops.triton.launch import on_grid
@@ -23,14 +23,14 @@ _MOST_GROUPS = 1024
 
 
 def unsupported(shape: ShapeClass) -> str | None:
-    """Why this backend cannot take calls of this shape, or None."""
+    """Return why this backend cannot take calls of this shape, or None."""
     if shape["groups"] > _MOST_GROUPS:
         return f"its kernels take at most {_MOST_GROUPS} groups"
     return unsupported_here(shape)
 
 
 def multiply(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """``[rows, in]`` and ``[groups, in, out]`` to ``[rows, out]``."""
+    """Multiply ``[rows, in]`` and ``[groups, in, out]`` to ``[rows, out]``."""
     rows = dense_rows(rows)
     ends = groups.ends(rows.device)
     if _torch_takes(rows, weight):
@@ -61,7 +61,7 @@ def multiply(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
 def weight_gradient(
     rows: Tensor, grad_output: Tensor, groups: Groups, into: Tensor, accumulate: bool
 ) -> None:
-    """``rows.T @ grad_output`` of each group, added to ``into`` or written to it."""
+    """Add ``rows.T @ grad_output`` of each group to ``into``, or write it there."""
     rows, grad_output = dense_rows(rows), dense_rows(grad_output)
     width_in, width_out = rows.shape[1], grad_output.shape[1]
     tiles = _tiles(rows.dtype, width_in, width_out)
@@ -97,7 +97,7 @@ def _tiles(dtype: torch.dtype, width_in: int, width_out: int) -> dict[str, Any]:
 
 
 def _torch_takes(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch has kernels for these that do not wait for the device: bf16, rows of 16 bytes each."""
+    """Return whether torch has kernels for these that do not wait for the device: bf16, rows of 16 bytes."""
     return (
         rows.is_cuda
         and rows.dtype == torch.bfloat16

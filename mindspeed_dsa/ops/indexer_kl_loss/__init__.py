@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,14 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.ops.backend import check_name, choose, count_call, plan, spent, unless_empty, warn_once
 from mindspeed_dsa.ops.checks import check_shape, check_topk_indices, names_key
-from mindspeed_dsa.ops.indexer_kl_loss.arguments import (
+from mindspeed_dsa.ops.indexer_kl_loss.chunked import divergence_and_gradient
+from mindspeed_dsa.ops.indexer_kl_loss.protocol import (
     OPERATOR,
+    DenseCall,
+    FusedLoss,
+    GradientLoss,
+    Loss,
+    SparseCall,
     check_inputs,
     check_supplied,
     over_ranks,
@@ -25,13 +31,16 @@ from mindspeed_dsa.ops.indexer_kl_loss.arguments import (
     shape_class,
     shape_of_entries,
 )
-from mindspeed_dsa.ops.indexer_kl_loss.chunked import divergence_and_gradient
-from mindspeed_dsa.ops.indexer_kl_loss.protocol import DenseCall, FusedLoss, GradientLoss, Loss, SparseCall
 from mindspeed_dsa.ops.lightning_indexer import selected_scores
 from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
 from mindspeed_dsa.ops.precision import outside_autocast, wide
 from mindspeed_dsa.ops.row_ranges import RowForm, visible_ranges
 from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
+
+if TYPE_CHECKING:  # mypy checks the modules against the protocol
+    from mindspeed_dsa.ops.indexer_kl_loss import chunked, cpu, npu, reference, triton
+
+    BACKENDS: tuple[Loss, ...] = (reference, chunked, cpu, triton, npu)
 
 _LAST_KEY = 2**31  # Where the number of keys is not known, any int32 may be one.
 

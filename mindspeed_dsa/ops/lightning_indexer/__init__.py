@@ -6,7 +6,7 @@ The mathematics is in README.md beside this file.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,11 @@ from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
 from mindspeed_dsa.ops.row_ranges import Ranges, RowForm, visible_ranges
 
 OPERATOR = "lightning_indexer"
+
+if TYPE_CHECKING:  # mypy checks the modules against the protocol
+    from mindspeed_dsa.ops.lightning_indexer import chunked, cpu, npu, reference, triton
+
+    BACKENDS: tuple[Indexer, ...] = (reference, chunked, cpu, triton, npu)
 
 
 class IndexerOutput(NamedTuple):

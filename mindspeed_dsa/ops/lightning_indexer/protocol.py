@@ -1,9 +1,9 @@
-"""Call of this operator, and protocol of its backends, against which mypy checks the modules."""
+"""Call of this operator, and protocol of its backends."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -68,8 +68,3 @@ class GradientIndexer(_Indexer, Protocol):
 
 
 Indexer = AutogradIndexer | GradientIndexer
-
-if TYPE_CHECKING:
-    from mindspeed_dsa.ops.lightning_indexer import chunked, cpu, npu, reference, triton
-
-    BACKENDS: tuple[Indexer, ...] = (reference, chunked, cpu, triton, npu)

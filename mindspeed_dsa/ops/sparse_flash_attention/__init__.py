@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,11 @@ from mindspeed_dsa.ops.row_ranges import RowForm
 from mindspeed_dsa.ops.sparse_flash_attention.protocol import Attention, AttentionCall, GradientAttention
 
 OPERATOR = "sparse_flash_attention"
+
+if TYPE_CHECKING:  # mypy checks the modules against the protocol
+    from mindspeed_dsa.ops.sparse_flash_attention import chunked, cpu, npu, reference, triton
+
+    BACKENDS: tuple[Attention, ...] = (reference, chunked, cpu, triton, npu)
 
 
 class SparseAttentionOutput(NamedTuple):

@@ -1,9 +1,9 @@
-"""Call of this operator, and protocol of its backends, against which mypy checks the modules."""
+"""Call of this operator, and protocol of its backends."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -77,8 +77,3 @@ class GradientAttention(_Attention, Protocol):
 
 
 Attention = AutogradAttention | GradientAttention
-
-if TYPE_CHECKING:
-    from mindspeed_dsa.ops.sparse_flash_attention import chunked, cpu, npu, reference, triton
-
-    BACKENDS: tuple[Attention, ...] = (reference, chunked, cpu, triton, npu)

@@ -18,7 +18,7 @@ from mindspeed_dsa.megatron.attribute_override import AttributeOverride, Functio
 from mindspeed_dsa.megatron.gathered_weights import waits_for_weights
 from mindspeed_dsa.megatron.inlinable import linears_of
 from mindspeed_dsa.megatron.local_modules import SequenceParallelRMSNorm, normalize_with
-from mindspeed_dsa.ops.grouped_matmul.apart import multiply_apart
+from mindspeed_dsa.ops.grouped_matmul import multiply_apart
 from mindspeed_dsa.ops.rms_norm import rms_norm
 from mindspeed_dsa.ops.rotary import Rotation, rotate, rotation
 from mindspeed_dsa.ops.rotary.backends import Layout

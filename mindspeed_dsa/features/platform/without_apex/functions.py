@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mindspeed_dsa import log, platforms
 from mindspeed_dsa.megatron.releases import takes
-from mindspeed_dsa.ops.grouped_matmul import npu
+from mindspeed_dsa.ops.grouped_matmul.backends import add_product
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.versions import private
 
@@ -109,7 +109,7 @@ class Kernels:
             return  # of an expert without tokens
         if rows.dtype == main_grad.dtype:
             main_grad.addmm_(grad_output.t(), rows)
-        elif not npu.add_product(grad_output, rows, main_grad):
+        elif not add_product(grad_output, rows, main_grad):
             main_grad.add_(grad_output.t().mm(rows))
 
     @staticmethod

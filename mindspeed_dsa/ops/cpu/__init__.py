@@ -1,1 +1,0 @@
-"""Code of CPU backends that several operators share."""

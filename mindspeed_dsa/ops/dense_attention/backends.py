@@ -1,0 +1,306 @@
+"""Backends of dense attention: plain PyTorch, PyTorch's flash attention on CPUs and GPUs, torch_npu's."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mindspeed_dsa.ops.backend import Backend, Call, ShapeClass
+from mindspeed_dsa.ops.npu.device import npu_op, unavailable
+from mindspeed_dsa.ops.precision import wide
+
+_CPU_FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
+_CPU_OPERATORS = (_CPU_FORWARD, f"{_CPU_FORWARD}_backward")
+_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_CUDA_OPERATORS = ("_flash_attention_forward", "_flash_attention_backward")
+_CUDA_DTYPES = (torch.bfloat16, torch.float16)
+_LARGEST_CUDA_HEAD = 256
+# Heads on GPUs are made of so many numbers, or of zeros up to there.
+_UNIT = 8
+_NPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_LARGEST_NPU_HEAD = 768
+_MOST_HEADS = 256
+_LAYOUT = "BSND"
+# Row t sees keys 0 .. t; the mask is a corner of this size that the operator repeats.
+_LEFT_UP_CAUSAL, _MASK = 2, 2048
+# Maximum and sum of a row come in blocks of 32 bytes.
+_COPIES = 8
+
+
+@dataclass(frozen=True)
+class DenseCall(Call):
+    """Arguments of attention to some of the keys, of checked shapes.
+
+    Attributes:
+        query: ``[batch, query_length, heads, dim]``, any strides with contiguous last axis.
+        key: ``[batch, key_length, kv_heads, dim]``, likewise; ``kv_heads`` divides ``heads``.
+        value: ``[batch, key_length, kv_heads, value_dim]``, likewise.
+        softmax_scale: factor of the scores.
+        causal: whether row ``t`` sees keys ``0 .. t``, or all.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    softmax_scale: float
+    causal: bool
+
+
+class DenseAttention(Backend):
+    """Backend of dense attention: two functions of calls that have entries, but in the reference."""
+
+    @abstractmethod
+    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
+        """Return ``out`` and ``lse``."""
+
+    @abstractmethod
+    def backward(
+        self, call: DenseCall, grad_out: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what these keys add to the gradients of query, key and value."""
+
+
+class Reference(DenseAttention):
+    """Plain PyTorch, which holds ``[batch, heads, query_length, key_length]``."""
+
+    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
+        query, key, value = call.query, call.key, call.value
+        heads = query.shape[2]
+        scores = _scores(query, _repeated(key, heads), call.softmax_scale, call.causal)
+        # [batch, heads, query_length]
+        lse = scores.logsumexp(dim=-1)
+        # Without keys there is nothing to sum.
+        probabilities = (scores - lse[..., None]).exp()
+        out = torch.einsum("bhts,bshd->bthd", probabilities, _repeated(value, heads).to(scores.dtype))
+        return out.to(query.dtype), lse.transpose(1, 2)
+
+    def backward(
+        self, call: DenseCall, grad_out: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = call.query, call.key, call.value
+        heads, kv_heads = query.shape[2], key.shape[2]
+        keys, values = _repeated(key, heads), _repeated(value, heads)
+        scores = _scores(query, keys, call.softmax_scale, call.causal)
+        probabilities = (scores - lse.transpose(1, 2)[..., None].to(scores.dtype)).exp()
+        grad, dtype = grad_out.to(scores.dtype), scores.dtype
+        delta = (grad * out.to(dtype)).sum(dim=-1).transpose(1, 2)[..., None]
+        grad_scores = probabilities * (torch.einsum("bthd,bshd->bhts", grad, values.to(dtype)) - delta)
+        grad_query = call.softmax_scale * torch.einsum("bhts,bshd->bthd", grad_scores, keys.to(dtype))
+        grad_key = call.softmax_scale * torch.einsum("bhts,bthd->bshd", grad_scores, query.to(dtype))
+        grad_value = torch.einsum("bhts,bthd->bshd", probabilities, grad)
+        return grad_query, _summed(grad_key, kv_heads), _summed(grad_value, kv_heads)
+
+
+def _scores(query: Tensor, keys: Tensor, softmax_scale: float, causal: bool) -> Tensor:
+    """Return ``[batch, heads, query_length, key_length]``, fp32 or wider; -inf where a key is not seen."""
+    dtype = wide(query.dtype)
+    scores = softmax_scale * torch.einsum("bthd,bshd->bhts", query.to(dtype), keys.to(dtype))
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    return scores
+
+
+class Cpu(DenseAttention):
+    """PyTorch's flash attention for CPUs, which keeps the log-sum-exp."""
+
+    def unsupported(self, shape: ShapeClass) -> str | None:
+        if shape.device != "cpu":
+            return "it runs on CPU tensors only"
+        if not all(hasattr(torch.ops.aten, name) for name in _CPU_OPERATORS):
+            return "this torch has no flash attention for CPUs under the name that is called here"
+        return (
+            None if shape.dtype in _CPU_DTYPES else f"PyTorch's flash attention does not take {shape.dtype}"
+        )
+
+    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
+        query, key, value = call.query, call.key, call.value
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *_cpu_operands(query, key, value), 0.0, call.causal, scale=call.softmax_scale
+        )
+        # [batch, heads, query_length, ...], in the strides of the other order
+        return out.transpose(1, 2)[..., : value.shape[3]], lse.transpose(1, 2)
+
+    def backward(
+        self, call: DenseCall, grad_out: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = call.query, call.key, call.value
+        operands = _cpu_operands(query, key, value)
+        size, kv_heads = operands[0].shape[-1], key.shape[2]
+        grad_out, out = (states.transpose(1, 2) for states in _padded(size, grad_out, out))
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, *operands, out, lse.transpose(1, 2), 0.0, call.causal, scale=call.softmax_scale
+        )
+        grad_query, grad_key, grad_value = (gradient.transpose(1, 2) for gradient in gradients)
+        return (
+            grad_query[..., : query.shape[3]],
+            _summed(grad_key[..., : key.shape[3]], kv_heads),
+            _summed(grad_value[..., : value.shape[3]], kv_heads),
+        )
+
+
+def _cpu_operands(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Return ``[batch, heads, length, size]`` each, heads and size equal."""
+    heads, size = query.shape[2], max(query.shape[3], value.shape[3])
+    states = _padded(size, query, _repeated(key, heads), _repeated(value, heads))
+    return tuple(one.transpose(1, 2) for one in states)
+
+
+class Cuda(DenseAttention):
+    """PyTorch's flash attention, where it is built with it."""
+
+    def unsupported(self, shape: ShapeClass) -> str | None:
+        if shape.device != "cuda":
+            return "it runs on CUDA tensors only"
+        if not all(hasattr(torch.ops.aten, name) for name in _CUDA_OPERATORS):
+            return "this torch has no flash attention under the name that is called here"
+        if shape.dtype not in _CUDA_DTYPES:
+            return "flash attention takes bfloat16 and float16 only"
+        if max(shape["dim"], shape["value_dim"]) > _LARGEST_CUDA_HEAD:
+            return f"flash attention takes heads of at most {_LARGEST_CUDA_HEAD} dimensions"
+        return None
+
+    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
+        query, key, value = call.query, call.key, call.value
+        operands = _padded(_cuda_size(query, value), query, key, value)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *operands,
+            None,
+            None,
+            query.shape[1],
+            key.shape[1],
+            0.0,
+            call.causal,
+            False,
+            scale=call.softmax_scale,
+        )
+        return out[..., : value.shape[3]], lse.transpose(1, 2)
+
+    def backward(
+        self, call: DenseCall, grad_out: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = call.query, call.key, call.value
+        grad_out, query_, key_, value_, out = _padded(
+            _cuda_size(query, value), grad_out, query, key, value, out
+        )
+        # Without dropout nobody reads the state of the random numbers.
+        state = torch.zeros(2, dtype=torch.int64, device=query.device)
+        grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
+            grad_out.contiguous(),
+            query_,
+            key_,
+            value_,
+            out.contiguous(),
+            lse.transpose(1, 2).contiguous(),
+            None,
+            None,
+            query.shape[1],
+            key.shape[1],
+            0.0,
+            call.causal,
+            state,
+            state,
+            scale=call.softmax_scale,
+        )
+        return (
+            grad_query[..., : query.shape[3]],
+            grad_key[..., : key.shape[3]],
+            grad_value[..., : value.shape[3]],
+        )
+
+
+def _cuda_size(query: Tensor, value: Tensor) -> int:
+    """Return the size of the heads that the kernel gets."""
+    size = max(query.shape[3], value.shape[3])
+    return size + -size % _UNIT
+
+
+class Npu(DenseAttention):
+    """torch_npu's fused attention, which keeps maximum and sum of each row."""
+
+    def unsupported(self, shape: ShapeClass) -> str | None:
+        reason = unavailable(shape.device, "npu_fusion_attention", "npu_fusion_attention_grad")
+        if reason is not None:
+            return reason
+        if shape.dtype not in _NPU_DTYPES:
+            return "npu_fusion_attention takes bfloat16, float16 and float32 only"
+        if max(shape["dim"], shape["value_dim"]) > _LARGEST_NPU_HEAD:
+            return f"npu_fusion_attention takes heads of at most {_LARGEST_NPU_HEAD} dimensions"
+        if shape["heads"] > _MOST_HEADS:
+            return f"npu_fusion_attention takes at most {_MOST_HEADS} heads"
+        return None
+
+    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
+        query, key, value = call.query, call.key, call.value
+        operands = _npu_operands(query, key, value)
+        out, maximum, total, *_ = npu_op("npu_fusion_attention")(
+            *operands,
+            query.shape[2],
+            _LAYOUT,
+            atten_mask=_mask(query.device) if call.causal else None,
+            scale=call.softmax_scale,
+            sparse_mode=_LEFT_UP_CAUSAL if call.causal else 0,
+        )
+        # [batch, heads, query_length, copies]
+        lse = maximum[..., 0] + total[..., 0].log()
+        return out, lse.transpose(1, 2)
+
+    def backward(
+        self, call: DenseCall, grad_out: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = call.query, call.key, call.value
+        operands = _npu_operands(query, key, value)
+        # exp(score - maximum) / total with (lse, 1) is the final probability.
+        maximum = lse.transpose(1, 2)[..., None].expand(-1, -1, -1, _COPIES).contiguous()
+        gradients = npu_op("npu_fusion_attention_grad")(
+            *operands,
+            grad_out.contiguous(),
+            query.shape[2],
+            _LAYOUT,
+            atten_mask=_mask(query.device) if call.causal else None,
+            softmax_max=maximum,
+            softmax_sum=torch.ones_like(maximum),
+            attention_in=out.contiguous(),
+            scale_value=call.softmax_scale,
+            sparse_mode=_LEFT_UP_CAUSAL if call.causal else 0,
+        )
+        grad_query, grad_key, grad_value = gradients[:3]
+        return grad_query[..., : query.shape[3]], grad_key[..., : key.shape[3]], grad_value
+
+
+def _npu_operands(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """Return contiguous operands; heads of keys at least as wide as those of values, as it wants them."""
+    states = _padded(max(query.shape[3], value.shape[3]), query, key)
+    return [one.contiguous() for one in (*states, value)]
+
+
+@cache
+def _mask(device: torch.device) -> Tensor:
+    """Return ``[2048, 2048]`` bool, true above the diagonal, for any length."""
+    return torch.ones(_MASK, _MASK, dtype=torch.bool, device=device).triu_(1)
+
+
+# Kernels want as many heads for keys as for queries, and one head size for all three.
+
+
+def _repeated(states: Tensor, heads: int) -> Tensor:
+    """Repeat ``[batch, length, kv_heads, dim]`` to ``heads`` heads, each head's copies in a row."""
+    return states if states.shape[2] == heads else states.repeat_interleave(heads // states.shape[2], dim=2)
+
+
+def _summed(gradient: Tensor, kv_heads: int) -> Tensor:
+    """Return the gradient of what :func:`_repeated` was given, added up in fp32 or wider."""
+    if gradient.shape[2] == kv_heads:
+        return gradient
+    wide = gradient if gradient.element_size() >= 4 else gradient.float()
+    return wide.unflatten(2, (kv_heads, -1)).sum(dim=3)
+
+
+def _padded(size: int, *states: Tensor) -> tuple[Tensor, ...]:
+    """Return the same with zeros behind, in heads of ``size``; they change neither a score nor an output."""
+    return tuple(one if one.shape[-1] == size else F.pad(one, (0, size - one.shape[-1])) for one in states)

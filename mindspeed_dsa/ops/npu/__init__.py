@@ -1,1 +1,0 @@
-"""Code of NPU backends that several operators share."""

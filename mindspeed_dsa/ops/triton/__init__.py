@@ -1,1 +1,0 @@
-"""Code of Triton backends that several operators share."""
