@@ -8,10 +8,10 @@ import torch
 from mindspeed_dsa.features.dsa.loss import sparse_loss
 from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Operands, Problem, Selection
 from mindspeed_dsa.features.dsa.sparse_attention import attend_to_chosen
-from mindspeed_dsa.ops import chunks
 from mindspeed_dsa.ops.backend import BackendUnavailable
 from mindspeed_dsa.ops.indexer_kl_loss import indexer_kl_loss, npu
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
+from mindspeed_dsa.ops.sparse_flash_attention import npu as attention_npu
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from tests.npu.cases import watch_reads
 from tests.npu.test_indexer_kl_loss import SCALE, indexer_leaves, main_inputs, widened
@@ -34,7 +34,7 @@ def test_loss_takes_the_lse_of_the_attention(npu_kernels, monkeypatch):
     up_value = torch.randn(64, 16, 512, generator=torch.Generator().manual_seed(2))
     reference = widened(inputs)
     expected = out_and_loss("reference", reference, query.float(), key.float(), up_value)
-    for module in (chunks, npu):
+    for module in (attention_npu, npu):
         monkeypatch.setattr(module, "attention_sum", lambda *_: pytest.fail("a pass for nothing"))
     out, loss = out_and_loss("npu", inputs, query, key, up_value.bfloat16())
 
