@@ -33,7 +33,7 @@ def test_weighted_sums(backend, probs, added):
 
 
 def test_sums_in_several_blocks(monkeypatch):
-    monkeypatch.setattr("mindspeed_dsa.ops.moe_permute.cpu._BLOCK_BYTES", 4 * 24 * 4)
+    monkeypatch.setattr("mindspeed_dsa.ops.moe_permute.backends._BLOCK_BYTES", 4 * 24 * 4)
     for weighted in (False, True):
         cases.check("cpu", (19, 5, "ragged"), torch.bfloat16, torch.float32, weighted=weighted, added=True)
 

@@ -87,8 +87,8 @@ def counted() -> Iterator[Counter[str]]:
     from mindspeed_dsa.features.operators.fused import functions
     from mindspeed_dsa.features.operators.two_streams import second_stream
     from mindspeed_dsa.features.tensor_parallel.overlap import chunked, tuning
-    from mindspeed_dsa.ops.grouped_matmul import cpu as grouped
-    from mindspeed_dsa.ops.moe_permute import cpu as permutation
+    from mindspeed_dsa.ops.grouped_matmul.backends import Cpu as grouped
+    from mindspeed_dsa.ops.moe_permute.backends import Cpu as permutation
     from mindspeed_dsa.ops.rms_norm.backends import Cpu as norm
     from mindspeed_dsa.ops.rotary.backends import Cpu as rotary
     from mindspeed_dsa.ops.swiglu.backends import Cpu as activation

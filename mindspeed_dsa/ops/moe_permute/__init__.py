@@ -5,7 +5,7 @@ Which rows, in which order, is in README.md beside this file.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +14,15 @@ from torch.autograd.function import once_differentiable
 from mindspeed_dsa.ops import checks
 from mindspeed_dsa.ops.backend import ShapeClass, choose, plan, unless_empty
 from mindspeed_dsa.ops.checks import check_float, check_shape, require
-from mindspeed_dsa.ops.moe_permute.protocol import GradientPermuter, Permuter
+from mindspeed_dsa.ops.moe_permute.backends import GradientPermuter, Permuter
 from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
 
 OPERATOR = "moe_permute"
+
+if TYPE_CHECKING:  # mypy checks the module against the protocol
+    from mindspeed_dsa.ops.moe_permute import triton
+
+    MODULE: Permuter = triton
 
 
 class Permuted(NamedTuple):

@@ -1,0 +1,349 @@
+"""Backends of the permutation of tokens by expert: plain PyTorch, few passes on CPUs, torch_npu's operators.
+
+``triton.py`` beside this file has the one for NVIDIA GPUs. ``row_map.py`` has the integers of all.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.ops.backend import Backend, ShapeClass
+from mindspeed_dsa.ops.moe_permute.row_map import (
+    Permutation,
+    RowMap,
+    chunk_rows,
+    group_of_rows,
+    of_routing,
+    unpack,
+)
+from mindspeed_dsa.ops.npu.device import npu_op, unavailable
+from mindspeed_dsa.ops.precision import wide
+
+# Sums of a block of tokens on a CPU stay in the cache until the addend meets them.
+_BLOCK_BYTES = 256 << 10
+_NPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MOST_EXPERTS_OF_A_TOKEN = 512
+# Indices pass through fp32 on the device.
+_MOST = 16_777_215
+_PERMUTE = "npu_moe_token_permute_with_routing_map"
+_PERMUTE_GRAD = "npu_moe_token_permute_with_routing_map_grad"
+_FINALIZE = "npu_moe_finalize_routing"
+
+
+class _Permuter(Backend, Protocol):
+    def plan_permute(self, tokens: Tensor, probs: Tensor | None, topk: int | None, /) -> Any:
+        """Return why it cannot take a call, or None: see :func:`mindspeed_dsa.ops.backend.plan`."""
+        return None
+
+    def plan_unpermute(self, row_map: Tensor, rows: int, probs: Tensor | None, /) -> Any:
+        """Return why it cannot take a call, or None: see :func:`mindspeed_dsa.ops.backend.plan`."""
+        return None
+
+    @abstractmethod
+    def permute(
+        self,
+        tokens: Tensor,
+        routing_map: Tensor,
+        probs: Tensor | None,
+        rows: int | None,
+        topk: int | None,
+        /,
+    ) -> Permutation:
+        """Return the rows expert by expert."""
+
+    @abstractmethod
+    def unpermute(
+        self,
+        permuted: Tensor,
+        row_map: Tensor,
+        tokens: int,
+        probs: Tensor | None,
+        addend: Tensor | None,
+        /,
+    ) -> Tensor:
+        """Return each token's rows, weighted and added up: ``[tokens, hidden]``."""
+
+    @abstractmethod
+    def sort_chunks(
+        self, tensors: Sequence[Tensor], split_sizes: Tensor, order: Tensor, /
+    ) -> tuple[Tensor, ...]:
+        """Put chunks of rows in another order, the same for each tensor."""
+
+
+class AutogradPermuter(_Permuter, Protocol):
+    """Functions that autograd differentiates."""
+
+    KIND: Literal["autograd"]
+
+
+class GradientPermuter(_Permuter, Protocol):
+    """Functions beside which there are those for their gradients; chunks go back by the inverse order."""
+
+    KIND: Literal["gradients"]
+
+    @abstractmethod
+    def permute_gradients(
+        self, grad_permuted: Tensor | None, grad_probs: Tensor | None, row_map: Tensor, routing_map: Tensor, /
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of ``[tokens, hidden]`` and of the probabilities ``[tokens, experts]``.
+
+        A gradient that is None is one of zeros, and so is its result; at least one is there.
+        """
+
+    @abstractmethod
+    def unpermute_gradients(
+        self, grad: Tensor, row_map: Tensor, rows: int, permuted: Tensor | None, probs: Tensor | None, /
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of the permuted rows, and of the probabilities where there are some."""
+
+
+Permuter = AutogradPermuter | GradientPermuter
+
+
+class _Plain(_Permuter, Protocol):
+    """Permutations by PyTorch's own gathers."""
+
+    def permute(
+        self, tokens: Tensor, routing_map: Tensor, probs: Tensor | None, rows: int | None, topk: int | None
+    ) -> Permutation:
+        found = of_routing(routing_map, rows)
+        permuted_probs = None
+        if probs is not None:
+            permuted_probs = probs.reshape(-1).index_select(0, found.slots(routing_map.shape[1]))
+        return tokens.index_select(0, found.tokens), permuted_probs, found.pack()
+
+    def sort_chunks(
+        self, tensors: Sequence[Tensor], split_sizes: Tensor, order: Tensor
+    ) -> tuple[Tensor, ...]:
+        sizes, places = split_sizes.tolist(), order.tolist()
+        return tuple(_in_order(tensor.split(sizes), places) for tensor in tensors)
+
+
+def _in_order(chunks: Sequence[Tensor], places: Sequence[int]) -> Tensor:
+    return torch.cat([chunks[place] for place in places])
+
+
+class Reference(_Plain, AutogradPermuter):
+    """Gather and indexed sum, by autograd."""
+
+    KIND: Literal["autograd"] = "autograd"
+
+    def unpermute(
+        self, permuted: Tensor, row_map: Tensor, tokens: int, probs: Tensor | None, addend: Tensor | None
+    ) -> Tensor:
+        found = unpack(row_map, tokens, len(permuted))
+        total = permuted.to(wide(permuted.dtype))
+        if probs is not None:
+            weights = probs.reshape(-1).index_select(0, found.slots(probs.shape[1]))
+            total = total * weights.to(total.dtype)[:, None]
+        total = total.new_zeros(tokens, total.shape[1]).index_add(0, found.tokens, total)
+        if addend is not None:
+            total = total + addend
+        return total.to(permuted.dtype)
+
+
+class Cpu(_Plain, GradientPermuter):
+    """Every row is read once and written once."""
+
+    KIND: Literal["gradients"] = "gradients"
+
+    def unsupported(self, shape: ShapeClass) -> str | None:
+        return None if shape.device == "cpu" else "it runs on CPU tensors only"
+
+    def permute_gradients(
+        self, grad_permuted: Tensor | None, grad_probs: Tensor | None, row_map: Tensor, routing_map: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        tokens, experts = routing_map.shape
+        either = grad_permuted if grad_permuted is not None else grad_probs
+        assert either is not None
+        found = unpack(row_map, tokens, len(either))
+        grad_tokens = None if grad_permuted is None else _add_up(grad_permuted, found, tokens, None, None)
+        return grad_tokens, None if grad_probs is None else _dense(grad_probs, found, tokens, experts)
+
+    def unpermute(
+        self, permuted: Tensor, row_map: Tensor, tokens: int, probs: Tensor | None, addend: Tensor | None
+    ) -> Tensor:
+        return _add_up(permuted, unpack(row_map, tokens, len(permuted)), tokens, probs, addend)
+
+    def unpermute_gradients(
+        self, grad: Tensor, row_map: Tensor, rows: int, permuted: Tensor | None, probs: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        tokens, hidden = grad.shape
+        found = unpack(row_map, tokens, rows)
+        if probs is None or permuted is None:
+            return grad.index_select(0, found.tokens), None
+        dtype = wide(torch.promote_types(grad.dtype, probs.dtype))
+        weights = probs.reshape(-1).index_select(0, found.slots(probs.shape[1])).to(dtype)
+        grad_permuted = torch.empty_like(permuted)
+        grad_weights = torch.empty(rows, dtype=dtype)
+        for first, last in _blocks(rows, hidden, dtype):
+            part = grad.index_select(0, found.tokens[first:last]).to(dtype)
+            torch.linalg.vecdot(part, permuted[first:last].to(dtype), out=grad_weights[first:last])
+            torch.mul(part, weights[first:last, None], out=grad_permuted[first:last])
+        return grad_permuted, _dense(grad_weights.to(probs.dtype), found, tokens, probs.shape[1])
+
+
+def _dense(by_row: Tensor, found: RowMap, tokens: int, experts: int) -> Tensor:
+    """Return ``[tokens, experts]`` with the values of rows ``[rows]``, and zeros."""
+    dense = by_row.new_zeros(tokens * experts)
+    return dense.index_copy_(0, found.slots(experts).long(), by_row).view(tokens, experts)
+
+
+def _add_up(
+    source: Tensor, found: RowMap, tokens: int, probs: Tensor | None, addend: Tensor | None
+) -> Tensor:
+    """Return the sums of each token's rows, in ascending order of rows, in fp32 where rows have 16 bits.
+
+    Args:
+        source: ``[rows, hidden]``.
+        found: the row map.
+        tokens: rows of the result.
+        probs: ``[tokens, experts]``, weights of the rows, or None.
+        addend: ``[tokens, hidden]``, added to the sum, or None.
+
+    Returns:
+        ``[tokens, hidden]`` in the dtype of ``source``.
+    """
+    source, offsets = source.contiguous(), found.starts(tokens)
+    weights = None
+    if probs is not None:
+        weights = probs.reshape(-1).index_select(0, found.slots(probs.shape[1]).index_select(0, found.rows))
+    mixed = weights is not None and weights.dtype != source.dtype
+    if addend is None and not mixed:
+        return _sums(source, found.rows, offsets, weights)
+    total = source.new_empty(tokens, source.shape[1])
+    for first, last in _blocks(tokens, source.shape[1], source.dtype):
+        begin, end = offsets[first].item(), offsets[last].item()
+        rows, bounds = found.rows[begin:end], offsets[first : last + 1] - begin
+        if weights is None or not mixed:
+            part = _sums(source, rows, bounds, None if weights is None else weights[begin:end])
+        else:
+            weighted = source.index_select(0, rows) * weights[begin:end, None]
+            part = _sums(weighted, torch.arange(len(rows), dtype=torch.int32), bounds, None)
+        if addend is None:
+            total[first:last] = part
+        else:
+            torch.add(part, addend[first:last], out=total[first:last])
+    return total
+
+
+def _sums(source: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the sums of listed rows without a copy of them, ``[len(offsets) - 1, hidden]``."""
+    return torch.embedding_bag(source, rows, offsets, False, 0, False, weights, True)[0]
+
+
+def _blocks(rows: int, hidden: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """Yield first and last row, one past it, of blocks that fit into a core's cache."""
+    step = max(_BLOCK_BYTES // max(hidden * dtype.itemsize, 1), 1)
+    for first in range(0, rows, step):
+        yield first, min(first + step, rows)
+
+
+class Npu(GradientPermuter):
+    """torch_npu's operators, which want every token to go to equally many experts.
+
+    Each token then owns ``topk`` rows, and the operators' ``sorted_indices [tokens * topk]`` is
+    :attr:`RowMap.rows`.
+    """
+
+    KIND: Literal["gradients"] = "gradients"
+
+    def unsupported(self, shape: ShapeClass) -> str | None:
+        if shape.dtype not in _NPU_DTYPES:
+            return "torch_npu's operators take fp32, bf16 and fp16"
+        return unavailable(shape.device, _PERMUTE, _PERMUTE_GRAD, _FINALIZE)
+
+    def plan_permute(self, tokens: Tensor, probs: Tensor | None, topk: int | None) -> Any:
+        if topk is None:
+            return "its operators need every token to go to equally many experts"
+        if not 1 <= topk < _MOST_EXPERTS_OF_A_TOKEN:
+            return f"{_PERMUTE} takes 1 to {_MOST_EXPERTS_OF_A_TOKEN - 1} experts for a token"
+        if len(tokens) * topk >= _MOST:
+            return f"{_PERMUTE} takes fewer than {_MOST} rows"
+        return None
+
+    def plan_unpermute(self, row_map: Tensor, rows: int, probs: Tensor | None) -> Any:
+        if len(row_map) != 3 * rows:
+            return "its operators need every token to have equally many rows"
+        if probs is not None:
+            return f"{_FINALIZE} has no gradient of its weights"
+        return None
+
+    def permute(
+        self, tokens: Tensor, routing_map: Tensor, probs: Tensor | None, rows: int | None, topk: int | None
+    ) -> Permutation:
+        assert topk is not None
+        # The operator wants probabilities in the dtype of the tokens, which rounds those of a router in fp32.
+        alike = probs is not None and probs.dtype == tokens.dtype
+        permuted, permuted_probs, listed = npu_op(_PERMUTE)(
+            tokens,
+            routing_map,
+            probs=probs if alike else None,
+            num_out_tokens=len(tokens) * topk,
+            drop_and_pad=False,
+        )
+        found = _row_map(listed, routing_map, topk)
+        if probs is not None and not alike:
+            permuted_probs = probs.reshape(-1).index_select(0, found.slots(probs.shape[1]))
+        return permuted, permuted_probs if probs is not None else None, found.pack()
+
+    def permute_gradients(
+        self, grad_permuted: Tensor | None, grad_probs: Tensor | None, row_map: Tensor, routing_map: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        tokens, experts = routing_map.shape
+        either = grad_permuted if grad_permuted is not None else grad_probs
+        assert either is not None
+        found = unpack(row_map, tokens, len(either))
+        alike = (
+            grad_permuted is not None and grad_probs is not None and grad_probs.dtype == grad_permuted.dtype
+        )
+        grad_tokens = dense = None
+        if grad_permuted is not None:
+            grad_tokens, dense = npu_op(_PERMUTE_GRAD)(
+                grad_permuted, grad_probs if alike else None, found.rows, routing_map, experts, tokens, False
+            )
+        if grad_probs is None:
+            return grad_tokens, None
+        if not alike:
+            dense = grad_probs.new_zeros(tokens * experts)
+            dense = dense.index_copy_(0, found.slots(experts).long(), grad_probs).view(tokens, experts)
+        return grad_tokens, dense
+
+    def unpermute(
+        self, permuted: Tensor, row_map: Tensor, tokens: int, probs: Tensor | None, addend: Tensor | None
+    ) -> Tensor:
+        topk = len(permuted) // tokens
+        # The operator wants the first row of every token, then the second of every token, and so on.
+        by_choice = unpack(row_map, tokens, len(permuted)).rows.view(tokens, topk).t().reshape(-1)
+        # How many rows a token has it takes from the scales. A parameter for this is in some releases only,
+        # and wants a CANN newer than most that they run with.
+        scales = permuted.new_ones(tokens, topk)
+        total: Tensor = npu_op(_FINALIZE)(permuted, addend, None, None, scales, by_choice, None)
+        return total
+
+    def unpermute_gradients(
+        self, grad: Tensor, row_map: Tensor, rows: int, permuted: Tensor | None, probs: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return grad.index_select(0, unpack(row_map, len(grad), rows).tokens), None
+
+    def sort_chunks(
+        self, tensors: Sequence[Tensor], split_sizes: Tensor, order: Tensor
+    ) -> tuple[Tensor, ...]:
+        device = tensors[0].device
+        before = chunk_rows(split_sizes.to(device), order.to(device), len(tensors[0]))
+        return tuple(tensor.index_select(0, before) for tensor in tensors)
+
+
+def _row_map(listed: Tensor, routing_map: Tensor, topk: int) -> RowMap:
+    """Return the map of the operator's ``sorted_indices``; waits for nothing."""
+    rows = len(listed)
+    token = torch.arange(rows // topk, dtype=torch.int32, device=listed.device)
+    by_place = token[:, None].expand(-1, topk).reshape(-1)
+    tokens = torch.empty_like(listed).index_copy_(0, listed.long(), by_place)
+    counts = routing_map.sum(0, dtype=torch.int32)
+    return RowMap(None, listed, tokens, group_of_rows(counts, rows))
