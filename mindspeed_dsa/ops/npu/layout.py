@@ -45,7 +45,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """What the operators call it."""
+        """Return the operators' name of the layout."""
         return "BSND" if self.sequences is None else "TND"
 
     @property
@@ -62,7 +62,7 @@ class Layout:
 
     @cached_property
     def query_lengths(self) -> Tensor:
-        """What the operators other than the losses want: int32, prefix sums (TND) or lengths (BSND)."""
+        """Return lengths for operators other than the losses: int32, prefix sums (TND) or lengths (BSND)."""
         return self._lengths(self.query_length)
 
     @cached_property

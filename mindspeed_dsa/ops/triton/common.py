@@ -122,7 +122,7 @@ def product(a, b, acc, WIDEN: tl.constexpr):
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter: TRITON_INTERPRET was 1 when they were defined."""
+    """Return whether kernels run in Triton's interpreter: TRITON_INTERPRET was 1 when they were defined."""
     return not isinstance(row_lengths_kernel, triton.JITFunction)
 
 
@@ -215,7 +215,7 @@ def dim_blocks(value_dim: int, dim: int) -> dict[str, Any]:
 
 
 def widen(tensor: Tensor) -> bool:
-    """Whether :func:`product` must widen its operands here."""
+    """Return whether :func:`product` must widen its operands here."""
     return interpreted() and tensor.dtype == torch.bfloat16
 
 
@@ -235,7 +235,7 @@ def dense_rows(tensor: Tensor) -> Tensor:
 
 
 def aligned(tensor: Tensor) -> bool:
-    """Whether every row of the last dimension begins at a multiple of 16 bytes."""
+    """Return whether every row of the last dimension begins at a multiple of 16 bytes."""
     return tensor.data_ptr() % 16 == 0 and all(
         stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:-1]
     )
