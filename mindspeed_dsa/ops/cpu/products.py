@@ -3,7 +3,7 @@
 * fp32: PyTorch's own products go to the BLAS that it was built with. On x86 that is MKL, which uses half of
   the vector width where the processor is not Intel's; oneDNN, which PyTorch also carries, does not. Where it
   is, MKL takes half of oneDNN's time for products as small as these.
-* bf16, where ``cpu_bf16.py`` finds that faster than widening: sums are in fp32, and so is the result.
+* bf16, where ``bf16.py`` finds that faster than widening: sums are in fp32, and so is the result.
   PyTorch's own products would round it to bf16, too coarse for scores. MKL's ``cblas_gemm_bf16bf16f32`` does
   not; it is called in the library that PyTorch has loaded, after a probe.
 """

@@ -1,4 +1,4 @@
-"""Gradients of the index scores on CPU where keys are few, on chunks of rows: see ``ops/cpu_chunks.py``."""
+"""Gradients of the index scores on CPU where keys are few, on chunks of rows: see ``ops/cpu/chunks.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sparse flash attention on CPU where keys are few, on chunks of rows: see ``ops/cpu_chunks.py``.
+"""Sparse flash attention on CPU where keys are few, on chunks of rows: see ``ops/cpu/chunks.py``.
 
 How often a row selected a key, its count, does the masking. A key that is listed twice counts twice, as it
 does where keys are gathered. That everything is finite avoids what costs up to twenty times the time:
