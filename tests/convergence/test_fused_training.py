@@ -10,11 +10,19 @@ by itself is printed beside the drift of Megatron's own run after a change of on
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from tests.features.dsa.fused_cases import ties_to_the_lowest
+from tests.support import observe
+from tests.support.example_job import RankOutcome, train
 from tests.support.figures import tell
 from tests.support.pool import WorkerPool
 
@@ -43,7 +51,7 @@ class Job:
             "--new-run --no-save --no-plot --no-tensorboard"
         ).split()
         argv += flags or []
-        return self._pool.run("tests.convergence.cases:outcome", 1, argv=argv, timeout_s=900, **arguments)[0]
+        return self._pool.run(f"{__name__}:outcome", 1, argv=argv, timeout_s=900, **arguments)[0]
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +105,42 @@ def test_against_torch_topk(job):
     theirs, ours = (job(stable=False, switches=each) for each in (None, FUSED))
     assert_within_bounds(gaps("torch.topk, first step", ours, theirs, steps=1))
     gaps("torch.topk, twenty steps", ours, theirs)
+
+
+# -- what the one rank does ---------------------------------------------------------------------
+
+
+def outcome(
+    argv: Sequence[str],
+    switches: Mapping[str, Any] | None = None,
+    stable: bool = True,
+    forced: observe.Choices | None = None,
+    noise: float = 0.0,
+) -> RankOutcome:
+    """Records and choices of the job.
+
+    Args:
+        argv: flags of the job.
+        switches: features to switch on.
+        stable: Megatron's indexer decides ties as the operators do.
+        forced: choices of indexers and routers to be made instead of the model's own.
+        noise: relative change of one token's embedding before the first step.
+    """
+    rule = ties_to_the_lowest() if stable else contextlib.nullcontext()
+    with rule, _disturbed(noise):
+        return train(argv, switches=switches, forced=forced)
+
+
+@contextlib.contextmanager
+def _disturbed(noise: float) -> Iterator[None]:
+    attach = observe.Observer.attach
+
+    def disturb(self: observe.Observer, stepper: Any) -> None:
+        with torch.no_grad():
+            for chunk in stepper.model:
+                embeddings = dict(chunk.named_parameters())["module.embedding.word_embeddings.weight"]
+                embeddings[100] *= 1 + noise
+        attach(self, stepper)
+
+    with mock.patch.object(observe.Observer, "attach", disturb):
+        yield

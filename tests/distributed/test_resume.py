@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,6 @@ from tests.distributed.parity import MODEL, TRAINING, Lab, Layout
 from tests.support import example_job
 from tests.support.pool import WorkerPool
 
-HERE = "tests.distributed.test_resume"
 STEPS, SAVED = 4, 2
 LAYOUTS = {
     each.name: each
@@ -97,9 +95,11 @@ def go(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Go:
         source = whole(first, first_optimizer, model)
         again = tmp_path / f"again-{first}-{second}-{first_optimizer}-{second_optimizer}-{model}"
         flags = f"{second_optimizer} {model} --no-save --load {source.folder} --ckpt-step {SAVED}"
-        ranks = train(f"{HERE}:go_on", LAYOUTS[second], flags, again=str(again))
+        ranks = train(f"{__name__}:go_on", LAYOUTS[second], flags, again=str(again))
         files = [(str(source.folder), SAVED), (str(again), SAVED)]
-        (saved, saved_steps), (loaded, loaded_steps) = pool.run(f"{HERE}:contents", 1, checkpoints=files)[0]
+        (saved, saved_steps), (loaded, loaded_steps) = pool.run(f"{__name__}:contents", 1, checkpoints=files)[
+            0
+        ]
         if first_optimizer == second_optimizer:
             assert loaded.keys() == saved.keys()
         moments = [name for name in loaded if ".exp_avg" in name]
@@ -238,8 +238,6 @@ class Resumed:
 
 def go_on(argv: Sequence[str], again: str, switches: Mapping[str, Any]) -> Resumed:
     """Run the job, and write what it has loaded to the folder ``again`` before the first step."""
-    if example_job.EXAMPLES not in sys.path:
-        sys.path.insert(0, example_job.EXAMPLES)
     from dsa_job import checkpoint
 
     load = checkpoint.load

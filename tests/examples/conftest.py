@@ -17,8 +17,6 @@ from tests.support import warm
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
-if str(ROOT / "examples") not in sys.path:
-    sys.path.insert(0, str(ROOT / "examples"))
 
 TINY = """
 --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --q-lora-rank 16

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
+import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tests.support import dense, memory_events
+from tests.support import memory_events
 from tests.support.gradient_pieces import Piece
 from tests.support.observe import Choices, Fault, Key, Observer, Place
-
-EXAMPLES = str(Path(__file__).absolute().parents[2] / "examples")
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,6 @@ def train(
         fault: a gradient to spoil.
         signs: whether the signs of indexers' products are among the choices.
     """
-    if EXAMPLES not in sys.path:
-        sys.path.insert(0, EXAMPLES)
     from dsa_job.arguments import parse_args
     from dsa_job.validation import World, check
 
@@ -70,9 +67,7 @@ def train(
     if stock:
         from mindspeed_dsa import session
 
-        session.enable_from_argv(
-            []
-        )  # what importing the one-liner does, for the first time as for later ones
+        session.enable_from_argv([])  # as the one-liner does when it is imported for the first time
     else:
         check(args, World.from_environment())
         mindspeed_dsa.enable(
@@ -96,7 +91,7 @@ def train(
     with (
         mock.patch.object(training, "Stepper", watched_stepper),
         observer.watching_fused_indexers(),
-        dense.instead_of_dsa(stock),
+        instead_of_dsa(stock),
         memory_events.counted() as memory,
     ):
         records = training.train(args)
@@ -120,3 +115,64 @@ def read(checkpoints: Sequence[tuple[str, int]]) -> list[dict[str, torch.Tensor]
         for folder, step in checkpoints
     ]
     return [{k: v for k, v in content.items() if isinstance(v, torch.Tensor)} for content in contents]
+
+
+@contextlib.contextmanager
+def instead_of_dsa(active: bool) -> Iterator[None]:
+    """Make the job build Megatron's plain GPT: multi-head attention, LayerNorm, dense MLP.
+
+    It is the control, which no DSA repair has touched.
+    """
+    if not active:
+        yield
+        return
+    from dsa_job import model, training
+
+    with (
+        mock.patch.object(training, "model_config", _config),
+        mock.patch.object(model, "_build_chunk", _build_chunk),
+    ):
+        yield
+
+
+def _config(args: argparse.Namespace) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        init_method_std=args.init_method_std,
+        add_bias_linear=False,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        overlap_p2p_comm=args.overlap_p2p_comm,
+        batch_p2p_comm=not args.overlap_p2p_comm,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        deterministic_mode=True,
+    )
+
+
+def _build_chunk(args: argparse.Namespace, config: Any, stage: int | None) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    where: dict[str, Any] = {} if stage is None else {"ignore_virtual": False, "vp_stage": stage}
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
+        position_embedding_type="rope",
+        vp_stage=stage,
+    )
+    model.vp_stage = stage
+    return model

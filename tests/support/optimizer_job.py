@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.memory.measure import live_bytes, storage_bytes
+from mindspeed_dsa.megatron.releases import takes
 from mindspeed_dsa.parallel.local_shards import local_of
 from tests.support.model import _forward_step_of, config, gpt_model, samples, start
 
@@ -79,8 +81,6 @@ def assemble(
     )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
-
-    from mindspeed_dsa.megatron.releases import takes
 
     dtype = DTYPES[precision]
     types = {"bf16": precision == "bf16", "fp16": precision == "fp16", "params_dtype": dtype}
@@ -195,14 +195,10 @@ def train(
     job = build(**options)
     shared_storage.default_block = usual
     if load:
-        from tests.support.checkpoints import load_from
-
         load_from(job, *load)
     before = state(job) if load else {}
     records = [step(job, number, spoil=number == skip) for number in range(first, first + steps)]
     if save:
-        from tests.support.checkpoints import save_to
-
         save_to(job, *save)
     return {"records": records, "loaded": before, "placed": places(job), **state(job)}
 
@@ -375,3 +371,66 @@ def without_memory(switches: dict[str, Any]) -> str:
 
     with mock.patch.object(host_pool, "host_memory_free", return_value=0):
         return error_of_build(switches=switches)
+
+
+# -- saving and loading as Megatron's training loop does it, by each of its formats ---------------
+
+PLAIN = "torch_dist"  # without the distributed optimizer
+TORCH = "torch"  # the old format: state dicts and, for the distributed optimizer, a file of parameter states
+
+
+def save_to(job: Job, way: str, folder: str) -> None:
+    """Save by a ``way``: ``torch``, or the sharding type of the distributed optimizer in torch_dist."""
+    from megatron.core import parallel_state
+
+    gather(job)
+    if way == TORCH:
+        state, parameters = _files(folder)
+        if parallel_state.get_expert_data_parallel_rank() == 0:
+            content = {"model": job.model.state_dict_for_save_checkpoint()}
+            torch.save({**content, "optimizer": job.optimizer.state_dict()}, state)
+        if job.ddp.use_distributed_optimizer:
+            job.optimizer.save_parameter_state(parameters)
+        torch.distributed.barrier()
+        return
+    from dsa_job.torch_dist import save_in_this_process
+    from megatron.core import dist_checkpointing
+
+    # Megatron's writer needs psutil.
+    dist_checkpointing.save(_sharded(job, way, is_loading=False), folder, save_in_this_process())
+
+
+def load_from(job: Job, way: str, folder: str) -> None:
+    """Load what :func:`save_to` wrote; model first, then optimizer, like Megatron."""
+    if way == TORCH:
+        state = torch.load(_files(folder)[0], weights_only=False)
+    else:
+        from megatron.core import dist_checkpointing
+
+        state = dist_checkpointing.load(_sharded(job, way, is_loading=True), folder)
+    job.model.load_state_dict(state["model"])
+    job.optimizer.load_state_dict(state["optimizer"])
+    if way == TORCH and job.ddp.use_distributed_optimizer:
+        job.optimizer.load_parameter_state(_files(folder)[1])
+
+
+def _files(folder: str) -> tuple[str, str]:
+    """Of this expert parallel rank; like Megatron's, they are written once for all of its replicas."""
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_expert_model_parallel_rank()
+    return str(Path(folder, f"state-{rank}.pt")), str(Path(folder, f"parameters-{rank}.pt"))
+
+
+def _sharded(job: Job, way: str, is_loading: bool) -> dict[str, Any]:
+    metadata = {"distrib_optim_sharding_type": way, "chained_optim_avoid_prefix": True}
+    # FSDP2's optimizers know the distributed optimizer's formats.
+    fsdp2 = hasattr(job.ddp, "reshard_after_forward")
+    if way == PLAIN or not (job.ddp.use_distributed_optimizer or fsdp2):
+        metadata.pop("distrib_optim_sharding_type")
+    model = job.model.module.sharded_state_dict()
+    how: dict[str, Any] = {"metadata": metadata}
+    if not takes(type(job.parts[0]).sharded_state_dict, "metadata"):  # before 0.14
+        how = {"sharding_type": way} if job.ddp.use_distributed_optimizer else {}
+    optimizer = job.optimizer.sharded_state_dict(model, is_loading=is_loading, **how)
+    return {"model": model, "optimizer": optimizer}

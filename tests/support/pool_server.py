@@ -4,6 +4,11 @@ Reads one JSON object a line. ``{"address": ..., "log": ...}`` starts a worker, 
 the answer is its process id. ``{"wait": ...}`` names one that ends; the answer is its exit code.
 """
 
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
 import json
 import os
 import signal
@@ -12,9 +17,31 @@ import traceback
 from multiprocessing.connection import Client
 from typing import TextIO
 
-from tests.support import preload, worker
+import mindspeed_dsa
+from tests.support import sources, third_party, worker
 
-__all__ = ["preload"]
+_MEGATRON = (
+    "megatron.core.dist_checkpointing",
+    "megatron.core.distributed",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.transformer.experimental_attention_variant.dsa",
+)
+
+
+def preload() -> None:
+    """Import what workers need, so that each of them is forked with it."""
+    gc.disable()  # imports leave no garbage
+    third_party.load(third_party.OF_CASES)
+    sources.parse_once()
+    sources.check_all()
+    third_party.out_of_sight()
+    with contextlib.redirect_stderr(io.StringIO()), mindspeed_dsa.enabled(mindspeed_platform="cpu"):
+        # As in a job, so that what Megatron would compile stays eager.
+        third_party.load(_MEGATRON)
+    gc.enable()
 
 
 def main(answers: TextIO) -> None:
@@ -30,7 +57,7 @@ def main(answers: TextIO) -> None:
 
 
 def work(address: str, log: str) -> None:
-    """What the forked child does; never returns."""
+    """Serve a pool in the forked child; never returns."""
     code = 0
     try:
         worker.serve(Client(address, "AF_UNIX"), log)
@@ -42,4 +69,5 @@ def work(address: str, log: str) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on the terminal: the pool ends its workers
+    preload()
     main(sys.stdout)

@@ -11,7 +11,6 @@ import pytest
 
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.tools.planner import arguments, flags, sizes, timing
-from tests.support.example_job import EXAMPLES
 from tests.tools.planner.jobs import DEEPSEEK, DENSE, EXAMPLE, deepseek, example
 
 HEAVY = ("torch", "megatron", "numpy", "matplotlib")
@@ -22,8 +21,7 @@ def test_planning_imports_neither_torch_nor_megatron():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_defaults_of_the_example_job_are_those_of_its_own_table(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
+def test_defaults_of_the_example_job_are_those_of_its_own_table():
     from dsa_job.flags import FLAGS
 
     theirs = {flag.name[2:].replace("-", "_"): flag.default for flag in FLAGS.values()}

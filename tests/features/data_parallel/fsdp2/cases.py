@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.patches.errors import SettingsError
-from tests.support.checkpoints import PLAIN, load_from, save_to
 from tests.support.model import DSA_ON, start
-from tests.support.optimizer_job import assemble, master_value, state, step
+from tests.support.optimizer_job import PLAIN, assemble, load_from, master_value, save_to, state, step
 
 WAY = "fully_reshardable"
 # A router of six rows, which have no quarters, and norms of nineteen weights, which have no halves.
