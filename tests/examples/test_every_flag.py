@@ -42,7 +42,7 @@ USED = {
         2,
         f"--moe-batch-overlap --moe-batch-overlap-always --micro-batch-size 2 {WIDE} {EP}",
     ),
-    "compiled regions": (1, "--compile-regions --compile-bypass TransformerLayer"),
+    "compiled regions": (1, "--compile-regions"),
     "context parallel": (2, f"{CP} --cp-comm-type allgather"),
     "context parallel, by name": (2, f"{CP} --context-parallel-algo kvallgather_cp_algo"),
     "context parallel, dense": (

@@ -3,44 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.megatron.configuration import argument
-from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of ``--compile-regions``.
-
-    Attributes:
-        bypass: operators that the compiler neither decomposes nor fuses, as they were written.
-    """
-
-    bypass: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, settings: Any) -> Options:
-        """Read them from resolved settings, or from arguments.
-
-        Raises:
-            SettingsError: a list without anything to compile.
-        """
-        bypass = tuple(getattr(settings, "compile_bypass", None) or ())
-        if bypass and not getattr(settings, "compile_regions", False):
-            raise SettingsError(
-                f"--compile-bypass {' '.join(bypass)} does nothing without --compile-regions; add that, or "
-                "omit it"
-            )
-        return cls(bypass)
-
-
-def regions_wanted(settings: Any) -> bool:
-    """Return whether the switch is on, or its list given, which is then refused without it."""
-    return bool(getattr(settings, "compile_regions", False) or getattr(settings, "compile_bypass", None))
 
 
 def check_regions(args: Any, options: Any) -> Iterator[str]:
@@ -69,14 +36,6 @@ FEATURE = Feature(
             "--compile-regions",
             "Compile latent attention's prolog and epilog, the router and the shared expert with "
             "torch.compile, each as one graph; attention itself and all communication stay as they are.",
-        ),
-        Flag(
-            "--compile-bypass",
-            "ATen operators that the compiler neither decomposes nor fuses: compiled code calls them as they "
-            "are, for operators that its own code is slower than.",
-            kind="value",
-            nargs="+",
-            metavar="OP",
         ),
     ),
     patches=(
@@ -144,9 +103,6 @@ FEATURE = Feature(
         ),
     ),
     requires=Requires(versions={"megatron-core": _RELEASES, "torch": ">=2.13"}),
-    active=regions_wanted,
-    options=Options.of,
     check=check_regions,
-    on_finalize=f"{_IMPL}.bypass:check_operators",
     doc="compile-regions.md",
 )

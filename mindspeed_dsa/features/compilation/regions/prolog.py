@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.compilation.regions import latent_math
-from mindspeed_dsa.features.compilation.regions.feature import Options
 from mindspeed_dsa.features.compilation.regions.latent_math import Down, Sizes
 from mindspeed_dsa.features.compilation.regions.region import Regions, open_rows, regions_of, rows_of
 from mindspeed_dsa.megatron.compiled_attention import CompiledSteps, offer
@@ -26,7 +25,7 @@ from mindspeed_dsa.megatron.local_modules import norm_of_fused_layer
 PROLOG, EPILOG = "prolog of latent attention", "epilog of latent attention"
 
 
-def offer_to_attention(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+def offer_to_attention(original: Callable[..., None], context: Context[None]) -> Callable[..., None]:
     """Decorate ``MLASelfAttention.__init__``."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -46,7 +45,7 @@ def offer_to_attention(original: Callable[..., None], context: Context[Options])
     return __init__
 
 
-def compile_prolog(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+def compile_prolog(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
     """Decorate ``MLASelfAttention.get_query_key_value_tensors``, whose form is by head."""
     regions = regions_of(context)
 

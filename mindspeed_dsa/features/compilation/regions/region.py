@@ -16,8 +16,6 @@ from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.compilation.regions import bypass
-from mindspeed_dsa.features.compilation.regions.feature import Options
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.patches import versions
 
@@ -40,7 +38,6 @@ class Region:
         name: str,
         function: Callable[..., Any],
         rows: int,
-        operators: tuple[bypass.Operator, ...],
         log: Log,
     ) -> None:
         self.name = name
@@ -49,7 +46,6 @@ class Region:
         self.failure: str | None = None
         self._function = function
         self._rows = rows
-        self._bypassed = operators
         self._log = log
         self._compiled = torch.compile(function, fullgraph=True, backend=self._backend)
 
@@ -95,15 +91,12 @@ class Region:
 
         started = time.perf_counter()
         device = next(each.device.type for each in inputs if isinstance(each, Tensor))
-        # The cache of whole graphs does not know about bypassed operators; that of code does.
-        caching: dict[str, Any] = {"enable_autograd_cache": False} if self._bypassed else {}
-        with config.patch(force_non_lazy_backward_lowering=True, **caching):
+        with config.patch(force_non_lazy_backward_lowering=True):
             compiled = compile_fx(
                 graph,
                 inputs,
                 # Round to bf16 where the operators do that are fused.
                 config_patches={"emulate_precision_casts": True, **inductor_settings(device)},
-                **bypass.arguments(self._bypassed),
             )
         self.compilations += 1
         self.seconds += time.perf_counter() - started
@@ -119,8 +112,8 @@ class Region:
 class Regions:
     """Regions of one session, each compiled at its first call."""
 
-    def __init__(self, context: Context[Options]) -> None:
-        self._options, self._log = context.options, context.log
+    def __init__(self, context: Context[None]) -> None:
+        self._log = context.log
         self._regions: dict[str, Region] = {}
         self._usable: dict[str, bool] = {}
 
@@ -128,8 +121,7 @@ class Regions:
         """Return the region of that name; the first ``rows`` arguments come from :func:`rows_of`."""
         region = self._regions.get(name)
         if region is None:
-            operators = bypass.resolve(self._options.bypass)
-            region = self._regions[name] = Region(name, function, rows, operators, self._log)
+            region = self._regions[name] = Region(name, function, rows, self._log)
         return region
 
     def all(self) -> tuple[Region, ...]:
@@ -151,7 +143,7 @@ class Regions:
         self._log.info("the %s runs as it is: %s", region, reason, once=(region, reason))
 
 
-def regions_of(context: Context[Options]) -> Regions:
+def regions_of(context: Context[None]) -> Regions:
     """Return the regions of the context's session."""
     return context.state(Regions)
 

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.compilation.regions.feature import Options
 from mindspeed_dsa.features.compilation.regions.region import regions_of, rows_of
 
 ROUTER = "router"
@@ -63,7 +62,7 @@ def follow_router(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def compile_gating(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
+def compile_gating(original: Callable[..., Tensor], context: Context[None]) -> Callable[..., Tensor]:
     """Decorate ``TopKRouter.gating``."""
     regions = regions_of(context)
 
@@ -173,7 +172,7 @@ def _is_same(logits: Tensor, computed: Tensor | None) -> bool:
     )
 
 
-def _why_not(router: Any, context: Context[Options]) -> str | None:
+def _why_not(router: Any, context: Context[None]) -> str | None:
     config = router.config
     if getattr(config, "moe_router_fusion", False):
         return "--moe-router-fusion has operators of its own"

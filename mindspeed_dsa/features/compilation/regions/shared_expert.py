@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.compilation.regions.feature import Options
 from mindspeed_dsa.features.compilation.regions.region import regions_of, rows_of
 from mindspeed_dsa.megatron.inlinable import Linear, linear_of
 
@@ -43,9 +42,7 @@ def expert(rows: Tensor, first: Linear | None, second: Linear | None, activation
     return between if second is None else second.of(between)
 
 
-def compile_shared_expert(
-    original: Callable[..., Tensor], context: Context[Options]
-) -> Callable[..., Tensor]:
+def compile_shared_expert(original: Callable[..., Tensor], context: Context[None]) -> Callable[..., Tensor]:
     """Decorate ``SharedExpertMLP.forward``."""
     regions = regions_of(context)
 
@@ -76,7 +73,7 @@ def compile_shared_expert(
     return forward
 
 
-def _why_not(module: Any, context: Context[Options]) -> str | None:
+def _why_not(module: Any, context: Context[None]) -> str | None:
     config = module.config
     if config.add_bias_linear:
         return "its products have biases"

@@ -159,32 +159,6 @@ def tried(works: bool) -> tuple[dict[str, Any], list[str]]:
         return region.inductor_settings.__wrapped__("cpu"), asked
 
 
-def bypassed(name: str) -> tuple[list[str], bool]:
-    """What reaches the code generator of ``silu(x) * y`` with one operator bypassed; whether values agree."""
-    from torch._inductor import compile_fx
-
-    from mindspeed_dsa.features.compilation.regions import bypass
-
-    seen: list[str] = []
-
-    def note(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return graph.forward
-
-    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.silu(x) * y
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        with torch._functorch.config.patch(enable_autograd_cache=False):
-            return compile_fx.compile_fx(graph, inputs, **bypass.arguments(bypass.resolve((name,))))
-
-    x, y = torch.randn(2, 5, 7)
-    with mock.patch.object(compile_fx, "compile_fx_inner", note):
-        found = torch.compile(function, fullgraph=True, backend=backend)(x, y)
-    # Inductor's graphs return lists, which a plain graph's forward does as well.
-    return seen, torch.equal(found, function(x, y))
-
-
 def shared_expert(switches: Mapping[str, Any]) -> list[torch.Tensor]:
     """A shared expert's output, with Megatron's fusions and an activation function that is GELU."""
     job.start(switches)

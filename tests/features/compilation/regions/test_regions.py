@@ -137,40 +137,6 @@ def test_the_first_vector_instructions_alone_are_tried(pool, works, settings):
     assert pool.run(f"{CASES}:tried", 1, works=works) == [(settings, ["avx512 avx512_vnni"])]
 
 
-def test_a_bypassed_operator_stays_whole(pool):
-    ((seen, same),) = pool.run(f"{CASES}:bypassed", 1, name="silu")
-    assert "mindspeed_dsa_bypass.aten_silu.default" in seen
-    assert same
-    ((seen, same),) = pool.run(f"{CASES}:bypassed", 1, name="mm")
-    assert not any("silu" in each for each in seen), "without the list it is decomposed"
-    assert same
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("silux", "ATen has no operator silux; the nearest is silu"),
-        ("aten.transpose", "returns a view"),
-        ("rms_norm", "made of other operators"),
-    ],
-)
-def test_operators_that_cannot_be_bypassed(pool, name, message):
-    (said,) = pool.run(
-        "tests.support.model:error_of",
-        1,
-        case="mindspeed_dsa.features.compilation.regions.bypass:resolve",
-        names=(name,),
-    )
-    assert message in said
-
-
-def test_a_list_without_the_switch():
-    import mindspeed_dsa
-
-    with pytest.raises(mindspeed_dsa.MindSpeedDSAError, match="does nothing without --compile-regions"):
-        mindspeed_dsa.enable(compile_bypass=["silu"])
-
-
 def test_megatrons_fused_gelu_stays(pool):
     off, on = (pool.run(f"{CASES}:shared_expert", 1, switches=each) for each in ({}, ON))
     assert torch.equal(off[0][0], on[0][0])
