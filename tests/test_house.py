@@ -1,0 +1,118 @@
+"""Where a module lies and how large it is: shared rooms hold what is shared, and one idea is one file."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+import mindspeed_dsa
+from tests.support.import_graph import Sources
+
+PACKAGE = "mindspeed_dsa"
+FOLDER = Path(mindspeed_dsa.__file__).parent
+SHARED = ("megatron", "parallel", "context_parallel", "runs")
+"""Rooms for code that features of at least two kinds, or a kind and a higher room, use."""
+SMALLEST, LARGEST = 60, 500
+SMALL = {
+    "__main__": "the command `python -m mindspeed_dsa`",
+    "megatron_adaptor": "the one line in a training script",
+    "tools.compat.__main__": "the command behind `make compat` and `make docs`",
+    "ops.indexer_kl_loss.reference": "the formula alone, as every large operator has it",
+}
+"""Files below :data:`SMALLEST` lines that only their own folder imports, and why they stand alone."""
+
+
+@pytest.fixture(scope="module")
+def sources() -> Sources:
+    return Sources(FOLDER, PACKAGE)
+
+
+def short(module: str) -> str:
+    return module.removeprefix(PACKAGE).lstrip(".")
+
+
+def owner(module: str) -> str:
+    """``features.moe`` for a kind, ``ops.rotary`` for an operator, else the room."""
+    parts = short(module).split(".")
+    return ".".join(parts[:2]) if parts[0] in ("features", "ops") and len(parts) > 2 else parts[0]
+
+
+def users(sources: Sources) -> dict[str, set[str]]:
+    """Owners that import each module, directly or through modules of the same owner's room."""
+    importers = defaultdict(set)
+    for reference in sources.references:
+        importers[reference.imported].add(reference.importer)
+    found = {}
+    for module in sources.files:
+        seen, todo, owners = set(), [module], set()
+        while todo:
+            for importer in importers[todo.pop()] - seen:
+                seen.add(importer)
+                if owner(importer) == owner(module):
+                    todo.append(importer)
+                else:
+                    owners.add(owner(importer))
+        found[module] = owners
+    return found
+
+
+def listed(wrong: list[str]) -> str:
+    return "\n".join(["", *sorted(wrong)])
+
+
+def test_shared_rooms_hold_what_is_shared(sources):
+    """A module with one user lies with that user."""
+    wrong = [
+        f"{short(module)} is used by {', '.join(owners) or 'nobody'} alone"
+        for module, owners in users(sources).items()
+        if short(module).partition(".")[0] in SHARED
+        and sources.files[module].name != "__init__.py"
+        and len(owners) < 2
+    ]
+    assert not wrong, listed(wrong)
+
+
+def test_what_operators_share_has_two_users(sources):
+    """Modules beside the operators' folders, or in the folders of a kind of device."""
+    devices = ("cpu", "npu", "triton")
+    operators = {
+        path.name for path in (FOLDER / "ops").iterdir() if path.is_dir() and path.name not in devices
+    }
+    wrong = []
+    for module, owners in users(sources).items():
+        parts = short(module).split(".")
+        shared = parts[0] == "ops" and len(parts) > 1 and parts[1] not in operators
+        if shared and sources.files[module].name != "__init__.py" and len(owners) < 2:
+            wrong.append(f"{short(module)} is used by {', '.join(owners) or 'nobody'} alone")
+    assert not wrong, listed(wrong)
+
+
+def test_small_files_have_a_second_importer(sources):
+    importers = defaultdict(set)
+    for reference in sources.references:
+        importers[reference.imported].add(sources.files[reference.importer].parent)
+    wrong = []
+    for module, file in sources.files.items():
+        lines = len(file.read_text(encoding="utf-8").splitlines())
+        # The registry finds declarations by their name.
+        if file.name in ("__init__.py", "feature.py") or lines >= SMALLEST or short(module) in SMALL:
+            continue
+        if len(importers[module] - {file.parent}) < 1:
+            wrong.append(f"{short(module)} has {lines} lines, and only its own folder imports it")
+    assert not wrong, listed(wrong)
+
+
+def test_no_file_is_too_long_to_read(sources):
+    lengths = {
+        module: len(file.read_text(encoding="utf-8").splitlines()) for module, file in sources.files.items()
+    }
+    wrong = [f"{short(module)} has {lines} lines" for module, lines in lengths.items() if lines > LARGEST]
+    assert not wrong, listed(wrong)
+
+
+def test_every_exception_is_needed(sources):
+    for name in SMALL:
+        file = sources.files[f"{PACKAGE}.{name}"]
+        assert len(file.read_text(encoding="utf-8").splitlines()) < SMALLEST, name
