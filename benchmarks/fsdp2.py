@@ -25,7 +25,7 @@ from benchmarks.linkbed import LinkBed
 from benchmarks.memory.measure import storage_bytes
 from benchmarks.moe.problem import minima
 from benchmarks.registry import Metrics
-from mindspeed_dsa.features.data_parallel.fsdp2 import shards, transfers
+from mindspeed_dsa.features.data_parallel.fsdp2 import copy_out, shards
 
 RATE = "2gbit"
 _RECEIVED = Path("/sys/class/net/slow0/statistics/rx_bytes")
@@ -129,7 +129,7 @@ def copy_out_passes(sizes: Sizes) -> dict[str, float]:
 
     To copy is two passes.
     """
-    ours = transfers.in_one_pass(_fsdp_param_group.foreach_all_gather_copy_out)
+    ours = copy_out.in_one_pass(_fsdp_param_group.foreach_all_gather_copy_out)
     found = {}
     for name, function in (
         ("FSDP2", _fsdp_param_group.foreach_all_gather_copy_out),

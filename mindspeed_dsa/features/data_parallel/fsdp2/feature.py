@@ -315,7 +315,7 @@ FEATURE = Feature(
         Patch(
             f"{_COLLECTIVES}:foreach_all_gather_copy_out",
             "wrap",
-            "mindspeed_dsa.features.data_parallel.fsdp2.transfers:in_one_pass",
+            "mindspeed_dsa.features.data_parallel.fsdp2.copy_out:in_one_pass",
             "copies each weight once, where FSDP2 copies those not cut on their first dimension twice",
             params=("all_gather_result", "fsdp_params", "group"),
         ),

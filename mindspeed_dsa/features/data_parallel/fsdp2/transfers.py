@@ -1,9 +1,6 @@
-"""Transfers of FSDP2: weights out of the gathered buffer in one pass, and messages between processors.
+"""Transfers of FSDP2 between processors, as messages.
 
-FSDP2 splits the buffer that it gathers into, and copies once more what was not cut on its first dimension,
-which reads and writes all of the weight again; here each weight is copied once.
-
-Between processors, pieces of weights and gradients travel from where they lie to where they belong. Over gloo
+Pieces of weights and gradients travel from where they lie to where they belong. Over gloo
 an all-gather goes through two buffers beside the weights, each as large as all of them, and starts behind
 what is sent the other way; without streams, backward waits for every reduction. Here ranks send messages to
 each other, receives first, and a unit's sums are waited for once those of the next unit are on their way.
@@ -11,24 +8,20 @@ each other, receives first, and a unit's sums are waited for once those of the n
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from mindspeed_dsa.features.data_parallel.fsdp2 import checks
+from mindspeed_dsa.features.data_parallel.fsdp2.copy_out import by_rank, place, written_unseen
 from mindspeed_dsa.parallel import buffer_pool
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.parallel.transfers import exchange_pairs
-from mindspeed_dsa.patches import versions
-
-# -- between processors -----------------------------------------------------------------------------
 
 _SMALL = 2**16
 """Bytes of a piece: smaller ones share a message, which costs more than copies of them."""
@@ -306,81 +299,3 @@ def _take_gradient(each: Any) -> Tensor | None:
     else:
         gradient, each._unsharded_param.grad = each._unsharded_param.grad, None
     return gradient
-
-
-# -- out of the buffer that FSDP2 gathers into ------------------------------------------------------
-
-_unsafe_preserve_version_counter = versions.private(
-    "torch.autograd.grad_mode:_unsafe_preserve_version_counter", "FSDP2"
-)
-_Function = Callable[..., Any]
-
-
-@contextlib.contextmanager
-def written_unseen(wholes: Sequence[Tensor]) -> Iterator[None]:
-    """Fill memory again with what autograd has saved of it."""
-    counted = tuple(each for each in wholes if not each.is_inference())
-    with torch.no_grad(), _unsafe_preserve_version_counter(counted):
-        yield
-
-
-def place(gathered: Tensor, parameters: Sequence[Any], sizes: Sequence[int]) -> None:
-    """Fill the memory of gathered weights.
-
-    Args:
-        gathered: ``[ranks, n]``: of each rank all pieces, one after the other.
-        parameters: ``FSDPParam``, in that order, whose memory is there.
-        sizes: of a piece of each, in elements.
-    """
-    wholes = [each.all_gather_outputs[0] for each in parameters]
-    first, targets, pieces = 0, [], []
-    with written_unseen(wholes):
-        for each, flat, size in zip(parameters, wholes, sizes, strict=True):
-            whole, end = flat.view(each._orig_size), first + size
-            targets.append(by_rank(whole, each.fsdp_placement.dim, gathered.size(0)))
-            pieces.append(gathered[:, first:end].view(targets[-1].shape))
-            first = end
-        torch._foreach_copy_(targets, pieces)
-
-
-def by_rank(whole: Tensor, dim: int, ranks: int) -> Tensor:
-    """View a tensor that is cut on ``dim`` as ``[ranks, *piece]``, by the rank that has each piece."""
-    pieces: Tensor = whole.unflatten(dim, (ranks, -1)).movedim(dim, 0)
-    return pieces
-
-
-def in_one_pass(original: _Function) -> _Function:
-    """Decorate ``foreach_all_gather_copy_out``, which splits only, and leaves the rest to further copies."""
-
-    def foreach_all_gather_copy_out(all_gather_result: Any, fsdp_params: list[Any], group: Any) -> None:
-        output = all_gather_result.all_gather_output
-        event, work = all_gather_result.all_gather_event, all_gather_result.all_gather_work
-        sizes = all_gather_result.all_gather_input_split_sizes
-        if not _gains(output, fsdp_params, sizes, group.size()):
-            original(all_gather_result, fsdp_params, group)
-            return
-        if event is not None:
-            torch.get_device_module(output.device).current_stream().wait_event(event)
-        if work is not None:
-            work.wait()
-        for each, size in zip(fsdp_params, sizes, strict=True):
-            each.init_all_gather_outputs([size], [output.dtype], group.size(), output.device)
-            each.alloc_all_gather_outputs()
-        place(output.view(group.size(), -1), fsdp_params, sizes)
-
-    return foreach_all_gather_copy_out
-
-
-def _gains(output: Tensor, parameters: Sequence[Any], sizes: Sequence[int], ranks: int) -> bool:
-    """Return whether more than a split is to do, and the buffer holds one piece of each, as it is."""
-    return (
-        output.dtype is not torch.uint8
-        and len(sizes) == len(parameters)
-        and all(
-            each.sharded_state == ShardedState.SHARDED
-            and not hasattr(each._sharded_local_tensor, "fsdp_post_all_gather")
-            and size * ranks == each._orig_size.numel()  # nothing is padded
-            for each, size in zip(parameters, sizes, strict=True)
-        )
-        and any(each.fsdp_placement.dim != 0 for each in parameters)
-    )

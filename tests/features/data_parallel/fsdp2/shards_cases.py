@@ -363,7 +363,7 @@ def copy_out() -> dict[str, Any]:
     """Weights and passes over them, out of FSDP2's buffer and of messages."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
-    from mindspeed_dsa.features.data_parallel.fsdp2.transfers import in_one_pass
+    from mindspeed_dsa.features.data_parallel.fsdp2.copy_out import in_one_pass
 
     plain, found = Mixed(torch.float32), {}
     for name, direct, function in (
