@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 
@@ -38,6 +39,9 @@ def main(argv: list[str] | None = None) -> int:
     except MindSpeedDSAError as error:
         print(error, file=sys.stderr)
         return 2
+    except BrokenPipeError:  # as in `... | head`: what is not read is not written
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     return status
 
 

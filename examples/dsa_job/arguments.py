@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import mindspeed_dsa
 from dsa_job.errors import UsageError
 from dsa_job.flags import GROUPS
-from mindspeed_dsa import platforms, session
+from mindspeed_dsa import features, platforms, session
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -60,6 +60,7 @@ class _Parser(argparse.ArgumentParser):
     def _unknown_flag(self, flag: str) -> str:
         near = difflib.get_close_matches(flag, self._option_string_actions, n=3, cutoff=0.6)
         hint = f"; did you mean {' or '.join(near)}?" if near else "; --help lists all flags"
+        hint += "".join(f" ({plugin.message})" for plugin in features.broken_plugins())
         return f"{flag} is no flag of this job{hint}"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.third_party import Plugin, read
@@ -93,6 +94,20 @@ def built_in() -> tuple[Feature, ...]:
 def declared_in(name: str) -> tuple[Feature, ...]:
     """Return the features of a module, in the order in which it defines them."""
     return tuple(value for value in vars(import_module(name)).values() if isinstance(value, Feature))
+
+
+def switch_of(feature: Feature) -> str:
+    """Name what switches a feature on: its first flag, or ``automatic`` where the job asks for it."""
+    if not feature.flags or feature.when:
+        return "automatic"
+    switch = feature.flags[0]
+    if switch.megatron:
+        return f"{switch.name} (Megatron's)"
+    if switch.kind == "bool":
+        alone = {flag.dest: flag.unset for flag in feature.flags} | {switch.dest: True}
+        if not feature.is_active(SimpleNamespace(**alone, platform="cuda", features_on=())):
+            return "automatic"
+    return switch.name + (", automatic" if switch.kind == "auto" and switch.unset is None else "")
 
 
 def all_flags() -> list[Flag]:

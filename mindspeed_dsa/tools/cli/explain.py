@@ -19,17 +19,12 @@ def list_features(argv: Sequence[str]) -> int:
         prog="python -m mindspeed_dsa features", description="Lists all features with their switches."
     ).parse_args(list(argv))
     rows = [("feature", "switch", "megatron-core", "what it does")]
-    rows += [(f.label, _switch(f), _range(f), f.summary) for f in features.all_features()]
+    rows += [(f.label, features.switch_of(f), _range(f), f.summary) for f in features.all_features()]
     print("\n".join(start_report.aligned(rows)))
     print("\n`python -m mindspeed_dsa explain NAME` says more about one of them.")
     for plugin in features.broken_plugins():
         print(f"\nPROBLEM: {plugin.message}")
     return 0
-
-
-def _switch(feature: Feature) -> str:
-    own = [flag for flag in feature.flags if not flag.megatron]
-    return own[0].name if own else "(automatic)"
 
 
 def _range(feature: Feature) -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from types import SimpleNamespace
 
 from packaging.specifiers import Specifier, SpecifierSet
 from packaging.version import Version
 
 from mindspeed_dsa.feature import Feature, Flag
-from mindspeed_dsa.features import KINDS, by_kind, shipped
+from mindspeed_dsa.features import KINDS, by_kind, shipped, switch_of
 from mindspeed_dsa.megatron.job import SERVICES
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.patches.spec import Patch
@@ -172,27 +172,14 @@ def index(by_kind: Mapping[str, Sequence[Feature]]) -> str:
     """Build the page that lists every feature with its switch, by kind; kind ``""`` is the session's own."""
     parts = [_INDEX_HEADER]
     for kind, features in by_kind.items():
-        rows = [[_linked(feature, ""), _switch(feature), feature.summary] for feature in features]
+        rows = [[_linked(feature, ""), _marked(switch_of(feature)), feature.summary] for feature in features]
         parts.append(f"## {KINDS.get(kind, _SESSION)}\n\n{_table(['Feature', 'Switch', 'Effect'], rows)}")
     return "\n".join(parts)
 
 
-def _switch(feature: Feature) -> str:
-    """Name the first flag, unless the feature follows from what the job asks for."""
-    if not feature.flags or feature.when:
-        return "automatic"
-    switch = feature.flags[0]
-    if switch.megatron:
-        return f"`{switch.name}` (Megatron's)"
-    if switch.kind == "bool" and not feature.is_active(_alone(feature, switch)):
-        return "automatic"
-    return f"`{switch.name}`" + (", automatic" if _default(switch) == "automatic" else "")
-
-
-def _alone(feature: Feature, switch: Flag) -> SimpleNamespace:
-    """Build settings in which one switch of the feature is on and its other flags are not set."""
-    values = {flag.dest: flag.unset for flag in feature.flags} | {switch.dest: True}
-    return SimpleNamespace(**values, platform="cuda", features_on=())
+def _marked(switch: str) -> str:
+    """Set the flag's name as code."""
+    return re.sub(r"^--[\w-]+", r"`\g<0>`", switch)
 
 
 def npu_operators() -> str:

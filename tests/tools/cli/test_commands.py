@@ -33,6 +33,26 @@ def test_an_unknown_command_is_refused(capsys):
     assert "docter" in capsys.readouterr().err
 
 
+def test_features_name_what_switches_them_on(capsys):
+    assert main(["features"]) == 0
+    lines = {
+        line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines() if "--" in line
+    }
+    assert lines["fsdp2"] == "--use-torch-fsdp2"
+    assert lines["flash-attention"] == "--use-flash-attn"
+    assert lines["moe-grouped-gemm"] == "--moe-grouped-gemm"
+    assert lines["swap-optimizer"] == "--swap-optimizer"
+    assert "dsa-context-parallel" not in lines  # automatic
+
+
+def test_a_reader_that_stops_early_sees_no_traceback():
+    command = f"{sys.executable} -m mindspeed_dsa features | true"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+
+
 def test_explain_by_flag_environment_and_feature(capsys):
     for name in ("--mindspeed-platform", "MINDSPEED_DSA_MINDSPEED_PLATFORM", "mindspeed_platform"):
         assert main(["explain", name]) == 0
