@@ -224,7 +224,7 @@ class Session:
         get, our switches have the values of the settings.
         """
         seen = checks.with_own_switches(args, self.settings)
-        return [f"{f.label}: {text}" for f in self.features for text in ask(f, f.problems, seen)]
+        return [f"{f.label}: {text}" for f in self.features for text in ask(f, _check_of(f), seen)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -252,6 +252,16 @@ def put(resolved: Settings, args: Any, sources: Sequence[str]) -> None:
     for dest, setting in resolved.chosen().items():
         if setting.source in sources and (dest not in megatron or hasattr(args, dest)):
             setattr(args, dest, setting.value)
+
+
+def _check_of(feature: Feature) -> Callable[[Any], list[str]]:
+    """Return the feature's check as a function of arguments alone; messages name it as the check."""
+
+    @functools.wraps(feature.check)
+    def problems(args: Any) -> list[str]:
+        return feature.problems(args)
+
+    return problems
 
 
 def ask(feature: Feature, function: Callable[[Any], Any], of: Any) -> Any:

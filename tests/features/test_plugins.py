@@ -203,7 +203,8 @@ def test_a_failing_patch_names_the_distribution(install):
 def test_a_function_that_raises_names_the_distribution(install, function):
     raising = f"FEATURE = replace(FEATURE, {function}=lambda *given: given[0].no_such)\n"
     install("bad", GOOD + "from dataclasses import replace\n" + raising)
-    message = r"counting \(plug-in corp-bad 1\.2\): its .*no_such"
+    name = "Feature.is_active" if function == "active" else "<lambda>"
+    message = rf"counting \(plug-in corp-bad 1\.2\): its {name} raises .*no_such"
     with pytest.raises(SettingsError, match=message), mindspeed_dsa.enabled(use_counting=True):
         mindspeed_dsa.validate(argparse.Namespace())
     (problem,) = doctor.examine(["--use-counting"])["problems"]
