@@ -23,9 +23,10 @@ _MORE_IN_BF16 = 2
 def declines(call: IndexerCall, topk_indices: Tensor, grad_scores: Tensor) -> str | None:
     """Return why this form is not right for a call, or not faster than gathering keys; or None."""
     more = _MORE_IN_BF16 if operand_dtype(call.query.dtype) == torch.bfloat16 else 1
-    most = more * _most_keys(call.query.shape[2], topk_indices.shape[2])
+    topk = topk_indices.shape[2]
+    most = more * _most_keys(call.query.shape[2], topk)
     if call.key.shape[1] > most:
-        return f"it is faster up to {most:.0f} keys"
+        return f"it is faster up to {most / max(topk, 1):.1f} times as many keys as are selected"
     if not products_are_finite(grad_scores, call.query, call.key, call.weights):
         return NOT_FINITE
     return None

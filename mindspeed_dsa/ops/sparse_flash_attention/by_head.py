@@ -73,8 +73,12 @@ def _is_slower(
     if keys <= topk or (_on_cpu(device, backend) and _FEWEST_KEYS <= keys <= most):
         return None
     if not _on_cpu(device, backend):
-        return f"it is faster up to the selected {topk} keys"
-    return f"it is faster up to the selected {topk} keys and with {_FEWEST_KEYS} to {most:.0f} of them"
+        return "it is faster where all keys are selected"
+    times = most / max(topk, 1)
+    return (
+        f"it is faster where all keys are selected, and from {_FEWEST_KEYS} keys on up to {times:.1f} times "
+        "as many as are selected"
+    )
 
 
 @outside_autocast
@@ -142,7 +146,7 @@ def _declines(call: HeadsCall, backend: str) -> str | None:
         return "the cpu backend alone has it"
     keys, topk = call.key.shape[1], call.topk_indices.shape[2]
     if not 0 < keys <= _MOST_TIMES * topk or call.query.numel() == 0:
-        return f"it is faster up to {_MOST_TIMES * topk} keys"
+        return f"it is faster up to {_MOST_TIMES} times as many keys as are selected"
     return cpu_heads.declines(call)
 
 

@@ -29,9 +29,10 @@ def declines(call: AttentionCall, *others: Tensor) -> str | None:
         call: the attention.
         others: tensors that are multiplied with keys as well.
     """
-    most = _most_keys(call.query.shape[2], call.topk_indices.shape[2])
+    topk = call.topk_indices.shape[2]
+    most = _most_keys(call.query.shape[2], topk)
     if call.key_value.shape[1] > most:
-        return f"it is faster up to {most:.0f} keys"
+        return f"it is faster up to {most / max(topk, 1):.1f} times as many keys as are selected"
     if not products_are_finite(call.query, call.key_value, *others, factor=call.softmax_scale):
         return NOT_FINITE
     return None

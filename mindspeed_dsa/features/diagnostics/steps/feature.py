@@ -125,7 +125,7 @@ class WeightsOptions:
     @classmethod
     def of(cls, settings: Any) -> WeightsOptions:
         """Read them from resolved settings."""
-        return cls(folder=Path(settings.initial_weights_dir))
+        return cls(folder=Path(getattr(settings, "initial_weights_dir", None) or ""))
 
 
 INITIAL_WEIGHTS = Feature(
