@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         module, _, function = _ELSEWHERE.get(argv[0], f"{argv[0].replace('-', '_')}:run").partition(":")
         status: int = getattr(import_module(f"mindspeed_dsa.tools.cli.{module}"), function)(argv[1:])
+        sys.stdout.flush()
     except MindSpeedDSAError as error:
         print(error, file=sys.stderr)
         return 2

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from mindspeed_dsa.runs import metrics
 from mindspeed_dsa.runs.files import RunError
-from mindspeed_dsa.runs.metrics import Record
+from mindspeed_dsa.runs.metrics import Record, pyplot_for_files
 
 FILE = "expert_load.jsonl"
 
@@ -174,14 +174,11 @@ def draw(path: Path, records: Sequence[Record]) -> None:
         RunError: matplotlib is missing.
     """
     try:
-        import matplotlib
+        pyplot = pyplot_for_files()
     except ModuleNotFoundError:
         raise RunError(
             f"{path} cannot be drawn: matplotlib is missing; pip install 'mindspeed_dsa[viz]'"
         ) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     counts = totals(records)
     shares = [
         [tokens * len(experts) / max(sum(experts), 1) for tokens in experts] for experts in counts.values()

@@ -193,6 +193,20 @@ def points(records: Sequence[Record], name: str) -> tuple[list[int], list[float]
     return [step for step, _ in found], [value for _, value in found]
 
 
+def pyplot_for_files() -> Any:
+    """Return matplotlib's ``pyplot``, drawing into files without a screen.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def draw(
     path: Path,
     records: Sequence[Record],
@@ -207,11 +221,7 @@ def draw(
         heldout: records of evaluations, with ``heldout_loss``.
         levels: losses to compare with, as horizontal lines by name.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pyplot_for_files()
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     axes.plot(*points(records, "lm_loss"), label="training", linewidth=1)
     if heldout:

@@ -190,7 +190,8 @@ class StateWithMoments(OptimizerState):
 class FreedStorage:
     """Stand-in for numbers that lie elsewhere: a single NaN on each device, which freed tensors view.
 
-    They keep shape and device. Reading gives NaN, and writing raises torch's error: neither goes unnoticed.
+    Freed tensors keep shape and device. Reading gives NaN, and writing raises torch's error: neither
+    goes unnoticed.
     """
 
     def __init__(self) -> None:

@@ -141,8 +141,8 @@ def dense_loss_and_gradients(
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
     """Return the loss over all visible keys, and its gradients with respect to the indexer's three inputs.
 
-    Those of fp16 inputs are in fp32. Where rows are known to see no key behind them, those are left alone,
-    and other ranks are sent none of them.
+    Gradients of fp16 inputs are in fp32. Where rows are known to see no key behind them, those keys are left
+    alone, and other ranks are sent none of them.
     """
     index_query, index_key, index_weights = call.index.query, call.index.key, call.index.weights
     query, key, softmax_scale, tp_group = call.query, call.key, call.softmax_scale, call.tp_group

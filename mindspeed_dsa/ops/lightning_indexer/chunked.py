@@ -1,7 +1,7 @@
 """Lightning Indexer in plain PyTorch on any device, in slabs of rows of bounded size.
 
-What `auto` takes on a GPU for which the Triton kernels were not made. NPUs take scores at given entries and
-gradients from here where torch_npu's operators do not compute them.
+The backend of `auto` on a GPU for which the Triton kernels were not made. NPUs take scores at given
+entries and gradients from here where torch_npu's operators do not compute them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sparse flash attention in plain PyTorch on any device, in chunks of rows whose gathered keys are bounded.
 
-What `auto` takes on a GPU for which the Triton kernels were not made: the reference gathers the keys of all
-rows at once, 19 GB of them at 8k rows.
+The backend of `auto` on a GPU for which the Triton kernels were not made: the reference gathers the keys of
+all rows at once, 19 GB of them at 8k rows.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from packaging.specifiers import SpecifierSet
 from mindspeed_dsa.features import built_in
 from mindspeed_dsa.features.diagnostics.steps.feature import STEP
 from mindspeed_dsa.patches.versions import MEGATRON_DISTRIBUTION
+from mindspeed_dsa.runs.metrics import pyplot_for_files
 from mindspeed_dsa.session.start_report import aligned
 from mindspeed_dsa.tools.compare.job import last_lines, stop
 
@@ -164,12 +165,9 @@ def remedy(name: str, features_on: Sequence[str], release: str | None = None) ->
 def draw(found: dict[str, Any], path: Path) -> bool:
     """Bars of host time by class; false where matplotlib is not installed."""
     try:
-        import matplotlib
+        pyplot = pyplot_for_files()
     except ModuleNotFoundError:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     layers, rows = max(1, found["layers"]), _ordered(found)[:_SHOWN][::-1]
     figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
     names = [name for name, _ in rows]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_dsa.runs.metrics import Record, points
+from mindspeed_dsa.runs.metrics import Record, points, pyplot_for_files
 from mindspeed_dsa.session.start_report import aligned
 
 _ROWS = (
@@ -142,12 +142,9 @@ def draw(path: Path, runs: dict[str, list[Record]]) -> bool:
         False where matplotlib is not installed.
     """
     try:
-        import matplotlib
+        pyplot = pyplot_for_files()
     except ModuleNotFoundError:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     figure, grid = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained")
     for axes, name, title in (
         (grid[0][0], "lm_loss", "loss (nats per token)"),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mindspeed_dsa.runs.metrics import pyplot_for_files
 from mindspeed_dsa.session.start_report import aligned
 from mindspeed_dsa.tools.planner import communication, sizes
 from mindspeed_dsa.tools.planner.memory import GIB, RankMemory
@@ -180,14 +181,11 @@ def draw(path: Path, plan: Plan) -> bool:
         False where matplotlib is not installed.
     """
     try:
-        import matplotlib
+        pyplot = pyplot_for_files()
     except ModuleNotFoundError:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     figure, (memory, step) = pyplot.subplots(1, 2, figsize=(13, 6), width_ratios=(3, 1), layout="constrained")
-    colours = pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    colours = pyplot.get_cmap("tab20").colors
     ranks = [str(each.rank) for each in plan.ranks]
     rows = {name: [value / GIB for value in values] for name, values in memory_rows(plan).items()}
     _stack(memory, ranks, {name: values for name, values in rows.items() if any(values)}, colours)

@@ -21,6 +21,7 @@ from mindspeed_dsa.features.compilation.regions.region import Regions, open_rows
 from mindspeed_dsa.megatron.compiled_attention import CompiledSteps, offer
 from mindspeed_dsa.megatron.inlinable import NO_NORM, Linear, linear_of, norm_of
 from mindspeed_dsa.megatron.local_modules import norm_of_fused_layer
+from mindspeed_dsa.megatron.mla_projections import derived_by
 
 PROLOG, EPILOG = "prolog of latent attention", "epilog of latent attention"
 
@@ -49,34 +50,12 @@ def compile_prolog(original: Callable[..., Any], context: Context[None]) -> Call
     """Decorate ``MLASelfAttention.get_query_key_value_tensors``, whose form is by head."""
     regions = regions_of(context)
 
-    def get_query_key_value_tensors(
-        self: Any,
-        hidden_states: Tensor,
-        key_value_states: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        packed_seq_params: Any = None,
-        inference_context: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        given = (key_value_states, packed_seq_params, inference_context, *args, *kwargs.values())
-        found = None
-        if all(one is None for one in given):
-            found = _by_head(regions, context.megatron, self, hidden_states)
-        if found is not None:
-            return found
-        return original(
-            self,
-            hidden_states,
-            key_value_states,
-            position_ids,
-            packed_seq_params,
-            inference_context,
-            *args,
-            **kwargs,
-        )
+    def derive(layer: Any, hidden_states: Tensor, packed_seq_params: Any, generates: bool) -> Any:
+        if generates or packed_seq_params is not None:
+            return None
+        return _by_head(regions, context.megatron, layer, hidden_states)
 
-    return get_query_key_value_tensors
+    return derived_by(original, derive)
 
 
 def _why_not(layer: Any) -> str | None:

@@ -326,8 +326,8 @@ _CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 def validate_beside_experts_and_pipelines(original: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate ``validate_args``; with pipelines or experts it is not told of FSDP2.
 
-    What it refuses beside them, the feature's own checks refuse; what it derives from the flag is made up
-    for.
+    The feature's own checks refuse what Megatron would refuse beside them, and this wrapper sets what
+    Megatron would derive from the flag.
     """
 
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:

@@ -218,8 +218,8 @@ def _is_first_pass(event: Any) -> bool:
 def is_launch(event: Any) -> bool:
     """Return whether an event is an operator that computes or copies, or a kernel of compiled code.
 
-    What such an operator of ATen calls to do its work is part of it; one of a library is its parts, if it has
-    any. Views, allocations and operators that only call others are none.
+    An operator of ATen includes whatever it calls to do its work; an operator of a library counts as its
+    parts, if it has any. Views, allocations and operators that only call others are none.
     """
     if any(part in event.name for part in _COMPILED):
         return True

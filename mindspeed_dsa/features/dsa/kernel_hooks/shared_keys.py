@@ -27,7 +27,7 @@ from mindspeed_dsa.megatron.mla_projections import Projections
 def start_with_the_key(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``AbsorbedMLASelfAttention.get_query_key_value_tensors``: start with the key.
 
-    It travels while the query is projected.
+    The key travels while the query is projected.
     """
 
     def get_query_key_value_tensors(

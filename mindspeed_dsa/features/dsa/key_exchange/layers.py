@@ -29,9 +29,9 @@ def accept_context_parallel_dsa(original: Callable[..., None]) -> Callable[..., 
 
 
 def mark_gradients_of_own_rows(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``DSAIndexer.__init__``: mark what sees a rank's own rows only, under sequence parallelism.
+    """Decorate ``DSAIndexer.__init__``: under sequence parallelism, mark parameters that see own rows only.
 
-    It has a part of the gradient, to be summed over tensor parallel ranks; the rest sees all rows.
+    Their gradients are parts, to be summed over tensor parallel ranks; the other parameters see all rows.
     """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -248,7 +248,7 @@ class LayerPass:
     def backward_begins(self, _: Tensor) -> None:
         """Fetch the layer below when the gradient of this layer's output is there.
 
-        It comes a whole layer ahead; this one has come so already, unless it is the last.
+        The fetch runs a whole layer ahead: this layer has been fetched already, unless it is the last.
         """
         for layer_pass in (self, self._previous):
             for former in () if layer_pass is None else layer_pass._gone:

@@ -286,7 +286,8 @@ def _join(entries: Sequence[Any], parameter: Any) -> Any:
 def save_buffers_of_single_experts(original: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate methods that save all data parallel ranks' whole buffers.
 
-    What gathers them is not decorated: ``fully_reshardable`` finds parameters by their places in the result.
+    The gathering method is not decorated: ``fully_reshardable`` finds parameters by their places in its
+    result.
     """
 
     @functools.wraps(original)

@@ -174,7 +174,7 @@ _ROTARY = ("rope", "yarn", "mrope")
 def take_the_place_of_megatrons(args: Any) -> Sequence[str]:
     """Switch off ``apply_rope_fusion``; ``Feature.rewrite``.
 
-    It is true by default, so nobody has asked for it: nothing contradicts the flag that was given.
+    Megatron's default is true, so a job that leaves it has not asked for it, and no flag is contradicted.
     """
     if not getattr(args, "apply_rope_fusion", False):
         return ()

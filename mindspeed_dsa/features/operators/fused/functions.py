@@ -234,7 +234,7 @@ def is_plain_swiglu(mlp: Any, config: Any) -> bool:
 def activate_together(original: Callable[..., Any], context: Context[SwigluOptions]) -> Callable[..., Any]:
     """Decorate ``SequentialMLP.forward``: it sees one expert, whose linear layers are those of all experts.
 
-    What lies around the expert, and what the expert does between its linear layers, stays Megatron's.
+    The code around the expert, and the expert's own between its linear layers, stays Megatron's.
     """
 
     def forward(self: Any, rows: Tensor, tokens_per_expert: Any, probs: Tensor) -> Any:

@@ -1,1 +1,0 @@
-"""Integration points in Megatron that several features, or the session itself, share."""

@@ -1,1 +1,0 @@
-"""Communication that runs beside computation: handles, gathers, exchanges and weight gradients that wait."""
