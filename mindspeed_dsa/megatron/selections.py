@@ -1,10 +1,10 @@
 """Which layers select keys, and which attend to the keys that a layer below has selected.
 
 From GLM-5.2 on one indexer serves several layers: a *computing* layer scores and selects, and the *sharing*
-layers above it, up to the next computing one, attend to the same keys and own no indexer. Which layers compute
-is said by Megatron-core 0.19's rule, for layers ``n`` counted from 1 and ``o = max(offset, 1)``: layer ``n``
-computes if ``max(n - o, 0) % frequency == 0``. Hugging Face writes it for layers counted from 0, ``full if
-max(i - offset + 1, 0) % frequency == 0``, or as a list, which a pattern of letters stands for here.
+layers above it, up to the next computing one, attend to the same keys and own no indexer. Which layers
+compute is said by Megatron-core 0.19's rule, for layers ``n`` counted from 1 and ``o = max(offset, 1)``:
+layer ``n`` computes if ``max(n - o, 0) % frequency == 0``. Hugging Face writes it for layers counted from 0,
+``full if max(i - offset + 1, 0) % frequency == 0``, or as a list, which a pattern of letters stands for here.
 """
 
 from __future__ import annotations
@@ -97,13 +97,14 @@ class Sharing:
             layers: of the decoder; None: not known here.
         """
         if self.frequency < 1:
-            yield f"--dsa-indexer-topk-freq {self.frequency}: one layer in so many selects keys; give 1 or more"
+            flag = f"--dsa-indexer-topk-freq {self.frequency}"
+            yield f"{flag}: one layer in so many selects keys; give 1 or more"
         if self.offset < 0:
             yield f"--dsa-indexer-skip-topk-offset {self.offset}: give the number of a layer, or 0"
         if self.frequency > 1 and layers is not None and self.offset > layers:
             yield (
-                f"--dsa-indexer-skip-topk-offset {self.offset} lies beyond the {layers} layers of the model, so "
-                "that no layer shares; give one of them, or omit --dsa-indexer-topk-freq"
+                f"--dsa-indexer-skip-topk-offset {self.offset} lies beyond the {layers} layers of the model, "
+                "so that no layer shares; give one of them, or omit --dsa-indexer-topk-freq"
             )
         if not self.pattern:
             return
@@ -117,8 +118,8 @@ class Sharing:
             yield f"{flag}: layer 1 shares, and no layer below it selects; begin with C"
         if self.frequency > 1:
             yield (
-                f"{flag} and --dsa-indexer-topk-freq {self.frequency} both say which layers share; omit one of "
-                "them"
+                f"{flag} and --dsa-indexer-topk-freq {self.frequency} both say which layers share; omit one "
+                "of them"
             )
 
     def chunk_problem(self, chunks: Iterable[Sequence[int]]) -> str | None:
@@ -133,9 +134,9 @@ class Sharing:
             if chunk and not self.computes(chunk[0]):
                 source = self.source(chunk[0])
                 return (
-                    f"a pipeline chunk begins with layer {chunk[0]}, which shares the selection of layer {source} "
-                    "in another chunk; selections do not travel between chunks, so each must begin with a "
-                    f"layer that computes: {', '.join(map(str, self._near(chunk[0])))}"
+                    f"a pipeline chunk begins with layer {chunk[0]}, which shares the selection of layer "
+                    f"{source} in another chunk; selections do not travel between chunks, so each must begin "
+                    f"with a layer that computes: {', '.join(map(str, self._near(chunk[0])))}"
                 )
         return None
 

@@ -6,12 +6,13 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
+from mindspeed_dsa.megatron.pipeline_chunks import FIRST, LAST, LAYOUT, layout_text
 from mindspeed_dsa.tools.migrate.job import Given, Job
 
 _NOOP, _LIST, _UNEVEN = "--noop-layers", "--num-layer-list", "--pipeline-num-transformer-layers"
 _LAYERS, _PATTERN, _DENSE = "--num-layers", "--moe-layer-freq", "--first-k-dense-replace"
 _STAGES, _PER_STAGE = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
-_LAYOUT, _MTP = "--pipeline-model-parallel-layout", "--mtp-num-layers"
+_MTP = "--mtp-num-layers"
 _NEEDS = {
     _DENSE: (_LAYERS, _DENSE, _PATTERN, _NOOP),
     _NOOP: (_LAYERS, _NOOP, _STAGES, _PER_STAGE, _MTP),
@@ -105,9 +106,9 @@ def _one(flag: str, number: int) -> Given:
 
 def _lay_out(job: Job, flag: str, stages: list[list[int]], why: str) -> None:
     """The layers of each stage as Megatron's layout, or as its first and last stage where that says it."""
-    if _LAYOUT in job:
+    if LAYOUT in job:
         job.problems.append(
-            f"{job.given[flag]} lays out the pipeline, and so does {job.given[_LAYOUT]}: keep one"
+            f"{job.given[flag]} lays out the pipeline, and so does {job.given[LAYOUT]}: keep one"
         )
         return
     virtual = max(map(len, stages), default=0)
@@ -118,9 +119,9 @@ def _lay_out(job: Job, flag: str, stages: list[list[int]], why: str) -> None:
     if virtual == 1 and len(stages) > 1 and len(middle) <= 1 and (middle or first == last):
         usual = next(iter(middle), first)
         if first != usual:
-            job.overrides(flag, _one("--decoder-first-pipeline-num-layers", first), why)
+            job.overrides(flag, _one(FIRST, first), why)
         if last != usual:
-            job.overrides(flag, _one("--decoder-last-pipeline-num-layers", last), why)
+            job.overrides(flag, _one(LAST, last), why)
         if flag not in job.outcomes:
             job.is_dropped(flag, "All stages have as many layers.")
         return
@@ -129,9 +130,6 @@ def _lay_out(job: Job, flag: str, stages: list[list[int]], why: str) -> None:
         job.is_dropped(flag, text, results=True)
         return
     order = [stages[stage][turn] for turn in range(virtual) for stage in range(len(stages))]
-    parts = [f"t*{count}" if count > 1 else "t" * count for count in order]
-    parts[0] = f"E{parts[0]}"
-    parts[-1] += "m" * (job.number(_MTP) or 0) + "L"
-    text = "|".join(parts)
-    job.overrides(flag, Given(_LAYOUT, (text,), (text,)), why)
-    job.omits(_PER_STAGE, f"{_LAYOUT} says it.")
+    text = layout_text(order, job.number(_MTP) or 0)
+    job.overrides(flag, Given(LAYOUT, (text,), (text,)), why)
+    job.omits(_PER_STAGE, f"{LAYOUT} says it.")

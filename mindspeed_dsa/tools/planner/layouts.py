@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from mindspeed_dsa.megatron.pipeline_chunks import Split
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.tools.planner.job import Job, Layout, Model, Training
 
@@ -192,9 +193,9 @@ def _problems(job: Job) -> Iterator[str]:
             f"--fsdp2-sharding-size {job.shards} does not divide the {layout.replicas} ranks of data and "
             f"context parallelism, {math.gcd(job.shards, layout.replicas)} does"
         )
-    counts = _counts(layout, model)
-    if isinstance(counts, str):
-        yield counts
+    split = split_of(layout, model)
+    if split.problem:
+        yield split.problem
     step = training.micro * layout.dp
     if training.batch % step:
         yield (
@@ -214,34 +215,20 @@ def _problems(job: Job) -> Iterator[str]:
         yield f"--moe-router-topk {model.router_topk} is more than {model.experts} experts"
 
 
-def _counts(layout: Layout, model: Model) -> list[int] | str:
-    """Layers of each pipeline rank, embedding and loss included where they count, or what is wrong."""
-    total = model.layers + layout.embedding_counts + layout.loss_counts
-    ends = (layout.first, layout.last)
-    rest = total - sum(each or 0 for each in ends)
-    middle = layout.pp - sum(each is not None for each in ends)
-    if layout.pp == 1:
-        return [total]
-    if rest < 0 or (rest % middle if middle else rest):
-        return f"--num-layers {rest} of {total} cannot be dealt out to {middle} pipeline ranks"
-    counts = [rest // middle if middle else 0] * layout.pp
-    counts[0] = counts[0] if layout.first is None else layout.first
-    counts[-1] = counts[-1] if layout.last is None else layout.last
-    for count in counts:
-        if count % layout.vpp:
-            return f"{count} layers of a pipeline rank are no multiple of {layout.vpp} chunks"
-    return counts
+def split_of(layout: Layout, model: Model) -> Split:
+    """Return how the layout deals out the decoder's layers."""
+    return Split(
+        layers=model.layers,
+        ranks=layout.pp,
+        chunks=layout.vpp,
+        first=layout.first,
+        last=layout.last,
+        embedding_counts=layout.embedding_counts,
+        loss_counts=layout.loss_counts,
+    )
 
 
 def chunks(layout: Layout, model: Model) -> list[list[tuple[int, ...]]]:
     """By pipeline rank and chunk: numbers of the layers it holds, from 0."""
-    counts = _counts(layout, model)
-    assert not isinstance(counts, str), counts
-    held: list[list[tuple[int, ...]]] = [[() for _ in range(layout.vpp)] for _ in range(layout.pp)]
-    at = -1 if layout.embedding_counts else 0
-    for chunk in range(layout.vpp):
-        for rank in range(layout.pp):
-            size = counts[rank] // layout.vpp
-            held[rank][chunk] = tuple(n for n in range(at, at + size) if 0 <= n < model.layers)
-            at += size
-    return held
+    held = split_of(layout, model).by_rank
+    return [[tuple(number - 1 for number in chunk) for chunk in own] for own in held]

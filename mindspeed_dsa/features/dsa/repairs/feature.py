@@ -18,6 +18,7 @@ from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
 from mindspeed_dsa.megatron import without_engine
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import DSA, MLA, SIZES, SPECS, dsa_option, dsa_repair, megatron_flag
+from mindspeed_dsa.megatron.pipeline_chunks import check_chunks
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
 
@@ -418,6 +419,12 @@ def check_recompute(args: Any, options: None = None) -> Iterator[str]:
     )
 
 
+def check_sharing(args: Any, options: None = None) -> Iterator[str]:
+    """Refuse chunks of a pipeline that begin with a sharing layer, and recomputation of such layers."""
+    yield from check_chunks(args)
+    yield from check_recompute(args)
+
+
 SHARED_SELECTIONS = Feature(
     name="dsa-shared-selections",
     summary="Refuses recomputation of layers that share a selection of keys, whose gradients would be wrong.",
@@ -432,7 +439,7 @@ SHARED_SELECTIONS = Feature(
         ),
     ),
     active=uses_dsa,
-    check=check_recompute,
+    check=check_sharing,
     doc="dsa-shared-selections.md",
 )
 
