@@ -288,6 +288,9 @@ class SourceTree:
                 # there; found below.
                 continue
             if spec is not None:
+                if spec.submodule_search_locations is not None:
+                    # That of a namespace package is made again, of sys.path, when another tree is built.
+                    spec.submodule_search_locations = list(spec.submodule_search_locations)
                 return _with_file(spec)
         return _namespace(name, [os.path.join(folder, tail) for folder in path or ()])
 

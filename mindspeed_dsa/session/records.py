@@ -29,6 +29,7 @@ RELEASES = (
     "0.18.0",
     "0.18.2",
     "0.19.0",
+    "0.19.2",
 )
 """Releases of Megatron-core that are recorded, oldest first."""
 

@@ -62,6 +62,14 @@ def test_reads_tags_of_a_clone(releases, tmp_path):
     assert "main" not in found.facts["megatron.training.b:g"]
 
 
+def test_wheel_with_the_training_code_needs_no_tag(releases):
+    for wheel in releases.glob("*.whl"):
+        with zipfile.ZipFile(wheel, "a") as archive:
+            archive.writestr("megatron/training/b.py", "def g(z): ...\n")
+    found = refreshing.refresh(Records({}), releases, releases)
+    assert found.facts["megatron.training.b:g"]["0.16.1"].params == ("z",)
+
+
 def test_reads_the_newest_main_of_a_clone(releases, tmp_path, monkeypatch):
     """A clone's own branch may lag behind what was fetched, and a mirror's remote branch behind its own."""
     monkeypatch.setattr(refreshing, "RELEASES", ())

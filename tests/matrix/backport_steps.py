@@ -71,22 +71,10 @@ def learn(
 def mtp_step() -> dict[str, Any]:
     """Which layers report an indexer loss in a model with one MTP layer, and which indexers it trains."""
     job.start()
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-
     from mindspeed_dsa.feature import Megatron
     from mindspeed_dsa.features.dsa.indexer_loss import indexer_loss
 
-    cfg = tiny.config(mtp_num_layers=1, mtp_loss_scaling_factor=0.1)
-    spec = get_gpt_decoder_block_spec(cfg, False, normalization="RMSNorm")
-    model = GPTModel(
-        config=cfg,
-        transformer_layer_spec=spec,
-        vocab_size=job.VOCABULARY,
-        max_sequence_length=job.SEQUENCE,
-        position_embedding_type="rope",
-        mtp_block_spec=get_gpt_mtp_block_spec(cfg, spec, False),
-    )
+    model = tiny.gpt_model(tiny.config(mtp_num_layers=1, mtp_loss_scaling_factor=0.1))
     job.per_token_loss(model, job.samples(2)).mean().backward()
     return {
         "reported": indexer_loss(Megatron()).tracker.tracker["reported"].tolist(),

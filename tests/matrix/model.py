@@ -1,4 +1,4 @@
-"""A tiny MLA + DSA model that any release from 0.12.1 to 0.16.1 builds, and one training step of it."""
+"""A tiny MLA + DSA model that any release from 0.12.1 on builds, and one training step of it."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ def gpt_model(cfg: Any, vp_stage: int | None = None) -> Any:
     """One pipeline chunk from Megatron's own spec, with weights that depend on names alone."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     stage = {}
     if vp_stage is not None:
@@ -97,14 +98,17 @@ def gpt_model(cfg: Any, vp_stage: int | None = None) -> Any:
         stage = _accepted(GPTModel.__init__, vp_stage=vp_stage)
     first, last = parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage
     where = _accepted(first, ignore_virtual=False, **stage)
+    block = _block_spec(cfg, stage)
+    mtp = get_gpt_mtp_block_spec(cfg, block, False, **stage) if cfg.mtp_num_layers else None
     model = GPTModel(
         config=cfg,
-        transformer_layer_spec=_block_spec(cfg, stage),
+        transformer_layer_spec=block,
         vocab_size=job.VOCABULARY,
         max_sequence_length=job.SEQUENCE,
         pre_process=first(**where),
         post_process=last(**where),
         position_embedding_type="rope",
+        mtp_block_spec=mtp,
         **stage,
     )
     model.vp_stage = vp_stage

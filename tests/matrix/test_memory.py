@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from mindspeed_dsa.platforms.cpu import CpuPlatform
+from tests.features.attention.packs import cases as packs
 from tests.features.memory.pairs import FEATURES
 from tests.matrix import model as tiny
 from tests.matrix.record import at_work
 from tests.support import memory_events, optimizer_job
+from tests.support import model as job
 from tests.support.memory_events import EVENTS
 from tests.support.optimizer_training import COMPARED
 
@@ -123,7 +125,89 @@ def test_megatrons_recomputed_norms(pool, name):
         assert "recompute-outputs" in having["at work"]
 
 
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
+WITHOUT_MTP_REPAIR = {"mtp_recompute": False}
+
+
+@pytest.mark.releases(">=0.16,<0.19", quick=True)
+@pytest.mark.parametrize("method", ["uniform", "block"])
+def test_packs_in_recomputed_layers_of_multi_token_prediction(pool, note, method):
+    note.begins("one process", "mtp-recompute")
+    (plain,) = pool.baseline(f"{__name__}:packed_mtp_step", 1)
+    (again,) = pool.run(f"{__name__}:packed_mtp_step", 1, overrides={**FULL, "recompute_method": method})
+    assert any(name.startswith("mtp.") and gradient.any() for name, gradient in plain["gradients"].items())
+    assert again["gradients"].keys() == plain["gradients"].keys()
+    for name, gradient in plain["gradients"].items():
+        assert torch.equal(again["gradients"][name], gradient), name
+    note.trained([again])
+
+
+@pytest.mark.releases(">=0.16,<0.18", quick=True)
+def test_megatron_saves_the_description_of_packs_for_backward(pool):
+    arguments = {"overrides": FULL, "switches": WITHOUT_MTP_REPAIR}
+    (error,) = pool.run("tests.support.model:error_of", 1, case=f"{__name__}:packed_mtp_step", **arguments)
+    assert "save_for_backward can only save variables" in error
+
+
+@pytest.mark.releases(">=0.18,<0.19")
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_padding_mask_of_recomputed_layers_of_multi_token_prediction(pool, padded):
+    (plain,) = pool.baseline(f"{__name__}:padded_mtp_step", 1, padded=padded)
+    (again,) = pool.run(f"{__name__}:padded_mtp_step", 1, padded=padded, overrides=FULL)
+    assert again["loss"] == plain["loss"]
+    for name, gradient in plain["gradients"].items():
+        assert torch.equal(again["gradients"][name], gradient), name
+    (other,) = pool.baseline(f"{__name__}:padded_mtp_step", 1, padded=not padded)
+    router = next(name for name in plain["gradients"] if name.startswith("mtp.") and "router" in name)
+    assert not torch.equal(other["gradients"][router], plain["gradients"][router])
+
+
+@pytest.mark.releases(">=0.18,<0.19")
+def test_megatron_recomputes_no_layer_of_multi_token_prediction(pool):
+    arguments = {"overrides": FULL, "switches": WITHOUT_MTP_REPAIR}
+    (error,) = pool.run(
+        "tests.support.model:error_of", 1, case=f"{__name__}:padded_mtp_step", padded=False, **arguments
+    )
+    assert "unexpected keyword argument 'padding_mask'" in error
+
+
 # -- what the ranks do --------------------------------------------------------------------------
+
+
+def packed_mtp_step(
+    overrides: Mapping[str, Any] | None = None, switches: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Gradients of packs in a model with one layer of multi-token prediction."""
+    own = {**MTP, **(overrides or {})}
+    told = {name: own[name] for name in ("mtp_num_layers", "recompute_granularity") if name in own}
+    result = packs.scripted_step(
+        switches={**told, **(switches or {})},
+        overrides={"num_layers": 2, **own},
+        builder="tests.matrix.model",
+        config="config_with_experts",
+    )
+    return {**result, "at work": at_work()}
+
+
+def padded_mtp_step(
+    padded: bool, overrides: Mapping[str, Any] | None = None, switches: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Loss and gradients with an auxiliary loss of the routers, which a padding mask changes."""
+    own = {**MTP, **(overrides or {})}
+    told = {name: own[name] for name in ("mtp_num_layers", "recompute_granularity") if name in own}
+    job.start({**told, **(switches or {})})
+    balanced = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+    model = tiny.gpt_model(tiny.config_with_experts(**own, **balanced))
+    batch = job.samples(4)
+    tokens, labels = batch[:, :-1], batch[:, 1:]
+    mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    mask[:, -5:] = padded
+    positions = torch.arange(tokens.size(1)).expand_as(tokens)
+    loss = model(tokens, positions, None, labels=labels, padding_mask=mask if padded else None).mean()
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.item(), "gradients": gradients}
 
 
 def optimizer_steps(

@@ -256,6 +256,18 @@ def test_namespace_package_over_two_folders(tmp_path):
     assert check.inspect(patch("megatron.core.b:g")).exists is False
 
 
+def test_a_tree_of_a_package_that_is_installed_too_stays_its_own(tmp_path, monkeypatch):
+    """Python looks for a namespace package on its own path again whenever finders forget their caches."""
+    for folder, parameter in (("installed", "new"), ("older", "old")):
+        write(tmp_path / folder, {"megatron/core/a.py": f"def f({parameter}): ...\n"})
+    monkeypatch.syspath_prepend(str(tmp_path / "installed"))
+    tree = SourceTree.folder(tmp_path / "older")
+    assert tree.holds("megatron.core")
+    SourceTree.folder(tmp_path / "installed")
+    facts = Checker(tree, "0.16.0").inspect(patch("megatron.core.a:f"))
+    assert facts.params == ("old",)
+
+
 def test_installed_packages_are_found_but_not_imported(tmp_path, monkeypatch):
     name = "drift_installed_package"
     files = {f"{name}/__init__.py": "raise RuntimeError\n", f"{name}/sub/deep/x.py": "def f(a): ...\n"}

@@ -33,7 +33,9 @@ def refresh(previous: Records, wheel_folder: Path | None = None, clone: Path | N
         trees = []
         if release != MAIN:
             trees.append(SourceTree.archive(fetch(release, wheel_folder), label="this release"))
-        if clone is not None and (ref := branch if release == MAIN else f"core_v{release}"):
+        ref = branch if release == MAIN else f"core_v{release}"
+        # Releases whose wheel holds the training code need no tag in the clone, and some have none.
+        if clone is not None and ref and not any(tree.holds("megatron.training") for tree in trees):
             trees.append(_sources(clone, ref))
         version = main.version if main and release == MAIN else release
         checkers = [Checker(tree, version, root=ROOT) for tree in trees]
@@ -41,7 +43,7 @@ def refresh(previous: Records, wheel_folder: Path | None = None, clone: Path | N
             package = ".".join(patch.module.split(".")[:2])  # megatron.core, megatron.training
             holding = [checker for checker in checkers if checker.tree.holds(package)]
             if not holding and clone is not None and checkers:
-                holding = checkers[-1:]  # the whole release was read: the package is not part of it
+                holding = checkers[-1:]  # all of the release was read: the package is not part of it
             found = holding[0].inspect(patch) if holding else previous.of(patch, release)
             if found is not None:
                 facts[target][release] = found
