@@ -26,7 +26,10 @@ class Flag:
     (``--name`` / ``--no-name``, default ``None``: the feature decides); with :data:`WORDS` as its
     ``choices`` it may also be followed by ``on``, ``off`` or ``auto``, whose value is the word itself.
     ``value`` takes an argument of ``type``. ``megatron`` marks a flag that belongs to Megatron: it is read
-    (argv, environment, API) to decide what to switch on, and never added to a parser.
+    (argv, environment, API) to decide what to switch on, and never added to a parser. ``field`` marks one
+    whose value is a field of the model's configuration, Megatron's own in some releases: parsers get what
+    they lack of it, and where the settings leave it open, a job's arguments decide. ``negations`` are
+    spellings of ``--no-name`` besides that.
     """
 
     name: str
@@ -39,6 +42,8 @@ class Flag:
     metavar: str | None = None
     aliases: tuple[str, ...] = ()
     megatron: bool = False
+    field: bool = False
+    negations: tuple[str, ...] = ()
 
     @property
     def dest(self) -> str:

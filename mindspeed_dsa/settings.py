@@ -175,14 +175,45 @@ def unique(flags: Iterable[Flag]) -> list[Flag]:
 
 
 def add_flags(parser: argparse.ArgumentParser, title: str, flags: Iterable[Flag]) -> None:
-    """Add our own flags to a parser; Megatron's flags, and names that the parser already has, are skipped."""
-    taken = parser._option_string_actions
-    missing = [flag for flag in flags if not flag.megatron and flag.name not in taken]
+    """Add our own flags to a parser; Megatron's flags, and names that the parser already has, are skipped.
+
+    A parser that has made some spellings of a field from Megatron's configuration gets the others.
+    """
+    taken = set(parser._option_string_actions)
+    own = [flag for flag in flags if not flag.megatron]
+    missing = [f for f in own if f.name not in taken or (f.field and not _spellings(f) <= taken)]
     if not missing:
         return
     group = parser.add_argument_group(title)
     for flag in missing:
-        _add_flag(group, flag)
+        if flag.field and _spellings(flag) & taken:
+            _add_spellings(group, flag, taken)
+        else:
+            _add_flag(group, flag)
+
+
+def _spellings(flag: Flag) -> set[str]:
+    """Return what may stand for a flag on a command line."""
+    names = {flag.name, *flag.aliases}
+    return names | {*_negations(flag)} if flag.kind == "auto" else names
+
+
+def _negations(flag: Flag) -> list[str]:
+    return ["--no-" + name[2:] for name in (flag.name, *flag.aliases)] + list(flag.negations)
+
+
+def _add_spellings(group: argparse._ActionsContainer, flag: Flag, taken: set[str]) -> None:
+    """Add those spellings of a flag that a parser lacks; its default remains the parser's."""
+    names = [name for name in (flag.name, *flag.aliases) if name not in taken]
+    common: dict[str, Any] = {"dest": flag.dest, "default": argparse.SUPPRESS}
+    if flag.kind == "value" and names:
+        group.add_argument(*names, type=flag.type, choices=flag.choices, help=f"as {flag.name}", **common)
+    elif flag.kind == "auto":
+        negations = [name for name in _negations(flag) if name not in taken]
+        if names:
+            group.add_argument(*names, action="store_true", help=flag.help.replace("%", "%%"), **common)
+        if negations:
+            group.add_argument(*negations, action="store_false", help=f"{flag.name} off", **common)
 
 
 def mentions(argv: Iterable[str], flags: Iterable[Flag], known: Iterable[Flag] = ()) -> list[str]:
@@ -194,8 +225,9 @@ def mentions(argv: Iterable[str], flags: Iterable[Flag], known: Iterable[Flag] =
 
 def all_names(flags: Iterable[Flag]) -> set[str]:
     """All spellings of flags on a command line, negations included."""
+    flags = list(flags)
     names = {name for flag in flags for name in (flag.name, *flag.aliases)}
-    return names | {"--no-" + name[2:] for name in names}
+    return names | {name for flag in flags for name in _negations(flag)}
 
 
 def _own_names(flags: Iterable[Flag]) -> set[str]:
@@ -247,6 +279,14 @@ def _add_flag(group: argparse._ActionsContainer, flag: Flag) -> None:
         group.add_argument(
             *names, dest=flag.dest, action=argparse.BooleanOptionalAction, default=flag.unset, help=text
         )
+        if flag.negations:
+            group.add_argument(
+                *flag.negations,
+                dest=flag.dest,
+                action="store_false",
+                default=flag.unset,
+                help=argparse.SUPPRESS,
+            )
     else:
         group.add_argument(
             *names,

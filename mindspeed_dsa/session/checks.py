@@ -120,6 +120,12 @@ def unheard(args: Any, armed: Settings, told: bool = False) -> Iterator[str]:
     chosen = armed.chosen()
     for flag in features.all_flags():
         wanted = getattr(args, flag.dest, flag.unset)
+        if flag.field:  # who makes the model's configuration from other arguments is told then
+            said = chosen.get(flag.dest)
+            outside = said is not None and said.source in ("API", "environment") and hasattr(args, flag.dest)
+            if said is not None and outside and not told and wanted != said.value:
+                yield _told_apart(flag, wanted, said)
+            continue
         if not flag.megatron:
             if wanted != flag.unset and wanted != getattr(armed, flag.dest):
                 yield _told_apart(flag, wanted, armed.setting(flag.dest))
@@ -190,9 +196,14 @@ def _plain(value: Any) -> Any:
 
 
 def with_own_switches(args: Any, armed: Settings) -> Any:
-    """A view of a job's arguments in which our switches have the values of the settings."""
+    """A view of a job's arguments in which our switches have the values of the settings.
+
+    A field of the model's configuration that the settings leave open is what the arguments say.
+    """
+    chosen = armed.chosen()
     own = [*GENERAL_FLAGS, *(flag for flag in features.all_flags() if not flag.megatron)]
-    return _Overruled(args, {flag.dest: getattr(armed, flag.dest) for flag in own})
+    said = [flag for flag in own if not flag.field or flag.dest in chosen or not hasattr(args, flag.dest)]
+    return _Overruled(args, {flag.dest: getattr(armed, flag.dest) for flag in said})
 
 
 class _Overruled:

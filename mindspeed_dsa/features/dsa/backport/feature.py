@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mindspeed_dsa.features.dsa.model.feature import field_rows
 from mindspeed_dsa.megatron import dsa
 from mindspeed_dsa.megatron.dsa import MLA, dsa_repair
 from mindspeed_dsa.patches.spec import Patch
@@ -81,9 +82,7 @@ class Options:
 
 
 _IMPL = "mindspeed_dsa.features.dsa.backport"
-_CONFIG = "megatron.core.transformer.transformer_config"
 _RELEASES = ">=0.12.1,<0.16"
-_CONFIGS = ("TransformerConfig", "MLATransformerConfig")
 _FIELDS = (
     "experimental_attention_variant",
     "dsa_indexer_n_heads",
@@ -91,28 +90,6 @@ _FIELDS = (
     "dsa_indexer_topk",
     "dsa_indexer_loss_coeff",
     "dsa_indexer_use_sparse_loss",
-)
-_FIELD_ROWS = (
-    Patch(
-        f"{_CONFIG}:{name}.__dataclass_fields__",
-        "entry",
-        f"{_IMPL}.job:FIELDS.{field}",
-        "Megatron's configuration lacks DSA's fields, and Megatron-LM copies arguments to fields it knows",
-        versions=_RELEASES,
-        key=field,
-    )
-    for name in _CONFIGS
-    for field in _FIELDS
-)
-_INIT_ROWS = (
-    Patch(
-        f"{_CONFIG}:{name}.__init__",
-        "wrap",
-        f"{_IMPL}.job:accept_dsa_fields",
-        "Megatron's configuration rejects fields that it does not know",
-        versions=_RELEASES,
-    )
-    for name in _CONFIGS
 )
 
 # Its classes compute the same as those of later releases with their fixes, and read the same switches.
@@ -137,8 +114,14 @@ FEATURE = dsa_repair(
     options=Options.of,
     supplies=_SUPPLIED,
     patches=(
-        *_FIELD_ROWS,
-        *_INIT_ROWS,
+        *field_rows(_FIELDS, f"{_IMPL}.job:FIELDS", _RELEASES),
+        Patch(
+            "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+            "wrap",
+            f"{_IMPL}.job:check_dsa_fields",
+            "Megatron's configuration does not know what DSA's fields need",
+            versions=_RELEASES,
+        ),
         Patch(
             f"{MLA}:MLASelfAttention.__init__",
             "wrap",

@@ -39,18 +39,16 @@ FIELDS = SimpleNamespace(**{field.name: field for field in dataclasses.fields(DS
 copies arguments to fields, replaces fields, or derives a dataclass."""
 
 
-def accept_dsa_fields(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a configuration's ``__init__``, which was generated without these fields."""
+def check_dsa_fields(original: Callable[..., None]) -> Callable[..., None]:
+    """Decorate ``TransformerConfig.__post_init__``: refuse a DSA model that cannot be built."""
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        for field in dataclasses.fields(DSAFields):
-            setattr(self, field.name, kwargs.pop(field.name, field.default))
-        original(self, *args, **kwargs)
+    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
         problems = problems_of(self)
         if problems:
             raise ValueError("mindspeed_dsa: dsa-backport: " + "; ".join(problems))
+        original(self, *args, **kwargs)
 
-    return __init__
+    return __post_init__
 
 
 def problems_of(config: Any) -> list[str]:

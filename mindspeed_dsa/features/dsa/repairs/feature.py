@@ -14,7 +14,8 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
+from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature
+from mindspeed_dsa.features.dsa.model import feature as model
 from mindspeed_dsa.megatron import without_engine
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import DSA, MLA, SIZES, SPECS, dsa_option, dsa_repair, megatron_flag
@@ -182,11 +183,7 @@ HADAMARD = dsa_repair(
 NORMALISED_QUERY = dsa_option(
     "dsa-normalised-query",
     summary="The indexer's queries come from the latent query after its norm, for DeepSeek checkpoints.",
-    switch=Flag(
-        "--dsa-indexer-normalised-query",
-        "Pass the indexer the latent query after its norm, as DeepSeek does. Default: before it, as "
-        "Megatron does.",
-    ),
+    switch=model.NORMALISED_QUERY,
     versions=">=0.12.1,<0.19",
     patches=(
         Patch(
@@ -202,11 +199,7 @@ NORMALISED_QUERY = dsa_option(
 ROPE_FIRST = dsa_option(
     "dsa-rope-first",
     summary="Indexer heads in DeepSeek's layout, for checkpoints from DeepSeek or Hugging Face.",
-    switch=Flag(
-        "--dsa-indexer-rope-first",
-        "Apply the indexer's rotary embedding to the first dimensions of each head and without "
-        "interleaving, as DeepSeek does. Default: Megatron's order.",
-    ),
+    switch=model.ROPE_FIRST,
     versions=">=0.12.1,<0.19",
     patches=(
         Patch(

@@ -1,0 +1,230 @@
+"""DSA as a model's configuration describes it: fields, their flags, and what they must agree on.
+
+Names and defaults are those of Megatron-core 0.19; releases before it lack most of them, all releases some.
+
+tests: tests/matrix/test_dsa_model.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
+from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.selections import Sharing
+from mindspeed_dsa.patches.spec import Patch
+from mindspeed_dsa.settings import Setting, Settings
+
+# -- fields of the configuration ---------------------------------------------------------------
+
+TOPK_FREQ = Flag(
+    "--dsa-indexer-topk-freq",
+    "One layer in so many selects keys, from --dsa-indexer-skip-topk-offset on; the layers between attend to "
+    "the same keys and own no indexer. GLM-5.2 has 4.",
+    kind="value",
+    type=int,
+    default=1,
+    field=True,
+)
+SKIP_TOPK_OFFSET = Flag(
+    "--dsa-indexer-skip-topk-offset",
+    "Layers up to this one, counted from 1, all select keys; 0 is 1. GLM-5.2 has 3.",
+    kind="value",
+    type=int,
+    default=0,
+    field=True,
+)
+TOPK_PATTERN = Flag(
+    "--dsa-indexer-topk-pattern",
+    "A letter for each layer of the decoder, in place of frequency and offset: C or F selects keys, S "
+    "attends to those of the next layer below that does.",
+    kind="value",
+    aliases=("--index-topk-pattern",),
+    field=True,
+)
+SHARE_FOR_MTP = Flag(
+    "--dsa-indexer-share-for-mtp",
+    "Let only the first layer of multi-token prediction select keys; the others attend to the same.",
+    kind="auto",
+    default=False,
+    aliases=("--index-share-for-mtp-iteration",),
+    field=True,
+)
+ROPE_FIRST = Flag(
+    "--dsa-indexer-rope-first",
+    "Apply the indexer's rotary embedding to the first dimensions of each head, as DeepSeek and GLM do. "
+    "Default: as Megatron does, on the last ones before 0.19 and on the first ones since.",
+    kind="auto",
+    field=True,
+)
+ROPE_INTERLEAVED = Flag(
+    "--dsa-indexer-rope-interleaved",
+    "Rotate the indexer's first dimensions in pairs of an even and an odd one, as GLM does, instead of half "
+    "against half, as DeepSeek does.",
+    kind="auto",
+    default=False,
+    field=True,
+)
+NORMALISED_QUERY = Flag(
+    "--dsa-indexer-normalised-query",
+    "Pass the indexer the latent query after its norm, as DeepSeek and GLM do. Default: as Megatron does, "
+    "before it in releases before 0.19 and after it since.",
+    kind="auto",
+    field=True,
+)
+ROTATE_ACTIVATION = Flag(
+    "--dsa-indexer-rotate-activation",
+    "Rotate the indexer's queries and keys by a Hadamard matrix, which needs a head size that is a power of "
+    "two. Default: on.",
+    kind="auto",
+    default=True,
+    negations=("--disable-dsa-indexer-rotate-activation",),
+    field=True,
+)
+SCORING_RELU = Flag(
+    "--dsa-indexer-scoring-relu",
+    "Apply ReLU to the products of the indexer's queries and keys before they are weighted. Default: on.",
+    kind="auto",
+    default=True,
+    negations=("--disable-dsa-indexer-scoring-relu",),
+    field=True,
+)
+K_NORM_EPSILON = Flag(
+    "--dsa-indexer-k-norm-epsilon",
+    "Epsilon of the indexer's key norm. Default: that of the model's norms. GLM and DeepSeek have 1e-6.",
+    kind="value",
+    type=float,
+    field=True,
+)
+K_NORM_FP32 = Flag(
+    "--dsa-indexer-k-norm-fp32",
+    "Compute the indexer's key norm in fp32 and round its result, whatever the model's type is.",
+    kind="auto",
+    default=False,
+    field=True,
+)
+SHARING_FLAGS = (TOPK_FREQ, SKIP_TOPK_OFFSET, TOPK_PATTERN, SHARE_FOR_MTP)
+INDEXER_FLAGS = (
+    ROPE_FIRST,
+    ROPE_INTERLEAVED,
+    NORMALISED_QUERY,
+    ROTATE_ACTIVATION,
+    SCORING_RELU,
+    K_NORM_EPSILON,
+    K_NORM_FP32,
+)
+FLAGS = (*SHARING_FLAGS, *INDEXER_FLAGS)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Requested settings.
+
+    Attributes:
+        chosen: by name, the fields that API, environment or command line set, with who says so.
+    """
+
+    chosen: Mapping[str, Setting]
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """Build from resolved settings; a job's arguments choose nothing, they are what is checked."""
+        said = settings.chosen() if isinstance(settings, Settings) else {}
+        return cls({flag.dest: said[flag.dest] for flag in FLAGS if flag.dest in said})
+
+
+def wanted(settings: Any) -> bool:
+    """Return whether the model uses DSA, or anything is said of a DSA model."""
+    if getattr(settings, "experimental_attention_variant", None) == "dsa":
+        return True
+    said = any(getattr(settings, flag.dest, flag.unset) != flag.unset for flag in FLAGS)
+    return said or bool(getattr(settings, "dsa_backport", False))
+
+
+def check_model(args: Any, options: Options) -> Iterator[str]:
+    """Yield what a job's arguments, or a model's configuration, contradict themselves in."""
+    if getattr(args, "experimental_attention_variant", "dsa") != "dsa":
+        said = [flag.name for flag in FLAGS if argument(args, flag.dest) not in (None, flag.unset)]
+        if said:
+            yield (
+                f"{', '.join(said)} describe DSA, and the model has none: add "
+                "--experimental-attention-variant dsa, or omit them"
+            )
+        return
+    yield from Sharing.of(args).problems(argument(args, "num_layers"))
+
+
+_HERE = "mindspeed_dsa.features.dsa.model"
+_CONFIG = "megatron.core.transformer.transformer_config"
+CONFIGS = ("TransformerConfig", "MLATransformerConfig")
+_LACKING = ">=0.12.1,<0.19"
+_ANY = ">=0.12.1,<0.21"
+_NATIVE = ">=0.19,<0.21"
+_WHY = "Megatron's configuration lacks the field, and Megatron-LM copies arguments to fields it knows"
+
+
+def field_rows(names: tuple[str, ...], impl: str, versions: str, why: str = _WHY) -> tuple[Patch, ...]:
+    """Declare fields of Megatron's two configurations, found by who reads, copies or derives them.
+
+    Args:
+        names: of the fields, and of the ``dataclasses.Field`` objects in ``impl``.
+        impl: ``module:namespace`` of those objects.
+        versions: releases that lack them.
+        why: of each row.
+    """
+    return tuple(
+        Patch(
+            f"{_CONFIG}:{config}.__dataclass_fields__",
+            "entry",
+            f"{impl}.{name}",
+            why,
+            versions=versions,
+            key=name,
+        )
+        for config in CONFIGS
+        for name in names
+    )
+
+
+_OURS = (ROPE_FIRST, NORMALISED_QUERY)
+"""Options that 0.19 and later have without a name: always on."""
+_NOWHERE = (TOPK_PATTERN, SHARE_FOR_MTP)
+"""Fields that no release has."""
+
+MODEL = Feature(
+    name="dsa-model",
+    summary="DSA's model as its configuration says it: the fields and flags of Megatron-core 0.19 on every "
+    "release, checked together.",
+    flags=(*FLAGS, EXPERIMENTAL_ATTENTION_VARIANT),
+    active=wanted,
+    options=Options.of,
+    check=check_model,
+    doc="dsa-model.md",
+    patches=(
+        *field_rows(
+            tuple(flag.dest for flag in FLAGS if flag not in _NOWHERE), f"{_HERE}.fields:FIELDS", _LACKING
+        ),
+        *field_rows(tuple(flag.dest for flag in _NOWHERE), f"{_HERE}.fields:FIELDS", _ANY),
+        *field_rows(tuple(flag.dest for flag in _OURS), f"{_HERE}.fields:NATIVE", _NATIVE),
+        *(
+            Patch(
+                f"{_CONFIG}:{name}.__init__",
+                "wrap",
+                f"{_HERE}.fields:take_fields",
+                "Megatron's configuration rejects fields that it lacks, and does not know our settings",
+                versions=_ANY,
+            )
+            for name in CONFIGS
+        ),
+        Patch(
+            f"{_CONFIG}:TransformerConfig.__post_init__",
+            "wrap",
+            f"{_HERE}.fields:settle_fields",
+            "configurations derived from Megatron's have constructors of their own, and end here as well",
+            versions=_ANY,
+            priority=100,  # the others find every field settled
+        ),
+    ),
+)

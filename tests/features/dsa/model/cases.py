@@ -1,0 +1,72 @@
+"""Configurations of DSA models, made in the ways that jobs make them; runs inside the pool's workers."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_dsa.features.dsa.model.feature import FLAGS
+from tests.support import model as tiny
+from tests.support.model import error_of
+
+NAMES = [flag.dest for flag in FLAGS]
+
+
+def fields_of(cfg: Any) -> dict[str, Any]:
+    return {name: getattr(cfg, name) for name in NAMES}
+
+
+def made(switches: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a model's configuration, made, copied, and of a class derived from Megatron's."""
+    import mindspeed_dsa
+
+    mindspeed_dsa.enable(experimental_attention_variant="dsa", **switches)
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    cfg = tiny.config(**overrides)
+
+    @dataclasses.dataclass
+    class Derived(MLATransformerConfig):
+        mine: int = 9
+
+    base = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg) if field.init}
+    unsaid = {name: value for name, value in base.items() if name not in NAMES or name in overrides}
+    plain = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
+    return {
+        "made": fields_of(cfg),
+        "copied": fields_of(dataclasses.replace(cfg, layernorm_epsilon=1e-4)),
+        "derived": fields_of(Derived(**unsaid)),
+        "other": fields_of(plain),
+        "listed": [
+            {*NAMES} <= {field.name for field in dataclasses.fields(kind)}
+            for kind in (MLATransformerConfig, TransformerConfig)
+        ],
+    }
+
+
+def refused(switches: Mapping[str, Any], overrides: Mapping[str, Any]) -> str:
+    """What is said of a configuration that cannot be."""
+    return error_of(f"{__name__}:made", switches=switches, overrides=overrides)
+
+
+def parsed(line: str, switches: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What Megatron-LM's parser makes of a command line, by its own rule for fields where it has one."""
+    import mindspeed_dsa
+
+    mindspeed_dsa.enable(experimental_attention_variant="dsa", **(switches or {}))
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    try:
+        from megatron.core.transformer.transformer_config import TransformerConfig
+        from megatron.training.argument_utils import ArgumentGroupFactory
+    except ImportError:
+        pass  # before 0.16 flags are written out; a wheel has no parser
+    else:
+        factory = ArgumentGroupFactory(TransformerConfig)
+        kept = {field.name for field in dataclasses.fields(TransformerConfig)} - {*NAMES}
+        factory.exclude |= kept
+        factory.build_group(parser)
+    mindspeed_dsa.add_arguments(parser)
+    namespace = vars(parser.parse_args(line.split()))
+    return {name: namespace[name] for name in NAMES}

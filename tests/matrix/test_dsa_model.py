@@ -1,0 +1,74 @@
+"""The fields of a DSA model on every release: who decides them, and what is refused.
+
+Runs on the release of the quick tests, too.
+"""
+
+from __future__ import annotations
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from mindspeed_dsa.features.dsa.model.feature import FLAGS
+from mindspeed_dsa.patches import versions
+
+pytestmark = pytest.mark.releases(">=0.12.1,<0.21", quick=True)
+
+CASES = "tests.features.dsa.model.cases"
+NATIVE = str(versions.of_megatron()) in SpecifierSet(">=0.19", prereleases=True)
+DEFAULTS = {flag.dest: flag.unset for flag in FLAGS}
+DEFAULTS |= dict.fromkeys(("dsa_indexer_rope_first", "dsa_indexer_normalised_query"), NATIVE)
+GLM = {"dsa_indexer_topk_freq": 4, "dsa_indexer_skip_topk_offset": 3, "num_layers": 8}
+
+
+def test_fields_have_the_defaults_of_0_19(pool):
+    (result,) = pool.run(f"{CASES}:made", 1, switches={}, overrides={})
+    assert result["made"] == result["copied"] == result["derived"] == result["other"] == DEFAULTS
+    assert result["listed"] == [True, True]
+
+
+def test_an_argument_a_setting_and_a_default(pool):
+    switches = {"dsa_indexer_topk_freq": 2, "dsa_indexer_scoring_relu": False}
+    overrides = {"dsa_indexer_k_norm_epsilon": 1e-6, "dsa_indexer_topk_freq": 2, "num_layers": 4}
+    (result,) = pool.run(f"{CASES}:made", 1, switches=switches, overrides=overrides)
+    expected = DEFAULTS | switches | {"dsa_indexer_k_norm_epsilon": 1e-6}
+    assert result["made"] == result["copied"] == result["derived"] == expected
+    assert result["other"] == DEFAULTS, "a model without DSA is not described by it"
+
+
+def test_an_argument_that_contradicts_a_setting_is_refused(pool):
+    (said,) = pool.run(f"{CASES}:refused", 1, switches={"dsa_indexer_topk_freq": 2}, overrides=GLM)
+    assert "dsa-model" in said
+    assert "dsa_indexer_topk_freq=4 is passed to it, and 2 is chosen by API" in said
+    (default,) = pool.run(
+        f"{CASES}:refused",
+        1,
+        switches={"dsa_indexer_scoring_relu": False},
+        overrides={"dsa_indexer_scoring_relu": True},
+    )
+    assert "dsa_indexer_scoring_relu=True is passed" in default
+
+
+def test_all_problems_of_sharing_are_in_one_message(pool):
+    overrides = {"dsa_indexer_topk_pattern": "SFX", "dsa_indexer_topk_freq": 2}
+    (said,) = pool.run(f"{CASES}:refused", 1, switches={}, overrides=overrides)
+    for part in ("layer 1 shares", "3 letters, and the model 2 layers", "X is no kind", "omit one of them"):
+        assert part in said
+
+
+def test_a_parser_has_every_flag(pool):
+    line = (
+        "--dsa-indexer-topk-freq 4 --dsa-indexer-skip-topk-offset 3 --dsa-indexer-rope-interleaved "
+        "--no-dsa-indexer-rotate-activation --disable-dsa-indexer-scoring-relu --dsa-indexer-k-norm-epsilon "
+        "1e-6 --dsa-indexer-k-norm-fp32 --dsa-indexer-rope-first --dsa-indexer-normalised-query "
+        "--index-topk-pattern CSSS --index-share-for-mtp-iteration"
+    )
+    (values,) = pool.run(f"{CASES}:parsed", 1, line=line)
+    assert list(values.values()) == [4, 3, "CSSS", True, True, True, True, False, False, 1e-6, True]
+    negated = (
+        "--no-dsa-indexer-rope-interleaved --dsa-indexer-rotate-activation --dsa-indexer-scoring-relu "
+        "--no-dsa-indexer-k-norm-fp32 --no-dsa-indexer-rope-first --no-dsa-indexer-share-for-mtp"
+    )
+    (values,) = pool.run(f"{CASES}:parsed", 1, line=negated)
+    assert {name: value for name, value in values.items() if value != DEFAULTS[name]} == (
+        {"dsa_indexer_rope_first": False} if NATIVE else {}
+    ) | ({"dsa_indexer_normalised_query": None} if values["dsa_indexer_normalised_query"] is None else {})
