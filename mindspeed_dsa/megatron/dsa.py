@@ -67,6 +67,9 @@ def megatron_flag(name: str, type: Callable[[str], Any] = str) -> Flag:
     return Flag(name, "Megatron's own flag.", kind="value", type=type, megatron=True)
 
 
+STAGES = ("dense", "warmup", "sparse", "frozen")
+"""Stages of the indexer's training, in the order in which a job goes through them."""
+
 PARTS = (
     "use_dsa_absorb",
     "use_fused_lightning_indexer",
@@ -87,6 +90,7 @@ class Options:
     Attributes:
         absorb: the absorbed form may be taken.
         absorb_always: it is, whatever the length.
+        stage: of the indexer's training, one of :data:`STAGES`.
         cpu_bf16: how CPUs multiply bf16, see :data:`mindspeed_dsa.ops.cpu.bf16.Way`.
     """
 
@@ -96,7 +100,7 @@ class Options:
     attention: bool
     kl_loss: bool
     backend: str
-    warmup: bool
+    stage: str
     fuse_kl_in_backward: bool
     cp_block_rows: int
     keep_gathered: bool
@@ -105,7 +109,22 @@ class Options:
     @property
     def any(self) -> bool:
         """Return whether any part of Megatron's attention path is replaced."""
-        return self.absorb or self.indexer or self.attention or self.kl_loss or self.warmup
+        return self.any_part or self.attends_densely
+
+    @property
+    def any_part(self) -> bool:
+        """Return whether any operator of ours is asked for."""
+        return self.absorb or self.indexer or self.attention or self.kl_loss
+
+    @property
+    def warmup(self) -> bool:
+        """Return whether the indexers learn beside dense attention, and nothing else does."""
+        return self.stage == "warmup"
+
+    @property
+    def attends_densely(self) -> bool:
+        """Return whether attention is to all visible keys, whatever an indexer says."""
+        return self.stage in ("dense", "warmup")
 
     @property
     def all_ours(self) -> bool:
@@ -125,7 +144,7 @@ class Options:
             attention=attention,
             kl_loss=kl_loss,
             backend=getattr(settings, "dsa_backend", None) or "auto",
-            warmup=getattr(settings, "dsa_stage", None) == "warmup",
+            stage=getattr(settings, "dsa_stage", None) or "sparse",
             fuse_kl_in_backward=bool(getattr(settings, "dsa_fuse_kl_in_backward", False)),
             cp_block_rows=getattr(settings, "cp_block_rows", None) or 0,
             keep_gathered=bool(getattr(settings, "cp_keep_gathered", False)),
@@ -144,11 +163,6 @@ def absorb_wanted(settings: Any) -> bool:
     return Options.of(settings).absorb
 
 
-def warmup_wanted(settings: Any) -> bool:
-    """Return whether the job is in ``--dsa-stage warmup``."""
-    return Options.of(settings).warmup
-
-
 def shares_keys(config: Any, chosen: Options) -> bool:
     """Return whether a model's context parallel ranks share keys by our gathers instead of Megatron's.
 
@@ -159,4 +173,5 @@ def shares_keys(config: Any, chosen: Options) -> bool:
     # Layers that share a selection of keys are served by Megatron's code, hook by hook.
     every_layer_selects = (getattr(config, "dsa_indexer_topk_freq", None) or 1) == 1
     is_dsa = getattr(config, "experimental_attention_variant", None) == "dsa"
-    return chosen.all_ours and is_dsa and every_layer_selects
+    # Dense attention goes through Megatron's code, which gathers by itself.
+    return chosen.all_ours and is_dsa and every_layer_selects and not chosen.attends_densely

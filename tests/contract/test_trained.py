@@ -151,7 +151,7 @@ def test_diff_tells_what_broke_by_feature(tmp_path, capsys):
     assert main(arguments) == 1
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
     assert lines["step-metrics"].endswith("fails: TP2+SP: KeyError: 'x'")
-    assert "refused: it needs megatron-core >=0.16,<0.19" in lines["dsa-stage"]
+    assert "refused: it needs megatron-core >=0.16,<0.19" in lines["two-streams"]
     assert "fails: " in lines["recompute-norm"]  # its targets are not in this checkout
     assert lines["accept-mindspeed-flags"].endswith("fits, not trained")  # it patches nothing
     results(tmp_path, "next", version="0.19.0")

@@ -256,11 +256,6 @@ def test_what_cannot_be_built_is_refused(pool, overrides, message):
     assert message in error
 
 
-def test_the_warmup_stage_is_refused(pool):
-    (error,) = pool.run("tests.support.model:error_of", 1, case=STEP, switches={"dsa_stage": "warmup"})
-    assert "needs megatron-core >=0.16" in error
-
-
 @pytest.mark.parametrize("switch", ["dsa_indexer_rope_first", "dsa_indexer_normalised_query"])
 def test_deepseeks_layout_can_be_chosen(pool, plain, switch):
     (result,) = pool.run(STEP, 1, switches={switch: True}, num_microbatches=2)

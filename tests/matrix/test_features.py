@@ -236,7 +236,7 @@ def test_deepseeks_layout(pool: Any, note: Note, feature: str) -> None:
 
 
 def test_the_warmup_stage_trains_indexers_alone(pool: Any, note: Note) -> None:
-    if note.begins("one process", "dsa-stage", switches={"dsa_stage": "warmup"}):
+    if note.begins("one process", "dsa-warmup", switches={"dsa_stage": "warmup"}):
         return
     (found,) = pool.run(f"{STEPS}:indexer_learns", 1, steps=4)
     assert found["losses"][-1] < 0.9 * found["losses"][0]

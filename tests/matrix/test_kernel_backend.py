@@ -239,7 +239,6 @@ def test_the_flag_knows_the_backend(pool):
     [
         (ON, {"dsa_kernel_backend": "tilelang"}, "other kernels than --use-fused-dsa"),
         (ON, {"attention_backend": "unfused"}, "queries no kernel backend"),
-        ({"dsa_stage": "warmup"}, {}, "dsa-stage (switched on by API"),
         ({**ON, "dsa_fuse_kl_in_backward": True}, {}, "omit it"),
         ({}, {"dsa_kernel_backend": "mindspeed"}, "must be one of"),
         # Megatron's own refusal.

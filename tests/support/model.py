@@ -258,11 +258,11 @@ def _forward_step_of(
 
 
 def gradients(chunks: list[Any], only: str = "") -> dict[str, Tensor]:
-    """Finished gradients by global name; those of one tensor parallel rank."""
+    """Finished gradients of what is trained by global name; those of one tensor parallel rank."""
     found = {}
     for chunk in chunks:
         for name, parameter in global_names(chunk).items():
-            if only in name:
+            if only in name and parameter.requires_grad:
                 found[name] = parameter.main_grad.detach().clone()
     return found
 

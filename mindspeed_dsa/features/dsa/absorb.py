@@ -27,8 +27,8 @@ from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head
 def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``MLASelfAttention.get_query_key_value_tensors`` for training and evaluation of DSA models.
 
-    Generation with a cache keeps Megatron's form. Unless context parallel ranks share keys, so do the warm-up
-    stage, whose dense attention costs a third of the work in that form, and calls for which
+    Generation with a cache keeps Megatron's form. Unless context parallel ranks share keys, so do the stages
+    with dense attention, which costs a third of the work in that form, and calls for which
     :func:`by_head_is_faster`.
     """
 
@@ -40,7 +40,7 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
         exchange = key_exchange(layer.core_attention, options, context.megatron, projections.documents)
         if exchange is not None:
             return absorbed_query_and_shared_key(projections, hidden_states, exchange)
-        if options.warmup or by_head_is_faster(projections, hidden_states, options):
+        if options.attends_densely or by_head_is_faster(projections, hidden_states, options):
             return None
         return absorbed_query_key_value(projections, hidden_states)
 

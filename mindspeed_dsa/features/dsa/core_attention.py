@@ -14,13 +14,13 @@ from torch import Tensor
 from mindspeed_dsa import platforms
 from mindspeed_dsa.context_parallel.gather import GatheredRows
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.dsa import warmup
 from mindspeed_dsa.features.dsa.call import Call
 from mindspeed_dsa.features.dsa.index_projection import index_inputs, shared_index_inputs
 from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange
 from mindspeed_dsa.features.dsa.megatron_parts import parts_left_to_megatron
 from mindspeed_dsa.features.dsa.problem import Operands, Problem, Rows, needs_index, parts_of
 from mindspeed_dsa.features.dsa.sparse_attention import attend_by_runs, in_runs, sparse_attention
+from mindspeed_dsa.features.dsa.stages import warmup
 from mindspeed_dsa.megatron.compiled_attention import steps_of
 from mindspeed_dsa.megatron.dsa import Options
 from mindspeed_dsa.ops.cpu import bf16
@@ -108,7 +108,7 @@ def attend(call: Call) -> Tensor:
         ValueError: under context parallelism, or for packed documents, a part runs Megatron's own code.
     """
     options, documents, exchange = call.options, call.documents, call.exchange
-    if (exchange or documents) is not None and not (options.all_ours or options.warmup):
+    if (exchange or documents) is not None and not (options.all_ours or options.attends_densely):
         raise ValueError(
             "fused-dsa: Megatron's own indexer, attention and indexer loss of this release support neither "
             "context parallelism nor packed sequences; omit --no-use-fused-..., or train with "
@@ -128,7 +128,7 @@ def attend(call: Call) -> Tensor:
         query_rope=query_rope,
     )
     rows = Rows() if documents is None else Rows.of_pack(documents, query.device)
-    if options.warmup:
+    if options.attends_densely:
         return warmup.attend(call, operands, rows, lambda: index_inputs(call))
     all_rows = key.shape[0] * key.shape[1] if rows.count is None else rows.count
     if not options.all_ours:
@@ -171,7 +171,7 @@ def _attend_to_shared_keys(call: Call, exchange: KeyExchange) -> Tensor:
             whole, receiver = on_its_way.wait_with_receiver(call.key)
         return Operands(query, whole, call.value, call.layer.softmax_scale, receiver)
 
-    if options.warmup:
+    if options.attends_densely:
         return warmup.attend(call, operands(), rows, lambda: shared_index_inputs(call, exchange).wait())
     loss, topk = call.loss_options(all_rows), call.layer.indexer.index_topk
     index, shared = None, None

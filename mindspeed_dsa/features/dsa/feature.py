@@ -1,4 +1,4 @@
-"""Switches of fused DSA, of the absorbed form, and of the warm-up stage."""
+"""Switches of fused DSA and of the absorbed form."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, WORDS, Feature, Flag, Requires
+from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, WORDS, Feature, Flag
 from mindspeed_dsa.megatron.dsa import (
     DSA,
     MLA,
@@ -17,7 +17,6 @@ from mindspeed_dsa.megatron.dsa import (
     absorb_wanted,
     fused_wanted,
     megatron_flag,
-    warmup_wanted,
 )
 from mindspeed_dsa.patches.spec import Patch
 
@@ -78,9 +77,11 @@ def bf16_problems(way: str) -> list[str]:
 
 
 def _fuse_problems(chosen: Options, args: Any) -> list[str]:
-    if chosen.warmup:
-        problem = "--dsa-fuse-kl-in-backward needs the attention's backward, which --dsa-stage warmup lacks"
-        return [f"{problem}; omit it"]
+    if chosen.attends_densely:
+        return [
+            "--dsa-fuse-kl-in-backward forms the loss in the backward of sparse attention, which --dsa-stage "
+            f"{chosen.stage} lacks; omit it"
+        ]
     problems = []
     chosen_parts = (chosen.absorb, chosen.indexer, chosen.attention, chosen.kl_loss)
     missing = [name for name, on in zip(PARTS, chosen_parts, strict=True) if not on]
@@ -102,21 +103,6 @@ def _fuse_problems(chosen: Options, args: Any) -> list[str]:
 
 def _flag(dest: str) -> str:
     return "--" + dest.replace("_", "-")
-
-
-def check_stage(args: Any, options: Any) -> Sequence[str]:
-    """Check the warm-up stage, which trains the indexer by its loss alone."""
-    problems = []
-    if getattr(args, "experimental_attention_variant", "dsa") != "dsa":
-        problems.append(
-            "--dsa-stage warmup trains DSA's indexer, and the model has none; add "
-            "--experimental-attention-variant dsa"
-        )
-    if not (getattr(args, "dsa_indexer_loss_coeff", 1.0) or 0.0) > 0:
-        problems.append(
-            "--dsa-stage warmup trains by the indexer loss alone; set --dsa-indexer-loss-coeff above 0"
-        )
-    return problems
 
 
 _IMPL = "mindspeed_dsa.features.dsa"
@@ -177,14 +163,6 @@ _FUSE_KL = Flag(
     "Collect the indexer loss's target inside the attention's backward pass, where the probabilities are "
     "recomputed anyway; the loss is logged from there.",
 )
-_STAGE = Flag(
-    "--dsa-stage",
-    "Stage of DSA training: 'warmup' trains only the indexer, with dense attention; 'sparse' trains all.",
-    kind="value",
-    default="sparse",
-    choices=("sparse", "warmup"),
-)
-
 FUSED = Feature(
     name="fused-dsa",
     summary="DSA's attention path on fused operators: Lightning Indexer, Sparse Flash Attention, KL loss.",
@@ -254,32 +232,6 @@ ABSORBED = Feature(
             params=("hidden_states", "packed_seq_params", "inference_context"),
             versions=_RELEASES,
             priority=-100,
-        ),
-    ),
-)
-WARMUP = Feature(
-    name="dsa-stage",
-    summary="Warm-up stage of DSA training: dense attention, dense indexer loss, only the indexer trained.",
-    flags=(_STAGE, EXPERIMENTAL_ATTENTION_VARIANT, megatron_flag("--dsa-indexer-loss-coeff", float)),
-    requires=Requires(versions={"megatron-core": _RELEASES}),
-    active=warmup_wanted,
-    options=Options.of,
-    check=check_stage,
-    doc="dsa-stage.md",
-    patches=(
-        Patch(
-            "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
-            "wrap",
-            f"{_IMPL}.warmup:freeze_all_but_indexers",
-            "frozen parameters must be neither in gradient buffers nor in the optimizer",
-            versions=_RELEASES,
-        ),
-        Patch(
-            "megatron.core.transformer.transformer_layer:TransformerLayer.forward",
-            "wrap",
-            f"{_IMPL}.warmup:layer_without_graph",
-            "a frozen layer needs no activations in backward",
-            versions=_RELEASES,
         ),
     ),
 )

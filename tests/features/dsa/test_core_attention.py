@@ -303,7 +303,7 @@ DSA = {"experimental_attention_variant": "dsa"}
         ),
         ({"dsa_fuse_kl_in_backward": True}, DSA, "needs all four fused parts"),
         (IN_BACKWARD, DSA | {"dsa_indexer_use_sparse_loss": False}, "add --dsa-indexer-use-sparse-loss"),
-        (IN_BACKWARD | {"dsa_stage": "warmup"}, DSA, "needs the attention's backward"),
+        (IN_BACKWARD | {"dsa_stage": "warmup"}, DSA, "forms the loss in the backward of sparse attention"),
         (FUSED, DSA | {"delay_wgrad_compute": True}, "no delayed weight gradients"),
     ],
     ids=str,

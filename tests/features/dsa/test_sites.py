@@ -10,7 +10,7 @@ CASES = "tests.features.dsa.cases"
 OURS = [feature for feature in all_features() if feature.name.startswith("dsa-")]
 NAMES = [feature.name for feature in OURS]
 OPTIONS = {"dsa-rope-first", "dsa-normalised-query"}
-FUSED = {"dsa-absorb", "dsa-stage", "dsa-kernel-backend", "dsa-context-parallel"}
+FUSED = {"dsa-absorb", "dsa-stage", "dsa-warmup", "dsa-kernel-backend", "dsa-context-parallel"}
 
 
 def test_every_row_of_this_release_is_applied_and_undone(pool):
@@ -42,5 +42,5 @@ def test_only_options_are_refused_by_a_release_that_needs_none_of_them(monkeypat
     chosen = settings.read([*settings.GENERAL_FLAGS, *all_flags()], api={}, argv=())
     chosen.platform = "cpu"
     refused = {feature.name: checks.problems([feature], chosen) for feature in OURS}
-    assert {name for name, problems in refused.items() if problems} == OPTIONS | {"dsa-stage"}
+    assert {name for name, problems in refused.items() if problems} == OPTIONS
     assert "0.19.0 is installed" in refused["dsa-rope-first"][0]

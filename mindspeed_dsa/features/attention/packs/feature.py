@@ -82,7 +82,7 @@ def check_packs(args: Any, options: Any) -> Sequence[str]:
         )
     if getattr(args, "experimental_attention_variant", None) == "dsa" and release in _REFUSED_BY_DSA:
         fused = Fused.of(args)
-        if not (fused.all_ours or fused.warmup):
+        if not (fused.all_ours or fused.attends_densely):
             problems.append(
                 f"Megatron-core {release} has no packed sequences for DSA in its own code; add "
                 "--use-fused-dsa and omit --no-use-fused-..., or omit --pack-documents"

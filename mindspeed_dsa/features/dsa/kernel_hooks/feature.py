@@ -44,15 +44,19 @@ class Options(FusedOptions):
     def of(cls, settings: Any) -> Self:
         """Build from resolved settings."""
         chosen = super().of(settings)
-        if chosen.any:
+        if chosen.any_part:
             return chosen
         return replace(chosen, absorb=True, indexer=True, attention=True, kl_loss=True)
 
 
 def kernel_hooks_wanted(settings: Any) -> bool:
-    """Return whether any switch of fused DSA is on, or Megatron's flag names our backend."""
-    named = getattr(settings, "dsa_backend", "auto") != "auto"
-    return FusedOptions.of(settings).any or named or settings.dsa_kernel_backend == "mindspeed"
+    """Return whether any switch of fused DSA is on, or Megatron's flag names our backend.
+
+    Stages with dense attention take ours as well, unless another one is named.
+    """
+    chosen, kernels = FusedOptions.of(settings), settings.dsa_kernel_backend
+    named = getattr(settings, "dsa_backend", "auto") != "auto" or kernels == "mindspeed"
+    return chosen.any_part or named or (chosen.attends_densely and kernels in (None, "none"))
 
 
 _HERE = "mindspeed_dsa.features.dsa.kernel_hooks"

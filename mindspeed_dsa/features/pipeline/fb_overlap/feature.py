@@ -240,7 +240,7 @@ FEATURE = Feature(
             "one of them",
         ),
         Conflict("recompute-ahead", _WHOLE_LAYERS),
-        Conflict("dsa-stage", _WHOLE_LAYERS),
+        Conflict("dsa-warmup", _WHOLE_LAYERS),
     ),
     options=Options.of,
     check=check_overlap,

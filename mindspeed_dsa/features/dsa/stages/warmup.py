@@ -25,34 +25,20 @@ from mindspeed_dsa.features.dsa.main_attention import attend_densely
 from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Operands, Problem, Rows
 from mindspeed_dsa.megatron.dsa import Options
 
-_losses: ContextVar[list[tuple[Tensor, int]] | None] = ContextVar("_losses", default=None)
-"""The running layer's indexer loss and the number of rows it was divided by; None if there is no loss."""
+_attachments: ContextVar[list[Callable[[Tensor], Tensor]] | None] = ContextVar("_attachments", default=None)
+"""Functions that attach the running layer's indexer losses to its output; None if there is no loss."""
 
 
-def freeze_all_but_indexers(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``GPTModel.__init__``: data parallelism and optimizer then skip frozen parameters."""
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        dsa = context.megatron("core.transformer.experimental_attention_variant.dsa")
-        self.requires_grad_(False)
-        for module in self.modules():
-            if isinstance(module, dsa.DSAIndexer):
-                module.requires_grad_(True)
-            if getattr(module, "recompute_input_layernorm", False):
-                # A layer without a graph saves only the norm's output, for its indexer; recomputation
-                # would free that and, without a gradient that triggers it, never restore it.
-                module.recompute_input_layernorm = False
-        embedding = getattr(self, "embedding", None)
-        if embedding is not None:
-            embedding.register_forward_hook(_start_graph)
-
-    return __init__
+def collects() -> bool:
+    """Return whether a layer runs whose indexer loss is wanted."""
+    return _attachments.get() is not None
 
 
-def _start_graph(module: Any, inputs: Any, output: Tensor) -> Tensor:
-    """Let the graph begin here: checkpointing runs a layer's backward only if its input has a gradient."""
-    return output.detach().requires_grad_(torch.is_grad_enabled())
+def collect_graph(attended: Tensor) -> None:
+    """Attach what carries an indexer loss, a core attention's output, to the output of the running layer."""
+    attachments = _attachments.get()
+    if attachments is not None and attended.requires_grad:
+        attachments.append(lambda output: _WithGraphOf.apply(output, attended))
 
 
 class _WithoutGraph(torch.autograd.Function):
@@ -69,23 +55,37 @@ class _WithoutGraph(torch.autograd.Function):
         return None, torch.zeros_like(ctx.like)
 
 
+class _WithGraphOf(torch.autograd.Function):
+    """Identity on the output; in backward the carrier of a loss gets a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, carrier: Tensor) -> Tensor:
+        ctx.zero, ctx.shape = carrier.new_zeros(()), carrier.shape
+        return output.view_as(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        return grad_output, ctx.zero.expand(ctx.shape)
+
+
 def layer_without_graph(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``TransformerLayer.forward``: run it without a graph, and attach its indexer's loss."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return original(self, hidden_states, *args, **kwargs)
-        losses: list[tuple[Tensor, int]] = []
-        token = _losses.set(losses)
+        attachments: list[Callable[[Tensor], Tensor]] = []
+        token = _attachments.set(attachments)
         try:
             with torch.no_grad():
                 result = original(self, hidden_states, *args, **kwargs)
         finally:
-            _losses.reset(token)
+            _attachments.reset(token)
         output, *rest = result if isinstance(result, tuple) else (result,)
         output = _WithoutGraph.apply(output, hidden_states)
-        for loss, rows in losses:
-            output = indexer_loss(context.megatron).attach(output, loss, rows)
+        for attach in attachments:
+            output = attach(output)
         # As Megatron's own layers end: a pipeline frees the last layer's output, which must not be a view.
         utils = context.megatron("core.utils")
         output = utils.make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
@@ -95,22 +95,23 @@ def layer_without_graph(original: Callable[..., Any], context: Context[Options])
 
 
 def attend(call: Call, operands: Operands, rows: Rows, index: Callable[[], IndexInputs]) -> Tensor:
-    """Attend to all visible keys; the indexer loss is passed to the running layer.
+    """Attend to all visible keys; in the warm-up the indexer loss is passed to the running layer.
 
     Args:
-        call: of the core attention.
+        call: of the core attention; its layer has no loss if it has no indexer.
         operands: of the main attention.
         rows: which keys each row sees.
         index: projects for the indexer; called where there is a loss.
     """
-    losses, layer, backend = _losses.get(), call.layer, call.options.backend
+    attachments, layer, backend = _attachments.get(), call.layer, call.options.backend
     weight = coefficient(layer.config)
-    if losses is not None and weight > 0:
+    if attachments is not None and weight > 0 and layer.indexer is not None:
         wanted = LossOptions(weight, on_chosen_keys=False)
         problem = Problem(operands, layer.indexer.index_topk, rows, call.groups, wanted, backend)
         with torch.enable_grad():
             loss = dense_loss(problem, index())
-        indexer_loss(call.megatron).log(loss, layer, call.groups.context)
-        all_rows = operands.key.shape[0] * operands.key.shape[1]
-        losses.append((loss, all_rows if rows.count is None else rows.count))
+        ours = indexer_loss(call.megatron)
+        ours.log(loss, layer, call.groups.context)
+        all_rows = operands.key.shape[0] * operands.key.shape[1] if rows.count is None else rows.count
+        attachments.append(lambda output: ours.attach(output, loss, all_rows))
     return attend_densely(operands, rows, backend).out

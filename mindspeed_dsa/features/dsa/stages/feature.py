@@ -1,0 +1,107 @@
+"""Stages of DSA training, and checkpoints that go from one to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag, Requires
+from mindspeed_dsa.megatron.dsa import DSA, STAGES, Options, megatron_flag
+from mindspeed_dsa.patches.spec import Patch
+
+WITHOUT_LOSS = ("dense", "frozen")
+"""Stages in which indexers are not trained."""
+_HERE = "mindspeed_dsa.features.dsa.stages"
+_RELEASES = ">=0.12.1,<0.21"
+_GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
+
+
+def stage_wanted(settings: Any) -> bool:
+    """Return whether the job is in another stage than the default one."""
+    return Options.of(settings).stage != "sparse"
+
+
+def warmup_wanted(settings: Any) -> bool:
+    """Return whether the job is in ``--dsa-stage warmup``."""
+    return Options.of(settings).warmup
+
+
+def drop_loss(args: Any) -> Sequence[str]:
+    """Switch the indexer loss off where indexers are not trained; ``Feature.rewrite``."""
+    stage, coefficient = Options.of(args).stage, getattr(args, "dsa_indexer_loss_coeff", None)
+    if stage not in WITHOUT_LOSS or not coefficient or coefficient <= 0:
+        return ()
+    args.dsa_indexer_loss_coeff = 0.0
+    return (f"--dsa-stage {stage} trains no indexer: --dsa-indexer-loss-coeff {coefficient:g} is taken as 0",)
+
+
+def check_stage(args: Any, options: Options) -> Iterator[str]:
+    """Yield what a stage lacks; arguments that a job does not have are not judged."""
+    if getattr(args, "experimental_attention_variant", "dsa") != "dsa":
+        yield (
+            f"--dsa-stage {options.stage} is about DSA's indexer, and the model has none; add "
+            "--experimental-attention-variant dsa"
+        )
+    if options.warmup and not (getattr(args, "dsa_indexer_loss_coeff", 1.0) or 0.0) > 0:
+        yield "--dsa-stage warmup trains by the indexer loss alone; set --dsa-indexer-loss-coeff above 0"
+
+
+_STAGE = Flag(
+    "--dsa-stage",
+    "Stage of DSA training: 'dense' has indexers that nothing reads or trains; 'warmup' trains indexers "
+    "alone, beside dense attention; 'sparse' trains all; 'frozen' selects keys by indexers that are not "
+    "trained.",
+    kind="value",
+    default="sparse",
+    choices=STAGES,
+)
+_FLAGS = (_STAGE, EXPERIMENTAL_ATTENTION_VARIANT, megatron_flag("--dsa-indexer-loss-coeff", float))
+
+STAGE = Feature(
+    name="dsa-stage",
+    summary="Stages of DSA training: dense attention, warm-up of indexers, sparse attention, frozen indexers.",
+    flags=_FLAGS,
+    requires=Requires(versions={"megatron-core": _RELEASES}),
+    active=stage_wanted,
+    options=Options.of,
+    rewrite=drop_loss,
+    check=check_stage,
+    doc="dsa-stage.md",
+    patches=(
+        Patch(
+            f"{_GPT}.__init__",
+            "wrap",
+            f"{_HERE}.parameters:freeze_for_stage",
+            "frozen parameters must be neither in gradient buffers nor in the optimizer",
+            versions=_RELEASES,
+        ),
+        Patch(
+            f"{DSA}:DSAttention.forward",
+            "wrap",
+            f"{_HERE}.megatron_attention:attend_by_stage",
+            "Megatron's DSA attends sparsely from the first step on",
+            params=("query", "key", "value", "attention_mask", "x", "qr", "up_v_weight"),
+            versions=">=0.19,<0.21",
+            priority=100,  # outside of what serves sparse attention
+        ),
+    ),
+)
+WARMUP = Feature(
+    name="dsa-warmup",
+    summary="Layers of the indexers' warm-up run without a graph: only the indexer losses have one.",
+    flags=_FLAGS,
+    requires=Requires(versions={"megatron-core": _RELEASES}),
+    active=warmup_wanted,
+    options=Options.of,
+    doc="dsa-stage.md",
+    when="--dsa-stage warmup",
+    patches=(
+        Patch(
+            "megatron.core.transformer.transformer_layer:TransformerLayer.forward",
+            "wrap",
+            f"{_HERE}.warmup:layer_without_graph",
+            "a frozen layer needs no activations in backward",
+            versions=_RELEASES,
+        ),
+    ),
+)

@@ -1,0 +1,114 @@
+"""Dense attention in ``DSAttention.forward`` of Megatron-core 0.19 and later, whatever gathers its keys.
+
+A selection of all keys is dense attention, and its indexer loss the dense one. So Megatron's own forward
+runs on a view of the module with that many keys to select: tensor and context parallel ranks, packed
+documents and kernel backends are served as in sparse attention. Our backend (:mod:`..kernel_hooks`) attends
+without a selection then, and computes the loss without a square buffer.
+
+Imports nothing of Megatron: these functions are fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.dsa.indexer_loss import coefficient
+from mindspeed_dsa.features.dsa.stages import warmup
+from mindspeed_dsa.megatron.attribute_override import AttributeOverride
+from mindspeed_dsa.megatron.dsa import Options
+
+
+def attend_by_stage(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
+    """Decorate ``DSAttention.forward``: attend to all visible keys in the stages that do.
+
+    Layers that share another one's selection attend likewise, and have no loss.
+    """
+    if not context.options.attends_densely:
+        return original
+
+    def forward(
+        self: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        attention_mask: Tensor | None,
+        x: Tensor,
+        qr: Tensor,
+        *args: Any,
+        up_v_weight: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        learns = warmup.collects() and self.indexer is not None and coefficient(self.config) > 0
+        dense = _dense_view(self, x, learns)
+        if not learns:
+            result: Tensor = original(
+                dense, query, key, value, attention_mask, x, qr, *args, up_v_weight=up_v_weight, **kwargs
+            )
+            return result
+        with torch.enable_grad():
+            attended = original(
+                dense,
+                query.detach(),
+                key.detach(),
+                None if value is None else value.detach(),
+                attention_mask,
+                x.detach(),
+                qr.detach(),
+                *args,
+                up_v_weight=None if up_v_weight is None else up_v_weight.detach(),
+                **kwargs,
+            )
+        warmup.collect_graph(attended)
+        return attended.detach()
+
+    return forward
+
+
+def _dense_view(layer: Any, x: Tensor, learns: bool) -> Any:
+    """Return a core attention that selects every key for itself.
+
+    Args:
+        layer: a ``DSAttention``.
+        x: hidden states ``[rows, batch, hidden]``, this rank's part of the sequence.
+        learns: whether its indexer is run, for its loss.
+    """
+    groups, config = layer.pg_collection, layer.config
+    parts = groups.tp.size() if config.sequence_parallel and groups.tp is not None else 1
+    ranks = 1 if groups.cp is None else groups.cp.size()
+    replaced = {} if learns else {"indexer": _NoIndexer(parts)}
+    config = AttributeOverride(
+        config,
+        dsa_indexer_use_sparse_loss=False,
+        dsa_indexer_loss_coeff=coefficient(config) if learns else 0.0,
+    )
+    return AttributeOverride(
+        layer,
+        config=config,
+        index_topk=x.size(0) * parts * ranks,
+        index_share=False,
+        skip_topk=False,
+        source_layer=layer.layer_number,
+        **replaced,
+    )
+
+
+class _NoIndexer(torch.nn.Module):
+    """Indexer with one head of one dimension, for which all keys are alike.
+
+    Args:
+        parts: tensor parallel ranks among which sequence parallelism splits rows; an indexer gathers them.
+    """
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def forward_before_topk(self, x: Tensor, *unused: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query ``[s, b, 1, 1]``, key ``[s, b, 1]`` and weights ``[s, b, 1]``."""
+        zeros = x.new_zeros(x.size(0) * self._parts, x.size(1), 1)
+        return zeros.unsqueeze(-1), zeros, zeros

@@ -1,0 +1,84 @@
+"""Parameters of indexers: which they are, and which parameters a stage trains.
+
+Imports nothing of Megatron: these functions are fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.dsa.indexer_loss import coefficient
+from mindspeed_dsa.features.dsa.stages.feature import WITHOUT_LOSS
+from mindspeed_dsa.megatron.dsa import Options
+
+_MARK = "dsa_indexer_coefficient"
+"""Attribute of an indexer's parameter: the coefficient of the indexer loss."""
+
+
+def indexers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield a model's indexers, Megatron's or ours; layers that share a selection have none."""
+    for module in model.modules():
+        if any(each.__name__ == "DSAIndexer" for each in type(module).__mro__):
+            yield module
+
+
+def is_indexers(parameter: Any) -> bool:
+    """Return whether a parameter of a model belongs to an indexer."""
+    return hasattr(parameter, _MARK)
+
+
+def uses_dsa(config: Any) -> bool:
+    """Return whether a model's configuration is one of DSA."""
+    return getattr(config, "experimental_attention_variant", None) == "dsa"
+
+
+# -- models ------------------------------------------------------------------------------------
+
+
+def freeze_for_stage(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+    """Decorate ``GPTModel.__init__``: data parallelism and optimizer then skip frozen parameters."""
+    stage = context.options.stage
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if uses_dsa(config) and stage in WITHOUT_LOSS and coefficient(config) > 0:
+            context.log.info(
+                "--dsa-stage %s trains no indexer: the loss coefficient %g is taken as 0",
+                stage,
+                coefficient(config),
+                once=True,
+            )
+            config.dsa_indexer_loss_coeff = 0.0
+        original(self, config, *args, **kwargs)
+        if not uses_dsa(config):
+            return
+        if context.options.warmup:
+            _freeze_all_but_indexers(self)
+        else:
+            for indexer in indexers(self):
+                indexer.requires_grad_(False)
+
+    return __init__
+
+
+def _freeze_all_but_indexers(model: Any) -> None:
+    model.requires_grad_(False)
+    for module in model.modules():
+        if getattr(module, "recompute_input_layernorm", False):
+            # A layer without a graph saves only the norm's output, for its indexer; recomputation
+            # would free that and, without a gradient that triggers it, never restore it.
+            module.recompute_input_layernorm = False
+    for indexer in indexers(model):
+        indexer.requires_grad_(True)
+    embedding = getattr(model, "embedding", None)
+    if embedding is not None:
+        embedding.register_forward_hook(_start_graph)
+
+
+def _start_graph(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    """Let the graph begin here: checkpointing runs a layer's backward only if its input has a gradient."""
+    return output.detach().requires_grad_(torch.is_grad_enabled())

@@ -1,0 +1,50 @@
+"""Stages of DSA training on every release: gradients are those of Megatron's own step in the same state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.matrix.record import Note
+from tests.matrix.test_features import CP2, GATHERED, run
+from tests.support.model import assert_same_gradients
+
+pytestmark = pytest.mark.releases(">=0.12.1")
+
+# A selection of all keys is dense attention, and the loss on it the dense one.
+DENSE = {"dsa_indexer_topk": 64, "dsa_indexer_use_sparse_loss": False}
+LAYOUTS = ["one process", "TP2+SP", "PP2 x VPP2", "CP2"]
+
+
+def of_layout(layout: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Switches and overrides that a layout needs."""
+    return (dict(CP2), dict(GATHERED)) if layout == "CP2" else ({}, {})
+
+
+def of_stage(stage: str) -> Callable[[str], bool]:
+    """Which parameters a stage trains, by name."""
+    return lambda name: (".indexer." in name) == (stage == "warmup")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("stage", ["dense", "warmup", "frozen"])
+def test_gradients_are_those_of_the_same_state(pool: Any, note: Note, stage: str, layout: str) -> None:
+    switches, overrides = of_layout(layout)
+    if note.begins(layout, "dsa-stage", switches={**switches, "dsa_stage": stage}):
+        return
+    state = overrides if stage == "frozen" else {**overrides, **DENSE}
+    theirs = run(pool, layout, switches=switches, overrides=state)
+    ours = run(pool, layout, switches={**switches, "dsa_stage": stage}, overrides=overrides)
+    for mine, stock in zip(ours, theirs, strict=True):
+        assert {".indexer." in name for name in mine["gradients"]} == {stage == "warmup"}
+        expected = {name: stock["gradients"][name] for name in mine["gradients"]}
+        assert len(mine["gradients"]) == len(list(filter(of_stage(stage), stock["gradients"])))
+        assert_same_gradients(mine["gradients"], expected)
+        assert mine["losses"] == pytest.approx(stock["losses"], rel=1e-5)
+        if stage == "warmup":
+            assert mine["indexer loss"] == pytest.approx(stock["indexer loss"], rel=1e-4)
+        else:
+            assert not mine["indexer loss"]
+    note.trained(ours)
