@@ -78,10 +78,8 @@ def bf16_problems(way: str) -> list[str]:
 
 def _fuse_problems(chosen: Options, args: Any) -> list[str]:
     if chosen.attends_densely:
-        return [
-            "--dsa-fuse-kl-in-backward forms the loss in the backward of sparse attention, which --dsa-stage "
-            f"{chosen.stage} lacks; omit it"
-        ]
+        problem = "--dsa-fuse-kl-in-backward forms the loss in the backward of sparse attention"
+        return [f"{problem}, which --dsa-stage {chosen.stage} lacks; omit it"]
     problems = []
     chosen_parts = (chosen.absorb, chosen.indexer, chosen.attention, chosen.kl_loss)
     missing = [name for name, on in zip(PARTS, chosen_parts, strict=True) if not on]

@@ -59,7 +59,7 @@ _FLAGS = (_STAGE, EXPERIMENTAL_ATTENTION_VARIANT, megatron_flag("--dsa-indexer-l
 
 STAGE = Feature(
     name="dsa-stage",
-    summary="Stages of DSA training: dense attention, warm-up of indexers, sparse attention, frozen indexers.",
+    summary="Stages of DSA training: dense attention, warm-up, sparse attention, frozen indexers.",
     flags=_FLAGS,
     requires=Requires(versions={"megatron-core": _RELEASES}),
     active=stage_wanted,
