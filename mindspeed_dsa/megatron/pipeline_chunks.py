@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_dsa.megatron.selections import Sharing
@@ -94,7 +95,10 @@ class Split:
                 return (
                     f"{LAYOUT} has {len(self.stages)} chunks, no multiple of the {self.ranks} pipeline ranks"
                 )
-            named = "".join(self.stages).count(_DECODER)
+            letters = "".join(self.stages)
+            if not re.fullmatch(f"{_EMBEDDING}[{_DECODER}{_MTP}]*{_LOSS}", letters):
+                return f"{LAYOUT} begins with E, ends with L and has t and m between them"
+            named = letters.count(_DECODER)
             return (
                 None if named == self.layers else f"{LAYOUT} has {named} layers, --num-layers {self.layers}"
             )
@@ -157,14 +161,10 @@ class Split:
         with_mtp = (chunk for chunk, stage in enumerate(self.stages) if _MTP in stage)
         return next(with_mtp, self.ranks * self.chunks - 1) % self.ranks
 
-    def flags(self, mtp_layers: int = 0) -> str:
-        """Return the flags that deal layers out like this, beside those of the sizes of the pipeline.
-
-        Args:
-            mtp_layers: of multi-token prediction, which a layout names.
-        """
+    def flags(self) -> str:
+        """Return the flags that deal layers out like this, beside those of the sizes of the pipeline."""
         if self.stages:
-            return f"{LAYOUT} '{layout_text([len(chunk) for chunk in self.in_order], mtp_layers)}'"
+            return f"{LAYOUT} '{_compact(self.stages)}'"
         ends = ((FIRST, self.first), (LAST, self.last))
         return " ".join(f"{flag} {count}" for flag, count in ends if count is not None)
 
@@ -204,10 +204,22 @@ def layout_text(sizes: Sequence[int], mtp_layers: int = 0) -> str:
         sizes: of the chunks, in the model's order.
         mtp_layers: of multi-token prediction, which lie in the last chunk.
     """
-    parts = [f"{_DECODER}*{size}" if size > 1 else _DECODER * size for size in sizes]
-    parts[0] = f"{_EMBEDDING}{parts[0]}"
-    parts[-1] += _MTP * mtp_layers + _LOSS
-    return "|".join(parts)
+    return _compact(_lettered(sizes, mtp_layers))
+
+
+def _lettered(sizes: Sequence[int], mtp_layers: int) -> tuple[str, ...]:
+    stages = [_DECODER * size for size in sizes]
+    stages[0] = f"{_EMBEDDING}{stages[0]}"
+    stages[-1] += _MTP * mtp_layers + _LOSS
+    return tuple(stages)
+
+
+def _compact(stages: Sequence[str]) -> str:
+    """Return a layout as Megatron reads it, equal letters of a chunk counted."""
+    runs = [[(letter, len(list(run))) for letter, run in groupby(stage)] for stage in stages]
+    return "|".join(
+        "".join(letter if count == 1 else f"{letter}*{count}" for letter, count in stage) for stage in runs
+    )
 
 
 # -- chunks of layers that share selections ------------------------------------------------------
@@ -253,9 +265,9 @@ def remedy(split: Split, sharing: Sharing, has_layout: bool = True, mtp_layers: 
         has_layout: Megatron has ``--pipeline-model-parallel-layout``.
         mtp_layers: of multi-token prediction.
     """
-    found = list(nearest(split, sharing, has_layout))
+    found = list(nearest(split, sharing, has_layout, mtp_layers))
     if found:
-        sizes = "; ".join(f"{each.flags(mtp_layers)} ({_sizes(each)})" for each in found)
+        sizes = "; ".join(f"{each.flags()} ({_sizes(each)})" for each in found)
         return f"What works, in place of the flags that deal layers out now: {sizes}"
     most, wanted = sharing.computing(split.layers), split.ranks * split.chunks
     if most < wanted:
@@ -273,7 +285,7 @@ def _sizes(split: Split) -> str:
     return f"chunks of {', '.join(str(len(chunk)) for chunk in split.in_order)} layers"
 
 
-def nearest(split: Split, sharing: Sharing, has_layout: bool = True) -> Iterator[Split]:
+def nearest(split: Split, sharing: Sharing, has_layout: bool = True, mtp_layers: int = 0) -> Iterator[Split]:
     """Yield splits with as many ranks and chunks, all of which begin with a computing layer.
 
     The one with layers of its own on the first and last rank comes first, then the most even layout.
@@ -282,6 +294,7 @@ def nearest(split: Split, sharing: Sharing, has_layout: bool = True) -> Iterator
         split: to replace.
         sharing: of the model.
         has_layout: a layout can be given.
+        mtp_layers: of multi-token prediction, which a layout names.
     """
     if split.ranks == 1:
         return
@@ -289,7 +302,7 @@ def nearest(split: Split, sharing: Sharing, has_layout: bool = True) -> Iterator
     if by_ends is not None:
         yield by_ends
     if has_layout:
-        layout = _most_even(split.layers, split.ranks, split.chunks, sharing)
+        layout = _most_even(split.layers, split.ranks, split.chunks, sharing, mtp_layers)
         if layout is not None and (by_ends is None or _largest(layout) < _largest(by_ends)):
             yield layout
 
@@ -330,7 +343,7 @@ def _unevenness(split: Split) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=256)
-def _most_even(layers: int, ranks: int, chunks: int, sharing: Sharing) -> Split | None:
+def _most_even(layers: int, ranks: int, chunks: int, sharing: Sharing, mtp_layers: int) -> Split | None:
     """Return the layout of the most even chunks, each of which begins with a computing layer.
 
     By the number of chunks and the layer that the next one begins with: the largest chunk so far and the sum
@@ -349,4 +362,4 @@ def _most_even(layers: int, ranks: int, chunks: int, sharing: Sharing) -> Split 
         best = longer
     if layers + 1 not in best:
         return None
-    return Split(layers, ranks, chunks, stages=stages_of(layout_text(best[layers + 1][2])))
+    return Split(layers, ranks, chunks, stages=_lettered(best[layers + 1][2], mtp_layers))

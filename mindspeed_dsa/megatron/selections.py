@@ -90,6 +90,11 @@ class Sharing:
         decoder = sum(self.computes(layer) for layer in range(1, layers + 1))
         return decoder + sum(self.mtp_computes(layer) for layer in range(1, mtp_layers + 1))
 
+    def words(self, layers: int) -> str:
+        """Say how many layers of the decoder select keys, and which: ``4 of 12 layers (1-3, 7)``."""
+        selecting = [layer for layer in range(1, layers + 1) if self.computes(layer)]
+        return f"{len(selecting)} of {layers} layers ({', '.join(_runs(selecting))})"
+
     def problems(self, layers: int | None = None) -> Iterator[str]:
         """Yield what is wrong with frequency, offset and pattern, each with its flag and a remedy.
 
@@ -144,3 +149,22 @@ class Sharing:
         """Return the computing layers below and above a sharing one."""
         above = next((n for n in range(layer + 1, layer + 1 + 4 * self.frequency) if self.computes(n)), None)
         return [self.source(layer)] + ([] if above is None else [above])
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[str]:
+    """Yield ascending numbers, in short where their steps are equal: ``1-3``, ``7, 11, ..., 75``."""
+    at = 0
+    while at < len(numbers):
+        last = at + 1
+        while last + 1 < len(numbers) and numbers[last + 1] - numbers[last] == numbers[at + 1] - numbers[at]:
+            last += 1
+        if last - at < 2:  # two numbers are no run
+            yield str(numbers[at])
+            at += 1
+            continue
+        step = numbers[at + 1] - numbers[at]
+        if step == 1:
+            yield f"{numbers[at]}-{numbers[last]}"
+        else:
+            yield f"{numbers[at]}, {numbers[at + 1]}, {'..., ' * (last - at > 2)}{numbers[last]}"
+        at = last + 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.tools.planner import arguments, plan, report, search, timing
+from mindspeed_dsa.tools.planner import arguments, configs, plan, report, search, timing
 from mindspeed_dsa.tools.planner.job import Job
 
 _DESCRIPTION = """\
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, help in _RATES.items():
         kind = int if name == "node" else float
         add(f"--device-{name}", type=kind, metavar="X", help=f"{help}; default: the device's")
-    add("--config", metavar="FILE", help="config.json with the model's sizes, or deepseek-v3.2")
+    add("--config", metavar="FILE", help=f"config.json with the model's sizes, or {', '.join(configs.KNOWN)}")
     add("--imbalance", type=float, default=1.0, metavar="X", help="fullest rank's tokens over the mean")
     add(
         "--allocator", type=float, default=plan.ALLOCATOR, metavar="SHARE", help="that it adds; default: 0.05"

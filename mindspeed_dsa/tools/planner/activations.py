@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mindspeed_dsa.schedule.events import Event, Kind, Schedule
-from mindspeed_dsa.tools.planner.job import Job
+from mindspeed_dsa.tools.planner.job import Job, LayerKind
 
 FLOAT, INDEX, LONG = 4, 4, 8
 
@@ -41,11 +41,11 @@ class Layer:
 
     Args:
         job: planned.
-        experts: whether its MLP has experts.
+        kind: of the layer.
     """
 
-    def __init__(self, job: Job, experts: bool) -> None:
-        self.job, self.experts = job, experts
+    def __init__(self, job: Job, kind: LayerKind) -> None:
+        self.job, self.kind = job, kind
         self.model, self.training = job.model, job.training
         self.n = job.tokens
         self.r = self.n / (job.layout.tp if job.layout.sequence else 1)
@@ -68,8 +68,8 @@ class Layer:
         if self.training.dropout:  # masks of attention's and the MLP's output
             found.append(self._item("norms", 2 * self.r * h, size=1, storages=2))
         # The norm before a dense MLP is part of its first linear layer in the spec of sparse attention.
-        found += self._norm("post_attention_norm", h, recomputed=self.experts or not model.sparse)
-        return [*found, *(self._moe() if self.experts else self._mlp("dense MLP", model.ffn, ("mlp",)))]
+        found += self._norm("post_attention_norm", h, recomputed=self.kind.experts or not model.sparse)
+        return [*found, *(self._moe() if self.kind.experts else self._mlp("dense MLP", model.ffn, ("mlp",)))]
 
     def _item(self, part: str, numbers: float, *tags: str, size: int = 0, storages: int = 1) -> Kept:
         return Kept(part, numbers * (size or self.e), frozenset(tags), storages)
@@ -110,12 +110,13 @@ class Layer:
             yield self._item("attention", 2 * n * heads * model.query_dim, *up, storages=2)
             yield self._item("attention", 2 * n * heads * wide, *up, storages=2)
         yield self._item("attention", n * heads, *core, size=FLOAT)
-        yield from self._index(keys)
+        if self.kind.selects:
+            yield from self._index(keys)
 
     def _index(self, keys: float) -> Iterator[Kept]:
         """Yield what the indexer's operators keep, and its projections where it is trained."""
         model, n, core = self.model, self.n, ("attention", "core_attn")
-        if not self.job.is_short:
+        if not self.job.is_short:  # layers that share the selection keep the same storage
             yield self._item("indexer", n * model.topk, *core, size=INDEX)
         if not model.index_loss:
             return
@@ -144,8 +145,10 @@ class Layer:
         yield self._item("attention", n * heads * model.value, *core)
         yield self._item("attention", square * heads, *core, size=FLOAT)
         yield self._item("attention", square * heads, *core)
-        yield self._item("indexer", n * min(model.topk, self.length), *core, size=LONG)
         yield self._item("indexer", square, *core, size=FLOAT)
+        if not self.kind.selects:
+            return
+        yield self._item("indexer", n * min(model.topk, self.length), *core, size=LONG)
         if model.index_loss:
             numbers = n * model.index_dim * (model.index_heads + 1)
             yield self._item("indexer", numbers, *core, size=FLOAT, storages=2)
@@ -236,6 +239,15 @@ def freed(items: Iterable[Kept], job: Job, norm: bool, act: bool, swap: bool) ->
         if not (item.tags & gone or (item.tags & swapped and not small)):
             left.append(item)
     return left
+
+
+def shared_selection(job: Job, kind: LayerKind) -> Kept:
+    """Return the selection that stays until backward where layers share it, although they are recomputed."""
+    if not kind.serves or job.is_short:
+        return Kept("indexer", 0.0)
+    stock = not job.features.attention
+    keys = min(job.model.topk, job.training.sequence) if stock else job.model.topk
+    return Kept("indexer", float(job.tokens * keys * (LONG if stock else INDEX)))
 
 
 def inputs_of_recomputed(job: Job, norm: bool, experts: bool) -> Kept:

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa.features import everything
+from mindspeed_dsa.megatron.pipeline_chunks import LAYOUT, stages_of
+from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.tools.planner import flags, layouts
+from mindspeed_dsa.tools.planner import configs, flags, layouts
 from mindspeed_dsa.tools.planner.job import Features, Job, Layout, Model, Sharding, Training
 
-_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
+_MODEL = ("num_layers", "hidden_size", "num_attention_heads")
+_STEP = ("seq_length", "micro_batch_size")
 _DSA = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 
 
@@ -39,17 +42,12 @@ def job_of(
     options, given, unknown = flags.read(argv)
     _check_sizes(options, devices, imbalance)
     if config_file:
-        flags.apply_config(Path(config_file), options, given)
+        configs.apply(Path(config_file), options, given)
     _check_together(options)
-    missing = [name for name in _NEEDED if getattr(options, name) is None]
-    if options.experimental_attention_variant == "dsa":
-        missing += [name for name in _DSA if getattr(options, name) is None]
-    if missing:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
-        raise SettingsError(f"mindspeed_dsa plan: give {names}, or --config FILE with the model's sizes")
+    _check_given(options)
     model, training = model_of(options), training_of(options)
     if any_layout:
-        options.num_layers_per_virtual_pipeline_stage = None
+        options.num_layers_per_virtual_pipeline_stage = options.pipeline_model_parallel_layout = None
     wanted = layout_of(options)
     if any_layout:
         layout = Layout(dp=devices or layouts.least_devices(wanted), cp_algorithm=wanted.cp_algorithm)
@@ -78,9 +76,33 @@ def _check_sizes(options: argparse.Namespace, devices: int | None, imbalance: fl
             raise SettingsError(f"mindspeed_dsa plan: --{name} {value}: give {least} or more")
 
 
+def _check_given(options: argparse.Namespace) -> None:
+    """Refuse a job of which a plan cannot be made."""
+    sizes = (*_MODEL, *(_DSA if options.experimental_attention_variant == "dsa" else ()))
+    problems = []
+    if missing := _missing(options, sizes):
+        known = ", ".join(configs.KNOWN)
+        problems.append(
+            f"the model's sizes are not known: add {missing} to the job's flags, or give --config FILE, a "
+            f"config.json or one of {known}"
+        )
+    if missing := _missing(options, _STEP):
+        problems.append(
+            f"the step is not known: add {missing} to the job's flags, as in `plan --config glm-5.2 -- "
+            "pretrain_gpt.py --seq-length 4096 --micro-batch-size 1`"
+        )
+    if problems:
+        raise SettingsError(f"mindspeed_dsa plan: {'; '.join(problems)}")
+
+
+def _missing(options: argparse.Namespace, names: Sequence[str]) -> str:
+    absent = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is None]
+    return " and ".join(filter(None, (", ".join(absent[:-1]), *absent[-1:])))
+
+
 def _check_together(options: argparse.Namespace) -> None:
     """Refuse what Megatron, or a feature, refuses whatever the layout."""
-    problems = []
+    problems = list(Sharing.of(options).problems(options.num_layers))
     if options.bf16 and options.fp16:
         problems.append("--bf16 and --fp16: give one of them")
     if options.reuse_fp32_param and not options.bf16:
@@ -140,6 +162,12 @@ def _notes(options: argparse.Namespace, unknown: Sequence[str]) -> tuple[str, ..
             "experts' transfers are those of --moe-token-dispatcher-type alltoall; allgather, Megatron's "
             "default, is NOT planned"
         )
+    layout = options.pipeline_model_parallel_layout
+    if options.mtp_num_layers and layout and "m" not in stages_of(layout)[-1]:
+        notes.append(
+            f"{LAYOUT} has multi-token prediction before the last chunk, where it is NOT planned: it is "
+            "counted in the last one"
+        )
     if options.global_batch_size is None:
         notes.append("no --global-batch-size: one microbatch per step and data parallel rank")
     if options.transformer_impl != "local":
@@ -195,6 +223,7 @@ def model_of(options: argparse.Namespace) -> Model:
         index_dim=options.dsa_indexer_head_dim or 0,
         topk=options.dsa_indexer_topk or 0,
         index_loss=options.dsa_indexer_loss_coeff > 0,
+        sharing=Sharing.of(options),
         experts=experts,
         expert_ffn=(options.moe_ffn_hidden_size or ffn) if experts else 0,
         shared_ffn=(options.moe_shared_expert_intermediate_size or 0) if experts else 0,
@@ -236,6 +265,9 @@ def layout_of(options: argparse.Namespace) -> Layout:
             )
         chunks = counted // (pp * per_chunk)
     vpp = chunks if chunks and pp > 1 else 1
+    stages = _stages_of(options)
+    if stages:
+        vpp = len(stages) // pp
     if options.expert_model_parallel_size > 1 and not options.num_experts:
         raise SettingsError(
             f"mindspeed_dsa plan: --expert-model-parallel-size {options.expert_model_parallel_size} needs "
@@ -257,8 +289,38 @@ def layout_of(options: argparse.Namespace) -> Layout:
         last=options.decoder_last_pipeline_num_layers,
         embedding_counts=options.account_for_embedding_in_pipeline_split,
         loss_counts=options.account_for_loss_in_pipeline_split,
+        stages=stages,
         cp_algorithm=options.cp_comm_type[0],
     )
+
+
+def _stages_of(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the chunks of the job's layout, which Megatron takes alone."""
+    layout, pp = options.pipeline_model_parallel_layout, options.pipeline_model_parallel_size
+    if layout is None or pp == 1:
+        return ()
+    others = (
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+    )
+    said = [f"--{name.replace('_', '-')}" for name in others if getattr(options, name)]
+    if said:
+        raise SettingsError(f"mindspeed_dsa plan: {LAYOUT} deals all layers out: omit {', '.join(said)}")
+    try:
+        stages = stages_of(layout)
+    except ValueError as error:
+        raise SettingsError(
+            f"mindspeed_dsa plan: {error}; write E, t, m and L, and | between chunks"
+        ) from None
+    if len(stages) % pp:
+        raise SettingsError(
+            f"mindspeed_dsa plan: {LAYOUT} has {len(stages)} chunks, no multiple of the {pp} pipeline ranks"
+        )
+    return stages
 
 
 def training_of(options: argparse.Namespace) -> Training:

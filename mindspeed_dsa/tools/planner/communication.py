@@ -7,12 +7,13 @@ nothing twice.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from mindspeed_dsa.tools.planner import layouts, sizes
-from mindspeed_dsa.tools.planner.job import Job
+from mindspeed_dsa.tools.planner.job import Job, LayerKind
 from mindspeed_dsa.tools.planner.sizes import Weight
 
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
@@ -59,18 +60,16 @@ class _Rank:
         self.last = rank == self.layout.pp - 1
 
     def transfers(self) -> Iterator[Transfer]:
-        layers = [number for chunk in self.held for number in chunk]
-        kinds = [self.model.pattern[number] for number in layers]
-        kinds += [self.model.pattern[-1]] * self.model.mtp if self.last else []
+        kinds = Counter(self.model.kinds[number] for chunk in self.held for number in chunk)
+        if self.last:
+            kinds.update(self.model.mtp_kinds)
         count = self.job.microbatches
-        for experts in (False, True):
-            if kinds.count(experts):
-                for each in self._layer(experts):
-                    yield _times(each, count * kinds.count(experts))
-        recomputed = self._recomputed_layers()
-        for experts, times in recomputed.items():
-            for each in self._layer(experts):
-                if each.when == "forward" and times:
+        for kind, times in kinds.items():
+            for each in self._layer(kind):
+                yield _times(each, count * times)
+        for kind, times in self._recomputed_layers().items():
+            for each in self._layer(kind):
+                if each.when == "forward":
                     again = Transfer(
                         each.group, each.collective, f"{each.what}, recomputed", each.nbytes, "backward"
                     )
@@ -79,12 +78,14 @@ class _Rank:
             yield _times(each, count)
         yield from self._step()
 
-    def _recomputed_layers(self) -> dict[bool, int]:
-        full, found = self.job.training.full, {False: 0, True: 0}
-        for chunk in self.held:
-            for place, number in enumerate(chunk):
-                found[self.model.pattern[number]] += full < 0 or place < full
-        return found
+    def _recomputed_layers(self) -> Counter[LayerKind]:
+        full = self.job.training.full
+        return Counter(
+            self.model.kinds[number]
+            for chunk in self.held
+            for place, number in enumerate(chunk)
+            if full < 0 or place < full
+        )
 
     # -- tensor parallel group ----------------------------------------------------------------
 
@@ -112,20 +113,20 @@ class _Rank:
         yield self._tp("reduce-scatter", what, width, "forward")
         yield self._tp("all-gather", what, width, "backward")
 
-    def _layer(self, experts: bool) -> Iterator[Transfer]:
+    def _layer(self, kind: LayerKind) -> Iterator[Transfer]:
         if self.layout.tp > 1:
-            yield from self._attention()
-            if not experts:
+            yield from self._attention(kind)
+            if not kind.experts:
                 yield from self._column("dense MLP", self.model.hidden)
                 yield from self._row("dense MLP", self.model.hidden)
             elif self.model.shared_ffn:
                 yield from self._column("shared experts", self.model.hidden)
                 yield from self._row("shared experts", self.model.hidden)
-        if experts:
+        if kind.experts:
             yield from self._experts()
-        yield from self._context()
+        yield from self._context(kind)
 
-    def _attention(self) -> Iterator[Transfer]:
+    def _attention(self, kind: LayerKind) -> Iterator[Transfer]:
         model, features = self.model, self.job.features
         if not model.latent:
             yield from self._column("attention", model.hidden)
@@ -141,7 +142,7 @@ class _Rank:
                 yield self._tp("all-to-all", "attention's output", width, when)
         else:
             yield from self._row("attention's output", model.hidden)
-        if model.sparse and self._needs_index():
+        if self._needs_index(kind):
             if self.sequence:
                 width = model.hidden + (model.query_lora or 0)
                 yield self._tp("all-gather", "indexer's inputs", width, "forward")
@@ -151,9 +152,9 @@ class _Rank:
                 width = self.job.training.sequence if dense else chosen
                 yield self._tp("all-reduce", "indexer's target", width, "forward", FLOAT)
 
-    def _needs_index(self) -> bool:
+    def _needs_index(self, kind: LayerKind) -> bool:
         """Short sequences attend to every key; the loss needs the indexer all the same."""
-        return self.model.index_loss or self.job.training.sequence > self.model.topk
+        return kind.selects and (self.model.index_loss or self.job.training.sequence > self.model.topk)
 
     # -- experts ------------------------------------------------------------------------------
 
@@ -178,7 +179,7 @@ class _Rank:
 
     # -- context parallel group ---------------------------------------------------------------
 
-    def _context(self) -> Iterator[Transfer]:
+    def _context(self, kind: LayerKind) -> Iterator[Transfer]:
         model, layout, features = self.model, self.layout, self.job.features
         ranks = layout.cp
         if ranks == 1:
@@ -189,9 +190,7 @@ class _Rank:
             width: float = model.heads / layout.tp * (model.query_dim + model.value_dim)
             again = True
         elif model.latent:
-            width = model.kv_lora + model.rope
-            if model.sparse:
-                width += model.index_dim if self._needs_index() else 0
+            width = model.kv_lora + model.rope + model.index_dim * self._needs_index(kind)
             again = not (model.sparse and features.keep_gathered)
         else:
             width = 2 * max(1.0, model.kv_heads / layout.tp) * model.head_dim
@@ -208,9 +207,7 @@ class _Rank:
         yield Transfer("CP", gather, "keys", whole * width * self.e, "forward")
         if again:
             yield Transfer("CP", gather, "keys", whole * width * self.e, "backward")
-        trained = width - (
-            0 if model.index_loss or not model.sparse else model.index_dim * self._needs_index()
-        )
+        trained = width if model.index_loss else width - model.index_dim * self._needs_index(kind)
         size = self.e if kernels else FLOAT
         reduce: Collective = "reduce-scatter" if model.sparse else "send"
         yield Transfer("CP", reduce, "gradients of keys", whole * trained * size, "backward")

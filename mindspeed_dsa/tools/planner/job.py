@@ -3,6 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from mindspeed_dsa.megatron.selections import Sharing
+
+
+class LayerKind(NamedTuple):
+    """LayerKind of a layer, as far as plans tell layers apart.
+
+    Attributes:
+        experts: its MLP has experts.
+        selects: it has an indexer, which selects keys.
+        serves: layers above attend to the keys that it selects.
+    """
+
+    experts: bool
+    selects: bool = False
+    serves: bool = False
+
+
+EVERY_LAYER = Sharing()
+"""Of models in which each layer selects keys for itself."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +41,7 @@ class Model:
         query_lora: 0: queries are projected without a latent.
         latent: multi-head latent attention; otherwise ``head_dim`` and ``kv_heads`` hold.
         sparse: DeepSeek Sparse Attention.
+        sharing: which layers select keys there.
         mtp: multi-token prediction layers.
     """
 
@@ -48,6 +71,7 @@ class Model:
     index_dim: int = 0
     topk: int = 0
     index_loss: bool = False
+    sharing: Sharing = EVERY_LAYER
     experts: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
@@ -65,6 +89,30 @@ class Model:
         """Return the size of one head's value."""
         return self.value if self.latent else self.head_dim
 
+    @cached_property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Return the kind of each layer of the decoder."""
+        selects = [self.sharing.computes(layer) for layer in range(1, self.layers + 1)]
+        return self._kinds(self.pattern, selects)
+
+    @cached_property
+    def mtp_kinds(self) -> tuple[LayerKind, ...]:
+        """Return the kind of each layer of multi-token prediction, whose MLP is that of the last layer."""
+        selects = [self.sharing.mtp_computes(layer) for layer in range(1, self.mtp + 1)]
+        return self._kinds(self.pattern[-1:] * self.mtp, selects)
+
+    def _kinds(self, experts: tuple[bool, ...], selects: list[bool]) -> tuple[LayerKind, ...]:
+        if not self.sparse:
+            return tuple(LayerKind(each) for each in experts)
+        above = (*selects[1:], True)[: len(selects)]
+        serves = [own and not other for own, other in zip(selects, above, strict=True)]
+        return tuple(map(LayerKind, experts, selects, serves))
+
+    @property
+    def selecting(self) -> tuple[int, ...]:
+        """Return the numbers, from 1, of the decoder's layers that select keys."""
+        return tuple(number for number, kind in enumerate(self.kinds, start=1) if kind.selects)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -75,6 +123,7 @@ class Layout:
         group: ``--microbatch-group-size-per-virtual-pipeline-stage``.
         first: layers of the first pipeline rank, where given; likewise ``last``.
         embedding_counts: the embedding takes a layer's place in the split; likewise ``loss_counts``.
+        stages: letters of each chunk of ``--pipeline-model-parallel-layout``; empty: there is none.
     """
 
     tp: int = 1
@@ -90,6 +139,7 @@ class Layout:
     last: int | None = None
     embedding_counts: bool = False
     loss_counts: bool = False
+    stages: tuple[str, ...] = ()
     cp_algorithm: str = "p2p"
 
     @property

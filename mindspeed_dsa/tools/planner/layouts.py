@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mindspeed_dsa.megatron.pipeline_chunks import Split
+from mindspeed_dsa.megatron.pipeline_chunks import LAYOUT, Split
+from mindspeed_dsa.megatron.pipeline_chunks import nearest as nearest_splits
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.tools.planner.job import Job, Layout, Model, Training
 
@@ -80,13 +81,13 @@ def _hint(job: Job, any_number: bool) -> str:
     if near.training.batch != job.training.batch:
         batch = f" with --global-batch-size {near.training.batch}"
     ends = ""
-    if (layout.first, layout.last) != (job.layout.first, job.layout.last):
-        ends = "".join(
-            f" --decoder-{end}-pipeline-num-layers {count}"
-            for end, count in (("first", layout.first), ("last", layout.last))
-            if count is not None
-        )
+    if _split_flags(layout) != _split_flags(job.layout):
+        ends = f" {split_of(layout, near.model).flags()}".rstrip()
     return f". The nearest layout that works: {layout}{ends}{batch}"
+
+
+def _split_flags(layout: Layout) -> tuple[object, ...]:
+    return layout.first, layout.last, layout.stages
 
 
 def nearest(job: Job, any_number: bool = False) -> Job | None:
@@ -103,6 +104,8 @@ def nearest(job: Job, any_number: bool = False) -> Job | None:
                         layout, tp=tp, pp=pp, ep=ep, vpp=vpp, etp=min(layout.etp, tp), group=pp, dp=1
                     )
                     sizes = replace(sizes, sequence=layout.sequence and tp > 1)
+                    if (pp, vpp) != (layout.pp, layout.vpp):
+                        sizes = replace(sizes, stages=())
                     number = least_devices(sizes) if any_number else devices
                     if number % least_devices(sizes):
                         continue
@@ -126,16 +129,25 @@ def _near(size: int, devices: int) -> list[int]:
 
 
 def _splits(layout: Layout, model: Model) -> Iterator[Layout]:
-    """The layout itself, and with fewer layers on the last rank, or on the first and the last."""
+    """The layout itself, and with other splits of the layers."""
     yield layout
     yield from uneven(layout, model)
 
 
 def uneven(layout: Layout, model: Model) -> Iterator[Layout]:
-    """Splits with other numbers of layers on the first and last rank, the most even ones."""
+    """Yield splits with other numbers of layers on the first and last rank, the most even ones.
+
+    Where layers share selections, those whose chunks begin with a computing layer, as layouts too.
+    """
     if layout.pp < 2:
         return
-    plain = replace(layout, first=None, last=None)
+    plain = replace(layout, first=None, last=None, stages=())
+    if model.sharing.is_on:
+        plain = replace(plain, embedding_counts=False, loss_counts=False)
+        found = nearest_splits(split_of(plain, model), model.sharing, mtp_layers=model.mtp)
+        for split in reversed([*found]):  # the most even one last
+            yield replace(plain, first=split.first, last=split.last, stages=split.stages)
+        return
     each = math.ceil(model.layers / (layout.pp * layout.vpp)) * layout.vpp
     rest = model.layers - each * (layout.pp - 1)
     if rest > 0:
@@ -152,7 +164,7 @@ def uneven(layout: Layout, model: Model) -> Iterator[Layout]:
 def _distance(job: Job, other: Job) -> float:
     pairs = ((getattr(job.layout, n), getattr(other.layout, n)) for n in ("tp", "pp", "vpp", "ep", "etp"))
     moved = sum(abs(math.log2(a / b)) for a, b in pairs)
-    ends = (job.layout.first, job.layout.last) != (other.layout.first, other.layout.last)
+    ends = _split_flags(job.layout) != _split_flags(other.layout)
     batch = abs(math.log2(other.training.batch / max(job.training.batch, 1)))
     return moved + 0.5 * ends + min(batch, 4) * 0.25
 
@@ -194,8 +206,12 @@ def _problems(job: Job) -> Iterator[str]:
             f"context parallelism, {math.gcd(job.shards, layout.replicas)} does"
         )
     split = split_of(layout, model)
-    if split.problem:
-        yield split.problem
+    chunk_problem = split.problem or model.sharing.chunk_problem(split.in_order)
+    if chunk_problem:
+        yield chunk_problem
+    mtp = "".join(layout.stages).count("m")
+    if layout.stages and mtp != model.mtp:
+        yield f"{LAYOUT} has {mtp} layers of multi-token prediction, --mtp-num-layers {model.mtp}"
     step = training.micro * layout.dp
     if training.batch % step:
         yield (
@@ -225,6 +241,7 @@ def split_of(layout: Layout, model: Model) -> Split:
         last=layout.last,
         embedding_counts=layout.embedding_counts,
         loss_counts=layout.loss_counts,
+        stages=layout.stages,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mindspeed_dsa.tools.planner import activations, layouts, sizes
 from mindspeed_dsa.tools.planner.activations import Kept, Layer
-from mindspeed_dsa.tools.planner.job import Job
+from mindspeed_dsa.tools.planner.job import Job, LayerKind
 from mindspeed_dsa.tools.planner.sizes import Weight
 
 GIB = 2**30
@@ -105,29 +105,38 @@ class _Kinds:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.all = {kind: Layer(job, kind).items() for kind in set(job.model.pattern)}
-        self.left: dict[tuple[bool, Chosen], dict[str, float]] = {}
+        self.all = {kind: Layer(job, kind).items() for kind in set(job.model.kinds)}
+        self.left: dict[tuple[LayerKind, Chosen], dict[str, float]] = {}
+        self.sums: dict[tuple[LayerKind, tuple[str, ...]], float] = {}
 
-    def kept(self, experts: bool, which: Chosen) -> dict[str, float]:
+    def kept(self, kind: LayerKind, which: Chosen) -> dict[str, float]:
         """Bytes by part of a layer."""
-        if (experts, which) not in self.left:
-            items = activations.freed(self.all[experts], self.job, which.norm, which.act, which.swap)
-            items.append(activations.inputs_of_recomputed(self.job, which.norm, experts))
-            self.left[experts, which] = activations.by_part(items)
-        return self.left[experts, which]
+        if (kind, which) not in self.left:
+            items = activations.freed(self.all[kind], self.job, which.norm, which.act, which.swap)
+            items.append(activations.inputs_of_recomputed(self.job, which.norm, kind.experts))
+            if "core_attn" in self.job.training.modules:
+                items.append(activations.shared_selection(self.job, kind))
+            self.left[kind, which] = activations.by_part(items)
+        return self.left[kind, which]
 
     def whole(self) -> float:
         """Bytes of the largest kind with nothing freed."""
         return max(self.written(kind) for kind in self.all)
 
-    def written(self, experts: bool, *tags: str) -> float:
+    def written(self, kind: LayerKind, *tags: str) -> float:
         """Bytes of a layer with nothing freed, or of its items with one of some tags."""
-        return sum(item.nbytes for item in self.all[experts] if not tags or item.tags & set(tags))
+        if (kind, tags) not in self.sums:
+            wanted = [item for item in self.all[kind] if not tags or item.tags & set(tags)]
+            self.sums[kind, tags] = sum(item.nbytes for item in wanted)
+        return self.sums[kind, tags]
 
-    def attention(self) -> float:
+    def attention(self, kind: LayerKind) -> float:
         """Bytes that attention saves in a layer."""
-        items = self.all[max(self.all)]
-        return sum(item.nbytes for item in items if "attention" in item.tags)
+        return self.written(kind, "attention")
+
+    def widest_attention(self) -> float:
+        """Bytes that attention saves in a layer of the kind that saves most."""
+        return max(map(self.attention, self.all))
 
 
 def _rank(
@@ -206,12 +215,12 @@ def _traffic(job: Job, held: Sequence[tuple[int, ...]], kinds: _Kinds) -> dict[s
     choice = chosen_layers(job, held)
     for chunk, layers in enumerate(held):
         for place, number in enumerate(layers):
-            experts, which = job.model.pattern[number], choice[chunk, place]
-            found["written"] += kinds.written(experts)
+            kind, which = job.model.kinds[number], choice[chunk, place]
+            found["written"] += kinds.written(kind)
             if not _is_full(job, place):
-                found["swapped"] += kinds.attention() * which.swap
+                found["swapped"] += kinds.attention(kind) * which.swap
                 tags = ("norm",) * which.norm + ("act",) * which.act
-                found["repeated"] += kinds.written(experts, *tags) if tags else 0.0
+                found["repeated"] += kinds.written(kind, *tags) if tags else 0.0
     return found
 
 
@@ -258,8 +267,9 @@ def _chunk(
         if _is_full(job, place):
             first = training.full >= 0 or place % training.full_group == 0
             items += [Kept("recomputed layers", stream)] if first else []
+            items.append(activations.shared_selection(job, model.kinds[number]))
             continue
-        for part, nbytes in kinds.kept(model.pattern[number], choice[chunk, place]).items():
+        for part, nbytes in kinds.kept(model.kinds[number], choice[chunk, place]).items():
             found[part] = found.get(part, 0.0) + nbytes
     is_first = rank == 0 and chunk == 0
     if is_first:
@@ -295,8 +305,8 @@ def _end(job: Job) -> list[Kept]:
     stream = rows * model.hidden * training.number
     logits = job.tokens * (model.vocabulary / layout.tp * activations.FLOAT + 9)
     found = [*activations.norm_items(job, model.hidden, rows), Kept("output", stream + logits)]
-    for _ in range(model.mtp):
-        inner = Layer(job, model.pattern[-1]).items()
+    for kind in model.mtp_kinds:
+        inner = Layer(job, kind).items()
         inner += activations.norm_items(job, 3 * model.hidden, rows)
         inner += [Kept("MTP", 2 * stream), Kept("MTP", stream + logits), Kept("MTP", job.tokens * 8.0)]
         found += [Kept("MTP", each.nbytes) for each in inner]
@@ -310,8 +320,12 @@ def _host_activations(
     found = 0.0
     choice = chosen_layers(job, held)
     for chunk, count in enumerate(flights):
-        found += count * sum(choice[chunk, place].swap for place in range(len(held[chunk])))
-    return found * kinds.attention()
+        found += count * sum(
+            kinds.attention(job.model.kinds[number])
+            for place, number in enumerate(held[chunk])
+            if choice[chunk, place].swap
+        )
+    return found
 
 
 def _temporary(job: Job, rank: int, weights: Sequence[Weight], kinds: _Kinds) -> dict[str, float]:
@@ -338,7 +352,7 @@ def _temporary(job: Job, rank: int, weights: Sequence[Weight], kinds: _Kinds) ->
         group = training.full_group if training.full < 0 else 1
         found["recomputed layer"] = kinds.whole() * group
     if job.features.swap_attention:
-        found["attention of two layers"] = 2 * kinds.attention()
+        found["attention of two layers"] = 2 * kinds.widest_attention()
     if model.sparse and not (job.features.indexer and job.features.attention):
         heads = max(model.index_heads, math.ceil(model.heads / layout.tp))
         found["matrices of stock DSA"] = 2.0 * 4 * tokens * training.sequence * heads
@@ -349,8 +363,8 @@ def _units(job: Job, rank: int) -> list[float]:
     """Dense numbers that are gathered together: of layers, embedding and output layer."""
     model, layout = job.model, job.layout
     found = [
-        sum(each.on_rank(layout) for each in sizes.layer(model, experts) if each.cut != "expert")
-        for experts in set(model.pattern)
+        sum(each.on_rank(layout) for each in sizes.layer(model, kind) if each.cut != "expert")
+        for kind in set(model.kinds)
     ]
     if rank in (0, layout.pp - 1):
         found.append(model.vocabulary * model.hidden / layout.tp)

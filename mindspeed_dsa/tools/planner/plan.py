@@ -65,6 +65,7 @@ class Plan:
             "model": {
                 "parameters": sum(w.numbers for w in sizes.model_weights(self.job.model)),
                 "by_part": sizes.by_part(sizes.model_weights(self.job.model)),
+                "selecting_layers": list(self.job.model.selecting),
             },
             "device": asdict(self.device),
             "fits": self.fits,

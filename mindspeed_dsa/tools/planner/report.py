@@ -9,6 +9,7 @@ from typing import Any
 from mindspeed_dsa.runs.metrics import pyplot_for_files
 from mindspeed_dsa.session.start_report import aligned
 from mindspeed_dsa.tools.planner import communication, sizes
+from mindspeed_dsa.tools.planner.job import Job
 from mindspeed_dsa.tools.planner.memory import GIB, RankMemory
 from mindspeed_dsa.tools.planner.plan import Plan
 
@@ -46,12 +47,21 @@ def _head(plan: Plan) -> str:
                 f"{plan.worst.total / GIB:.1f} GiB on pipeline rank {plan.worst.rank}"
             ),
             f"one replica needs {_devices(plan.least)}; {fitting}",
+            *_selecting(job),
             (
                 f"step: {training.batch} x {training.sequence} tokens, {job.microbatches} "
                 f"microbatch{'es' * (job.microbatches > 1)} of {training.micro} per data parallel rank"
             ),
         ]
     )
+
+
+def _selecting(job: Job) -> list[str]:
+    """Say which layers have an indexer, where not all of them do."""
+    sharing = job.model.sharing
+    if not (job.model.sparse and sharing.is_on):
+        return []
+    return [f"keys are selected in {sharing.words(job.model.layers)}; the others attend to the same keys"]
 
 
 def _devices(count: int) -> str:

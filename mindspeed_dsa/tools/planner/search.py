@@ -69,6 +69,7 @@ def search(job: Job, device: Device, best: int = 5, allocator: float = ALLOCATOR
         raise SettingsError(
             f"mindspeed_dsa plan: no layout of {job.layout.devices} {device.name} fits {device.memory:g} GiB"
             f"{said}. Use more devices, or a smaller --global-batch-size or --seq-length"
+            f"{f'; {pipelines}' if (pipelines := limits(job)) else ''}"
         )
     fitting.sort(key=lambda each: each.plan.time.total)
     refined = [
@@ -77,8 +78,23 @@ def search(job: Job, device: Device, best: int = 5, allocator: float = ALLOCATOR
     return sorted(refined, key=lambda each: each.plan.time.total)[:best]
 
 
+def limits(job: Job) -> str:
+    """Say which pipelines a search leaves out because layers share selections; empty if none."""
+    model = job.model
+    if not (model.sparse and model.sharing.is_on):
+        return ""
+    most = len(model.selecting)
+    return (
+        "every chunk of a pipeline begins with a layer that selects keys, which "
+        f"{model.sharing.words(model.layers)} do: a pipeline has {most} chunk{'s' * (most > 1)} at most"
+    )
+
+
 def candidates(job: Job, device: Device) -> Iterator[Job]:
-    """Layouts that divide everything; of those with the same sizes, the most even split of layers."""
+    """Layouts that divide everything; of those with the same sizes, the most even split of layers.
+
+    Where layers share selections, each chunk of a split begins with one that selects.
+    """
     devices, model = job.layout.devices, job.model
     powers = [2**n for n in range(12)]
     for tp in (size for size in powers if size <= min(16, device.node)):
@@ -166,6 +182,8 @@ def text(found: list[Found]) -> str:
         ends = "".join(
             f" {name} {count}" for name, count in (("first", layout.first), ("last", layout.last)) if count
         )
+        if layout.stages:
+            ends = f" layers {'+'.join(str(stage.count('t')) for stage in layout.stages)}"
         rows.append(
             (
                 f"{layout}{ends}",
@@ -178,7 +196,14 @@ def text(found: list[Found]) -> str:
                 each.measures,
             )
         )
-    return "\n".join(aligned(rows))
+    lines = aligned(rows)
+    lines += [f"note: {said}" for said in dict.fromkeys(limits(each.plan.job) for each in found) if said]
+    lines += [
+        f"{each.plan.job.layout}: {layouts.split_of(each.plan.job.layout, each.plan.job.model).flags()}"
+        for each in found
+        if each.plan.job.layout.stages
+    ]
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)

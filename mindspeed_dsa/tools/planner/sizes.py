@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Literal
 
 from mindspeed_dsa.tools.planner import layouts
-from mindspeed_dsa.tools.planner.job import Job, Layout, Model
+from mindspeed_dsa.tools.planner.job import Job, LayerKind, Layout, Model
 
 Cut = Literal["tensor", "whole", "expert"]
 PARTS = (
@@ -60,8 +60,8 @@ def norm(model: Model, width: int) -> Weight:
     return whole("norms", width * (2 if model.layer_norm else 1))
 
 
-def attention(model: Model, sp_tp_sp: bool = False) -> list[Weight]:
-    """List the weights of one layer's attention, its norms and its indexer included."""
+def attention(model: Model, selects: bool, sp_tp_sp: bool = False) -> list[Weight]:
+    """List the weights of one layer's attention, its norms and the indexer of one that selects included."""
     h, heads = model.hidden, model.heads
     found = [norm(model, h)]
     if not model.latent:
@@ -92,7 +92,7 @@ def attention(model: Model, sp_tp_sp: bool = False) -> list[Weight]:
     found.append(whole("attention", proj) if sp_tp_sp else Weight("attention", proj))
     if model.bias:  # latent projections have none
         found.append(whole("attention", h))
-    if model.sparse:
+    if selects:
         found.append(Weight("indexer", index_numbers(model), "whole", averaged=True))
     return found
 
@@ -123,9 +123,9 @@ def mlp(model: Model, experts: bool) -> list[Weight]:
 
 
 @lru_cache(maxsize=64)
-def layer(model: Model, experts: bool, sp_tp_sp: bool = False) -> tuple[Weight, ...]:
+def layer(model: Model, kind: LayerKind, sp_tp_sp: bool = False) -> tuple[Weight, ...]:
     """All weights of one transformer layer."""
-    return (*attention(model, sp_tp_sp), *mlp(model, experts))
+    return (*attention(model, kind.selects, sp_tp_sp), *mlp(model, kind.experts))
 
 
 def embedding(model: Model, part: str = "embedding") -> list[Weight]:
@@ -136,13 +136,12 @@ def embedding(model: Model, part: str = "embedding") -> list[Weight]:
     return found
 
 
-def mtp_layer(model: Model, sp_tp_sp: bool = False) -> list[Weight]:
+def mtp_layer(model: Model, kind: LayerKind, sp_tp_sp: bool = False) -> list[Weight]:
     """A multi-token prediction layer: norms of both inputs, their projection, a layer, a norm."""
-    experts = model.pattern[-1] if model.pattern else False
     own = [norm(model, 3 * model.hidden), Weight("MTP", 2 * model.hidden * model.hidden)]
     inner = [
         Weight("MTP", each.numbers, each.cut, each.summed, each.averaged)
-        for each in layer(model, experts, sp_tp_sp)
+        for each in layer(model, kind, sp_tp_sp)
     ]
     return [Weight("MTP", own[0].numbers, "whole", summed=True), own[1], *inner]
 
@@ -150,12 +149,12 @@ def mtp_layer(model: Model, sp_tp_sp: bool = False) -> list[Weight]:
 def model_weights(model: Model) -> list[Weight]:
     """List the weights of the whole model, each once."""
     found = embedding(model)
-    for experts in model.pattern:
-        found += layer(model, experts)
+    for kind in model.kinds:
+        found += layer(model, kind)
     found.append(norm(model, model.hidden))
     found += [] if model.tied else [Weight("output", model.vocabulary * model.hidden)]
-    for _ in range(model.mtp):
-        found += mtp_layer(model)
+    for kind in model.mtp_kinds:
+        found += mtp_layer(model, kind)
     return found
 
 
@@ -175,13 +174,13 @@ def _rank_weights(model: Model, layout: Layout, whole_proj: bool) -> list[list[W
             weights += embedding(model, "embedding" if rank == 0 or model.mtp else "output")
         for chunk in own:
             for number in chunk:
-                weights += layer(model, model.pattern[number], whole_proj)
+                weights += layer(model, model.kinds[number], whole_proj)
         if last:
             weights.append(norm(model, model.hidden))
             if not model.tied:
                 weights.append(Weight("output", model.vocabulary * model.hidden))
-            for _ in range(model.mtp):
-                weights += mtp_layer(model, whole_proj)
+            for kind in model.mtp_kinds:
+                weights += mtp_layer(model, kind, whole_proj)
         found.append(weights)
     return found
 

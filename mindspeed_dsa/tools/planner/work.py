@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from mindspeed_dsa.tools.planner import layouts, sizes
-from mindspeed_dsa.tools.planner.job import Job, Model
+from mindspeed_dsa.tools.planner.job import Job, LayerKind, Model
 
 PARTS = (
     "projections",
@@ -91,7 +92,7 @@ def index_scores(model: Model, length: int, backward: bool) -> Work:
     return Work("indexer", pair * visible_pairs(length), back if backward else 0.0, "sparse")
 
 
-def layer(job: Job, experts: bool) -> list[Work]:
+def layer(job: Job, kind: LayerKind) -> list[Work]:
     """Count the work of a layer and microbatch, on one rank."""
     model, layout, training, features = job.model, job.layout, job.training, job.features
     tokens, tp = job.tokens, layout.tp
@@ -100,7 +101,7 @@ def layer(job: Job, experts: bool) -> list[Work]:
     def linear(part: str, numbers: float, of: float) -> Work:
         return Work(part, 2.0 * numbers * of, 4.0 * numbers * of)
 
-    weights = sizes.attention(model, features.sp_tp_sp)
+    weights = sizes.attention(model, kind.selects, features.sp_tp_sp)
     cut = sum(w.numbers for w in weights if w.part == "attention" and w.cut == "tensor") / tp
     copied = sum(w.numbers for w in weights if w.part == "attention" and w.cut == "whole")
     found = [linear("projections", cut, tokens), linear("projections", copied, rows)]
@@ -110,14 +111,14 @@ def layer(job: Job, experts: bool) -> list[Work]:
     if model.sparse and not sparse:  # Megatron's own form multiplies the whole square
         core = core.times(2.0)
     found.append(core.times(share / tp))
-    if model.sparse and (model.index_loss or training.sequence > model.topk):
+    if kind.selects and (model.index_loss or training.sequence > model.topk):
         # Inputs are detached, so only the weights have gradients; every tensor parallel rank does it all.
         own = 2.0 * sizes.index_numbers(model) * tokens
         found.append(Work("indexer", own, own if model.index_loss else 0.0))
         scores = index_scores(model, training.sequence, model.index_loss)
         found.append(scores.times(share * (1.0 if features.indexer else 2.0)))
     matrices = 3 if model.gated else 2
-    if not experts:
+    if not kind.experts:
         return [*found, linear("dense MLP", matrices * model.hidden * model.ffn / tp, tokens)]
     received = rows * model.router_topk * job.imbalance
     found += [
@@ -134,14 +135,13 @@ def chunk(job: Job, rank: int, number: int) -> list[Work]:
     model, layout = job.model, job.layout
     held = layouts.chunks(layout, model)[rank][number]
     found: list[Work] = []
-    for kind in (False, True):
-        count = sum(model.pattern[each] == kind for each in held)
-        found += [each.times(count) for each in layer(job, kind)] if count else []
+    for kind, count in Counter(model.kinds[number] for number in held).items():
+        found += [each.times(count) for each in layer(job, kind)]
     if rank == layout.pp - 1 and number == layout.vpp - 1:
         logits = 2.0 * model.vocabulary * model.hidden / layout.tp * job.tokens
         found.append(Work("output", logits, 2 * logits))
-        for _ in range(model.mtp):
-            found += [each.times(1, "MTP") for each in layer(job, model.pattern[-1])]
+        for kind in model.mtp_kinds:
+            found += [each.times(1, "MTP") for each in layer(job, kind)]
             joined = 2.0 * 2 * model.hidden * model.hidden / layout.tp * job.tokens
             found += [Work("MTP", joined, 2 * joined), Work("MTP", logits, 2 * logits)]
     return found
@@ -159,18 +159,18 @@ def model_flops(job: Job) -> dict[str, float]:
     def add(part: str, forward: float, factor: float = 3.0) -> None:
         found[part] += forward * factor
 
-    for experts in (*model.pattern, *(model.pattern[-1:] * model.mtp)):
-        own = [w for w in sizes.attention(model) if w.part == "attention"]
+    for kind in (*model.kinds, *model.mtp_kinds):
+        own = [w for w in sizes.attention(model, kind.selects) if w.part == "attention"]
         add("projections", 2.0 * sum(w.numbers for w in own) * length)
         core = attention_core(model, length, absorbed=False, sparse=model.sparse)
         add("attention", core.forward)
-        if model.sparse:
+        if kind.selects:
             trained = model.index_loss
             add("indexer", 2.0 * sizes.index_numbers(model) * length, 2.0 if trained else 1.0)
             scores = index_scores(model, length, trained)
             add("indexer", scores.forward, 1.0)
             add("indexer", scores.backward, 1.0)
-        if experts:
+        if kind.experts:
             add("router", 2.0 * model.experts * model.hidden * length)
             active = model.router_topk * model.expert_ffn
             add("routed experts", 2.0 * matrices * model.hidden * active * length)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_dsa.tools.planner import activations, arguments, flags, sizes, work
+from mindspeed_dsa.tools.planner import activations, arguments, configs, flags, sizes, work
 from mindspeed_dsa.tools.planner.job import Model
 
 PAGE = Path(__file__).parents[3] / "docs" / "articles.md"
@@ -55,7 +55,7 @@ def deepseek(**changes: object) -> Model:
     """Build DeepSeek-V3.2 without multi-token prediction, with an indexer that is trained."""
     path = Path("deepseek-v3.2")
     options, given, _ = flags.read(["--num-layers", "61"])
-    flags.apply_config(path, options, {"num_layers"} & given)
+    configs.apply(path, options, {"num_layers"} & given)
     options.mtp_num_layers, options.dsa_indexer_loss_coeff = None, 0.01
     for name, value in changes.items():
         setattr(options, name, value)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import pytest
 
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.tools.planner import arguments, flags, sizes, timing
+from mindspeed_dsa.tools.planner import arguments, configs, flags, sizes, timing
 from tests.tools.planner.jobs import DEEPSEEK, DENSE, EXAMPLE, deepseek, example
 
 HEAVY = ("torch", "megatron", "numpy", "matplotlib")
@@ -53,7 +53,7 @@ def test_deepseek_has_the_parameters_of_its_report():
 
 def test_a_file_and_the_name_say_the_same(tmp_path):
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(flags.KNOWN["deepseek-v3.2"]))
+    file.write_text(json.dumps(configs.KNOWN["deepseek-v3.2"]))
     by_file = arguments.job_of(DEEPSEEK.split(), 512, str(file))
     assert by_file == deepseek()
     fewer = arguments.job_of([*DEEPSEEK.split(), "--num-layers=61", "--num-experts", "128"], 512, str(file))
@@ -194,6 +194,6 @@ def test_bad_input_is_one_message_with_a_way_out(job, problem, way_out):
 )
 def test_the_configuration_of_another_model_is_refused(tmp_path, changed, problem):
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({**flags.KNOWN["deepseek-v3.2"], **changed}))
+    file.write_text(json.dumps({**configs.KNOWN["deepseek-v3.2"], **changed}))
     with pytest.raises(SettingsError, match=problem):
         arguments.job_of(DEEPSEEK.split(), 512, str(file))
