@@ -33,8 +33,6 @@ INTEGERS: Mapping[str, int | None] = {
     "dsa-indexer-n-heads": None,
     "dsa-indexer-head-dim": None,
     "dsa-indexer-topk": None,
-    "dsa-indexer-topk-freq": 1,
-    "dsa-indexer-skip-topk-offset": 0,
     "num-experts": None,
     "moe-ffn-hidden-size": None,
     "moe-shared-expert-intermediate-size": None,
@@ -55,7 +53,6 @@ INTEGERS: Mapping[str, int | None] = {
     "recompute-num-layers": None,
 }
 MAY_BE_ZERO = (
-    "dsa-indexer-skip-topk-offset",
     "q-lora-rank",
     "num-experts",
     "moe-shared-expert-intermediate-size",
@@ -74,7 +71,6 @@ SWITCHES = (
     "untie-embeddings-and-output-weights",
     "no-bias-swiglu-fusion",
     "dsa-indexer-use-sparse-loss",
-    "dsa-indexer-share-for-mtp",
     "moe-router-enable-expert-bias",
     "moe-grouped-gemm",
     "moe-permute-fusion",
@@ -190,7 +186,6 @@ def parser() -> argparse.ArgumentParser:
     for name, value in FLOATS.items():
         add(f"--{name}", type=float, default=value)
     add("--moe-layer-freq", type=pattern, default=1)
-    add("--dsa-indexer-topk-pattern")
     add("--pipeline-model-parallel-layout")
     add("--recompute-modules", nargs="+", default=[])
     add("--cp-comm-type", nargs="+", default=["p2p"])
