@@ -14,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.gpu.layer import is_out_of_memory
 from benchmarks.parts import Tell
+from benchmarks.released import INDEX_DIM, LATENT, MODELS, ROPE, Released
 from mindspeed_dsa import platforms
 from mindspeed_dsa.ops.backend import BackendUnavailable
 from mindspeed_dsa.ops.dense_attention import dense_attention, dense_attention_backward
@@ -27,7 +28,6 @@ from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY
 from mindspeed_dsa.ops.sparse_flash_attention import SparseAttentionOutput, sparse_flash_attention
 from mindspeed_dsa.ops.swiglu import swiglu
 
-LATENT, ROPE, INDEX_DIM = 512, 64, 128
 EPS = 1e-6
 BOUNDS = {torch.bfloat16: 2e-2, torch.float32: 5e-3, torch.int32: 2e-2, torch.int64: 0.0}
 """By dtype of a result: norm of the difference over that of the reference; of indices the share that is not
@@ -60,15 +60,22 @@ class Model:
     chosen_experts: int = 8
     expert_ffn: int = 2048
 
+    @classmethod
+    def of(cls, sizes: Released, *lengths: int) -> Model:
+        """Return a released model's layer."""
+        return cls(
+            *(lengths, sizes.heads, sizes.index_heads, sizes.topk, sizes.nope, sizes.value, sizes.hidden)
+        )
+
     @property
     def softmax_scale(self) -> float:
         """Width of the unabsorbed heads."""
         return float((self.nope + ROPE) ** -0.5)
 
 
-MODELS = {
-    "DeepSeek-V3.2": Model((4096, 8192), 128, 64, 2048, 128, 128, 7168),
-    "GLM-5": Model((4096,), 64, 32, 2048, 192, 256, 6144),
+FULL = {
+    "DeepSeek-V3.2": Model.of(MODELS["deepseek-v3.2"], 4096, 8192),
+    "GLM-5": Model.of(MODELS["glm-5"], 4096),
 }
 # As many entries as keys: narrower ones the operators do not take.
 QUICK = {"tiny": Model((40,), 64, 8, 40, 128, 128, 64, 16, 4, 2, 32)}
@@ -337,7 +344,7 @@ def run(part: str, quick: bool, tell: Tell) -> dict[str, Any]:
 
 
 def _problems(part: str, quick: bool) -> Iterator[tuple[str, Callable[[], Problem]]]:
-    for name, model in (QUICK if quick else MODELS).items():
+    for name, model in (QUICK if quick else FULL).items():
         for rows in model.lengths:
             for what, make in PROBLEMS[part].items():
                 yield f"{what}, {name}, {rows} rows", partial(make, model, rows)

@@ -129,6 +129,10 @@ def needs(name: str) -> str:
     return f"{name} needs {operator.since}" if operator else f"no release of torch_npu has {name}"
 
 
+INDEXER_GRADIENT_HEADS, INDEXER_GRADIENT_TOPK = 64, 2048
+"""The one size that ``npu_lightning_indexer_grad`` has, in every release of CANN that has the operator."""
+
+
 @dataclass(frozen=True)
 class Product:
     """Family of devices for which one set of limits holds."""
@@ -153,9 +157,12 @@ class Product:
         """Return the lines that ``doctor`` prints."""
         heads = self.indexer_heads
         whole = heads == tuple(range(1, heads[-1] + 1))
+        fused = f"fused for {INDEXER_GRADIENT_HEADS} heads and topk {INDEXER_GRADIENT_TOPK}"
         return {
             "indexer heads": f"up to {heads[-1]}" if whole else ", ".join(map(str, heads)),
-            "indexer gradient": "fused" if self.indexer_gradient else "PyTorch in chunks",
+            "indexer gradient": f"{fused}, else PyTorch in chunks"
+            if self.indexer_gradient
+            else "PyTorch in chunks",
             "index heads of the sparse loss": ", ".join(map(str, self.loss_index_heads)),
             "sequences of the sparse loss": f"up to {self.loss_sequences}",
             "tensor parallel ranks of MC2": ", ".join(map(str, self.fused_ranks)),

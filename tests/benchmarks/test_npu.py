@@ -170,7 +170,7 @@ def test_torch_npus_profile_is_read(tmp_path):
 def test_parts_and_limits():
     assert sum(npu.PARTS.values()) < npu.LIMIT == 3600
     assert set(npu.OPERATOR_PARTS) == set(operators.PROBLEMS)
-    deepseek, glm = operators.MODELS.values()
+    deepseek, glm = operators.FULL.values()
     assert (deepseek.heads, deepseek.index_heads, deepseek.topk) == (128, 64, 2048)
     assert (glm.heads, glm.index_heads, glm.topk) == (64, 32, 2048)
 

@@ -74,8 +74,9 @@ def test_mean_is_over_batch_and_rows(npu_kernels, dtype, reduction):
     assert npu_kernels == [Call(SPARSE, "BSND", (40, 40))]
 
 
-def test_more_keys_than_rows(npu_kernels):
-    inputs = indexer_leaves(1, 30, heads=16, keys=50)
+@pytest.mark.parametrize("index_heads", [16, 32])
+def test_more_keys_than_rows(npu_kernels, index_heads):
+    inputs = indexer_leaves(1, 30, heads=index_heads, keys=50)
     query, key = main_inputs(1, 30, 64, torch.bfloat16, keys=50)
     loss, expected, reference = sparse_losses(inputs, query, key, causal_indices(1, 30, 50, 50))
     check(loss, inputs, expected, reference)

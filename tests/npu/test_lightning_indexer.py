@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
+from mindspeed_dsa import log
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, npu, selected_scores
+from mindspeed_dsa.ops.npu import device as device_limits
 from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY
 from tests.npu import attention_kernels
 from tests.npu.counting import counted
@@ -155,6 +159,31 @@ def test_small_gradients_survive_fp16(npu_kernels, upstream):
         assert grad.dtype == torch.float16
         # Half of the least number that fp16 holds is lost in what is returned.
         assert (grad.float() - other).abs().max() < 4e-3 * other.abs().max() + 2**-25
+
+
+@pytest.mark.parametrize(
+    ("device", "heads", "sentence"),
+    [
+        ("Ascend910B3", 32, "it takes 64 heads and topk 2048 only"),
+        ("Ascend950PR_9579", 64, "it does not run on this device, Ascend 950"),
+    ],
+)
+def test_why_the_gradient_is_computed_in_chunks_is_said_once(
+    npu_kernels, monkeypatch, caplog, device, heads, sentence
+):
+    """At GLM's 32 heads on every product; at 64 of them where the operator is missing."""
+    monkeypatch.setattr("torch.npu.get_device_name", lambda device_=None: device)
+    device_limits.product.cache_clear()
+    inputs = inputs_of(4, 2060, heads=heads, batch=1)
+    reference = widened(inputs)
+    with caplog.at_level(logging.INFO, log.NAME):
+        indices, scores = lightning_indexer(*inputs, 2048, ends=torch.arange(2057, 2061), backend="npu")
+        expected = selected_scores(*reference, indices, backend="reference")
+        for _ in range(2):
+            check_gradients(inputs, reference, scores, expected, indices >= 0)
+    assert [call.name for call in npu_kernels] == ["npu_lightning_indexer"]
+    (said,) = (record.getMessage() for record in caplog.records if "gradient" in record.getMessage())
+    assert said.endswith(f"is computed in chunks (not by npu_lightning_indexer_grad: {sentence})")
 
 
 def test_deterministic_algorithms_pass_over_the_operator(npu_kernels, monkeypatch):

@@ -34,13 +34,34 @@ SHAPES = {
 }
 
 
+# GLM-5's sizes, where they differ; for the attention under any tensor parallelism.
+GLM = {
+    "lightning_indexer": {"heads": 32},
+    "sparse_flash_attention": {"heads": 64},
+    "indexer_kl_loss": {"heads": 64, "dim": 256, "key_heads": 64, "index_heads": 32, "topk": 2048},
+    "dense_attention": {"heads": 64, "kv_heads": 64, "dim": 256, "value_dim": 256},
+}
+DEVICES = {"Atlas A2": "Ascend910B3", "Atlas A3": "Ascend910_9391", "Ascend 950": "Ascend950PR_9579"}
+
+
 def shape_class(operator, device="cpu", dtype=torch.bfloat16, **changes):
-    return ShapeClass(device, dtype, tuple({**SHAPES[operator], **changes}.items()))
+    return ShapeClass(device, dtype, tuple({**SHAPES.get(operator, {}), **changes}.items()))
 
 
 @pytest.mark.parametrize("operator", SHAPES)
 def test_shapes_of_the_published_model_are_taken(npu_kernels, operator):
     assert choose(operator, "npu", shape_class(operator)).__name__.endswith(".npu")
+
+
+@pytest.mark.parametrize("device", [*DEVICES.values(), "of no table"])
+@pytest.mark.parametrize("operator", GLM)
+def test_shapes_of_glm_are_taken_by_every_product(npu_kernels, monkeypatch, operator, device):
+    monkeypatch.setattr("torch.npu.get_device_name", lambda device_=None: device)
+    npu_device.product.cache_clear()
+    for ranks in (1, 8, 64) if operator == "sparse_flash_attention" else (1,):
+        sizes = {**GLM[operator], "heads": GLM[operator]["heads"] // ranks}
+        name = getattr(choose(operator, "npu", shape_class(operator, **sizes)), "__name__", ".npu")
+        assert name.endswith(".npu")
 
 
 @pytest.mark.parametrize("operator", SHAPES)
@@ -72,8 +93,9 @@ def test_npu_tensors_are_taken_as_they_are_in_use(operator):
         ("sparse_flash_attention", {"value_dim": 576}, "512 latent and 64 rotary dimensions only"),
         ("sparse_flash_attention", {"heads": 24}, "takes 1, 2, 4, 8, 16, 32, 64 or 128 heads"),
         ("indexer_kl_loss", {"dtype": torch.float32}, "bfloat16 and float16 only"),
-        ("indexer_kl_loss", {"dim": 576}, r"a key for every head, with 128 \+ 64 dimensions"),
-        ("indexer_kl_loss", {"key_heads": 1}, r"a key for every head, with 128 \+ 64 dimensions"),
+        ("indexer_kl_loss", {"dim": 576}, r"heads of 128 \+ 64 dimensions only, and these have 576"),
+        ("indexer_kl_loss", {**GLM["indexer_kl_loss"], "topk": 0}, r"128 \+ 64 .* and these have 256"),
+        ("indexer_kl_loss", {"key_heads": 1}, "a key for every head, that is, MLA that is not absorbed"),
         ("indexer_kl_loss", {"index_dim": 64}, "index_dim 128 only"),
         ("indexer_kl_loss", {"index_heads": 24}, "takes 8, 16, 32 or 64 index heads"),
     ],

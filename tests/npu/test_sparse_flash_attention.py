@@ -49,7 +49,7 @@ def check(calls, query, key_value, indices, layout, queries):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("heads", [1, 16])
+@pytest.mark.parametrize("heads", [1, 16, 64])
 def test_causal_rows(npu_kernels, dtype, heads):
     """As wide as there are keys: filled up to the next width of the operators."""
     query, key_value = attention_inputs(2, 40, 40, heads, dtype)

@@ -62,11 +62,10 @@ def unsupported(shape: ShapeClass) -> str | None:
         return reason
     if shape.dtype not in DTYPES:
         return f"{_DENSE} takes bfloat16 and float16 only"
-    if shape["key_heads"] != shape["heads"] or shape["dim"] != _NOPE + _ROPE:
-        return (
-            f"{_DENSE} takes a key for every head, with {_NOPE} + {_ROPE} dimensions, that is, MLA that is "
-            "not absorbed"
-        )
+    if shape["key_heads"] != shape["heads"]:
+        return f"{_DENSE} takes a key for every head, that is, MLA that is not absorbed"
+    if shape["dim"] != _NOPE + _ROPE:
+        return f"{_DENSE} takes heads of {_NOPE} + {_ROPE} dimensions only, and these have {shape['dim']}"
     return _unsupported_indexer(_DENSE, shape["index_heads"], shape["index_dim"], _DENSE_INDEX_HEADS)
 
 

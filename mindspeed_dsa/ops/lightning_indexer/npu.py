@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from mindspeed_dsa import log
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.checks import names_key
 from mindspeed_dsa.ops.lightning_indexer import chunked
@@ -18,14 +19,15 @@ from mindspeed_dsa.ops.npu.device import DTYPES, TOPK_WIDTHS, listed, npu_op, pr
 from mindspeed_dsa.ops.npu.layout import Layout, layout_of_indices, layout_of_ranges
 from mindspeed_dsa.ops.precision import raising_factor
 from mindspeed_dsa.ops.row_ranges import Ranges
+from mindspeed_dsa.platforms.npu_operators import INDEXER_GRADIENT_HEADS, INDEXER_GRADIENT_TOPK
 
+_log = log.get("ops")
 _HEAD_DIM = 128
 _MOST_HEADS = 64
 # npu_lightning_indexer takes every width up to this, and the shared ones above it.
 _ANY_TOPK = 2048
-# npu_lightning_indexer_grad has one size of heads and width in every release of CANN that has it.
-_GRAD_HEADS = 64
-_GRAD_TOPK = 2048
+_GRAD = "npu_lightning_indexer_grad"
+_GRAD_HEADS, _GRAD_TOPK = INDEXER_GRADIENT_HEADS, INDEXER_GRADIENT_TOPK
 # Positions up to here are exact in fp32, which the device sorts on its vector units; integers it sorts on its
 # few processor cores.
 _EXACT_IN_FP32 = 2**24
@@ -42,7 +44,7 @@ class Plan(NamedTuple):
 
 def unsupported(shape: ShapeClass) -> str | None:
     """Return why this backend cannot take calls of this shape, or None."""
-    reason = unavailable(shape.device, "npu_lightning_indexer", "npu_lightning_indexer_grad")
+    reason = unavailable(shape.device, "npu_lightning_indexer", _GRAD)
     if reason is not None:
         return reason
     if shape.dtype not in DTYPES:
@@ -112,34 +114,56 @@ def score_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the scores at ``topk_indices`` with respect to query, key and weights.
 
-    The operator adds to keys in no fixed order and has no switch for one, so that deterministic algorithms
-    (``torch.use_deterministic_algorithms``) and calls outside of its sizes take PyTorch's. The layout is that
-    of the selection; it is found from indices that come from elsewhere.
+    Of what the operator does not take, such as GLM's 32 heads, they are computed by PyTorch in chunks, which
+    is logged once with the reason. The layout is that of the selection; it is found from indices that come
+    from elsewhere.
     """
-    query, key, weights = call.query, call.key, call.weights
-    fits = (query.shape[2], topk_indices.shape[2]) == (_GRAD_HEADS, _GRAD_TOPK)
-    fits = fits and product().indexer_gradient
-    if call.use_relu and fits and not torch.are_deterministic_algorithms_enabled():
-        layout = call.plan.layout if call.plan else layout_of_indices(topk_indices, key.shape[1])
+    reason = _gradient_declines(call, topk_indices.shape[2])
+    if reason is None:
+        layout = call.plan.layout if call.plan else layout_of_indices(topk_indices, call.key.shape[1])
         if not isinstance(layout, str) and layout.shortest >= _GRAD_TOPK:
-            packed = layout.name == "TND"
-            grad_scores = grad_scores.masked_fill(~names_key(topk_indices, key.shape[1]), 0)
-            factor = raising_factor(grad_scores.abs().amax().float(), 0)
-            grad_query, grad_key, grad_weights = npu_op("npu_lightning_indexer_grad")(
-                layout.pack(query),
-                layout.pack(key[:, :, None]),
-                layout.pack((grad_scores * factor).to(query.dtype)),
-                layout.pack_indices(topk_indices),
-                layout.pack(weights.to(query.dtype)),
-                # Lengths are for packed sequences only, unlike in the forward.
-                actual_seq_lengths_query=layout.query_lengths if packed else None,
-                actual_seq_lengths_key=layout.key_lengths if packed else None,
-                layout=layout.name,
-                sparse_mode=3,
-            )
-            return (
-                (layout.unpack(grad_query).float() / factor).to(query.dtype),
-                (layout.unpack(grad_key.squeeze(-2)).float() / factor).to(key.dtype),
-                (layout.unpack(grad_weights).float() / factor).to(weights.dtype),
-            )
+            return _fused_gradients(call, topk_indices, grad_scores, layout)
+        reason = layout if isinstance(layout, str) else f"it takes sequences of at least {_GRAD_TOPK} keys"
+    _log.info(
+        "the gradient of lightning_indexer is computed in chunks (not by %s: %s)", _GRAD, reason, once=True
+    )
     return chunked.score_gradients(call, topk_indices, grad_scores)
+
+
+def _gradient_declines(call: IndexerCall, topk: int) -> str | None:
+    """Return why the gradient's operator does not take a call, whatever its layout, or None."""
+    if not product().indexer_gradient:
+        return f"it does not run on this device, {product().name}"
+    if (call.query.shape[2], topk) != (_GRAD_HEADS, _GRAD_TOPK):
+        return f"it takes {_GRAD_HEADS} heads and topk {_GRAD_TOPK} only"
+    if not call.use_relu:
+        return "it always clamps the products at zero (use_relu=True)"
+    if torch.are_deterministic_algorithms_enabled():
+        return "it adds to keys in no fixed order"
+    return None
+
+
+def _fused_gradients(
+    call: IndexerCall, topk_indices: Tensor, grad_scores: Tensor, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, weights = call.query, call.key, call.weights
+    packed = layout.name == "TND"
+    grad_scores = grad_scores.masked_fill(~names_key(topk_indices, key.shape[1]), 0)
+    factor = raising_factor(grad_scores.abs().amax().float(), 0)
+    grad_query, grad_key, grad_weights = npu_op(_GRAD)(
+        layout.pack(query),
+        layout.pack(key[:, :, None]),
+        layout.pack((grad_scores * factor).to(query.dtype)),
+        layout.pack_indices(topk_indices),
+        layout.pack(weights.to(query.dtype)),
+        # Lengths are for packed sequences only, unlike in the forward.
+        actual_seq_lengths_query=layout.query_lengths if packed else None,
+        actual_seq_lengths_key=layout.key_lengths if packed else None,
+        layout=layout.name,
+        sparse_mode=3,
+    )
+    return (
+        (layout.unpack(grad_query).float() / factor).to(query.dtype),
+        (layout.unpack(grad_key.squeeze(-2)).float() / factor).to(key.dtype),
+        (layout.unpack(grad_weights).float() / factor).to(weights.dtype),
+    )
