@@ -18,8 +18,10 @@ from benchmarks.registry import Metrics
 
 HEADS = (128, 64, 32, 16)
 TARGETS = (90, 80, 100, 120)
-INDEXER = (64, 128)
-DENSE = ((128, 576, True), (16, 192, False))
+# By the words of the case; the last are GLM-5's.
+INDEXERS = {"indexer": (64, 128), "indexer 32 x 128": (32, 128)}
+# Heads, their width, whether they share a key, and index heads.
+DENSE = ((128, 576, True, 64), (16, 192, False, 64), (64, 256, False, 32))
 # What tells apart kernels of one call, and what is counted of each.
 _FLAGS = ("WITH_OUT", "WITH_SUM", "GATHERED", "RANGES")
 _COUNTED = (
@@ -29,7 +31,7 @@ _COUNTED = (
 
 
 def run(device: str, quick: bool = False) -> Metrics:
-    """Counts of every kernel in bf16 for DeepSeek-V3.2's sizes, and the model.
+    """Counts of every kernel in bf16 for the sizes of DeepSeek-V3.2 and GLM-5, and the model.
 
     Args:
         device: not used: compilation needs none.
@@ -78,10 +80,12 @@ def _calls(heads: tuple[int, ...], quick: bool) -> Iterator[tuple[str, Any]]:
         yield f"{count} heads", partial(cases.run_attention, torch.bfloat16, count)
     if quick:
         return
-    yield "indexer", partial(cases.run_indexer, torch.bfloat16, *INDEXER)
-    for count, dim, shared in DENSE:
+    for words, sizes in INDEXERS.items():
+        yield words, partial(cases.run_indexer, torch.bfloat16, *sizes)
+    for count, dim, shared, index_heads in DENSE:
         words = f"dense, {count} heads of {dim}"
-        yield words, partial(cases.run_loss, torch.bfloat16, count, dim, shared)
+        yield words, partial(cases.run_loss, torch.bfloat16, count, dim, shared, index_heads=index_heads)
+    yield "one head of 256 + 256", partial(cases.run_head, torch.bfloat16, cases.GLM)
 
 
 def _rates(target: int, words: str, kernel: Any) -> dict[str, Any]:
@@ -112,7 +116,7 @@ def _work(words: str, kernel: Any) -> Any:
     if kernel.name in model.ATTENTION:
         heads = words.split()[0]
         return model.attention(kernel, int(heads), cases.TOPK) if heads.isdecimal() else None
-    if kernel.name in model.INDEXER and words == "indexer":
+    if kernel.name in model.INDEXER and words in INDEXERS:
         return model.indexer(kernel, cases.TOPK)
     if kernel.name in model.DENSE:
         return model.dense(kernel, int(words.split()[1]))

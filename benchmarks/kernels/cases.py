@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 
+from benchmarks.released import INDEX_DIM, MODELS, ROPE, Released
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.grouped_matmul import Groups
 from mindspeed_dsa.ops.grouped_matmul import triton as grouped
@@ -27,6 +28,7 @@ HEADS = (16, 32, 64)
 ODD_HEADS = (1, 8, 24, 40)
 # Past 2^31 numbers a stride is passed in 64 bits.
 SHORT, LONG = 8192, 131072
+GLM = MODELS["glm-5"]
 INDEXERS = ((64, 128), (32, 128), (8, 64), (128, 256))
 
 
@@ -50,9 +52,14 @@ def all_cases(dtype: torch.dtype, odd: bool = False) -> Iterator[Call]:
     if odd:
         yield "128 heads, 128k", partial(run_attention, dtype, 128, length=LONG)
         yield "16 heads, no rope", partial(run_attention, dtype, 16, 128, 128)
+    yield "one head of 256 + 256", partial(run_head, dtype, GLM)
     for heads, dim, shared in ((128, 576, True), (16, 192, False), (16, 576, False)):
         kind = "shared" if shared else "per head"
         yield f"loss, {heads} heads of {dim} {kind}", partial(run_loss, dtype, heads, dim, shared)
+    yield (
+        "loss, 64 heads of 256 per head",
+        partial(run_loss, dtype, 64, 256, False, index_heads=GLM.index_heads),
+    )
     yield "loss of entries", partial(run_loss, dtype, 128, 576, True, TOPK)
     yield "64 experts", partial(run_permutation, dtype)
     yield "64 experts, grouped", partial(run_grouped, dtype)
@@ -105,6 +112,12 @@ def run_forward(dtype: torch.dtype, heads: int, dim: int = 576, value_dim: int =
     attention.forward(AttentionCall(query, key, indices, 1.0, value_dim), True)
 
 
+def run_head(dtype: torch.dtype, model: Released) -> None:
+    """:func:`run_attention` of a head with a key and a value of its own, which lies before the key."""
+    key_dim = model.nope + ROPE
+    run_attention(dtype, 1, model.value + key_dim, model.value)
+
+
 def run_plain_attention(dtype: torch.dtype, heads: int) -> None:
     """:func:`run_attention` where the kernels for Hopper alone do not run, as with another Triton."""
     with mock.patch.object(hopper, "takes", return_value=False):
@@ -118,9 +131,16 @@ def run_indexer(dtype: torch.dtype, heads: int, dim: int, use_relu: bool = True)
         indexer.rehearse(shape, SHORT, SHORT, use_relu)
 
 
-def run_loss(dtype: torch.dtype, heads: int, dim: int, shared: bool, topk: int = 0) -> None:
-    """The dense form, or with ``topk`` the sparse one, for DeepSeek-V3.2's indexer."""
-    index = {"key_heads": 1 if shared else heads, "index_heads": 64, "index_dim": 128, "topk": topk}
+def run_loss(
+    dtype: torch.dtype, heads: int, dim: int, shared: bool, topk: int = 0, index_heads: int = 64
+) -> None:
+    """The dense form, or with ``topk`` the sparse one; by default for DeepSeek-V3.2's indexer."""
+    index = {
+        "key_heads": 1 if shared else heads,
+        "index_heads": index_heads,
+        "index_dim": INDEX_DIM,
+        "topk": topk,
+    }
     kl_loss.rehearse(_shape(dtype, heads=heads, dim=dim, **index), SHORT, SHORT)
 
 

@@ -79,13 +79,18 @@ def test_dense_form(dtype, per_head, use_relu):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "heads", "keys"),
-    [(torch.float32, 5, 70), pytest.param(torch.bfloat16, 128, 70, marks=pytest.mark.full)],
+    ("dtype", "heads", "dim", "index_heads"),
+    [
+        (torch.float32, 5, 576, 64),
+        pytest.param(torch.bfloat16, 128, 576, 64, marks=pytest.mark.full),
+        pytest.param(torch.bfloat16, 3, 256, 32, id="glm"),
+    ],
 )
-def test_dense_form_at_full_size(dtype, heads, keys):
-    """64 index heads x 128, keys of 576, more of them than a tile, a range that begins within one."""
-    leaves = [x.requires_grad_() for x in indexer_inputs(1, 2, keys, heads=64, dim=128, dtype=dtype)]
-    query, key = main_inputs(1, 2, heads, 576, dtype, keys=keys)
+def test_dense_form_at_full_size(dtype, heads, dim, index_heads):
+    """Keys of 576 for all heads or 256 for each, more of them than a tile, a range that begins within one."""
+    keys, per_head = 70, dim != 576
+    leaves = [x.requires_grad_() for x in indexer_inputs(1, 2, keys, heads=index_heads, dim=128, dtype=dtype)]
+    query, key = main_inputs(1, 2, heads, dim, dtype, per_head, keys=keys)
     # Scores as large as trained ones: random keys of 576 numbers would give one-hot attention.
     query, leaves[0].data = query * 0.2, leaves[0].data * 0.3
     ends = torch.tensor([keys, 69], dtype=torch.int32)
@@ -235,6 +240,7 @@ def test_no_row_counts():
         (torch.bfloat16, 576, 200, "these are 200 of 128"),
         (torch.bfloat16, 576, 64, None),
         (torch.bfloat16, 192, 64, None),
+        (torch.bfloat16, 256, 32, None),
     ],
 )
 def test_limits_are_named(dtype, dim, index_heads, reason):

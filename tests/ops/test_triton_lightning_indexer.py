@@ -151,7 +151,11 @@ def test_takes_every_visible_key_when_topk_is_large():
 
 @pytest.mark.parametrize(
     ("heads", "dim", "dtype"),
-    [(5, 24, dtype) for dtype in DTYPES] + [(64, 128, torch.bfloat16), (1, 16, torch.float32)],
+    [
+        *((5, 24, dtype) for dtype in DTYPES),
+        *((heads, 128, torch.bfloat16) for heads in (64, 32)),
+        (1, 16, torch.float32),
+    ],
 )
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_scores_and_their_gradients(heads, dim, dtype, deterministic, monkeypatch):

@@ -20,6 +20,7 @@ SHAPES = [
     pytest.param(2, 128, 576, 512, 20, id="128-heads"),
     pytest.param(3, 16, 576, 512, 71, id="16-heads"),
     pytest.param(5, 1, 40, 32, 7, id="one-head"),
+    pytest.param(2, 1, 512, 256, 20, id="head-of-glm"),
     pytest.param(5, 3, 24, 24, 65, id="no-rope"),
     pytest.param(4, 33, 83, 70, 37, id="odd-sizes"),
 ]
@@ -297,7 +298,11 @@ def test_limits_are_named(device, dtype, dim, value_dim, reason):
     assert reason in found
 
 
-@pytest.mark.parametrize(("heads", "dim", "value_dim"), [(1, 576, 512), (128, 576, 512), (7, 640, 512)])
+# The last two are GLM-5's, absorbed and by head: a value of 256 before a key of 192 + 64.
+SIZES = [(1, 576, 512), (128, 576, 512), (7, 640, 512), (64, 576, 512), (1, 512, 256)]
+
+
+@pytest.mark.parametrize(("heads", "dim", "value_dim"), SIZES)
 def test_what_is_taken(heads, dim, value_dim, monkeypatch):
     sizes = (("heads", heads), ("dim", dim), ("value_dim", value_dim), ("topk", 2048))
     assert attention.unsupported(ShapeClass("cuda", torch.bfloat16, sizes)) is None
@@ -318,11 +323,11 @@ def on_a_gpu_of(monkeypatch, *capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
 
 
-def shape_of(operator, heads, dtype=torch.bfloat16):
+def shape_of(operator, heads, dtype=torch.bfloat16, index_heads=64):
     sizes = {"heads": heads, "dim": 576, "value_dim": 512, "topk": 2048, "key_heads": 1}
-    index = {"index_heads": 64, "index_dim": 128}
+    index = {"index_heads": index_heads, "index_dim": 128}
     if operator == "lightning_indexer":
-        sizes = {"heads": 64, "head_dim": 128, "topk": 2048}
+        sizes = {"heads": index_heads, "head_dim": 128, "topk": 2048}
     return ShapeClass("cuda", dtype, tuple((sizes | index).items()))
 
 
@@ -344,9 +349,9 @@ def test_gpus_before_bf16_products(operator, monkeypatch):
 def test_every_later_gpu_has_tiles(operator, capability, monkeypatch):
     """That they fit is for the check of compiled kernels to say."""
     on_a_gpu_of(monkeypatch, *capability)
-    for heads in (1, 17, 128):
+    for heads, index_heads in ((1, 64), (17, 64), (128, 64), (64, 32)):
         for backend in ("auto", "triton"):
-            chosen = choose(operator, backend, shape_of(operator, heads))
+            chosen = choose(operator, backend, shape_of(operator, heads, index_heads=index_heads))
             assert chosen.__name__.endswith(f"{operator}.triton")
     choose.cache_clear()
 
