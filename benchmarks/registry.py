@@ -57,6 +57,10 @@ CASES: dict[str, Case] = {
             "sparse attention operators: speed and memory compared with Megatron's own, time over the floor",
             "benchmarks.dsa",
             has_quick=True,
+            options={
+                "model": "whose widths: deepseek-v3.2 (default), glm-5 or glm-5.2",
+                "only": "names of parts with commas between",
+            },
         ),
         Case(
             "gpu",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
@@ -12,51 +12,119 @@ from typing import Any
 
 import torch
 
-from benchmarks.dsa import cuda, forms
+from benchmarks.dsa import cuda, forms, sharing
 from benchmarks.dsa.child import Child, measure
 from benchmarks.dsa.floor import floor_multiples
 from benchmarks.dsa.problem import Sizes, require_same_results
 from benchmarks.registry import Metrics
+from benchmarks.released import MODELS, Released
 from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
 
-COMPARED = Sizes()
+# What a CPU measures of a released model, which keeps the widths of its heads, latents and hidden states.
+SCALED = {"length": 4096, "heads": 16, "index_heads": 16, "topk": 512}
+# Four layers of the model with all of its index heads: with few of them many scores are equal.
+SHARING = {"length": 2048, "heads": 4, "topk": 512}
 LENGTHS = (2048, 4096, 8192, 16384)
 # One for each form of the attention.
-GATES = (Sizes(length=192, topk=48), Sizes(length=1024, heads=4, index_heads=4, topk=160))
+GATES = ({"length": 192, "topk": 48}, {"length": 1024, "heads": 4, "index_heads": 4, "topk": 160})
 # For tests: everything is measured, on problems too small to be meaningful.
-QUICK = Sizes(length=256, heads=4, index_heads=4, topk=64)
+QUICK = {"length": 256, "heads": 4, "index_heads": 4, "topk": 64, "hidden_dim": 256, "query_rank": 128}
 _DTYPES = {"": torch.float32, "_bf16": torch.bfloat16}
 
 
-def run(device: str, quick: bool = False) -> Metrics:
-    """All metrics of the case; the CPU figures are measured on any device."""
-    sizes = QUICK if quick else COMPARED
-    rounds = 1 if quick else 3
-    found: dict[str, Any] = {}
+def run(device: str, quick: bool = False, model: str = "deepseek-v3.2", only: str | None = None) -> Metrics:
+    """Metrics of the case; the CPU figures are measured on any device.
+
+    Args:
+        device: that computes.
+        quick: tiny problems.
+        model: of :data:`benchmarks.released.MODELS`.
+        only: names of parts, with commas between; all by default.
+    """
+    if model not in MODELS:
+        raise SystemExit(f"dsa: --model {model} is none of {', '.join(MODELS)}")
+    parts = list(PARTS) if only is None else only.split(",")
+    if unknown := set(parts) - set(PARTS):
+        raise SystemExit(f"dsa: --only {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
+    released = MODELS[model]
+    found: dict[str, Any] = {"model": model, **_of_machine()}
+    for part in parts:
+        found.update(PARTS[part](released, device, quick))
+    return found
+
+
+def _sizes(model: Released, quick: bool) -> Sizes:
+    return Sizes.of(model, **(QUICK if quick else SCALED))
+
+
+def _compared(model: Released, device: str, quick: bool) -> Metrics:
+    sizes, found = _sizes(model, quick), dict[str, Any]()
+    gates = [Sizes.of(model, **{**SCALED, **gate}) for gate in GATES]
     for suffix, dtype in _DTYPES.items():
-        deviation = max(require_same_results(gate, dtype) for gate in GATES)
+        deviation = max(require_same_results(gate, dtype) for gate in gates)
         _say(f"{dtype}: both sides agree to {deviation:.1e}")
-        compared = compare(sizes, rounds, runs=1 if quick else 2, dtype=dtype)
+        compared = compare(sizes, rounds=1 if quick else 3, runs=1 if quick else 2, dtype=dtype)
         found.update({f"{name}{suffix}": value for name, value in compared.items()})
         found[f"correctness_deviation{suffix}"] = deviation
-    lengths = tuple(sizes.length * 2**n for n in range(2)) if quick else LENGTHS
-    found.update(memory_growth(sizes, lengths))
-    found.update(forms.choice(sizes, lengths if quick else forms.LENGTHS, 1 if quick else 5))
+    whole = {name: getattr(Sizes.of(model), name) for name in SCALED if name != "length"}
+    return {**found, "scaled": {name: f"{getattr(sizes, name)} of {size}" for name, size in whole.items()}}
+
+
+def _memory(model: Released, device: str, quick: bool) -> Metrics:
+    sizes = _sizes(model, quick)
+    return memory_growth(sizes, _doubled(sizes) if quick else LENGTHS)
+
+
+def _forms(model: Released, device: str, quick: bool) -> Metrics:
+    sizes = _sizes(model, quick)
+    return forms.choice(sizes, _doubled(sizes) if quick else forms.LENGTHS, 1 if quick else 5)
+
+
+def _doubled(sizes: Sizes) -> tuple[int, int]:
+    return sizes.length, 2 * sizes.length
+
+
+def _floor(model: Released, device: str, quick: bool) -> Metrics:
+    sizes = _sizes(model, quick)
     fp32 = floor_multiples(sizes, torch.float32, 1 if quick else 7)
     bf16 = floor_multiples(sizes, torch.bfloat16, 1 if quick else 3)
-    found.update(
-        floor_multiple=fp32["multiple"],
-        floor_multiple_bf16=bf16["multiple"],
-        matmul_gflops={"fp32": fp32["matmul_gflops"], "bf16": bf16["matmul_gflops"]},
-        threads=torch.get_num_threads(),
-        bf16_operands={torch.float32: "widened to fp32"}.get(
-            operand_dtype(torch.bfloat16), "multiplied as they are"
-        ),
-    )
+    found = {
+        "floor_multiple": fp32["multiple"],
+        "floor_multiple_bf16": bf16["multiple"],
+        "matmul_gflops": {"fp32": fp32["matmul_gflops"], "bf16": bf16["matmul_gflops"]},
+    }
     if "multiple_onednn" in fp32:
         found["floor_multiple_onednn"] = fp32["multiple_onednn"]
-    found["cuda"] = cuda.run() if device == "cuda" else "not run on a GPU"
     return found
+
+
+def _sharing(model: Released, device: str, quick: bool) -> Metrics:
+    if not model.sharing.is_on:
+        return {"indexer_time_ratio": "every layer of this model selects"}
+    sizes = Sizes.of(model, **(QUICK if quick else SHARING))
+    return sharing.measure(sizes, model.sharing, 1 if quick else 3)
+
+
+def _cuda(model: Released, device: str, quick: bool) -> Metrics:
+    return {"cuda": cuda.run(model=model) if device == "cuda" else "not run on a GPU"}
+
+
+def _of_machine() -> Metrics:
+    operand = operand_dtype(torch.bfloat16)
+    return {
+        "threads": torch.get_num_threads(),
+        "bf16_operands": "widened to fp32" if operand == torch.float32 else "multiplied as they are",
+    }
+
+
+PARTS: dict[str, Callable[[Released, str, bool], Metrics]] = {
+    "compared": _compared,
+    "memory": _memory,
+    "forms": _forms,
+    "floor": _floor,
+    "sharing": _sharing,
+    "cuda": _cuda,
+}
 
 
 def compare(sizes: Sizes, rounds: int, runs: int, dtype: torch.dtype = torch.float32) -> Metrics:

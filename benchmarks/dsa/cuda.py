@@ -11,11 +11,10 @@ from benchmarks.dsa.floor import Call, matmul_call, needed_flops, operator_calls
 from benchmarks.dsa.problem import Sizes
 from benchmarks.dsa.rivals import rivals
 from benchmarks.registry import Metrics
+from benchmarks.released import MODELS, Released
 
 LENGTHS = (4096, 8192, 32768)
 HEADS = (128, 64, 16)
-# DeepSeek-V3.2's indexer.
-INDEX_HEADS, TOPK = 64, 2048
 # The operator that other projects have.
 ATTENTION = "sparse_flash_attention"
 
@@ -25,20 +24,22 @@ def run(
     heads: tuple[int, ...] = HEADS,
     rounds: int = 7,
     tell: Callable[[Metrics], None] = lambda found: None,
+    model: Released = MODELS["deepseek-v3.2"],
 ) -> Metrics:
     """``S<length>_H<heads>`` to operator to direction to figures, bf16; and the matmul rate.
 
     A problem that does not fit into the device's memory gives a string that reports this. Other projects'
     kernels come last: what they compile, and what they may do to the device, costs none of our figures. After
-    each problem ``tell`` is called with all figures so far.
+    each problem ``tell`` is called with all figures so far. Heads beyond the model's are left out.
     """
     matmul, work = matmul_call(8192, torch.bfloat16, "cuda")
     peak = work / _seconds(matmul, rounds)
     found: dict[str, Metrics | float | str] = {"matmul_tflops": peak / 1e12}
     problems = {
-        f"S{length}_H{count}": Sizes(length, count, INDEX_HEADS, TOPK)
+        f"S{length}_H{count}": Sizes.of(model, length=length, heads=count)
         for length in lengths
         for count in heads
+        if count <= model.heads
     }
     for name, sizes in problems.items():
         try:

@@ -70,10 +70,15 @@ def _compared(sizes: Sizes, rounds: int) -> dict[str, Any]:
         kind: {form: statistics.median(times) for form, times in forms.items()}
         for kind, forms in taken.items()
     }
+    taken_form = chosen(sizes)
+    ratios = {kind: times[taken_form] / min(times.values()) for kind, times in found.items()}
+    return {"chosen": taken_form, "ratio": ratios["seconds"], "cpu_ratio": ratios["cpu_seconds"], **found}
+
+
+def chosen(sizes: Sizes) -> str:
+    """Return the form that ``--use-dsa-absorb auto`` takes on a CPU."""
     by_head = is_faster_by_head(torch.device("cpu"), sizes.length, sizes.topk, sizes.widths)
-    chosen = BY_HEAD if by_head else ABSORBED
-    ratios = {kind: times[chosen] / min(times.values()) for kind, times in found.items()}
-    return {"chosen": chosen, "ratio": ratios["seconds"], "cpu_ratio": ratios["cpu_seconds"], **found}
+    return BY_HEAD if by_head else ABSORBED
 
 
 def step_in(form: str, inputs: Inputs, grad_out: Tensor, sizes: Sizes) -> Step:
@@ -84,7 +89,7 @@ def step_in(form: str, inputs: Inputs, grad_out: Tensor, sizes: Sizes) -> Step:
         topk_indices, _ = lightning_indexer(*(x.transpose(0, 1) for x in index), sizes.topk)
 
     def step() -> tuple[Tensor, ...]:
-        operands = _operands(form, inputs, sizes)
+        operands = operands_in(form, inputs, sizes)
         if sizes.length <= sizes.topk:
             attended = attend_densely(operands, Rows(), "auto")
         else:  # with what the indexer's loss is computed from
@@ -95,7 +100,8 @@ def step_in(form: str, inputs: Inputs, grad_out: Tensor, sizes: Sizes) -> Step:
     return step
 
 
-def _operands(form: str, inputs: Inputs, sizes: Sizes) -> Operands:
+def operands_in(form: str, inputs: Inputs, sizes: Sizes) -> Operands:
+    """What the main attention reads in a form, projected from the inputs."""
     if form == BY_HEAD:
         return Operands(*projected(inputs, sizes), sizes.softmax_scale)
     query, key = absorbed(inputs)

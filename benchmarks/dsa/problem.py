@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from benchmarks.released import INDEX_DIM, LATENT, ROPE, Released
 from mindspeed_dsa.ops.indexer_kl_loss import indexer_kl_loss
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
@@ -19,17 +20,33 @@ _BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the problem; head sizes are those of DeepSeek-V3.2."""
+    """Sizes of the problem; those of a head, of latents and of hidden states are DeepSeek-V3.2's."""
 
     length: int = 4096
     heads: int = 16
     index_heads: int = 16
     topk: int = 512
     nope_dim: int = 128
-    rope_dim: int = 64
+    rope_dim: int = ROPE
     value_dim: int = 128
-    latent_dim: int = 512
-    index_dim: int = 128
+    latent_dim: int = LATENT
+    index_dim: int = INDEX_DIM
+    hidden_dim: int = 7168
+    query_rank: int = 1536
+
+    @classmethod
+    def of(cls, model: Released, **others: int) -> Sizes:
+        """Return a released model's sizes, full ones but for ``others``."""
+        whole = {
+            "heads": model.heads,
+            "index_heads": model.index_heads,
+            "topk": model.topk,
+            "nope_dim": model.nope,
+            "value_dim": model.value,
+            "hidden_dim": model.hidden,
+            "query_rank": model.query_rank,
+        }
+        return cls(**{**whole, **others})
 
     @property
     def softmax_scale(self) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.dsa.floor import needed_flops
 from benchmarks.dsa.problem import Sizes
+from benchmarks.released import MODELS
 
 STATIC = Path(__file__).parents[1] / "results/kernels-static.json"
 # By operator and direction the kernels that do its products, as their names begin in the model's table, after
@@ -73,9 +74,7 @@ def model_seconds(
         fractions: of ``peak`` by kernel; an operator with a kernel that is not in it is left out.
         peak: bf16 operations a second.
     """
-    from benchmarks.dsa.cuda import INDEX_HEADS, TOPK
-
-    flops = needed_flops(Sizes(length, heads, INDEX_HEADS, TOPK))
+    flops = needed_flops(Sizes.of(MODELS["deepseek-v3.2"], length=length, heads=heads))
     found = {}
     for (operator, direction), kernels in _KERNELS.items():
         rest, seconds = flops[operator][direction], 0.0

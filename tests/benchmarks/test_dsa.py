@@ -10,10 +10,11 @@ import torch
 
 from benchmarks import __main__ as cli
 from benchmarks import dsa
-from benchmarks.dsa import child, floor, forms, problem
+from benchmarks.dsa import child, floor, forms, problem, sharing
 from benchmarks.dsa.problem import Sizes
+from benchmarks.released import MODELS
+from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.ops.cpu import products
-from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head
 
 TINY = Sizes(length=80, heads=2, index_heads=2, topk=16)
 
@@ -35,6 +36,9 @@ def test_every_metric_of_a_quick_run(tmp_path, capsys):
     found = json.loads(line)
     assert json.loads(file.read_text()) == found
     metrics = found["metrics"]
+    assert metrics.pop("model") == "deepseek-v3.2"
+    assert metrics.pop("scaled") == {"heads": "4 of 128", "index_heads": "4 of 64", "topk": "64 of 2048"}
+    assert metrics.pop("indexer_time_ratio") == "every layer of this model selects"
     assert metrics.pop("cuda") == "not run on a GPU"
     assert "fp32" in metrics.pop("bf16_operands") or products.has_bf16_product()
     rows = metrics["absorb_choice"]
@@ -107,13 +111,70 @@ def test_figures_are_those_of_the_processes(monkeypatch):
     assert grown["extra_peak_mib_by_length"] == {str(n): value / 2**20 for n, value in extra.items()}
 
 
-def test_both_forms_are_compared_before_they_are_timed():
+@pytest.mark.parametrize("model", MODELS)
+def test_both_forms_are_compared_before_they_are_timed(model):
     """The form of the compared size is among those of the gates, and so is the other one."""
-    forms = [
-        is_faster_by_head(torch.device("cpu"), sizes.length, sizes.topk, sizes.widths)
-        for sizes in (*dsa.GATES, dsa.COMPARED)
-    ]
-    assert forms == [False, True, True]
+    cut = [dsa.SCALED, *({**dsa.SCALED, **gate} for gate in dsa.GATES)]
+    of_compared, *of_gates = (forms.chosen(Sizes.of(MODELS[model], **sizes)) for sizes in cut)
+    assert set(of_gates) == {forms.BY_HEAD, forms.ABSORBED} > {of_compared}
+
+
+def test_parts_of_a_model(monkeypatch):
+    """Each gets the model; of a model that nobody has released, and of other parts, it says what there is."""
+    got = []
+    monkeypatch.setattr(
+        dsa,
+        "PARTS",
+        {part: lambda model, *rest, part=part: got.append((part, model)) or {} for part in "ab"},
+    )
+    assert dsa.run("cpu", True, "glm-5", "b,a")["model"] == "glm-5"
+    assert got == [("b", MODELS["glm-5"]), ("a", MODELS["glm-5"])]
+    with pytest.raises(SystemExit, match=r"--model glm-4 is none of deepseek-v3\.2, glm-5, glm-5\.2$"):
+        dsa.run("cpu", True, "glm-4")
+    with pytest.raises(SystemExit, match="--only c is none of a, b"):
+        dsa.run("cpu", True, only="a,c")
+
+
+def test_sizes_of_glm():
+    """By head 192 + 64 with values of 256, absorbed 512 + 64; what is cut down is the number of heads."""
+    sizes = Sizes.of(MODELS["glm-5.2"])
+    assert (sizes.heads, sizes.index_heads, sizes.topk, sizes.widths) == (64, 32, 2048, (512, 1088))
+    assert sizes.softmax_scale == 256**-0.5
+    assert Sizes.of(MODELS["deepseek-v3.2"], **dsa.SCALED) == Sizes()
+
+
+def test_time_in_the_indexers_of_layers_that_share(capsys):
+    """The parts of the quick run: one layer of four has an indexer, and its selection is kept once."""
+    assert cli.main(["dsa", "--quick", "--model", "glm-5.2", "--only", "sharing", "--device", "cpu"]) == 0
+    found = json.loads(capsys.readouterr().out)["metrics"]
+    assert found["computing_layers"] == {"each": 4, "shared": 1}
+    # int32, 256 rows of 64 keys
+    assert found["selection_bytes"] == {"each": 4 * 65536, "shared": 65536}
+    for kind, ratio in (("cpu_seconds", "indexer_time_ratio"), ("seconds", "indexer_wall_ratio")):
+        times = found[f"indexer_{kind}"]
+        assert found[ratio] == pytest.approx(times["shared"] / times["each"])
+        assert all(0 < times[side] < whole for side, whole in found[f"whole_{kind}"].items())
+    assert dsa.run("cpu", True, "glm-5", "sharing")["indexer_time_ratio"].startswith("every layer")
+
+
+def test_layers_that_select_for_three_above():
+    assert sharing.four_layers(Sharing(frequency=4, offset=3)) == (True, False, False, False)
+    with pytest.raises(ValueError, match="selects for 3 above it"):
+        sharing.four_layers(Sharing(frequency=2))
+
+
+def test_layers_that_share_and_differ_are_not_timed(monkeypatch):
+    sizes = replace(TINY, hidden_dim=32, query_rank=16)
+    sharing.require_same_results(sizes, (True, False, False, False))
+    original = sharing.attend_sparsely
+
+    def wrong(operands, topk_indices, backend, with_sum):
+        attended = original(operands, topk_indices, backend, with_sum=with_sum)
+        return attended if with_sum else replace(attended, out=attended.out * 1.0001)
+
+    monkeypatch.setattr(sharing, "attend_sparsely", wrong)
+    with pytest.raises(RuntimeError, match="layer 2 of 4 differs"):
+        sharing.require_same_results(sizes, (True, False, False, False))
 
 
 def test_the_ratio_is_that_of_the_form_which_a_job_takes(monkeypatch):
