@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import itertools
 import json
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+from packaging.version import InvalidVersion, Version
+
 from mindspeed_dsa import features, session, settings
+from mindspeed_dsa.megatron.pipeline_chunks import FIRST, LAST, LAYOUT
+from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches import MindSpeedDSAError, PatchError, SiteReport, versions
 from mindspeed_dsa.session import start_report
 from mindspeed_dsa.settings import ACCEPT_MINDSPEED
@@ -20,6 +23,19 @@ from mindspeed_dsa.tools.migrate import megatron_flags
 from mindspeed_dsa.tools.migrate.accept import accept
 
 _IN_ORDER = ("applied", "pending")
+_NUMBERS = (
+    "--num-layers",
+    "--mtp-num-layers",
+    "--pipeline-model-parallel-size",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+    FIRST,
+    LAST,
+)
+_SWITCHES = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+"""Flags of Megatron that say, with its layout, which layers there are and where they lie."""
+_FAMILIES = ("dsa", "index", "indexer")
+"""First words of flags that are about DSA, whoever's they are."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -27,7 +43,8 @@ def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_dsa doctor",
         description="Examines this installation. Flags of features, and Megatron's own, may follow: "
-        "doctor shows their effect. Flags of the job's own parser may follow --, and are not looked at.",
+        "doctor shows their effect. Flags of the job's own parser may follow --, and are not looked at, but "
+        "for DSA's; with the job's script before them, as in -- pretrain_gpt.py FLAGS, all are read.",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
     parser.add_argument("--all", action="store_true", help="list the platform's redirections as well")
@@ -40,9 +57,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def examine(argv: Sequence[str]) -> dict[str, Any]:
-    """``{versions, platform, features, sites, problems}``; patches for real, then undoes."""
+    """``{versions, platform, layers, features, sites, problems}``; patches for real, then undoes."""
     problems = [plugin.message for plugin in features.broken_plugins()]
-    argv = list(argv)
+    argv, of_the_job = read_and_beside(list(argv))
+    layers = ""
     try:
         argv += [ACCEPT_MINDSPEED.name] if accept(argv) else []
     except MindSpeedDSAError as error:
@@ -58,16 +76,19 @@ def examine(argv: Sequence[str]) -> dict[str, Any]:
     running = session.current()
     if running is not None and running is not before:
         try:
-            problems += running.problems(_as_arguments(running.settings))
+            args = _as_arguments(running.settings, argv)
+            layers = _selecting(args)
+            problems += running.problems(args)
         except MindSpeedDSAError as error:
             problems.append(str(error))
         problems += _verify(running)
-        problems += _unknown_flags(argv, running.settings.megatron_root)
+        problems += unknown_flags(argv, of_the_job, running.settings.megatron_root)
         sites = running.report()
         problems += [f"{s.target}: {s.reason}" for s in sites if s.state == "foreign"]
     findings = {
         "versions": versions.installed(running.settings.megatron_root if running else "megatron"),
         "platform": _platform(running),
+        "layers": layers,
         "features": _features(running),
         "sites": [site.as_dict() for site in sites],
         "problems": list(dict.fromkeys(problems)),
@@ -76,33 +97,94 @@ def examine(argv: Sequence[str]) -> dict[str, Any]:
     return findings
 
 
-def _as_arguments(resolved: settings.Settings) -> argparse.Namespace:
+def read_and_beside(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Return what is read of a command line, and the part of it that the job's own parser shares.
+
+    A script after ``--`` begins the job's whole command line.
+    """
+    if "--" not in argv:
+        return argv, []
+    cut = argv.index("--")
+    before, after = argv[:cut], argv[cut + 1 :]
+    is_script = bool(after) and after[0].endswith(".py")
+    return before + after[1:] if is_script else before, after
+
+
+def _as_arguments(resolved: settings.Settings, argv: Sequence[str]) -> argparse.Namespace:
     """A job's arguments as if these were all; Megatron's flags only if they are given."""
     chosen = resolved.chosen()
     known = [flag.dest for flag in features.all_flags() if not flag.megatron or flag.dest in chosen]
-    return argparse.Namespace(**{dest: getattr(resolved, dest) for dest in known})
+    args = argparse.Namespace(**{dest: getattr(resolved, dest) for dest in known})
+    if not _lacks(LAYOUT, versions.of_megatron(resolved.megatron_root)):
+        args.pipeline_model_parallel_layout = None
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
+    )
+    for name in _NUMBERS:
+        parser.add_argument(name, type=int)
+    for name in _SWITCHES:
+        parser.add_argument(name, action="store_true")
+    parser.add_argument(LAYOUT)
+    with contextlib.suppress(argparse.ArgumentError):  # which Megatron's parser reports
+        parser.parse_known_args(list(argv), args)
+    return args
 
 
-def _unknown_flags(argv: Sequence[str], root: str) -> list[str]:
-    """Flags that neither this library nor Megatron has, each with what it resembles."""
+def _selecting(args: argparse.Namespace) -> str:
+    """Say which layers of a job with DSA select keys; empty where it has none, or names no layers."""
+    layers = getattr(args, "num_layers", None)
+    sharing = Sharing.of(args)
+    if getattr(args, "experimental_attention_variant", None) != "dsa" or not layers:
+        return ""
+    if any(sharing.problems(layers)):
+        return ""
+    mtp_layers = getattr(args, "mtp_num_layers", None) or 0
+    said = f"{sharing.words(layers)} of the decoder select keys"
+    if mtp_layers:
+        own = sum(sharing.mtp_computes(layer) for layer in range(1, mtp_layers + 1))
+        said += f", and {own} of {mtp_layers} of multi-token prediction"
+    return f"{said}; the others attend to keys selected below" if sharing.is_on else said
+
+
+def _lacks(flag: str, release: str | None) -> str:
+    """Return which releases of Megatron-LM have a flag that this one is known to lack; else empty."""
+    try:
+        return megatron_flags.lacks(flag, Version(release)) if release else ""
+    except InvalidVersion:  # a fork's own
+        return ""
+
+
+def unknown_flags(argv: Sequence[str], of_the_job: Sequence[str], root: str) -> list[str]:
+    """List flags that neither this library nor Megatron has, each with what it resembles.
+
+    Args:
+        argv: what is read.
+        of_the_job: the part that the job's own parser shares, of which DSA's flags alone are judged.
+        root: of Megatron.
+    """
     own = settings.all_names([*settings.GENERAL_FLAGS, *features.all_flags()])
+    release = versions.of_megatron(root)
     try:
         megatron, whose = set(megatron_flags.installed(root)), "Megatron's parser"
     except Exception:  # only its core is here, or it cannot be imported without its own requirements
-        megatron, whose = set(megatron_flags.record()), "Megatron-LM"
+        megatron = {flag for flag in megatron_flags.record() if not _lacks(flag, release)}
+        whose = f"Megatron-LM {release}" if release else "Megatron-LM"
     found = []
-    for token in itertools.takewhile(lambda token: token != "--", argv):
+    for token in dict.fromkeys([*argv, *of_the_job]):
         name = token.partition("=")[0]
         if not name.startswith("--") or name in own | megatron:
             continue
-        close = difflib.get_close_matches(name, sorted(own | megatron), n=1, cutoff=0.75)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        about_dsa = name[2:].removeprefix("no-").partition("-")[0] in _FAMILIES
+        if token in of_the_job and not about_dsa:
+            continue
+        negated = name.startswith("--no-")
+        near = sorted(each for each in own | megatron if each.startswith("--no-") == negated)
+        close = difflib.get_close_matches(name, near, n=3 if about_dsa else 1, cutoff=0.75)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
         having = megatron_flags.record().get(name, ())
-        hint = f"; Megatron-LM {having[0]} to {having[-1]} has it" if having else hint
-        found.append(
-            f"{name} is a flag neither of this library nor of {whose}{hint} (flags of the job's own parser "
-            "belong after --)"
-        )
+        hint = f"; Megatron-LM {_lacks(name, release) or ', '.join(having)} has it" if having else hint
+        aside = "" if token in of_the_job else " (flags of the job's own parser belong after --)"
+        found.append(f"{name} is a flag neither of this library nor of {whose}{hint}{aside}")
     return found
 
 
@@ -158,6 +240,8 @@ def as_text(findings: dict[str, Any], every_site: bool = False) -> str:
     for name, table in facts.items():
         if isinstance(table, dict):
             lines += [f"  {name}:", *(f"    {key}: {value}" for key, value in table.items())]
+    if findings["layers"]:
+        lines += ["", f"layers: {findings['layers']}"]
     decided = [row for row in findings["features"] if row["on"] is not None]
     if decided:
         rows = [("feature", "state", "switch", "set by")]

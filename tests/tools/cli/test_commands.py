@@ -69,7 +69,7 @@ def test_doctor_lists_every_feature_when_all_are_off(capsys):
     done = command("doctor", "--json")
     findings = json.loads(done.stdout)
     assert done.returncode == 0, findings["problems"]
-    assert set(findings) == {"versions", "platform", "features", "sites", "problems"}
+    assert set(findings) == {"versions", "platform", "layers", "features", "sites", "problems"}
     assert [row["name"] for row in findings["features"]] == [f.name for f in all_features()]
     assert findings["versions"]["megatron-core"]
 
@@ -99,6 +99,50 @@ def test_doctor_says_why_nothing_is_decided():
     assert "swap-optimizer (switched on by argv (--swap-optimizer)) cannot be combined with" in text
     assert "features: not resolved because of the problem below" in text
     assert "unknown" not in text.replace("platform: name unknown", "")
+
+
+def test_doctor_reads_a_job_with_shared_selections_behind_its_script():
+    from mindspeed_dsa.tools.cli import doctor
+
+    job = (
+        "-- pretrain_gpt.py --experimental-attention-variant dsa --num-layers 78 --dsa-indexer-topk-freq 4 "
+        "--dsa-indexer-skip-topk-offset 3 --mtp-num-layers 1 --pipeline-model-parallel-size 2 --my-own 3"
+    )
+    findings = doctor.examine(job.split())
+    assert findings["layers"] == (
+        "21 of 78 layers (1-3, 7, 11, ..., 75) of the decoder select keys, and 1 of 1 of multi-token "
+        "prediction; the others attend to keys selected below"
+    )
+    assert f"layers: {findings['layers']}" in doctor.as_text(findings)
+    (problem,) = findings["problems"]
+    assert "begins with layer 40" in problem
+    assert "--decoder-last-pipeline-num-layers 40" in problem
+
+
+@pytest.mark.parametrize("before", ["", "--", "-- pretrain_gpt.py"])
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [
+        ("--dsa-indexer-topk-frequency 4", "did you mean --dsa-indexer-topk-freq"),
+        ("--index-topk-patern=CS", "did you mean --index-topk-pattern"),
+        ("--no-dsa-indexer-scoring-rel", "did you mean --no-dsa-indexer-scoring-relu"),
+    ],
+)
+def test_doctor_finds_flags_of_dsa_that_nobody_knows(before, flag, hint):
+    from mindspeed_dsa.tools.cli import doctor
+
+    read, of_the_job = doctor.read_and_beside(f"{before} {flag} --my-own 3 --num-layers 2".split())
+    problems = doctor.unknown_flags(read, of_the_job, "megatron")
+    (problem,) = (each for each in problems if flag.split()[0].split("=")[0] in each)
+    assert hint in problem
+    assert len(problems) == (1 if before else 2), "flags of the job's own parser belong behind --"
+
+
+def test_doctor_knows_which_release_lacks_a_flag():
+    from mindspeed_dsa.tools.cli import doctor
+
+    (problem,) = doctor.unknown_flags(["--cuda-graph-modules"], [], "megatron")
+    assert "Megatron-LM 0.16.1; Megatron-LM 0.19.0 and later has it" in problem
 
 
 def run_script(tmp_path, lines, *argv, run=warm.run):
