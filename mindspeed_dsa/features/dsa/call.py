@@ -16,8 +16,9 @@ from torch import Tensor
 from mindspeed_dsa.context_parallel.packs import PackRows
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.dsa.indexer_loss import coefficient, indexer_loss
-from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, key_exchange
+from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, groups_of, key_exchange
 from mindspeed_dsa.features.dsa.problem import Groups, LossOptions
+from mindspeed_dsa.features.dsa.shared_selections import selection
 from mindspeed_dsa.megatron.dsa import Options
 
 
@@ -26,8 +27,8 @@ class Call:
     """Arguments of a core attention.
 
     Attributes:
-        layer: a ``DSAttention``, Megatron's or ours; its ``training``, ``config``, ``indexer``,
-            ``softmax_scale`` and ``layer_number`` are read.
+        layer: a ``DSAttention``, Megatron's or ours; its ``training``, ``config``, ``softmax_scale``,
+            ``layer_number`` and ``indexer`` are read. A layer that shares a selection has no indexer.
         query: as in :class:`Operands`.
         key: likewise; on several context parallel ranks also what the exchange put in its place.
         value: likewise.
@@ -52,20 +53,42 @@ class Call:
     @cached_property
     def groups(self) -> Groups:
         """Ranks with the other heads and the other rows."""
-        return Groups.of(self.layer.indexer.pg_collection)
+        return Groups.of(groups_of(self.layer))
 
     @cached_property
     def documents(self) -> PackRows | None:
         """Documents that the rows belong to; None for whole sequences."""
         if self.packed_seq_params is None:
             return None
-        group = self.layer.indexer.pg_collection.cp
+        group = groups_of(self.layer).cp
         return PackRows.of(self.packed_seq_params, self.query.shape[0], group)
 
     @cached_property
     def exchange(self) -> KeyExchange | None:
         """The layer's key exchange; None without context parallelism."""
         return key_exchange(self.layer, self.options, self.megatron, self.documents)
+
+    @property
+    def topk(self) -> int:
+        """Keys per row."""
+        topk: int = self.layer.config.dsa_indexer_topk
+        return topk
+
+    @cached_property
+    def shared(self) -> selection.Selected | None:
+        """Selection of a layer below that this one attends to; None if it computes its own."""
+        place, holder = selection.place_of(self.layer), selection.current()
+        if place is None or not holder.is_shared_by(place):
+            return None
+        latest = holder.read(place)
+        holder.release(place)
+        return latest
+
+    def hand_on(self, topk_indices: tuple[Tensor | None, ...]) -> None:
+        """Keep a selection for layers above that share it: ``[batch, rows, topk]`` for each run of rows."""
+        place = selection.place_of(self.layer)
+        if place is not None and self.shared is None:
+            selection.current().store(place, *topk_indices)
 
     @property
     def indexer_inputs(self) -> tuple[Tensor, Tensor]:
@@ -107,7 +130,8 @@ class Call:
             all_rows: of the microbatch's whole sequences, over all context parallel ranks.
         """
         config = self.layer.config
-        if not (self.layer.training and torch.is_grad_enabled() and coefficient(config) > 0):
+        learns = self.layer.training and torch.is_grad_enabled() and self.shared is None
+        if not (learns and coefficient(config) > 0):
             return None
         # The callback lives until backward: it must not hold this call, and with it the layer's tensors.
         ours, layer, group = indexer_loss(self.megatron), self.layer, self.groups.context

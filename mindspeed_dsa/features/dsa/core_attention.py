@@ -135,18 +135,19 @@ def attend(call: Call) -> Tensor:
         operands = operands.whole()
     problem = Problem(
         operands,
-        layer.indexer.index_topk,
+        call.topk,
         rows,
         call.groups,
         call.loss_options(all_rows),
         options.backend,
         parts_left_to_megatron(call, operands),
     )
-    index = None
-    if problem.needs_index:
+    index, shared = None, call.shared
+    if shared is None and problem.needs_index:
         with torch.set_grad_enabled(problem.loss is not None):
             index = index_inputs(call)
-    result = sparse_attention(problem, index)
+    result = sparse_attention(problem, index, None if shared is None else shared.topk_indices)
+    call.hand_on(result.topk_indices)
     return call.with_loss(result.out, result.loss, all_rows)
 
 
@@ -173,19 +174,21 @@ def _attend_to_shared_keys(call: Call, exchange: KeyExchange) -> Tensor:
 
     if options.attends_densely:
         return warmup.attend(call, operands(), rows, lambda: shared_index_inputs(call, exchange).wait())
-    loss, topk = call.loss_options(all_rows), call.layer.indexer.index_topk
-    index, shared = None, None
+    loss, topk = call.loss_options(all_rows), call.topk
+    index, index_under_way = None, None
     with torch.set_grad_enabled(loss is not None):
-        if needs_index(length, rows, topk, loss):
-            shared = shared_index_inputs(call, exchange)
-            gathered += [shared.key] if loss is not None else []
+        if call.shared is None and needs_index(length, rows, topk, loss):
+            index_under_way = shared_index_inputs(call, exchange)
+            gathered += [index_under_way.key] if loss is not None else []
     complete = operands()
     with torch.set_grad_enabled(loss is not None):
-        index = None if shared is None else shared.wait()
+        index = None if index_under_way is None else index_under_way.wait()
     problem = Problem(complete, topk, rows, call.groups, loss, options.backend)
+    shared = None if call.shared is None else call.shared.topk_indices
     if in_runs(query.device):
         runs = exchange.runs(query.shape[0]) if documents is None else documents.runs()
-        result = attend_by_runs(problem, index, runs, all_rows)
+        result = attend_by_runs(problem, index, runs, all_rows, shared)
     else:
-        result = sparse_attention(problem, index)
+        result = sparse_attention(problem, index, shared)
+    call.hand_on(result.topk_indices)
     return exchange.free(call.with_loss(result.out, result.loss, all_rows), gathered)

@@ -29,8 +29,8 @@ def parts_left_to_megatron(call: Call, operands: Operands) -> Parts:
     def choose() -> Selection:
         return choose_with_megatron(dsa, layer.indexer, *call.indexer_inputs)
 
-    def attend(selection: Selection) -> Attended:
-        return attend_with_megatron(dsa, operands, selection.topk_indices)
+    def attend(topk_indices: Tensor) -> Attended:
+        return attend_with_megatron(dsa, operands, topk_indices)
 
     def loss(selection: Selection) -> Tensor:
         return megatron_loss(dsa, layer, operands, selection)

@@ -292,12 +292,12 @@ class Parts:
 
     Attributes:
         choose: selects the keys.
-        attend: attends to the selected keys.
+        attend: attends to the selected keys, ``[b, s, topk]``.
         loss: the indexer loss, coefficient included.
     """
 
     choose: Callable[[], Selection] | None = None
-    attend: Callable[[Selection], Attended] | None = None
+    attend: Callable[[Tensor], Attended] | None = None
     loss: Callable[[Selection], Tensor] | None = None
 
 

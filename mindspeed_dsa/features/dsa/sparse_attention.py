@@ -30,21 +30,28 @@ class Result(NamedTuple):
     loss: Tensor | None
     """Scalar as :class:`LossOptions` says, coefficient included; None if there is no loss, or if it is
     computed in the backward pass."""
+    topk_indices: tuple[Tensor | None, ...] = (None,)
+    """``[b, s, topk]`` int32 for each run of rows; None where rows attend to all keys that they see."""
 
 
-def sparse_attention(problem: Problem, index: IndexInputs | None) -> Result:
+def sparse_attention(
+    problem: Problem, index: IndexInputs | None, shared: tuple[Tensor | None, ...] | None = None
+) -> Result:
     """Select keys for every row, attend to them, and compute the indexer loss.
 
     Args:
         problem: the layer's.
         index: the indexer's query, key and weights; None if the problem does not need them.
+        shared: ``topk_indices`` of another layer's result for the same rows, which are attended to; there is
+            no loss then.
     """
     rows, loss, parts = problem.rows, problem.loss, problem.parts
     if rows.end is not None:
         # Operators that know documents one behind the other, and nothing else, run as well.
         padding = problem.operands.query.shape[0] - rows.end
-        result = sparse_attention(problem.first(rows.end), None if index is None else index.first(rows.end))
-        return Result(F.pad(result.out, (0, 0, 0, 0, 0, padding)), result.loss)
+        index = None if index is None else index.first(rows.end)
+        result = sparse_attention(problem.first(rows.end), index, shared)
+        return result._replace(out=F.pad(result.out, (0, 0, 0, 0, 0, padding)))
 
     def choose() -> Selection:
         if parts.choose is not None:
@@ -59,6 +66,8 @@ def sparse_attention(problem: Problem, index: IndexInputs | None) -> Result:
             return Result(out, parts.loss(choose()))
         # Both forms of the loss are the dense one.
         return Result(out, dense_loss(problem, _present(index)))
+    if shared is not None:
+        return Result(_attend_to_shared(problem, shared).out, None, shared)
 
     with torch.set_grad_enabled(loss is not None):
         selection = choose()
@@ -74,20 +83,32 @@ def sparse_attention(problem: Problem, index: IndexInputs | None) -> Result:
             _loss_in_backward(problem, selection, loss.in_backward),
             form=selection.form,
         )
-        return Result(attended.out, None)
+        return Result(attended.out, None, (selection.topk_indices,))
 
     if parts.attend is not None:
-        attended = parts.attend(selection)
+        attended = parts.attend(selection.topk_indices)
     else:
         with_target = loss is not None and parts.loss is None and loss.on_chosen_keys
         attended = attend_to_chosen(problem, selection, with_target)
     if loss is None:
-        return Result(attended.out, None)
-    if parts.loss is not None:
-        return Result(attended.out, parts.loss(selection))
-    if loss.on_chosen_keys:
-        return Result(attended.out, sparse_loss(problem, selection, attended))
-    return Result(attended.out, dense_loss(problem, selection.inputs))
+        value = None
+    elif parts.loss is not None:
+        value = parts.loss(selection)
+    elif loss.on_chosen_keys:
+        value = sparse_loss(problem, selection, attended)
+    else:
+        value = dense_loss(problem, selection.inputs)
+    return Result(attended.out, value, (selection.topk_indices,))
+
+
+def _attend_to_shared(problem: Problem, shared: tuple[Tensor | None, ...]) -> Attended:
+    """Attend to the keys that another layer has selected for the same rows."""
+    (topk_indices,) = shared
+    assert topk_indices is not None, "whether a problem is dense depends on its rows alone"
+    if problem.parts.attend is not None:
+        return problem.parts.attend(topk_indices)
+    form = problem.rows.form
+    return attend_sparsely(problem.operands, topk_indices, problem.backend, with_sum=False, form=form)
 
 
 def select_keys(index: IndexInputs, topk: int, rows: Rows, backend: str, in_order: bool = False) -> Selection:
@@ -177,7 +198,13 @@ def in_runs(device: torch.device) -> bool:
     return device.type == "npu"
 
 
-def attend_by_runs(problem: Problem, index: IndexInputs | None, runs: list[Run], all_rows: int) -> Result:
+def attend_by_runs(
+    problem: Problem,
+    index: IndexInputs | None,
+    runs: list[Run],
+    all_rows: int,
+    shared: tuple[Tensor | None, ...] | None = None,
+) -> Result:
     """Attend as :func:`sparse_attention`, with one call of the operators for each run; in absorbed form.
 
     Args:
@@ -185,9 +212,10 @@ def attend_by_runs(problem: Problem, index: IndexInputs | None, runs: list[Run],
         index: likewise.
         runs: neighbours in the sequence, in the order of the rows.
         all_rows: that the loss is a mean of, on all context parallel ranks.
+        shared: as of :func:`sparse_attention`, one for each run.
     """
     loss, results = problem.loss, []
-    for first, end, low, high in runs:
+    for number, (first, end, low, high) in enumerate(runs):
         keys = high - low
         operands = problem.operands.of(slice(first, end), slice(low, high))
         if keys == 0:
@@ -203,10 +231,13 @@ def attend_by_runs(problem: Problem, index: IndexInputs | None, runs: list[Run],
         ends = torch.arange(keys - (end - first), keys, dtype=torch.int32, device=operands.query.device) + 1
         # As made a line above: nobody has to read it back from the device.
         rows = Rows(ends=ends, known=TO_LAST_KEY)
-        results.append(sparse_attention(replace(problem, operands=operands, rows=rows, loss=share), inputs))
+        chosen = None if shared is None else shared[number : number + 1]
+        part = replace(problem, operands=operands, rows=rows, loss=share)
+        results.append(sparse_attention(part, inputs, chosen))
     losses = [result.loss for result in results if result.loss is not None]
     out = torch.cat([result.out for result in results])
-    return Result(out, torch.stack(losses).sum() if losses else None)
+    topk_indices = tuple(indices for result in results for indices in result.topk_indices)
+    return Result(out, torch.stack(losses).sum() if losses else None, topk_indices)
 
 
 def _nothing(operands: Operands, index: IndexInputs | None) -> Result:

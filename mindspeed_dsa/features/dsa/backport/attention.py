@@ -295,7 +295,7 @@ class Attention(torch.nn.Module):
         call.check_keys()
         out = core_attention.attend(call)
         if self.training and torch.is_grad_enabled() and coefficient(self.config) == 0:
-            return with_zero_gradients(out, self.indexer)
+            return out if self.indexer is None else with_zero_gradients(out, self.indexer)
         return out
 
 

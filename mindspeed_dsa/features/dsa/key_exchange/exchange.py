@@ -160,7 +160,7 @@ def key_exchange(
         megatron: the attention's Megatron.
         documents: that this microbatch's rows belong to; None for whole sequences.
     """
-    groups = attention.indexer.pg_collection
+    groups = groups_of(attention)
     if groups.cp.size() == 1:
         return None
     exchange: KeyExchange | None = vars(attention).get(ATTRIBUTE)
@@ -174,3 +174,9 @@ def key_exchange(
         vars(attention)[ATTRIBUTE] = exchange
     exchange.share(None if documents is None else documents.layout)
     return exchange
+
+
+def groups_of(attention: Any) -> Any:
+    """Return a ``DSAttention``'s process groups; one that shares a selection has no indexer to hold them."""
+    indexer = attention.indexer
+    return attention.pg_collection if indexer is None else indexer.pg_collection

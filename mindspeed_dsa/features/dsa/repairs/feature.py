@@ -7,14 +7,13 @@ recomputed, its gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature
 from mindspeed_dsa.features.dsa.model import feature as model
 from mindspeed_dsa.megatron import without_engine
 from mindspeed_dsa.megatron.configuration import argument
@@ -370,70 +369,20 @@ CORE_ATTENTION_RECOMPUTE = dsa_repair(
         Patch(
             f"{MLA}:MLASelfAttention.__init__",
             "wrap",
-            f"{_HERE}.recompute:leave_recompute_to_dsa",
+            f"{_HERE}.backward:leave_recompute_to_dsa",
             "MLA's own checkpointed path does not pass the indexer's inputs and fails",
             versions=_OWN_LOOP,
         ),
         Patch(
             f"{DSA}:DSAttention.forward",
             "wrap",
-            f"{_HERE}.recompute:recompute_in_backward",
+            f"{_HERE}.backward:recompute_in_backward",
             "DSA's core attention is recomputed together with its indexer",
             params=("query", "key", "value", "attention_mask", "x", "qr"),
             versions=_OWN_LOOP,
             priority=100,  # outside all wrappers that change what the forward does
         ),
     ),
-)
-
-
-def uses_dsa(settings: Any) -> bool:
-    """Return whether the model uses DSA: the activation rule of what has no switch."""
-    return getattr(settings, "experimental_attention_variant", None) == "dsa"
-
-
-def check_recompute(args: Any, options: None = None) -> Iterator[str]:
-    """Refuse whatever runs the attention of layers again, in arguments or in a model's configuration."""
-    frequency = argument(args, "dsa_indexer_topk_freq") or 1
-    granularity, modules = argument(args, "recompute_granularity"), argument(args, "recompute_modules")
-    # Without a list of modules Megatron recomputes the core attention.
-    again = granularity == "full" or (granularity == "selective" and (not modules or "core_attn" in modules))
-    if frequency <= 1 or not again:
-        return
-    flags = ["--recompute-granularity full" if granularity == "full" else "--recompute-modules core_attn"]
-    ahead = ("recompute_in_advance", "recompute_in_bubble")
-    flags += ["--" + name.replace("_", "-") for name in ahead if argument(args, name)]
-    yield (
-        f"--dsa-indexer-topk-freq {frequency} cannot be used with {' and '.join(flags)}: a layer that shares "
-        "another one's selection of keys is recomputed before that one, and Megatron keeps one selection, "
-        "by then that of a later microbatch or of a layer of multi-token prediction: gradients would be "
-        "wrong, and nothing would say so. Recompute other parts, with --recompute-granularity selective and "
-        "--recompute-modules without core_attn, or let every layer select (--dsa-indexer-topk-freq 1)"
-    )
-
-
-def check_sharing(args: Any, options: None = None) -> Iterator[str]:
-    """Refuse chunks of a pipeline that begin with a sharing layer, and recomputation of such layers."""
-    yield from check_chunks(args)
-    yield from check_recompute(args)
-
-
-SHARED_SELECTIONS = Feature(
-    name="dsa-shared-selections",
-    summary="Refuses recomputation of layers that share a selection of keys, whose gradients would be wrong.",
-    flags=(EXPERIMENTAL_ATTENTION_VARIANT,),
-    patches=(
-        Patch(
-            "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-            "wrap",
-            f"{_HERE}.recompute:refuse_recompute",
-            "a recomputed layer reads a selection that is not its microbatch's, and nothing says so",
-            versions=">=0.19,<0.21",
-        ),
-    ),
-    active=uses_dsa,
-    check=check_sharing,
-    doc="dsa-shared-selections.md",
 )
 
 
@@ -447,7 +396,7 @@ INDEXER_TP_GRADS = dsa_repair(
         Patch(
             f"{DSA}:DSAIndexer.__init__",
             "wrap",
-            f"{_HERE}.gradients:average_over_tensor_parallel_ranks",
+            f"{_HERE}.backward:average_over_tensor_parallel_ranks",
             "every rank computes the indexer's full gradient, and sequence parallelism sums these copies",
             versions=_OWN_LOOP,
         ),
@@ -462,7 +411,7 @@ ROTARY_KEY_TP_GRADS = dsa_repair(
         Patch(
             f"{MLA}:MLASelfAttention.__init__",
             "wrap",
-            f"{_HERE}.gradients:sum_rotary_key_gradients",
+            f"{_HERE}.backward:sum_rotary_key_gradients",
             "each rank keeps the rotary key's gradient of its own heads only, and the copies drift apart",
             versions=_OWN_LOOP,
         ),

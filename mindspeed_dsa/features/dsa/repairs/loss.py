@@ -45,7 +45,8 @@ def skip_unwanted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _without_loss.reset(token)
             self.training = mode
-        return with_zero_gradients(output, self.indexer) if learns else output
+        # A layer that shares another one's selection has no indexer.
+        return with_zero_gradients(output, self.indexer) if learns and self.indexer is not None else output
 
     return forward
 

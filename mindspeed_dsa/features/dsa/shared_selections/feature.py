@@ -1,0 +1,114 @@
+"""Layers that attend to the keys which another layer has selected, on every release of Megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature
+from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.dsa import DSA, Options
+from mindspeed_dsa.megatron.selections import Sharing
+from mindspeed_dsa.patches.spec import Patch
+
+_HERE = "mindspeed_dsa.features.dsa.shared_selections.layers"
+_ALL = ">=0.12.1,<0.21"
+_NATIVE = ">=0.19,<0.21"
+"""Releases with Megatron's own sharing."""
+
+
+def uses_dsa(settings: Any) -> bool:
+    """Return whether the model uses DSA; a configuration that no flag has made may share as well."""
+    return getattr(settings, "experimental_attention_variant", None) == "dsa"
+
+
+def check_sharing(args: Any, options: Options) -> Iterator[str]:
+    """Yield problems of frequency, offset and pattern, in arguments or in a model's configuration."""
+    yield from Sharing.of(args).problems(argument(args, "num_layers"))
+
+
+SHARED_SELECTIONS = Feature(
+    name="dsa-shared-selections",
+    summary="One indexer for several layers, on releases that lack it, and right under recomputation.",
+    flags=(EXPERIMENTAL_ATTENTION_VARIANT,),
+    active=uses_dsa,
+    when="the model uses DSA",
+    options=Options.of,
+    check=check_sharing,
+    doc="dsa-shared-selections.md",
+    patches=(
+        Patch(
+            "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
+            "wrap",
+            f"{_HERE}:place_in_decoder",
+            "layers of released cores all have an indexer, and 0.19 knows no pattern",
+            params=("config",),
+            versions=_ALL,
+        ),
+        Patch(
+            "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.__init__",
+            "wrap",
+            f"{_HERE}:place_in_mtp",
+            "layers of multi-token prediction are counted apart from the decoder's",
+            params=("config",),
+            versions=_ALL,
+        ),
+        Patch(
+            "megatron.core.transformer.transformer_block:TransformerBlock.__init__",
+            "wrap",
+            f"{_HERE}:require_computing_first",
+            "a selection stays in its pipeline chunk, which must begin with a layer that selects",
+            params=("config",),
+            versions=_ALL,
+        ),
+        Patch(
+            "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock.forward",
+            "wrap",
+            f"{_HERE}:select_anew_in_mtp",
+            "a layer that runs once for each predicted token selects the first time only",
+            versions=_ALL,
+        ),
+        Patch(
+            f"{DSA}:DSAttention.forward",
+            "wrap",
+            f"{_HERE}:attend_with_megatron",
+            "Megatron's DSA of these releases always selects",
+            params=("query", "key", "value", "attention_mask", "x", "qr"),
+            versions=">=0.16,<0.19",
+        ),
+        Patch(
+            f"{DSA}:DSAttention._get_index_share_topk_holder",
+            "replace",
+            f"{_HERE}:hold_indices",
+            "Megatron keeps selections on the configuration, where a recomputed layer reads those of a later "
+            "microbatch",
+            versions=_NATIVE,
+            factory=True,
+        ),
+        Patch(
+            f"{DSA}:DSAttention._get_index_share_topk_length_holder",
+            "replace",
+            f"{_HERE}:hold_lengths",
+            "Megatron keeps the lengths of selections on the configuration as well",
+            versions=_NATIVE,
+            factory=True,
+        ),
+        Patch(
+            "megatron.core.tensor_parallel.random:checkpoint",
+            "wrap",
+            f"{_HERE}:carry_selection",
+            "a recomputed layer runs before the one that it shares a selection with",
+            params=("function", "distribute_saved_activations"),
+            versions=_ALL,
+            priority=200,  # outside whoever recomputes instead of Megatron
+        ),
+        Patch(
+            "megatron.core.extensions.transformer_engine:te_checkpoint",
+            "wrap",
+            f"{_HERE}:carry_selection",
+            "a layer recomputed by Transformer Engine runs before the one that it shares a selection with",
+            versions=_ALL,
+            required=False,
+        ),
+    ),
+)

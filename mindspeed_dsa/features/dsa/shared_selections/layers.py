@@ -1,0 +1,270 @@
+"""Layers that share selections, in Megatron's modules: built, attending, and recomputed.
+
+Imports nothing of Megatron: fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.dsa.call import Call
+from mindspeed_dsa.features.dsa.core_attention import attend, refuse_unknown
+from mindspeed_dsa.features.dsa.key_exchange.exchange import groups_of
+from mindspeed_dsa.features.dsa.shared_selections.feature import check_sharing
+from mindspeed_dsa.features.dsa.shared_selections.selection import (
+    ATTRIBUTE,
+    Carrying,
+    Place,
+    current,
+    place_of,
+)
+from mindspeed_dsa.megatron.configuration import require
+from mindspeed_dsa.megatron.dsa import Options
+from mindspeed_dsa.megatron.selections import Sharing
+from mindspeed_dsa.patches.errors import SettingsError
+
+# -- places: which layers own an indexer, and whose selection the others read -------------------
+
+_of_mtp: ContextVar[list[Any] | None] = ContextVar("_of_mtp", default=None)
+"""Core attentions inside the layer of multi-token prediction that is being built."""
+
+
+def place_in_decoder(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+    """Decorate ``TransformerLayer.__init__``: a layer that shares has no indexer."""
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, config, *args, **kwargs)
+        sharing = Sharing.of(config)
+        attention = getattr(getattr(self, "self_attention", None), "core_attention", None)
+        if not sharing.is_on or not hasattr(attention, "indexer"):
+            return
+        require(context, check_sharing, config)
+        inner = _of_mtp.get()
+        if inner is not None:
+            inner.append(attention)
+        else:
+            put(attention, decoder_place(sharing, self.layer_number, config.num_layers))
+
+    return __init__
+
+
+def place_in_mtp(original: Callable[..., None]) -> Callable[..., None]:
+    """Decorate ``MultiTokenPredictionLayer.__init__``, in which a layer of the decoder's kind is built."""
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        inner: list[Any] = []
+        token = _of_mtp.set(inner)
+        try:
+            original(self, config, *args, **kwargs)
+        finally:
+            _of_mtp.reset(token)
+        for attention in inner:
+            put(attention, mtp_place(Sharing.of(config), self.layer_number, config))
+
+    return __init__
+
+
+def decoder_place(sharing: Sharing, layer: int, layers: int) -> Place:
+    """Return the place of a layer of the decoder, counted from 1, of so many."""
+    is_last = layer == layers or sharing.computes(layer + 1)
+    return Place(
+        name=f"layer {layer}",
+        source=f"layer {sharing.source(layer)}",
+        hands_on=sharing.computes(layer) and not is_last,
+        is_last=is_last,
+    )
+
+
+def mtp_place(sharing: Sharing, layer: int, config: Any) -> Place:
+    """Return the place of a layer of multi-token prediction, counted from 1."""
+    layers = config.mtp_num_layers
+    repeats = bool(getattr(config, "mtp_use_repeated_layer", False)) and sharing.mtp_shares and layers > 1
+    source = layer
+    while not sharing.mtp_computes(source):
+        source -= 1
+    is_last = not repeats and (layer == layers or sharing.mtp_computes(layer + 1))
+    name = "layer {} of multi-token prediction"
+    return Place(
+        name=name.format(layer),
+        source=name.format(source),
+        hands_on=repeats or (source == layer and not is_last),
+        is_last=is_last,
+        repeats=repeats,
+    )
+
+
+def put(attention: Any, place: Place) -> None:
+    """Give a ``DSAttention`` its place, and take the indexer from one that never selects."""
+    vars(attention)[ATTRIBUTE] = place
+    if not place.computes and attention.indexer is not None:
+        attention.pg_collection = groups_of(attention)
+        attention.indexer = None
+    if hasattr(attention, "skip_topk"):  # 0.19 and later
+        attention.index_share = place.hands_on or not place.computes
+        attention.skip_topk = not place.computes
+
+
+def require_computing_first(original: Callable[..., None]) -> Callable[..., None]:
+    """Decorate ``TransformerBlock.__init__``: refuse a chunk that begins with a layer that shares."""
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, config, *args, **kwargs)
+        sharing = Sharing.of(config)
+        chunk = [layer.layer_number for layer in self.layers if hasattr(layer, "layer_number")]
+        problem = sharing.chunk_problem([chunk]) if sharing.is_on else None
+        if problem is not None:
+            raise SettingsError(f"dsa-shared-selections: {problem}")
+
+    return __init__
+
+
+# -- attention: whose selection it reads --------------------------------------------------------
+
+
+def attend_with_megatron(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
+    """Decorate ``DSAttention.forward`` of releases without sharing, where fused DSA does not replace it.
+
+    Selection, attention and loss are Megatron's own functions.
+    """
+
+    def forward(
+        self: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        x: Tensor,
+        qr: Tensor,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if context.options.any or place_of(self) is None:
+            return original(
+                self,
+                query,
+                key,
+                value,
+                attention_mask,
+                x,
+                qr,
+                attn_mask_type=attn_mask_type,
+                attention_bias=attention_bias,
+                packed_seq_params=packed_seq_params,
+                **kwargs,
+            )
+        refuse_unknown(attn_mask_type, attention_bias, kwargs)
+        options, megatron = context.options, context.megatron
+        return attend(Call(self, query, key, value, x, qr, options, megatron, packed_seq_params))
+
+    return forward
+
+
+def select_anew_in_mtp(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``MultiTokenPredictionBlock.forward``: a layer that repeats does not know its last run."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        current().latest = None
+        result = original(self, *args, **kwargs)
+        current().latest = None
+        return result
+
+    return forward
+
+
+# Megatron-core 0.19 and later fetch two dictionaries by layer number in each forward of an attention: a
+# computing layer writes its entries at the end, and a sharing one reads its source's, the indices first.
+
+
+def hold_indices(context: Context[Options]) -> Callable[..., Any]:
+    """Replace ``_get_index_share_topk_holder``."""
+
+    def _get_index_share_topk_holder(self: Any, *carriers: Any) -> Any:
+        return _Indices(placed(self))
+
+    return _get_index_share_topk_holder
+
+
+def hold_lengths(context: Context[Options]) -> Callable[..., Any]:
+    """Replace ``_get_index_share_topk_length_holder``."""
+
+    def _get_index_share_topk_length_holder(self: Any, *carriers: Any) -> Any:
+        return _Lengths(placed(self))
+
+    return _get_index_share_topk_length_holder
+
+
+def placed(attention: Any) -> Place:
+    """Return the place of a ``DSAttention``.
+
+    Raises:
+        RuntimeError: it was built outside of a ``TransformerLayer``.
+    """
+    place = place_of(attention)
+    if place is None:
+        raise RuntimeError(
+            "dsa-shared-selections: a DSAttention that shares selections was built outside of Megatron's "
+            "TransformerLayer, which knows its number; build it inside one, or use --dsa-indexer-topk-freq 1"
+        )
+    return place
+
+
+class _OneEntry(MutableMapping[int, Any]):
+    """Dictionary of one selection, whatever number it is asked for."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def __contains__(self, layer: object) -> bool:
+        return True
+
+    def __delitem__(self, layer: int) -> None:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+class _Indices(_OneEntry):
+    """Indices of the selection, ``[batch, rows, topk]``."""
+
+    def __getitem__(self, layer: int) -> Tensor | None:
+        return current().read(self._place).topk_indices[0]
+
+    def __setitem__(self, layer: int, topk_indices: Tensor) -> None:
+        current().store(self._place, topk_indices)
+
+
+class _Lengths(_OneEntry):
+    """Lengths of its rows, ``[batch, rows]``, asked for last."""
+
+    def __getitem__(self, layer: int) -> Tensor | None:
+        lengths = current().read(self._place).lengths
+        current().release(self._place)
+        return lengths
+
+    def __setitem__(self, layer: int, lengths: Tensor) -> None:
+        latest = current().latest
+        if latest is not None:
+            latest.lengths = lengths
+
+
+# -- recomputation ------------------------------------------------------------------------------
+
+
+def carry_selection(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate functions whose first argument is run again in backward."""
+
+    def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return original(Carrying(function), *args, **kwargs)
+
+    return checkpoint
