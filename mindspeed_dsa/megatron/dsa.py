@@ -170,8 +170,6 @@ def shares_keys(config: Any, chosen: Options) -> bool:
         config: Megatron's, of a model.
         chosen: the parts that run on our operators.
     """
-    # Layers that share a selection of keys are served by Megatron's code, hook by hook.
-    every_layer_selects = (getattr(config, "dsa_indexer_topk_freq", None) or 1) == 1
     is_dsa = getattr(config, "experimental_attention_variant", None) == "dsa"
     # Dense attention goes through Megatron's code, which gathers by itself.
-    return chosen.all_ours and is_dsa and every_layer_selects and not chosen.attends_densely
+    return chosen.all_ours and is_dsa and not chosen.attends_densely

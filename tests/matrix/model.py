@@ -99,7 +99,8 @@ def gpt_model(cfg: Any, vp_stage: int | None = None) -> Any:
     first, last = parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage
     where = _accepted(first, ignore_virtual=False, **stage)
     block = _block_spec(cfg, stage)
-    mtp = get_gpt_mtp_block_spec(cfg, block, False, **stage) if cfg.mtp_num_layers else None
+    if cfg.mtp_num_layers:
+        stage["mtp_block_spec"] = _mtp_spec(cfg, block, stage)
     model = GPTModel(
         config=cfg,
         transformer_layer_spec=block,
@@ -130,6 +131,18 @@ def _block_spec(cfg: Any, stage: dict[str, Any]) -> Any:
 
         return get_gpt_decoder_block_spec(cfg, False, normalization=cfg.normalization, **stage)
     return specs.get_transformer_block_with_experimental_attention_variant_spec(cfg, **stage)
+
+
+def _mtp_spec(cfg: Any, block: Any, stage: dict[str, Any]) -> Any:
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    try:
+        from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+    except ImportError:
+        layer = block
+    else:
+        layer = specs.get_transformer_layer_with_experimental_attention_variant_spec(cfg)[-1]
+    return gpt_layer_specs.get_gpt_mtp_block_spec(cfg, layer, use_transformer_engine=False, **stage)
 
 
 def common_name(name: str) -> str:

@@ -18,8 +18,9 @@ from mindspeed_dsa.features.dsa.absorb import absorbed_query_and_shared_key
 from mindspeed_dsa.features.dsa.call import Call
 from mindspeed_dsa.features.dsa.core_attention import attend, refuse_unknown
 from mindspeed_dsa.features.dsa.kernel_hooks.feature import Options
-from mindspeed_dsa.features.dsa.key_exchange.exchange import ATTRIBUTE, key_exchange
+from mindspeed_dsa.features.dsa.key_exchange.exchange import ATTRIBUTE, groups_of, key_exchange
 from mindspeed_dsa.features.dsa.key_exchange.layers import mark_gradients_of_own_rows, with_whole_key
+from mindspeed_dsa.features.dsa.shared_selections.selection import place_of
 from mindspeed_dsa.megatron.dsa import shares_keys
 from mindspeed_dsa.megatron.mla_projections import Projections
 
@@ -41,7 +42,7 @@ def start_with_the_key(original: Callable[..., Any], context: Context[Options]) 
         exchange = None
         if (
             shares_keys(self.config, context.options)
-            and self.core_attention.indexer.pg_collection.cp.size() > 1
+            and groups_of(self.core_attention).cp.size() > 1
             and _is_dealt_here(packed_seq_params)
         ):
             projections = Projections(self, context.megatron).on(packed_seq_params, hidden_states)
@@ -82,7 +83,11 @@ def wait_before_checkpoint(original: Callable[..., Tensor]) -> Callable[..., Ten
 def attend_to_shared_keys(
     original: Callable[..., Tensor], context: Context[Options]
 ) -> Callable[..., Tensor]:
-    """Decorate ``DSAttention.forward``: on several context parallel ranks the keys of all arrive in order."""
+    """Decorate ``DSAttention.forward`` where Megatron's takes a longer way: our gathers, shared selections.
+
+    On several context parallel ranks the keys of all arrive in order. Of layers that share selections
+    Megatron runs selection, loss and attention one by one, because its kernels keep selections to themselves.
+    """
 
     def forward(
         self: Any,
@@ -99,8 +104,10 @@ def attend_to_shared_keys(
         up_v_weight: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        exchange = vars(self).get(ATTRIBUTE)
-        if exchange is None or up_v_weight is None or not _is_dealt_here(packed_seq_params):
+        has_reason = vars(self).get(ATTRIBUTE) is not None or (
+            place_of(self) is not None and context.options.all_ours and packed_seq_params is None
+        )
+        if not has_reason or up_v_weight is None or not _is_dealt_here(packed_seq_params):
             return original(
                 self,
                 query,

@@ -13,6 +13,8 @@ from mindspeed_dsa.patches.spec import Patch
 
 _HERE = "mindspeed_dsa.features.dsa.shared_selections.layers"
 _ALL = ">=0.12.1,<0.21"
+_OWN_LOOP = ">=0.16,<0.19"
+"""Releases whose DSA is one class without sharing."""
 _NATIVE = ">=0.19,<0.21"
 """Releases with Megatron's own sharing."""
 
@@ -73,8 +75,16 @@ SHARED_SELECTIONS = Feature(
             "wrap",
             f"{_HERE}:attend_with_megatron",
             "Megatron's DSA of these releases always selects",
-            params=("query", "key", "value", "attention_mask", "x", "qr"),
-            versions=">=0.16,<0.19",
+            params=("query", "key", "value"),
+            versions=_OWN_LOOP,
+        ),
+        Patch(
+            f"{DSA}:unfused_dsa_fn",
+            "wrap",
+            f"{_HERE}:hand_on_indices",
+            "Megatron's DSA of these releases keeps its selection to itself",
+            params=("query", "key", "value", "topk_indices"),
+            versions=_OWN_LOOP,
         ),
         Patch(
             f"{DSA}:DSAttention._get_index_share_topk_holder",

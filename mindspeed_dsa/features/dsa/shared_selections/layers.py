@@ -12,8 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.dsa.call import Call
-from mindspeed_dsa.features.dsa.core_attention import attend, refuse_unknown
 from mindspeed_dsa.features.dsa.key_exchange.exchange import groups_of
 from mindspeed_dsa.features.dsa.shared_selections.feature import check_sharing
 from mindspeed_dsa.features.dsa.shared_selections.selection import (
@@ -126,44 +124,44 @@ def require_computing_first(original: Callable[..., None]) -> Callable[..., None
 # -- attention: whose selection it reads --------------------------------------------------------
 
 
+_attending: ContextVar[Place | None] = ContextVar("_attending", default=None)
+"""Place of the layer that runs Megatron's own attention, and hands on what that selects."""
+
+
 def attend_with_megatron(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
-    """Decorate ``DSAttention.forward`` of releases without sharing, where fused DSA does not replace it.
+    """Decorate ``DSAttention.forward`` of releases without sharing, where fused DSA does not replace it."""
 
-    Selection, attention and loss are Megatron's own functions.
-    """
-
-    def forward(
-        self: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        x: Tensor,
-        qr: Tensor,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        if context.options.any or place_of(self) is None:
-            return original(
-                self,
-                query,
-                key,
-                value,
-                attention_mask,
-                x,
-                qr,
-                attn_mask_type=attn_mask_type,
-                attention_bias=attention_bias,
-                packed_seq_params=packed_seq_params,
-                **kwargs,
-            )
-        refuse_unknown(attn_mask_type, attention_bias, kwargs)
-        options, megatron = context.options, context.megatron
-        return attend(Call(self, query, key, value, x, qr, options, megatron, packed_seq_params))
+    def forward(self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        place, selections = place_of(self), current()
+        if context.options.any or place is None:
+            return original(self, query, key, value, *args, **kwargs)
+        if not selections.is_shared_by(place):
+            token = _attending.set(place)
+            try:
+                return original(self, query, key, value, *args, **kwargs)
+            finally:
+                _attending.reset(token)
+        (topk_indices,) = selections.read(place).topk_indices
+        selections.release(place)
+        dsa = context.megatron("core.transformer.experimental_attention_variant.dsa")
+        out: Tensor = dsa.unfused_dsa_fn(query, key, value, topk_indices, self.softmax_scale)
+        return out
 
     return forward
+
+
+def hand_on_indices(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorate ``unfused_dsa_fn``, Megatron's attention to the selected keys."""
+
+    def unfused_dsa_fn(
+        query: Tensor, key: Tensor, value: Tensor, topk_indices: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        place = _attending.get()
+        if place is not None:
+            current().store(place, topk_indices)
+        return original(query, key, value, topk_indices, *args, **kwargs)
+
+    return unfused_dsa_fn
 
 
 def select_anew_in_mtp(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,7 +183,9 @@ def select_anew_in_mtp(original: Callable[..., Any]) -> Callable[..., Any]:
 def hold_indices(context: Context[Options]) -> Callable[..., Any]:
     """Replace ``_get_index_share_topk_holder``."""
 
-    def _get_index_share_topk_holder(self: Any, *carriers: Any) -> Any:
+    def _get_index_share_topk_holder(
+        self: Any, packed_seq_params: Any = None, attention_mask: Any = None
+    ) -> Any:
         return _Indices(placed(self))
 
     return _get_index_share_topk_holder
@@ -194,7 +194,9 @@ def hold_indices(context: Context[Options]) -> Callable[..., Any]:
 def hold_lengths(context: Context[Options]) -> Callable[..., Any]:
     """Replace ``_get_index_share_topk_length_holder``."""
 
-    def _get_index_share_topk_length_holder(self: Any, *carriers: Any) -> Any:
+    def _get_index_share_topk_length_holder(
+        self: Any, packed_seq_params: Any = None, attention_mask: Any = None
+    ) -> Any:
         return _Lengths(placed(self))
 
     return _get_index_share_topk_length_holder

@@ -1,0 +1,85 @@
+"""Layers that share a selection: the same gradients in every layout and under recomputation of every kind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.model import assert_same_gradients, put_together
+
+pytestmark = pytest.mark.releases(">=0.12.1", quick=True)
+
+STEP = "tests.matrix.sharing_steps:step"
+FUSED = {"use_fused_dsa": True}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+GROUPS = {**FULL, "recompute_num_layers": 3}
+BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
+CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+HALF = {"dsa_indexer_topk_freq": 2}
+QUARTER = {"dsa_indexer_topk_freq": 4}
+GLM = {"dsa_indexer_topk_freq": 4, "dsa_indexer_skip_topk_offset": 3}
+GLM_STAGES = {**GLM, "num_layers_in_first_pipeline_stage": 6}
+MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.1}
+
+
+def one_process(pool, overrides, switches=None):
+    (result,) = pool.run(STEP, 1, switches=switches, overrides=overrides, num_microbatches=4)
+    return result
+
+
+def layout(pool, ranks, overrides, switches=None, **sizes):
+    results = pool.run(STEP, ranks, switches=switches, overrides=overrides, num_microbatches=4, **sizes)
+    return {**results[-1], "gradients": put_together(results)}
+
+
+def same(result, expected, rtol=1e-4):
+    if result["losses"]:
+        torch.testing.assert_close(
+            torch.tensor(result["losses"]), torch.tensor(expected["losses"]), rtol=1e-5, atol=0
+        )
+    assert sum(bool(gradient.any()) for gradient in expected["gradients"].values()) > 50
+    assert_same_gradients(result["gradients"], expected["gradients"], rtol)
+
+
+def indexers(result):
+    """Numbers of the layers that own one, from 1."""
+    names = [name.split(".") for name in result["gradients"] if name.endswith("indexer.linear_wk.weight")]
+    return sorted(int(parts[2]) + 1 for parts in names if parts[0] == "decoder")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "layers"),
+    [
+        (HALF, [1, 3, 5, 7]),
+        (QUARTER, [1, 5]),
+        (GLM, [1, 2, 3, 7]),
+        ({"dsa_indexer_topk_pattern": "FSSCSCCS"}, [1, 4, 6, 7]),
+    ],
+    ids=["half", "quarter", "GLM-5.2", "pattern"],
+)
+def test_fused_attention_has_the_values_of_megatrons_functions(pool, overrides, layers):
+    expected, result = one_process(pool, overrides), one_process(pool, overrides, FUSED)
+    assert indexers(expected) == indexers(result) == layers
+    same(result, expected)
+    assert result["selected"] == 4 * len(layers)
+    assert result["left"] is None
+
+
+@pytest.mark.parametrize("switches", [{}, FUSED], ids=["Megatron's functions", "fused"])
+@pytest.mark.parametrize("recompute", [FULL, GROUPS, BLOCK, CORE], ids=["full", "groups", "block", "core"])
+@pytest.mark.parametrize(
+    ("sharing", "sizes"),
+    [(QUARTER, {"pp": 2}), (HALF, {"pp": 2, "vpp": 2}), (GLM_STAGES, {"pp": 2})],
+    ids=["PP2", "PP2 x VPP2", "GLM-5.2 on PP2"],
+)
+def test_recomputed_layers_read_their_own_microbatchs_selection(pool, switches, recompute, sharing, sizes):
+    alone = {name: value for name, value in sharing.items() if name.startswith("dsa")}
+    expected = one_process(pool, alone, switches)
+    same(layout(pool, 2, {**sharing, **recompute}, switches, **sizes), expected)
+
+
+@pytest.mark.parametrize("switches", [{}, FUSED], ids=["Megatron's functions", "fused"])
+@pytest.mark.parametrize("sharing", [HALF, {**HALF, "dsa_indexer_share_for_mtp": True}], ids=["rule", "MTP"])
+def test_multi_token_prediction_selects_for_itself(pool, switches, sharing):
+    expected = one_process(pool, {**sharing, **MTP}, switches)
+    same(one_process(pool, {**sharing, **MTP, **FULL}, switches), expected)
