@@ -89,7 +89,6 @@ def gpt_model(cfg: Any, vp_stage: int | None = None) -> Any:
     """One pipeline chunk from Megatron's own spec, with weights that depend on names alone."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     stage = {}
     if vp_stage is not None:
@@ -109,7 +108,6 @@ def gpt_model(cfg: Any, vp_stage: int | None = None) -> Any:
         pre_process=first(**where),
         post_process=last(**where),
         position_embedding_type="rope",
-        mtp_block_spec=mtp,
         **stage,
     )
     model.vp_stage = vp_stage

@@ -66,32 +66,13 @@ def test_without_the_attention_the_loss_comes_from_its_own_hook(pool):
     same(result, step(pool, {}))
 
 
-def test_layers_that_share_a_choice_take_the_hooks_one_by_one(pool):
-    overrides = {"dsa_indexer_topk_freq": 2}
-    result = step(pool, ON, overrides)
-    assert {n for n, count in result["taken"].items() if count} == {
-        "run_fused_qk_topk_with_loss",
-        "run_fused_absorbed_sparse_attention",
-    }
+@pytest.mark.parametrize("switch", [None, *sorted(ALONE)])
+def test_layers_that_share_a_choice(pool, switch):
+    """Where all parts are ours, attention runs without asking for hooks; else Megatron asks one by one."""
+    overrides = {"dsa_indexer_topk_freq": 2, "dsa_indexer_loss_coeff": 0.0}
+    result = step(pool, ON if switch is None else {switch: True}, overrides)
+    assert {name for name, count in result["taken"].items() if count} == ALONE.get(switch, set())
     same(result, step(pool, {}, overrides))
-
-
-@pytest.mark.parametrize(
-    "recompute",
-    [
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    ],
-    ids=["full", "core_attn"],
-)
-@pytest.mark.parametrize("switches", [{}, ON], ids=["Megatron's kernels", "ours"])
-def test_layers_that_share_a_choice_are_not_recomputed(pool, switches, recompute):
-    """A later microbatch's choice would be read; where every layer chooses, nothing is refused."""
-    case = {"case": f"{CASE}:step", "switches": switches}
-    overrides = {**recompute, "dsa_indexer_topk_freq": 2}
-    (error,) = pool.run("tests.support.model:error_of", 1, **case, overrides=overrides)
-    assert "--dsa-indexer-topk-freq 2 cannot be used with --recompute-" in error
-    same(step(pool, switches, recompute), step(pool, {}))
 
 
 def test_tensor_and_sequence_parallel(pool):
@@ -206,9 +187,10 @@ def test_a_model_trains_on_a_pack_as_on_its_documents_one_by_one(pool):
     assert_same_gradients(put_together(ranks), alone["gradients"], 2e-5)
     ranks = pool.run(f"{packs}:scripted_step", 2, cp=2, from_tokens=True)  # our gathers, dealt rows
     assert_same_gradients(put_together(ranks[:1]), alone["gradients"], 2e-5)
-    shared = {"overrides": {"dsa_indexer_topk_freq": 2}, "cp": 2}  # Megatron's gathers, whole documents
-    errors = pool.run("tests.support.model:error_of", 2, case=f"{packs}:scripted_step", **shared)
-    assert all("expects two chunks of each document on each rank" in error for error in errors), errors
+    shared = {"overrides": {"dsa_indexer_topk_freq": 2}, "from_tokens": True}
+    (alone,) = pool.run(f"{packs}:scripted_step", 1, alone=True, **shared)
+    ranks = pool.run(f"{packs}:scripted_step", 2, cp=2, **shared)
+    assert_same_gradients(put_together(ranks[:1]), alone["gradients"], 2e-5)
 
 
 def test_padding_rows_do_not_count(pool):

@@ -83,3 +83,21 @@ def test_recomputed_layers_read_their_own_microbatchs_selection(pool, switches, 
 def test_multi_token_prediction_selects_for_itself(pool, switches, sharing):
     expected = one_process(pool, {**sharing, **MTP}, switches)
     same(one_process(pool, {**sharing, **MTP, **FULL}, switches), expected)
+
+
+@pytest.mark.parametrize(
+    ("switches", "overrides", "ranks", "sizes"),
+    [
+        ({}, {}, 2, {"tp": 2}),
+        (FUSED, CORE, 2, {"tp": 2}),
+        (FUSED, {}, 2, {"cp": 2}),
+        (FUSED, CORE, 2, {"cp": 2}),
+        ({**FUSED, "moe_fb_overlap": True}, CORE, 2, {"ep": 2}),
+        ({**FUSED, "recompute_in_advance": True}, FULL, 2, {"pp": 2, "vpp": 2}),
+        ({**FUSED, "swap_attention": True, "swap_attention_min_bytes": 0}, {}, 2, {"pp": 2}),
+    ],
+    ids=["TP2", "TP2, core", "CP2", "CP2, core", "pairs, core", "ahead", "swapped"],
+)
+def test_layouts(pool, switches, overrides, ranks, sizes):
+    expected = one_process(pool, HALF)
+    same(layout(pool, ranks, {**HALF, **overrides}, switches, **sizes), expected)

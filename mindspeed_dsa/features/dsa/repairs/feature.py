@@ -18,7 +18,6 @@ from mindspeed_dsa.features.dsa.model import feature as model
 from mindspeed_dsa.megatron import without_engine
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import DSA, MLA, SIZES, SPECS, dsa_option, dsa_repair, megatron_flag
-from mindspeed_dsa.megatron.pipeline_chunks import check_chunks
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
 

@@ -8,6 +8,7 @@ from typing import Any
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import DSA, Options
+from mindspeed_dsa.megatron.pipeline_chunks import check_chunks
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.spec import Patch
 
@@ -25,8 +26,9 @@ def uses_dsa(settings: Any) -> bool:
 
 
 def check_sharing(args: Any, options: Options) -> Iterator[str]:
-    """Yield problems of frequency, offset and pattern, in arguments or in a model's configuration."""
+    """Yield problems of the layers that share, in arguments or in a model's configuration."""
     yield from Sharing.of(args).problems(argument(args, "num_layers"))
+    yield from check_chunks(args)
 
 
 SHARED_SELECTIONS = Feature(
@@ -52,14 +54,6 @@ SHARED_SELECTIONS = Feature(
             "wrap",
             f"{_HERE}:place_in_mtp",
             "layers of multi-token prediction are counted apart from the decoder's",
-            params=("config",),
-            versions=_ALL,
-        ),
-        Patch(
-            "megatron.core.transformer.transformer_block:TransformerBlock.__init__",
-            "wrap",
-            f"{_HERE}:require_computing_first",
-            "a selection stays in its pipeline chunk, which must begin with a layer that selects",
             params=("config",),
             versions=_ALL,
         ),

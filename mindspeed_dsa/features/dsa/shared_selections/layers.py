@@ -24,7 +24,6 @@ from mindspeed_dsa.features.dsa.shared_selections.selection import (
 from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.megatron.dsa import Options
 from mindspeed_dsa.megatron.selections import Sharing
-from mindspeed_dsa.patches.errors import SettingsError
 
 # -- places: which layers own an indexer, and whose selection the others read -------------------
 
@@ -105,20 +104,6 @@ def put(attention: Any, place: Place) -> None:
     if hasattr(attention, "skip_topk"):  # 0.19 and later
         attention.index_share = place.hands_on or not place.computes
         attention.skip_topk = not place.computes
-
-
-def require_computing_first(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``TransformerBlock.__init__``: refuse a chunk that begins with a layer that shares."""
-
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, config, *args, **kwargs)
-        sharing = Sharing.of(config)
-        chunk = [layer.layer_number for layer in self.layers if hasattr(layer, "layer_number")]
-        problem = sharing.chunk_problem([chunk]) if sharing.is_on else None
-        if problem is not None:
-            raise SettingsError(f"dsa-shared-selections: {problem}")
-
-    return __init__
 
 
 # -- attention: whose selection it reads --------------------------------------------------------

@@ -1,0 +1,124 @@
+"""Selections on their way: one at a time, let go of by the last reader, carried into recomputation."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mindspeed_dsa.features.dsa.shared_selections.feature import SHARED_SELECTIONS
+from mindspeed_dsa.features.dsa.shared_selections.layers import decoder_place, mtp_place
+from mindspeed_dsa.features.dsa.shared_selections.selection import Carrying, Selections, current, recomputing
+from mindspeed_dsa.megatron.selections import Sharing
+
+GLM = Sharing(frequency=4, offset=3)
+
+
+def places(sharing: Sharing, layers: int) -> list:
+    return [decoder_place(sharing, layer, layers) for layer in range(1, layers + 1)]
+
+
+def test_places_of_a_decoder():
+    found = places(GLM, 9)
+    assert [place.source for place in found] == [f"layer {n}" for n in (1, 2, 3, 3, 3, 3, 7, 7, 7)]
+    assert [n for n, place in enumerate(found, 1) if place.hands_on] == [3, 7]
+    assert [n for n, place in enumerate(found, 1) if place.is_last] == [1, 2, 6, 9]
+
+
+@pytest.mark.parametrize(
+    ("sharing", "repeated", "sources", "repeats"),
+    [
+        (Sharing(), False, [1, 2, 3], False),
+        (Sharing(frequency=2), False, [1, 1, 3], False),
+        (Sharing(frequency=4, offset=3), False, [1, 2, 3], False),
+        (Sharing(pattern="CSS"), False, [1, 2, 3], False),
+        (Sharing(mtp_shares=True), False, [1, 1, 1], False),
+        (Sharing(mtp_shares=True), True, [1], True),
+    ],
+    ids=["none", "rule", "offset", "pattern", "shared", "repeated"],
+)
+def test_places_of_multi_token_prediction(sharing, repeated, sources, repeats):
+    config = SimpleNamespace(mtp_num_layers=3, mtp_use_repeated_layer=repeated)
+    found = [mtp_place(sharing, layer, config) for layer in range(1, len(sources) + 1)]
+    assert [place.source for place in found] == [f"layer {n} of multi-token prediction" for n in sources]
+    assert all(place.repeats == repeats for place in found)
+    if repeated:
+        selections = Selections()
+        assert not selections.is_shared_by(found[0])
+        selections.store(found[0], torch.zeros(1))
+        assert selections.is_shared_by(found[0])
+
+
+def forward(selections: Selections, microbatch: int, found: list) -> list[int]:
+    """Selections that the layers of one forward read, by microbatch."""
+    read = []
+    for place in found:
+        if place.computes:
+            selections.store(place, torch.tensor(microbatch))
+        else:
+            (indices,) = selections.read(place).topk_indices
+            selections.release(place)
+            read.append(int(indices))
+    return read
+
+
+def test_nothing_is_left_after_the_last_reader():
+    selections = Selections()
+    assert forward(selections, 5, places(GLM, 9)) == [5] * 5
+    assert selections.latest is None
+
+
+def test_a_layer_names_the_one_that_has_not_run():
+    _, _, _, fourth, *_ = found = places(GLM, 9)
+    with pytest.raises(RuntimeError, match=r"layer 4 attends to the keys that layer 3 selects.*nothing has"):
+        Selections().read(fourth)
+    selections = Selections()
+    forward(selections, 0, found[6:8])
+    with pytest.raises(RuntimeError, match="which has not run before it; layer 7 has"):
+        selections.read(fourth)
+
+
+def test_a_recomputed_layer_reads_what_it_has_read_in_forward():
+    found = places(GLM, 9)
+    with recomputing(None):
+        layers = {
+            (microbatch, number): Carrying(lambda place=place, mb=microbatch: forward(current(), mb, [place]))
+            for microbatch in range(3)
+            for number, place in enumerate(found, 1)
+        }
+        for layer in layers.values():
+            layer()
+        # Backward: the last layer first, after the forwards of all microbatches.
+        for (microbatch, number), layer in reversed(layers.items()):
+            assert layer() == ([] if found[number - 1].computes else [microbatch])
+        assert current().latest is None
+
+
+def test_what_no_layer_of_a_function_reads_is_not_carried():
+    found = places(GLM, 9)
+    with recomputing(None):
+        group = Carrying(lambda: forward(current(), 1, found))
+        forward(current(), 0, found[2:4])
+        assert current().latest is not None
+        group()
+        assert group._read is None
+        assert group() == [1] * 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dsa_indexer_topk_pattern": "CSSC", "num_layers": 8}, "has 4 letters, and the model 8 layers"),
+        ({"dsa_indexer_topk_pattern": "SCCC", "num_layers": 4}, "layer 1 shares"),
+        ({"dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 9, "num_layers": 8}, "beyond the 8"),
+        (
+            {"dsa_indexer_topk_freq": 4, "num_layers": 8, "pipeline_model_parallel_size": 4},
+            "begins with layer 3, which shares the selection of layer 1",
+        ),
+    ],
+    ids=["length", "first", "offset", "chunk"],
+)
+def test_refused_before_training(arguments, message):
+    args = SimpleNamespace(experimental_attention_variant="dsa", **arguments)
+    assert any(message in problem for problem in SHARED_SELECTIONS.problems(args))
