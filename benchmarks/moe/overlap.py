@@ -116,7 +116,7 @@ def way(name: str) -> Iterator[None]:
             stack.enter_context(mock.patch.object(feature, "_is_served", return_value=False))
         if name == "shared expert alone":
             stack.enter_context(
-                mock.patch.object(feature, "opened", side_effect=lambda weights: defer_gradients(()))
+                mock.patch.object(feature, "defer_gradients", side_effect=lambda weights: defer_gradients(()))
             )
         if name == "no transfers":
             stack.enter_context(mock.patch.object(dist, "all_to_all_single", copy_rows))

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import zlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,7 +140,9 @@ def _mtp_spec(cfg: Any, block: Any, stage: dict[str, Any]) -> Any:
     except ImportError:
         layer = block
     else:
-        layer = specs.get_transformer_layer_with_experimental_attention_variant_spec(cfg)[-1]
+        layers = getattr(specs, "get_transformer_layer_with_experimental_attention_variant_spec", None)
+        layers = layers or partial(gpt_layer_specs.get_gpt_decoder_layer_specs, use_transformer_engine=False)
+        layer = layers(cfg)[-1]
     return gpt_layer_specs.get_gpt_mtp_block_spec(cfg, layer, use_transformer_engine=False, **stage)
 
 
