@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from mindspeed_dsa.megatron.selections import Sharing
+
 CASES = "tests.features.dsa.core_cases"
 
 
@@ -20,6 +22,19 @@ def test_mean_over_the_layers_that_have_an_indexer(pool):
 def test_mtp_layers_beyond_the_decoders(pool):
     (rank,) = pool.run(f"{CASES}:track", 1, losses=[[(1, 2.0), (3, 4.0)]], num_layers=2, pp=1)
     assert rank["totals"]["indexer loss"] == 1.5
+
+
+def test_layers_that_share_selections_do_not_lower_the_mean(pool):
+    """Frequency 4 and offset 3 over two stages of six layers: 1, 2, 3 compute below, 7 and 11 above."""
+    rule = Sharing(frequency=4, offset=3)
+    stages = (range(1, 7), range(7, 13))
+    losses = [[(layer, float(layer)) for layer in stage if rule.computes(layer)] for stage in stages]
+    assert losses == [[(1, 1.0), (2, 2.0), (3, 3.0)], [(7, 7.0), (11, 11.0)]]
+    twice = [[*stage, *stage] for stage in losses]  # two microbatches, of which half counts
+    for rank in pool.run(f"{CASES}:track", 2, losses=twice, num_layers=12, pp=2):
+        assert rank["totals"]["indexer loss"] == pytest.approx((1 + 2 + 3 + 7 + 11) / 5)
+        by_layer = [name for name, _, _ in rank["written"][1:]]
+        assert by_layer == [f"indexer loss/layer {layer}" for layer in (1, 2, 3, 7, 11)]
 
 
 @pytest.mark.parametrize("silent", [0, 1])
