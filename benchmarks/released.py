@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from mindspeed_dsa.megatron.selections import Sharing
+from mindspeed_dsa.tools.planner.configs import KNOWN
 
 LATENT, ROPE, INDEX_DIM = 512, 64, 128
 """Sizes that all of them have: of the latent key-value, of rotary parts, of an index head."""
@@ -30,9 +31,19 @@ class Released:
     sharing: Sharing = field(default_factory=Sharing)
 
 
-_GLM_5 = Released(heads=64, index_heads=32, nope=192, value=256, hidden=6144, query_rank=2048)
-MODELS = {
-    "deepseek-v3.2": Released(heads=128, index_heads=64, nope=128, value=128, hidden=7168, query_rank=1536),
-    "glm-5": _GLM_5,
-    "glm-5.2": replace(_GLM_5, sharing=Sharing(frequency=4, offset=3)),
-}
+def _released(name: str) -> Released:
+    """Return the sizes of a configuration that plans know."""
+    config = KNOWN[name]
+    return Released(
+        heads=config["num_attention_heads"],
+        index_heads=config["index_n_heads"],
+        nope=config["qk_nope_head_dim"],
+        value=config["v_head_dim"],
+        hidden=config["hidden_size"],
+        query_rank=config["q_lora_rank"],
+        topk=config["index_topk"],
+        sharing=Sharing(config.get("index_topk_freq", 1), config.get("index_skip_topk_offset", 0)),
+    )
+
+
+MODELS = {name: _released(name) for name in ("deepseek-v3.2", "glm-5", "glm-5.2")}
