@@ -77,7 +77,7 @@ def _compared(sizes: Sizes, rounds: int) -> dict[str, Any]:
 
 def chosen(sizes: Sizes) -> str:
     """Return the form that ``--use-dsa-absorb auto`` takes on a CPU."""
-    by_head = is_faster_by_head(torch.device("cpu"), sizes.length, sizes.topk, sizes.widths)
+    by_head = is_faster_by_head(torch.device("cpu"), sizes.length, sizes.topk, sizes.heads, sizes.widths)
     return BY_HEAD if by_head else ABSORBED
 
 

@@ -145,7 +145,7 @@ def fused_step(inputs: Inputs, grad_out: Tensor, sizes: Sizes) -> Step:
     index = [x.transpose(0, 1) for x in (inputs.index_query, inputs.index_key, inputs.index_weights)]
     topk_indices, topk_scores = lightning_indexer(*index, sizes.topk)
     attend = _absorbed
-    if is_faster_by_head(inputs.latent.device, sizes.length, sizes.topk, sizes.widths):
+    if is_faster_by_head(inputs.latent.device, sizes.length, sizes.topk, sizes.heads, sizes.widths):
         attend = _by_head
     out, query, key, attention_sum = attend(inputs, sizes, topk_indices)
     loss = indexer_kl_loss(

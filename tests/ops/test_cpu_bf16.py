@@ -45,7 +45,7 @@ def products(monkeypatch):
 def form(request, monkeypatch):
     for module in (cpu_dense, index_dense):
         most_keys = 0 if request.param == "gathered" else 10**9
-        monkeypatch.setattr(module, "_most_keys", lambda heads, topk, most_keys=most_keys: most_keys)
+        monkeypatch.setattr(module, "most_keys", lambda heads, topk, most_keys=most_keys: most_keys)
     return request.param
 
 

@@ -35,7 +35,7 @@ def dense_calls(monkeypatch):
 def form(request, monkeypatch, dense_calls):
     """One form for all calls; afterwards, whether it was that one."""
     most_keys = 0 if request.param == "gathered" else 10**9
-    monkeypatch.setattr(cpu_dense, "_most_keys", lambda heads, topk: most_keys)
+    monkeypatch.setattr(cpu_dense, "most_keys", lambda heads, topk: most_keys)
     yield request.param
     assert set(dense_calls) == (set() if request.param == "gathered" else {"forward", "backward"})
 
@@ -188,7 +188,7 @@ def test_what_is_not_finite_reaches_what_depends_on_it_only(where, value, monkey
     query, key_value, factors = tensors
     results = []
     for most_keys in (10**9, 0):
-        monkeypatch.setattr(cpu_dense, "_most_keys", lambda heads, topk, most_keys=most_keys: most_keys)
+        monkeypatch.setattr(cpu_dense, "most_keys", lambda heads, topk, most_keys=most_keys: most_keys)
         results.append(attend(query, key_value, indices, factors, "cpu"))
     assert dense_calls == (["forward"] if where == "gradient" else [])
     for one, other in zip(*results, strict=True):

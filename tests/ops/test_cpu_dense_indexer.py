@@ -30,7 +30,7 @@ def dense_calls(monkeypatch):
 def form(request, monkeypatch, dense_calls):
     """One form for all calls; afterwards, whether it was that one."""
     most_keys = 0 if request.param == "gathered" else 10**9
-    monkeypatch.setattr(cpu_dense, "_most_keys", lambda heads, topk: most_keys)
+    monkeypatch.setattr(cpu_dense, "most_keys", lambda heads, topk: most_keys)
     yield request.param
     assert bool(dense_calls) == (request.param == "dense")
 
@@ -96,7 +96,7 @@ def test_what_is_not_finite_reaches_what_depends_on_it_only(where, value, monkey
         spoilt[where].fill_(value)
     results = []
     for most_keys in (10**9, 0):
-        monkeypatch.setattr(cpu_dense, "_most_keys", lambda heads, topk, most_keys=most_keys: most_keys)
+        monkeypatch.setattr(cpu_dense, "most_keys", lambda heads, topk, most_keys=most_keys: most_keys)
         results.append(gradients(inputs, indices, grad, "cpu"))
     assert not dense_calls
     for one, other in zip(*results, strict=True):

@@ -159,16 +159,27 @@ def test_other_backends_go_head_by_head(masked_calls):
     assert masked_calls == []
 
 
+DEEPSEEK, GLM = (192 + 128, 576 + 512), (256 + 256, 576 + 512)
+
+
+@pytest.mark.parametrize(
+    ("heads", "widths", "times"),
+    [(16, DEEPSEEK, 14), (64, DEEPSEEK, 7.3), (16, GLM, 8.7), (64, GLM, 4.5), (1, DEEPSEEK, 17)],
+)
+def test_up_to_how_many_keys_it_is_faster(heads, widths, times):
+    """Fewer heads and narrower ones: more keys are masked before gathering is the better way."""
+    cpu = torch.device("cpu")
+    assert is_faster_by_head(cpu, int(times * 512), 512, heads, widths)
+    assert not is_faster_by_head(cpu, int((times + 0.2) * 512), 512, heads, widths)
+
+
 def test_where_it_is_faster():
-    cpu, widths = torch.device("cpu"), (192 + 128, 576 + 512)
-    assert is_faster_by_head(cpu, 8192, 512, widths)
-    assert not is_faster_by_head(cpu, 9216, 512, widths)
-    assert not is_faster_by_head(cpu, 6144, 512, (widths[0], widths[1] // 2))
-    assert not is_faster_by_head(cpu, by_head._FEWEST_KEYS - 1, 64, widths)
-    assert not is_faster_by_head(cpu, 4096, 512, widths, "chunked")
-    assert not is_faster_by_head(torch.device("cuda"), 4096, 512, widths)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert not is_faster_by_head(cpu, by_head._FEWEST_KEYS - 1, 64, 16, DEEPSEEK)
+    assert not is_faster_by_head(cpu, 4096, 512, 16, DEEPSEEK, "chunked")
+    assert not is_faster_by_head(cuda, 4096, 512, 16, DEEPSEEK)
     # Every key is selected: dense.
-    assert is_faster_by_head(torch.device("cuda"), 512, 512, widths, "triton")
+    assert is_faster_by_head(cuda, 512, 512, 16, DEEPSEEK, "triton")
 
 
 def test_bad_input_is_refused():

@@ -65,7 +65,8 @@ def by_head_is_faster(projections: Projections, hidden_states: Tensor, options: 
     topk = config.dsa_indexer_topk
     rope, latent = config.qk_pos_emb_head_dim, config.kv_lora_rank
     widths = (config.qk_head_dim + rope + config.v_head_dim, latent + rope + latent)
-    faster = is_faster_by_head(hidden_states.device, rows, topk, widths, options.backend)
+    heads = projections.layer.num_attention_heads_per_partition
+    faster = is_faster_by_head(hidden_states.device, rows, topk, heads, widths, options.backend)
     by_head = faster and not (options.fuse_kl_in_backward and rows > topk)
     log.get("dsa-absorb", projections.megatron.root).info(
         "sequences of %d tokens attend %s", rows, "by head" if by_head else "in absorbed form", once=True

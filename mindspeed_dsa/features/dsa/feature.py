@@ -115,7 +115,7 @@ USE_FUSED_DSA = Flag(
 ABSORB = Flag(
     "--use-dsa-absorb",
     "MLA in absorbed form, in which all heads share one latent key. 'auto' takes the faster form by length: "
-    "by head up to topk tokens, on CPUs up to 17 x topk (in DeepSeek's widths), absorbed beyond; the log "
+    "by head up to topk tokens, on CPUs up to 4 to 17 x topk by heads and widths, absorbed beyond; the log "
     "says which. Default: auto with --use-fused-dsa, otherwise off. Without a value: on.",
     kind="auto",
     choices=WORDS,

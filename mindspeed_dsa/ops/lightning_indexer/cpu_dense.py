@@ -24,7 +24,7 @@ def declines(call: IndexerCall, topk_indices: Tensor, grad_scores: Tensor) -> st
     """Return why this form is not right for a call, or not faster than gathering keys; or None."""
     more = _MORE_IN_BF16 if operand_dtype(call.query.dtype) == torch.bfloat16 else 1
     topk = topk_indices.shape[2]
-    most = more * _most_keys(call.query.shape[2], topk)
+    most = more * most_keys(call.query.shape[2], topk)
     if call.key.shape[1] > most:
         return f"it is faster up to {most / max(topk, 1):.1f} times as many keys as are selected"
     if not products_are_finite(grad_scores, call.query, call.key, call.weights):
@@ -32,7 +32,7 @@ def declines(call: IndexerCall, topk_indices: Tensor, grad_scores: Tensor) -> st
     return None
 
 
-def _most_keys(heads: int, topk: int) -> float:
+def most_keys(heads: int, topk: int) -> float:
     """Return up to how many keys this form is the faster one.
 
     Measured with causal rows on two busy cores of a Xeon, in processor time, as a multiple of ``topk``: 15

@@ -22,7 +22,7 @@ from mindspeed_dsa.ops.backend import (
 )
 from mindspeed_dsa.ops.checks import check_float, check_heads, check_shape, check_topk_indices
 from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
-from mindspeed_dsa.ops.sparse_flash_attention import cpu_heads, sparse_flash_attention
+from mindspeed_dsa.ops.sparse_flash_attention import cpu_dense, cpu_heads, sparse_flash_attention
 from mindspeed_dsa.ops.sparse_flash_attention.cpu_heads import HeadsCall
 
 OPERATOR = "sparse_attention_by_head"
@@ -33,16 +33,10 @@ _SHARED = "sparse_flash_attention"
 _FEWEST_KEYS = 256
 # Up to how many times the selected keys there may be. Beyond it, masked keys take longer than gathering.
 _MOST_TIMES = 17
-# The same for the choice between both forms, if their keys were equally wide: work by head grows with all
-# keys, absorbed with the selected ones. ``python -m benchmarks dsa`` measures where they meet. Of DeepSeek's
-# widths, absorbed 3.4 times those by head, with 16 heads and topk 512, attention by head took 0.44, 0.56,
-# 0.78 and 0.84 of the processor time at 4, 8, 12 and 16 times the selected keys, and there it ends. A
-# constant rather than a measurement on the spot, because all ranks, and all runs of a job, have to agree.
-_MOST_TIMES_IF_AS_WIDE = 5.0
 
 
 def is_faster_by_head(
-    device: torch.device, keys: int, topk: int, widths: tuple[int, int], backend: str = "auto"
+    device: torch.device, keys: int, topk: int, heads: int, widths: tuple[int, int], backend: str = "auto"
 ) -> bool:
     """Return whether attention by head takes less time than in absorbed form.
 
@@ -54,22 +48,23 @@ def is_faster_by_head(
         device: that computes.
         keys: that the last row of causal attention sees.
         topk: keys that a row selects.
-        widths: of key and value together, of a head and absorbed: 192 + 128 and 576 + 512 for DeepSeek-V3.
+        heads: of this rank.
+        widths: of key and value together, of a head and absorbed: 192 + 128 and 576 + 512 for DeepSeek-V3.2,
+            256 + 256 and 576 + 512 for GLM-5.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
     """
     forms = (
         Algorithm("by head", sparse_attention_by_head, _is_slower),
         Algorithm("absorbed", sparse_flash_attention, takes_every_call),
     )
-    return algorithm("sparse attention", forms, device, keys, topk, widths, backend).name == "by head"
+    return algorithm("sparse attention", forms, device, keys, topk, heads, widths, backend).name == "by head"
 
 
 def _is_slower(
-    device: torch.device, keys: int, topk: int, widths: tuple[int, int], backend: str
+    device: torch.device, keys: int, topk: int, heads: int, widths: tuple[int, int], backend: str
 ) -> str | None:
     """Return why attention by head takes longer than in absorbed form, or None."""
-    by_head, absorbed = widths
-    most = _MOST_TIMES_IF_AS_WIDE * topk * absorbed / by_head
+    most = _most_keys(topk, heads, widths)
     if keys <= topk or (_on_cpu(device, backend) and _FEWEST_KEYS <= keys <= most):
         return None
     if not _on_cpu(device, backend):
@@ -79,6 +74,21 @@ def _is_slower(
         f"it is faster where all keys are selected, and from {_FEWEST_KEYS} keys on up to {times:.1f} times "
         "as many as are selected"
     )
+
+
+def _most_keys(topk: int, heads: int, widths: tuple[int, int]) -> float:
+    """Return up to how many keys the form by head is the faster one, forward and backward together.
+
+    That form masks keys, and the absorbed one gathers them once for all heads: the more heads, the better for
+    it. They meet where masking and gathering of absorbed keys do, but later, as keys by head are narrower.
+    Measured on two busy cores of an x86 without bf16 products, in processor time, as a multiple of ``topk``:
+    with DeepSeek-V3.2's widths 14 with 16 heads, 6 with 64 and 5 with 128, with GLM-5's 8 to 9 with 16 and
+    4 to 5 with 64, these in fp32 and bf16. ``python -m benchmarks dsa --only forms`` measures it again. A
+    function of sizes rather than a measurement on the spot, because all ranks, and all runs of a job, have to
+    agree.
+    """
+    by_head, absorbed = widths
+    return min(cpu_dense.most_keys(heads, topk) * absorbed / by_head, float(_MOST_TIMES * topk))
 
 
 @outside_autocast

@@ -30,7 +30,7 @@ def declines(call: AttentionCall, *others: Tensor) -> str | None:
         others: tensors that are multiplied with keys as well.
     """
     topk = call.topk_indices.shape[2]
-    most = _most_keys(call.query.shape[2], topk)
+    most = most_keys(call.query.shape[2], topk)
     if call.key_value.shape[1] > most:
         return f"it is faster up to {most / max(topk, 1):.1f} times as many keys as are selected"
     if not products_are_finite(call.query, call.key_value, *others, factor=call.softmax_scale):
@@ -38,7 +38,7 @@ def declines(call: AttentionCall, *others: Tensor) -> str | None:
     return None
 
 
-def _most_keys(heads: int, topk: int) -> float:
+def most_keys(heads: int, topk: int) -> float:
     """Return up to how many keys this form is the faster one, forward and backward together.
 
     Measured with causal rows on one thread, as a multiple of ``topk``: 12 with 4 heads, 4 with 16 and nearly
