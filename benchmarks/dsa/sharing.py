@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import count
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +17,14 @@ from benchmarks.dsa.forms import chosen, operands_in
 from benchmarks.dsa.problem import Sizes, make_inputs
 from benchmarks.registry import Metrics
 from mindspeed_dsa.features.dsa.main_attention import attend_sparsely
+from mindspeed_dsa.features.dsa.shared_selections.layers import decoder_place
+from mindspeed_dsa.features.dsa.shared_selections.selection import Place, Selections
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.ops.indexer_kl_loss import indexer_kl_loss
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.rotary import rotate, rotation
+from mindspeed_dsa.tools.planner.activations import shared_selection
+from mindspeed_dsa.tools.planner.job import Features, Job, Layout, Model, Training
 
 LAYERS = 4
 EACH, SHARED = "each", "shared"
@@ -108,28 +111,32 @@ class Step:
     whole: Spent
 
 
-def step(layers: Sequence[Layer], computes: Sequence[bool]) -> Step:
+def step(layers: Sequence[Layer], places: Sequence[Place]) -> Step:
     """Run all layers forward, then all backward.
 
     Args:
         layers: in order.
-        computes: which of them select; the others attend to the keys of the nearest one below.
+        places: of these layers: some select, the others attend to the keys of the nearest one below.
     """
-    indexer, whole = Spent(), Spent()
+    indexer, whole, holder = Spent(), Spent(), Selections()
     with whole.more():
         outputs, selections, losses = [], [], []
-        for layer, selects in zip(layers, computes, strict=True):
+        for layer, place in zip(layers, places, strict=True):
             sizes = layer.sizes
-            if selects:
+            if place.computes:
                 with indexer.more():
                     index = layer.project()
                     topk_indices, topk_scores = lightning_indexer(*index, sizes.topk)
-                selections.append(topk_indices)
+                    holder.store(place, topk_indices)
+            else:
+                (topk_indices,) = holder.read(place).topk_indices
+                holder.release(place)
+            selections.append(topk_indices)
             operands = operands_in(chosen(sizes), layer.inputs, sizes)
-            attended = attend_sparsely(operands, selections[-1], "auto", with_sum=selects)
+            attended = attend_sparsely(operands, topk_indices, "auto", with_sum=place.computes)
             outputs.append(attended.out)
             loss = None
-            if selects:
+            if place.computes:
                 query, key = operands.detached()
                 with indexer.more():
                     loss = indexer_kl_loss(
@@ -153,39 +160,60 @@ def step(layers: Sequence[Layer], computes: Sequence[bool]) -> Step:
     return Step(results[::-1], sum(storages.values()), indexer, whole)
 
 
-def four_layers(sharing: Sharing) -> tuple[bool, ...]:
-    """Return which of the first layers between one that serves all others and the last of these select.
+def four_places(sharing: Sharing) -> list[Place]:
+    """Return the places of the first four layers of which the lowest selects for the others, and no more.
 
     Raises:
-        ValueError: no layer of this model selects for three above it and no more.
+        ValueError: this model has none.
     """
-    for first in count(1):
-        flags = tuple(sharing.computes(first + place) for place in range(LAYERS + 1))
-        if flags == (True, *(False,) * (LAYERS - 1), True):
-            return flags[:LAYERS]
-        if first > 2 * max(sharing.frequency, sharing.offset, LAYERS):
-            raise ValueError(f"{sharing} has no layer that selects for {LAYERS - 1} above it")
-    raise AssertionError
+    for first in range(1, 2 * max(sharing.frequency, sharing.offset, LAYERS)):
+        layers = range(first, first + LAYERS)
+        places = [decoder_place(sharing, layer, layers.stop) for layer in layers]
+        if [place.computes for place in places] == [True, *(False,) * (LAYERS - 1)] and places[-1].is_last:
+            return places
+    raise ValueError(f"{sharing} has no layer that selects for {LAYERS - 1} above it")
 
 
-def require_same_results(sizes: Sizes, computes: Sequence[bool]) -> None:
+def own_places() -> list[Place]:
+    """Return the places of four layers that all select."""
+    return [decoder_place(Sharing(), layer, LAYERS) for layer in range(1, LAYERS + 1)]
+
+
+def require_same_results(sizes: Sizes, places: Sequence[Place]) -> None:
     """Compare layers that share with layers that select the same keys themselves, bit by bit.
 
     Args:
         sizes: of the problem.
-        computes: which layers select.
+        places: of layers that share.
 
     Raises:
         RuntimeError: an output or a gradient differs.
     """
-    layers = [Layer(sizes, seed) for seed in range(len(computes))]
+    layers = [Layer(sizes, seed) for seed in range(LAYERS)]
     for layer in layers[1:]:  # one indexer on one input: they select the same keys
         for name in ("hidden", "latent_query", "wq_b", "wk", "norm_weight", "norm_bias", "weights_proj"):
             setattr(layer, name, getattr(layers[0], name))
-    sides = step(layers, [True] * len(layers)), step(layers, computes)
+    sides = step(layers, own_places()), step(layers, places)
     for number, (one, other) in enumerate(zip(*(side.results for side in sides), strict=True), 1):
         if not all(map(torch.equal, one, other)):
-            raise RuntimeError(f"layer {number} of {len(layers)} differs with the selection of another layer")
+            raise RuntimeError(f"layer {number} of {LAYERS} differs with the selection of another layer")
+
+
+def planned_bytes(sizes: Sizes) -> int:
+    """Return the bytes that a plan counts for the selection of four layers that share one."""
+    model = Model(
+        layers=LAYERS,
+        hidden=sizes.hidden_dim,
+        ffn=1,
+        heads=sizes.heads,
+        vocabulary=1,
+        pattern=(False,) * LAYERS,
+        sparse=True,
+        topk=sizes.topk,
+        sharing=Sharing(pattern="CSSS"),
+    )
+    job = Job(model, Layout(), Training(sizes.length, micro=1, batch=1), Features(attention=True))
+    return int(sum(shared_selection(job, kind).nbytes for kind in model.kinds))
 
 
 def measure(sizes: Sizes, sharing: Sharing, rounds: int) -> Metrics:
@@ -199,16 +227,16 @@ def measure(sizes: Sizes, sharing: Sharing, rounds: int) -> Metrics:
     Returns:
         ``indexer_time_ratio``: CPU time in the indexers, forward and backward, with sharing over without;
         ``indexer_wall_ratio``, the same by the wall's clock; ``step_time_ratio``, CPU time of the whole step;
-        all times, and ``selection_bytes`` of either side.
+        all times, ``selection_bytes`` of either side, and those that a plan counts where layers share.
     """
-    computes = {EACH: (True,) * LAYERS, SHARED: four_layers(sharing)}
-    require_same_results(replace(sizes, length=192, topk=48), computes[SHARED])
+    places = {EACH: own_places(), SHARED: four_places(sharing)}
+    require_same_results(replace(sizes, length=192, topk=48), places[SHARED])
     print("layers that share give the same bits as layers that select the same keys", file=sys.stderr)
     layers = [Layer(sizes, seed) for seed in range(LAYERS)]
-    taken: dict[str, list[Step]] = {side: [] for side in computes}
+    taken: dict[str, list[Step]] = {side: [] for side in places}
     for number in range(rounds + 1):
-        for side, flags in computes.items():
-            done = replace(step(layers, flags), results=[])
+        for side, of_side in places.items():
+            done = replace(step(layers, of_side), results=[])
             if number > 0:  # the first one is the warm-up
                 taken[side].append(done)
                 print(f"{side}: indexer {done.indexer.seconds}", file=sys.stderr, flush=True)
@@ -229,5 +257,6 @@ def measure(sizes: Sizes, sharing: Sharing, rounds: int) -> Metrics:
             for kind in _CLOCKS
         },
         "selection_bytes": {side: steps[0].selection_bytes for side, steps in taken.items()},
-        "computing_layers": {side: sum(flags) for side, flags in computes.items()},
+        "selection_bytes_planned": planned_bytes(sizes),
+        "computing_layers": {side: sum(place.computes for place in some) for side, some in places.items()},
     }

@@ -150,6 +150,7 @@ def test_time_in_the_indexers_of_layers_that_share(capsys):
     assert found["computing_layers"] == {"each": 4, "shared": 1}
     # int32, 256 rows of 64 keys
     assert found["selection_bytes"] == {"each": 4 * 65536, "shared": 65536}
+    assert found["selection_bytes_planned"] == 65536
     for kind, ratio in (("cpu_seconds", "indexer_time_ratio"), ("seconds", "indexer_wall_ratio")):
         times = found[f"indexer_{kind}"]
         assert found[ratio] == pytest.approx(times["shared"] / times["each"])
@@ -158,14 +159,15 @@ def test_time_in_the_indexers_of_layers_that_share(capsys):
 
 
 def test_layers_that_select_for_three_above():
-    assert sharing.four_layers(Sharing(frequency=4, offset=3)) == (True, False, False, False)
+    places = sharing.four_places(MODELS["glm-5.2"].sharing)
+    assert [place.source for place in places] == ["layer 3"] * 4
     with pytest.raises(ValueError, match="selects for 3 above it"):
-        sharing.four_layers(Sharing(frequency=2))
+        sharing.four_places(Sharing(frequency=2))
 
 
 def test_layers_that_share_and_differ_are_not_timed(monkeypatch):
-    sizes = replace(TINY, hidden_dim=32, query_rank=16)
-    sharing.require_same_results(sizes, (True, False, False, False))
+    sizes, places = replace(TINY, hidden_dim=32, query_rank=16), sharing.four_places(Sharing(frequency=4))
+    sharing.require_same_results(sizes, places)
     original = sharing.attend_sparsely
 
     def wrong(operands, topk_indices, backend, with_sum):
@@ -174,7 +176,7 @@ def test_layers_that_share_and_differ_are_not_timed(monkeypatch):
 
     monkeypatch.setattr(sharing, "attend_sparsely", wrong)
     with pytest.raises(RuntimeError, match="layer 2 of 4 differs"):
-        sharing.require_same_results(sizes, (True, False, False, False))
+        sharing.require_same_results(sizes, places)
 
 
 def test_the_ratio_is_that_of_the_form_which_a_job_takes(monkeypatch):
