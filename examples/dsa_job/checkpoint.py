@@ -24,6 +24,7 @@ from dsa_job.flags import FLAGS
 from dsa_job.model import unwrapped
 from dsa_job.torch_dist import save_in_this_process
 from mindspeed_dsa.megatron.across_layouts import fitted
+from mindspeed_dsa.megatron.selections import Sharing
 
 _SHAPE = ("padded_vocab_size", *(dest for dest, flag in FLAGS.items() if flag.shape))
 _OPTIMIZER = ("optimizer", "bf16", "use_distributed_optimizer")
@@ -72,6 +73,25 @@ def check_fits(args: argparse.Namespace, checkpoint: Path) -> None:
             "use the same model" if model else "add --no-load-optim or --finetune to load the weights only"
         )
         raise UsageError(f"checkpoint {checkpoint} does not fit: {facts}; {remedy}")
+    if args.experimental_attention_variant:
+        _check_selections(args, saved, checkpoint)
+
+
+def _check_selections(args: argparse.Namespace, saved: Any, checkpoint: Path) -> None:
+    """Refuse a checkpoint whose layers select keys where those of this job do not, or the other way round."""
+    here, there = Sharing.of(args), Sharing.of(saved)
+    for layer in range(1, args.num_layers + 1):
+        if here.source(layer) != there.source(layer):
+            facts = f"layer {layer} {_selects(here, layer)} here and {_selects(there, layer)} there"
+            raise UsageError(
+                f"checkpoint {checkpoint} does not fit: {facts}; use the same --dsa-indexer-topk-freq, "
+                "--dsa-indexer-skip-topk-offset or --dsa-indexer-topk-pattern"
+            )
+
+
+def _selects(sharing: Sharing, layer: int) -> str:
+    source = sharing.source(layer)
+    return "selects keys" if source == layer else f"shares those of layer {source}"
 
 
 def save(

@@ -108,7 +108,7 @@ def build_model(args: argparse.Namespace, config: MLATransformerConfig) -> list[
 def _build_chunk(args: argparse.Namespace, config: MLATransformerConfig, stage: int | None) -> GPTModel:
     which: dict[str, Any] = {}
     if stage is not None:
-        which = _accepted(GPTModel.__init__, vp_stage=stage)
+        which = accepted(GPTModel.__init__, vp_stage=stage)
         if not which:  # before 0.13 Megatron reads the chunk from its global state
             parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
     transformer_engine = args.transformer_impl == "transformer_engine"
@@ -117,7 +117,7 @@ def _build_chunk(args: argparse.Namespace, config: MLATransformerConfig, stage: 
     if args.mtp_num_layers:
         mtp = get_gpt_mtp_block_spec(config, block, transformer_engine, **which)
     is_first, is_last = parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage
-    where = {} if stage is None else _accepted(is_first, ignore_virtual=False, vp_stage=stage)
+    where = {} if stage is None else accepted(is_first, ignore_virtual=False, vp_stage=stage)
     model = GPTModel(
         config,
         block,
@@ -153,8 +153,8 @@ def _block_spec(args: argparse.Namespace, config: MLATransformerConfig, which: d
     return get_gpt_decoder_block_spec(config, transformer_engine, normalization=normalization, **which)
 
 
-def _accepted(function: Any, **arguments: Any) -> dict[str, Any]:
-    """Those arguments that a function of this release takes."""
+def accepted(function: Any, **arguments: Any) -> dict[str, Any]:
+    """Return those arguments that a function of this release takes."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in parameters}
 

@@ -172,6 +172,7 @@ class Account:
         modules = [module for chunk in model for module in chunk.modules()]
         layers = [module for module in modules if type(module).__name__ == "DSAttention"]
         self._calls, self._layers = 0, len(layers)
+        self._selecting = sum(layer.indexer is not None for layer in layers)
         self._before, self._seconds_before = backend.calls(), backend.seconds()
         self._start = time.perf_counter()
         for layer in layers:
@@ -198,8 +199,9 @@ class Account:
             everything = running.settings.use_fused_dsa
             chosen = [(part, getattr(running.settings, name)) for name, part in FUSED_PARTS.items()]
             fused = [part for part, on in chosen if (everything if on is None else on)]
+            shared = "" if self._selecting == self._layers else f", of which {self._selecting} select keys,"
             lines.append(
-                f"sparse attention: {self._calls:,} calls in {self._layers} layers on rank 0; fused: "
+                f"sparse attention: {self._calls:,} calls in {self._layers} layers{shared} on rank 0; fused: "
                 f"{', '.join(fused) or 'nothing'}"
             )
         called = sorted((backend.calls() - self._before).items())

@@ -20,6 +20,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from dsa_job.data import Batch
 from dsa_job.distributed import any_rank, max_over_ranks
 from dsa_job.errors import NonFiniteLossError
+from dsa_job.model import accepted
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.dsa.indexer_loss import indexer_loss
 
@@ -41,7 +42,8 @@ def forward_step(
 ) -> tuple[Any, Callable[[torch.Tensor], LossAndCount]]:
     """Forward pass of one microbatch, or its plan, in the form that Megatron's schedules call."""
     batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(data).items()}
-    batch = get_batch_on_this_cp_rank(batch)
+    # From 0.18 on it is told whether sequences have context parallel groups of their own.
+    batch = get_batch_on_this_cp_rank(batch, **accepted(get_batch_on_this_cp_rank, is_hybrid_cp=False))
     forward = model.build_schedule_plan if return_schedule_plan else model
     output = forward(
         batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"]

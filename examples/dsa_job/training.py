@@ -29,6 +29,7 @@ from dsa_job.step import Stepper
 from dsa_job.text import Corpus
 from dsa_job.tokenizers import build_tokenizer
 from dsa_job.validation import World, padded_vocab_size
+from mindspeed_dsa.megatron.selections import Sharing
 
 OnEnd = Callable[[Stepper], None]
 _PATIENCE_S = 5.0  # torchrun passes the terminal's own signal on a second time
@@ -189,9 +190,16 @@ class _Job:
         total = sum(parameter.numel() for chunk in self.stepper.model for parameter in chunk.parameters())
         say(f"model: {args.num_layers} layers, {total:,} parameters on rank 0, {dtype}")
         if args.experimental_attention_variant == "dsa":
+            sharing = Sharing.of(args)
+            selecting = [layer for layer in range(1, args.num_layers + 1) if sharing.computes(layer)]
+            those = (
+                f" in layers {', '.join(map(str, selecting))}; the others attend to the same"
+                if sharing.is_on
+                else ""
+            )
             say(
                 f"sparse attention: {args.dsa_indexer_n_heads} index heads choose {args.dsa_indexer_topk} of "
-                f"up to {args.seq_length} keys"
+                f"up to {args.seq_length} keys{those}"
             )
         if self.progress.fresh_optimizer:
             say(f"checkpoint: {args.load} provides the weights only; the optimizer starts without its state")

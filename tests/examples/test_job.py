@@ -239,3 +239,25 @@ def test_bad_input_is_refused_before_a_process_group(
     given = [flag.format(**{path.name: path for path in tmp_path.iterdir()}) for flag in flags]
     assert_refused(jobs.run(tmp_path / "run", *given), message)
     assert not (tmp_path / "run").exists()
+
+
+SHARING = ("--num-layers", "4", "--dsa-indexer-topk-freq", "4", "--dsa-indexer-skip-topk-offset", "3")
+"""Of four layers the last has no indexer."""
+
+
+def test_layers_share_a_selection(jobs: JobServer, tmp_path: Path) -> None:
+    """The job says which select, counts them at its end, and goes on as if it had not been stopped."""
+    whole = jobs.run(tmp_path / "whole", *SHARING, "--train-iters", "4")
+    assert whole.code == 0, whole.output
+    assert "choose 8 of up to 32 keys in layers 1, 2, 3; the others attend to the same" in whole.output
+    assert "calls in 4 layers, of which 3 select keys, on rank 0" in whole.output
+    assert all(record["indexer_loss"] > 0 for record in records(tmp_path / "whole"))
+    load = ("--load", str(tmp_path / "whole" / "checkpoints"), "--train-iters", "4")
+    resumed = jobs.run(tmp_path / "resumed", *SHARING, *load, "--ckpt-step", "2")
+    assert resumed.code == 0, resumed.output
+    assert results(tmp_path / "resumed") == results(tmp_path / "whole")[2:]
+    assert_refused(
+        jobs.run(tmp_path / "all", "--num-layers", "4", *load),
+        "does not fit: layer 4 selects keys here and shares those of layer 3 there; use the same "
+        "--dsa-indexer-topk-freq",
+    )
