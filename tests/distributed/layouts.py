@@ -9,6 +9,50 @@ from __future__ import annotations
 
 from functools import partial
 
+from tests.distributed.flags import (
+    ACTIVATIONS,
+    BF16,
+    BLOCKS,
+    DENSE,
+    DENSE_LOSS,
+    EP2,
+    ETP1,
+    FOR_THREE,
+    FOUR_MICROBATCHES,
+    FULL_RECOMPUTE,
+    FULLY_SHARDED,
+    FUSED,
+    GROUP,
+    IN_BACKWARD,
+    INTERLEAVED,
+    MTP,
+    MTP_PER_TOKEN,
+    NO_EXPERTS,
+    NO_LOSS,
+    ON_HOST,
+    OVERLAP,
+    PACK,
+    PACKED,
+    PACKS,
+    PACKS_PER_TOKEN,
+    PAIRS,
+    PER_TOKEN,
+    PERMUTE,
+    PP2,
+    PP4,
+    RECOMPUTED,
+    SELECTIVE,
+    SHALLOW,
+    STACKED,
+    SWAP,
+    TP2,
+    TP4,
+    VIRTUAL,
+    VPP2,
+    WITH_SWAP,
+    ZERO,
+)
+from tests.distributed.layouts_of_sharing import SHARED_SELECTIONS
 from tests.distributed.parity import Layout
 from tests.distributed.rows import AS_DDP, BESIDE_STOCK, ROUNDED, STEPPED, row
 from tests.features.moe.balanced_experts.cases import ALWAYS as HOT_EXPERTS
@@ -22,53 +66,6 @@ COMBINATIONS = {
     "fused-operators": "all fused operators",
 }
 """What rows may be about beside a feature."""
-
-# -- layouts -----------------------------------------------------------------------------------
-
-TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-PP2 = "--pipeline-model-parallel-size 2"
-PP4 = "--pipeline-model-parallel-size 4"
-VPP2 = "--num-virtual-stages-per-pipeline-rank 2"
-EP2 = "--expert-model-parallel-size 2"
-ZERO = "--use-distributed-optimizer"
-ETP1 = "--expert-tensor-parallel-size 1"
-OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
-FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-SELECTIVE = "--recompute-granularity selective --recompute-modules"
-TP4 = "--tensor-model-parallel-size 4 --sequence-parallel"
-INTERLEAVED = f"{PP2} {VPP2} --microbatch-group-size-per-virtual-pipeline-stage 2"
-BLOCKS = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
-FOUR_MICROBATCHES = "--micro-batch-size 1"
-STACKED = "--moe-grouped-gemm"
-FULLY_SHARDED = "--use-torch-fsdp2"
-
-# -- models ------------------------------------------------------------------------------------
-
-SHALLOW = "--num-layers 4"  # for quick tests: eight are needed by PP4 x VPP2 alone
-BF16 = "--bf16"
-MTP = "--mtp-num-layers 1"
-PER_TOKEN = "--calculate-per-token-loss"
-# With per-token loss Megatron weighs a rank's share of the balancing loss by its own tokens only.
-PER_TOKEN_ALONE = f"{PER_TOKEN} --moe-router-load-balancing-type none"
-MTP_PER_TOKEN = f"{MTP} {PER_TOKEN_ALONE}"
-NO_LOSS = "--dsa-indexer-loss-coeff 0"
-DENSE_LOSS = "--no-dsa-indexer-use-sparse-loss"
-FOR_THREE = "--seq-length 48 --max-position-embeddings 48"
-DENSE = "--experimental-attention-variant none --num-layers 4 --num-attention-heads 8"
-NO_EXPERTS = "--num-experts 0 --moe-shared-expert-intermediate-size 0"  # experts train with SP only
-
-# -- switches ----------------------------------------------------------------------------------
-
-FUSED = {"use_fused_dsa": True}
-GROUP, PERMUTE = {"moe_grouped_gemm": True}, {"moe_permute_fusion": True}
-PAIRS = {"moe_fb_overlap": True}
-RECOMPUTED = {"recompute_activation_function": True, "recompute_norm": True}
-ON_HOST = {"swap_attention": True, "swap_attention_min_bytes": 0}
-SWAP = {"swap_optimizer": True, "swap_optimizer_times": 4}
-VIRTUAL = {"virtual_optimizer": ["all"]}
-# What combines with one treatment of the optimizer: --swap-optimizer leaves nothing for the others to do.
-ACTIVATIONS = {**RECOMPUTED, **ON_HOST}
-WITH_SWAP = {**ACTIVATIONS, **SWAP}
 
 # -- Megatron's own layouts --------------------------------------------------------------------
 
@@ -114,7 +111,6 @@ MEGATRON = (
 # -- attention ---------------------------------------------------------------------------------
 
 fused = partial(row, "fused-dsa", **FUSED)
-IN_BACKWARD = {"dsa_fuse_kl_in_backward": True}
 
 shared = partial(row, "dsa-context-parallel", **FUSED)
 blocks = partial(row, "cp-block-rows", cp=2, blocks=4, **FUSED)
@@ -125,12 +121,6 @@ ring = partial(dense, context_parallel_algo="megatron_cp_algo")
 heads = partial(dense, context_parallel_algo="ulysses_cp_algo")
 parted = partial(row, "mla-sp-tp-sp", model=DENSE, mla_sp_tp_sp=True)
 
-# Some samples hold the end of a document.
-PACKS = f"{SHALLOW} --seq-length 256"
-# Ranks have different numbers of rows that count: the loss is that of one rank per token only.
-PACKS_PER_TOKEN = f"{PACKS} {PER_TOKEN_ALONE}"
-PACK = "--micro-batch-size 1 --pack-documents"
-PACKED = {**FUSED, "pack_documents": True}
 PACKS_ALONE, PACKS_ALONE_PER_TOKEN = (
     Layout("packed", 1, PACK, model, switches=PACKED) for model in (PACKS, PACKS_PER_TOKEN)
 )
@@ -491,4 +481,4 @@ FASTER_LAYERS = (
     compiled("one process, all that saves host time", fused_operators=["all"], two_streams=True),
 )
 
-ROWS = (*MEGATRON, *ATTENTION, *EXPERTS, *COMMUNICATION, *MEMORY, *FASTER_LAYERS)
+ROWS = (*MEGATRON, *ATTENTION, *SHARED_SELECTIONS, *EXPERTS, *COMMUNICATION, *MEMORY, *FASTER_LAYERS)

@@ -11,7 +11,7 @@ import pytest
 
 from mindspeed_dsa.runs import expert_load, expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
-from tests.distributed.layouts import EP2, ETP1, TP2, ZERO
+from tests.distributed.flags import EP2, ETP1, TP2, ZERO
 from tests.distributed.parity import HEADING, Lab, Layout, Outcome, assert_same_bits
 from tests.distributed.rows import BESIDE_STOCK
 from tests.features.moe.balanced_experts.cases import ALWAYS

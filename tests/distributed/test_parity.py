@@ -9,18 +9,8 @@ import numpy as np
 import pytest
 
 from mindspeed_dsa import features
-from tests.distributed.layouts import (
-    COMBINATIONS,
-    EP2,
-    ETP1,
-    PACK,
-    PACKED,
-    PACKS,
-    PACKS_ALONE,
-    ROWS,
-    SHALLOW,
-    TP2,
-)
+from tests.distributed.flags import EP2, ETP1, PACK, PACKED, PACKS, SHALLOW, TP2
+from tests.distributed.layouts import COMBINATIONS, PACKS_ALONE, ROWS
 from tests.distributed.parity import FP32, HEADING, STEPS, Lab, Layout, Outcome
 from tests.distributed.rows import Row
 from tests.support.figures import tell

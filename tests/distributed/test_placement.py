@@ -13,7 +13,7 @@ import torch
 
 from mindspeed_dsa.runs import expert_load, expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
-from tests.distributed.layouts import EP2, ZERO
+from tests.distributed.flags import EP2, ZERO
 from tests.distributed.parity import MODEL, TRAINING, Lab, Layout, relative
 from tests.support.memory_events import GROUPED
 from tests.support.pool import WorkerPool

@@ -17,10 +17,9 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.distributed.layouts import (
+from tests.distributed.flags import (
     BF16,
     EP2,
-    FSDP2,
     FULLY_SHARDED,
     FUSED,
     GROUP,
@@ -33,6 +32,7 @@ from tests.distributed.layouts import (
     WITH_SWAP,
     ZERO,
 )
+from tests.distributed.layouts import FSDP2
 from tests.distributed.parity import MODEL, TRAINING, Lab, Layout
 from tests.support import example_job
 from tests.support.pool import WorkerPool

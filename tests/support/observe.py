@@ -114,7 +114,7 @@ class Observer:
             self._args.sequence_parallel,
         )
         for module in (module for chunk in stepper.model for module in chunk.modules()):
-            if isinstance(module, DSAttention):
+            if isinstance(module, DSAttention) and module.indexer is not None:
                 self._watch_indexer(module.indexer, ("topk", module.layer_number))
             elif isinstance(module, TopKRouter):
                 self._watch_router(module, ("router", module.layer_number))
@@ -171,6 +171,8 @@ class Observer:
         def attend_in_layer(call: Any) -> Tensor:
             nonlocal layer
             layer, indexer = call.layer.layer_number, call.layer.indexer
+            if indexer is None:  # attends to what another layer has chosen
+                return attend(call)
             # The choice is forced and noted here, also where it is left to Megatron's own indexer.
             with mock.patch.object(indexer, "forward_with_scores", _plain(indexer)):
                 return attend(call)
