@@ -25,6 +25,7 @@ EXTRAS = {
         "pytest-xdist>=3.5",
         "hypothesis",
         "triton>=3.3; platform_system == 'Linux'",
+        "transformers>=5.20,<6",  # DeepSeek-V3.2 and GLM-5 as Hugging Face has them
         "setuptools>=77",  # builds examples/plugin without the network
     ],
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -157,10 +157,13 @@ def common_name(name: str) -> str:
 def fill_by_name(model: torch.nn.Module) -> None:
     for name, parameter in job.global_names(model).items():
         name = common_name(name)
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        noise = torch.randn(job._full_shape(parameter), generator=generator)
-        weight = 1 + 0.1 * noise if "norm" in name and not name.endswith("bias") else 0.2 * noise
-        parameter.copy_(job.shard(name, weight, parameter))
+        parameter.copy_(job.shard(name, weight_of(name, job._full_shape(parameter)), parameter))
+
+
+def weight_of(name: str, shape: Sequence[int]) -> Tensor:
+    """Return the weight that a parameter gets by its name in the oldest release."""
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+    return 1 + 0.1 * noise if "norm" in name and not name.endswith("bias") else 0.2 * noise
 
 
 def one_step(
