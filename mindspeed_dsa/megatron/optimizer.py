@@ -337,6 +337,27 @@ def is_sharded(optimizer: Any) -> bool:
     return hasattr(optimizer, "shard_fp32_from_float16_groups")
 
 
+def model_parameters(optimizer: Any) -> list[list[Any]]:
+    """Return the model's parameters in the order of the optimizer's groups, which may hold 32-bit copies.
+
+    Args:
+        optimizer: Megatron's; of the distributed one each rank returns parameters of which it has a part.
+    """
+    groups: list[list[Any]] = [list(group["params"]) for group in optimizer.optimizer.param_groups]
+    if is_sharded(optimizer):
+        for parameter, (group, at) in optimizer.model_param_group_index_map.items():
+            groups[group][at] = parameter
+        return groups
+    if not hasattr(optimizer, "float16_groups"):
+        return groups
+    parameters = []
+    places = zip(groups, optimizer.float16_groups, optimizer.fp32_from_fp32_groups, strict=True)
+    for mains, halves, wholes in places:
+        whole, rest = {id(parameter) for parameter in wholes}, iter(halves)
+        parameters.append([main if id(main) in whole else next(rest) for main in mains])
+    return parameters
+
+
 def _place(optimizer: Any, model_param: Any) -> Place:
     group, at = optimizer.model_param_group_index_map[model_param]
     return Place(group, at, optimizer.optimizer.param_groups[group]["params"][at])

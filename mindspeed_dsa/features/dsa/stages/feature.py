@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag, Requires
+from mindspeed_dsa.megatron import optimizer
 from mindspeed_dsa.megatron.dsa import DSA, STAGES, Options, megatron_flag
 from mindspeed_dsa.patches.spec import Patch
 
@@ -19,6 +20,11 @@ _GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
 def stage_wanted(settings: Any) -> bool:
     """Return whether the job is in another stage than the default one."""
     return Options.of(settings).stage != "sparse"
+
+
+def uses_dsa(settings: Any) -> bool:
+    """Return whether the model uses DSA."""
+    return getattr(settings, "experimental_attention_variant", None) == "dsa"
 
 
 def warmup_wanted(settings: Any) -> bool:
@@ -102,6 +108,92 @@ WARMUP = Feature(
             f"{_HERE}.warmup:layer_without_graph",
             "a frozen layer needs no activations in backward",
             versions=_RELEASES,
+        ),
+    ),
+)
+
+
+def _rows(method: str, implementation: str, why: str, classes: Sequence[str]) -> Iterator[Patch]:
+    """Yield rows for a method of Megatron's optimizers, outside of what keeps their state elsewhere."""
+    for each in classes:
+        yield Patch(
+            f"{each}.{method}",
+            "wrap",
+            f"{_HERE}.optimizer_state:{implementation}",
+            why,
+            versions=_RELEASES,
+            priority=1,
+        )
+
+
+_ALL = (optimizer.FLOAT16, optimizer.FLOAT32, optimizer.DISTRIBUTED)
+CHECKPOINTS = Feature(
+    name="dsa-stage-checkpoints",
+    summary="Checkpoints go from one stage of DSA training to the next, with the optimizer's state.",
+    flags=_FLAGS,
+    active=uses_dsa,
+    options=Options.of,
+    doc="dsa-stage.md",
+    when="the model uses DSA",
+    patches=(
+        Patch(
+            f"{_GPT}.__init__",
+            "wrap",
+            f"{_HERE}.layers:note_model",
+            "nothing tells indexers' parameters from others, or names the layer of one that is missing",
+            versions=_RELEASES,
+        ),
+        Patch(
+            "megatron.core.transformer.transformer_block:TransformerBlock.sharded_state_dict",
+            "wrap",
+            f"{_HERE}.layers:number_sharing_layers",
+            "a checkpoint stacks layers as if all had an indexer",
+            params=("prefix", "sharded_offsets", "metadata"),
+            versions=_RELEASES,
+        ),
+        Patch(
+            "megatron.core.dist_checkpointing.serialization:load",
+            "wrap",
+            f"{_HERE}.checkpoint:load_across_stages",
+            "a checkpoint of another stage has the optimizer's state of other parameters",
+            params=("sharded_state_dict", "checkpoint_dir"),
+            versions=_RELEASES,
+        ),
+        *_rows(
+            "__init__",
+            "warn_of_decay",
+            "weight decay shrinks indexers that have no loss, and nothing says so",
+            _ALL,
+        ),
+        *_rows(
+            "step_with_ready_grads",
+            "step_by_kind",
+            "indexers that went through a warm-up have done more steps than all else",
+            (optimizer.MIXED, optimizer.FLOAT32),
+        ),
+        *_rows(
+            "state_dict",
+            "save_state",
+            "Megatron saves one count of steps, and parameters by numbers, which are others in each stage",
+            _ALL,
+        ),
+        *_rows(
+            "sharded_state_dict",
+            "save_shards",
+            "Megatron saves one count of steps for all parameters",
+            _ALL,
+        ),
+        *_rows(
+            "load_state_dict",
+            "load_state",
+            "a state of another stage has other parameters, in other numbers of steps",
+            _ALL,
+        ),
+        *_rows(
+            "load_state_dict",
+            "load_chain",
+            "the warm-up has no experts to optimize, and other stages chain an optimizer for them",
+            (optimizer.CHAINED,),
         ),
     ),
 )

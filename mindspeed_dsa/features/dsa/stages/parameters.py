@@ -27,9 +27,21 @@ def indexers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield module
 
 
+def mark_indexers(model: torch.nn.Module, config: Any) -> None:
+    """Mark the parameters of a model's indexers, which optimizers tell apart by it."""
+    for indexer in indexers(model):
+        for parameter in indexer.parameters():
+            setattr(parameter, _MARK, coefficient(config))
+
+
 def is_indexers(parameter: Any) -> bool:
     """Return whether a parameter of a model belongs to an indexer."""
     return hasattr(parameter, _MARK)
+
+
+def learns(parameter: Any) -> bool:
+    """Return whether an indexer's parameter has a loss."""
+    return bool(getattr(parameter, _MARK) > 0)
 
 
 def uses_dsa(config: Any) -> bool:

@@ -25,6 +25,7 @@ from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.moe.grouped_experts.feature import ALIGNMENT, GAPS, LEGACY, SLICES
 from mindspeed_dsa.features.moe.grouped_experts.linear import Stack, runs, stack_of
 from mindspeed_dsa.megatron.attribute_override import AttributeOverride
+from mindspeed_dsa.megatron.optimizer import model_parameters
 
 # -- weights --------------------------------------------------------------------------------------
 
@@ -175,7 +176,7 @@ def _of_stacks(part: Any, state: Any) -> Any:
     inner = _torch_state(state)
     if inner is None:
         return state
-    groups = _model_parameters(part)
+    groups = model_parameters(part)
     single = [sum(len(each) if stack_of(each) else 1 for each in group) for group in groups]
     if [len(group["params"]) for group in inner["param_groups"]] != single:
         return state
@@ -198,22 +199,10 @@ def _tensors(state: Any, inner: Any) -> Iterator[Tensor]:
             yield from (value for value in entry.values() if isinstance(value, Tensor))
 
 
-def _model_parameters(part: Any) -> list[list[Any]]:
-    """Return the model's parameters in the order of the optimizer's groups, which may hold 32-bit copies."""
-    groups = [group["params"] for group in part.optimizer.param_groups]
-    if not hasattr(part, "float16_groups"):
-        return groups
-    parameters = []
-    for group, halves, wholes in zip(groups, part.float16_groups, part.fp32_from_fp32_groups, strict=True):
-        whole, rest = {id(parameter) for parameter in wholes}, iter(halves)
-        parameters.append([main if id(main) in whole else next(rest) for main in group])
-    return parameters
-
-
 def _translate(part: Any, state: Any, entries: Callable[[list[Any], list[Any]], Iterator[Any]]) -> Any:
     """Copy one optimizer's state, its entries by parameter translated and numbered anew."""
     inner = _torch_state(state)
-    groups = _model_parameters(part) if inner is not None else []
+    groups = model_parameters(part) if inner is not None else []
     if not any(stack_of(each) for each in chain(*groups)):
         return state
     numbered: dict[Any, Any] = {}

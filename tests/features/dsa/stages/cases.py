@@ -1,0 +1,106 @@
+"""Jobs that go from stage to stage by their checkpoints; they run inside the pool's workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mindspeed_dsa
+from mindspeed_dsa.megatron.optimizer import is_sharded, model_parameters
+from tests.support import optimizer_job as optimizers
+from tests.support.model import global_names, start
+
+STEPS = 2
+
+
+def chain(
+    stages: Sequence[str],
+    folder: str,
+    way: str,
+    ep: int = 1,
+    pp: int = 1,
+    steps: Sequence[int] = (),
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Train some steps in each stage, each from the checkpoint of the one before.
+
+    Returns:
+        for each stage what it found, once loaded and at its end: see :func:`found`.
+    """
+    results, done = [], 0
+    for number, stage in enumerate(stages):
+        start({"dsa_stage": stage}, ep=ep, pp=pp)
+        overrides = {"pipeline_model_parallel_size": pp, **options.get("overrides", {})}
+        job = optimizers.assemble(**{**options, "ep": ep, "overrides": overrides})
+        if number:
+            optimizers.load_from(job, way, str(Path(folder, str(number - 1))))
+        loaded = found(job)
+        count = steps[number] if steps else STEPS
+        records = [optimizers.step(job, each) for each in range(done, done + count)]
+        done += count
+        Path(folder, str(number)).mkdir(exist_ok=True)
+        optimizers.save_to(job, way, str(Path(folder, str(number))))
+        results.append({"loaded": loaded, "records": records, "end": found(job)})
+        mindspeed_dsa.disable()
+        import_module("megatron.core.parallel_state").destroy_model_parallel()
+    return results
+
+
+def found(job: Any) -> dict[str, dict[str, Any]]:
+    """Weights, moments, master weights and steps by the names of parameters, of this rank's shards."""
+    optimizers.gather(job)
+    inside = job.model.module
+    model = getattr(inside, "module", inside)
+    names = {id(parameter): name for name, parameter in global_names(model).items()}
+    result: dict[str, dict[str, Any]] = {"weights": {}, "moments": {}, "masters": {}, "steps": {}}
+    for name, parameter in global_names(model).items():
+        result["weights"][name] = parameter.detach().clone()
+    for part in job.parts:
+        mine: dict[str, dict[str, Any]] = {"moments": {}, "masters": {}, "steps": {}}
+        groups = zip(part.optimizer.param_groups, model_parameters(part), strict=True)
+        for group, parameters in groups:
+            for main, parameter in zip(group["params"], parameters, strict=True):
+                state, name = part.optimizer.state.get(main, {}), names[id(parameter)]
+                at = part._get_model_param_range_map(parameter)["param"].start if is_sharded(part) else 0
+                if "exp_avg" in state:
+                    moments = torch.stack([state["exp_avg"].flatten(), state["exp_avg_sq"].flatten()])
+                    mine["moments"][name] = (at, moments)
+                    mine["steps"][name] = (0, state["step"].clone().reshape(1))
+                if is_sharded(part) or main is not parameter:
+                    mine["masters"][name] = (at, main.detach().flatten().clone())
+        for what, pieces in mine.items():
+            result[what] |= _put_together(pieces, part)
+    return result
+
+
+def _put_together(pieces: dict[str, Any], part: Any) -> dict[str, Tensor]:
+    """Join what data parallel ranks have of each parameter, if the optimizer is distributed."""
+    everyone = [pieces]
+    if is_sharded(part):
+        everyone = [{}] * part.data_parallel_group.size()
+        torch.distributed.all_gather_object(everyone, pieces, group=part.data_parallel_group)
+    found: dict[str, dict[int, Tensor]] = {}
+    for each in everyone:
+        for name, (at, piece) in each.items():
+            found.setdefault(name, {})[at] = piece
+    return {name: torch.cat([parts[at] for at in sorted(parts)], dim=-1) for name, parts in found.items()}
+
+
+def error_of_chain(stages: Sequence[str], folder: str, way: str, **options: Any) -> str:
+    """What loading a stage's checkpoint in the next one says."""
+    try:
+        chain(stages, folder, way, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
+    """Names of values that are not the same bits, or in one of them alone."""
+    both = first.keys() & second.keys()
+    return sorted(first.keys() ^ second.keys()) + [n for n in both if not torch.equal(first[n], second[n])]
