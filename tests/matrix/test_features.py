@@ -34,6 +34,7 @@ STEPS = "tests.matrix.steps"
 LAYOUTS: dict[str, dict[str, int]] = {
     "one process": {},
     "TP2+SP": {"tp": 2},
+    "PP2": {"pp": 2},
     "PP2 x VPP2": {"pp": 2, "vpp": 2},
     "EP2": {"ep": 2, "etp": 1},
     "PP2 x VPP2 x EP2": {"pp": 2, "vpp": 2, "ep": 2, "etp": 1},

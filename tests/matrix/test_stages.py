@@ -15,6 +15,7 @@ pytestmark = pytest.mark.releases(">=0.12.1")
 
 # A selection of all keys is dense attention, and the loss on it the dense one.
 DENSE = {"dsa_indexer_topk": 64, "dsa_indexer_use_sparse_loss": False}
+SHARING = {"dsa_indexer_topk_freq": 2}
 LAYOUTS = ["one process", "TP2+SP", "PP2 x VPP2", "CP2"]
 
 
@@ -28,10 +29,16 @@ def of_stage(stage: str) -> Callable[[str], bool]:
     return lambda name: (".indexer." in name) == (stage == "warmup")
 
 
+@pytest.mark.parametrize("sharing", [{}, SHARING], ids=["each layer selects", "shared selections"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("stage", ["dense", "warmup", "frozen"])
-def test_gradients_are_those_of_the_same_state(pool: Any, note: Note, stage: str, layout: str) -> None:
+def test_gradients_are_those_of_the_same_state(
+    pool: Any, note: Note, stage: str, layout: str, sharing: dict[str, Any]
+) -> None:
     switches, overrides = of_layout(layout)
+    overrides |= sharing
+    if sharing and layout == "PP2 x VPP2":
+        layout = "PP2"  # each chunk begins with a layer that selects
     if note.begins(layout, "dsa-stage", switches={**switches, "dsa_stage": stage}):
         return
     state = overrides if stage == "frozen" else {**overrides, **DENSE}

@@ -52,7 +52,7 @@ class _Saved:
 
     @property
     def entry(self) -> Mapping[str, Any]:
-        """What was saved beside the optimizer's state."""
+        """Facts saved beside the optimizer's state."""
         entries = [part[ENTRY] for part in self.common if ENTRY in part]
         return entries[0] if entries else {}
 
