@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 from unittest import mock
 
@@ -11,28 +13,56 @@ from packaging.version import Version
 from mindspeed_dsa.features.dsa.shared_selections import selection
 from mindspeed_dsa.patches import versions
 from tests.matrix import steps
+from tests.support import model as job
 
 LAYERS = 8
 MODEL = {"num_layers": LAYERS, "moe_layer_freq": [0, 1] * (LAYERS // 2)}
 
 
+def step(
+    switches: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    repaired: bool = True,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """Run :func:`steps.step`, and tell how many selections were handed on, and what is left of them.
+
+    Without ``repaired`` selections are where Megatron-core 0.19 keeps them.
+    """
+    overrides = {**MODEL, **_communication(**arguments), **(overrides or {})}
+    holder = contextlib.nullcontext() if repaired else _megatrons_holder()
+    store = selection.Selections.store
+    with (
+        holder,
+        mock.patch.object(selection.Selections, "store", autospec=True, side_effect=store) as stored,
+    ):
+        result = steps.step(switches, overrides, **arguments)
+    return {**result, "selected": stored.call_count, "left": selection.current().latest}
+
+
 def _communication(cp: int = 1, **others: Any) -> dict[str, Any]:
     """From 0.19 on context parallel DSA has to be told how keys travel."""
-    return (
-        {"cp_comm_type": "allgather"}
-        if cp > 1 and Version(str(versions.of_megatron())) >= Version("0.19")
-        else {}
-    )
+    is_told = cp > 1 and Version(str(versions.of_megatron())) >= Version("0.19")
+    return {"cp_comm_type": "allgather"} if is_told else {}
 
 
-def step(
-    switches: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None, **arguments: Any
-) -> dict[str, Any]:
-    """Run :func:`steps.step`, and tell how many selections were handed on, and what is left of them."""
-    with mock.patch.object(
-        selection.Selections, "store", autospec=True, side_effect=selection.Selections.store
-    ) as stored:
-        result = steps.step(
-            switches, {**MODEL, **_communication(**arguments), **(overrides or {})}, **arguments
-        )
-    return {**result, "selected": stored.call_count, "left": selection.current().latest}
+@contextlib.contextmanager
+def _megatrons_holder() -> Iterator[None]:
+    """Let a step use Megatron's methods, of a second copy of its module: nobody may hold patched ones."""
+    train_step = job.train_step
+
+    def step_with_copies(*args: Any, **kwargs: Any) -> Any:
+        from megatron.core.transformer.experimental_attention_variant import dsa
+
+        spec = spec_from_file_location(f"{dsa.__name__}_copy", str(dsa.__file__))
+        assert spec is not None
+        assert spec.loader is not None
+        copy = module_from_spec(spec)
+        spec.loader.exec_module(copy)
+        names = ("_get_index_share_topk_holder", "_get_index_share_topk_length_holder")
+        originals = {name: getattr(copy.DSAttention, name) for name in names}
+        with mock.patch.multiple(dsa.DSAttention, **originals):
+            return train_step(*args, **kwargs)
+
+    with mock.patch.object(job, "train_step", step_with_copies):
+        yield
