@@ -147,6 +147,8 @@ def load(
         chunk.load_state_dict(state[_key(index, len(model))], strict=True)
     if not weights_only:
         optimizer.load_state_dict(fitted(optimizer.chained_optimizers, state["optimizer"]))
+        # A stage has a learning rate of its own; where it stands in its schedule goes on.
+        scheduler.override_opt_param_scheduler = _stage(saved) != _stage(args)
         scheduler.load_state_dict(state["opt_param_scheduler"])
     else:
         optimizer.reload_model_params()
@@ -162,14 +164,13 @@ def load(
     )
 
 
+def _stage(args: Any) -> str:
+    return getattr(args, "dsa_stage", None) or "sparse"
+
+
 def _damage(checkpoint: Path, error: DamagedError) -> str:
     """In one sentence what torch reports per rank, each with a traceback."""
     causes = {cause for cause, _ in error.failures.values()}
-    if all(isinstance(cause, KeyError) and "optimizer." in str(cause) for cause in causes):
-        return (
-            f"checkpoint {checkpoint} has no optimizer state for some of these parameters, as one of "
-            "--dsa-stage warmup, which trains the indexers alone; add --finetune to load its weights only"
-        )
     reasons = "; ".join(sorted({f"{type(cause).__name__}: {cause}" for cause in causes}))
     others = checkpoints.complete_steps(checkpoint.parent)
     others = [step for step in others if checkpoints.folder_of(checkpoint.parent, step) != checkpoint]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -104,3 +105,30 @@ def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list
     """Names of values that are not the same bits, or in one of them alone."""
     both = first.keys() & second.keys()
     return sorted(first.keys() ^ second.keys()) + [n for n in both if not torch.equal(first[n], second[n])]
+
+
+def lines_of_build(coefficient: float) -> list[str]:
+    """What is logged while a model and its optimizer are built."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("mindspeed_dsa")
+    logger.addHandler(handler)
+    try:
+        optimizers.build(overrides={"dsa_indexer_loss_coeff": coefficient})
+    finally:
+        logger.removeHandler(handler)
+    return lines
+
+
+def error_of_state_dict() -> str:
+    """What a model says that is given no indexer for one of its layers."""
+    model = optimizers.build().model.module.module
+    state = model.state_dict()
+    try:
+        model.load_state_dict(
+            {name: each for name, each in state.items() if "layers.1.self_attention.core" not in name}
+        )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
