@@ -48,6 +48,13 @@ LAYOUTS = {
         "--global-batch-size 8 --bf16 --use-distributed-optimizer --context-parallel-size 2 "
         "--swap-attention --swap-attention-min-bytes 1"
     ),
+    "PP2 DP2, shared selections": (
+        "--global-batch-size 16 --bf16 --pipeline-model-parallel-size 2 --dsa-indexer-topk-freq 2"
+    ),
+    "CP2 DP2, shared selections": (
+        "--global-batch-size 8 --bf16 --use-distributed-optimizer --context-parallel-size 2 "
+        "--dsa-indexer-topk-freq 4"
+    ),
 }
 """Flags beside :data:`SIZES`, by name."""
 
