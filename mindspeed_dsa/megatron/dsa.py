@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Check, Feature, Flag, Requires, repair
+from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Check, Feature, Flag, repair
 from mindspeed_dsa.patches.spec import Patch
 
 if TYPE_CHECKING:
@@ -48,18 +48,6 @@ def dsa_repair(
         doc=f"{name}.md",
     )
     return feature if check is None else replace(feature, check=check)
-
-
-def dsa_option(name: str, summary: str, switch: Flag, versions: str, patches: Sequence[Patch]) -> Feature:
-    """Declare an option that Megatron's releases in ``versions`` do not offer; off by default."""
-    return Feature(
-        name=name,
-        summary=summary,
-        flags=(switch, EXPERIMENTAL_ATTENTION_VARIANT),
-        patches=tuple(patches),
-        requires=Requires(versions={"megatron-core": versions}),
-        doc=f"{name}.md",
-    )
 
 
 def megatron_flag(name: str, type: Callable[[str], Any] = str) -> Flag:

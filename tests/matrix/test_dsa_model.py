@@ -1,15 +1,20 @@
-"""The fields of a DSA model on every release: who decides them, and what is refused.
+"""The fields of a DSA model on every release: who decides them, what is refused, and what they do.
 
 Runs on the release of the quick tests, too.
 """
 
 from __future__ import annotations
 
+import json
+
 import pytest
+import torch
 from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa.features.dsa.model.feature import FLAGS
 from mindspeed_dsa.patches import versions
+from tests.matrix import make_indexer_reference as of_0_19
+from tests.matrix.make_reference import summary
 
 pytestmark = pytest.mark.releases(">=0.12.1,<0.21", quick=True)
 
@@ -17,7 +22,7 @@ CASES = "tests.features.dsa.model.cases"
 NATIVE = str(versions.of_megatron()) in SpecifierSet(">=0.19", prereleases=True)
 DEFAULTS = {flag.dest: flag.unset for flag in FLAGS}
 DEFAULTS |= dict.fromkeys(("dsa_indexer_rope_first", "dsa_indexer_normalised_query"), NATIVE)
-GLM = {"dsa_indexer_topk_freq": 4, "dsa_indexer_skip_topk_offset": 3, "num_layers": 8}
+SHARING = {"dsa_indexer_topk_freq": 4, "dsa_indexer_skip_topk_offset": 3, "num_layers": 8}
 
 
 def test_fields_have_the_defaults_of_0_19(pool):
@@ -36,7 +41,7 @@ def test_an_argument_a_setting_and_a_default(pool):
 
 
 def test_an_argument_that_contradicts_a_setting_is_refused(pool):
-    (said,) = pool.run(f"{CASES}:refused", 1, switches={"dsa_indexer_topk_freq": 2}, overrides=GLM)
+    (said,) = pool.run(f"{CASES}:refused", 1, switches={"dsa_indexer_topk_freq": 2}, overrides=SHARING)
     assert "dsa-model" in said
     assert "dsa_indexer_topk_freq=4 is passed to it, and 2 is chosen by API" in said
     (default,) = pool.run(
@@ -72,3 +77,69 @@ def test_a_parser_has_every_flag(pool):
     assert {name: value for name, value in values.items() if value != DEFAULTS[name]} == (
         {"dsa_indexer_rope_first": False} if NATIVE else {}
     ) | ({"dsa_indexer_normalised_query": None} if values["dsa_indexer_normalised_query"] is None else {})
+
+
+def test_an_order_that_the_indexer_does_not_have_is_refused(pool):
+    switches = {"dsa_indexer_rope_first": False} if NATIVE else {"dsa_indexer_rope_interleaved": True}
+    (said,) = pool.run(f"{CASES}:refused", 1, switches=switches, overrides={})
+    assert ("--no-dsa-indexer-rope-first" if NATIVE else "add --dsa-indexer-rope-first") in said
+    if NATIVE:
+        (said,) = pool.run(
+            f"{CASES}:refused", 1, switches={}, overrides={"dsa_indexer_normalised_query": False}
+        )
+        assert "always normalises the indexer's query" in said
+
+
+WAYS = {
+    "Megatron's": {},
+    "ours": {"use_fused_dsa": True},
+    "Megatron's indexer": {"use_fused_dsa": True, "use_fused_lightning_indexer": False},
+    "Megatron's loss": {"use_fused_dsa": True, "use_fused_lightning_indexer_kl_loss": False},
+}
+
+
+def computed(pool, name, way):
+    """Hold a step against that of 0.19's own indexer."""
+    expected = json.loads(of_0_19.FILE.read_text())["cases"][name]
+    overrides = of_0_19.CASES[name]
+    if str(versions.of_megatron()) not in SpecifierSet("<0.13"):
+        overrides = {"transformer_impl": "local", **overrides}
+    (step,) = pool.run(
+        "tests.matrix.model:one_step", 1, switches=WAYS[way], overrides=overrides, num_microbatches=2
+    )
+    actual = summary(step)
+    assert actual["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert actual["indexer loss"] == pytest.approx(expected["indexer loss"], rel=1e-5)
+    assert actual["gradients"].keys() == expected["gradients"].keys()
+    for parameter, (norm, product) in expected["gradients"].items():
+        assert actual["gradients"][parameter] == pytest.approx([norm, product], abs=1e-4 * norm), parameter
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_without_relu_scores_are_those_of_0_19(pool, way):
+    computed(pool, "without ReLU", way)
+
+
+@pytest.mark.parametrize("way", ["Megatron's", "ours"])
+@pytest.mark.parametrize("name", ["GLM", "GLM with heads of no power of two"])
+def test_glms_indexer_is_that_of_0_19(pool, name, way):
+    computed(pool, name, way)
+
+
+@pytest.mark.releases(">=0.12.1,<0.21")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", of_0_19.CASES)
+def test_every_option_computes_what_0_19_computes(pool, name, way):
+    computed(pool, name, way)
+
+
+@pytest.mark.releases(">=0.12.1,<0.21", quick=True)
+def test_the_key_norm_in_fp32(pool):
+    """Bf16 in and out, and nothing rounded between."""
+    (norm,) = pool.run(f"{CASES}:key_norm", 1)
+    key, weight, bias = (norm[name].double() for name in ("key", "weight", "bias"))
+    centred = key - key.mean(-1, keepdim=True)
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight + bias
+    assert norm["out"].dtype == norm["key"].dtype
+    assert (norm["out"].double() == expected.float().to(norm["key"].dtype).double()).double().mean() > 0.999
+    assert norm["types"] == [torch.bfloat16, torch.float32]

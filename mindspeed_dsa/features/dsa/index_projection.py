@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -44,10 +45,28 @@ def tap_index_scores(original: Callable[..., Tensor]) -> Callable[..., Any]:
         tap = _tap.get()
         if tap is None:
             return original(self, q, weights, k)
-        tap.inputs = IndexInputs.from_megatron(q, k, weights)
+        tap.inputs = IndexInputs.from_megatron(q, k, weights, self.config.dsa_indexer_scoring_relu)
         return original(self, q, weights, k) if tap.compute else _NoScores()
 
     return _compute_index_scores
+
+
+_scores_elsewhere: ContextVar[bool] = ContextVar("_scores_elsewhere", default=False)
+
+
+def scores_elsewhere() -> bool:
+    """Return whether what an indexer is projecting is for our operators, which apply ReLU or not."""
+    return _scores_elsewhere.get()
+
+
+@contextmanager
+def for_operators() -> Iterator[None]:
+    """Have indexers project for our operators."""
+    token = _scores_elsewhere.set(True)
+    try:
+        yield
+    finally:
+        _scores_elsewhere.reset(token)
 
 
 _angles: ContextVar[Tensor | None] = ContextVar("_angles", default=None)
@@ -75,7 +94,9 @@ def index_inputs(call: Call) -> IndexInputs:
     token = _angles.set(None if documents is None else documents.angles(indexer.rotary_pos_emb)[0])
     try:
         if hasattr(indexer, "forward_before_topk"):
-            return IndexInputs.from_megatron(*indexer.forward_before_topk(*inputs, None))
+            with for_operators():
+                query, key, weights = indexer.forward_before_topk(*inputs, None)
+            return IndexInputs.from_megatron(query, key, weights, indexer.config.dsa_indexer_scoring_relu)
         return run_tapped(indexer, *inputs, None, compute=False)[0]
     finally:
         _angles.reset(token)
@@ -136,19 +157,18 @@ def shared_index_inputs(call: Call, exchange: KeyExchange) -> SharedIndexInputs:
         weights = gather(weights, tensor_parallel_output_grad=False, group=group)
     query = indexer.linear_wq_b(qr)[0].unflatten(-1, (indexer.index_n_heads, indexer.index_head_dim))
     query = hadamard(indexer._apply_rope(query, angles, mscale))
-    use_relu = getattr(indexer.config, "dsa_indexer_scoring_relu", True)
-    return SharedIndexInputs(query, weights, gathered, use_relu)
+    return SharedIndexInputs(query, weights, gathered, indexer.config.dsa_indexer_scoring_relu)
 
 
 def _normed(indexer: Any, key: Tensor) -> Tensor:
-    if getattr(indexer.config, "dsa_indexer_k_norm_fp32", False):  # 0.19
+    if indexer.config.dsa_indexer_k_norm_fp32:
         return indexer.k_norm(key.float()).to(key.dtype)  # type: ignore[no-any-return]
     return indexer.k_norm(key)  # type: ignore[no-any-return]
 
 
 def _hadamard(indexer: Any, megatron: Megatron) -> Callable[[Tensor], Tensor]:
-    """Return the rotation of query and key, which 0.19 can do without."""
-    if not getattr(indexer.config, "dsa_indexer_rotate_activation", True):
+    """Return the rotation of query and key, or none."""
+    if not indexer.config.dsa_indexer_rotate_activation:
         return lambda states: states
     own: Callable[[Tensor], Tensor] | None = getattr(indexer, "rotate_activation", None)
     if own is not None:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.features.dsa.call import Call
-from mindspeed_dsa.features.dsa.index_projection import run_tapped
+from mindspeed_dsa.features.dsa.index_projection import for_operators, run_tapped
 from mindspeed_dsa.features.dsa.indexer_loss import coefficient
 from mindspeed_dsa.features.dsa.main_attention import expanded_key
+from mindspeed_dsa.features.dsa.model.indexer import heads_without_relu
 from mindspeed_dsa.features.dsa.problem import Attended, IndexInputs, Operands, Parts, Selection
 
 
@@ -52,10 +53,13 @@ def choose_with_megatron(dsa: Any, indexer: Any, x: Tensor, qr: Tensor) -> Selec
         qr: ``[sequence, batch, q_lora_rank]``, likewise.
     """
     if hasattr(indexer, "forward_before_topk"):
-        projected = indexer.forward_before_topk(x, qr, None)
-        inputs = IndexInputs.from_megatron(*projected)
+        with for_operators():
+            query, key, weights = indexer.forward_before_topk(x, qr, None)
+        inputs = IndexInputs.from_megatron(query, key, weights, indexer.config.dsa_indexer_scoring_relu)
         mask = causal_mask(inputs.query.shape[1], x.device)
-        scores, chosen = dsa.fused_qk_topk_naive(*projected, indexer.index_topk, mask)
+        if not inputs.use_relu:
+            query, weights = heads_without_relu(query, weights)
+        scores, chosen = dsa.fused_qk_topk_naive(query, key, weights, indexer.index_topk, mask)
     else:
         parallel = indexer.config.tensor_model_parallel_size if indexer.config.sequence_parallel else 1
         mask = causal_mask(x.shape[0] * parallel, x.device)
@@ -98,11 +102,14 @@ def megatron_loss(dsa: Any, attention: Any, operands: Operands, selection: Selec
 
 def megatron_scores(dsa: Any, indexer: Any, inputs: IndexInputs) -> Tensor:
     """Return Megatron's scores of all pairs, future keys at -inf: ``[batch, sequence, sequence]``."""
-    operands = inputs.query.transpose(0, 1), inputs.weights.transpose(0, 1), inputs.key.transpose(0, 1)
+    query, weights = inputs.query.transpose(0, 1), inputs.weights.transpose(0, 1)
+    key = inputs.key.transpose(0, 1)
     if hasattr(indexer, "_compute_index_scores"):
-        scores = indexer._compute_index_scores(*operands)
+        scores = indexer._compute_index_scores(query, weights, key)
     else:
-        scores = dsa._compute_index_scores(*operands)
+        if not inputs.use_relu:
+            query, weights = heads_without_relu(query, weights)
+        scores = dsa._compute_index_scores(query, weights, key)
     return scores + causal_mask(scores.shape[-1], scores.device)  # type: ignore[no-any-return]
 
 

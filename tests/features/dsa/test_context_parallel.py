@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.features.dsa.cp_cases import in_order
+from tests.matrix.make_indexer_reference import GLM
 from tests.support.model import WITHOUT_EXPERTS, assert_same_gradients, put_together
 from tests.support.pool import WorkerPool
 
@@ -34,6 +35,7 @@ FORMS = {
     # 12 rows on each of two ranks, 24 keys.
     "topk above the rows": {"overrides": {"dsa_indexer_topk": 16}},
     "all keys": {"overrides": {"dsa_indexer_topk": 24}},
+    "GLM's indexer without ReLU": {"overrides": GLM | {"dsa_indexer_scoring_relu": False}},
     "warm-up": {"switches": {**FUSED, "dsa_stage": "warmup"}, "only": "core_attention.indexer"},
 }
 
@@ -63,7 +65,7 @@ def same(result, expected) -> None:
     assert losses == pytest.approx([loss] * len(losses), rel=1e-5)
 
 
-@pytest.mark.parametrize("form", ["sparse loss", "recomputed"])
+@pytest.mark.parametrize("form", ["sparse loss", "recomputed", "GLM's indexer without ReLU"])
 def test_two_ranks_have_the_gradients_and_the_loss_of_one(pool, form):
     same(step(pool, 2, form), step(pool, 1, form))
 

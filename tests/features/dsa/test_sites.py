@@ -9,7 +9,6 @@ from mindspeed_dsa.session import checks
 CASES = "tests.features.dsa.cases"
 OURS = [feature for feature in all_features() if feature.name.startswith("dsa-")]
 NAMES = [feature.name for feature in OURS]
-OPTIONS = {"dsa-rope-first", "dsa-normalised-query"}
 FUSED = {"dsa-absorb", "dsa-stage", "dsa-warmup", "dsa-kernel-backend", "dsa-context-parallel"}
 
 
@@ -30,17 +29,16 @@ def test_every_row_of_this_release_is_applied_and_undone(pool):
     assert result["still changed after disable"] == []
 
 
-def test_repairs_are_on_where_the_model_uses_dsa_and_options_are_not(pool):
+def test_repairs_are_on_where_the_model_uses_dsa(pool):
     (default,) = pool.run(f"{CASES}:active_features", 1, switches={"experimental_attention_variant": "dsa"})
-    assert set(NAMES) - set(default) == OPTIONS | FUSED
+    assert set(NAMES) - set(default) == FUSED
     (other,) = pool.run(f"{CASES}:active_features", 1, switches={})
     assert not set(NAMES) & set(other)
 
 
-def test_only_options_are_refused_by_a_release_that_needs_none_of_them(monkeypatch):
+def test_nothing_is_refused_by_a_release_that_needs_none_of_it(monkeypatch):
     monkeypatch.setattr("mindspeed_dsa.patches.versions.of_distribution", lambda *args: "0.19.0")
     chosen = settings.read([*settings.GENERAL_FLAGS, *all_flags()], api={}, argv=())
     chosen.platform = "cpu"
     refused = {feature.name: checks.problems([feature], chosen) for feature in OURS}
-    assert {name for name, problems in refused.items() if problems} == OPTIONS
-    assert "0.19.0 is installed" in refused["dsa-rope-first"][0]
+    assert not any(refused.values())

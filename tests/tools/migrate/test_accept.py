@@ -91,9 +91,10 @@ def test_absorbed_attention_switches_the_normalised_query_on(monkeypatch):
     on = {}
     for absorb in ("", " --enable-mla-absorb"):
         argv = accepted(f"{FLAG} --enable-dsa-indexer --mindspeed-platform cpu{absorb}")
-        on[absorb] = {feature.name for feature in session.resolve({}, argv)[1]}
-    assert "dsa-normalised-query" in on[" --enable-mla-absorb"] - on[""]
-    assert "dsa-rope-first" in on[""]
+        on[absorb] = session.resolve({}, argv)[0]
+    assert on[" --enable-mla-absorb"].dsa_indexer_normalised_query
+    assert not on[""].dsa_indexer_normalised_query
+    assert on[""].dsa_indexer_rope_first
 
 
 def test_code_is_told_where_the_switch_belongs():

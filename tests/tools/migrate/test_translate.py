@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from mindspeed_dsa import features
 from mindspeed_dsa.tools.migrate.job import split
 from mindspeed_dsa.tools.migrate.translate import quoted, translate, words
 
@@ -200,23 +198,13 @@ def test_the_indexer_gets_what_mindspeed_llm_has_by_default(release):
     ],
 )
 def test_absorbed_the_indexer_reads_the_normalised_query(release, layout):
-    """As MindSpeed-LLM's does there; Megatron 0.19 does so itself, and refuses the flags."""
+    """As MindSpeed-LLM's does there; Megatron 0.19 does so itself."""
     text = f"{INDEXER} --enable-mla-absorb"
     assert command(text, release) == f"{OF_THE_INDEXER}{layout} --dsa-indexer-topk 1024 --use-dsa-absorb"
     (outcome,) = (
         each for each in translated(text, release).outcomes if each.given.flag == INDEXER.split()[0]
     )
     assert "latent query after its norm" in outcome.why
-    refused = [
-        name
-        for name in ("dsa-rope-first", "dsa-normalised-query")
-        if not SpecifierSet(_feature(name).requires.versions["megatron-core"]).contains(release or "0.19.0")
-    ]
-    assert bool(refused) == (not layout), "no release is given a flag that it refuses"
-
-
-def _feature(name):
-    return next(feature for feature in features.all_features() if feature.name == name)
 
 
 def test_what_is_read_before_the_norm_is_refused_where_megatron_reads_it_after():

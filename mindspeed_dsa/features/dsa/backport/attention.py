@@ -29,7 +29,12 @@ from mindspeed_dsa.features.dsa.key_exchange.layers import (
     sum_gradients_of_own_rows,
     with_whole_key,
 )
-from mindspeed_dsa.features.dsa.repairs.indexer import hadamard_rotation, rotate_first_dimensions
+from mindspeed_dsa.features.dsa.model.indexer import (
+    LayerNormInFP32,
+    key_norm_epsilon,
+    rotate_first_dimensions,
+)
+from mindspeed_dsa.features.dsa.repairs.indexer import hadamard_rotation
 from mindspeed_dsa.megatron.local_modules import SequenceParallelLayerNorm, duplicated_linear
 
 try:
@@ -88,10 +93,9 @@ class Indexer(torch.nn.Module):
     gradient. The parameters are marked to be averaged, not summed, over tensor parallel ranks.
 
     Args:
-        config: Megatron's, with the fields of :class:`.job.DSAFields`.
+        config: Megatron's, with the fields of :class:`.job.DSAFields` and of dsa-model.
         submodules: the four modules.
         pg_collection: Megatron's process groups; by default those of ``parallel_state``.
-        rope_first: rotate the first dimensions of each head, as DeepSeek does.
     """
 
     megatron: ClassVar[Megatron]
@@ -103,10 +107,8 @@ class Indexer(torch.nn.Module):
         config: Any,
         submodules: DSAIndexerSubmodules,
         pg_collection: Any = None,
-        rope_first: bool = False,
     ) -> None:
         super().__init__(config=config)
-        self.rope_first = rope_first
         self.hidden_size = config.hidden_size
         self.qk_pos_emb_head_dim = config.qk_pos_emb_head_dim
         self.q_lora_rank = config.hidden_size if config.q_lora_rank is None else config.q_lora_rank
@@ -136,8 +138,9 @@ class Indexer(torch.nn.Module):
             submodules.linear_wq_b, self.q_lora_rank, self.index_n_heads * self.index_head_dim
         )
         self.linear_wk = linear(submodules.linear_wk, self.hidden_size, self.index_head_dim)
+        k_norm = LayerNormInFP32 if config.dsa_indexer_k_norm_fp32 else submodules.k_norm
         self.k_norm = build_module(
-            submodules.k_norm, config=config, hidden_size=self.index_head_dim, eps=config.layernorm_epsilon
+            k_norm, config=config, hidden_size=self.index_head_dim, eps=key_norm_epsilon(config)
         ).to(config.params_dtype)
         self.linear_weights_proj = linear(
             submodules.linear_weights_proj, self.hidden_size, self.index_n_heads
@@ -173,14 +176,16 @@ class Indexer(torch.nn.Module):
         angles = angles_of_rows(angles)
         query = self.linear_wq_b(qr)[0].unflatten(-1, (self.index_n_heads, self.index_head_dim))
         key = self.k_norm(self.linear_wk(x)[0]).unsqueeze(2)
-        query = rotate_activation(self._apply_rope(query, angles, mscale))
-        key = rotate_activation(self._apply_rope(key, angles, mscale)).squeeze(2)
+        query = self._apply_rope(query, angles, mscale)
+        key = self._apply_rope(key, angles, mscale).squeeze(2)
+        if self.config.dsa_indexer_rotate_activation:
+            query, key = rotate_activation(query), rotate_activation(key)
         weights = self.linear_weights_proj(x)[0] * (self.index_n_heads**-0.5 * self.softmax_scale)
         return query, key, weights
 
     def _apply_rope(self, x: Tensor, rotary_pos_emb: Tensor, mscale: float) -> Tensor:
-        """Rotate the last dimensions of ``[s, b, heads, head_dim]``, or DeepSeek's first ones."""
-        if self.rope_first:
+        """Rotate the last dimensions of ``[s, b, heads, head_dim]``, or the first ones."""
+        if self.config.dsa_indexer_rope_first:
             return rotate_first_dimensions(self.megatron, self, x, rotary_pos_emb, mscale)
         plain, rotary = x.split(
             [self.index_head_dim - self.qk_pos_emb_head_dim, self.qk_pos_emb_head_dim], dim=-1
@@ -331,7 +336,6 @@ def core_attention_spec(options: Options, megatron: Megatron) -> Any:
         submodules=DSAttentionSubmodules(
             indexer=spec(
                 module=classes.indexer,
-                params={"rope_first": options.rope_first},
                 submodules=DSAIndexerSubmodules(
                     linear_wq_b=linear,
                     linear_wk=linear,

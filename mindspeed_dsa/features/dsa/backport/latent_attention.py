@@ -108,7 +108,7 @@ def _derive(
     if exchange is not None and up is not None:
         started = _share_key(projections, latent, rotary_key, hidden_states, exchange)
     latent_query = latent_query_of_own_rows()
-    _hand_over(attention, hidden_states, latent_query, options.normalised_query)
+    _hand_over(attention, hidden_states, latent_query)
 
     def normed(latent_query: Tensor) -> Tensor:
         return latent_query if config.q_lora_rank is None else attention.q_layernorm(latent_query)
@@ -171,12 +171,13 @@ def _by_head(
     return query, torch.cat([key, shared], dim=-1), value.contiguous()
 
 
-def _hand_over(attention: Any, hidden_states: Tensor, latent_query: Tensor, normalised: bool) -> None:
+def _hand_over(attention: Any, hidden_states: Tensor, latent_query: Tensor) -> None:
     """Pass the indexer's inputs to the core attention, detached."""
-    if normalised and attention.config.q_lora_rank is not None:
+    config = attention.config
+    if config.dsa_indexer_normalised_query and config.q_lora_rank is not None:
         with torch.no_grad():
             latent_query = attention.q_layernorm(latent_query)
             if hasattr(attention.linear_q_up_proj, "layer_norm_weight"):
                 wait_for_weights(attention.linear_q_up_proj)  # it is called later
-                latent_query = norm_of_fused_layer(attention.linear_q_up_proj, latent_query, attention.config)
+                latent_query = norm_of_fused_layer(attention.linear_q_up_proj, latent_query, config)
     attention.core_attention.hand_over(hidden_states, latent_query)

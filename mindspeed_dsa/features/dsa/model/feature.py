@@ -11,9 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.dsa import DSA, MLA
 from mindspeed_dsa.megatron.selections import Sharing
+from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.settings import Setting, Settings
 
@@ -124,15 +128,25 @@ class Options:
 
     Attributes:
         chosen: by name, the fields that API, environment or command line set, with who says so.
+        release: of Megatron-core; None where there is none.
     """
 
     chosen: Mapping[str, Setting]
+    release: str | None
+
+    @property
+    def native(self) -> bool:
+        """Return whether Megatron's own indexer has the order and the query of DeepSeek, and no other."""
+        return self.release is not None and self.release in SpecifierSet(">=0.19.dev0", prereleases=True)
 
     @classmethod
     def of(cls, settings: Any) -> Options:
         """Build from resolved settings; a job's arguments choose nothing, they are what is checked."""
         said = settings.chosen() if isinstance(settings, Settings) else {}
-        return cls({flag.dest: said[flag.dest] for flag in FLAGS if flag.dest in said})
+        return cls(
+            chosen={flag.dest: said[flag.dest] for flag in FLAGS if flag.dest in said},
+            release=versions.of_megatron(getattr(settings, "megatron_root", "megatron")),
+        )
 
 
 def wanted(settings: Any) -> bool:
@@ -154,6 +168,19 @@ def check_model(args: Any, options: Options) -> Iterator[str]:
             )
         return
     yield from Sharing.of(args).problems(argument(args, "num_layers"))
+    first, interleaved = argument(args, ROPE_FIRST.dest), argument(args, ROPE_INTERLEAVED.dest)
+    if interleaved and not first and not options.native:
+        yield (
+            f"{ROPE_INTERLEAVED.name} is about the first dimensions of the indexer's heads, and "
+            f"Megatron-core {options.release} rotates the last ones; add {ROPE_FIRST.name}"
+        )
+    only = {ROPE_FIRST: "rotates the first dimensions", NORMALISED_QUERY: "normalises the indexer's query"}
+    for flag, what in only.items():
+        if options.native and argument(args, flag.dest) is False:
+            yield (
+                f"--no-{flag.name[2:]}: Megatron-core {options.release} always {what}; omit it, or train "
+                "with a release before 0.19"
+            )
 
 
 _HERE = "mindspeed_dsa.features.dsa.model"
@@ -188,6 +215,8 @@ def field_rows(names: tuple[str, ...], impl: str, versions: str, why: str = _WHY
     )
 
 
+_OWN_INDEXER = ">=0.16,<0.19"
+"""Releases whose indexer does not read these fields; older ones get ours, which does."""
 _OURS = (ROPE_FIRST, NORMALISED_QUERY)
 """Options that 0.19 and later have without a name: always on."""
 _NOWHERE = (TOPK_PATTERN, SHARE_FOR_MTP)
@@ -225,6 +254,83 @@ MODEL = Feature(
             "configurations derived from Megatron's have constructors of their own, and end here as well",
             versions=_ANY,
             priority=100,  # the others find every field settled
+        ),
+        Patch(
+            f"{DSA}:DSAIndexer.__init__",
+            "wrap",
+            f"{_HERE}.indexer:build_key_norm",
+            "before 0.19 the key norm has the epsilon and the type of the model, and since then fp32 input "
+            "with bf16 weights, which torch's norm does not take",
+            params=("config", "submodules"),
+            versions=">=0.16,<0.21",
+        ),
+        Patch(
+            f"{DSA}:rotate_activation",
+            "wrap",
+            f"{_HERE}.indexer:rotate_where_wanted",
+            "the indexer of these releases always rotates its queries and keys",
+            params=("x",),
+            versions=_OWN_INDEXER,
+            priority=100,  # outside of what does the rotation
+        ),
+        Patch(
+            f"{DSA}:DSAIndexer.forward_with_scores",
+            "wrap",
+            f"{_HERE}.indexer:project_with_scores",
+            "the indexer of this release projects and scores in one function",
+            versions=">=0.16,<0.17",
+        ),
+        Patch(
+            f"{DSA}:DSAIndexer._compute_index_scores",
+            "wrap",
+            f"{_HERE}.indexer:score_without_relu",
+            "the indexer of this release always applies ReLU",
+            params=("q", "weights", "k"),
+            versions=">=0.16,<0.17",
+            priority=-100,  # inside of what takes the projections
+        ),
+        Patch(
+            f"{DSA}:DSAIndexer.forward_before_topk",
+            "wrap",
+            f"{_HERE}.indexer:project",
+            "the indexer of these releases always rotates, and Megatron's scores always apply ReLU",
+            versions=">=0.17,<0.19",
+        ),
+    ),
+)
+NORMALISED_LATENT_QUERY = Feature(
+    name="dsa-normalised-query",
+    summary="The indexer's queries come from the latent query after its norm, as in DeepSeek and GLM.",
+    flags=(NORMALISED_QUERY, EXPERIMENTAL_ATTENTION_VARIANT),
+    active=wanted,
+    when="models that use DSA and whose configuration says so",
+    doc="dsa-normalised-query.md",
+    patches=(
+        Patch(
+            f"{MLA}:MLASelfAttention.get_query_key_value_tensors",
+            "wrap",
+            f"{_HERE}.indexer:normalise_latent_query",
+            "the norm is fused into the up projection, after the point where the indexer branches off",
+            versions=_OWN_INDEXER,
+        ),
+    ),
+)
+INDEXER_ROTARY = Feature(
+    name="dsa-rope-first",
+    summary="Rotary dimensions of the indexer's heads in the order of DeepSeek or of GLM.",
+    flags=(ROPE_FIRST, ROPE_INTERLEAVED, EXPERIMENTAL_ATTENTION_VARIANT),
+    active=wanted,
+    when="models that use DSA and whose configuration says so",
+    doc="dsa-rope-first.md",
+    patches=(
+        Patch(
+            f"{DSA}:DSAIndexer._apply_rope",
+            "wrap",
+            f"{_HERE}.indexer:rotate_as_configured",
+            "the indexer of these releases rotates its last dimensions, in interleaved pairs",
+            params=("x", "rotary_pos_emb", "mscale"),
+            versions=_OWN_INDEXER,
+            priority=-100,  # inside of what passes on the angles of packed documents
         ),
     ),
 )

@@ -71,7 +71,7 @@ def take_fields(original: Callable[..., None], context: Context[Options]) -> Cal
             refuse(context, self, _contradictions(given, context.options))
             chosen = {name: setting.value for name, setting in context.options.chosen.items()}
             kwargs |= {name: value for name, value in chosen.items() if name in known} | given
-        for name in known.keys() - taken.keys():
+        for name in (name for name in known if name not in taken):
             value = kwargs.pop(name, None)
             setattr(self, name, known[name].default if value is None else value)
         original(self, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Repairs of Megatron's own DSA, and two options that DeepSeek's checkpoints need.
+"""Repairs of Megatron's own DSA.
 
 Each repair is on where the model uses DSA, unless its switch says otherwise, in the releases that have the
 defect. Wrappers of one target nest in the order of this page: what is built, its inputs, its loss, what is
@@ -14,10 +14,9 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from mindspeed_dsa.features.dsa.model import feature as model
 from mindspeed_dsa.megatron import without_engine
 from mindspeed_dsa.megatron.configuration import argument
-from mindspeed_dsa.megatron.dsa import DSA, MLA, SIZES, SPECS, dsa_option, dsa_repair, megatron_flag
+from mindspeed_dsa.megatron.dsa import DSA, MLA, SIZES, SPECS, dsa_repair, megatron_flag
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
 
@@ -153,11 +152,17 @@ SPEC_DISPATCH = dsa_repair(
 
 
 def check_head_dim(args: Any, options: Any) -> Sequence[str]:
-    """Report a head size that is not a power of two."""
+    """Report a head size that is not a power of two, where heads are rotated."""
     size = getattr(args, "dsa_indexer_head_dim", None)
     if size is None or (size > 0 and size & (size - 1) == 0):
         return ()
-    return (f"--dsa-indexer-head-dim {size}: the Hadamard rotation needs a power of two; use 64 or 128",)
+    if argument(args, "dsa_indexer_rotate_activation") is False:
+        return ()
+    problem = (
+        f"--dsa-indexer-head-dim {size}: the Hadamard rotation needs a power of two; use 64 or 128, or add "
+        "--no-dsa-indexer-rotate-activation"
+    )
+    return (problem,)
 
 
 HADAMARD = dsa_repair(
@@ -174,40 +179,6 @@ HADAMARD = dsa_repair(
             "Megatron's Hadamard rotation asserts bfloat16 and a package for CUDA only",
             params=("x",),
             versions=_ANY,
-        ),
-    ),
-)
-
-NORMALISED_QUERY = dsa_option(
-    "dsa-normalised-query",
-    summary="The indexer's queries come from the latent query after its norm, for DeepSeek checkpoints.",
-    switch=model.NORMALISED_QUERY,
-    versions=">=0.12.1,<0.19",
-    patches=(
-        Patch(
-            f"{MLA}:MLASelfAttention.get_query_key_value_tensors",
-            "wrap",
-            f"{_HERE}.indexer:normalise_latent_query",
-            "the norm is fused into the up projection, after the point where the indexer branches off",
-            versions=_OWN_LOOP,  # older releases get our indexer, which has the option
-        ),
-    ),
-)
-
-ROPE_FIRST = dsa_option(
-    "dsa-rope-first",
-    summary="Indexer heads in DeepSeek's layout, for checkpoints from DeepSeek or Hugging Face.",
-    switch=model.ROPE_FIRST,
-    versions=">=0.12.1,<0.19",
-    patches=(
-        Patch(
-            f"{DSA}:DSAIndexer._apply_rope",
-            "replace",
-            f"{_HERE}.indexer:rotate_first",
-            "Megatron rotates the last dimensions, in interleaved pairs",
-            params=("x", "rotary_pos_emb", "mscale"),
-            versions=_OWN_LOOP,  # older releases get our indexer, which has the option
-            factory=True,
         ),
     ),
 )

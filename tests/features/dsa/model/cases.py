@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 from mindspeed_dsa.features.dsa.model.feature import FLAGS
 from tests.support import model as tiny
@@ -70,3 +71,33 @@ def parsed(line: str, switches: Mapping[str, Any] | None = None) -> dict[str, An
     mindspeed_dsa.add_arguments(parser)
     namespace = vars(parser.parse_args(line.split()))
     return {name: namespace[name] for name in NAMES}
+
+
+def key_norm() -> dict[str, Any]:
+    """A bf16 indexer's key norm in fp32, and the types in which it is computed without and with."""
+    import torch
+
+    from tests.matrix import model as any_release
+
+    tiny.start()
+    local = {"transformer_impl": "local"} if "transformer_impl" in _known() else {}
+    bf16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, **local}
+    found: dict[str, Any] = {"types": []}
+    for fp32 in (False, True):
+        cfg = any_release.config(dsa_indexer_k_norm_fp32=fp32, dsa_indexer_k_norm_epsilon=1e-6, **bf16)
+        indexer = any_release.gpt_model(cfg).decoder.layers[0].self_attention.core_attention.indexer
+        norm = indexer.k_norm.bfloat16()
+        with torch.no_grad():
+            norm.bias.copy_(torch.randn(norm.bias.shape, generator=torch.Generator().manual_seed(2)))
+        key = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+        layer_norm = torch.nn.functional.layer_norm
+        with mock.patch("torch.nn.functional.layer_norm", wraps=layer_norm) as watched:
+            found["out"] = norm(key).detach()
+        found["types"].append(watched.call_args.args[0].dtype)
+    return {**found, "key": key, "weight": norm.weight.detach(), "bias": norm.bias.detach()}
+
+
+def _known() -> set[str]:
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    return {field.name for field in dataclasses.fields(MLATransformerConfig)}

@@ -28,10 +28,15 @@ def rotated(x: Tensor, size: int, first: bool, interleaved: bool) -> Tensor:
     return torch.cat([result, plain] if first else [plain, result], -1)
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_rotary_dimensions(pool, first):
-    (case,) = pool.run(f"{CASES}:indexer_rotary", 1, seed=1, switches={"dsa_indexer_rope_first": first})
-    expected = rotated(case["input"], 8, first=first, interleaved=not first)
+@pytest.mark.parametrize(
+    ("first", "interleaved"),
+    [(False, False), (True, False), (True, True)],
+    ids=["Megatron", "DeepSeek", "GLM"],
+)
+def test_rotary_dimensions(pool, first, interleaved):
+    switches = {"dsa_indexer_rope_first": first, "dsa_indexer_rope_interleaved": interleaved}
+    (case,) = pool.run(f"{CASES}:indexer_rotary", 1, seed=1, switches=switches)
+    expected = rotated(case["input"], 8, first=first, interleaved=interleaved or not first)
     torch.testing.assert_close(case["output"].double(), expected, rtol=1e-5, atol=1e-5)
 
 

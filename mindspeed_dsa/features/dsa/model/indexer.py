@@ -1,0 +1,206 @@
+"""The indexer of releases before 0.19, computed as the model's configuration says.
+
+Its rotary embedding, Hadamard rotation, latent query, key norm and scores.
+
+Imports nothing of Megatron: fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.feature import Context, Megatron
+from mindspeed_dsa.features.dsa.index_projection import scores_elsewhere
+from mindspeed_dsa.features.dsa.model.feature import Options
+from mindspeed_dsa.megatron.local_modules import SequenceParallelLayerNorm, norm_of_fused_layer
+
+# -- rotary embedding --------------------------------------------------------------------------
+
+
+def rotate_first_dimensions(
+    megatron: Megatron, indexer: Any, x: Tensor, rotary_pos_emb: Tensor, mscale: float, **groups: Any
+) -> Tensor:
+    """Rotate the first ``qk_pos_emb_head_dim`` dimensions of each indexer head.
+
+    For position ``p`` and frequency ``f``: ``(a, b) -> (a cos pf - b sin pf, b cos pf + a sin pf)``.
+    DeepSeek has ``a`` in the first and ``b`` in the second half of the rotary dimensions. Interleaved, as in
+    GLM, ``a`` has an even number and ``b`` the next one; the result has the even ones first, then the odd
+    ones, as Megatron leaves them: products of queries and keys do not depend on their order.
+
+    Args:
+        megatron: the session's.
+        indexer: the ``DSAIndexer``.
+        x: ``[seqlen, batch, heads, index_head_dim]``.
+        rotary_pos_emb: ``[seqlen, 1, 1, qk_pos_emb_head_dim]``, angles.
+        mscale: YaRN's magnitude, 1 for plain RoPE.
+        **groups: process groups for Megatron's ``apply_rotary_pos_emb``, where it takes any.
+
+    Returns:
+        Tensor of the shape and dtype of ``x``.
+    """
+    size = indexer.qk_pos_emb_head_dim
+    rotary, plain = x.split([size, indexer.index_head_dim - size], dim=-1)
+    # Megatron de-interleaves rotary dimensions whenever the model has latent attention.
+    config = copy.copy(indexer.config)
+    config.multi_latent_attention = config.dsa_indexer_rope_interleaved
+    config.rotary_interleaved = False
+    rotary = megatron("core.models.common.embeddings").apply_rotary_pos_emb(
+        rotary, rotary_pos_emb, config=config, cu_seqlens=None, mscale=mscale, **groups
+    )
+    return torch.cat([rotary, plain], dim=-1)
+
+
+def rotate_as_configured(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
+    """Decorate ``DSAIndexer._apply_rope``: the first dimensions in place of the last ones."""
+
+    def _apply_rope(self: Any, x: Tensor, rotary_pos_emb: Tensor, mscale: float) -> Tensor:
+        if not self.config.dsa_indexer_rope_first:
+            return original(self, x, rotary_pos_emb, mscale)
+        groups = {"cp_group": self.pg_collection.cp}
+        return rotate_first_dimensions(context.megatron, self, x, rotary_pos_emb, mscale, **groups)
+
+    return _apply_rope
+
+
+# -- latent query ------------------------------------------------------------------------------
+
+
+def normalise_latent_query(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``get_query_key_value_tensors``: its fourth result is only the indexer's input."""
+
+    def get_query_key_value_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
+        query, key, value, q_compressed, *rest = original(self, *args, **kwargs)
+        config, up_projection = self.config, getattr(self, "linear_q_up_proj", None)
+        wanted = config.experimental_attention_variant == "dsa" and config.dsa_indexer_normalised_query
+        # Without a fused norm it was applied before, or there is none.
+        if wanted and hasattr(up_projection, "layer_norm_weight"):
+            with torch.no_grad():  # the indexer detaches its inputs
+                q_compressed = norm_of_fused_layer(up_projection, q_compressed, config)
+        return query, key, value, q_compressed, *rest
+
+    return get_query_key_value_tensors
+
+
+# -- key norm ----------------------------------------------------------------------------------
+
+
+class LayerNormInFP32(SequenceParallelLayerNorm):
+    """LayerNorm of fp32 copies of input and parameters; its result has the type of its input."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalise ``[..., hidden_size]`` to the same shape and dtype."""
+        weight = self.weight.float() + (1 if self.zero_centered_gamma else 0)
+        normalised = torch.nn.functional.layer_norm(
+            hidden_states.float(), self.normalized_shape, weight, self.bias.float(), self.eps
+        )
+        return normalised.to(hidden_states.dtype)
+
+
+def key_norm_epsilon(config: Any) -> float:
+    """Return the epsilon of the indexer's key norm: its own, or that of the model's norms."""
+    own: float | None = config.dsa_indexer_k_norm_epsilon
+    return float(config.layernorm_epsilon) if own is None else own
+
+
+def build_key_norm(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+    """Decorate ``DSAIndexer.__init__``: its key norm has an epsilon and a precision of its own."""
+
+    def __init__(self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
+        given = submodules.k_norm
+        own = LayerNormInFP32 if config.dsa_indexer_k_norm_fp32 else given
+
+        class KeyNorm:
+            """Stand-in for Megatron's key norm, which builds it."""
+
+            def __new__(cls, config: Any, hidden_size: int, eps: float) -> Any:
+                build_module = context.megatron("core.transformer.spec_utils").build_module
+                return build_module(own, config=config, hidden_size=hidden_size, eps=key_norm_epsilon(config))
+
+        if own is not given or config.dsa_indexer_k_norm_epsilon is not None:
+            submodules = dataclasses.replace(submodules, k_norm=KeyNorm)
+        original(self, config, submodules, *args, **kwargs)
+
+    return __init__
+
+
+# -- Hadamard rotation and scores --------------------------------------------------------------
+
+_rotates: ContextVar[bool] = ContextVar("_rotates", default=True)
+"""Whether the indexer that is projecting rotates its queries and keys."""
+
+
+def rotate_where_wanted(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorate ``rotate_activation``, which does not know whose queries and keys it gets."""
+
+    def rotate_activation(x: Tensor) -> Tensor:
+        return original(x) if _rotates.get() else x
+
+    return rotate_activation
+
+
+def project_with_scores(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``DSAIndexer.forward_with_scores`` of 0.16, which projects as well."""
+
+    def forward_with_scores(self: Any, *args: Any, **kwargs: Any) -> Any:
+        token = _rotates.set(self.config.dsa_indexer_rotate_activation)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _rotates.reset(token)
+
+    return forward_with_scores
+
+
+def score_without_relu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorate ``DSAIndexer._compute_index_scores`` of 0.16."""
+
+    def _compute_index_scores(self: Any, q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
+        if self.config.dsa_indexer_scoring_relu:
+            return original(self, q, weights, k)
+        query = (q.float() * weights.float().unsqueeze(-1)).sum(dim=2)
+        return torch.einsum("sbd,tbd->bst", query, k.float())
+
+    return _compute_index_scores
+
+
+def project(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``DSAIndexer.forward_before_topk`` of 0.17 and 0.18.
+
+    Whoever scores by Megatron's own functions, which always apply ReLU, gets two heads in place of all.
+    """
+
+    def forward_before_topk(self: Any, *args: Any, **kwargs: Any) -> Any:
+        token = _rotates.set(self.config.dsa_indexer_rotate_activation)
+        try:
+            query, key, weights = original(self, *args, **kwargs)
+        finally:
+            _rotates.reset(token)
+        if not self.config.dsa_indexer_scoring_relu and not scores_elsewhere():
+            query, weights = heads_without_relu(query, weights)
+        return query, key, weights
+
+    return forward_before_topk
+
+
+def heads_without_relu(query: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Form two heads whose scores with ReLU are those of all heads without.
+
+    ``sum_h w_h (q_h . k) = s = relu(s) - relu(-s)`` with ``s = (sum_h w_h q_h) . k``.
+
+    Args:
+        query: ``[s, b, heads, head_dim]``.
+        weights: ``[s, b, heads]``.
+
+    Returns:
+        fp32 ``[s, b, 2, head_dim]`` and ``[s, b, 2]``.
+    """
+    together = (query.float() * weights.float().unsqueeze(-1)).sum(dim=2, keepdim=True)
+    sign = torch.tensor([1.0, -1.0], device=query.device)
+    return together * sign[:, None], sign.expand(*weights.shape[:2], 2)
