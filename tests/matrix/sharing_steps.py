@@ -29,7 +29,7 @@ def step(
 
     Without ``repaired`` selections are where Megatron-core 0.19 keeps them.
     """
-    overrides = {**MODEL, **_communication(**arguments), **(overrides or {})}
+    overrides = {**MODEL, **communication(**arguments), **(overrides or {})}
     holder = contextlib.nullcontext() if repaired else _megatrons_holder()
     store = selection.Selections.store
     with (
@@ -40,8 +40,8 @@ def step(
     return {**result, "selected": stored.call_count, "left": selection.current().latest}
 
 
-def _communication(cp: int = 1, **others: Any) -> dict[str, Any]:
-    """From 0.19 on context parallel DSA has to be told how keys travel."""
+def communication(cp: int = 1, **others: Any) -> dict[str, Any]:
+    """Return how keys travel, which context parallel DSA has to be told from 0.19 on."""
     is_told = cp > 1 and Version(str(versions.of_megatron())) >= Version("0.19")
     return {"cp_comm_type": "allgather"} if is_told else {}
 

@@ -1,0 +1,114 @@
+"""Models of Megatron with this library compute what those of Hugging Face's transformers do."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from mindspeed_dsa.megatron.selections import Sharing
+from tests.matrix import hugging_face
+from tests.matrix.hugging_face import DEEPSEEK, GLM, Model
+from tests.support.model import put_together
+
+pytest.importorskip("transformers", "5.20", reason="needs transformers >= 5.20: pip install '.[test]'")
+pytestmark = pytest.mark.releases(">=0.12.1", quick=True)
+
+STEP = "tests.matrix.hugging_face:step"
+BOUND = 1e-4
+"""How far logits may be apart, and gradients as a share of the largest of their tensor."""
+FORMS = {
+    "absorbed": {"use_fused_dsa": True, "use_dsa_absorb": True},
+    "by head": {"use_fused_dsa": True, "use_dsa_absorb": False},
+    "Megatron's": {},
+}
+GLM_5_2 = Model(GLM, 8, frequency=4, offset=3)
+"""As GLM-5.2 begins, where layers 1, 2, 3 and 7 select."""
+SHARING = [
+    *(Model(GLM, 8, 2, offset) for offset in range(4)),
+    *(Model(GLM, 8, 4, offset) for offset in range(3)),
+    GLM_5_2,
+    Model(GLM, 6, pattern="FSFFSS"),
+]
+WITHOUT_SHARING = [Model(DEEPSEEK), Model(DEEPSEEK, yarn=True), Model(GLM)]
+QUICK = (Model(DEEPSEEK), GLM_5_2)
+LAYOUTS = {"TP2+SP": {"tp": 2}, "PP2": {"pp": 2}, "CP2": {"cp": 2}}
+
+of_transformers = cache(hugging_face.of_transformers)
+
+
+def cases() -> Iterator[Any]:
+    """Yield every model in every form; a few of them are for the quick tests."""
+    for model in (*WITHOUT_SHARING, *SHARING):
+        for form in FORMS:
+            quick = "MATRIX_RECORD" in os.environ or (model in QUICK and form != "Megatron's")
+            yield pytest.param(model, form, id=f"{model}, {form}", marks=() if quick else pytest.mark.full)
+
+
+@pytest.mark.parametrize(("model", "form"), list(cases()))
+def test_one_process(pool: Any, model: Model, form: str) -> None:
+    assert_same(model, pool.run(STEP, 1, model=model, switches=FORMS[form]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shared_selections_on_two_ranks(pool: Any, layout: str) -> None:
+    """The second stage of a pipeline begins with a layer that selects."""
+    model, switches = Model(GLM, 8, 2, 1), {**FORMS["absorbed"]}
+    if layout == "CP2":
+        switches["context_parallel_size"] = 2
+    ranks = pool.run(STEP, 2, model=model, switches=switches, **LAYOUTS[layout])
+    assert_same(model, ranks, layout == "CP2")
+
+
+def assert_same(model: Model, ranks: list[dict[str, Any]], context_parallel: bool = False) -> None:
+    """Compare logits, and gradients of all but the indexers, whose loss transformers lacks."""
+    gradients = put_together(ranks[:1] if context_parallel else ranks)
+    biases = {name for rank in ranks for name in rank["biases"]}
+    theirs = of_transformers(model, frozenset(gradients.keys() | biases))
+    compared = [rank for rank in ranks if rank["logits"] is not None]
+    for rank in compared:
+        width = rank["logits"].size(-1)
+        expected = theirs["logits"][:, rank["positions"], rank["first"] : rank["first"] + width]
+        assert (rank["logits"] - expected).abs().max() <= BOUND
+    indexer = {name for name in gradients if ".indexer." in name}
+    assert compared
+    assert gradients.keys() - indexer == theirs["gradients"].keys()
+    for name, gradient in theirs["gradients"].items():
+        assert (gradients[name] - gradient).abs().max() <= BOUND * gradient.abs().max(), name
+    assert all(gradients[name].any() for name in indexer)
+
+
+# -- the rule: which layers select --------------------------------------------------------------
+
+RULES = list(itertools.product((1, 2, 3, 4, 5), range(8)))
+LAYERS = range(1, 13)
+
+
+def test_the_rule_is_that_of_hugging_face() -> None:
+    """In its counting, from 0; with offset 0 its first layer has nothing to share, and is not compared."""
+    from transformers import GlmMoeDsaConfig
+
+    for frequency, offset in RULES:
+        config = GlmMoeDsaConfig(
+            num_hidden_layers=len(LAYERS), index_topk_freq=frequency, index_skip_topk_offset=max(offset, 1)
+        )
+        sharing = Sharing(frequency, offset)
+        ours = ["full" if sharing.computes(layer) else "shared" for layer in LAYERS]
+        assert config.indexer_types == ours, (frequency, offset)
+
+
+@pytest.mark.releases(">=0.19", quick=True)
+def test_the_rule_is_that_of_megatron() -> None:
+    dsa = import_module("megatron.core.transformer.experimental_attention_variant.dsa")
+    for frequency, offset in RULES:
+        sharing = Sharing(frequency, offset)
+        for layer in LAYERS:
+            shares = dsa.is_dsa_skip_topk_layer(layer, offset, frequency)
+            assert sharing.computes(layer) is not shares, (frequency, offset, layer)
+            source = dsa.source_dsa_compute_layer(layer, offset, frequency)
+            assert sharing.source(layer) == source, (frequency, offset, layer)
