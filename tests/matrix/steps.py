@@ -23,6 +23,7 @@ from mindspeed_dsa.ops import backend
 from mindspeed_dsa.parallel.local_shards import local_of
 from tests.features.compilation.regions import cases as regions
 from tests.features.dsa import cp_cases
+from tests.features.dsa.stages import cases as stages
 from tests.matrix import model as tiny
 from tests.matrix.record import at_work
 from tests.support import memory_events, optimizer_job
@@ -179,6 +180,16 @@ def indexer_learns(steps: int) -> dict[str, Any]:
             losses.append(tiny.logged_indexer_loss(1))
         trained = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()]
         return {"losses": losses, "trained": trained, "at work": at_work()}
+
+
+def stage_after_stage(**arguments: Any) -> list[dict[str, Any]]:
+    """A job that goes from stage to stage by its checkpoints."""
+    with (
+        job_of_any_release(1, 0),
+        mock.patch.object(optimizer_job, "config", tiny.config_with_experts),
+        mock.patch.object(optimizer_job, "gpt_model", tiny.gpt_model),
+    ):
+        return stages.chain(**arguments)
 
 
 def beside(case: str, **arguments: Any) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.features.dsa.stages.test_checkpoints import check
 from tests.matrix.record import Note
-from tests.matrix.test_features import CP2, GATHERED, run
+from tests.matrix.test_features import CP2, GATHERED, STEPS, run
 from tests.support.model import assert_same_gradients
 
 pytestmark = pytest.mark.releases(">=0.12.1")
@@ -55,3 +57,10 @@ def test_gradients_are_those_of_the_same_state(
         else:
             assert not mine["indexer loss"]
     note.trained(ours)
+
+
+@pytest.mark.parametrize("way", ["torch_dist", "torch"])
+def test_a_job_goes_from_stage_to_stage(pool: Any, tmp_path: Path, way: str) -> None:
+    stages = ["dense", "warmup", "sparse", "frozen"]
+    (found,) = pool.run(f"{STEPS}:stage_after_stage", 1, stages=stages, folder=str(tmp_path), way=way)
+    check(stages, found)
