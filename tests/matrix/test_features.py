@@ -186,6 +186,30 @@ def happened(case: Case, ranks: Sequence[Any], folder: Path) -> bool:
     return case.feature in ranks[0]["at work"] and (attention > 0 or case.switches != FUSED)
 
 
+CORE_ATTENTION = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+
+
+@pytest.mark.releases(">=0.17")
+@pytest.mark.parametrize(
+    ("overrides", "passes"), [({}, 1), (CORE_ATTENTION, 1), (FULL, 2)], ids=["plain", "core_attn", "full"]
+)
+@pytest.mark.parametrize("fused", [{}, FUSED], ids=["Megatron's attention", "fused"])
+def test_both_parts_of_two_streams(
+    pool: Any, note: Note, fused: Mapping[str, Any], overrides: Mapping[str, Any], passes: int
+) -> None:
+    note.begins("one process", "two-streams")
+    theirs = run(pool, "one process", switches=fused, overrides=overrides)
+    ours = run(pool, "one process", switches={**fused, "two_streams": True}, overrides=overrides)
+    assert_same(ours, theirs)
+    attentions, shared_experts, microbatches = 4, 2, 2
+    starts = passes * microbatches * (attentions + shared_experts)
+    assert [[rank["counts"][each] for each in (events.BESIDE, events.AWAITED)] for rank in ours] == [
+        [starts, starts]
+    ]
+    assert [rank["counts"].get(events.BESIDE, 0) for rank in theirs] == [0]
+    note.trained(ours)
+
+
 @pytest.mark.parametrize("layout", ["TP2+SP", "PP2 x VPP2", "EP2"])
 def test_dsa_as_in_one_process(pool: Any, note: Note, layout: str) -> None:
     """What is on by default where a model uses DSA."""

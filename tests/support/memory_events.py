@@ -49,6 +49,8 @@ REGIONS = "regions run compiled"
 """And for the parts of a layer that are compiled."""
 BESIDE = "started on the second stream"
 """And for what runs beside the rest of a layer."""
+AWAITED = "awaited from the second stream"
+"""And for its results where they are used."""
 HELD = "experts held"
 """In all layers of all ranks, whatever is on: an expert that is sliced over two ranks counts for both."""
 
@@ -65,6 +67,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     GATHERED: ("use_torch_fsdp2",),
     REGIONS: ("compile_regions",),
     BESIDE: ("two_streams",),
+    AWAITED: ("two_streams",),
 }
 """Switches of which each alone makes an event happen."""
 
@@ -168,6 +171,7 @@ def counted() -> Iterator[Counter[str]]:
         stack.enter_context(counting(_Output, "refill", refilled))
         stack.enter_context(counting(Region, "__call__", lambda *_: REGIONS))
         stack.enter_context(counting_calls(second_stream, "start", BESIDE))
+        stack.enter_context(counting(second_stream.Started, "wait", lambda *_: AWAITED))
         stack.enter_context(counting(InFlight, "send", lambda *_: STARTED))
         for holder, name, feature in (
             (Masters, "to_master", "reuse-fp32-param"),

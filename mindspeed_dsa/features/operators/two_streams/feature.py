@@ -44,7 +44,9 @@ def check_streams(args: Any, options: Any) -> Iterator[str]:
 
 
 _IMPL = "mindspeed_dsa.features.operators.two_streams.second_stream"
-_INDEXER = "megatron.core.transformer.experimental_attention_variant.dsa:DSAIndexer"
+_DSA = "megatron.core.transformer.experimental_attention_variant"
+_INDEXER = f"{_DSA}.dsa:DSAIndexer"
+_WHY_BESIDE = "the indexer needs nothing but products of the hidden states, which attention reads here first"
 _WHY_INDEXER = "the indexer's products of the hidden states are there already"
 _MOVES_SHARED = "both move the shared expert, the other feature under the transfers; omit one of them"
 
@@ -64,9 +66,17 @@ FEATURE = Feature(
             "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors",
             "wrap",
             f"{_IMPL}:project_beside",
-            "the indexer needs nothing but products of the hidden states, which attention reads here first",
+            _WHY_BESIDE,
             params=("hidden_states", "inference_context"),
             versions=">=0.16,<0.19",
+        ),
+        Patch(
+            f"{_DSA}.absorbed_mla:AbsorbedMLASelfAttention.get_query_key_value_tensors",
+            "wrap",
+            f"{_IMPL}:project_beside",
+            _WHY_BESIDE,
+            params=("hidden_states", "inference_context"),
+            versions=">=0.19,<0.21",
         ),
         Patch(
             f"{_INDEXER}.forward_with_scores",
@@ -82,7 +92,7 @@ FEATURE = Feature(
             f"{_IMPL}:take_projections",
             _WHY_INDEXER,
             params=("x",),
-            versions=">=0.17,<0.19",
+            versions=">=0.17,<0.21",
         ),
         Patch(
             "megatron.core.transformer.moe.moe_layer:MoELayer.shared_experts_compute",
@@ -90,11 +100,11 @@ FEATURE = Feature(
             f"{_IMPL}:compute_beside",
             "nobody needs the shared expert's output before the layer's last step",
             params=("hidden_states",),
-            versions=">=0.16,<0.19",
+            versions=">=0.16,<0.21",
             priority=-100,  # inside of whoever decides when the shared expert runs
         ),
     ),
-    requires=Requires(versions={"megatron-core": ">=0.16,<0.19"}),
+    requires=Requires(versions={"megatron-core": ">=0.16,<0.21"}),
     conflicts=(
         Conflict("moe-alltoall-overlap-comm", _MOVES_SHARED),
         Conflict("moe-batch-overlap", _MOVES_SHARED),

@@ -95,7 +95,10 @@ _projected: WeakKeyDictionary[Any, _Projected] = WeakKeyDictionary()
 
 
 def project_beside(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``MLASelfAttention.get_query_key_value_tensors``."""
+    """Decorate ``get_query_key_value_tensors`` of ``MLASelfAttention``, or of 0.19's absorbed form.
+
+    A layer that shares another one's selection has no indexer.
+    """
 
     def get_query_key_value_tensors(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         indexer = getattr(self.core_attention, "indexer", None)
