@@ -22,6 +22,7 @@ from mindspeed_dsa.patches import versions
 from mindspeed_dsa.runs import expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
 from tests.features.attention.context_parallel import cases as dense
+from tests.features.compilation.regions import cases as regions
 from tests.features.moe.balanced_experts import cases as balanced
 from tests.features.moe.batch_overlap import cases as batch_overlap
 from tests.matrix.record import Note
@@ -78,7 +79,8 @@ class Case:
 
 PERMUTED = {"moe_permute_fusion": True}
 TWO_LAYERS = {"num_layers": 2, "moe_layer_freq": [0, 1]}
-REGIONS = {"prolog of latent attention by head", "router", "shared expert"}
+FORM = "by head" if Version(str(versions.of_megatron())) < Version("0.19") else "in absorbed form"
+REGIONS = {f"prolog of latent attention {FORM}", "router", "shared expert"}
 RMS_NORM = {"normalization": "RMSNorm"}
 SWITCHED = (
     Case("dsa-absorb", "TP2+SP", {"use_dsa_absorb": True}, rtol=1e-4),
@@ -207,6 +209,42 @@ def test_both_parts_of_two_streams(
         [starts, starts]
     ]
     assert [rank["counts"].get(events.BESIDE, 0) for rank in theirs] == [0]
+    note.trained(ours)
+
+
+UP_PROJECTIONS = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+WHOLE = {"prolog of latent attention in absorbed form"}
+IN_PARTS = {
+    "prolog of latent attention, latents",
+    "prolog of latent attention in absorbed form, heads",
+}
+
+
+@pytest.mark.releases(">=0.19")
+@pytest.mark.parametrize(
+    ("layout", "switches", "overrides", "prolog"),
+    [
+        ("TP2+SP", {}, {}, IN_PARTS),
+        ("one process", FUSED, {**FULL, **regions.ROUTING}, WHOLE),
+        ("one process", {"recompute_modules": ["mla_up_proj"]}, UP_PROJECTIONS, IN_PARTS),
+    ],
+    ids=["TP2+SP", "fused, recomputed, balanced", "recomputed up-projections"],
+)
+def test_compiled_regions_of_absorbed_attention(
+    pool: Any,
+    note: Note,
+    layout: str,
+    switches: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    prolog: set[str],
+) -> None:
+    note.begins(layout, "compile-regions")
+    overrides = {**TWO_LAYERS, **overrides}
+    theirs = run(pool, layout, switches=switches, overrides=overrides)
+    ours = run(pool, layout, switches={**switches, "compile_regions": True}, overrides=overrides)
+    assert_same(ours, theirs, rtol=1e-5)
+    for rank in ours:
+        assert set(rank["compiled"]) == prolog | {"router", "shared expert"}
     note.trained(ours)
 
 

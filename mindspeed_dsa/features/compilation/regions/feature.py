@@ -23,7 +23,8 @@ _IMPL = "mindspeed_dsa.features.compilation.regions"
 _MLA = "megatron.core.transformer.multi_latent_attention:MLASelfAttention"
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 _ROUTING = "megatron.core.transformer.moe.moe_utils"
-_RELEASES = ">=0.16,<0.19"
+_ABSORBED = "megatron.core.transformer.experimental_attention_variant.absorbed_mla:AbsorbedMLASelfAttention"
+_RELEASES = ">=0.16,<0.21"
 _INNERMOST = -200
 """Inside of all other wrappers: what they add to a function is not compiled."""
 
@@ -44,7 +45,7 @@ FEATURE = Feature(
             "wrap",
             f"{_IMPL}.prolog:offer_to_attention",
             "latent attention in absorbed form asks its layer for compiled steps",
-            versions=_RELEASES,
+            versions=">=0.16,<0.19",  # later ones have a class for it
             priority=_INNERMOST,
         ),
         Patch(
@@ -54,6 +55,15 @@ FEATURE = Feature(
             "compiles the forty operators between the hidden states and query, key and value as one graph",
             params=("hidden_states", "packed_seq_params", "inference_context"),
             versions=_RELEASES,
+            priority=_INNERMOST,
+        ),
+        Patch(
+            f"{_ABSORBED}.get_query_key_value_tensors",
+            "wrap",
+            f"{_IMPL}.prolog:compile_absorbed_prolog",
+            "compiles the operators between the hidden states and query and key in absorbed form as one graph",
+            params=("hidden_states", "packed_seq_params", "inference_context"),
+            versions=">=0.19,<0.21",
             priority=_INNERMOST,
         ),
         Patch(

@@ -58,6 +58,32 @@ def compile_prolog(original: Callable[..., Any], context: Context[None]) -> Call
     return derived_by(original, derive)
 
 
+def compile_absorbed_prolog(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
+    """Decorate ``AbsorbedMLASelfAttention.get_query_key_value_tensors``, which later releases have for DSA."""
+    regions = regions_of(context)
+
+    def get_query_key_value_tensors(
+        self: Any,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        packed_seq_params: Any = None,
+        inference_context: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        found = None
+        if packed_seq_params is None and inference_context is None and not any(kwargs.values()):
+            up_key, _ = self._get_kv_up_weights()
+            found = _absorbed(regions, context.megatron, self, hidden_states, up_key)
+        if found is None:
+            return original(
+                self, hidden_states, key_value_states, packed_seq_params, inference_context, **kwargs
+            )
+        query, key, latent_query, _ = found
+        return query, key, latent_query
+
+    return get_query_key_value_tensors
+
+
 def _why_not(layer: Any) -> str | None:
     """Return what in a layer's configuration these graphs do not support."""
     config = layer.config
