@@ -59,7 +59,7 @@ def compile_prolog(original: Callable[..., Any], context: Context[None]) -> Call
 
 
 def compile_absorbed_prolog(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``AbsorbedMLASelfAttention.get_query_key_value_tensors``, which later releases have for DSA."""
+    """Decorate ``AbsorbedMLASelfAttention.get_query_key_value_tensors``, DSA's own since 0.19."""
     regions = regions_of(context)
 
     def get_query_key_value_tensors(
