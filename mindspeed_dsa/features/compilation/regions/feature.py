@@ -61,7 +61,7 @@ FEATURE = Feature(
             f"{_ABSORBED}.get_query_key_value_tensors",
             "wrap",
             f"{_IMPL}.prolog:compile_absorbed_prolog",
-            "compiles the operators between the hidden states and query and key in absorbed form as one graph",
+            "compiles what lies between the hidden states and query and key in absorbed form as one graph",
             params=("hidden_states", "packed_seq_params", "inference_context"),
             versions=">=0.19,<0.21",
             priority=_INNERMOST,
