@@ -151,9 +151,17 @@ def test_diff_tells_what_broke_by_feature(tmp_path, capsys):
     assert main(arguments) == 1
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
     assert lines["step-metrics"].endswith("fails: TP2+SP: KeyError: 'x'")
-    assert "refused: it needs megatron-core >=0.16,<0.19" in lines["two-streams"]
     assert "fails: " in lines["recompute-norm"]  # its targets are not in this checkout
     assert lines["accept-mindspeed-flags"].endswith("fits, not trained")  # it patches nothing
     results(tmp_path, "next", version="0.19.0")
     assert main(arguments) == 2
     assert "is of megatron-core 0.19.0" in capsys.readouterr().err
+
+
+def test_diff_tells_what_is_refused_in_a_release_that_nobody_knows(tmp_path, capsys):
+    info = "MAJOR = 0\nMINOR = 21\nPATCH = 0\nPRE_RELEASE = ''\n"
+    write(tmp_path / "checkout", {"megatron/core/package_info.py": info})
+    results(tmp_path, "next", version="0.21.0")
+    main(["diff", str(tmp_path / "checkout"), "--trained", str(tmp_path / "next.json")])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["two-streams"]]
+    assert any("refused: it needs megatron-core >=0.16,<0.21" in line for line in lines), lines
