@@ -42,8 +42,9 @@ class Sharing:
         """Build from a job's arguments or a model's configuration; what is absent is not shared."""
         if getattr(config, "experimental_attention_variant", "dsa") != "dsa":
             return cls()
+        frequency = getattr(config, "dsa_indexer_topk_freq", None)
         return cls(
-            frequency=getattr(config, "dsa_indexer_topk_freq", None) or 1,
+            frequency=1 if frequency is None else frequency,
             offset=getattr(config, "dsa_indexer_skip_topk_offset", None) or 0,
             pattern=(getattr(config, "dsa_indexer_topk_pattern", None) or "").upper(),
             mtp_shares=bool(getattr(config, "dsa_indexer_share_for_mtp", False)),
@@ -52,7 +53,7 @@ class Sharing:
     @property
     def is_on(self) -> bool:
         """Return whether some layer may share."""
-        return self.frequency > 1 or SHARES in self.pattern or self.mtp_shares
+        return self.frequency != 1 or SHARES in self.pattern or self.mtp_shares
 
     def computes(self, layer: int) -> bool:
         """Return whether a layer of the decoder selects keys itself.
@@ -62,7 +63,7 @@ class Sharing:
         """
         if self.pattern:
             return layer > len(self.pattern) or self.pattern[layer - 1] != SHARES
-        return max(layer - max(self.offset, 1), 0) % self.frequency == 0
+        return max(layer - max(self.offset, 1), 0) % max(self.frequency, 1) == 0
 
     def mtp_computes(self, layer: int) -> bool:
         """Return whether a layer of multi-token prediction selects keys itself.

@@ -109,6 +109,7 @@ def test_what_no_layer_of_a_function_reads_is_not_carried():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"dsa_indexer_topk_freq": 0}, "--dsa-indexer-topk-freq 0"),
         ({"dsa_indexer_topk_pattern": "CSSC", "num_layers": 8}, "has 4 letters, and the model 8 layers"),
         ({"dsa_indexer_topk_pattern": "SCCC", "num_layers": 4}, "layer 1 shares"),
         ({"dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 9, "num_layers": 8}, "beyond the 8"),
@@ -117,7 +118,7 @@ def test_what_no_layer_of_a_function_reads_is_not_carried():
             "begins with layer 3, which shares the selection of layer 1",
         ),
     ],
-    ids=["length", "first", "offset", "chunk"],
+    ids=["frequency", "length", "first", "offset", "chunk"],
 )
 def test_refused_before_training(arguments, message):
     args = SimpleNamespace(experimental_attention_variant="dsa", **arguments)
