@@ -145,8 +145,8 @@ def test_remedies_are_those_that_are_not_on():
     assert host_profile.remedy("TopKRouter", ()) == "--compile-regions"
     assert host_profile.remedy("TopKRouter", ("compile-regions",)) == ""
     assert host_profile.remedy("Dropout", ()) == ""
-    assert host_profile.remedy("TopKRouter", (), "0.18.2") == "--compile-regions"
-    assert host_profile.remedy("TopKRouter", (), "0.19.0") == ""  # where it is refused
+    assert host_profile.remedy("TopKRouter", (), "0.19.0") == "--compile-regions"
+    assert host_profile.remedy("TopKRouter", (), "0.15.3") == ""  # where it is refused
     # What fused-rmsnorm builds is an RMSNorm by its name, too.
     assert host_profile.remedy("FusedRMSNorm", ("fused-rmsnorm",)) == ""
 
