@@ -126,9 +126,10 @@ def test_multi_token_prediction_selects_for_itself(pool, switches, sharing):
         (ON_TWO, {}, 2, {"cp": 2}),
         (ON_TWO, CORE, 2, {"cp": 2}),
         ({**FUSED, "recompute_in_advance": True}, FULL, 2, {"pp": 2, "vpp": 2}),
+        ({**FUSED, "recompute_in_bubble": True}, FULL, 2, {"pp": 2, "vpp": 2}),
         ({**FUSED, "swap_attention": True, "swap_attention_min_bytes": 0}, {}, 2, {"pp": 2}),
     ],
-    ids=["TP2", "TP2, core", "CP2", "CP2, core", "ahead", "swapped"],
+    ids=["TP2", "TP2, core", "CP2", "CP2, core", "ahead", "bubble", "swapped"],
 )
 def test_layouts(pool, switches, overrides, ranks, sizes):
     expected = one_process(pool, HALF)
