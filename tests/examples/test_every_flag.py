@@ -56,6 +56,8 @@ USED = {
     "FSDP2": (2, "--use-torch-fsdp2 --fsdp2-prefetch 2 --fsdp2-reduce-dtype bf16 --fsdp2-sharding-size 2"),
     "host profile": (1, "--host-profile {folder}/profile.json --host-profile-step 2 --train-iters 9"),
     "indexer": (1, "--dsa-indexer-head-dim 16 --dsa-backend cpu"),
+    "indexer's rotary": (1, "--dsa-indexer-rope-first --dsa-indexer-rope-interleaved"),
+    "indexers of some layers": (1, "--dsa-indexer-topk-pattern CS"),
     "mla-sp-tp-sp": (2, f"--mla-sp-tp-sp {DENSE} {TP}"),
     "mla-sp-tp-sp, context parallel": (4, f"--mla-sp-tp-sp {DENSE} {TP} {CP}"),
     "recompute norms": (1, "--recompute-norm --recompute-norm-num-layers 1"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from weakref import ref
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.dsa.stages.parameters import mark_indexers, uses_dsa
@@ -24,12 +25,20 @@ _OF_OPTIMIZER = ("optimizer.", "chained_")
 class Models:
     """Configuration of the models that a session has built.
 
-    Attributes:
-        config: Megatron's, of a DSA model; None: there is none.
+    A configuration outlives no job: it holds the optimizer, whose method scales the loss.
     """
 
     def __init__(self, context: Context[Options]) -> None:
-        self.config: Any = None
+        self._config: ref[Any] | None = None
+
+    @property
+    def config(self) -> Any:
+        """Megatron's, of the latest DSA model; None: there is none."""
+        return None if self._config is None else self._config()
+
+    def note(self, config: Any) -> None:
+        """Remember the configuration of a model that is being built."""
+        self._config = ref(config)
 
 
 def of_indexer(key: str) -> bool:
@@ -46,7 +55,7 @@ def note_model(original: Callable[..., None], context: Context[Options]) -> Call
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, config, *args, **kwargs)
         if uses_dsa(config):
-            context.state(Models).config = config
+            context.state(Models).note(config)
             mark_indexers(self, config)
             self.register_load_state_dict_pre_hook(_Check(context))
 
