@@ -18,7 +18,7 @@ SPECS = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
 
 SIZES = {"dsa_indexer_n_heads": 64, "dsa_indexer_head_dim": 128, "dsa_indexer_topk": 2048}
 """Sizes that a DSA model needs, with those of DeepSeek-V3.2."""
-SHARED_KEYS = ">=0.19,<0.20"
+SHARED_KEYS = ">=0.19,<0.21"
 """Releases whose context parallel ranks share keys by our gathers."""
 
 

@@ -18,9 +18,12 @@ from torch.distributed.tensor import DTensor
 
 import mindspeed_dsa
 from mindspeed_dsa import session
+from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.features.dsa.indexer_loss import indexer_loss
 from mindspeed_dsa.features.moe import numbering
 from mindspeed_dsa.ops import backend
 from mindspeed_dsa.parallel.local_shards import local_of
+from tests.features.attention.context_parallel import cases as dense
 from tests.features.compilation.regions import cases as regions
 from tests.features.dsa import cp_cases
 from tests.features.dsa.stages import cases as stages
@@ -35,6 +38,12 @@ MODEL = {
     "moe_layer_freq": [0, 1, 0, 1],
     # With few index heads exact ties are common, and kernels decide them otherwise.
     "dsa_indexer_n_heads": 16,
+}
+TWO_AND_MTP = {
+    "num_layers": 2,
+    "moe_layer_freq": [0, 1],
+    "mtp_num_layers": 2,
+    "mtp_loss_scaling_factor": 0.1,
 }
 
 
@@ -126,6 +135,22 @@ def compiled() -> list[str]:
     found = regions.regions()
     assert not [each.failure for each in found if each.failure]
     return [each.name for each in found if each.compilations]
+
+
+def compiled_latent_attention() -> dict[str, Any]:
+    """A step of a dense model with latent attention by head, and which regions ran compiled."""
+    with regions.operator_by_operator():
+        found = dense.step(attention="latent", more={"compile_regions": True})
+        return {**found, "compiled": compiled(), "at work": at_work()}
+
+
+def reported_losses() -> dict[str, Any]:
+    """Indexer losses of two layers of the decoder and two of multi-token prediction, as they are tracked."""
+    with job_of_any_release(1, 0):
+        job.start()
+        model = tiny.gpt_model(tiny.config(**TWO_AND_MTP))
+        job.per_token_loss(model, job.samples(2)).mean().backward()
+        return {"losses": indexer_loss(Megatron()).tracker.tracker["values"].tolist(), "at work": at_work()}
 
 
 def steps(switches: Mapping[str, Any] | None = None) -> Iterator[list[float]]:

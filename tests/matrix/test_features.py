@@ -248,6 +248,26 @@ def test_compiled_regions_of_absorbed_attention(
     note.trained(ours)
 
 
+@pytest.mark.releases(">=0.16")
+def test_compiled_regions_of_attention_by_head(pool: Any, note: Note) -> None:
+    """Dense models have it on every release."""
+    note.begins("one process", "compile-regions")
+    (theirs,) = pool.baseline(f"{DENSE}:step", 1, attention="latent")
+    (ours,) = pool.run(f"{STEPS}:compiled_latent_attention", 1)
+    torch.testing.assert_close(ours["losses"], theirs["losses"], rtol=1e-6, atol=0)
+    assert_same_gradients(ours["gradients"], theirs["gradients"], rtol=1e-5)
+    assert ours["compiled"] == ["prolog of latent attention by head"]
+    note.trained([ours])
+
+
+def test_layers_of_multi_token_prediction_report_losses_of_their_own(pool: Any, note: Note) -> None:
+    note.begins("one process", "dsa-loss-tracker")
+    (found,) = pool.run(f"{STEPS}:reported_losses", 1)
+    assert len(found["losses"]) == 4
+    assert all(loss > 0 for loss in found["losses"])
+    note.trained([found])
+
+
 @pytest.mark.parametrize("layout", ["TP2+SP", "PP2 x VPP2", "EP2"])
 def test_dsa_as_in_one_process(pool: Any, note: Note, layout: str) -> None:
     """What is on by default where a model uses DSA."""

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from tests.support import memory_events as events
 from tests.support.model import assert_same_gradients, put_together
 
 pytestmark = pytest.mark.releases(">=0.12.1", quick=True)
@@ -134,6 +135,20 @@ def test_multi_token_prediction_selects_for_itself(pool, switches, sharing):
 def test_layouts(pool, switches, overrides, ranks, sizes):
     expected = one_process(pool, HALF)
     same(layout(pool, ranks, {**HALF, **overrides}, switches, **sizes), expected)
+
+
+@pytest.mark.releases(">=0.16")
+@pytest.mark.parametrize("overrides", [{}, CORE], ids=["plain", "core"])
+def test_second_stream_and_compiled_regions(pool, overrides):
+    """Sharing layers have no indexer for the second stream, and the same prolog as all others."""
+    expected = one_process(pool, HALF, FUSED)
+    switches = {**FUSED, "two_streams": True, "compile_regions": True}
+    result = one_process(pool, {**HALF, **overrides}, switches)
+    same(result, expected)
+    assert {"router", "shared expert"} < set(result["compiled"])
+    # A selecting layer's projections and an MoE layer's shared expert, four of each, in each microbatch; and
+    # core attention, where it is recomputed, leaves them alone.
+    assert result["counts"][events.BESIDE] == 4 * (4 + 4)
 
 
 @pytest.mark.releases(">=0.14", quick=True)

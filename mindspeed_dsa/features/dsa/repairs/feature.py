@@ -298,6 +298,14 @@ LOSS_TRACKER = dsa_repair(
             versions=_ANY,
             factory=True,
         ),
+        Patch(
+            "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.__init__",
+            "wrap",
+            f"{_HERE}.loss:number_after_decoder",
+            "layers of multi-token prediction are numbered from 1 again, and add to the decoder's losses",
+            params=("config",),
+            versions=">=0.17,<0.21",
+        ),
     ),
 )
 

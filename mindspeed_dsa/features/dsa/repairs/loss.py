@@ -213,3 +213,15 @@ save_loss = _method_of_tracker("save_loss_to_tracker")
 clean_loss = _method_of_tracker("clean_loss_in_tracker")
 reduce_loss = _method_of_tracker("reduce_loss_in_tracker")
 track_metrics = _method_of_tracker("track_indexer_metrics")
+
+
+def number_after_decoder(original: Callable[..., None]) -> Callable[..., None]:
+    """Decorate ``MultiTokenPredictionLayer.__init__``: its attention reports under a number of its own."""
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, config, *args, **kwargs)
+        for module in self.modules():
+            if hasattr(module, "indexer") and hasattr(module, "layer_number"):
+                module.layer_number = config.num_layers + self.layer_number
+
+    return __init__

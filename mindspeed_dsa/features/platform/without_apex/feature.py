@@ -165,6 +165,14 @@ LOCAL_MODULES = Feature(
             params=("model_params",),
             versions="<0.13",
         ),
+        Patch(
+            "megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear",
+            "replace",
+            f"{_HERE}:is_never_one",
+            "layers of multi-token prediction ask for a class that is none without Transformer Engine",
+            params=("module",),
+            versions=">=0.20,<0.21",
+        ),
         *(
             Patch(
                 f"megatron.core.models.gpt.gpt_layer_specs:{name}",

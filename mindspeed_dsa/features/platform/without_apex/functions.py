@@ -149,3 +149,8 @@ def unless_there_are_none(original: Callable[..., None]) -> Callable[..., None]:
             original(model_params, *args, **kwargs)
 
     return quantize_param_shard
+
+
+def is_never_one(module: object) -> bool:
+    """Replace ``is_inference_column_parallel_linear``: such a layer is one of Transformer Engine's."""
+    return False
