@@ -6,7 +6,8 @@ layer that reads it lets go of it.
 
 Recomputation breaks the order: a sharing layer runs again in backward, before the layer that it shares with,
 and while other microbatches are in flight. So a checkpointed function takes along what lay there when it
-first ran, if one of its layers has read it. Autograd frees it together with the function.
+first ran, if one of its layers has read it, and gives it up when it runs again: autograd keeps the function
+as long as the graph, which is longer.
 """
 
 from __future__ import annotations
@@ -141,16 +142,29 @@ class Carrying:
     """Function that is checkpointed, with the selection that its layers read.
 
     Args:
-        function: called once in forward, and again in backward, where it finds the same selection.
+        function: called once in forward, and once more in backward, where it finds the same selection.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function, self._has_run = function, False
+        self._function, self._has_run, self._is_spent = function, False, False
         self._read: Selected | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function.
+
+        Raises:
+            RuntimeError: its layers share a selection, and it has been recomputed before.
+        """
+        if self._is_spent:
+            raise RuntimeError(
+                "dsa-shared-selections: layers that share a selection were recomputed twice, and the "
+                "selection is freed after the first time; omit retain_graph in backward, or do not recompute "
+                "them"
+            )
         if self._has_run:
-            with recomputing(self._read):
+            self._is_spent = self._read is not None
+            holder, self._read = recomputing(self._read), None
+            with holder:
                 return self._function(*args, **kwargs)
         self._has_run = True
         latest = current().latest

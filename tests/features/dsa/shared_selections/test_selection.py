@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -104,6 +105,23 @@ def test_what_no_layer_of_a_function_reads_is_not_carried():
         group()
         assert group._read is None
         assert group() == [1] * 5
+
+
+def test_a_selection_is_freed_when_its_last_reader_is_recomputed():
+    """The graph keeps checkpointed functions until all of backward is over."""
+    first, second = places(Sharing(frequency=2), 2)
+    indices = torch.zeros(1)
+    selected = weakref.ref(indices)
+    with recomputing(None):
+        current().store(first, indices)
+        del indices
+        sharing = Carrying(lambda: forward(current(), 0, [second]))
+        sharing()
+        assert selected() is not None
+        sharing()
+        assert selected() is None
+        with pytest.raises(RuntimeError, match="recomputed twice"):
+            sharing()
 
 
 @pytest.mark.parametrize(
