@@ -119,6 +119,15 @@ def test_multi_token_prediction_selects_for_itself(pool, switches, sharing):
     same(one_process(pool, {**sharing, **MTP, **FULL}, switches), expected)
 
 
+@pytest.mark.releases(">=0.19", quick=True)
+@pytest.mark.parametrize("switches", [{}, FUSED], ids=["Megatron's functions", "fused"])
+def test_a_repeated_layer_of_multi_token_prediction_selects_once(pool, switches):
+    repeated = {**HALF, **MTP, "mtp_use_repeated_layer": True, "dsa_indexer_share_for_mtp": True}
+    expected = one_process(pool, repeated, switches)
+    assert expected["selected"] == 4 * (4 + 1)
+    same(one_process(pool, {**repeated, **FULL}, {**switches, "mtp_recompute": True}), expected)
+
+
 @pytest.mark.parametrize(
     ("switches", "overrides", "ranks", "sizes"),
     [

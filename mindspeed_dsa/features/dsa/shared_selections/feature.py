@@ -81,6 +81,13 @@ SHARED_SELECTIONS = Feature(
             versions=_OWN_LOOP,
         ),
         Patch(
+            f"{DSA}:DSAttention.forward",
+            "wrap",
+            f"{_HERE}:repeat_with_megatron",
+            "Megatron's layers select in every run or in none, repeated ones of multi-token prediction too",
+            versions=_NATIVE,
+        ),
+        Patch(
             f"{DSA}:DSAttention._get_index_share_topk_holder",
             "replace",
             f"{_HERE}:hold_indices",

@@ -165,6 +165,21 @@ def select_anew_in_mtp(original: Callable[..., Any]) -> Callable[..., Any]:
 # computing layer writes its entries at the end, and a sharing one reads its source's, the indices first.
 
 
+def repeat_with_megatron(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorate ``DSAttention.forward``: a layer that repeats attends to its first run's keys in the others.
+
+    Whether it selects is an attribute there, and follows the run.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        place = place_of(self)
+        if place is not None and place.repeats:
+            self.skip_topk = current().is_shared_by(place)
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
 def hold_indices(context: Context[Options]) -> Callable[..., Any]:
     """Replace ``_get_index_share_topk_holder``."""
 
